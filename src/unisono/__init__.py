@@ -1,0 +1,23 @@
+"""One training run, any number of GPUs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["Loss", "Recipe", "__version__", "train"]
+
+if TYPE_CHECKING:
+    from unisono.engine.recipe import Loss, Recipe
+    from unisono.engine.run import train
+
+_HOME = {"Recipe": "unisono.engine.recipe", "Loss": "unisono.engine.recipe", "train": "unisono.engine.run"}
+
+
+def __getattr__(name: str) -> Any:
+    # Imported on first use, so that `import unisono` and `unisono --help` do not wait for torch.
+    if name not in _HOME:
+        raise AttributeError(f"module 'unisono' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOME[name]), name)

@@ -1,0 +1,1 @@
+"""Saving, finding, loading and exporting checkpoints."""

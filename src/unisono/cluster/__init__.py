@@ -1,0 +1,1 @@
+"""Processes and machines: who am I, start the ranks, agree, signals."""

@@ -1,0 +1,1 @@
+"""The loop, the optimizer step and the contract with a recipe."""

@@ -1,0 +1,110 @@
+"""The contract between a recipe and the engine.
+
+A recipe says what is trained: a model, data, a loss. It never sees a rank, a device count, a wrapper or a micro-batch
+size; how the work is spread out is the engine's business, and must not change the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:  # `unisono --help` must not wait for torch
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+    from torch.utils.data import Dataset
+
+    from unisono.data.noise import Noise
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The loss of a micro-batch as a sum over items and the number of items summed.
+
+    Never a mean: the engine divides by the count of the whole global batch (all micro-batches, all ranks), which is the
+    only way that accumulation and many ranks equal one big batch. `metrics` holds further sums over the same items.
+    """
+
+    total: Tensor
+    count: Tensor | int | float
+    metrics: Mapping[str, Tensor | float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What `prepare` gets: a folder to work in and its part of the work."""
+
+    folder: Path
+    _part: int = 0
+    _parts: int = 1
+
+    def share(self, items: Sequence[Any]) -> Sequence[Any]:
+        """The items to prepare here; over all processes each item is prepared once."""
+        return items[self._part :: self._parts]
+
+
+class Recipe:
+    """What to train. Subclass it, write `model`, `dataset` and `loss`, and give it to `unisono train`."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    """Engine settings for which this recipe wants another default, e.g. {"batch_size": 512}."""
+
+    @dataclass
+    class Config:
+        """The recipe's own settings; every field becomes a flag and a config-file key."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def prepare(self, work: Work) -> None:
+        """One-off work shared over the ranks before training (cache, collect, download); must be resumable."""
+
+    def model(self) -> nn.Module:
+        """The module to train, on the CPU or on meta. It may hold several modules."""
+        raise NotImplementedError
+
+    def dataset(self, split: str) -> Dataset[Any] | None:
+        """Map-style data ("train" or "eval"); None for "eval" means there is nothing to evaluate on."""
+        raise NotImplementedError
+
+    def collate(self, items: list[Any]) -> Any:
+        """Turns items into a batch; torch's default_collate unless overridden."""
+        from torch.utils.data import default_collate
+
+        return default_collate(items)
+
+    def loss(self, model: nn.Module, batch: Any, noise: Noise) -> Loss:
+        """The loss of a batch, as a sum and a count."""
+        raise NotImplementedError
+
+    def optimizer(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer | None:
+        """The optimizer over (name, parameter) pairs; None takes the one from the settings."""
+        return None
+
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module] | None:
+        """The repeated blocks that are sharded, compiled and checkpointed one by one; None lets the engine find them."""
+        return None
+
+    def evaluate(self, model: nn.Module, batch: Any, noise: Noise) -> Mapping[str, Any]:
+        """Metrics of an evaluation batch as (sum, count) pairs or torchmetrics objects; the loss unless overridden."""
+        loss = self.loss(model, batch, noise)
+        return {"loss": (loss.total, loss.count), **{name: (value, loss.count) for name, value in loss.metrics.items()}}
+
+    def frozen(self) -> Mapping[str, nn.Module]:
+        """Modules that are used but not trained (a teacher, a VAE); the engine places them."""
+        return {}
+
+    def preview(self, model: nn.Module, step: int) -> Mapping[str, Any] | None:
+        """What a person wants to look at while it trains: file name -> image, figure, text or bytes.
+
+        Every rank runs it (a sharded model needs all of them); the engine writes the files once, under previews/.
+        """
+        return None
+
+    def export(self, model: nn.Module, folder: Path) -> None:
+        """Writes the trained weights in the format the ecosystem loads; one safetensors file unless overridden."""
+        from safetensors.torch import save_file
+
+        save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / "model.safetensors")

@@ -1,0 +1,1 @@
+"""What a run shows and writes down: run folder, metrics, events, progress."""
