@@ -1,0 +1,68 @@
+# Two commands do everything on a fresh machine with python3 and make: `make demo` and `make test`.
+# Both build the environment in .venv first, and again only when pyproject.toml has changed.
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+NOW := $(shell date +%Y%m%d-%H%M%S)
+DEMO_DIR ?= runs/demo-own-model-$(NOW)
+
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow lint bench setup clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: .venv/.ready-dev ## Train the own-model example on two CPU ranks and say where to look
+	$(BIN)/unisono train examples/own_model/recipe.py:TwoMoons --nproc 2 --output_dir "$(DEMO_DIR)"
+	@find "$(DEMO_DIR)/previews" -name '*boundary.txt' 2>/dev/null | sort | tail -n 1 | xargs -r cat
+	@echo
+	@echo "What the run left behind, in $(DEMO_DIR):"
+	@echo "  run.json        the config as resolved, the seed, versions, every start"
+	@echo "  metrics.jsonl   a line per logged step; the last lines hold the evaluation"
+	@echo "  events.jsonl    what happened: starts, saves, faults"
+	@echo "  previews/       what the recipe drew; above is the last one"
+	@echo "  checkpoints/    weights as safetensors, state as JSON"
+	@echo "Curves:           $(BIN)/tensorboard --logdir runs"
+	@echo "Your own model:   copy examples/own_model/recipe.py; make demo again starts a fresh folder"
+
+test: lint ## Run everything a change must pass: ruff, mypy, import-linter, pytest (without the slow tests)
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-slow: .venv/.ready-dev ## Run the tests that take minutes
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+lint: .venv/.ready-dev ## Run ruff, mypy and import-linter
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: .venv/.ready-dev .venv/.ready-bench ## Compare the overhead with a hand-written loop, Accelerate and Lightning Fabric
+	$(BIN)/python benchmarks/overhead.py
+
+setup: .venv/.ready-dev ## Make the environment in .venv
+
+clean: ## Remove .venv and caches; runs/ stays
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
+	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch and what depends on it come in one pip command, so that the range in pyproject.toml holds for all of them.
+.venv/.ready-%: pyproject.toml | .venv/bin/pip
+	$(BIN)/python -m pip install --quiet --editable ".[$*]"
+	@touch $@
+
+# pip is the last thing venv installs: where it is missing, the environment is missing or half made.
+.venv/bin/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "unisono needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1); name another one: make PYTHON=python3.12 ..." >&2; \
+	  exit 2; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    apt-get update -qq && apt-get install -y -qq python3-venv; \
+	  fi; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "$(PYTHON) cannot make environments here; on Debian and Ubuntu: sudo apt-get install -y python3-venv" >&2; \
+	  exit 2; }
+	$(PYTHON) -m venv .venv

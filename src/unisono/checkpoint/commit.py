@@ -1,0 +1,125 @@
+"""From loose files to a checkpoint: staging, check, manifest, rename, prune.
+
+A save goes to a staging folder of its own. When every rank's files are written and read back, the manifest is written
+last and the folder renamed: a checkpoint appears whole or not at all. Only then are older ones deleted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from unisono.checkpoint.find import list_steps, step_folder, validate
+from unisono.checkpoint.manifest import (
+    MANIFEST,
+    STATE,
+    CheckpointError,
+    FileEntry,
+    Manifest,
+    hash_file,
+    sync_folder,
+    write_json,
+)
+
+BEST = "best.json"
+
+
+def begin(folder: Path, step: int) -> Path:
+    """Makes the staging folder of one attempt; a leftover of an earlier attempt is never in its way."""
+    folder.mkdir(parents=True, exist_ok=True)
+    staging = folder / f".staging-{step_folder(step)}-{secrets.token_hex(4)}"
+    staging.mkdir()
+    return staging
+
+
+def check_shard(file: Path) -> dict[str, FileEntry]:
+    """Forces a shard just written to disk, reads it back and hashes it; empty for a rank that had nothing to write."""
+    if not file.exists():
+        return {}
+    entry = hash_file(file, sync=True)
+    with safe_open(file, framework="pt") as shard:  # raises on a header that does not match the file's size
+        shard.keys()
+    return {file.name: entry}
+
+
+def commit(
+    staging: Path, *, step: int, world: int, identity: Mapping[str, Any], extra: str, shards: Mapping[str, FileEntry]
+) -> Path:
+    """Turns a staging folder whose shards are checked into the checkpoint of its step, and returns its path."""
+    for name, entry in shards.items():
+        # The other ranks checked these files; this finds a folder that is not shared by all machines.
+        if (staging / name).stat().st_size != entry.bytes:
+            raise OSError(f"{staging / name} is not what its rank has written; is the folder on a shared file system?")
+    (staging / STATE).write_text(extra, encoding="utf-8")
+    files = {**shards, STATE: hash_file(staging / STATE, sync=True)}
+    write_json(staging / MANIFEST, Manifest(step, world, identity, files).to_json())
+    sync_folder(staging)
+    final = staging.parent / step_folder(step)
+    if final.exists():
+        if validate(final, identity=identity) is None:
+            discard(staging)
+            return final
+        _move_aside(final)
+    os.rename(staging, final)
+    sync_folder(final.parent)
+    return final
+
+
+def prune(folder: Path, *, keep_last: int, committed: Path, identity: Mapping[str, Any]) -> None:
+    """Deletes all but the `keep_last` newest checkpoints; the best one and the one just committed always stay.
+
+    What is not a complete checkpoint of this run neither counts nor is deleted: it may be somebody's.
+    """
+    if keep_last <= 0:
+        return
+    complete = [path for _, path in list_steps(folder) if validate(path, deep=False, identity=identity) is None]
+    best = read_best(folder)
+    # A run that went back to an older step commits a step that is not the newest; it must survive its own commit.
+    keep = {committed, *complete[-keep_last:]}
+    if best is not None:
+        keep.add(folder / step_folder(best["step"]))
+    for path in complete:
+        if path not in keep:
+            discard(path)
+
+
+def discard(path: Path) -> None:
+    """Deletes a folder of ours; it loses its name first, so that a killed deletion leaves nothing that looks valid."""
+    trash = path
+    if not path.name.startswith("."):
+        trash = path.with_name(f".trash-{path.name}-{secrets.token_hex(4)}")
+        os.rename(path, trash)
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+def write_best(folder: Path, *, step: int, metric: str, value: float) -> None:
+    """Notes which checkpoint is the best so far; the note is replaced in one piece."""
+    draft = folder / f".{BEST}.new"
+    write_json(draft, {"step": step, "metric": metric, "value": value})
+    os.replace(draft, folder / BEST)
+    sync_folder(folder)
+
+
+def read_best(folder: Path) -> dict[str, Any] | None:
+    """The best checkpoint so far as {step, metric, value}, or None if none was marked."""
+    try:
+        best = json.loads((folder / BEST).read_bytes())
+        return {"step": int(best["step"]), "metric": str(best["metric"]), "value": float(best["value"])}
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder / BEST} cannot be read ({error}); delete it to go on without a best") from None
+
+
+def _move_aside(path: Path) -> None:
+    number = 1
+    while (aside := path.with_name(f"{path.name}.bad-{number}")).exists():
+        number += 1
+    os.rename(path, aside)

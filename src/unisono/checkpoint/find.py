@@ -1,0 +1,121 @@
+"""Finding the checkpoint to go on from.
+
+Only a folder whose manifest and files agree counts. The search goes from the newest step to the oldest and says what it
+skipped and why; what a killed save left behind is listed and does no harm.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from unisono.checkpoint.manifest import (
+    SHARD_SUFFIX,
+    STATE,
+    CheckpointError,
+    FileEntry,
+    hash_file,
+    read_manifest,
+)
+
+LEFTOVER_PREFIXES = (".staging-", ".trash-")
+_STEP = re.compile(r"step_(\d{8,})")
+
+
+def step_folder(step: int) -> str:
+    """Name of the folder of a step's checkpoint."""
+    return f"step_{step:08d}"
+
+
+def list_steps(folder: Path) -> list[tuple[int, Path]]:
+    """The checkpoint folders of a run, oldest step first, valid or not."""
+    if not folder.is_dir():
+        return []
+    matches = [(_STEP.fullmatch(path.name), path) for path in folder.iterdir() if path.is_dir()]
+    return sorted((int(match.group(1)), path) for match, path in matches if match)
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """What killed saves and killed deletions left behind; never loaded."""
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if path.name.startswith(LEFTOVER_PREFIXES) and path.is_dir())
+
+
+def validate(path: Path, *, deep: bool = True, identity: Mapping[str, Any] | None = None) -> str | None:
+    """Says why a checkpoint must not be loaded, or None if it is complete; `deep` reads and hashes every byte of it.
+
+    With `identity`, the recipe that it belongs to must be the same.
+    """
+    if not path.is_dir():
+        return "no such folder"
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        return str(error)
+    if identity is not None and manifest.identity.get("recipe") != identity.get("recipe"):
+        return f"manifest of another run: recipe {manifest.identity.get('recipe')}, not {identity.get('recipe')}"
+    if STATE not in manifest.files:
+        return f"the manifest lists no {STATE}"
+    for name, entry in manifest.files.items():
+        if (reason := _check_size(path / name, entry)) is not None:
+            return reason
+    # The reader takes every shard it finds in the folder: one that does not belong would overwrite good tensors.
+    for file in path.iterdir():
+        if file.name.endswith(SHARD_SUFFIX) and file.name not in manifest.files:
+            return f"{file.name} is not in the manifest"
+    return _check_hashes(path, manifest.files) if deep else None
+
+
+def newest_valid(folder: Path, identity: Mapping[str, Any]) -> tuple[Path | None, list[tuple[Path, str]]]:
+    """The newest checkpoint of this run that is complete, and what was passed over before it, with the reason."""
+    skipped = [(path, "left behind by a save that did not finish") for path in leftovers(folder)]
+    for _, path in reversed(list_steps(folder)):
+        reason = validate(path, identity=identity)
+        if reason is None:
+            return path, skipped
+        skipped.append((path, reason))
+    return None, skipped
+
+
+def read_extra(path: Path) -> dict[str, Any]:
+    """The state beside the tensors (counters, parameter groups, …) that was given to `Saver.save`."""
+    try:
+        extra = json.loads((path / STATE).read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path / STATE} cannot be read ({error}); resume from another checkpoint") from None
+    if not isinstance(extra, dict):
+        raise CheckpointError(f"{path / STATE} does not hold an object; resume from another checkpoint")
+    return extra
+
+
+def _check_size(file: Path, entry: FileEntry) -> str | None:
+    if file.is_symlink() or (file.exists() and not file.is_file()):
+        return f"{file.name} is not a plain file"
+    try:
+        size = file.stat().st_size
+    except FileNotFoundError:
+        return f"{file.name} is missing"
+    except OSError as error:
+        return f"{file.name} cannot be read ({error})"
+    if size != entry.bytes:
+        change = "shorter" if size < entry.bytes else "longer"
+        return f"{file.name} is {abs(size - entry.bytes)} bytes {change} than the manifest says"
+    return None
+
+
+def _check_hashes(path: Path, files: Mapping[str, FileEntry]) -> str | None:
+    def check(name: str) -> str | None:
+        try:
+            return None if hash_file(path / name) == files[name] else f"the hash of {name} differs from the manifest's"
+        except OSError as error:
+            return f"{name} cannot be read ({error})"
+
+    # hashlib lets go of the interpreter lock, so one thread per shard hashes as many shards at once as there are cores.
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return next((reason for reason in pool.map(check, files) if reason is not None), None)

@@ -1,0 +1,120 @@
+"""The manifest: what a complete checkpoint consists of.
+
+It is written last, so a folder without one is not a checkpoint. It lists every file with its size and SHA-256 and
+carries a checksum of itself, so that one flipped bit anywhere in the folder is found before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unisono.errors import UserError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+STATE = "state.json"
+SHARD_SUFFIX = ".safetensors"
+_BLOCK = 4 * 1024 * 1024
+
+
+class CheckpointError(UserError):
+    """A checkpoint that is damaged, incomplete, of another run, or does not fit the model."""
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """Size and hash of one file of a checkpoint."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds: its step, the run it belongs to, and each of its files."""
+
+    step: int
+    world: int
+    identity: Mapping[str, Any]
+    files: Mapping[str, FileEntry]
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of all files together."""
+        return sum(entry.bytes for entry in self.files.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """The manifest as it stands in the file, with its own checksum."""
+        body: dict[str, Any] = {
+            "format": FORMAT,
+            "step": self.step,
+            "world": self.world,
+            "identity": dict(self.identity),
+            "files": {name: {"bytes": f.bytes, "sha256": f.sha256} for name, f in sorted(self.files.items())},
+        }
+        return {**body, "sha256": _checksum(body)}
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Reads a checkpoint's manifest, or raises CheckpointError with the reason why it cannot be trusted."""
+    path = folder / MANIFEST
+    try:
+        data = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"no {MANIFEST}") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{MANIFEST} cannot be read ({error})") from None
+    try:
+        body = {key: value for key, value in data.items() if key != "sha256"}
+        if body["format"] != FORMAT:
+            raise CheckpointError(f"{MANIFEST} has format {body['format']!r}, this version of unisono reads {FORMAT}")
+        if data["sha256"] != _checksum(body):
+            raise CheckpointError(f"{MANIFEST} is damaged (its checksum differs)")
+        files = {name: FileEntry(int(entry["bytes"]), str(entry["sha256"])) for name, entry in body["files"].items()}
+        manifest = Manifest(int(body["step"]), int(body["world"]), dict(body["identity"]), files)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{MANIFEST} is not a unisono manifest ({type(error).__name__}: {error})") from None
+    for name in manifest.files:
+        # A manifest may come from anywhere; it must not make us open files outside its folder.
+        if name != Path(name).name or name in ("", ".", "..") or "\\" in name or "\0" in name:
+            raise CheckpointError(f"{MANIFEST} names {name!r}, which is not a file of this folder")
+    return manifest
+
+
+def hash_file(path: Path, *, sync: bool = False) -> FileEntry:
+    """Size and SHA-256 of a file as it is on disk; `sync` forces it to permanent storage first."""
+    digest, size, block = hashlib.sha256(), 0, bytearray(_BLOCK)
+    with path.open("rb", buffering=0) as file:
+        if sync:
+            os.fsync(file.fileno())
+        while count := file.readinto(block):
+            digest.update(memoryview(block)[:count])
+            size += count
+    return FileEntry(size, digest.hexdigest())
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Writes a JSON file and forces it to permanent storage."""
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(data, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Forces a folder's list of names to permanent storage: without it a rename may be forgotten after a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _checksum(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,71 @@
+"""Writing this rank's shard file: PyTorch's distributed checkpoint plans, safetensors writes.
+
+PyTorch's own safetensors writer first builds the whole file in memory, twice, and holds the interpreter lock meanwhile
+(measured: training stands still for 0.5 to 0.8 s per 400 MB). `safetensors.save_file` writes from the tensors as they
+lie, without the lock, and the file is the same: PyTorch's reader takes it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch.distributed.checkpoint import state_dict_saver as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from unisono.checkpoint.manifest import SHARD_SUFFIX
+from unisono.checkpoint.together import RanksFailed, in_words
+
+SHARDING_INFO = "DCP_SHARDING_INFO"
+"""Where the header of a shard says which part of each tensor it holds, as PyTorch's reader expects it."""
+
+
+def shard_name(rank: int, world: int) -> str:
+    """Name of the file that `rank` writes."""
+    return f"shard-{rank + 1:05d}-of-{world:05d}{SHARD_SUFFIX}"
+
+
+def write_shards(
+    parts: Mapping[str, torch.Tensor], folder: Path, *, rank: int, world: int, group: dist.ProcessGroup | None
+) -> None:
+    """Writes this rank's part of a state into a folder; every rank calls it, and if one fails all raise RanksFailed."""
+    writer = _ShardWriter(folder / shard_name(rank, world))
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        dcp.save(dict(parts), storage_writer=writer, planner=planner, process_group=group, no_dist=world == 1)
+    except CheckpointException as error:  # a BaseException, raised on every rank when any rank failed
+        failures = [(rank, in_words(failure[0])) for rank, failure in error.failures.items()]
+        raise RanksFailed("; ".join(f"rank {rank}: {text}" for rank, text in failures)) from error
+
+
+class _ShardWriter(HuggingFaceStorageWriter):
+    def __init__(self, file: Path) -> None:
+        super().__init__(str(file.parent), save_distributed=True)
+        self._file = file
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        tensors: dict[str, torch.Tensor] = {}
+        offsets: dict[str, dict[str, list[int]]] = {}
+        try:
+            for item in plan.items:
+                data = planner.resolve_data(item)
+                assert isinstance(data, torch.Tensor) and item.tensor_data is not None
+                tensors[item.index.fqn] = data
+                offsets[item.index.fqn] = {"saved_offsets": list(item.tensor_data.chunk.offsets)}
+            if tensors:
+                save_file(tensors, self._file, metadata={SHARDING_INFO: json.dumps(offsets), "format": "pt"})
+        except Exception as error:
+            # DCP sends a rank's exception object to the others; one that cannot be pickled would leave them waiting.
+            raise RanksFailed(in_words(error)) from None
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([])  # results are for a central index; the headers of the shards are ours
+        return done

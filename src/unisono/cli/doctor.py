@@ -1,0 +1,355 @@
+"""`unisono doctor`: what is installed, what is visible, what is wrong, and what to do about it.
+
+First everything is looked up once (`Machine`), then each check is a small pure function of what was found. Last, real
+processes add numbers up over gloo, and over NCCL where there are GPUs: what training will need is tried, not assumed.
+A warning is something that may hurt; only a fault makes the exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from unisono.cluster import allreduce, environment
+from unisono.devices import GB, Choice, Driver, Gpu, apply_mask, child_environment, read_driver, read_gpus
+from unisono.errors import EXIT_DIFFERENCE, EXIT_DONE, TrainingFailed, UserError
+
+OLDEST_TORCH, FIRST_UNTESTED_TORCH = (2, 9), (2, 14)
+GIB = 2**30
+RANK_MODULE = "unisono.engine.rank"
+CORE_PACKAGES = ("torch", "numpy", "safetensors", "pyyaml", "rich", "tensorboard", "nvidia-ml-py")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at: what was found and, when it is not well, what to do."""
+
+    name: str
+    status: Literal["ok", "warn", "fail"]
+    found: str
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What was found on this machine, before any judgement."""
+
+    packages: Mapping[str, str | None] = field(default_factory=dict)
+    """Version of each package we use, None when it is not installed."""
+    optional: Mapping[str, str] = field(default_factory=dict)
+    """Packages only an extra needs, and that extra."""
+    torch_error: str = ""
+    cuda_build: str | None = None
+    cuda_works: bool = False
+    bf16: bool = True
+    nccl: str | None = None
+    driver: Driver | None = None
+    gpus: Sequence[Gpu] = ()
+    mask: str | None = None
+    cores: int = 1
+    memory_bytes: int = 0
+    shm_bytes: int | None = None
+    disk_bytes: int = 100 * GIB
+    open_files: int = 65536
+    orphans: Sequence[str] = ()
+
+    @property
+    def visible(self) -> list[Gpu]:
+        """The GPUs that CUDA_VISIBLE_DEVICES leaves."""
+        return apply_mask(self.mask, self.gpus)
+
+
+# --- looking ----------------------------------------------------------------------------------------------------------
+
+
+def look(environ: Mapping[str, str] = os.environ) -> Machine:
+    """Looks everything up once."""
+    packages, optional = _packages()
+    build: str | None = None
+    works, bf16, nccl, error = False, True, None, ""
+    try:
+        import torch
+    except (ImportError, OSError) as failure:  # OSError: a CUDA library that does not load
+        error = f"({str(failure).splitlines()[0]})"
+    else:
+        build, works = torch.version.cuda, torch.cuda.is_available()
+        bf16 = not works or torch.cuda.is_bf16_supported(including_emulation=False)
+        nccl = ".".join(map(str, torch.cuda.nccl.version())) if build else None  # type: ignore[no-untyped-call]
+    return Machine(
+        packages=packages,
+        optional=optional,
+        torch_error=error,
+        cuda_build=build,
+        cuda_works=works,
+        bf16=bf16,
+        nccl=nccl,
+        driver=read_driver(),
+        gpus=read_gpus(),
+        mask=environ.get("CUDA_VISIBLE_DEVICES"),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        shm_bytes=shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None,
+        disk_bytes=shutil.disk_usage(".").free,
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        orphans=orphaned_ranks(),
+    )
+
+
+def _packages() -> tuple[dict[str, str | None], dict[str, str]]:
+    """Our packages with their versions, and which extra wants the optional ones, from our own metadata."""
+    try:
+        wanted = metadata.requires("unisono") or []
+    except metadata.PackageNotFoundError:  # run from a source tree
+        wanted = list(CORE_PACKAGES)
+    packages: dict[str, str | None] = {}
+    optional: dict[str, str] = {}
+    for line in wanted:
+        name = re.split(r"[^\w.-]", line, maxsplit=1)[0]
+        extra = re.search(r"extra\s*==\s*['\"]([\w-]+)", line)
+        if extra and extra[1] == "dev":
+            continue
+        if extra and name not in packages:
+            optional[name] = extra[1]
+        try:
+            packages[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            packages[name] = None
+    return packages, optional
+
+
+def orphaned_ranks(proc: Path = Path("/proc")) -> list[str]:
+    """Ranks of unisono whose launcher is gone, as "pid command"."""
+    first = proc / "1" / "cmdline"
+    # In a container the launcher itself may be process 1: its ranks are no orphans.
+    launcher_is_first = os.access(first, os.R_OK) and b"unisono" in first.read_bytes()
+    orphans = []
+    for folder in proc.glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            if RANK_MODULE not in command:
+                continue
+            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+        except OSError:  # it ended while we looked
+            continue
+        if parent == "1" and not launcher_is_first:
+            orphans.append(f"{folder.name} {command}")
+    return orphans
+
+
+# --- judging ----------------------------------------------------------------------------------------------------------
+
+
+def check_python(machine: Machine) -> Check:
+    return Check("python", "ok", f"{platform.python_version()} ({sys.executable})")
+
+
+def check_torch(machine: Machine) -> Check:
+    version = machine.packages.get("torch")
+    if version is None or machine.torch_error:
+        found = f"{version or 'not installed'} {machine.torch_error}".strip()
+        return Check("torch", "fail", found, "it does not import; install it again: pip install 'torch>=2.9,<2.14'")
+    build = f"CUDA {machine.cuda_build}, NCCL {machine.nccl}" if machine.cuda_build else "CPU build"
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if numbers < OLDEST_TORCH:
+        return Check("torch", "fail", f"{version} ({build})", "too old; pip install 'torch>=2.9,<2.14'")
+    if numbers >= FIRST_UNTESTED_TORCH:
+        return Check("torch", "warn", f"{version} ({build})", "newer than tested; if odd things happen, use torch<2.14")
+    return Check("torch", "ok", f"{version} ({build})")
+
+
+def check_packages(machine: Machine) -> Check:
+    there = [f"{name} {version}" for name, version in machine.packages.items() if version and name != "torch"]
+    lacking = [name for name, version in machine.packages.items() if version is None and name != "torch"]
+    absent = [f"{name} (only for unisono[{machine.optional[name]}])" for name in lacking if name in machine.optional]
+    missing = [name for name in lacking if name not in machine.optional]
+    found = ", ".join(there) + (f"; not installed: {', '.join(absent)}" if absent else "")
+    if missing:
+        return Check("packages", "fail", f"{found}; missing: {', '.join(missing)}", f"pip install {' '.join(missing)}")
+    return Check("packages", "ok", found)
+
+
+def check_cuda(machine: Machine) -> Check:
+    """Whether torch, the driver and CUDA_VISIBLE_DEVICES together give the GPUs that are there."""
+    gpus, driver = machine.gpus, machine.driver
+    if not gpus and machine.cuda_build and not machine.cuda_works:
+        found = f"torch is built for CUDA {machine.cuda_build}, but there is no NVIDIA driver or GPU"
+        advice = "training runs on the CPU; on a GPU machine check nvidia-smi (in a container: --gpus all)"
+        return Check("cuda", "warn", found, advice)
+    if not gpus:
+        return Check("cuda", "ok", "works" if machine.cuda_works else "no NVIDIA GPU: training runs on the CPU")
+    found = f"driver {driver.version}, CUDA up to {driver.cuda[0]}.{driver.cuda[1]}" if driver else "driver unknown"
+    if not machine.visible:
+        hidden = f"CUDA_VISIBLE_DEVICES={machine.mask!r} hides all {len(gpus)} GPUs"
+        return Check("cuda", "warn", hidden, "unset CUDA_VISIBLE_DEVICES, or name GPUs that exist (unisono gpus)")
+    if machine.cuda_build is None:
+        return Check("cuda", "fail", f"{found}, but torch is a CPU build", "install torch's CUDA build: pytorch.org")
+    if driver and 0 < driver.cuda[0] < int(machine.cuda_build.split(".")[0]):
+        advice = f"update the driver, or install a torch built for CUDA {driver.cuda[0]}"
+        return Check("cuda", "fail", f"{found}, too old for torch's CUDA {machine.cuda_build}", advice)
+    if not machine.cuda_works:
+        advice = 'python -c "import torch; torch.cuda.init()" says why; often a restart after a driver update is due'
+        return Check("cuda", "fail", f"{found}, but torch cannot use the GPUs", advice)
+    return Check("cuda", "ok", found)
+
+
+def check_gpus(machine: Machine) -> Check:
+    names = [
+        f"{gpu.index}: {gpu.name}, {gpu.free_bytes / GB:.0f} of {gpu.total_bytes / GB:.0f} GB free"
+        for gpu in machine.visible
+    ]
+    if names and not machine.bf16:
+        return Check("gpus", "warn", "; ".join(names), "no bf16 in hardware here: use --mixed_precision fp16")
+    return Check("gpus", "ok", "; ".join(names) or "none")
+
+
+def check_host(machine: Machine) -> Check:
+    return Check("host", "ok", f"{machine.cores} CPU cores, {machine.memory_bytes / GIB:.1f} GiB memory")
+
+
+def check_shm(machine: Machine) -> Check:
+    if machine.shm_bytes is None:
+        return Check("shared memory", "ok", "no /dev/shm on this system")
+    found = f"/dev/shm {machine.shm_bytes / GIB:.2f} GiB"
+    advice = "loader workers may die with a bus error: docker run --shm-size=8g (or --ipc=host), or --num_workers 0"
+    return (
+        Check("shared memory", "ok", found)
+        if machine.shm_bytes >= GIB
+        else Check("shared memory", "warn", found, advice)
+    )
+
+
+def check_disk(machine: Machine) -> Check:
+    found = f"{machine.disk_bytes / GIB:.1f} GiB free in the current folder"
+    advice = "checkpoints may not fit: free some, or point --output_dir to a larger disk"
+    return Check("disk", "ok", found) if machine.disk_bytes >= 5 * GIB else Check("disk", "warn", found, advice)
+
+
+def check_open_files(machine: Machine) -> Check:
+    unlimited = machine.open_files == resource.RLIM_INFINITY
+    found = "no limit" if unlimited else f"{machine.open_files} open files per process"
+    if unlimited or machine.open_files >= 1024:
+        return Check("open files", "ok", found)
+    return Check("open files", "warn", found, "loader workers may run out of them: ulimit -n 4096")
+
+
+def check_orphans(machine: Machine) -> Check:
+    if not machine.orphans:
+        return Check("orphans", "ok", "no rank without a launcher")
+    pids = " ".join(each.split()[0] for each in machine.orphans)
+    advice = f"ranks whose launcher is gone may hold GPU memory; if they are yours and nothing needs them: kill {pids}"
+    return Check("orphans", "warn", "; ".join(machine.orphans), advice)
+
+
+def check_launcher(environ: Mapping[str, str] = os.environ) -> Check:
+    try:
+        return Check("launcher", "ok", environment.detect(environ).describe())
+    except UserError as error:
+        found, _, advice = str(error).partition("; ")
+        return Check("launcher", "fail", found, advice)
+
+
+def check_output_dir(output_dir: str) -> Check:
+    """Whether a run could write there; an unnamed file is made and gone again, in the nearest folder that exists."""
+    path = Path(output_dir).absolute()
+    nearest = next(folder for folder in (path, *path.parents) if folder.exists())
+    try:
+        with tempfile.TemporaryFile(dir=nearest):
+            return Check("output folder", "ok", f"{path} is writable")
+    except OSError as error:
+        return Check("output folder", "fail", f"{nearest}: {error.strerror}", "choose another --output_dir")
+
+
+def check_all_reduce(backend: Literal["gloo", "nccl"], machine: Machine, timeout_s: float = 60.0) -> Check:
+    """Two CPU ranks over gloo, or one rank per visible GPU over NCCL."""
+    if backend == "gloo":
+        num_ranks, name, environ = 2, "all-reduce, 2 CPU ranks over gloo", None
+        advice = (
+            "check that this host's name resolves (ping $(hostname)), or set GLOO_SOCKET_IFNAME, for instance to lo"
+        )
+    else:
+        num_ranks = len(machine.visible)
+        name = f"all-reduce, {num_ranks} GPU rank{'s' * (num_ranks > 1)} over NCCL"
+        environ = child_environment(Choice(tuple(machine.visible), num_ranks))
+        advice = "NCCL_DEBUG=INFO unisono doctor tells more; free GPU memory and /dev/shm are needed"
+    try:
+        measured = allreduce.measure(backend, num_ranks, timeout_s=timeout_s, environ=environ)
+    except TrainingFailed as failure:
+        return Check(name, "fail", str(failure), advice)
+    return Check(name, "ok", f"{measured.latency_us:.0f} µs latency, {measured.gb_per_s:.2f} GB/s")
+
+
+# --- telling ----------------------------------------------------------------------------------------------------------
+
+INSTALLED = (check_python, check_torch, check_packages)
+VISIBLE = (check_cuda, check_gpus, check_host, check_shm, check_disk, check_open_files, check_orphans)
+
+
+def examine(output_dir: str | None = None) -> dict[str, list[Check]]:
+    """All checks, by section."""
+    machine = look()
+    sections = {
+        "What is installed": [check(machine) for check in INSTALLED],
+        "What is visible": [*(check(machine) for check in VISIBLE), check_launcher()],
+    }
+    if output_dir is not None:
+        sections["What is visible"].append(check_output_dir(output_dir))
+    if machine.packages.get("torch") and not machine.torch_error:
+        backends: list[Literal["gloo", "nccl"]] = (
+            ["gloo", "nccl"] if machine.cuda_works and machine.visible else ["gloo"]
+        )
+        sections["A real all-reduce"] = [check_all_reduce(backend, machine) for backend in backends]
+    return sections
+
+
+def main(argv: list[str]) -> int:
+    """Examines this machine; 0 when it is healthy, 1 when a fault was found."""
+    parser = argparse.ArgumentParser(
+        prog="unisono doctor",
+        description="What is installed, what is visible, what is wrong and what to do about it; with a real all-reduce",
+    )
+    parser.add_argument("--output_dir", "--output-dir", help="also check that a run could write to this folder")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    arguments = parser.parse_args(argv)
+    sections = examine(arguments.output_dir)
+    checks = [check for section in sections.values() for check in section]
+    healthy = all(check.status != "fail" for check in checks)
+    if arguments.json:
+        print(json.dumps({"healthy": healthy, "checks": [asdict(check) for check in checks]}, indent=2))
+    else:
+        _print(sections, healthy)
+    return EXIT_DONE if healthy else EXIT_DIFFERENCE
+
+
+def _print(sections: Mapping[str, Sequence[Check]], healthy: bool) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    marks = {"ok": "[green]✓[/]", "warn": "[yellow]![/]", "fail": "[red]✗[/]"}
+    console = Console(highlight=False)
+    for title, checks in sections.items():
+        console.print(f"\n[bold]{title}[/]")
+        table = Table.grid(padding=(0, 1))
+        for check in checks:
+            table.add_row(marks[check.status], escape(check.name), escape(check.found))
+        console.print(table)
+    wrong = [check for checks in sections.values() for check in checks if check.status != "ok"]
+    console.print("\n[bold]What is wrong[/]")
+    for check in wrong:
+        console.print(f"{marks[check.status]} {escape(check.name)}: {escape(check.found)}\n  → {escape(check.advice)}")
+    if not wrong:
+        console.print("[green]✓[/] nothing")
+    elif healthy:
+        console.print("Warnings only: this machine can train.")

@@ -1,0 +1,68 @@
+"""`unisono COMMAND …`: finds the command's file and runs it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+
+from unisono import __version__
+from unisono.errors import EXIT_USER_ERROR, UnisonoError
+
+COMMANDS = {
+    "train": "train a recipe on one device or many",
+    "verify": "prove that a recipe trains the same on 1 and on N ranks",
+    "export": "write a run's trained weights to a folder",
+    "doctor": "what this machine can do, and what is wrong with it",
+    "gpus": "the GPUs, how free they are, and which would be taken",
+}
+
+_HELP = """usage: unisono COMMAND …
+
+One training run, any number of GPUs.
+
+{commands}
+
+unisono COMMAND --help says more.  unisono --version: {version}"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs a command and returns the exit code; a user's mistake is one line on stderr."""
+    words = sys.argv[1:] if arguments is None else arguments
+    try:
+        return _run(words)
+    except UnisonoError as error:
+        if str(error):
+            print(f"unisono: {_who()}{error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        commands = "\n".join(f"  {name:8} {what}" for name, what in COMMANDS.items())
+        print(_HELP.format(commands=commands, version=__version__))
+        return 0
+    if words[0] == "--version":
+        print(__version__)
+        return 0
+    command, *rest = words
+    if command not in COMMANDS:
+        from difflib import get_close_matches
+
+        near = get_close_matches(command, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
+        print(f"unisono: unknown command {command!r}; {hint}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    code: int = import_module(f"unisono.cli.{command}").main(rest)
+    return code
+
+
+def _who() -> str:
+    rank = os.environ.get("RANK", "0")
+    return "" if rank == "0" else f"[rank {rank}] "
+
+
+if __name__ == "__main__":
+    sys.exit(main())

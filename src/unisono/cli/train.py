@@ -1,0 +1,71 @@
+"""unisono train RECIPE [--config FILE] [flags]: trains; starts its own ranks when not already under a launcher."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from unisono.config.file import as_yaml
+from unisono.config.help import help_text
+from unisono.config.resolve import resolve
+from unisono.engine.registry import load_recipe
+from unisono.engine.run import start
+from unisono.errors import EXIT_DONE, EXIT_STOPPED, ConfigError, UserError
+from unisono.settings import Settings
+
+_USAGE = """usage: unisono train RECIPE [--config FILE] [--print_config] [flags]
+
+RECIPE is my_file.py:MyRecipe or package.module:MyRecipe. With a recipe, --help also shows its own settings.
+Flags win over the file, the file over defaults; hyphens and underscores are the same.
+
+  --config FILE
+      YAML or JSON file with any of the settings below.
+  --print_config
+      Print the settings as resolved and stop.
+"""
+
+
+def main(words: list[str]) -> int:
+    """Runs the command; 0 done, 75 stopped by a signal with a checkpoint."""
+    recipe, config, flags, wants_help, wants_config = split_words(words)
+    if wants_help:
+        kinds: list[type] = [Settings]
+        kind = load_recipe(recipe) if recipe else None
+        if kind is not None:
+            kinds.append(kind.Config)
+        print(_USAGE + "\n" + help_text(kinds, kind.defaults if kind else {}))
+        return EXIT_DONE
+    if recipe is None:
+        raise UserError("train: which recipe? for instance: unisono train my_file.py:MyRecipe --gpus all")
+    kind = load_recipe(recipe)
+    resolved = resolve((Settings, kind.Config), recipe_defaults=kind.defaults, file=config, flags=flags)
+    if wants_config:
+        print(as_yaml(resolved), end="")
+        return EXIT_DONE
+    result = start(kind, resolved)
+    if result.status == "stopped":
+        print(f"stopped at step {result.step}; run the same command with --output_dir {result.folder}", file=sys.stderr)
+        return EXIT_STOPPED
+    return EXIT_DONE
+
+
+def split_words(words: list[str]) -> tuple[str | None, Path | None, list[str], bool, bool]:
+    """Recipe, config file, the other flags, and whether --help or --print_config was among them."""
+    recipe, config, flags, wants_help, wants_config = None, None, [], False, False
+    rest = list(words)
+    if rest and not rest[0].startswith("-"):
+        recipe = rest.pop(0)
+    while rest:
+        word = rest.pop(0)
+        name, has_value, value = word.replace("-", "_").partition("=")
+        if word in ("-h", "--help"):
+            wants_help = True
+        elif name == "__print_config":
+            wants_config = True
+        elif name == "__config":
+            if not has_value and not rest:
+                raise ConfigError("--config: expected a file")
+            config = Path(word.partition("=")[2] if has_value else rest.pop(0))
+        else:
+            flags.append(word)
+    return recipe, config, flags, wants_help, wants_config

@@ -1,0 +1,167 @@
+"""The fields that can be set, read from dataclasses.
+
+A field is declared once: its name, type and default in a dataclass, its documentation as the string literal under it.
+Dataclasses inside a dataclass are groups; their fields stand on one level with all others.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import sys
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, get_type_hints
+
+from unisono.config.values import Mismatch, coerce, supported
+from unisono.errors import RecipeError
+
+
+@dataclass(frozen=True)
+class Field:
+    """One thing that can be set by flag, file or recipe."""
+
+    name: str
+    annotation: Any
+    default: Any
+    """dataclasses.MISSING when the field must be given."""
+    doc: str
+    group: str
+    """Title of the group, for people."""
+    owner: str
+    """Class that declares the field."""
+
+    @property
+    def required(self) -> bool:
+        """Whether there is no default."""
+        return self.default is MISSING
+
+
+def fields_of(cls: type, group_title: str | None = None) -> list[Field]:
+    """All fields of a dataclass and of the dataclasses in it, in order."""
+    return _fields_of(cls, group_title or _title(cls), MISSING)
+
+
+def fields_by_name(classes: Sequence[type]) -> dict[str, Field]:
+    """The fields of several dataclasses together; a name that stands in two of them is refused."""
+    found: dict[str, Field] = {}
+    for cls in classes:
+        for field in fields_of(cls):
+            if field.name in found:
+                first = found[field.name].owner
+                raise RecipeError(
+                    f"{field.name} is a field of both {first} and {field.owner}; rename it in {field.owner}"
+                    if first != field.owner
+                    else f"{field.name} stands twice in {cls.__qualname__}; rename one of them"
+                )
+            found[field.name] = field
+    return found
+
+
+def groups_in(cls: type) -> dict[str, type]:
+    """The dataclasses inside a dataclass, by attribute name."""
+    hints = _hints(cls).items()
+    return {name: hint for name, hint in hints if isinstance(hint, type) and dataclasses.is_dataclass(hint)}
+
+
+def _fields_of(cls: type, title: str, instance: Any) -> list[Field]:
+    hints, groups, docs, found = _hints(cls), groups_in(cls), _docs(cls), []
+    for declared in dataclasses.fields(cls):
+        name = declared.name
+        if not declared.init:
+            continue
+        default: Any = declared.default
+        if instance is not MISSING:
+            default = getattr(instance, name)
+        elif callable(declared.default_factory):
+            default = declared.default_factory()
+        if name in groups:
+            found += _fields_of(groups[name], _title(groups[name]), default)
+            continue
+        where = f"{cls.__qualname__}.{name}"
+        if not supported(hints[name]):
+            raise RecipeError(
+                f"{where}: a setting cannot have the type {declared.type}; "
+                "use int, float, str, bool, Path, Literal, Enum, list, tuple, dict[str, ...] or a union of these"
+            )
+        if default is not MISSING:
+            try:
+                default = coerce(hints[name], default)
+            except Mismatch as error:
+                raise RecipeError(f"{where}: the default does not fit the type: {error}") from None
+        doc = docs.get(name) or declared.metadata.get("help", "")
+        found.append(Field(name, hints[name], default, doc, title, cls.__qualname__))
+    return found
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    # A subclass without the decorator would silently lose the fields it adds.
+    bare = inspect.get_annotations(cls) and "__dataclass_fields__" not in vars(cls)
+    if not dataclasses.is_dataclass(cls) or bare:
+        raise RecipeError(f"{getattr(cls, '__qualname__', cls)} is not a dataclass; write @dataclass above it")
+    try:
+        hints = get_type_hints(cls)
+    except (NameError, AttributeError, TypeError, SyntaxError) as error:
+        raise RecipeError(
+            f"{cls.__qualname__}: the type of a field cannot be found ({error}); "
+            "define or import it at the top of the file, outside `if TYPE_CHECKING`"
+        ) from None
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def _title(cls: type) -> str:
+    owner, _, _ = cls.__qualname__.rpartition(".")
+    if cls.__name__ == "Config" and owner and not owner.endswith("<locals>"):
+        return owner.rpartition(".")[2]  # MyRecipe.Config: people know it as MyRecipe
+    doc = (vars(cls).get("__doc__") or "").strip()
+    # A dataclass without a docstring gets its signature for one.
+    return cls.__name__ if not doc or doc.startswith(f"{cls.__name__}(") else doc.splitlines()[0].rstrip(".")
+
+
+def _docs(cls: type) -> dict[str, str]:
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        module = sys.modules.get(base.__module__)
+        if module is None or base is object:
+            continue
+        try:
+            docs |= _docs_in(inspect.getsource(module)).get(base.__qualname__, {})
+        except (OSError, TypeError, SyntaxError):  # a notebook, or a file that changed after it was imported
+            continue
+    return docs
+
+
+@lru_cache
+def _docs_in(source: str) -> dict[str, dict[str, str]]:
+    """Class -> field -> documentation. Parsed once per file: inspect.getsource(cls) would parse it for every class."""
+    found: dict[str, dict[str, str]] = {}
+
+    def visit(node: ast.AST, path: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ClassDef):
+                found[path + child.name] = _docs_under(child.body)
+                visit(child, f"{path}{child.name}.")
+            elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                visit(child, f"{path}{child.name}.<locals>.")
+            elif isinstance(child, ast.stmt):
+                visit(child, path)
+
+    visit(ast.parse(source), "")
+    return found
+
+
+def _docs_under(body: list[ast.stmt]) -> dict[str, str]:
+    docs = {}
+    for field, below in pairwise(body):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(below, ast.Expr)
+            and isinstance(below.value, ast.Constant)
+            and isinstance(below.value.value, str)
+        ):
+            docs[field.target.id] = inspect.cleandoc(below.value.value)
+    return docs

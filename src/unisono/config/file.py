@@ -1,0 +1,157 @@
+"""Config files: YAML or JSON in, YAML out.
+
+Unquoted words are handed on as `Plain` text instead of YAML's guess at a type; only null, lists and mappings keep their
+YAML meaning. A key that stands twice is refused, because readers disagree about which one counts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from unisono.config.values import Plain, plain, text_is_ambiguous
+from unisono.errors import ConfigError
+
+if TYPE_CHECKING:
+    from unisono.config.resolve import Resolved
+
+
+def read_file(path: Path) -> Mapping[Any, Any]:
+    """The mapping in a .yaml, .yml or .json file."""
+    readers = {".yaml": _read_yaml, ".yml": _read_yaml, ".json": _read_json}
+    if path.suffix.lower() not in readers:
+        raise ConfigError(f"config file {path}: the name must end in .yaml, .yml or .json")
+    try:
+        content = readers[path.suffix.lower()](path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"config file {path} is not UTF-8 text") from None
+    except RecursionError:
+        raise ConfigError(f"config file {path} is nested too deeply") from None
+    except ValueError as error:
+        raise ConfigError(f"config file {path}, {error}") from None
+    if content is None:  # everything commented out
+        return {}
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"config file {path} must hold a mapping of fields to values, such as `batch_size: 4`")
+    return content
+
+
+def as_yaml(resolved: Resolved) -> str:
+    """The configuration as a YAML file that gives the same configuration again; says where values came from."""
+    import yaml
+
+    lines: list[str] = []
+    group = None
+    for name, value in resolved.values.items():
+        field = resolved.fields[name]
+        if field.group != group:
+            group = field.group
+            lines += ["", f"# {group}"] if lines else [f"# {group}"]
+        value = plain(value)
+        content = {name: _quoted(value) if text_is_ambiguous(field.annotation) else value}
+        text = yaml.dump(
+            content, Dumper=_dumper(), default_flow_style=False, allow_unicode=True, width=2**31, sort_keys=False
+        ).rstrip("\n")
+        source = resolved.sources[name]
+        lines.append(text if source == "default" or "\n" in text else f"{text}  # {source}")
+    return "\n".join(lines) + "\n"
+
+
+def _read_yaml(text: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.load(text, Loader=_loader())
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f"line {mark.line + 1}: " if mark else ""
+        raise ValueError(line + " ".join((error.problem or "not valid YAML").split())) from None
+    except yaml.reader.ReaderError as error:
+        line_number = text.count("\n", 0, error.position) + 1
+        raise ValueError(f"line {line_number}: the character {chr(error.character)!r} is not allowed in YAML") from None
+
+
+def _read_json(text: str) -> Any:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        content: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in content:
+                raise ValueError(f"the key {key!r} is given twice")
+            content[key] = value
+        return content
+
+    try:
+        # Numbers stay text as well: whether 1e999 or NaN is welcome is the field's business.
+        return json.loads(text, object_pairs_hook=unique, parse_int=Plain, parse_float=Plain, parse_constant=Plain)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"line {error.lineno}: {error.msg}") from None
+
+
+@cache
+def _loader() -> Any:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
+            tag = super().resolve(kind, value, implicit)  # type: ignore[no-untyped-call]
+            unquoted = kind is yaml.ScalarNode and implicit[0]
+            kept = ("tag:yaml.org,2002:null", "tag:yaml.org,2002:merge")
+            return "!plain" if unquoted and tag not in kept else tag
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            seen = set()
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                    if key.value in seen:
+                        raise yaml.MarkedYAMLError(
+                            problem=f"the key {key.value!r} is given twice", problem_mark=key.start_mark
+                        )
+                    seen.add(key.value)
+            return super().construct_mapping(node, deep)
+
+    def construct_plain(loader: Any, node: Any) -> Plain:
+        return Plain(loader.construct_scalar(node))
+
+    Loader.add_constructor("!plain", construct_plain)
+    return Loader
+
+
+@cache
+def _dumper() -> Any:
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    def text(dumper: Any, value: str) -> Any:
+        # Only double quotes have escapes; in the style PyYAML would choose, line breaks such as U+0085 become spaces.
+        quotes = isinstance(value, _Quoted) or not value.isprintable()
+        return dumper.represent_scalar("tag:yaml.org,2002:str", str(value), style='"' if quotes else None)
+
+    def on_one_line(dumper: Any, items: list[Any]) -> Any:
+        return dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=True)
+
+    Dumper.add_representer(str, text)
+    Dumper.add_representer(_Quoted, text)
+    Dumper.add_representer(list, on_one_line)
+    return Dumper
+
+
+class _Quoted(str):
+    """Text that must not be read as a bare word."""
+
+
+def _quoted(value: Any) -> Any:
+    if isinstance(value, str):
+        return _Quoted(value)
+    if isinstance(value, list):
+        return [_quoted(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _quoted(item) for key, item in value.items()}
+    return value

@@ -1,0 +1,65 @@
+"""What `--help` prints about the fields: by group, with type, default and documentation."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args, get_origin
+
+from unisono.config.fields import Field
+from unisono.config.resolve import with_recipe_defaults
+from unisono.config.values import choices_of, members, plain
+
+_WORDS = {int: "int", float: "float", str: "text", bool: "true|false", Path: "path", NoneType: "none"}
+
+
+def help_text(classes: Sequence[type], recipe_defaults: Mapping[str, Any]) -> str:
+    """Every field as plain text, as wide as the terminal."""
+    import shutil
+
+    width = min(shutil.get_terminal_size().columns, 120)
+    resolved = with_recipe_defaults(classes, recipe_defaults)
+    groups: dict[str, list[str]] = {}
+    for name, field in resolved.fields.items():
+        default = _default(resolved.values[name]) if name in resolved.values else None
+        note = f"default: {default}" if default is not None else "must be given"
+        note += ", set by the recipe" if resolved.sources.get(name) == "recipe" else ""
+        lines = textwrap.wrap(f"{_flag(field)}  ({note})", width, initial_indent="  ", subsequent_indent="      ")
+        indent = " " * 6
+        lines += textwrap.wrap(" ".join(field.doc.split()), width, initial_indent=indent, subsequent_indent=indent)
+        groups.setdefault(field.group, []).extend(lines)
+    return "\n\n".join("\n".join([f"{title}:", *lines]) for title, lines in groups.items()) + "\n"
+
+
+def _flag(field: Field) -> str:
+    if field.annotation is bool:
+        return f"--[no_]{field.name}"
+    return f"--{field.name} {_type(field.annotation)}"
+
+
+def _type(annotation: Any) -> str:
+    kinds = members(annotation)
+    if len(kinds) > 1:
+        return "|".join(_type(kind) for kind in sorted(kinds, key=lambda kind: kind is NoneType))
+    kind, args = get_origin(annotation) or annotation, get_args(annotation)
+    if choices := choices_of(annotation):
+        return "|".join(choices)
+    if kind is tuple and args and args[-1] is not Ellipsis:
+        return " ".join(_type(arg) for arg in args)
+    if kind in (list, tuple):
+        return f"{_type(args[0])} ..." if args else "text ..."
+    return "(a mapping; config file only)" if kind is dict else _WORDS.get(kind, "value")
+
+
+def _default(value: Any) -> str:
+    value = plain(value)
+    if isinstance(value, str):
+        return value or '""'
+    if isinstance(value, list):
+        return ",".join(_default(item) for item in value) or "empty"
+    if isinstance(value, dict):
+        return json.dumps(value) if value else "empty"
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

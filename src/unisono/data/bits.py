@@ -1,0 +1,70 @@
+"""Random bits as a pure function of a key and a counter.
+
+Everything random that belongs to a sample comes from here: its place in the order and its noise. There is no state, so
+there is nothing to save, to seed per rank or to advance. The functions are plain integer tensor operations: CPU and
+CUDA give the same bits (torch's own generators do not), and they can be compiled and captured. The integer functions
+use operators only, so numpy arrays of int64 do as well: for the few positions of a batch numpy is ten times faster.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+Integers = TypeVar("Integers", bound=Any)  # an int64 torch.Tensor or numpy.ndarray
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_FIRST = 0xBF58476D1CE4E5B9
+_SECOND = 0x94D049BB133111EB
+
+
+def _signed(value: int) -> int:
+    """The int64 with the same 64 bits."""
+    value &= (1 << 64) - 1
+    return value - (1 << 64) if value >> 63 else value
+
+
+_GOLDEN_S, _FIRST_S, _SECOND_S = _signed(_GOLDEN), _signed(_FIRST), _signed(_SECOND)
+
+
+def _shift_right(x: Integers, places: int) -> Integers:
+    # Signed integers have only the arithmetic shift; the mask removes the copies of the sign bit.
+    return (x >> places) & ((1 << (64 - places)) - 1)  # type: ignore[no-any-return]
+
+
+def mix(x: Integers) -> Integers:
+    """A bijection of 64-bit integers in which every input bit changes about half of the output bits (splitmix64)."""
+    x = (x ^ _shift_right(x, 30)) * _FIRST_S
+    x = (x ^ _shift_right(x, 27)) * _SECOND_S
+    return x ^ _shift_right(x, 31)  # type: ignore[no-any-return]
+
+
+def random_bits(key: Tensor | int, counter: Tensor) -> Tensor:
+    """64 random bits for each (key, counter) pair; the two broadcast against each other."""
+    # Two rounds with the key entering both: one round would make different keys walk along the same sequence from
+    # different starting points, and with 10^9 samples some would overlap.
+    return mix(mix(counter * _GOLDEN_S + key) + key)
+
+
+def key_of(*parts: int) -> int:
+    """One 64-bit key from several integers, on the host."""
+    key = 0
+    for part in parts:
+        key = (key + part + 1) * _GOLDEN & ((1 << 64) - 1)
+        key = (key ^ (key >> 30)) * _FIRST & ((1 << 64) - 1)
+        key = (key ^ (key >> 27)) * _SECOND & ((1 << 64) - 1)
+        key ^= key >> 31
+    return _signed(key)
+
+
+def keys_for(key: int, values: Integers) -> Integers:
+    """One derived key for each value."""
+    return mix(values * _GOLDEN_S + key) ^ _SECOND_S  # type: ignore[no-any-return]
+
+
+def to_unit(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Uniform numbers in [0, 1) from random bits, exact in the given type (24 bits for float32, 53 for float64)."""
+    places = 53 if dtype == torch.float64 else 24
+    return _shift_right(bits, 64 - places).to(dtype) * 2.0**-places

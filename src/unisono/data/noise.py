@@ -1,0 +1,57 @@
+"""Random numbers that belong to samples.
+
+A row of a draw is a function of (seed, position of the sample in the stream, number of the draw) and of nothing else:
+not of the rank, the micro-batch or the device. So a sample meets the same noise wherever and however often it is
+computed.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from unisono.data.bits import key_of, keys_for, random_bits, to_unit
+
+_NOISE = 2  # keeps the noise's keys apart from the order's
+
+
+class Noise:
+    """Draws with one row per sample of the batch, on the batch's device."""
+
+    def __init__(self, seed: int, positions: Tensor) -> None:
+        self._seed = seed
+        self._positions = positions  # [batch], int64
+        self._draws = 0
+
+    def _bits(self, shape: tuple[int, ...]) -> Tensor:
+        """[batch, *shape] random bits of the next draw."""
+        rows = keys_for(key_of(_NOISE, self._seed, self._draws), self._positions)
+        self._draws += 1
+        counter = torch.arange(math.prod(shape), device=self._positions.device)
+        return random_bits(rows[:, None], counter[None, :]).view(len(self._positions), *shape)
+
+    def uniform(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """[batch, *shape] numbers, uniform in [0, 1)."""
+        dtype = dtype or torch.get_default_dtype()
+        return to_unit(self._bits(shape), _compute_type(dtype)).to(dtype)
+
+    def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """[batch, *shape] numbers from the standard normal distribution."""
+        dtype = dtype or torch.get_default_dtype()
+        compute = _compute_type(dtype)
+        bits = self._bits(shape)
+        # Box-Muller; the high half gives the radius, the low half the angle. The half step keeps log away from 0.
+        radius = torch.sqrt(-2 * torch.log((((bits >> 32) & 0xFFFFFFFF).to(compute) + 0.5) * 2.0**-32))
+        angle = (bits & 0xFFFFFFFF).to(compute) * (2 * math.pi * 2.0**-32)
+        return (radius * torch.cos(angle)).to(dtype)
+
+    def integers(self, low: int, high: int, *shape: int) -> Tensor:
+        """[batch, *shape] whole numbers, uniform in low..high-1."""
+        # 63 random bits modulo a range below 2^31: the bias is under 2^-32.
+        return low + ((self._bits(shape) & (2**63 - 1)) % (high - low))
+
+
+def _compute_type(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,0 +1,86 @@
+"""The order in which a run reads its data.
+
+A run reads one endless stream. Position p lies in epoch p // n, and each epoch is a different permutation of the whole
+data set, so position alone (with the seed) names the sample: nothing to save but an integer, nothing to shuffle in
+memory, the same answer on every rank and in every worker.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from unisono.data.bits import Integers, key_of, keys_for, mix
+
+_ORDER = 1  # keeps the order's keys apart from the noise's
+_ROUNDS = 6
+
+
+@dataclass(frozen=True)
+class Order:
+    """The endless stream over a data set of `num_samples` items."""
+
+    num_samples: int
+    seed: int
+    shuffle: bool = True
+
+    def __getitem__(self, position: int) -> int:
+        """The index in the data set of the sample at `position`."""
+        return int(self.indices(np.array([position]))[0])
+
+    def epoch(self, position: int) -> int:
+        """The epoch that `position` lies in, from 0."""
+        return position // self.num_samples
+
+    def indices(self, positions: Integers) -> Integers:
+        """The indices in the data set of the samples at `positions` (int64, numpy or torch on any device)."""
+        offsets = positions % self.num_samples
+        if not self.shuffle or self.num_samples == 1:
+            return offsets  # type: ignore[no-any-return]
+        epochs = (positions - offsets) // self.num_samples
+        keys = keys_for(key_of(_ORDER, self.seed), epochs)
+        return _permute(offsets, self.num_samples, keys)
+
+
+def _permute(offsets: Integers, size: int, keys: Integers) -> Integers:
+    """A keyed permutation of range(size), evaluated only at `offsets`: constant memory at any size.
+
+    A Feistel network permutes the next power of two; walking along its cycles until the value lies in range(size)
+    restricts that to a permutation of range(size) (Black and Rogaway 2002).
+    """
+    bits = (size - 1).bit_length()
+    low_bits = (bits + 1) // 2
+    low_mask, high_mask = (1 << low_bits) - 1, (1 << (bits - low_bits)) - 1
+    round_keys = [keys + (number << 56) for number in range(_ROUNDS)]
+
+    def feistel(x: Integers) -> Integers:
+        low, high = x & low_mask, x >> low_bits
+        for even, odd in zip(round_keys[::2], round_keys[1::2], strict=True):
+            high = high ^ (mix(low + even) & high_mask)
+            low = low ^ (mix(high + odd) & low_mask)
+        return (high << low_bits) | low  # type: ignore[no-any-return]
+
+    where: Any = torch.where if isinstance(offsets, torch.Tensor) else np.where
+    x = feistel(offsets)
+    while bool((outside := x >= size).any()):
+        x = where(outside, feistel(x), x)
+    return x
+
+
+def share_of(rank: int, world: int, start: int, count: int) -> range:
+    """The positions of a global batch that `rank` reads: contiguous slices, so that ranks 0..world-1 in order give it all."""
+    return range(start + rank * count // world, start + (rank + 1) * count // world)
+
+
+def split(positions: range, parts: int) -> list[range]:
+    """Cuts a rank's share into `parts` micro-batches whose sizes differ by at most one; some may be empty."""
+    return [share_of(part, parts, positions.start, len(positions)) for part in range(parts)]
+
+
+def num_micro_batches(count: int, world: int, micro_batch: int) -> int:
+    """How many micro-batches of at most `micro_batch` samples each rank runs for a global batch of `count` samples."""
+    largest_share = -(-count // world)
+    return -(-largest_share // micro_batch)

@@ -1,0 +1,61 @@
+"""Settings that no run can be made of, found before anything is started."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from unisono.errors import ConfigError
+from unisono.settings import Settings
+
+_AT_LEAST_ONE = (
+    "batch_size",
+    "global_batch_size",
+    "gradient_accumulation_steps",
+    "nproc",
+    "nnodes",
+    "log_every",
+    "max_steps",
+    "num_epochs",
+    "eval_batch_size",
+    "prefetch_factor",
+    "lr_scaling_batch",
+)
+_AT_LEAST_ZERO = (
+    "num_workers",
+    "keep_last",
+    "save_every",
+    "eval_every",
+    "preview_every",
+    "max_restarts",
+    "warmup_steps",
+    "max_skipped_steps",
+    "grad_clip",
+    "learning_rate",
+    "weight_decay",
+    "min_memory_gb",
+    "node_rank",
+    "epsilon",
+)
+_PART_OF_ONE = ("ema_decay", "beta1", "beta2", "min_lr_ratio", "wsd_decay_ratio")
+
+
+def check_settings(settings: Settings) -> None:
+    """Refuses numbers out of range and settings that contradict each other."""
+    values = {f.name: getattr(group, f.name) for group in vars(settings).values() for f in fields(group)}
+    for names, accepted, expected in (
+        (_AT_LEAST_ONE, lambda value: value >= 1, "at least 1"),
+        (_AT_LEAST_ZERO, lambda value: value >= 0, "at least 0"),
+        (_PART_OF_ONE, lambda value: 0 <= value <= 1, "from 0 to 1"),
+        (("bucket_cap_mb",), lambda value: value > 0, "more than 0"),
+    ):
+        for name in names:
+            if values[name] is not None and not accepted(values[name]):
+                raise ConfigError(f"{name}: expected {expected}, got {values[name]}")
+    if settings.ema.ema_decay == 1:
+        raise ConfigError("ema_decay: 1 would never move; use for instance 0.999")
+    if settings.launch.nnodes > 1 and (settings.launch.rdzv_endpoint is None or settings.launch.node_rank is None):
+        raise ConfigError("nnodes: several machines also need rdzv_endpoint (host:port) and node_rank")
+    if settings.launch.node_rank is not None and settings.launch.node_rank >= settings.launch.nnodes:
+        raise ConfigError(f"node_rank: expected 0 to {settings.launch.nnodes - 1}, got {settings.launch.node_rank}")
+    if settings.parallel.static_graph and settings.parallel.find_unused_parameters:
+        raise ConfigError("static_graph and find_unused_parameters contradict each other; leave one of them out")

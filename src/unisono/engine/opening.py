@@ -1,0 +1,59 @@
+"""The banner a run starts with: what was found, what was decided, and why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unisono.cluster.environment import World
+from unisono.engine.batch import BatchPlan
+from unisono.engine.build import Parts
+from unisono.engine.trainer import Length
+from unisono.observe.banner import banner, effective_batch_text
+from unisono.settings import Settings
+
+
+def opening(
+    parts: Parts,
+    settings: Settings,
+    world: World,
+    batch: BatchPlan,
+    length: Length,
+    num_samples: int,
+    eval_data: Any,
+    folder: Path,
+    why: str,
+) -> list[str]:
+    """The banner's lines."""
+    strategy, place = parts.strategy, parts.strategy.place
+    weights = sum(parameter.numel() for parameter in strategy.model.parameters())
+    trainable = sum(parameter.numel() for parameter in strategy.model.parameters() if parameter.requires_grad)
+    precision = settings.precision
+    rows = {
+        "processes": f"{world.size}" + (f" on {world.num_nodes} machines" if world.num_nodes > 1 else ""),
+        "launcher": world.describe(),
+        "device": _devices(place.devices),
+        "strategy": f"{strategy.name} ({parts.why_strategy})",
+        "precision": precision.dtype if precision.mixed_precision == "no" else f"{precision.mixed_precision} (mixed)",
+        "effective batch": effective_batch_text(
+            batch.global_batch,
+            batch.micro_batch,
+            batch.devices,
+            batch.accumulation,
+            device="GPU" if place.device.type == "cuda" else "rank",
+        ),
+        "accumulation": str(batch.accumulation),
+        "model": f"{weights:,} parameters" + (f", {trainable:,} trained" if trainable != weights else ""),
+        "data": f"{num_samples:,} samples" + (f", {len(eval_data):,} for evaluation" if eval_data is not None else ""),
+        "steps": f"{length.steps:,}" + (f", from {parts.state.step:,}" if parts.state.step else ""),
+        "folder": f"{folder} ({why})",
+    }
+    return [banner(rows, f"unisono: {type(parts.recipe).__name__}")]
+
+
+def _devices(devices: Any) -> str:
+    first = devices[0]
+    name = torch.cuda.get_device_name(first) if first.type == "cuda" else "CPU"
+    return f"{first} ({name})" if first.type == "cuda" else f"CPU, {torch.get_num_threads()} threads per process"

@@ -1,0 +1,58 @@
+"""One rank, as our launcher starts it: `python -m unisono.engine.rank`, with the job's folder in UNISONO_JOB."""
+
+from __future__ import annotations
+
+from unisono.cluster.lifetime import die_with_parent
+
+if __name__ == "__main__":
+    die_with_parent()  # before torch: importing it takes seconds in which the parent could die
+
+import json
+import os
+import sys
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+
+from unisono.cluster.environment import detect
+from unisono.cluster.outcome import Kind, Outcome, write
+from unisono.errors import UnisonoError, UserError
+
+
+def main() -> int:
+    """Trains as the job says and leaves the outcome in its folder; a good end is status 0."""
+    folder = Path(os.environ["UNISONO_JOB"])
+    rank = int(os.environ["RANK"])
+    try:
+        status = _train(folder)
+    except UnisonoError as error:
+        kind: Kind = "user_error" if isinstance(error, UserError) else "failed"
+        write(folder, Outcome(kind, str(error), rank))
+    except BaseException as error:
+        last = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        write(folder, Outcome("crashed", last, rank, traceback=traceback.format_exc()))
+    else:
+        write(folder, Outcome(status, rank=rank))
+        return 0
+    sys.stderr.flush()
+    os._exit(1)  # not by way of destructors, which may wait for a peer that is gone
+
+
+def _train(folder: Path) -> Kind:
+    from unisono.config.resolve import Resolved
+    from unisono.engine.registry import load_recipe
+    from unisono.engine.session import Start, run_session
+    from unisono.settings import Settings
+
+    job = json.loads((folder / "job.json").read_text())
+    kind = load_recipe(job["recipe"])
+    resolved = Resolved.from_json((Settings, kind.Config), job["resolved"])
+    world = detect()
+    result = run_session(kind, resolved, Start(world, job["asked_devices"], folder, job["remarks"]))
+    if world.is_main:
+        (folder / "result.json").write_text(json.dumps({**asdict(result), "folder": str(result.folder)}))
+    return "stopped" if result.status == "stopped" else "done"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

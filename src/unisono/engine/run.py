@@ -1,0 +1,175 @@
+"""From a recipe and settings to a finished run: chooses devices, starts ranks where needed, or trains right here."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from unisono.cluster.environment import World, detect
+from unisono.config.resolve import Resolved, resolve
+from unisono.devices import GpuLock, child_environment, take, visible_gpus
+from unisono.engine.checks import check_settings
+from unisono.engine.recipe import Recipe
+from unisono.engine.registry import check_recipe, load_recipe, words_for
+from unisono.errors import EXIT_DONE, EXIT_STOPPED, TrainingFailed, UnisonoError, UserError
+from unisono.settings import Settings
+
+# torch is imported by whoever trains, not by whoever starts ranks or reads help.
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How many ranks to start on this machine, on what."""
+
+    ranks: int
+    environ: dict[str, str]
+    asked_devices: int | None
+    remarks: list[str]
+    lock: GpuLock | None  # keeps other runs off our GPUs while it lives
+
+
+class LaunchFailed(UnisonoError):
+    """Ranks ended with an exit code that says why; they have already told the user."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__("")
+        self.exit_code = exit_code
+
+
+def train(recipe: type[Recipe] | str, config: Any = None, **settings: Any) -> Any:
+    """Trains a recipe and returns a result with the run's folder and last metrics.
+
+    `recipe` is a class or words such as "my_file.py:MyRecipe"; `config` is the recipe's Config, a mapping of settings, or
+    a path to a YAML or JSON file; further settings by name win over it.
+    """
+    kind = load_recipe(recipe) if isinstance(recipe, str) else recipe
+    check_recipe(kind)
+    file = Path(config) if isinstance(config, str | os.PathLike) else None
+    given = {**_given(config, kind), **settings}
+    resolved = resolve((Settings, kind.Config), recipe_defaults=kind.defaults, file=file, overrides=given)
+    return start(kind, resolved)
+
+
+def _given(config: Any, kind: type[Recipe]) -> dict[str, Any]:
+    if config is None or isinstance(config, str | os.PathLike):
+        return {}
+    if isinstance(config, Mapping):
+        return dict(config)
+    if is_dataclass(config) and isinstance(config, kind.Config):
+        return {f.name: getattr(config, f.name) for f in fields(config)}
+    raise UserError(f"config: expected {kind.__name__}.Config, a mapping or a file, got {type(config).__name__}")
+
+
+def start(kind: type[Recipe], resolved: Resolved) -> Any:
+    """Trains under the launcher that started this process, or starts ranks, or trains right here."""
+    world = detect()
+    resolved = _precision_from_launcher(resolved, world)
+    check_settings(resolved.build(Settings))
+    if world.launcher != "plain":
+        return _here(kind, resolved, world, None, [])
+    plan = _plan(resolved)
+    if not plan.environ.get("CUDA_VISIBLE_DEVICES"):
+        resolved = resolved.with_values(resolved.sources["gpus"], gpus="0")
+    words = words_for(kind)
+    several = plan.ranks > 1 or resolved.values["nnodes"] > 1
+    if several and words is None:
+        plan.remarks.append(
+            f"{kind.__name__} lives in {kind.__module__}, which other processes cannot import: training on one device; "
+            "put it into a file of its own to use several"
+        )
+        several = False
+    if several or (resolved.explicit("max_restarts") and resolved.values["max_restarts"] > 0 and words is not None):
+        assert words is not None
+        return _launch(words, resolved, plan)
+    os.environ.update(plan.environ)  # takes effect if CUDA has not been used yet in this process
+    return _here(kind, resolved, world, plan.asked_devices, plan.remarks)
+
+
+def _precision_from_launcher(resolved: Resolved, world: World) -> Resolved:
+    wanted = world.mixed_precision
+    if wanted not in ("fp16", "bf16") or resolved.explicit("mixed_precision"):
+        return resolved
+    return resolved.with_values("launcher", mixed_precision=wanted)
+
+
+def _plan(resolved: Resolved) -> _Plan:
+    settings = resolved.build(Settings)
+    launch, strategy = settings.launch, settings.parallel.strategy
+    if launch.nproc is not None and not resolved.explicit("gpus"):
+        ranks = _one_process(strategy, launch.nproc)
+        return _Plan(ranks, {"CUDA_VISIBLE_DEVICES": ""}, None, _too_few_cores(ranks), None)
+    choice, lock = take(launch.gpus, visible_gpus(), min_memory_gb=launch.min_memory_gb)
+    remarks = list(choice.warnings)
+    ranks = launch.nproc or len(choice.gpus) or 1
+    asked: int | None = max(choice.asked, 1) * launch.nnodes
+    if strategy == "single" or launch.nproc is not None:
+        asked = None
+    if strategy == "single" and len(choice.gpus) > 1:
+        remarks.append(f"strategy single uses one GPU of the {len(choice.gpus)} chosen")
+    return _Plan(_one_process(strategy, ranks), child_environment(choice), asked, remarks, lock)
+
+
+def _one_process(strategy: str, ranks: int) -> int:
+    return 1 if strategy in ("single", "dp") else ranks
+
+
+def _too_few_cores(ranks: int) -> list[str]:
+    cores = len(os.sched_getaffinity(0))
+    return [f"{ranks} CPU ranks on {cores} cores: slower than {cores}"] if ranks > cores else []
+
+
+def _here(kind: type[Recipe], resolved: Resolved, world: World, asked: int | None, remarks: list[str]) -> Any:
+    from unisono.engine.session import Start, run_session
+
+    job = os.environ.get("UNISONO_JOB")
+    return run_session(kind, resolved, Start(world, asked, Path(job) if job else None, remarks))
+
+
+def _launch(words: str, resolved: Resolved, plan: _Plan) -> Any:
+    """Starts the ranks, waits for them, and reads the result that the main rank left."""
+    from unisono.cluster.launch import launch
+    from unisono.engine.trainer import Result
+    from unisono.observe.folder import append_event
+
+    if resolved.values["output_dir"] is None:
+        from unisono.engine.session import default_folder
+
+        name = default_folder(words.rpartition(":")[2])
+        resolved = resolved.with_values(resolved.sources["output_dir"], output_dir=name)
+    output = Path(resolved.values["output_dir"])
+    folder = Path(tempfile.mkdtemp(prefix="unisono-"))
+    try:
+        write_job(folder, words, resolved, plan.asked_devices, plan.remarks)
+        settings = resolved.build(Settings).launch
+        code = launch(
+            [sys.executable, "-m", "unisono.engine.rank"],
+            nproc=plan.ranks,
+            nnodes=settings.nnodes,
+            node_rank=settings.node_rank,
+            rdzv_endpoint=settings.rdzv_endpoint,
+            max_restarts=settings.max_restarts,
+            environ=plan.environ,
+            job_folder=folder,
+            on_restart=lambda attempt, cause: append_event(output, "restart", attempt=attempt, cause=cause),
+        )
+        if code not in (EXIT_DONE, EXIT_STOPPED):
+            raise LaunchFailed(code)
+        found = json.loads((folder / "result.json").read_text())
+        return Result(Path(found["folder"]), found["status"], found["step"], found["metrics"])
+    except FileNotFoundError as error:
+        raise TrainingFailed(f"the main rank left no result ({error.filename})") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_job(folder: Path, words: str, resolved: Resolved, asked_devices: int | None, remarks: list[str]) -> None:
+    """What the ranks need to know, for `unisono.engine.rank`."""
+    job = {"recipe": words, "resolved": resolved.to_json(), "asked_devices": asked_devices, "remarks": remarks}
+    (folder / "job.json").write_text(json.dumps(job))

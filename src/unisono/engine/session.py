@@ -1,0 +1,219 @@
+"""What one rank does from its first to its last line: settings, placement, checkpoint, training."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from unisono.checkpoint.find import read_extra
+from unisono.cluster.agree import Agreement
+from unisono.cluster.environment import World
+from unisono.cluster.processes import join, leave
+from unisono.cluster.signals import StopRequest
+from unisono.config.resolve import Resolved
+from unisono.engine.batch import BatchPlan, plan_batch
+from unisono.engine.build import Parts, build_dataset, build_parts
+from unisono.engine.checks import check_settings
+from unisono.engine.evaluate import Evaluation
+from unisono.engine.history import continue_run
+from unisono.engine.opening import opening
+from unisono.engine.placement import find_placement, set_switches
+from unisono.engine.recipe import Recipe, Work
+from unisono.engine.resume import find_checkpoint, restore
+from unisono.engine.trainer import Length, Result, Trainer
+from unisono.engine.watch import Watch
+from unisono.errors import UserError
+from unisono.observe.folder import RunFolder, check_writable
+from unisono.settings import Settings
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Start:
+    """How this process came to run."""
+
+    world: World
+    asked_devices: int | None = None  # more than there are: the effective batch is kept by accumulation
+    job_folder: Path | None = None  # under our own launcher
+    remarks: list[str] = field(default_factory=list)  # said once, by the main rank
+
+
+def run_session(kind: type[Recipe], resolved: Resolved, start: Start) -> Result:
+    """Trains on this rank; every rank of the run calls it."""
+    settings = resolved.build(Settings)
+    check_settings(settings)
+    world = start.world
+    set_switches(settings)
+    place = find_placement(world, settings)
+    join(world, place.device, alone=settings.parallel.strategy in ("ddp", "fsdp"))
+    try:
+        with StopRequest(world.launcher, start.job_folder) as stop:
+            return _Session(kind, resolved, start, place.device, stop).run()
+    finally:
+        leave()
+
+
+class _Session:
+    def __init__(
+        self, kind: type[Recipe], resolved: Resolved, start: Start, device: torch.device, stop: StopRequest
+    ) -> None:
+        self._kind, self._start, self._stop = kind, start, stop
+        self._agreement = Agreement()
+        self._name = kind.__qualname__
+        path = self._agreement.main_says(resolved.values["output_dir"] or default_folder(self._name))
+        resolved = resolved.with_values(resolved.sources["output_dir"], output_dir=path)
+        self._main_decides(lambda: check_writable(path))
+        record = self._main_decides(lambda: RunFolder.read(path))
+        self._resolved = continue_run(resolved, record, self._name, (Settings, kind.Config))
+        self._settings = self._resolved.build(Settings)
+        check_settings(self._settings)
+        self._folder = RunFolder(path)
+        self._remarks = list(start.remarks)
+        set_switches(self._settings)
+
+    def run(self) -> Result:
+        settings, world = self._settings, self._start.world
+        place = find_placement(world, settings)
+        checkpoint, skipped = self._main_decides(
+            lambda: find_checkpoint(settings.run.resume, self._folder.path, self._name)
+        )
+        self._remarks += skipped
+        batch = self._batch(checkpoint, len(place.devices) if settings.parallel.strategy == "dp" else world.size)
+        recipe = self._kind(self._resolved.build(self._kind.Config))
+        self._prepare(recipe)
+        data, eval_data = build_dataset(recipe, "train"), build_dataset(recipe, "eval")
+        assert data is not None
+        size = len(data)  # type: ignore[arg-type]
+        if size < batch.global_batch:
+            self._remarks.append(
+                f"the data set has {size} samples, fewer than the effective batch of {batch.global_batch}: "
+                "a step reads on into the next epoch"
+            )
+        parts = build_parts(recipe, settings, place, batch)
+        save_group = dist.new_group(backend="gloo") if world.size > 1 else None
+        if checkpoint is not None:
+            restore(checkpoint, parts, save_group)
+        length = Length.of(settings, size, batch.global_batch)
+        self._announce(parts, batch, length, size, eval_data, checkpoint)
+        watch = Watch(
+            self._folder,
+            place,
+            settings.observe,
+            total_steps=length.steps,
+            start_step=parts.state.step,
+            start_samples=parts.state.samples,
+            open_folder=lambda: self._open(parts, checkpoint),
+        )
+        evaluation = Evaluation(recipe, parts.strategy, eval_data, settings) if eval_data is not None else None
+        identity = {"recipe": self._name, "seed": settings.run.seed, "global_batch": batch.global_batch}
+        trainer = Trainer(
+            parts, settings, batch, data, evaluation, self._folder, watch, self._stop, save_group, identity
+        )
+        result = trainer.train()
+        self._folder.event(result.status, step=result.step)
+        self._folder.close()
+        return result
+
+    def _main_decides(self, decide: Callable[[], T]) -> T:
+        """What the main rank finds out, or its mistake, on every rank."""
+        answer: tuple[bool, Any] = (True, None)
+        if self._start.world.is_main:
+            try:
+                answer = (True, decide())
+            except UserError as error:
+                answer = (False, str(error))
+        good, value = self._agreement.main_says(answer)
+        if not good:
+            raise UserError(value)
+        return value  # type: ignore[no-any-return]
+
+    def _batch(self, checkpoint: Path | None, devices: int) -> BatchPlan:
+        stored = None
+        if checkpoint is not None:
+            stored = self._main_decides(lambda: int(read_extra(checkpoint)["state"]["global_batch"]))
+        return plan_batch(
+            self._settings.batch,
+            self._resolved.explicit,
+            devices=devices,
+            asked_devices=self._start.asked_devices,
+            stored=stored,
+        )
+
+    def _prepare(self, recipe: Recipe) -> None:
+        if type(recipe).prepare is Recipe.prepare:
+            return
+        world = self._start.world
+        folder = self._folder.path / "prepared"
+        folder.mkdir(parents=True, exist_ok=True)
+        recipe.prepare(Work(folder, world.rank, world.size))
+        self._agreement.agree_all(None)  # nobody reads what another rank is still preparing
+
+    def _open(self, parts: Parts, checkpoint: Path | None) -> None:
+        world, state = self._start.world, parts.state
+        self._folder.open(
+            {
+                "recipe": self._name,
+                "config": self._resolved.to_json()["values"],
+                "sources": self._resolved.to_json()["sources"],
+                "seed": self._settings.run.seed,
+                "global_batch": state.global_batch,
+                "versions": versions(),
+                "launcher": world.describe(),
+            }
+        )
+
+    def _announce(
+        self, parts: Parts, batch: BatchPlan, length: Length, size: int, eval_data: Any, checkpoint: Path | None
+    ) -> None:
+        """The banner, and the start in the run's history (written when the folder opens)."""
+        world, step = self._start.world, parts.state.step
+        why = "new" if checkpoint is None else f"resumed from {checkpoint.name}"
+        if world.restart_count:
+            why += f", restart {world.restart_count}"
+        if not world.is_main:
+            return
+        self._folder.rewind_metrics(step)
+        self._folder.add_start(
+            world=world.size, strategy=parts.strategy.name, launcher=world.launcher, why=why, from_step=step
+        )
+        kind = "start" if checkpoint is None else "resume"
+        self._folder.event(kind, step=step, rank=0, world=world.size, strategy=parts.strategy.name)
+        for line in opening(parts, self._settings, world, batch, length, size, eval_data, self._folder.path, why):
+            print_line(line)
+        for remark in [*self._remarks, *parts.remarks]:
+            print_line(f"note: {remark}")
+
+
+def print_line(text: str) -> None:
+    """A line for the user on stderr, where the progress line is too."""
+    import sys
+
+    print(text, file=sys.stderr, flush=True)
+
+
+def default_folder(recipe: str) -> str:
+    """runs/<recipe>-<time>"""
+    return f"runs/{recipe.lower()}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def versions() -> dict[str, str]:
+    """What the numbers of a run depend on."""
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in ("unisono", "safetensors", "numpy"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    if torch.cuda.is_available():
+        found["cuda"] = str(torch.version.cuda)
+        found["gpu"] = torch.cuda.get_device_name()
+    return found

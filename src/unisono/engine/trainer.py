@@ -1,0 +1,235 @@
+"""The loop: next batch, step, observe, maybe evaluate, maybe save, maybe stop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import Dataset
+
+from unisono.checkpoint.save import Best, Saver
+from unisono.cluster.agree import Agreement
+from unisono.cluster.signals import StopRequest
+from unisono.data.loader import Cursor, Loader
+from unisono.data.order import Order
+from unisono.engine.batch import BatchPlan
+from unisono.engine.build import Parts
+from unisono.engine.evaluate import Evaluation
+from unisono.engine.optim import learning_rate_factor
+from unisono.engine.preview import write_previews
+from unisono.engine.resume import extra_of, tensors_of
+from unisono.engine.step import OptimizerStep, StepReport
+from unisono.engine.watch import Watch
+from unisono.errors import TrainingFailed
+from unisono.observe.folder import RunFolder
+from unisono.settings import Settings
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run left behind."""
+
+    folder: Path
+    status: str  # "done", or "stopped" by a signal: run again to go on
+    step: int
+    metrics: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Length:
+    """How long a run is, in samples and optimizer steps; None means without end."""
+
+    samples: int
+    steps: int
+
+    @classmethod
+    def of(cls, settings: Settings, num_samples: int, global_batch: int) -> Length:
+        """The end that comes first: max_steps, or the last sample of the last epoch."""
+        epochs = settings.run.num_epochs
+        if epochs is None and settings.run.max_steps is None:
+            epochs = 1
+        by_steps = None if settings.run.max_steps is None else settings.run.max_steps * global_batch
+        by_epochs = None if epochs is None else epochs * num_samples
+        samples = min(end for end in (by_steps, by_epochs) if end is not None)
+        return cls(samples, -(-samples // global_batch))
+
+
+class Trainer:
+    """Trains the parts that were built, on this rank, together with all others."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        settings: Settings,
+        batch: BatchPlan,
+        data: Dataset[Any],
+        evaluation: Evaluation | None,
+        folder: RunFolder,
+        watch: Watch,
+        stop: StopRequest,
+        save_group: dist.ProcessGroup | None,
+        identity: Mapping[str, Any],
+    ) -> None:
+        self.parts, self.settings, self.state = parts, settings, parts.state
+        place = parts.strategy.place
+        self._main = place.rank == 0
+        self._batch, self._data, self._evaluation = batch, data, evaluation
+        self._folder, self._watch, self._stop = folder, watch, stop
+        self._agreement = Agreement()
+        self._order = Order(len(data), settings.run.seed, settings.data.shuffle)  # type: ignore[arg-type]
+        self.length = Length.of(settings, self._order.num_samples, batch.global_batch)
+        self._step = OptimizerStep(
+            parts.recipe, parts.strategy, parts.updater, parts.ema, parts.scale, self.state, settings
+        )
+        self._saver = Saver(
+            folder.path / "checkpoints",
+            rank=place.rank,
+            world=place.world,
+            group=save_group,
+            keep_last=settings.save.keep_last,
+            asynchronous=settings.save.async_save,
+            identity=identity,
+        )
+        self._saved_step = self.state.step if self.state.step else -1
+
+    def train(self) -> Result:
+        """Trains to the end, or until a signal; always leaves a checkpoint of the last step."""
+        loader = self._loader()
+        try:
+            stopped = self._loop(loader)
+        finally:
+            loader.close()
+        if not stopped:
+            self._evaluate_and_preview(last=True)
+        if self._saved_step != self.state.step and self.state.step > 0:
+            self._save()
+        self._report_saves(wait=True)
+        self._watch.close()
+        return Result(
+            self._folder.path, "stopped" if stopped else "done", self.state.step, dict(self.state.last_metrics)
+        )
+
+    def _loop(self, loader: Loader) -> bool:
+        """Steps until the end; True when a signal ended it earlier."""
+        settings = self.settings
+        while self.state.samples < self.length.samples:
+            # Asked now and read after the step, so that the answer has long arrived.
+            wish = self._agreement.start({"stop": self._stop.requested is not None})
+            with self._watch.step():
+                samples = min(self.state.samples + self.state.global_batch, self.length.samples)
+                report = self._step.run(self._watch.waiting(loader), self._learning_rate(), samples)
+            self.state.step, self.state.samples = self.state.step + 1, samples
+            self._observe(report)
+            if self._due(settings.eval.eval_every) or self._due(settings.eval.preview_every):
+                self._evaluate_and_preview()
+            if self._due(settings.save.save_every):
+                self._save()
+            self._report_saves()
+            if wish.read()["stop"]:
+                self._settle()
+                self._watch.message(f"stopping after step {self.state.step}: {self._stop.requested or 'asked by a peer'}")
+                self._folder.event("signal", step=self.state.step, signal=self._stop.requested)
+                return True
+        self._settle()
+        return False
+
+    def _learning_rate(self) -> float:
+        factor = learning_rate_factor(self.state.step, self.length.steps, self.settings.optim)
+        return self.parts.updater.set_learning_rate(factor)
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.state.step % every == 0 and self.state.samples < self.length.samples
+
+    def _loader(self) -> Loader:
+        place = self.parts.strategy.place
+        cursor = Cursor(
+            start=self.state.samples,
+            end=self.length.samples,
+            global_batch=self._batch.global_batch,
+            micro_batch=self._batch.micro_batch * len(place.devices),
+            rank=place.rank,
+            world=place.world,
+        )
+        pin = place.device.type == "cuda"
+        return Loader(self._data, self.parts.recipe.collate, self._order, cursor, self.settings.data, pin)
+
+    def _settle(self) -> None:
+        """Waits for the last step's numbers: before anything that looks at weights or counters."""
+        self._observe(self._step.settle())
+
+    def _observe(self, report: StepReport | None) -> None:
+        """Notes a step; reports come one step late, with the step they belong to."""
+        if report is None:
+            return
+        if not self._folder.is_open and self._main:
+            self._watch.open_folder()  # the first step has succeeded: the recipe is sound
+        last = report.samples == self.length.samples
+        if report.skipped:
+            self._watch.message(f"step {report.step} skipped: non-finite loss or gradient")
+            self._folder.event("nan", step=report.step, loss=report.loss, grad_norm=report.grad_norm)
+        if report.step % self.settings.observe.log_every == 0 or last:
+            record = self._watch.step_record(report, self._order.num_samples, self.state.skipped)
+            self.state.last_metrics |= {key: record[key] for key in ("loss", "lr", "grad_norm")}
+
+    def _averaged(self) -> AbstractContextManager[None]:
+        ema = self.parts.ema
+        return nullcontext() if ema is None else ema.in_place_of_weights(self.parts.strategy.weights_changed)
+
+    def _evaluate_and_preview(self, last: bool = False) -> None:
+        self._settle()
+        settings = self.settings.eval
+        with self._watch.aside(), self._averaged():
+            if self._evaluation is not None and (last or self._due(settings.eval_every)):
+                metrics = self._evaluation.run()
+                self.state.last_metrics |= metrics
+                self._watch.evaluated(self.state.step, self.state.samples, metrics)
+                self._keep_best(metrics)
+            if last or self._due(settings.preview_every):
+                self._preview()
+
+    def _preview(self) -> None:
+        recipe, strategy, step = self.parts.recipe, self.parts.strategy, self.state.step
+        with strategy.evaluating():
+            found = strategy.infer(lambda model: recipe.preview(model, step))
+        strategy.weights_changed()
+        if found and self._main:
+            for path in write_previews(found, self._folder.path / "previews", step):
+                self._folder.event("preview", step=step, file=path.name)
+
+    def _keep_best(self, metrics: Mapping[str, float]) -> None:
+        settings = self.settings.eval
+        if settings.best_metric is None:
+            return
+        if settings.best_metric not in metrics:
+            raise TrainingFailed(f"best_metric {settings.best_metric}: evaluation gave {', '.join(sorted(metrics))}")
+        value = metrics[settings.best_metric]
+        best = self.state.best
+        better = best is None or (value < best["value"] if settings.best_mode == "min" else value > best["value"])
+        if better:
+            self.state.best = {"metric": settings.best_metric, "value": value, "step": self.state.step}
+            self._save()
+
+    def _save(self) -> None:
+        if self._saved_step == self.state.step:
+            return
+        self._settle()
+        best = self.state.best
+        is_best = best is not None and best["step"] == self.state.step
+        mark = Best(best["metric"], best["value"]) if best is not None and is_best else None
+        with self._watch.aside():
+            self._saver.save(self.state.step, tensors_of(self.parts), extra_of(self.parts), best=mark)
+        self._saved_step = self.state.step
+
+    def _report_saves(self, wait: bool = False) -> None:
+        for result in self._saver.wait() if wait else self._saver.poll():
+            if result.error is None:
+                self._folder.event("save", step=result.step, seconds=round(result.seconds, 3), bytes=result.bytes)
+                continue
+            self._folder.event("save_failed", step=result.step, error=result.error)
+            self._watch.message(f"checkpoint of step {result.step} was not saved: {result.error}")
+            if wait:
+                raise TrainingFailed(f"the last checkpoint (step {result.step}) could not be saved: {result.error}")

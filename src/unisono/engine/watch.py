@@ -1,0 +1,128 @@
+"""What the loop shows and writes down, on the main rank; other ranks only lend their timings."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from unisono.data.loader import Loader, MicroBatch
+from unisono.engine.step import StepReport
+from unisono.observe.folder import RunFolder
+from unisono.observe.meter import Meter, gpu_memory_gib, host_memory_gib, slowest
+from unisono.observe.progress import Progress
+from unisono.observe.trackers import Tracker, open_trackers
+from unisono.parallel.strategy import Placement
+from unisono.settings import ObserveSettings
+
+
+class Watch:
+    """Progress line, metrics.jsonl and trackers of one run."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        place: Placement,
+        settings: ObserveSettings,
+        *,
+        total_steps: int,
+        start_step: int,
+        start_samples: int,
+        open_folder: Callable[[], None],
+    ) -> None:
+        self._folder, self._place, self._settings = folder, place, settings
+        self._main = place.rank == 0
+        self._start_step, self._samples = start_step, start_samples
+        self._open = open_folder
+        self._progress = Progress(total_steps, enabled=self._main)
+        self._meter = Meter()
+        self._trackers: list[Tracker] = []
+
+    def open_folder(self) -> None:
+        """From now on lines go to files."""
+        self._open()
+        self._trackers = open_trackers(self._settings, self._folder.path, self._start_step)
+
+    def step(self) -> AbstractContextManager[Any]:
+        """Around an optimizer step."""
+        return self._meter.phase("step")
+
+    def aside(self) -> AbstractContextManager[Any]:
+        """Around what is not training: evaluation, previews, the stall of a save."""
+        return self._meter.phase("aside")
+
+    def waiting(self, loader: Loader) -> Iterator[MicroBatch]:
+        """The loader's micro-batches, with the time spent waiting for them noted."""
+        while True:
+            with self._meter.phase("data"):
+                micro = next(loader)
+            yield micro
+
+    def message(self, text: str) -> None:
+        """A line for the user, once (from the main rank)."""
+        self._progress.message(text) if self._main else None
+
+    def step_record(self, report: StepReport, num_samples: int, skipped: int) -> dict[str, Any]:
+        """Writes down a logged step; every rank calls it, because each lends its timings."""
+        timing = self._meter.interval(report.samples - self._samples)
+        self._samples = report.samples
+        record: dict[str, Any] = {
+            "step": report.step,
+            "epoch": round(report.samples / num_samples, 4),
+            "samples": report.samples,
+            "loss": report.loss,
+            "lr": report.learning_rate,
+            "grad_norm": report.grad_norm,
+            "count": report.count,
+            **report.metrics,
+            **timing,
+            "world": self._place.world,
+            "skipped": skipped,
+        }
+        record |= self._per_rank(timing)
+        if not self._main:
+            return record
+        memory = gpu_memory_gib(self._place.device)
+        record["mem_gib"] = host_memory_gib() if memory is None else memory
+        self._folder.metrics(record)
+        self._progress.update(**record)
+        for tracker in self._trackers:
+            tracker.log(report.step, {key: value for key, value in record.items() if isinstance(value, int | float)})
+        return record
+
+    def _per_rank(self, timing: Mapping[str, float]) -> dict[str, Any]:
+        """Each rank's wait for data, so that the slowest is named: in lockstep that is what tells ranks apart."""
+        if self._place.world == 1:
+            return {}
+        mine = torch.tensor(
+            [timing.get("step_ms", 0.0), timing.get("data_wait_ms", 0.0)], device=self._place.device, dtype=torch.float32
+        )
+        gathered = [torch.empty_like(mine) for _ in range(self._place.world)]
+        dist.all_gather(gathered, mine)
+        table = torch.stack(gathered).cpu()
+        rank, ratio = slowest(table[:, 1].tolist())
+        return {
+            "step_ms_by_rank": [round(value, 3) for value in table[:, 0].tolist()],
+            "data_wait_ms_by_rank": [round(value, 3) for value in table[:, 1].tolist()],
+            "slowest_rank": rank,
+        }
+
+    def evaluated(self, step: int, samples: int, metrics: Mapping[str, float]) -> None:
+        """Writes down an evaluation."""
+        if not self._main:
+            return
+        self._folder.metrics({"step": step, "samples": samples, **metrics})
+        self.message(f"step {step}  " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+        for tracker in self._trackers:
+            tracker.log(step, metrics)
+
+    def close(self) -> None:
+        """Ends the progress line and the trackers."""
+        self._progress.close()
+        for tracker in self._trackers:
+            tracker.close()
+        sys.stderr.flush()

@@ -1,0 +1,51 @@
+"""The repeated blocks of a model: what is sharded, compiled and recomputed piece by piece."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The modules of the class that is repeated in a list and holds most of the weights; empty if there is none."""
+    families: dict[type, list[nn.Module]] = defaultdict(list)
+    for container in model.modules():
+        if not isinstance(container, nn.ModuleList | nn.Sequential):
+            continue
+        by_class: dict[type, list[nn.Module]] = defaultdict(list)
+        for child in container:
+            if any(True for _ in child.parameters()):
+                by_class[type(child)].append(child)
+        for kind, children in by_class.items():
+            if len(children) > 1 and not isinstance(children[0], nn.ModuleList | nn.Sequential):
+                families[kind].extend(children)
+    return max(families.values(), key=_num_weights, default=[])
+
+
+def _num_weights(modules: Sequence[nn.Module]) -> int:
+    return sum(parameter.numel() for module in modules for parameter in module.parameters())
+
+
+def recompute_activations(block: nn.Module) -> None:
+    """Makes `block` keep only its input and compute its activations again in backward."""
+    # A subclass of the block's own class rather than a wrapper module (which would rename the weights) or a patched
+    # instance (which DataParallel's replicas would share).
+    plain = type(block)
+
+    def forward(self: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return plain.forward(self, *arguments, **keywords)
+        return checkpoint(plain.forward, self, *arguments, use_reentrant=False, **keywords)
+
+    block.__class__ = type(plain.__name__, (plain,), {"forward": forward, "__module__": plain.__module__})
+
+
+def compile_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Compiles each block in place (one compilation serves all of a kind), or the whole model if it has no blocks."""
+    for module in blocks or [model]:
+        module.compile()  # in place: no `_orig_mod.` in the names

@@ -1,0 +1,35 @@
+"""Several GPUs from one process (`torch.nn.DataParallel`).
+
+Kept because people know it; ddp is faster. Each micro-batch is cut along its first dimension over the GPUs, each GPU
+gives its own sums, and the sums are added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from unisono.parallel.strategy import Stage, Strategy
+
+
+class DataParallel(Strategy):
+    """Replicas on all GPUs of this process, made anew in every forward pass."""
+
+    name = "dp"
+
+    def _set_up(self, stage: Stage, blocks: Sequence[nn.Module]) -> nn.Module:
+        stage = stage.to(self.place.device)
+        self._replicated = nn.DataParallel(stage, device_ids=[device.index for device in self.place.devices])
+        return stage
+
+    def train(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """call(model, *arguments) on each GPU with its part of the batch; a mapping of sums, added up."""
+        gathered = self._replicated(_rows, call, *arguments)
+        return {name: rows.sum(0) for name, rows in gathered.items()}
+
+
+def _rows(model: nn.Module, call: Callable[..., dict[str, Tensor]], *arguments: Any) -> dict[str, Tensor]:
+    # DataParallel joins results along dimension 0, which a sum does not have.
+    return {name: value.unsqueeze(0) for name, value in call(model, *arguments).items()}

@@ -1,0 +1,111 @@
+"""Weights, gradients and optimizer state sharded over the ranks (FSDP2, `fully_shard`).
+
+The optimizer and the moving average work on the local shards as plain tensors: no communication, no DTensor dispatch,
+and the fused optimizers' `found_inf` keeps working. DTensors appear again only where a checkpoint needs to know which
+part of the whole weight a shard is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from unisono.parallel.strategy import Stage, Strategy, local_norm
+
+
+class FSDP(Strategy):
+    """A part of every weight on every rank; blocks are gathered when they are needed."""
+
+    name = "fsdp"
+    sharded = True
+
+    def _set_up(self, stage: Stage, blocks: Sequence[nn.Module]) -> nn.Module:
+        place, settings = self.place, self.settings
+        mesh = init_device_mesh(place.device.type, (place.world,))
+        # cast_forward_inputs is off because autocast decides about types, as under the other strategies; gathered
+        # weights are 16 bit, gradients are summed in 32 bit.
+        precision = MixedPrecisionPolicy(
+            param_dtype=place.compute_type,
+            reduce_dtype=torch.float32 if place.compute_type else None,
+            cast_forward_inputs=False,
+        )
+        offload = CPUOffloadPolicy() if settings.fsdp_cpu_offload else OffloadPolicy()
+        for module in [*blocks, stage]:
+            fully_shard(
+                module,
+                mesh=mesh,
+                mp_policy=precision,
+                offload_policy=offload,
+                reshard_after_forward=settings.fsdp_reshard_after_forward,
+            )
+        for module in stage.modules():
+            if isinstance(module, FSDPModule):
+                # A plain sum, which gloo has too; the engine divides by the true count.
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        stage.to(place.device) if not settings.fsdp_cpu_offload else _move_buffers(stage, place.device)
+        return stage
+
+    def _local_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        self._whole = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        with torch.no_grad():
+            return [(name, nn.Parameter(_local(parameter.detach()))) for name, parameter in self._whole.items()]
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients of this rank's shards."""
+        found = []
+        for name, local in self.parameters:
+            gradient = self._whole[name].grad
+            local.grad = None if gradient is None else _local(gradient)
+            if local.grad is not None:
+                found.append(local.grad)
+        return found
+
+    def clear_gradients(self) -> None:
+        """Frees the gradients."""
+        super().clear_gradients()
+        for _, local in self.parameters:
+            local.grad = None
+
+    def norm(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Every element lies in exactly one shard, so the squares add up over the ranks."""
+        square = local_norm(tensors, self.place.device).square()
+        if self.place.world > 1:
+            dist.all_reduce(square)
+        return square.sqrt()
+
+    def whole_shape(self, name: str) -> torch.Size:
+        """The shape of weight `name` before it was cut into shards."""
+        return self._whole[name].shape
+
+    def as_stored(self, name: str, local: Tensor) -> Tensor:
+        """The shard as a DTensor that knows its place in the whole weight."""
+        whole = self._whole[name]
+        if not isinstance(whole, DTensor):
+            return local
+        # Shape and stride must be given: from_local would take them from an uneven shard and be wrong.
+        return DTensor.from_local(
+            local, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+
+    def weights_changed(self) -> None:
+        """Drops gathered weights: after a forward pass without backward the root's stay gathered, and go stale."""
+        for module in self.stage.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    for owner in module.modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            setattr(owner, name, buffer.to(device))

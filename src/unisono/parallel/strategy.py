@@ -1,0 +1,137 @@
+"""What a strategy is: where the weights live and how gradients are summed, and nothing about losses.
+
+The model stands inside a `Stage`. Whatever is to happen with the model is handed in as a function and runs inside the
+stage's forward pass, so that DDP's and FSDP's hooks see it, while the function itself sees the plain model: recipes
+call any method of it and never meet a wrapper.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from unisono.settings import ParallelSettings
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where this process computes."""
+
+    device: torch.device
+    rank: int
+    world: int
+    devices: Sequence[torch.device]  # more than one only for dp
+    compute_type: torch.dtype | None  # 16-bit type of mixed precision
+    deterministic: bool = False
+
+
+class Stage(nn.Module):
+    """Runs functions of the model as its own forward pass."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """The result of call(model, *arguments)."""
+        return call(self.model, *arguments)
+
+
+class Strategy(ABC):
+    """One way to spread a model over devices."""
+
+    name: ClassVar[str]
+    sharded: ClassVar[bool] = False  # each rank holds a part of every weight, and every forward pass needs all ranks
+
+    def __init__(
+        self, model: nn.Module, blocks: Sequence[nn.Module], place: Placement, settings: ParallelSettings
+    ) -> None:
+        self.model, self.place, self.settings = model, place, settings
+        self.stage = self._set_up(Stage(model), blocks)
+        self.parameters = self._local_parameters()
+        """(name, parameter) as the optimizer sees them: whole weights, or this rank's shards of them."""
+
+    @abstractmethod
+    def _set_up(self, stage: Stage, blocks: Sequence[nn.Module]) -> nn.Module:
+        """Places and wraps the model."""
+
+    @property
+    def gradient_divisor(self) -> float:
+        """The summed gradients arrive divided by this."""
+        return 1.0
+
+    def train(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """call(model, *arguments) with gradients that are summed over the ranks in backward."""
+        return self.stage(call, *arguments)
+
+    def infer(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """call(model, *arguments) without gradients."""
+        with torch.no_grad():
+            return self.stage(call, *arguments)
+
+    def accumulating(self, *, first: bool, last: bool) -> AbstractContextManager[None]:
+        """Around one micro-batch: gradients need to be summed over the ranks only at the last one."""
+        return nullcontext()
+
+    def gradients(self) -> list[Tensor]:
+        """This rank's gradients of `parameters`, where there are any; also attaches them for the optimizer."""
+        return [parameter.grad for _, parameter in self.parameters if parameter.grad is not None]
+
+    def clear_gradients(self) -> None:
+        """Frees the gradients."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    def norm(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The norm over all weights of the model of tensors shaped like `parameters`, equal on every rank."""
+        return local_norm(tensors, self.place.device)
+
+    def _local_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The model's weights and persistent buffers by name, as a checkpoint stores them."""
+        persistent = self.model.state_dict().keys()
+        buffers = {name: buffer for name, buffer in self.model.named_buffers() if name in persistent}
+        return {**{name: parameter.detach() for name, parameter in self.model.named_parameters()}, **buffers}
+
+    def whole_shape(self, name: str) -> torch.Size:
+        """The shape of weight `name` over all ranks."""
+        return dict(self.parameters)[name].shape
+
+    def as_stored(self, name: str, local: Tensor) -> Tensor:
+        """A tensor shaped like this rank's part of weight `name`, as a checkpoint stores it."""
+        return local
+
+    def weights_changed(self) -> None:
+        """Must be called after weights were changed other than by the optimizer (loaded, swapped with the average)."""
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The model in evaluation mode."""
+        was_training = [module for module in self.model.modules() if module.training]
+        self.model.eval()
+        try:
+            yield
+        finally:
+            for module in was_training:
+                module.training = True
+
+
+def local_norm(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The norm of all tensors together, as a tensor on the device: no host sync."""
+    if not tensors:
+        return torch.zeros((), device=device)
+    return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in torch._foreach_norm(tensors)]))
+
+
+def place_frozen(modules: Mapping[str, nn.Module], device: torch.device) -> None:
+    """Puts modules that are used but not trained on the device, in evaluation mode."""
+    for module in modules.values():
+        module.to(device).eval().requires_grad_(False)

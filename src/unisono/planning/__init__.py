@@ -1,0 +1,1 @@
+"""What fits, and what follows from it."""

@@ -1,0 +1,52 @@
+"""What every test can rely on: it does not run inside somebody's launcher, and it leaves no rank behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+LAUNCHER_VARIABLES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK"}
+LAUNCHER_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "ACCELERATE_")
+RUN_MARK = "UNISONO_TEST_RUN"
+
+
+def pytest_configure() -> None:
+    # Before any test module imports torch, which reads OMP_NUM_THREADS only once.
+    for name in list(os.environ):
+        if name in LAUNCHER_VARIABLES or name.startswith(LAUNCHER_PREFIXES):
+            del os.environ[name]
+    os.environ["OMP_NUM_THREADS"] = "1"
+    # Inherited by everything a test starts. pytest-xdist's workers each set their own.
+    os.environ[RUN_MARK] = uuid.uuid4().hex
+
+
+def ranks_alive() -> dict[int, str]:
+    """Ranks started from this test run that still live: process id and command line."""
+    mark = f"{RUN_MARK}={os.environ[RUN_MARK]}".encode()
+    alive = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (process / "cmdline").read_bytes()
+            if b"unisono.engine.rank" in command and mark in (process / "environ").read_bytes().split(b"\0"):
+                alive[int(process.name)] = command.replace(b"\0", b" ").decode(errors="replace").strip()
+        except OSError:  # it ended while we looked, or is not ours to read
+            continue
+    return alive
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_rank_outlives_the_tests() -> Iterator[None]:
+    """Fails the session when a rank that a test started is still alive 5 s after the last test."""
+    yield
+    deadline = time.monotonic() + 5
+    while (alive := ranks_alive()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for pid in alive:
+        os.kill(pid, signal.SIGKILL)
+    assert not alive, f"ranks outlived the tests (now killed): {alive}"

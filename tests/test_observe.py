@@ -1,0 +1,488 @@
+"""What a run shows and writes down."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unisono.errors import UserError
+from unisono.observe.banner import banner, effective_batch_text
+from unisono.observe.folder import RunFolder, append_event, check_writable
+from unisono.observe.meter import Meter, gpu_memory_gib, host_memory_gib, slowest
+from unisono.observe.progress import Progress, duration
+from unisono.observe.trackers import TensorBoardTracker, open_trackers
+from unisono.settings import ObserveSettings
+
+RECORD = {"recipe": "darkroom", "config": {"learning_rate": 1e-3}, "seed": 0, "global_batch": 64, "versions": {}}
+START = {"world": 2, "strategy": "ddp", "launcher": "plain", "why": "new run", "from_step": 0}
+
+
+def jsonl(path: Path) -> list[dict[str, Any]]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def python(code: str, *arguments: object) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], text=True, stdout=subprocess.PIPE)
+
+
+# --- the folder
+
+
+def test_nothing_is_written_before_the_folder_is_opened_and_everything_after(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "runs" / "one")
+    folder.event("start", rank=0, world=2)
+    folder.metrics({"step": 1, "loss": 2.5})
+    folder.add_start(**START)
+    folder.rewind_metrics(5)
+    assert list(tmp_path.iterdir()) == []
+
+    folder.open(RECORD)
+    folder.metrics({"step": 2, "loss": 2.0})
+    assert [line["step"] for line in jsonl(folder.path / "metrics.jsonl")] == [1, 2]
+    (event,) = jsonl(folder.path / "events.jsonl")
+    assert (event["kind"], event["step"], event["rank"], event["world"]) == ("start", None, 0, 2)
+    run = RunFolder.read(folder.path)
+    assert run is not None and run["recipe"] == "darkroom" and run["created"]
+    assert [start["world"] for start in run["starts"]] == [2]
+    assert sorted(file.name for file in folder.path.iterdir()) == ["events.jsonl", "metrics.jsonl", "run.json"]
+
+
+def test_a_folder_that_is_never_opened_holds_on_to_little(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    for step in range(5000):
+        folder.metrics({"step": step})
+    folder.close()
+    assert list(tmp_path.iterdir()) == []
+    assert len(folder._waiting) <= 1000
+
+
+def test_a_resumed_run_keeps_its_history_and_shows_its_newest_config(tmp_path: Path) -> None:
+    first = RunFolder(tmp_path)
+    first.add_start(**START)
+    first.open(RECORD)
+    created = RunFolder.read(tmp_path)["created"]  # type: ignore[index]
+    time.sleep(0.002)
+
+    again = RunFolder(tmp_path)
+    again.open({**RECORD, "config": {"learning_rate": 5e-4}})
+    again.add_start(**{**START, "world": 3, "why": "resume", "from_step": 7})
+    run = RunFolder.read(tmp_path)
+    assert run is not None
+    assert run["created"] == created
+    assert run["config"] == {"learning_rate": 5e-4}
+    assert [(start["world"], start["why"], start["from_step"]) for start in run["starts"]] == [
+        (2, "new run", 0),
+        (3, "resume", 7),
+    ]
+
+
+def test_numbers_that_json_does_not_know_are_written_as_text(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.open({**RECORD, "config": {"grad_clip": float("inf"), "data": Path("a/b")}})
+    folder.metrics({"step": 1, "loss": float("nan"), "per_rank": [float("inf"), -float("inf"), 1.5]})
+    folder.event("nan", step=1, error=ValueError("bad"), name="\udcff")
+    (line,) = jsonl(tmp_path / "metrics.jsonl")
+    assert line == {"step": 1, "loss": "nan", "per_rank": ["inf", "-inf", 1.5]}
+    assert jsonl(tmp_path / "events.jsonl")[0]["error"] == "bad"
+    assert RunFolder.read(tmp_path)["config"] == {"grad_clip": "inf", "data": "a/b"}  # type: ignore[index]
+    with pytest.raises(TypeError):
+        folder.metrics({"step": 2, "loss": object()})
+
+
+def test_rewind_leaves_each_step_once_and_survives_garbage(tmp_path: Path) -> None:
+    first = RunFolder(tmp_path)
+    first.open(RECORD)
+    for step in range(1, 9):
+        first.metrics({"step": step, "loss": 1.0})
+    first.metrics({"step": 4, "eval/loss": 0.5})
+    first.close()
+    with open(tmp_path / "metrics.jsonl", "ab") as file:
+        file.write(b'\0\0\0\xff\n[1, 2]\n\n{"step": 3, "loss": "torn')
+
+    again = RunFolder(tmp_path)
+    again.rewind_metrics(4)
+    assert len((tmp_path / "metrics.jsonl").read_bytes().splitlines()) > 8  # the folder is not open: nothing changed
+    again.metrics({"step": 5, "loss": 2.0})
+    again.open(RECORD)
+    again.metrics({"step": 6, "loss": 2.0})
+    lines = jsonl(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 4, 5, 6]
+    assert [line["loss"] for line in lines if line["step"] > 4] == [2.0, 2.0]
+
+    again.rewind_metrics(5)  # also while the file is in use
+    again.metrics({"step": 6, "loss": 3.0})
+    assert [line.get("loss") for line in jsonl(tmp_path / "metrics.jsonl")][-2:] == [2.0, 3.0]
+
+
+def test_a_line_after_a_torn_line_stands_on_its_own(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.open(RECORD)
+    (tmp_path / "events.jsonl").write_text('{"kind": "sa')
+    folder.event("resume", step=3)
+    lines = (tmp_path / "events.jsonl").read_text().splitlines()
+    assert lines[0] == '{"kind": "sa' and json.loads(lines[1])["kind"] == "resume"
+
+
+def test_lines_of_two_processes_do_not_mix(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.open(RECORD)
+    code = """
+import sys
+from unisono.observe.folder import append_event
+for number in range(300):
+    append_event(sys.argv[1], "restart", rank=int(sys.argv[2]), number=number, why="x" * 3000)
+"""
+    processes = [python(code, tmp_path, rank) for rank in (1, 2)]
+    for number in range(300):
+        folder.event("save", step=number, rank=0, why="y" * 3000)
+    assert [process.wait() for process in processes] == [0, 0]
+    events = jsonl(tmp_path / "events.jsonl")
+    assert sorted(event["rank"] for event in events) == [0] * 300 + [1] * 300 + [2] * 300
+
+
+def test_a_killed_run_has_written_every_line_it_noted(tmp_path: Path) -> None:
+    code = """
+import sys, time
+from unisono.observe.folder import RunFolder
+folder = RunFolder(sys.argv[1])
+folder.open({})
+for step in range(1, 51):
+    folder.metrics({"step": step})
+print("noted", flush=True)
+time.sleep(60)
+"""
+    process = python(code, tmp_path)
+    assert process.stdout is not None and process.stdout.readline() == "noted\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    assert [line["step"] for line in jsonl(tmp_path / "metrics.jsonl")] == list(range(1, 51))
+
+
+def test_the_launcher_writes_events_only_into_a_run(tmp_path: Path) -> None:
+    append_event(tmp_path / "missing", "restart")
+    append_event(tmp_path, "restart")
+    assert list(tmp_path.iterdir()) == []
+    RunFolder(tmp_path).open(RECORD)
+    append_event(tmp_path, "restart", rank=1, attempt=2)
+    assert jsonl(tmp_path / "events.jsonl")[0]["attempt"] == 2
+
+
+def test_a_full_disk_costs_lines_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = RunFolder(tmp_path)
+    folder.open(RECORD)
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    folder.metrics({"step": 1})
+    folder.metrics({"step": 2})
+    assert [record.message for record in caplog.records] == [
+        f"{tmp_path / 'metrics.jsonl'} cannot be written (No space left on device); lines are lost, the run goes on"
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"starts": 3}', "\xff"])
+def test_a_damaged_run_json_is_the_users_to_mend(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(UserError, match=r"run\.json is damaged .*--output_dir"):
+        RunFolder.read(tmp_path)
+    with pytest.raises(UserError):
+        RunFolder(tmp_path).open(RECORD)
+    assert (tmp_path / "run.json").read_bytes() == text.encode("latin-1")
+
+
+def test_no_run_is_none(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert RunFolder.read(tmp_path) is None
+    assert RunFolder.read(tmp_path / "missing") is None
+    assert RunFolder.read(tmp_path / "file") is None
+
+
+def test_a_folder_that_can_be_written_passes_and_stays_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("mine\n")
+    before = sorted(tmp_path.iterdir())
+    check_writable(tmp_path)
+    check_writable(tmp_path / "a" / "b" / ".." / "c")
+    assert sorted(tmp_path.iterdir()) == before
+    assert (tmp_path / "metrics.jsonl").read_text() == "mine\n"
+
+
+def test_folders_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    bad = [tmp_path / "file", tmp_path / "file" / "run", tmp_path / "link" / "run", tmp_path / ("x" * 300), "a\0b"]
+    if sys.platform == "linux":
+        bad.append("/proc/unisono/run")  # not even root can make a folder there
+    if os.geteuid() != 0:
+        (tmp_path / "closed").mkdir(mode=0o500)
+        bad.append(tmp_path / "closed" / "run")
+    before = sorted(tmp_path.iterdir())
+    for path in bad:
+        with pytest.raises(UserError, match="--output_dir") as refused:
+            check_writable(path)
+        assert "\n" not in str(refused.value)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+# --- the progress line
+
+
+class Terminal:
+    """A real pseudo-terminal of a given width, with what was written to it."""
+
+    def __init__(self, columns: int) -> None:
+        self._reader, writer = pty.openpty()
+        fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        self.stream = os.fdopen(writer, "w")
+
+    def read(self) -> str:
+        self.stream.close()
+        text = b""
+        while True:
+            try:
+                chunk = os.read(self._reader, 65536)
+            except OSError:  # Linux: the other side is closed and all is read
+                chunk = b""
+            if not chunk:
+                os.close(self._reader)
+                return text.decode().replace("\r\n", "\n")
+            text += chunk
+
+
+NUMBERS = {"loss": 1.23451, "lr": 3e-4, "samples_per_s": 812.3, "mem_gib": 1.24, "eval/loss": 3.0, "epoch": 2}
+
+
+def test_a_terminal_sees_one_line_rewritten_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal(120)
+    progress = Progress(1000, stream=terminal.stream)
+    progress.update(step=120, **NUMBERS)
+    for step in range(121, 150):  # far more often than ten times a second
+        progress.update(step=step, **NUMBERS)
+    progress.message("saved step 149")
+    progress.close()
+    progress.close()
+    text = terminal.read()
+    rows = text.split("\n")
+    first = "step 120/1000  loss 1.2345  lr 3.0e-04  812 samples/s  1.2 GiB  epoch 2"
+    assert rows[0] == f"\r{first}\x1b[K\r\x1b[Ksaved step 149"
+    assert rows[1].startswith(first + "\rstep 149/1000  loss 1.2345")  # close shows the newest numbers
+    assert rows[2:] == [""]
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        (10, "step 9999"),
+        (30, "step 99999/100000"),
+        (31, "step 99999/100000  loss 1.2345"),
+        (60, "step 99999/100000  loss 1.2345  3 skipped  lr 3.0e-04"),
+        (80, "step 99999/100000  loss 1.2345  3 skipped  lr 3.0e-04  812 samples/s  1.2 GiB"),
+    ],
+)
+def test_a_narrow_terminal_shows_less_and_never_wraps(
+    columns: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal(columns)
+    progress = Progress(100_000, stream=terminal.stream)
+    progress.update(step=99_999, skipped=3, **NUMBERS)
+    progress.close()
+    assert terminal.read() == f"\r{expected}\x1b[K" * 2 + "\n"
+    assert len(expected) < columns
+
+
+@pytest.mark.parametrize("term", ["dumb", None])
+def test_a_dumb_terminal_gets_plain_lines(term: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if term is None:
+        monkeypatch.delenv("TERM", raising=False)
+    else:
+        monkeypatch.setenv("TERM", term)
+    terminal = Terminal(80)
+    progress = Progress(10, stream=terminal.stream)
+    progress.update(step=1, loss=0.5)
+    progress.message("note")
+    progress.update(step=2, loss=float("nan"), skipped=1)
+    progress.close()
+    first, note, second, end = terminal.read().split("\n")
+    assert (first, note, end) == ("step 1/10  loss 0.5000", "note", "")
+    assert second.startswith("step 2/10  loss nan  1 skipped")
+
+
+def test_a_log_file_gets_a_line_per_update_with_the_time_left(tmp_path: Path) -> None:
+    with open(tmp_path / "log", "w") as stream:
+        progress = Progress(30, stream=stream)
+        progress.update(step=10, loss=1e-9)
+        time.sleep(0.5)
+        progress.update(step=20, loss=123456.0)
+        progress.close()
+    first, second = (tmp_path / "log").read_text().splitlines()
+    assert first == "step 10/30  loss 1.000e-09"
+    assert second in ("step 20/30  loss 1.235e+05  0s left", "step 20/30  loss 1.235e+05  1s left")
+
+
+def test_progress_of_other_ranks_is_silent(capfd: pytest.CaptureFixture[str]) -> None:
+    progress = Progress(10, enabled=False)
+    progress.update(step=1, **NUMBERS)
+    progress.message("x")
+    progress.close()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_terminal_that_goes_away_does_not_stop_the_run() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    stream = os.fdopen(writer, "w")
+    progress = Progress(10, stream=stream)
+    progress.update(step=1)
+    progress.message("x")
+    progress.close()
+    with pytest.raises(BrokenPipeError):
+        stream.close()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(-1, "0s"), (59.4, "59s"), (59.6, "1m00s"), (190, "3m10s"), (7500, "2h05m"), (277_000, "3d04h")],
+)
+def test_durations_are_read_at_a_glance(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+# --- the banner
+
+
+def test_the_banner_aligns_and_wraps_its_rows() -> None:
+    devices = "cuda:0 NVIDIA H200 " * 12
+    lines = {"recipe": "darkroom", "strategy": "ddp\nfits on each GPU", "devices": devices.strip()}
+    text = banner(lines, "unisono 0.1.0")
+    rows = text.split("\n")
+    assert rows[0].startswith("── unisono 0.1.0 ──") and set(rows[-1]) == {"─"}
+    assert len(rows[0]) == len(rows[-1]) == max(map(len, rows))
+    assert rows[1:5] == [
+        "recipe     darkroom",
+        "strategy   ddp",
+        "           fits on each GPU",
+        "devices    " + rows[4][11:],
+    ]
+    assert "".join(row[11:] + " " for row in rows[4:-1]) == devices
+    assert len(rows) > 6 and max(map(len, rows)) <= 100
+
+
+def test_the_banner_never_breaks_a_path() -> None:
+    path = "/data/" + "x-y" * 60
+    assert path in banner({"folder": path}, "unisono")
+
+
+def test_the_effective_batch_says_how_it_is_made_up() -> None:
+    assert effective_batch_text(64, 8, 2, 4) == "64 = 8 per GPU × 2 GPUs × 4 accumulation"
+    assert effective_batch_text(8, 8, 1, 1, device="CPU") == "8 = 8 per CPU × 1 CPU × 1 accumulation"
+    assert effective_batch_text(7, 2, 2, 2) == "7 = up to 2 per GPU × 2 GPUs × 2 accumulation"
+    with pytest.raises(ValueError, match="8 samples are no batch of 9"):
+        effective_batch_text(9, 2, 2, 2)
+
+
+# --- trackers
+
+
+def test_tensorboard_has_each_step_once_after_a_resume(tmp_path: Path) -> None:
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    first = TensorBoardTracker(tmp_path / "tb")
+    for step in range(1, 9):
+        first.log(step, {"step": step, "loss": 1.0, "note": "text is passed over", "mem_gib": None})
+    first.close()
+    (again,) = open_trackers(ObserveSettings(), tmp_path, step=5)
+    for step in range(6, 8):
+        again.log(step, {"loss": 2.0, "eval/loss": 3})
+    again.close()
+
+    seen = event_accumulator.EventAccumulator(str(tmp_path / "tb")).Reload()
+    assert sorted(seen.Tags()["scalars"]) == ["eval/loss", "loss"]
+    curve = [(point.step, point.value) for point in seen.Scalars("loss")]
+    assert curve == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 1.0), (5, 1.0), (6, 2.0), (7, 2.0)]
+
+
+def test_without_tensorboard_there_is_a_warning_and_no_tracker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert open_trackers(ObserveSettings(tensorboard=False), tmp_path, step=0) == []
+    assert not caplog.records
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # what an import then meets: ImportError
+    assert open_trackers(ObserveSettings(), tmp_path, step=0) == []
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- the meter
+
+
+def test_the_meter_tells_where_the_time_goes_and_leaves_evaluation_out() -> None:
+    meter = Meter()
+    time.sleep(0.2)  # before the first phase: no part of any step
+    for _ in range(4):
+        with meter.phase("data"):
+            time.sleep(0.01)
+        with meter.phase("step"), meter.phase("forward"):
+            time.sleep(0.02)
+    with meter.phase("aside"):
+        time.sleep(0.3)
+    numbers = meter.interval(samples=400)
+    assert 10 <= numbers["data_wait_ms"] <= numbers["step_ms"] - 20
+    assert 20 <= numbers["forward_ms"] <= numbers["step_ms"] - 10
+    assert 30 <= numbers["step_ms"] < 80  # with the 200 ms before it would be 80, with the 300 ms aside 105
+    assert numbers["samples_per_s"] == pytest.approx(100 / numbers["step_ms"] * 1e3)
+    assert meter.interval(samples=0) == {}
+
+    with meter.phase("step"):
+        pass
+    assert meter.interval(samples=1)["data_wait_ms"] == 0.0
+
+
+def test_a_replayed_step_counts_once() -> None:
+    meter = Meter()
+    with pytest.raises(MemoryError), meter.phase("step"):
+        time.sleep(0.02)
+        raise MemoryError
+    with meter.phase("step"):
+        time.sleep(0.02)
+    assert meter.interval(samples=8)["step_ms"] >= 40
+
+
+def test_a_phase_costs_less_than_two_microseconds() -> None:
+    meter = Meter()
+    best = float("inf")
+    for _ in range(20):
+        began = time.perf_counter()
+        for _ in range(1000):
+            with meter.phase("data"):
+                pass
+        best = min(best, (time.perf_counter() - began) / 1000)
+    assert best < 2e-6
+
+
+def test_the_slowest_rank_is_named() -> None:
+    assert slowest([10.0, 30.0]) == (1, 3.0)
+    assert slowest([10.0, 12.0, 11.0, 22.0]) == (3, 2.0)
+    assert slowest([5.0]) == (0, 1.0)
+    assert slowest([0.0, 0.0]) == (0, 1.0)
+    assert slowest([0.0, 1.0]) == (1, float("inf"))
+
+
+def test_memory_is_told_in_gib() -> None:
+    import torch
+
+    assert gpu_memory_gib(torch.device("cpu")) is None
+    assert 0.02 < host_memory_gib() < 100

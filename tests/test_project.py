@@ -1,0 +1,118 @@
+"""The project keeps the promises it makes about itself: size, words, links, speed of the front door."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import re
+import statistics
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "unisono"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
+COMMAND = "import sys; from unisono.cli.main import main; sys.exit(main())"
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=ROOT)
+
+
+def test_the_own_model_example_is_at_most_60_lines() -> None:
+    assert len((ROOT / "examples/own_model/recipe.py").read_text().splitlines()) <= 60
+
+
+def test_the_own_model_example_learns_on_two_ranks(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    recipe = "examples/own_model/recipe.py:TwoMoons"
+    result = run_python(COMMAND, "train", recipe, "--nproc", "2", "--output_dir", str(folder))
+    assert result.returncode == 0, result.stderr
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["eval/correct"] for line in lines if "eval/correct" in line][-1] > 0.97
+    [preview] = (folder / "previews").rglob("*boundary.txt")
+    assert set(preview.read_text()) == {".", "#", "\n"}
+
+
+def test_no_module_is_longer_than_400_lines() -> None:
+    lengths = {name(path): len(path.read_text().splitlines()) for path in MODULES}
+    assert {path: length for path, length in lengths.items() if length > 400} == {}
+
+
+def test_every_folder_of_the_package_is_a_package() -> None:
+    assert [name(folder) for folder in {path.parent for path in MODULES} if not (folder / "__init__.py").exists()] == []
+
+
+def test_every_module_says_what_it_is() -> None:
+    assert [name(path) for path in MODULES if not ast.get_docstring(ast.parse(path.read_text()))] == []
+
+
+def test_there_is_a_readme() -> None:
+    assert ROOT / "README.md" in PAGES
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_local_links_of_a_page_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    targets = re.findall(r"\]\(<?([^)\s>]+)", text) + re.findall(r"(?:src|href)=\"([^\"]+)\"", text)
+    local = [target.split("#")[0] for target in targets if not re.match(r"[a-z]+:|#", target)]
+    assert [target for target in local if not (page.parent / target).exists()] == []
+
+
+def shipped_files() -> list[Path]:
+    single = [ROOT / path for path in ("Makefile", "pyproject.toml", ".ci/run", ".pre-commit-config.yaml")]
+    folders = [path for folder in ("src", "docs", "examples", "benchmarks") for path in (ROOT / folder).rglob("*")]
+    readable = {".py", ".md", ".toml", ".yaml", ".yml", ".json", ".jsonl", ".sh", ".txt", ".html", ".svg", ".csv", ""}
+    return [path for path in [*PAGES, *single, *folders] if path.is_file() and path.suffix in readable]
+
+
+def test_nothing_names_a_path_of_somebodys_machine() -> None:
+    machine_path = re.compile(r"(?<![\w.}*-])/(work|root|home|opt|Users)/")
+    found = {name(path): machine_path.findall(path.read_text()) for path in shipped_files()}
+    assert {path: hits for path, hits in found.items() if hits} == {}
+
+
+def test_the_set_up_leaves_the_choice_of_package_index_to_the_user() -> None:
+    for path in ("Makefile", "pyproject.toml", ".ci/run"):
+        assert not re.search(r"index-url|find-links|trusted-host|://", (ROOT / path).read_text()), path
+
+
+def test_the_declared_command_exists() -> None:
+    module, _, function = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"][
+        "unisono"
+    ].partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_import_unisono_does_not_import_torch() -> None:
+    result = run_python("import sys, unisono; print('torch' in sys.modules)")
+    assert result.stdout.strip() == "False", result.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"]], ids=" ".join)
+def test_help_does_not_import_torch(arguments: list[str]) -> None:
+    at_exit = "import atexit, sys; atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr)); "
+    result = run_python(at_exit + COMMAND, *arguments)
+    assert result.returncode == 0 and result.stdout, result.stderr
+    assert result.stderr.splitlines()[-1:] == ["False"], result.stderr
+
+
+def test_help_takes_less_than_half_a_second() -> None:
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        result = run_python(COMMAND, "--help")
+        seconds.append(time.perf_counter() - start)
+        assert result.returncode == 0 and result.stdout, result.stderr
+    assert statistics.median(seconds) < 0.5
