@@ -108,26 +108,20 @@ def test_when_a_rank_fails_the_others_are_killed_and_the_reason_is_told():
     assert time.monotonic() - start < 20
 
 
-def listen_where_somebody_else_does(port):
+def test_a_port_in_use_is_named_together_with_its_holder():
     import torch
 
     from unisono.cluster.environment import World
     from unisono.cluster.processes import join
     from unisono.errors import UserError
 
-    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]  # as under srun: rank 0 hosts the store
-    world = World("slurm", rank=0, size=2, local_size=2, master_addr="127.0.0.1", master_port=port)
-    try:
-        join(world, torch.device("cpu"), timeout_s=10)
-    except UserError as error:
-        return str(error)
-
-
-def test_a_port_in_use_is_named_together_with_its_holder():
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        message = run_ranks("listen_where_somebody_else_does", __file__, 1, {"port": port})[0]
-    assert f"port {port} (MASTER_PORT) is already in use by process {os.getpid()}" in message
+        world = World("slurm", rank=0, size=2, local_size=2, master_port=port)  # under srun rank 0 hosts the store
+        with pytest.raises(
+            UserError, match=rf"port {port} \(MASTER_PORT\) is already in use by process {os.getpid()} "
+        ):
+            join(world, torch.device("cpu"), timeout_s=10)
 
 
 def meet_with_different_restart_counts():

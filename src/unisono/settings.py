@@ -27,6 +27,8 @@ class RunSettings:
     """auto: go on from the newest valid checkpoint of output_dir; never: refuse a folder with checkpoints; or a path to a checkpoint."""
     deterministic: bool = False
     """Bit-identical repetition: deterministic kernels and a fixed gradient bucket layout (slower)."""
+    disable_dropout: bool = False
+    """Set every dropout probability of the model to 0 (verify does, because dropout is drawn per rank)."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ class EvalSettings:
     """Evaluation"""
 
     eval_every: int = 0
-    """Evaluate every so many steps, and at the end. 0: only at the end."""
+    """Evaluate every so many steps, and at the end. 0: only at the end; -1: never."""
     eval_batch_size: int | None = None
     """Samples per GPU in evaluation (default: batch_size)."""
     best_metric: str | None = None
@@ -172,7 +174,7 @@ class EvalSettings:
     best_mode: Literal["min", "max"] = "min"
     """Whether a smaller or a larger best_metric is better."""
     preview_every: int = 0
-    """Let the recipe draw a preview every so many steps. 0: only at the end."""
+    """Let the recipe draw a preview every so many steps, and at the end. 0: only at the end; -1: never."""
 
 
 @dataclass(frozen=True)

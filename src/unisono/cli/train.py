@@ -57,7 +57,7 @@ def split_words(words: list[str]) -> tuple[str | None, Path | None, list[str], b
         recipe = rest.pop(0)
     while rest:
         word = rest.pop(0)
-        name, has_value, value = word.replace("-", "_").partition("=")
+        name, has_value, _ = word.replace("-", "_").partition("=")
         if word in ("-h", "--help"):
             wants_help = True
         elif name == "__print_config":

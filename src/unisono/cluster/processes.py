@@ -82,9 +82,7 @@ def _gpus_are_shared(store: Store, world: World, device: torch.device) -> bool:
 def _store(world: World, timeout: timedelta, *, host: bool) -> TCPStore:
     address = f"{world.master_addr}:{world.master_port}"
     try:
-        store = TCPStore(
-            world.master_addr, world.master_port, is_master=host, timeout=timeout, wait_for_workers=False
-        )
+        store = TCPStore(world.master_addr, world.master_port, is_master=host, timeout=timeout, wait_for_workers=False)
     except dist.DistNetworkError as error:
         if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
             raise port_in_use(world.master_port, "MASTER_PORT") from None

@@ -130,7 +130,7 @@ class Loader:
             DataLoader(
                 _PositionedDataset(dataset, order),
                 # The same pure function as self._chunks, running ahead of it.
-                batch_sampler=_positions(cursor),  # type: ignore[arg-type]
+                batch_sampler=_positions(cursor),
                 collate_fn=collate,
                 num_workers=workers,
                 prefetch_factor=settings.prefetch_factor if workers else None,

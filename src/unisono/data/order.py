@@ -42,7 +42,7 @@ class Order:
             return offsets  # type: ignore[no-any-return]
         epochs = (positions - offsets) // self.num_samples
         keys = keys_for(key_of(_ORDER, self.seed), epochs)
-        return _permute(offsets, self.num_samples, keys)
+        return _permute(offsets, self.num_samples, keys)  # type: ignore[no-any-return]
 
 
 def _permute(offsets: Integers, size: int, keys: Integers) -> Integers:
@@ -71,7 +71,7 @@ def _permute(offsets: Integers, size: int, keys: Integers) -> Integers:
 
 
 def share_of(rank: int, world: int, start: int, count: int) -> range:
-    """The positions of a global batch that `rank` reads: contiguous slices, so that ranks 0..world-1 in order give it all."""
+    """The positions of a global batch that `rank` reads: a contiguous slice, so that all ranks in order give it all."""
     return range(start + rank * count // world, start + (rank + 1) * count // world)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from unisono.data.order import num_micro_batches
 from unisono.errors import ConfigError
 from unisono.settings import BatchSettings
 
@@ -24,7 +25,7 @@ class BatchPlan:
     @property
     def accumulation(self) -> int:
         """Micro-batches that each device computes per optimizer step."""
-        return -(-(-(-self.global_batch // self.devices)) // self.micro_batch)
+        return num_micro_batches(self.global_batch, self.devices, self.micro_batch)
 
 
 def plan_batch(

@@ -56,10 +56,14 @@ def build_parts(recipe: Recipe, settings: Settings, place: Placement, batch: Bat
     materialize(model, settings.run.seed)
     model.to(weight_type(settings.precision))
     model.train()
+    if settings.run.disable_dropout:
+        disable_dropout(model)
     model = _with_batch_norm(model, settings, place, remarks)
     name, why = _strategy_name(model, settings, place)
     if name == "fsdp" and settings.optim.optimizer.lower() in NOT_ELEMENTWISE:
-        raise ConfigError(f"optimizer {settings.optim.optimizer} updates whole matrices and cannot run on fsdp's shards")
+        raise ConfigError(
+            f"optimizer {settings.optim.optimizer} updates whole matrices and cannot run on fsdp's shards"
+        )
     named_blocks = recipe.blocks(model)
     blocks = list(named_blocks) if named_blocks is not None else repeated_blocks(model)
     if settings.precision.activation_checkpointing:
@@ -101,7 +105,10 @@ def _strategy_name(model: nn.Module, settings: Settings, place: Placement) -> tu
     if name == "dp" and len(place.devices) == 1:
         return "single", "dp on one device is single"
     if name == "dp":
-        return "dp", f"{len(place.devices)} GPUs from one process (untested on more than one GPU; ddp is the tested way)"
+        return (
+            "dp",
+            f"{len(place.devices)} GPUs from one process (untested on more than one GPU; ddp is the tested way)",
+        )
     return name, "as asked"
 
 
@@ -110,7 +117,7 @@ def _bytes_of(model: nn.Module, which: Callable[[nn.Parameter], bool]) -> int:
 
 
 def _with_batch_norm(model: nn.Module, settings: Settings, place: Placement, remarks: list[str]) -> nn.Module:
-    """Batch norm looks at the other samples of its micro-batch: the one layer that breaks "any micro-batch, same run"."""
+    """Batch norm looks at the other samples of its micro-batch: it alone breaks "any micro-batch, same run"."""
     has_it = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
     if not has_it:
         return model
@@ -118,12 +125,22 @@ def _with_batch_norm(model: nn.Module, settings: Settings, place: Placement, rem
         if place.device.type != "cuda":
             raise ConfigError("sync_batch_norm needs GPUs (torch has no CPU version); leave it out on the CPU")
         remarks.append("sync_batch_norm: statistics over all ranks' micro-batches; accumulation still changes them")
-        return nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-any-return]
+        return nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-any-return, no-untyped-call]
     remarks.append(
         "the model has batch norm, whose result depends on the micro-batch: other numbers of GPUs or micro-batches "
         "will not train exactly alike (group norm or layer norm would)"
     )
     return model
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Sets every dropout probability to 0: dropout modules, and float attributes that are called dropout or drop."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "drop" in name.lower() and isinstance(value, float):
+                setattr(module, name, 0.0)
 
 
 def build_dataset(recipe: Recipe, split: str) -> Dataset[Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 
 from unisono.errors import ConfigError
@@ -24,8 +25,6 @@ _AT_LEAST_ZERO = (
     "num_workers",
     "keep_last",
     "save_every",
-    "eval_every",
-    "preview_every",
     "max_restarts",
     "warmup_steps",
     "max_skipped_steps",
@@ -42,14 +41,15 @@ _PART_OF_ONE = ("ema_decay", "beta1", "beta2", "min_lr_ratio", "wsd_decay_ratio"
 def check_settings(settings: Settings) -> None:
     """Refuses numbers out of range and settings that contradict each other."""
     values = {f.name: getattr(group, f.name) for group in vars(settings).values() for f in fields(group)}
-    for names, accepted, expected in (
-        (_AT_LEAST_ONE, lambda value: value >= 1, "at least 1"),
-        (_AT_LEAST_ZERO, lambda value: value >= 0, "at least 0"),
-        (_PART_OF_ONE, lambda value: 0 <= value <= 1, "from 0 to 1"),
-        (("bucket_cap_mb",), lambda value: value > 0, "more than 0"),
+    for names, low, high, expected in (
+        (_AT_LEAST_ONE, 1, math.inf, "at least 1"),
+        (_AT_LEAST_ZERO, 0, math.inf, "at least 0"),
+        (("eval_every", "preview_every"), -1, math.inf, "at least -1"),
+        (_PART_OF_ONE, 0, 1, "from 0 to 1"),
+        (("bucket_cap_mb",), 1e-3, math.inf, "more than 0"),
     ):
         for name in names:
-            if values[name] is not None and not accepted(values[name]):
+            if values[name] is not None and not low <= values[name] <= high:
                 raise ConfigError(f"{name}: expected {expected}, got {values[name]}")
     if settings.ema.ema_decay == 1:
         raise ConfigError("ema_decay: 1 would never move; use for instance 0.999")

@@ -78,7 +78,9 @@ class Evaluation:
             if not isinstance(value, tuple) or len(value) != 2:
                 raise RecipeError(f"evaluate(): {name} must be a (sum, count) pair or a torchmetrics object")
             device = self._strategy.place.device
-            pair = torch.stack([torch.as_tensor(part, device=device, dtype=torch.float64).reshape(()) for part in value])
+            pair = torch.stack(
+                [torch.as_tensor(part, device=device, dtype=torch.float64).reshape(()) for part in value]
+            )
             sums[name] = sums.get(name, torch.zeros_like(pair)) + pair * weight
 
     def _over_ranks(self, sums: dict[str, Tensor]) -> dict[str, float]:
@@ -88,7 +90,9 @@ class Evaluation:
         table = torch.stack([sums[name] for name in names])
         if self._strategy.place.world > 1:
             dist.all_reduce(table)
-        return {name: total / count if count else 0.0 for name, (total, count) in zip(names, table.tolist(), strict=True)}
+        return {
+            name: total / count if count else 0.0 for name, (total, count) in zip(names, table.tolist(), strict=True)
+        }
 
 
 def _computed(metrics: Mapping[str, Any]) -> dict[str, float]:

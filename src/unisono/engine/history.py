@@ -34,7 +34,9 @@ def continue_run(
         return resolved
     folder = resolved.values["output_dir"]
     if record.get("recipe") != recipe:
-        raise UserError(f"output_dir {folder} holds a run of {record.get('recipe')}, not {recipe}; choose another folder")
+        raise UserError(
+            f"output_dir {folder} holds a run of {record.get('recipe')}, not {recipe}; choose another folder"
+        )
     seed = resolved.values["seed"]
     if resolved.explicit("seed") and seed != record.get("seed"):
         raise UserError(

@@ -96,7 +96,8 @@ class Updater:
         """Creates the optimizer's state before step 1: out of memory later would leave half-stepped weights."""
         for _, parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
-        self.optimizer.found_inf = torch.ones((), device=parameters[0][1].device)  # type: ignore[attr-defined]
+        skip = torch.ones((), device=parameters[0][1].device, dtype=torch.float32)
+        self.optimizer.found_inf = skip  # type: ignore[attr-defined]
         self.optimizer.step()  # a skipped step: state is created, nothing else changes
         for _, parameter in parameters:
             parameter.grad = None
@@ -107,7 +108,7 @@ class Updater:
             group["lr"] = peak * factor
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def step(self, gradients: Sequence[Tensor], factor: Tensor, found_inf: Tensor) -> None:
+    def step(self, gradients: list[Tensor], factor: Tensor, found_inf: Tensor) -> None:
         """Steps with `gradients` x `factor`, or not at all where `found_inf` is 1."""
         if self._on_device:
             device = gradients[0].device if gradients else factor.device
@@ -117,7 +118,8 @@ class Updater:
                 self.optimizer.grad_scale = (1 / factor).to(device, torch.float32)  # type: ignore[attr-defined]
             else:  # the kernel reads grad_scale as float32: too coarse for float64
                 self.optimizer.grad_scale = None  # type: ignore[attr-defined]
-                torch._foreach_mul_(gradients, factor.to(device, gradients[0].dtype)) if gradients else None
+                if gradients:
+                    torch._foreach_mul_(gradients, factor.to(device, gradients[0].dtype))
             self.optimizer.step()
         elif not bool(found_inf):  # this optimizer cannot skip on the device: the host waits for it here
             if gradients:

@@ -25,7 +25,9 @@ def find_placement(world: World, settings: Settings) -> Placement:
         devices = [torch.device("cuda", i) for i in range(count)] if settings.parallel.strategy == "dp" else [device]
     dtype = compute_type(settings.precision)
     if dtype == torch.bfloat16 and device.type == "cuda" and not torch.cuda.is_bf16_supported():
-        raise ConfigError(f"mixed_precision bf16: {torch.cuda.get_device_name(device)} cannot compute in bf16; use fp16")
+        raise ConfigError(
+            f"mixed_precision bf16: {torch.cuda.get_device_name(device)} cannot compute in bf16; use fp16"
+        )
     if dtype is not None and settings.precision.dtype == "float64":
         raise ConfigError("mixed_precision and dtype float64 contradict each other; leave one of them out")
     return Placement(device, world.rank, world.size, devices, dtype, settings.run.deterministic)
@@ -40,4 +42,3 @@ def set_switches(settings: Settings) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
         torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(settings.run.deterministic)
-

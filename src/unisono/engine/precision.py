@@ -37,7 +37,7 @@ class LossScale:
     """
 
     def __init__(self, device: torch.device, start: float = 2.0**16) -> None:
-        self.value = torch.full((), start, device=device)
+        self.value = torch.full((), start, device=device, dtype=torch.float32)
         self._good_steps = torch.zeros((), dtype=torch.int32, device=device)
 
     def update(self, found_inf: Tensor) -> None:

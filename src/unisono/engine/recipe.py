@@ -84,7 +84,7 @@ class Recipe:
         return None
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module] | None:
-        """The repeated blocks that are sharded, compiled and checkpointed one by one; None lets the engine find them."""
+        """The repeated blocks that are sharded, compiled and recomputed one by one; None lets the engine find them."""
         return None
 
     def evaluate(self, model: nn.Module, batch: Any, noise: Noise) -> Mapping[str, Any]:
@@ -105,6 +105,6 @@ class Recipe:
 
     def export(self, model: nn.Module, folder: Path) -> None:
         """Writes the trained weights in the format the ecosystem loads; one safetensors file unless overridden."""
-        from safetensors.torch import save_file
+        from safetensors.torch import save_model
 
-        save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / "model.safetensors")
+        save_model(model, str(folder / "model.safetensors"))

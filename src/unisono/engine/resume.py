@@ -6,7 +6,7 @@ nothing of ranks or strategies, so it fits any of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +46,18 @@ def find_checkpoint(resume: str, folder: Path, recipe: str) -> tuple[Path | None
     identity = {"recipe": recipe}
     if resume == "never":
         if list_steps(checkpoints):
-            raise UserError(f"resume never: {folder} already has checkpoints; choose another output_dir, or resume auto")
+            raise UserError(
+                f"resume never: {folder} already has checkpoints; choose another output_dir, or resume auto"
+            )
         return None, []
     if resume != "auto":
         return _named(Path(resume), identity)
     path, skipped = newest_valid(checkpoints, identity)
     if path is None and list_steps(checkpoints):
         reasons = "; ".join(f"{bad.name}: {reason}" for bad, reason in skipped)
-        raise UserError(f"no valid checkpoint is left in {checkpoints} ({reasons}); restore one, or use another output_dir")
+        raise UserError(
+            f"no valid checkpoint is left in {checkpoints} ({reasons}); restore one, or use another output_dir"
+        )
     return path, [f"{bad.name} skipped: {reason}" for bad, reason in skipped]
 
 
@@ -89,7 +93,7 @@ def restore(path: Path, parts: Parts, group: dist.ProcessGroup | None) -> None:
 
 
 def _optimizer_targets(
-    saved: dict[str, tuple[Sequence[int], torch.dtype]], parts: Parts, present: dict[str, Tensor]
+    saved: Mapping[str, tuple[Sequence[int], torch.dtype]], parts: Parts, present: dict[str, Tensor]
 ) -> dict[tuple[str, str], Tensor]:
     """Room for optimizer state that the checkpoint has and this optimizer creates only in its first step."""
     room = {}

@@ -46,8 +46,8 @@ class LaunchFailed(UnisonoError):
 def train(recipe: type[Recipe] | str, config: Any = None, **settings: Any) -> Any:
     """Trains a recipe and returns a result with the run's folder and last metrics.
 
-    `recipe` is a class or words such as "my_file.py:MyRecipe"; `config` is the recipe's Config, a mapping of settings, or
-    a path to a YAML or JSON file; further settings by name win over it.
+    `recipe` is a class or words such as "my_file.py:MyRecipe"; `config` is the recipe's Config, a mapping of settings,
+    or a path to a YAML or JSON file; further settings by name win over it.
     """
     kind = load_recipe(recipe) if isinstance(recipe, str) else recipe
     check_recipe(kind)

@@ -27,6 +27,7 @@ from unisono.engine.history import continue_run
 from unisono.engine.opening import opening
 from unisono.engine.placement import find_placement, set_switches
 from unisono.engine.recipe import Recipe, Work
+from unisono.engine.registry import words_for
 from unisono.engine.resume import find_checkpoint, restore
 from unisono.engine.trainer import Length, Result, Trainer
 from unisono.engine.watch import Watch
@@ -162,6 +163,7 @@ class _Session:
         self._folder.open(
             {
                 "recipe": self._name,
+                "recipe_from": words_for(self._kind),
                 "config": self._resolved.to_json()["values"],
                 "sources": self._resolved.to_json()["sources"],
                 "seed": self._settings.run.seed,

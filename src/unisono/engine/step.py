@@ -120,7 +120,7 @@ class OptimizerStep:
                 if last and self._world > 1:
                     # Started before the last backward pass and awaited after it: costs nothing.
                     reduction = dist.all_reduce(sums, async_op=True)
-                self._scaled(results["total"], weight).backward()
+                self._scaled(results["total"], weight).backward()  # type: ignore[no-untyped-call]
             number += 1
         assert sums is not None
         return sums, names, reduction
@@ -184,7 +184,7 @@ class OptimizerStep:
         return StepReport(unread.step + 1, unread.samples, loss, count, norm, skipped, unread.learning_rate, per_item)
 
     def _note_skip(self, step: int, total: float, norm: float, *, overflow: bool) -> None:
-        """Counts a skipped step, on all ranks alike; too many end the run. `overflow`: fp16's scale has room to fall."""
+        """Counts a skipped step, on all ranks alike; too many end the run. `overflow`: fp16's scale can still fall."""
         state, limit = self._state, self._settings.optim.max_skipped_steps
         state.skipped += 1
         if overflow and math.isfinite(total):
@@ -193,7 +193,7 @@ class OptimizerStep:
         what = f"the loss was {total}" if not math.isfinite(total) else f"the gradient's norm was {norm}"
         if step + 1 == state.skipped:
             raise TrainingFailed(
-                f"step {step + 1}: {what} before any step succeeded; look at the data and the loss, or lower learning_rate"
+                f"step {step + 1}: {what} before any step succeeded; check data and loss, or lower learning_rate"
             )
         if state.skipped_in_a_row > limit:
             raise TrainingFailed(
@@ -215,14 +215,16 @@ def flatten_loss(loss: Any) -> dict[str, Tensor]:
     """Checks what a recipe's loss() returned and makes it a mapping of scalar tensors."""
     if not isinstance(loss, Loss):
         raise RecipeError(
-            f"loss() returned {type(loss).__name__}; return unisono.Loss(total, count): a sum over items and their number"
+            f"loss() returned {type(loss).__name__}; return unisono.Loss(total, count): a sum and how many it sums"
         )
     total = loss.total
     if not isinstance(total, Tensor) or total.dim() != 0:
         found = f"shape {tuple(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
         raise RecipeError(f"loss(): total must be a scalar tensor, a sum over items; got {found}")
     if torch.is_grad_enabled() and not total.requires_grad:
-        raise RecipeError("loss(): total does not depend on any trainable weight (detached, or computed without the model?)")
+        raise RecipeError(
+            "loss(): total does not depend on any trainable weight (detached, or computed without the model?)"
+        )
 
     def tensor(value: Tensor | float) -> Tensor:
         if isinstance(value, Tensor):
@@ -242,6 +244,6 @@ def _on_its_way(numbers: Tensor, names: list[str], step: int, samples: int, lear
     if numbers.device.type != "cuda":
         return _Unread(step, samples, learning_rate, names, numbers, None)
     host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True).copy_(numbers, non_blocking=True)
-    arrived = torch.cuda.Event()
+    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
     arrived.record()
     return _Unread(step, samples, learning_rate, names, host, arrived)

@@ -131,7 +131,9 @@ class Trainer:
             self._report_saves()
             if wish.read()["stop"]:
                 self._settle()
-                self._watch.message(f"stopping after step {self.state.step}: {self._stop.requested or 'asked by a peer'}")
+                self._watch.message(
+                    f"stopping after step {self.state.step}: {self._stop.requested or 'asked by a peer'}"
+                )
                 self._folder.event("signal", step=self.state.step, signal=self._stop.requested)
                 return True
         self._settle()
@@ -143,6 +145,9 @@ class Trainer:
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.state.step % every == 0 and self.state.samples < self.length.samples
+
+    def _due_or(self, last: bool, every: int) -> bool:
+        return self._due(every) or (last and every >= 0)
 
     def _loader(self) -> Loader:
         place = self.parts.strategy.place
@@ -183,12 +188,12 @@ class Trainer:
         self._settle()
         settings = self.settings.eval
         with self._watch.aside(), self._averaged():
-            if self._evaluation is not None and (last or self._due(settings.eval_every)):
+            if self._evaluation is not None and self._due_or(last, settings.eval_every):
                 metrics = self._evaluation.run()
                 self.state.last_metrics |= metrics
                 self._watch.evaluated(self.state.step, self.state.samples, metrics)
                 self._keep_best(metrics)
-            if last or self._due(settings.preview_every):
+            if self._due_or(last, settings.preview_every):
                 self._preview()
 
     def _preview(self) -> None:

@@ -99,12 +99,14 @@ class Watch:
         if self._place.world == 1:
             return {}
         mine = torch.tensor(
-            [timing.get("step_ms", 0.0), timing.get("data_wait_ms", 0.0)], device=self._place.device, dtype=torch.float32
+            [timing.get("step_ms", 0.0), timing.get("data_wait_ms", 0.0)],
+            device=self._place.device,
+            dtype=torch.float32,
         )
         gathered = [torch.empty_like(mine) for _ in range(self._place.world)]
         dist.all_gather(gathered, mine)
         table = torch.stack(gathered).cpu()
-        rank, ratio = slowest(table[:, 1].tolist())
+        rank, _ = slowest(table[:, 1].tolist())
         return {
             "step_ms_by_rank": [round(value, 3) for value in table[:, 0].tolist()],
             "data_wait_ms_by_rank": [round(value, 3) for value in table[:, 1].tolist()],

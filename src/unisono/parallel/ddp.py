@@ -69,7 +69,7 @@ class DDP(Strategy):
             parameter.grad = None
 
 
-def _buffer_option(broadcast: bool) -> dict[str, bool]:
+def _buffer_option(broadcast: bool) -> dict[str, Any]:
     """The option under the name this torch knows it by (renamed in torch 2.13)."""
     renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
     return {"forward_sync_buffers" if renamed else "broadcast_buffers": broadcast}

@@ -73,7 +73,7 @@ class FSDP(Strategy):
         for _, local in self.parameters:
             local.grad = None
 
-    def norm(self, tensors: Sequence[Tensor]) -> Tensor:
+    def norm(self, tensors: list[Tensor]) -> Tensor:
         """Every element lies in exactly one shard, so the squares add up over the ranks."""
         square = local_norm(tensors, self.place.device).square()
         if self.place.world > 1:

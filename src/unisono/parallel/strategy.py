@@ -88,7 +88,7 @@ class Strategy(ABC):
         for parameter in self.model.parameters():
             parameter.grad = None
 
-    def norm(self, tensors: Sequence[Tensor]) -> Tensor:
+    def norm(self, tensors: list[Tensor]) -> Tensor:
         """The norm over all weights of the model of tensors shaped like `parameters`, equal on every rank."""
         return local_norm(tensors, self.place.device)
 
@@ -109,7 +109,7 @@ class Strategy(ABC):
         """A tensor shaped like this rank's part of weight `name`, as a checkpoint stores it."""
         return local
 
-    def weights_changed(self) -> None:
+    def weights_changed(self) -> None:  # noqa: B027 (most strategies have nothing to do)
         """Must be called after weights were changed other than by the optimizer (loaded, swapped with the average)."""
 
     @contextmanager
@@ -124,11 +124,12 @@ class Strategy(ABC):
                 module.training = True
 
 
-def local_norm(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+def local_norm(tensors: list[Tensor], device: torch.device) -> Tensor:
     """The norm of all tensors together, as a tensor on the device: no host sync."""
     if not tensors:
         return torch.zeros((), device=device)
-    return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in torch._foreach_norm(tensors)]))
+    norms = torch.stack([norm.to(device) for norm in torch._foreach_norm(tensors)])
+    return torch.linalg.vector_norm(norms)  # type: ignore[no-any-return]
 
 
 def place_frozen(modules: Mapping[str, nn.Module], device: torch.device) -> None:

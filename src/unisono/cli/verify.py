@@ -1,0 +1,75 @@
+"""unisono verify RECIPE --ranks 1,2: proves that a recipe trains the same on 1 and on N ranks."""
+
+from __future__ import annotations
+
+import sys
+
+from unisono.cli.train import split_words
+from unisono.config.resolve import resolve
+from unisono.engine.registry import load_recipe
+from unisono.errors import EXIT_DIFFERENCE, EXIT_DONE, ConfigError, UserError
+from unisono.settings import Settings
+
+_USAGE = """usage: unisono verify RECIPE [--ranks 1,2] [--steps 5] [--strategies ddp,fsdp] [--precision float64] [flags]
+
+Trains the same few steps on each number of ranks, with one and with several micro-batches, under each strategy, and
+compares losses and weights. Dropout is switched off (it is drawn per rank). On a machine with fewer GPUs than ranks
+the ranks share them. Exit code 1 when runs differ.
+
+  --ranks 1,2              numbers of ranks; the first is what the others are compared with
+  --steps 5                optimizer steps
+  --strategies ddp         strategies for more than one rank: ddp, fsdp or both
+  --precision float64      float64 (default: differences are real, not rounding), float32, bf16 or fp16
+  --gpus 0                 on the CPU although there are GPUs
+
+All settings of `unisono train` can be given too."""
+
+
+def main(words: list[str]) -> int:
+    """Runs the command; 1 when a run differs."""
+    words, own = _own_options(words)
+    recipe, config, flags, wants_help, _ = split_words(words)
+    if wants_help:
+        print(_USAGE)
+        return EXIT_DONE
+    if recipe is None:
+        raise UserError("verify: which recipe? for instance: unisono verify my_file.py:MyRecipe --ranks 1,2")
+    kind = load_recipe(recipe)
+    resolved = resolve((Settings, kind.Config), recipe_defaults=kind.defaults, file=config, flags=flags)
+    from unisono.engine.verify import Question, print_answers, verify
+
+    question = Question(
+        ranks=_numbers(own["ranks"], "ranks"),
+        steps=_numbers(own["steps"], "steps")[0],
+        strategies=tuple(own["strategies"].split(",")),
+        precision=own["precision"],
+    )
+    answers = verify(recipe, resolved, question, tell=lambda text: print(text, file=sys.stderr, flush=True))
+    return EXIT_DONE if print_answers(answers, question) else EXIT_DIFFERENCE
+
+
+def _own_options(words: list[str]) -> tuple[list[str], dict[str, str]]:
+    found = {"ranks": "1,2", "steps": "5", "strategies": "ddp", "precision": "float64"}
+    rest: list[str] = []
+    waiting = list(words)
+    while waiting:
+        word = waiting.pop(0)
+        name, has_value, value = word.partition("=")
+        key = name.removeprefix("--").replace("-", "_")
+        if not name.startswith("--") or key not in found:
+            rest.append(word)
+            continue
+        if not has_value and not waiting:
+            raise ConfigError(f"--{key}: expected a value")
+        found[key] = value if has_value else waiting.pop(0)
+    return rest, found
+
+
+def _numbers(text: str, name: str) -> tuple[int, ...]:
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise ConfigError(f"--{name}: expected whole numbers from 1 on, for instance 1,2; got {text!r}")
+    return numbers

@@ -1,0 +1,90 @@
+"""From a run's folder to a trained model, and from there to the recipe's own format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from unisono.checkpoint.commit import read_best
+from unisono.checkpoint.export import load_whole
+from unisono.checkpoint.find import newest_valid, step_folder, validate
+from unisono.checkpoint.load import describe
+from unisono.config.resolve import Resolved
+from unisono.engine.recipe import Recipe
+from unisono.engine.registry import load_recipe
+from unisono.errors import UserError
+from unisono.observe.folder import RunFolder
+from unisono.parallel.materialize import materialize
+from unisono.settings import Settings
+
+
+def export_run(
+    run: Path, folder: Path, *, step: str | None = None, weights: str = "auto", words: str | None = None
+) -> str:
+    """Writes the weights of a run's checkpoint to `folder`; returns what it wrote, in words."""
+    recipe, model, what = load_trained(run, step=step, weights=weights, words=words)
+    folder.mkdir(parents=True, exist_ok=True)
+    recipe.export(model, folder)
+    return what
+
+
+def load_trained(
+    run: Path, *, step: str | None = None, weights: str = "auto", words: str | None = None
+) -> tuple[Recipe, nn.Module, str]:
+    """The recipe and the trained model of a run, on the CPU, and which weights they are."""
+    record = RunFolder.read(run)
+    if record is None:
+        raise UserError(f"{run} is not a run's folder (no run.json)")
+    words = words or record.get("recipe_from")
+    if words is None:
+        raise UserError(f"{run} does not say where its recipe {record['recipe']} is; give --recipe file.py:Class")
+    kind = load_recipe(words)
+    resolved = Resolved.from_json((Settings, kind.Config), {"values": record["config"], "sources": record["sources"]})
+    checkpoint = _checkpoint(run, step, {"recipe": record["recipe"]})
+    recipe = kind(resolved.build(kind.Config))
+    model = recipe.model()
+    materialize(model, resolved.values["seed"])
+    has_average = any(name.startswith("ema.") for name in describe(checkpoint))
+    if weights == "ema" and not has_average:
+        raise UserError(f"{checkpoint} has no moving average; train with --ema_decay, or export --weights model")
+    state = load_whole(checkpoint, "model.")
+    averaged = weights != "model" and has_average
+    if averaged:
+        state |= load_whole(checkpoint, "ema.")
+    _fill(model, state)
+    return recipe, model.eval(), f"{'averaged ' if averaged else ''}weights of {checkpoint.name}"
+
+
+def _checkpoint(run: Path, step: str | None, identity: dict[str, Any]) -> Path:
+    checkpoints = run / "checkpoints"
+    if step in (None, "newest"):
+        path, skipped = newest_valid(checkpoints, identity)
+        if path is None:
+            reasons = "; ".join(f"{bad.name}: {reason}" for bad, reason in skipped) or "none was saved"
+            raise UserError(f"{run} has no valid checkpoint ({reasons})")
+        return path
+    assert step is not None
+    if step == "best":
+        best = read_best(checkpoints)
+        if best is None:
+            raise UserError(f"{run} has no best checkpoint; train with --best_metric, or export another step")
+        step = str(best["step"])
+    if not step.isdigit():
+        raise UserError(f"--step {step}: expected a number, newest or best")
+    path = checkpoints / step_folder(int(step))
+    reason = validate(path, identity=identity)
+    if reason is not None:
+        raise UserError(f"{path} is not a valid checkpoint: {reason}")
+    return path
+
+
+def _fill(model: nn.Module, state: dict[str, Tensor]) -> None:
+    own = model.state_dict()
+    saved = {name: tensor.to(own[name].dtype) if name in own else tensor for name, tensor in state.items()}
+    missing, unexpected = model.load_state_dict(saved, strict=False)
+    filled = {own[name].data_ptr() for name in saved if name in own}
+    lacking = [name for name in missing if own[name].data_ptr() not in filled]  # tied weights stand under one name
+    if lacking or unexpected:
+        raise UserError(f"the checkpoint does not fit the recipe's model: {', '.join([*lacking, *unexpected][:3])}")

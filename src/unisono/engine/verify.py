@@ -1,0 +1,211 @@
+"""The proof: the same few steps on several numbers of ranks, micro-batches and strategies, compared.
+
+Each variant is an ordinary run, started as a user would start it, and compared by what it leaves behind: the losses in
+metrics.jsonl and the weights in its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from unisono.checkpoint.export import load_whole
+from unisono.checkpoint.find import newest_valid
+from unisono.config.file import as_yaml
+from unisono.config.resolve import Resolved
+from unisono.devices import visible_gpus
+from unisono.engine.batch import plan_batch
+from unisono.errors import ConfigError, TrainingFailed
+from unisono.settings import Settings
+
+# (loss, weight): largest difference relative to max(1, |value|) that counts as the same. Below float64 weights whose
+# gradient is pure rounding (attention's key biases) may wander under Adam, while the losses agree.
+TOLERANCES = {"float64": (1e-10, 1e-10), "float32": (1e-5, 1e-3), "bf16": (2e-2, 2e-2), "fp16": (1e-2, 1e-2)}
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be compared."""
+
+    ranks: Sequence[int]
+    steps: int
+    strategies: Sequence[str]
+    precision: str
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be asked."""
+        if self.precision not in TOLERANCES:
+            raise ConfigError(f"--precision {self.precision}: expected {', '.join(TOLERANCES)}")
+        for strategy in self.strategies:
+            if strategy not in ("ddp", "fsdp"):
+                raise ConfigError(f"--strategies {strategy}: expected ddp or fsdp (one rank always runs single)")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way of carrying out the same steps."""
+
+    ranks: int
+    strategy: str
+    micro_batch: int
+    micro_batches: int
+
+    @property
+    def title(self) -> str:
+        """In words."""
+        return f"{self.ranks} rank{'s' * (self.ranks > 1)}, {self.strategy}, {self.micro_batches} x {self.micro_batch}"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A variant beside the first one."""
+
+    variant: Variant
+    loss_difference: float
+    weight_difference: float
+    first_different: str | None
+    same: bool
+
+
+def variants(question: Question, global_batch: int) -> list[Variant]:
+    """The runs to make: each number of ranks with one micro-batch per rank and with several, under each strategy."""
+    found = []
+    for ranks in question.ranks:
+        share = -(-global_batch // ranks)
+        sizes = sorted({share, max(1, -(-share // 4))}, reverse=True)
+        for strategy in ("single",) if ranks == 1 else question.strategies:
+            found += [Variant(ranks, strategy, size, -(-share // size)) for size in sizes]
+    return found
+
+
+def verify(recipe: str, resolved: Resolved, question: Question, tell: Callable[[str], None]) -> list[Answer]:
+    """Runs every variant and compares it with the first."""
+    settings = resolved.build(Settings)
+    plan = plan_batch(settings.batch, resolved.explicit, devices=max(question.ranks))
+    answers: list[Answer] = []
+    with tempfile.TemporaryDirectory(prefix="unisono-verify-") as folder:
+        first: tuple[list[float], Path] | None = None
+        for number, variant in enumerate(variants(question, plan.global_batch)):
+            tell(f"running {variant.title} …")
+            run = Path(folder) / str(number)
+            losses, checkpoint = _run(recipe, resolved, question, variant, plan.global_batch, run)
+            first = first or (losses, checkpoint)
+            answers.append(_compare(variant, first, (losses, checkpoint), question.precision))
+    return answers
+
+
+def _run(
+    recipe: str, resolved: Resolved, question: Question, variant: Variant, global_batch: int, folder: Path
+) -> tuple[list[float], Path]:
+    mixed = question.precision if question.precision in ("bf16", "fp16") else "no"
+    config = resolved.with_values(
+        "flag",
+        output_dir=str(folder / "run"),
+        max_steps=question.steps,
+        num_epochs=None,
+        global_batch_size=global_batch,
+        gradient_accumulation_steps=None,
+        batch_size=variant.micro_batch,
+        strategy=variant.strategy,
+        nproc=variant.ranks,
+        gpus=_gpus(resolved, variant.ranks),
+        mixed_precision=mixed,
+        dtype="float64" if question.precision == "float64" else "float32",
+        disable_dropout=True,
+        deterministic=True,
+        resume="never",
+        log_every=1,
+        save_every=0,
+        eval_every=-1,
+        preview_every=-1,
+        tensorboard=False,
+        max_restarts=0,
+    )
+    folder.mkdir()
+    file = folder / "config.yaml"
+    file.write_text(as_yaml(config))
+    command = [sys.executable, "-m", "unisono", "train", recipe, "--config", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise TrainingFailed(f"{variant.title} ended with exit code {done.returncode}:\n{done.stderr.strip()[-2000:]}")
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    checkpoint, _ = newest_valid(folder / "run" / "checkpoints", {})
+    if checkpoint is None:
+        raise TrainingFailed(f"{variant.title} left no checkpoint")
+    return [float(line["loss"]) for line in lines], checkpoint
+
+
+def _gpus(resolved: Resolved, ranks: int) -> str:
+    """As many GPUs as ranks, or as there are: then ranks share them."""
+    if resolved.explicit("gpus") and resolved.values["gpus"] == "0":
+        return "0"
+    return str(min(ranks, len(visible_gpus())))
+
+
+def _compare(
+    variant: Variant, first: tuple[list[float], Path], other: tuple[list[float], Path], precision: str
+) -> Answer:
+    loss_limit, weight_limit = TOLERANCES[precision]
+    pairs = zip(first[0], other[0], strict=True)
+    loss = max(abs(a - b) / max(1.0, abs(a)) for a, b in pairs)
+    if loss != loss:
+        loss = float("inf")
+    weight, different = 0.0, None
+    expected, found = load_whole(first[1], "model."), load_whole(other[1], "model.")
+    for name in sorted(expected, key=_natural):
+        a, b = expected[name].double(), found[name].double()
+        gap = float(((a - b).abs() / a.abs().clamp(min=1.0)).max()) if a.numel() else 0.0
+        weight = max(weight, gap)
+        if not gap <= weight_limit and different is None:
+            different = name
+    return Answer(variant, loss, weight, different, loss <= loss_limit and different is None)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """blocks.2 before blocks.10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def print_answers(answers: Sequence[Answer], question: Question) -> bool:
+    """The table, and whether all runs were the same."""
+    from rich.console import Console
+    from rich.table import Table
+
+    loss_limit, weight_limit = TOLERANCES[question.precision]
+    table = Table(title=f"{question.steps} steps in {question.precision}: largest difference from the first run")
+    for column in ("ranks", "strategy", "micro-batches", "loss", "weights", "verdict"):
+        table.add_column(column, justify="left" if column in ("strategy", "verdict") else "right")
+    for number, answer in enumerate(answers):
+        variant = answer.variant
+        verdict = (
+            "reference" if number == 0 else "same" if answer.same else f"DIFFERS ({answer.first_different or 'loss'})"
+        )
+        table.add_row(
+            str(variant.ranks),
+            variant.strategy,
+            f"{variant.micro_batches} x {variant.micro_batch}",
+            f"{answer.loss_difference:.1e}",
+            f"{answer.weight_difference:.1e}",
+            verdict,
+        )
+    console = Console()
+    console.print(table)
+    same = all(answer.same for answer in answers)
+    bad = next((answer for answer in answers if not answer.same), None)
+    if bad is not None:
+        where = (
+            f"the first weight that differs is {bad.first_different}" if bad.first_different else "the losses differ"
+        )
+        console.print(
+            f"Not the same run: {bad.variant.title}: {where}. Usual causes: batch norm, a loss that is a mean instead "
+            "of a sum, random numbers that do not come from `noise`."
+        )
+    else:
+        console.print(f"Same run (tolerance {loss_limit:.0e} for losses, {weight_limit:.0e} for weights; dropout off).")
+    return same

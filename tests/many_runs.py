@@ -1,0 +1,166 @@
+"""Many runs in one set of rank processes, because starting a process costs seconds and a small run tenths of one.
+
+    runs = many_runs([
+        Run("one", "one", world=1, max_steps=10),
+        Run("two", "two", world=2, max_steps=10, strategy="fsdp"),
+        Run("went on", "two", world=1, max_steps=12),         # the same folder: resumes
+    ], tmp_path)
+    runs["two"].weights(), runs["two"].losses()
+
+Three processes live; a run in a smaller world leaves the last of them out. Each run is a real session of the engine:
+it joins, trains, saves and leaves.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from ranks import run_ranks
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A run's folder as it is when only the checkpoint of `step` is left (and all it had written until then)."""
+
+    source: str
+    step: int
+
+
+@dataclass
+class Run:
+    """What to train; `settings` are those of `unisono.train`."""
+
+    name: str
+    folder: str
+    world: int
+    settings: dict[str, Any] = field(default_factory=dict)
+    copy: Copy | None = None
+    recipe: str = "Sentences"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run left behind: its folder, and what each rank returned or raised."""
+
+    folder: Path
+    record: Path
+    by_rank: list[dict[str, Any]]
+
+    @property
+    def main(self) -> dict[str, Any]:
+        return self.by_rank[0]
+
+    def lines(self) -> list[dict[str, Any]]:
+        """metrics.jsonl, as it stands."""
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    def steps(self) -> list[dict[str, Any]]:
+        """The lines of training steps."""
+        return [line for line in self.lines() if "loss" in line]
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The lines of evaluations."""
+        return [line for line in self.lines() if any(key.startswith("eval/") for key in line)]
+
+    def losses(self) -> Tensor:
+        return torch.tensor([float(line["loss"]) for line in self.steps()], dtype=torch.float64)
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        found = [json.loads(line) for line in (self.folder / "events.jsonl").read_text().splitlines()]
+        return [event for event in found if kind in event.values()]
+
+    def saved_steps(self) -> list[int]:
+        return sorted(int(path.name.removeprefix("step_")) for path in (self.folder / "checkpoints").glob("step_*"))
+
+    def checkpoint(self, step: int | None = None) -> Path:
+        return self.folder / "checkpoints" / f"step_{self.saved_steps()[-1] if step is None else step:08d}"
+
+    def weights(self, step: int | None = None, prefix: str = "model.") -> dict[str, Tensor]:
+        from unisono.checkpoint.export import load_whole
+
+        return load_whole(self.checkpoint(step), prefix)
+
+    def state(self, step: int | None = None) -> dict[str, Any]:
+        from unisono.checkpoint.find import read_extra
+
+        return read_extra(self.checkpoint(step))["state"]
+
+    def read_ids(self, micro_batches: int = 1, split: str = "train") -> list[list[int]]:
+        """For each step of this session, the ids of its samples in order of the ranks, stand-ins included."""
+        by_rank = []
+        for rank in range(len(self.by_rank)):
+            file = self.record / f"{split}.{rank}"
+            by_rank.append([json.loads(line) for line in file.read_text().splitlines()])
+        num_steps = len(by_rank[0]) // micro_batches
+        assert all(len(calls) == num_steps * micro_batches for calls in by_rank)
+        return [
+            [i for calls in by_rank for ids in calls[step * micro_batches : (step + 1) * micro_batches] for i in ids]
+            for step in range(num_steps)
+        ]
+
+
+def many_runs(runs: Sequence[Run], root: Path, timeout_s: float = 280.0) -> dict[str, Outcome]:
+    """Trains all runs, in order, and returns what they left behind, by name."""
+    assert len({run.name for run in runs}) == len(runs)
+    args = {"runs": [asdict(run) for run in runs], "root": str(root)}
+    nproc = max(run.world for run in runs)
+    results = run_ranks("train_all", __file__, nproc, args, timeout_s=timeout_s)
+    return {
+        run.name: Outcome(root / run.folder, root / "records" / run.name, [results[r][run.name] for r in range(run.world)])
+        for run in runs
+    }
+
+
+def train_all(runs: list[dict[str, Any]], root: str) -> dict[str, dict[str, Any]]:
+    """Runs in each rank: one session after the other."""
+    rank = int(os.environ["RANK"])
+    results = {}
+    for number, run in enumerate(runs):
+        if rank >= run["world"]:
+            continue
+        os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = os.environ["ROLE_WORLD_SIZE"] = str(run["world"])
+        os.environ["UNISONO_ATTEMPT"] = f"run{number}"  # a namespace of its own in the store
+        folder = Path(root, run["folder"])
+        if run["copy"] is not None and rank == 0:  # the others wait for rank 0 before they look at a folder
+            _copy(Path(root, run["copy"]["source"]), folder, run["copy"]["step"])
+        results[run["name"]] = _train(run["recipe"], folder, Path(root, "records", run["name"]), run["settings"])
+    return results
+
+
+def _train(recipe: str, folder: Path, record: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    import recipes_for_tests
+
+    import unisono
+    from unisono.errors import UnisonoError
+
+    try:
+        kind = getattr(recipes_for_tests, recipe)
+        result = unisono.train(kind, **{"output_dir": str(folder), "record": str(record), **settings})
+    except UnisonoError as error:
+        return {"error": str(error), "exit_code": error.exit_code}
+    return {"status": result.status, "step": result.step, "metrics": result.metrics}
+
+
+def _copy(source: Path, target: Path, step: int) -> None:
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("checkpoints"))
+    name = f"step_{step:08d}"
+    shutil.copytree(source / "checkpoints" / name, target / "checkpoints" / name)
+
+
+def largest_difference(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
+    """The largest absolute difference between tensors of the same names."""
+    assert a.keys() == b.keys()
+    return max(float((a[name].double() - b[name].double()).abs().max()) for name in a)
+
+
+def identical(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
+    """Whether every bit is the same."""
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

@@ -1,0 +1,185 @@
+"""Small real recipes that the tests train.
+
+`Sentences` has everything that breaks "the same run" in practice: items of different length (so that counts differ from
+rank to rank), padding, noise that belongs to samples, augmentation by three random generators, repeated blocks. It can
+write down which samples enter a step, and be given samples that spoil one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
+from torch.utils.data import Dataset
+
+from unisono import Loss, Recipe
+
+VOCABULARY = 13
+
+
+class SentenceData(Dataset[dict[str, Any]]):
+    """Item i: 2 to 12 tokens that depend on i, and a little randomness that depends on when it is read."""
+
+    def __init__(self, num_samples: int, augment: bool, first: int = 0) -> None:
+        self.num_samples, self.augment, self.first = num_samples, augment, first
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        number = self.first + index
+        tokens = (torch.arange(2 + number * 7 % 11) * (number % 5 + 1) + number) % VOCABULARY
+        jitter = torch.zeros(3)
+        if self.augment:
+            jitter = torch.tensor([random.random(), np.random.rand(), torch.rand(()).item()])
+            tokens[0] = random.randrange(VOCABULARY)
+        return {"id": index, "tokens": tokens, "jitter": jitter}
+
+
+class Block(nn.Module):
+    """A transformer block that looks at the tokens a mask allows."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, allowed: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).chunk(3, dim=-1)
+        x = x + self.out(scaled_dot_product_attention(q, k, v, attn_mask=allowed))
+        return x + self.dropout(self.down(gelu(self.up(self.norm2(x)))))
+
+
+class Reader(nn.Module):
+    """Predicts the next token."""
+
+    def __init__(self, width: int, num_blocks: int, dropout: float) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.jitter = nn.Linear(3, width)
+        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(num_blocks))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, tokens: Tensor, real: Tensor, jitter: Tensor, shift: Tensor) -> Tensor:
+        x = self.embedding(tokens) + (self.jitter(jitter) + shift)[:, None]
+        earlier = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool, device=tokens.device).tril()
+        for block in self.blocks:
+            x = block(x, earlier & real[:, None, :])
+        return self.head(self.norm(x))
+
+
+class Sentences(Recipe):
+    """Next-token prediction on sentences of different length."""
+
+    defaults = {"num_workers": 0, "tensorboard": False, "log_every": 1, "learning_rate": 1e-2}
+
+    @dataclass
+    class Config:
+        num_samples: int = 15
+        """Sentences to train on."""
+        num_eval: int = 0
+        """Sentences to evaluate on; 0 does not evaluate."""
+        width: int = 10
+        """Width of the model (not a multiple of 3, so that shards are uneven)."""
+        num_blocks: int = 3
+        """Blocks of the model."""
+        dropout: float = 0.0
+        """Dropout in the blocks."""
+        augment: bool = True
+        """Draw random numbers when an item is read."""
+        noise: float = 0.3
+        """Strength of the noise that is added to the embeddings."""
+        record: str | None = None
+        """Folder in which each rank writes down the samples that entered its steps."""
+        nan_ids: str = ""
+        """Samples whose loss is not a number, e.g. 3,5."""
+        inf_gradient_ids: str = ""
+        """Samples whose loss is finite and whose gradient is not."""
+        loud_ids: str = ""
+        """Samples whose loss is 10^6 times as large: too much for fp16's first scale."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.bad = {kind: _numbers(getattr(config, f"{kind}_ids")) for kind in ("nan", "inf_gradient", "loud")}
+
+    def model(self) -> nn.Module:
+        return Reader(self.config.width, self.config.num_blocks, self.config.dropout)
+
+    def dataset(self, split: str) -> SentenceData | None:
+        if split == "train":
+            return SentenceData(self.config.num_samples, self.config.augment)
+        return SentenceData(self.config.num_eval, False, first=1000) if self.config.num_eval else None
+
+    def collate(self, items: list[dict[str, Any]]) -> dict[str, Tensor]:
+        tokens = nn.utils.rnn.pad_sequence([item["tokens"] for item in items], batch_first=True, padding_value=-1)
+        return {
+            "ids": torch.tensor([item["id"] for item in items]),
+            "tokens": tokens,
+            "jitter": torch.stack([item["jitter"] for item in items]),
+        }
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor], noise: Any) -> Loss:
+        scores, targets, ids = self._predict(model, batch, noise)
+        if model.training:
+            self._note("train", ids)
+        total = cross_entropy(scores.flatten(0, 1).float() if scores.dtype != torch.float64 else scores.flatten(0, 1),
+                              targets.flatten(), ignore_index=-1, reduction="sum")
+        if self._has("nan", ids):
+            total = total * float("nan")
+        if self._has("inf_gradient", ids):  # the root's slope at 0 is infinite
+            total = total + torch.sqrt(0 * next(model.parameters()).square().sum())
+        if self._has("loud", ids):
+            total = total * 1e6
+        return Loss(total, (targets != -1).sum(), metrics={"ids": ids.sum(), "squares": ids.square().sum()})
+
+    def evaluate(self, model: nn.Module, batch: dict[str, Tensor], noise: Any) -> Mapping[str, Any]:
+        from torchmetrics.classification import MulticlassAccuracy
+
+        if not hasattr(self, "accuracy"):
+            self.accuracy = MulticlassAccuracy(VOCABULARY, average="micro", ignore_index=-1)
+        scores, targets, ids = self._predict(model, batch, noise)
+        self._note("eval", ids)
+        self.accuracy.update(scores.flatten(0, 1), targets.flatten())
+        right = ((scores.argmax(-1) == targets) & (targets != -1)).sum()
+        total = cross_entropy(scores.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
+        count = (targets != -1).sum()
+        return {
+            "loss": (total, count),
+            "right": (right, count),
+            "accuracy": self.accuracy,
+            "mean_id": (ids.sum(), len(ids)),
+            "num_samples": (len(ids), 1 / 1024),  # a sum over samples: the count below is known
+        }
+
+    def _predict(self, model: nn.Module, batch: dict[str, Tensor], noise: Any) -> tuple[Tensor, Tensor, Tensor]:
+        tokens = batch["tokens"]
+        strength = noise.uniform(1) * self.config.noise
+        shift = strength * noise.normal(self.config.width)
+        scores = model(tokens.clamp(min=0), tokens != -1, batch["jitter"], shift)
+        return scores[:, :-1], tokens[:, 1:], batch["ids"]
+
+    def _has(self, kind: str, ids: Tensor) -> bool:
+        return bool(self.bad[kind] & set(ids.tolist()))
+
+    def _note(self, split: str, ids: Tensor) -> None:
+        if self.config.record is not None:
+            folder = Path(self.config.record)
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / f"{split}.{os.environ.get('RANK', '0')}").open("a") as file:
+                file.write(json.dumps(ids.tolist()) + "\n")
+
+
+def _numbers(words: str) -> set[int]:
+    return {int(word) for word in words.split(",") if word}

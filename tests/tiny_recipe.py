@@ -1,0 +1,70 @@
+"""The smallest recipe that still trains: for tests of everything around the training.
+
+torch is imported only where it is used, so that a mistake found before training is found in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unisono import Loss, Recipe
+
+HOLD = "TINY_HOLD"
+"""Variable with the path of a file: as long as it is there, every micro-batch takes `HELD_S` seconds."""
+HELD_S = 0.2
+
+
+class Tiny(Recipe):
+    """Fits a line."""
+
+    defaults = {"batch_size": 4, "max_steps": 4, "num_workers": 0, "log_every": 1, "tensorboard": False}
+
+    @dataclass
+    class Config:
+        num_samples: int = 24
+        """Points on the line."""
+        flaw: str = ""
+        """What is wrong with the loss: number, vector, detached or text."""
+        slope: float = 2.0
+        """Slope of the line that is to be found."""
+
+    def model(self) -> Any:
+        from torch import nn
+
+        return nn.Linear(1, 1)
+
+    def dataset(self, split: str) -> Any:
+        if split == "eval":
+            return None
+        return [(i / 10, self.config.slope * i / 10) for i in range(self.config.num_samples)]
+
+    def loss(self, model: Any, batch: Any, noise: Any) -> Any:
+        hold = os.environ.get(HOLD)
+        if hold and Path(hold).exists():
+            time.sleep(HELD_S)
+        weight = next(model.parameters())
+        x, y = (column.to(weight.dtype).unsqueeze(1) for column in batch)
+        each = (model(x) - y).square()
+        flawed = {"number": each.sum(), "text": Loss("a lot", 1)}  # type: ignore[arg-type]
+        flawed |= {"vector": Loss(each, len(x)), "detached": Loss(each.sum().detach(), len(x))}
+        return flawed.get(self.config.flaw) or Loss(each.sum(), len(x))
+
+
+class Sibling(Tiny):
+    """Another recipe, whose runs and checkpoints are not Tiny's."""
+
+
+class WithoutLoss(Recipe):
+    """Lacks the method that every recipe needs."""
+
+    def model(self) -> Any:
+        from torch import nn
+
+        return nn.Linear(1, 1)
+
+    def dataset(self, split: str) -> Any:
+        return [0.0]
