@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,15 +28,18 @@ class Ended:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """The environment of a command: the sources are found from any folder."""
+    """The environment of a command: the sources are found from any folder, and no GPU is there on any machine."""
     paths = [str(TESTS.parent / "src"), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "COLUMNS": "100"} | more
+    ours = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "COLUMNS": "100", "CUDA_VISIBLE_DEVICES": ""}
+    return os.environ | ours | more
 
 
-def start(words: Iterable[object], *, cwd: Path, **more: str) -> subprocess.Popen[str]:
-    """Starts a python program (`-m unisono …`, a file) in a session of its own, so that no signal reaches the tests."""
+def start(
+    words: Iterable[object], *, cwd: Path, program: Sequence[str] = (sys.executable,), **more: str
+) -> subprocess.Popen[str]:
+    """Starts python (`-m unisono …`, a file) in a session of its own, so that no signal of it reaches the tests."""
     return subprocess.Popen(
-        [sys.executable, *map(str, words)],
+        [*program, *map(str, words)],
         cwd=cwd,
         env=environment(**more),
         stdin=subprocess.DEVNULL,

@@ -213,11 +213,14 @@ def choose(
     if count == 0:
         return Choice((), 0)
     ids = _ids(request) if count is None and request not in ("all", "auto") else None
-    if not gpus:
-        asked = count or len(ids or ())
-        return Choice(
-            (), asked, (f"no CUDA device{'' if request == 'auto' else f' for --gpus {request}'}: training on the CPU",)
+    if not gpus and ids is not None:
+        raise UserError(
+            f"GPU {ids[0]} does not exist: there is no CUDA device here, or CUDA_VISIBLE_DEVICES hides all; "
+            "--gpus 0 trains on the CPU"
         )
+    if not gpus:
+        named = "" if request == "auto" else f" for --gpus {request}"
+        return Choice((), count or 0, (f"no CUDA device{named}: training on the CPU",))
     if ids is not None:
         return _by_id(ids, gpus, min_memory_gb, locked)
     roomy = [gpu for gpu in gpus if gpu.free_bytes >= min_memory_gb * GB]

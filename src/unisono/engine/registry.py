@@ -81,7 +81,7 @@ def _module_from_file(file: Path) -> ModuleType:
     sys.modules[file.stem] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # SystemExit: a script that parses arguments of its own
         del sys.modules[file.stem]
         raise RecipeError(f"{file} does not import: {_shortly(error, file)}") from error
     return module
@@ -90,11 +90,11 @@ def _module_from_file(file: Path) -> ModuleType:
 def _module_from_name(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise RecipeError(f"{name} does not import: {_shortly(error, None)}") from error
 
 
-def _shortly(error: Exception, file: Path | None) -> str:
+def _shortly(error: BaseException, file: Path | None) -> str:
     """The error in one line, with the line of the user's file it came from."""
     if isinstance(error, SyntaxError):
         return f"line {error.lineno}: {error.msg}"

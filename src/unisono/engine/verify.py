@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unisono.checkpoint.export import load_whole
-from unisono.checkpoint.find import newest_valid
+from unisono.checkpoint.find import list_steps
 from unisono.config.file import as_yaml
 from unisono.config.resolve import Resolved
 from unisono.devices import visible_gpus
@@ -135,9 +135,7 @@ def _run(
     if done.returncode != 0:
         raise TrainingFailed(f"{variant.title} ended with exit code {done.returncode}:\n{done.stderr.strip()[-2000:]}")
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    checkpoint, _ = newest_valid(folder / "run" / "checkpoints", {})
-    if checkpoint is None:
-        raise TrainingFailed(f"{variant.title} left no checkpoint")
+    _, checkpoint = list_steps(folder / "run" / "checkpoints")[-1]
     return [float(line["loss"]) for line in lines], checkpoint
 
 

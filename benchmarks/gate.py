@@ -1,0 +1,77 @@
+"""Where a variant waits for its turn, and where it is timed: the same lines for every variant.
+
+A variant calls `step_starts` at the start of every forward pass. At the end of a round it reports and blocks on a pipe,
+idle, while the others run. The loop around the call stays what it is: that is how unisono's own loop takes turns
+without knowing it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """A round is `steps` steps; the first `dropped` of them are not timed, the first round not at all."""
+
+    rounds: int
+    steps: int
+    dropped: int
+
+    @property
+    def total_steps(self) -> int:
+        """One step more than all rounds: its start is the end of the last round."""
+        return (1 + self.rounds) * self.steps + 1
+
+
+class Gate:
+    """The variant's end of the pipe."""
+
+    def __init__(self, pipe: Connection, rounds: Rounds, device: torch.device) -> None:
+        self._pipe, self._rounds, self._device = pipe, rounds, device
+        self._step, self._since, self._memory_before = 0, 0.0, 0
+
+    def model_starts(self) -> None:
+        """Call before the model is built: from here on memory counts."""
+        if self._device.type == "cpu":
+            Path("/proc/self/clear_refs").write_text("5")  # forgets the peak that importing left
+            self._memory_before = _status_kib("VmRSS")
+
+    def step_starts(self) -> None:
+        """Call once at the start of every forward pass."""
+        place = self._step % self._rounds.steps
+        if place == 0:
+            self._end_round()
+        if place == self._rounds.dropped:
+            self._since = self._now()
+        self._step += 1
+
+    def _end_round(self) -> None:
+        ms = (self._now() - self._since) * 1e3 / (self._rounds.steps - self._rounds.dropped)
+        self._pipe.send_bytes(json.dumps({"step_ms": ms, "peak_mib": self._peak_mib()}).encode())
+        try:
+            self._pipe.recv_bytes()
+        except EOFError:
+            sys.exit("the benchmark that this process belongs to is gone")
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        return perf_counter()
+
+    def _peak_mib(self) -> float:
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated() / 2**20
+        return (_status_kib("VmHWM") - self._memory_before) / 2**10
+
+
+def _status_kib(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))

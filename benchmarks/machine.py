@@ -1,0 +1,47 @@
+"""What a measured number depends on: the machine and the versions."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+
+def machine() -> dict[str, object]:
+    """The processor, memory and GPUs of this machine."""
+    import torch
+
+    return {
+        "processor": _field("/proc/cpuinfo", "model name") or platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(int((_field("/proc/meminfo", "MemTotal") or "0 kB").split()[0]) / 2**20),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "system": f"{platform.system()} {platform.release()}",
+        "load_average": round(os.getloadavg()[0], 2),
+    }
+
+
+def versions(packages: Sequence[str]) -> dict[str, str]:
+    """The versions of python, torch's CUDA and these packages."""
+    import torch
+
+    found = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def _field(file: str, name: str) -> str | None:
+    """The value of the first `name: value` line."""
+    try:
+        lines = Path(file).read_text().splitlines()
+    except OSError:
+        return None
+    return next((line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == name), None)

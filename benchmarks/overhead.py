@@ -1,0 +1,348 @@
+"""What unisono costs over a hand-written loop, beside Accelerate and Lightning Fabric.
+
+    python benchmarks/overhead.py [--device cuda] [--size gpt2] [--ranks 1,2] [--quick]
+
+Every variant is a process of its own per rank, all started together. They take turns: a round of steps each, in an order
+that rotates, while the others wait idle. So all meet the same machine, and a ratio compares rounds that ran next to
+each other. "hand" runs twice: how far the second is from 1.000 is how far to trust the other ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from gate import Rounds
+from machine import machine, versions
+
+HERE = Path(__file__).resolve().parent
+NEEDS = {"accelerate": ["accelerate"], "fabric": ["lightning", "lightning_fabric"]}
+VARIANTS = ["hand", "unisono", "accelerate", "fabric", "hand again"]
+LAUNCHER_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "ACCELERATE_")
+LAUNCHER_VARIABLES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "UNISONO_JOB"}
+PATIENCE_S = 600.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """How many ranks, and whether they go through DDP."""
+
+    ranks: int
+    ddp: bool
+
+    @classmethod
+    def parse(cls, words: str) -> Case:
+        """`1`: one process without DDP; `1ddp`: one process in DDP; `2` and more: so many in DDP."""
+        ranks = int(words.removesuffix("ddp"))
+        return cls(ranks, ddp=ranks > 1 or words.endswith("ddp"))
+
+    def __str__(self) -> str:
+        return f"{self.ranks} rank{'s' if self.ranks > 1 else ''}{', ddp' if self.ddp else ''}"
+
+
+@dataclass
+class Variant:
+    """The processes of one variant, and what they reported."""
+
+    name: str
+    folder: Path
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    pipes: list[Connection] = field(default_factory=list)
+    store: Any = None  # hosted here, as torchrun's agent does, so that no port is guessed
+    rounds_ms: list[float] = field(default_factory=list)
+    peak_mib: float = 0.0
+
+    def start(self, case: Case, job: dict[str, Any]) -> None:
+        self.folder.mkdir()
+        if case.ddp:
+            from torch.distributed import TCPStore
+
+            self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        job = {**job, "ddp": case.ddp, "folder": str(self.folder)}
+        for rank in range(case.ranks):
+            ours, theirs = Pipe()
+            command = [sys.executable, str(HERE / "loops.py"), self.name, str(theirs.fileno()), json.dumps(job)]
+            with (self.folder / f"{rank}.log").open("wb") as log:
+                self.processes.append(
+                    subprocess.Popen(
+                        command,
+                        env=self._environment(case, rank, job["threads"]),
+                        pass_fds=[theirs.fileno()],
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+            theirs.close()
+            self.pipes.append(ours)
+
+    def _environment(self, case: Case, rank: int, threads: int) -> dict[str, str]:
+        environment = {
+            name: text
+            for name, text in os.environ.items()
+            if name not in LAUNCHER_VARIABLES and not name.startswith(LAUNCHER_PREFIXES)
+        }
+        environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        if not case.ddp:
+            return environment
+        number, ranks = str(rank), str(case.ranks)
+        return environment | {
+            "RANK": number,
+            "LOCAL_RANK": number,
+            "ROLE_RANK": number,
+            "GROUP_RANK": "0",
+            "WORLD_SIZE": ranks,
+            "LOCAL_WORLD_SIZE": ranks,
+            "ROLE_WORLD_SIZE": ranks,
+            "GROUP_WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self.store.port),
+            "TORCHELASTIC_RUN_ID": "overhead",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+
+    def report(self) -> float:
+        """Waits until every rank has come to the end of a round; the slowest rank's milliseconds per step."""
+        left, found = list(self.pipes), []
+        while left:
+            ready = wait(left, PATIENCE_S)
+            if not ready:
+                self._fail(f"no answer in {PATIENCE_S:.0f} s")
+            for pipe in ready:
+                try:
+                    found.append(json.loads(pipe.recv_bytes()))  # type: ignore[union-attr]
+                except (EOFError, ConnectionError):
+                    self._fail("a process ended")
+                left.remove(pipe)  # type: ignore[arg-type]
+        self.peak_mib = max(report["peak_mib"] for report in found)
+        return max(report["step_ms"] for report in found)
+
+    def go(self) -> None:
+        """Lets the variant run to its next gate."""
+        for pipe in self.pipes:
+            pipe.send_bytes(b"go")
+
+    def finish(self) -> None:
+        """Lets the last step run, and waits until the weights are written."""
+        self.go()
+        for process in self.processes:
+            if process.wait(PATIENCE_S) != 0:
+                self._fail(f"exit status {process.returncode}")
+
+    def _fail(self, why: str) -> None:
+        time.sleep(1)  # last words
+        logs = [f"--- {log.name}\n{log.read_text(errors='replace')[-4000:]}" for log in self.folder.glob("*.log")]
+        raise SystemExit("\n".join([f"{self.name}: {why}", *logs]))
+
+    def end(self) -> None:
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+def run_case(case: Case, names: Sequence[str], job: dict[str, Any], rounds: Rounds) -> dict[str, Any]:
+    """Runs all variants of a case in turns; the numbers of each."""
+    print(f"{case}: {', '.join(names)}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="overhead-") as scratch:
+        variants = [Variant(name, Path(scratch) / name.replace(" ", "-")) for name in names]
+        try:
+            for variant in variants:
+                variant.start(case, job)
+            for variant in variants:
+                variant.report()  # it is built, and stands at its first step
+            for number in range(1 + rounds.rounds):
+                turn = number % len(variants)
+                for variant in variants[turn:] + variants[:turn]:
+                    variant.go()
+                    ms = variant.report()
+                    if number > 0:
+                        variant.rounds_ms.append(ms)
+                if number > 0:
+                    times = "  ".join(f"{variant.name} {variant.rounds_ms[-1]:.2f}" for variant in variants)
+                    print(f"  round {number}/{rounds.rounds}, ms per step:  {times}", flush=True)
+            for variant in variants:
+                variant.finish()
+            return {variant.name: numbers_of(variant, variants[0]) for variant in variants}
+        finally:
+            for variant in variants:
+                variant.end()
+
+
+def numbers_of(variant: Variant, hand: Variant) -> dict[str, Any]:
+    """A variant beside the loop by hand. Ratios are taken round by round: neighbours in time met the same machine."""
+    ratios = [mine / theirs for mine, theirs in zip(variant.rounds_ms, hand.rounds_ms, strict=True)]
+    quarters = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
+    return {
+        "step_ms": statistics.median(variant.rounds_ms),
+        "fastest_ms": min(variant.rounds_ms),
+        "ratio": statistics.median(ratios),
+        "ratio_quartiles": [quarters[0], quarters[2]],
+        "ratio_of_fastest": min(variant.rounds_ms) / min(hand.rounds_ms),
+        "peak_mib": variant.peak_mib,
+        "weights_max_difference": difference(variant.folder, hand.folder),
+        "rounds_ms": variant.rounds_ms,
+    }
+
+
+def difference(folder: Path, other: Path) -> float:
+    """The largest difference between the weights that two variants ended with."""
+    from safetensors.torch import load_file
+
+    mine, theirs = load_file(folder / "weights.safetensors"), load_file(other / "weights.safetensors")
+    if mine.keys() != theirs.keys():
+        raise SystemExit(f"{folder.name} and {other.name} trained different models")
+    return max(float((mine[name] - theirs[name]).abs().max()) for name in mine)
+
+
+def missing(names: Sequence[str]) -> dict[str, str]:
+    """Variants that cannot run here, and why."""
+    return {
+        name: f"{packages[0]} is not installed"
+        for name, packages in NEEDS.items()
+        if name in names and not any(find_spec(package) for package in packages)
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as Markdown."""
+    settings, facts = result["settings"], result["machine"]
+    hardware = f"{facts['processor']}, {facts['cores']} cores, {facts['memory_gib']} GiB"
+    memory = "peak CUDA memory" if settings["device"] == "cuda" else "peak memory (RSS) above the start"
+    lines = [
+        f"# Overhead on {settings['device']}",
+        "",
+        f"- Machine: {', '.join([*facts['gpus'], hardware])}; {facts['system']}; load {facts['load_average']} at the start",
+        f"- Versions: {', '.join(f'{name} {number}' for name, number in result['versions'].items())}",
+        f"- Date: {result['date']}",
+        f"- Command: `{result['command']}`",
+        f"- Model: GPT `{settings['size']}` ({settings['shape']}), {settings['precision']}, "
+        f"{settings['workers']} loader workers, {settings['threads']} thread(s) per rank, "
+        f"TensorBoard {'on' if settings['tensorboard'] else 'off'} in unisono",
+        f"- Measured: {settings['rounds']} rounds of {settings['steps']} steps per variant in turns, the first "
+        f"{settings['dropped']} steps of each round not timed. Ratios are medians over the rounds, with quartiles; "
+        "*hand again* is the same program a second time and shows the noise.",
+        "",
+    ]
+    for case in result["cases"]:
+        lines += [f"## {case['case']}", ""]
+        if "skipped" in case:
+            lines += [f"Not measured: {case['skipped']}.", ""]
+            continue
+        lines += [
+            f"| variant | ms per step | ratio to hand | quartiles | ratio of fastest rounds | {memory} | weights differ by |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for name, row in case["variants"].items():
+            if "missing" in row:
+                lines.append(f"| {name} | {row['missing']} | | | | | |")
+                continue
+            low, high = row["ratio_quartiles"]
+            lines.append(
+                f"| {name} | {row['step_ms']:.2f} | {row['ratio']:.4f} | {low:.4f} – {high:.4f} "
+                f"| {row['ratio_of_fastest']:.4f} | {row['peak_mib']:.0f} MiB | {row['weights_max_difference']:.1e} |"
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--rounds", type=int, help="measured rounds of each variant (default 12)")
+    parser.add_argument("--steps", type=int, help="steps of a round (default 22)")
+    parser.add_argument("--drop", type=int, default=2, help="steps at the start of a round that are not timed")
+    parser.add_argument("--ranks", help="cases: 1, 1ddp, 2, ... (default 1,2 on the CPU; 1,1ddp,2 on CUDA)")
+    parser.add_argument("--size", help="tiny, small (default on the CPU), gpt2 (default on CUDA), gpt2-medium")
+    parser.add_argument("--variants", default=",".join(VARIANTS), help="separated by commas; hand must be the first")
+    parser.add_argument("--workers", type=int, help="loader workers per rank (default 0 on the CPU, 2 on CUDA)")
+    parser.add_argument("--threads", type=int, default=1, help="torch's threads per rank")
+    parser.add_argument("--no-tensorboard", action="store_true", help="unisono without TensorBoard (it is on by default)")
+    parser.add_argument("--output", type=Path, default=HERE / "results", help="folder for the JSON and the table")
+    parser.add_argument("--quick", action="store_true", help="a minute at most: does it work? The numbers mean little")
+    given = parser.parse_args()
+    quick, cuda = given.quick, given.device == "cuda"
+    given.rounds = given.rounds or (2 if quick else 12)
+    given.steps = given.steps or (12 if quick else 22)
+    given.ranks = given.ranks or ("1,1ddp,2" if cuda else "1,2")
+    given.size = given.size or ("tiny" if quick else "gpt2" if cuda else "small")
+    given.workers = given.workers if given.workers is not None else (2 if cuda else 0)
+    given.variants = given.variants.split(",")
+    if given.variants[0] != "hand" or not set(given.variants) <= set(VARIANTS):
+        parser.error(f"--variants: hand first, then any of {', '.join(VARIANTS[1:])}")
+    if not 0 <= given.drop < given.steps:
+        parser.error("--drop must be smaller than --steps")
+    return given
+
+
+def main() -> None:
+    given = arguments()
+    import torch
+    from gpt import GPT, SIZES
+
+    if given.size not in SIZES:
+        raise SystemExit(f"--size {given.size}: expected one of {', '.join(SIZES)}")
+    devices = torch.cuda.device_count() if given.device == "cuda" else None
+    if devices == 0:
+        raise SystemExit("--device cuda: torch finds no GPU")
+    rounds = Rounds(given.rounds, given.steps, given.drop)
+    absent = missing(given.variants)
+    job = {
+        "size": given.size,
+        "device": given.device,
+        "workers": given.workers,
+        "threads": given.threads,
+        "tensorboard": not given.no_tensorboard,
+        "rounds": asdict(rounds),
+    }
+    size = SIZES[given.size]
+    with torch.device("meta"):
+        weights = sum(parameter.numel() for parameter in GPT(size).parameters())
+    result: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+        "command": shlex.join(["python", "benchmarks/overhead.py", *sys.argv[1:]]),
+        "machine": machine(),
+        "versions": versions(["unisono", "torch", "accelerate", "lightning"]),
+        "settings": {
+            **{name: value for name, value in job.items() if name != "rounds"},
+            **asdict(rounds),
+            "precision": "bf16 autocast" if given.device == "cuda" else "fp32",
+            "shape": f"{weights / 1e6:.1f} M weights, sequence {size.sequence}, batch {size.batch} per rank",
+        },
+        "cases": [],
+    }
+    for case in [Case.parse(words) for words in given.ranks.split(",")]:
+        if devices is not None and case.ranks > devices:
+            result["cases"].append({"case": str(case), "skipped": f"needs {case.ranks} GPUs, found {devices}"})
+            continue
+        found = run_case(case, [name for name in given.variants if name not in absent], job, rounds)
+        rows = {name: found.get(name, {"missing": absent.get(name)}) for name in given.variants}
+        result["cases"].append({"case": str(case), "ranks": case.ranks, "ddp": case.ddp, "variants": rows})
+    given.output.mkdir(parents=True, exist_ok=True)
+    file = given.output / f"overhead_{given.device}"
+    file.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n")
+    file.with_suffix(".md").write_text(table(result))
+    print(table(result))
+    print(f"written: {file}.json, {file}.md")
+
+
+if __name__ == "__main__":
+    main()
