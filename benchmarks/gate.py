@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 
 import torch
 
@@ -36,7 +36,8 @@ class Gate:
 
     def __init__(self, pipe: Connection, rounds: Rounds, device: torch.device) -> None:
         self._pipe, self._rounds, self._device = pipe, rounds, device
-        self._step, self._since, self._memory_before = 0, 0.0, 0
+        self._step, self._memory_before = 0, 0
+        self._since = self._now()
 
     def model_starts(self) -> None:
         """Call before the model is built: from here on memory counts."""
@@ -54,17 +55,20 @@ class Gate:
         self._step += 1
 
     def _end_round(self) -> None:
-        ms = (self._now() - self._since) * 1e3 / (self._rounds.steps - self._rounds.dropped)
-        self._pipe.send_bytes(json.dumps({"step_ms": ms, "peak_mib": self._peak_mib()}).encode())
+        timed = self._rounds.steps - self._rounds.dropped
+        wall_ms, busy_ms = ((now - then) * 1e3 / timed for now, then in zip(self._now(), self._since, strict=True))
+        report = {"step_ms": wall_ms, "busy_ms": busy_ms, "peak_mib": self._peak_mib()}
+        self._pipe.send_bytes(json.dumps(report).encode())
         try:
             self._pipe.recv_bytes()
         except EOFError:
             sys.exit("the benchmark that this process belongs to is gone")
 
-    def _now(self) -> float:
+    def _now(self) -> tuple[float, float]:
+        """The clock on the wall, and the processor time of this process, which other processes disturb far less."""
         if self._device.type == "cuda":
             torch.cuda.synchronize()
-        return perf_counter()
+        return perf_counter(), process_time()
 
     def _peak_mib(self) -> float:
         if self._device.type == "cuda":

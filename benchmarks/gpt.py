@@ -24,7 +24,7 @@ class Size:
 
 SIZES = {
     "tiny": Size(layers=2, width=64, heads=2, vocabulary=256, sequence=64, batch=4),
-    "small": Size(layers=4, width=192, heads=4, vocabulary=1024, sequence=128, batch=4),
+    "small": Size(layers=4, width=128, heads=4, vocabulary=1024, sequence=128, batch=4),
     "gpt2": Size(layers=12, width=768, heads=12, vocabulary=50304, sequence=1024, batch=8),
     "gpt2-medium": Size(layers=24, width=1024, heads=16, vocabulary=50304, sequence=1024, batch=8),
 }

@@ -64,6 +64,7 @@ class Variant:
     pipes: list[Connection] = field(default_factory=list)
     store: Any = None  # hosted here, as torchrun's agent does, so that no port is guessed
     rounds_ms: list[float] = field(default_factory=list)
+    rounds_busy_ms: list[float] = field(default_factory=list)
     peak_mib: float = 0.0
 
     def start(self, case: Case, job: dict[str, Any]) -> None:
@@ -117,8 +118,8 @@ class Variant:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
 
-    def report(self) -> float:
-        """Waits until every rank has come to the end of a round; the slowest rank's milliseconds per step."""
+    def report(self, *, note: bool) -> None:
+        """Waits until every rank has come to the end of a round, and notes the slowest one's milliseconds per step."""
         left, found = list(self.pipes), []
         while left:
             ready = wait(left, PATIENCE_S)
@@ -131,7 +132,9 @@ class Variant:
                     self._fail("a process ended")
                 left.remove(pipe)  # type: ignore[arg-type]
         self.peak_mib = max(report["peak_mib"] for report in found)
-        return max(report["step_ms"] for report in found)
+        if note:
+            self.rounds_ms.append(max(report["step_ms"] for report in found))
+            self.rounds_busy_ms.append(max(report["busy_ms"] for report in found))
 
     def go(self) -> None:
         """Lets the variant run to its next gate."""
@@ -168,14 +171,12 @@ def run_case(case: Case, names: Sequence[str], job: dict[str, Any], rounds: Roun
             for variant in variants:
                 variant.start(case, job)
             for variant in variants:
-                variant.report()  # it is built, and stands at its first step
+                variant.report(note=False)  # it is built, and stands at its first step
             for number in range(1 + rounds.rounds):
                 turn = number % len(variants)
                 for variant in variants[turn:] + variants[:turn]:
                     variant.go()
-                    ms = variant.report()
-                    if number > 0:
-                        variant.rounds_ms.append(ms)
+                    variant.report(note=number > 0)
                 if number > 0:
                     times = "  ".join(f"{variant.name} {variant.rounds_ms[-1]:.2f}" for variant in variants)
                     print(f"  round {number}/{rounds.rounds}, ms per step:  {times}", flush=True)
@@ -189,18 +190,24 @@ def run_case(case: Case, names: Sequence[str], job: dict[str, Any], rounds: Roun
 
 def numbers_of(variant: Variant, hand: Variant) -> dict[str, Any]:
     """A variant beside the loop by hand. Ratios are taken round by round: neighbours in time met the same machine."""
-    ratios = [mine / theirs for mine, theirs in zip(variant.rounds_ms, hand.rounds_ms, strict=True)]
+    ratios = _ratios(variant.rounds_ms, hand.rounds_ms)
     quarters = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
     return {
         "step_ms": statistics.median(variant.rounds_ms),
         "fastest_ms": min(variant.rounds_ms),
         "ratio": statistics.median(ratios),
         "ratio_quartiles": [quarters[0], quarters[2]],
-        "ratio_of_fastest": min(variant.rounds_ms) / min(hand.rounds_ms),
+        "busy_ms": statistics.median(variant.rounds_busy_ms),
+        "busy_ratio": statistics.median(_ratios(variant.rounds_busy_ms, hand.rounds_busy_ms)),
         "peak_mib": variant.peak_mib,
         "weights_max_difference": difference(variant.folder, hand.folder),
         "rounds_ms": variant.rounds_ms,
+        "rounds_busy_ms": variant.rounds_busy_ms,
     }
+
+
+def _ratios(mine: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    return [one / other for one, other in zip(mine, theirs, strict=True)]
 
 
 def difference(folder: Path, other: Path) -> float:
@@ -239,7 +246,8 @@ def table(result: dict[str, Any]) -> str:
         f"TensorBoard {'on' if settings['tensorboard'] else 'off'} in unisono",
         f"- Measured: {settings['rounds']} rounds of {settings['steps']} steps per variant in turns, the first "
         f"{settings['dropped']} steps of each round not timed. Ratios are medians over the rounds, with quartiles; "
-        "*hand again* is the same program a second time and shows the noise.",
+        "*hand again* is the same program a second time and shows the noise. *processor ms* is the time that the rank's "
+        "process had a core, which other programs on the machine disturb less than the clock.",
         "",
     ]
     for case in result["cases"]:
@@ -248,17 +256,17 @@ def table(result: dict[str, Any]) -> str:
             lines += [f"Not measured: {case['skipped']}.", ""]
             continue
         lines += [
-            f"| variant | ms per step | ratio to hand | quartiles | ratio of fastest rounds | {memory} | weights differ by |",
-            "|---|---|---|---|---|---|---|",
+            f"| variant | ms per step | ratio to hand | quartiles | processor ms | its ratio | {memory} | weights differ by |",
+            "|---|---|---|---|---|---|---|---|",
         ]
         for name, row in case["variants"].items():
             if "missing" in row:
-                lines.append(f"| {name} | {row['missing']} | | | | | |")
+                lines.append(f"| {name} | {row['missing']} | | | | | | |")
                 continue
             low, high = row["ratio_quartiles"]
             lines.append(
                 f"| {name} | {row['step_ms']:.2f} | {row['ratio']:.4f} | {low:.4f} – {high:.4f} "
-                f"| {row['ratio_of_fastest']:.4f} | {row['peak_mib']:.0f} MiB | {row['weights_max_difference']:.1e} |"
+                f"| {row['busy_ms']:.2f} | {row['busy_ratio']:.4f} | {row['peak_mib']:.0f} MiB | {row['weights_max_difference']:.1e} |"
             )
         lines.append("")
     return "\n".join(lines)
@@ -272,10 +280,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--drop", type=int, default=2, help="steps at the start of a round that are not timed")
     parser.add_argument("--ranks", help="cases: 1, 1ddp, 2, ... (default 1,2 on the CPU; 1,1ddp,2 on CUDA)")
     parser.add_argument("--size", help="tiny, small (default on the CPU), gpt2 (default on CUDA), gpt2-medium")
-    parser.add_argument("--variants", default=",".join(VARIANTS), help="separated by commas; hand must be the first")
+    parser.add_argument("--variants", help="separated by commas; hand must be the first")
     parser.add_argument("--workers", type=int, help="loader workers per rank (default 0 on the CPU, 2 on CUDA)")
     parser.add_argument("--threads", type=int, default=1, help="torch's threads per rank")
-    parser.add_argument("--no-tensorboard", action="store_true", help="unisono without TensorBoard (it is on by default)")
+    parser.add_argument(
+        "--no-tensorboard", action="store_true", help="unisono without TensorBoard (it is on by default)"
+    )
     parser.add_argument("--output", type=Path, default=HERE / "results", help="folder for the JSON and the table")
     parser.add_argument("--quick", action="store_true", help="a minute at most: does it work? The numbers mean little")
     given = parser.parse_args()
@@ -285,7 +295,7 @@ def arguments() -> argparse.Namespace:
     given.ranks = given.ranks or ("1,1ddp,2" if cuda else "1,2")
     given.size = given.size or ("tiny" if quick else "gpt2" if cuda else "small")
     given.workers = given.workers if given.workers is not None else (2 if cuda else 0)
-    given.variants = given.variants.split(",")
+    given.variants = (given.variants or ",".join(VARIANTS[:-1] if quick else VARIANTS)).split(",")
     if given.variants[0] != "hand" or not set(given.variants) <= set(VARIANTS):
         parser.error(f"--variants: hand first, then any of {', '.join(VARIANTS[1:])}")
     if not 0 <= given.drop < given.steps:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from importlib import import_module
 
 from unisono import __version__
-from unisono.errors import EXIT_USER_ERROR, UnisonoError
+from unisono.errors import EXIT_FAILED, EXIT_USER_ERROR, UnisonoError
 
 COMMANDS = {
     "train": "train a recipe on one device or many",
@@ -37,6 +38,9 @@ def main(arguments: list[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return 130
+    except Exception:
+        traceback.print_exc()  # a bug, ours or the recipe's: show where
+        return EXIT_FAILED
 
 
 def _run(words: list[str]) -> int:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from unisono.cluster.lifetime import die_with_parent
+from unisono.cluster.lifetime import start_loader_worker
 from unisono.data.bits import key_of
 from unisono.data.order import Order, num_micro_batches, share_of, split
 from unisono.settings import DataSettings
@@ -107,11 +107,6 @@ def _random_state_kept() -> Iterator[None]:
         torch.default_generator.set_state(state[2])
 
 
-def _worker_starts(_worker: int) -> None:
-    die_with_parent()
-    torch.set_num_threads(1)
-
-
 class Loader:
     """This rank's micro-batches, read ahead by workers."""
 
@@ -135,7 +130,7 @@ class Loader:
                 num_workers=workers,
                 prefetch_factor=settings.prefetch_factor if workers else None,
                 pin_memory=pin and settings.pin_memory,
-                worker_init_fn=_worker_starts,
+                worker_init_fn=start_loader_worker,
             )
         )
 

@@ -49,7 +49,7 @@ def _train(folder: Path) -> Kind:
     resolved = Resolved.from_json((Settings, kind.Config), job["resolved"])
     world = detect()
     result = run_session(kind, resolved, Start(world, job["asked_devices"], folder, job["remarks"]))
-    if world.is_main:
+    if world.local_rank == 0:  # each machine has a job folder of its own
         (folder / "result.json").write_text(json.dumps({**asdict(result), "folder": str(result.folder)}))
     return "stopped" if result.status == "stopped" else "done"
 

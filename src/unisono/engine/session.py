@@ -56,17 +56,14 @@ def run_session(kind: type[Recipe], resolved: Resolved, start: Start) -> Result:
     set_switches(settings)
     place = find_placement(world, settings)
     join(world, place.device, alone=settings.parallel.strategy in ("ddp", "fsdp"))
-    try:
-        with StopRequest(world.launcher, start.job_folder) as stop:
-            return _Session(kind, resolved, start, place.device, stop).run()
-    finally:
-        leave()
+    with StopRequest(world.launcher, start.job_folder) as stop:
+        result = _Session(kind, resolved, start, stop).run()
+    leave()  # not after an error: with a peer gone it could wait for ever
+    return result
 
 
 class _Session:
-    def __init__(
-        self, kind: type[Recipe], resolved: Resolved, start: Start, device: torch.device, stop: StopRequest
-    ) -> None:
+    def __init__(self, kind: type[Recipe], resolved: Resolved, start: Start, stop: StopRequest) -> None:
         self._kind, self._start, self._stop = kind, start, stop
         self._agreement = Agreement()
         self._name = kind.__qualname__

@@ -116,6 +116,8 @@ class OptimizerStep:
                 results = self._strategy.train(self._loss, data, positions)
                 weight = 0.0 if micro.chunk.stand_in else 1.0
                 row = torch.stack([value.detach().double() for value in results.values()]) * weight
+                if self._state.expected_count == 0.0:
+                    self._state.expected_count = self._first_count(row[1], len(positions) * weight)
                 names, sums = list(results), row if sums is None else sums + row
                 if last and self._world > 1:
                     # Started before the last backward pass and awaited after it: costs nothing.
@@ -132,20 +134,24 @@ class OptimizerStep:
         return flatten_loss(loss)
 
     def _scaled(self, total: Tensor, weight: float) -> Tensor:
-        scaled = total * (weight / self._expected_count())
+        scaled = total * (weight / self._state.expected_count)
         return scaled if self._scale is None else scaled * self._scale.value
 
-    def _expected_count(self) -> float:
-        if self._state.expected_count == 0.0:
-            self._state.expected_count = power_of_two_near(self._state.global_batch)
-        return self._state.expected_count
+    def _first_count(self, count: Tensor, samples: float) -> float:
+        """A guess at the first step's count from its first micro-batches; the one place where the host waits."""
+        both = torch.stack([count, torch.full_like(count, samples)])
+        if self._world > 1:
+            dist.all_reduce(both)
+        count_found, samples_found = both.tolist()
+        found = count_found / samples_found if samples_found and math.isfinite(count_found) else 1.0
+        return power_of_two_near(found * self._state.global_batch)
 
     def _update(self, sums: Tensor, names: list[str]) -> tuple[StepReport | None, Tensor, list[str]]:
         """Normalises, clips and steps; the report of the step before, and this step's numbers on the device."""
         total, count = sums[0], sums[1]
         gradients = self._strategy.gradients()
         norm = self._strategy.norm(gradients).double()
-        factor = self._expected_count() * self._strategy.gradient_divisor / count
+        factor = self._state.expected_count * self._strategy.gradient_divisor / count
         scale = torch.ones_like(count)
         if self._scale is not None:
             scale = self._scale.value.double()

@@ -118,7 +118,6 @@ def _run(
         mixed_precision=mixed,
         dtype="float64" if question.precision == "float64" else "float32",
         disable_dropout=True,
-        deterministic=True,
         resume="never",
         log_every=1,
         save_every=0,
@@ -202,7 +201,7 @@ def print_answers(answers: Sequence[Answer], question: Question) -> bool:
         )
         console.print(
             f"Not the same run: {bad.variant.title}: {where}. Usual causes: batch norm, a loss that is a mean instead "
-            "of a sum, random numbers that do not come from `noise`."
+            "of a sum, random numbers that do not come from `noise`, a loss cast to float32 (use --precision float32)."
         )
     else:
         console.print(f"Same run (tolerance {loss_limit:.0e} for losses, {weight_limit:.0e} for weights; dropout off).")

@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """The modules of the class that is repeated in a list and holds most of the weights; empty if there is none."""
     families: dict[type, list[nn.Module]] = defaultdict(list)
-    for container in model.modules():
-        if not isinstance(container, nn.ModuleList | nn.Sequential):
+    inside: set[nn.Module] = set()  # blocks: the layers that a block repeats itself are no blocks
+    for container in model.modules():  # outer ones first
+        if container in inside or not isinstance(container, nn.ModuleList | nn.Sequential):
             continue
         by_class: dict[type, list[nn.Module]] = defaultdict(list)
         for child in container:
@@ -24,6 +25,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
         for kind, children in by_class.items():
             if len(children) > 1 and not isinstance(children[0], nn.ModuleList | nn.Sequential):
                 families[kind].extend(children)
+                inside.update(part for child in children for part in child.modules())
     return max(families.values(), key=_num_weights, default=[])
 
 

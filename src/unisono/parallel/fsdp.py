@@ -28,6 +28,7 @@ class FSDP(Strategy):
     def _set_up(self, stage: Stage, blocks: Sequence[nn.Module]) -> nn.Module:
         place, settings = self.place, self.settings
         mesh = init_device_mesh(place.device.type, (place.world,))
+        self._host_mesh = mesh if place.device.type == "cpu" else init_device_mesh("cpu", (place.world,))
         # cast_forward_inputs is off because autocast decides about types, as under the other strategies; gathered
         # weights are 16 bit, gradients are summed in 32 bit.
         precision = MixedPrecisionPolicy(
@@ -89,9 +90,11 @@ class FSDP(Strategy):
         whole = self._whole[name]
         if not isinstance(whole, DTensor):
             return local
-        # Shape and stride must be given: from_local would take them from an uneven shard and be wrong.
+        # from_local would copy a shard to the mesh's device (offloaded shards are on the CPU, and the copy would be
+        # loaded in their place), and would take shape and stride from the shard, which is wrong for an uneven one.
+        mesh = self._host_mesh if local.device.type == "cpu" else whole.device_mesh
         return DTensor.from_local(
-            local, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+            local, mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
         )
 
     def weights_changed(self) -> None:

@@ -1,0 +1,146 @@
+"""The same run whoever starts it, with real launchers; and nobody is left behind when one of them dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from command_line import TINY, Ended, end, lines, losses, mark, marked, start, unisono, wait_until
+from tiny_recipe import HOLD
+from unisono.checkpoint.find import list_steps
+
+STEPS = 6
+TRAIN = ["-m", "unisono", "train", TINY, "--output_dir", "run", "--max_steps", STEPS, "--global_batch_size", 4]
+EXACT = ["--dtype", "float64"]
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of the run on one rank, started by hand."""
+    place = tmp_path_factory.mktemp("one_rank")
+    ended = end(start([*TRAIN, *EXACT], cwd=place))
+    assert ended.code == 0, ended.err
+    found = losses(place / "run")
+    assert len(found) == STEPS
+    return found
+
+
+def is_the_same_run(ended: Ended, folder: Path, launcher: str, world: int, expected: list[float]) -> None:
+    assert ended.code == 0, ended.err
+    assert losses(folder) == pytest.approx(expected, rel=1e-10)
+    [first] = json.loads((folder / "run.json").read_text())["starts"]
+    assert (first["launcher"], first["world"]) == (launcher, world)
+    assert f"{launcher}: rank 0 of {world}" in ended.err
+    assert [step for step, _ in list_steps(folder / "checkpoints")] == [STEPS]
+
+
+def test_under_torchrun(tmp_path: Path, one_rank: list[float]) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    ended = end(start([*torchrun, *TRAIN, *EXACT], cwd=tmp_path))
+    is_the_same_run(ended, tmp_path / "run", "torchrun", 2, one_rank)
+
+
+def accelerate(*options: str, home: Path) -> list[str]:
+    # A config file of the user's own must not change what the tests see.
+    (home / "accelerate.yaml").write_text("{}\n")
+    return ["-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", "accelerate.yaml", *options]
+
+
+def test_under_accelerate_with_a_flag_that_wins_over_its_mixed_precision(tmp_path: Path, one_rank: list[float]) -> None:
+    options = ["--multi_gpu", "--num_processes", "2", "--mixed_precision", "bf16", "--main_process_port", "0"]
+    words = [*accelerate(*options, home=tmp_path), *TRAIN, *EXACT, "--mixed_precision", "no"]
+    is_the_same_run(end(start(words, cwd=tmp_path)), tmp_path / "run", "accelerate", 2, one_rank)
+
+
+def test_accelerate_hands_over_its_mixed_precision_also_where_it_starts_one_process_without_ranks(
+    tmp_path: Path,
+) -> None:
+    options = ["--cpu", "--num_processes", "2", "--mixed_precision", "bf16"]
+    ended = end(start([*accelerate(*options, home=tmp_path), *TRAIN], cwd=tmp_path))
+    assert ended.code == 0, ended.err
+    said = " ".join(ended.err.split())
+    assert "precision bf16 (mixed)" in said
+    assert "plain: accelerate launch was seen" in said and "it gave no ranks" in said and "use --nproc" in said
+    record = json.loads((tmp_path / "run/run.json").read_text())
+    assert (record["config"]["mixed_precision"], record["sources"]["mixed_precision"]) == ("bf16", "launcher")
+    assert record["starts"][0]["world"] == 1 and len(losses(tmp_path / "run")) == STEPS
+
+
+def test_on_two_machines_with_our_own_launcher(tmp_path: Path, one_rank: list[float]) -> None:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        endpoint = f"localhost:{probe.getsockname()[1]}"
+    words = [*TRAIN, *EXACT, "--nproc", 1, "--nnodes", 2, "--rdzv_endpoint", endpoint]
+    machines = [start([*words, "--node_rank", node], cwd=tmp_path) for node in (0, 1)]
+    try:
+        ended = [end(machine) for machine in machines]
+    finally:
+        for machine in machines:
+            machine.kill()
+    assert [each.code for each in ended] == [0, 0], ended
+    [main, other] = sorted(ended, key=lambda each: len(each.err), reverse=True)  # rank 0 is on either
+    assert other.err == ""
+    is_the_same_run(main, tmp_path / "run", "unisono", 2, one_rank)
+    assert "processes         2 on 2 machines" in main.err
+
+
+def test_a_user_mistake_under_torchrun_is_told_without_a_traceback_of_ours(tmp_path: Path) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
+    ended = end(start([*torchrun, *TRAIN, "--num_samples", 0], cwd=tmp_path))
+    assert ended.code != 0
+    assert 'unisono: dataset("train") is empty' in ended.err
+    assert "RecipeError" not in ended.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_nobody_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
+    hold, ours = tmp_path / "hold", mark()
+    hold.write_text("0.2")
+    words = [*TRAIN, "--max_steps", 1000, "--nproc", 2, "--num_workers", 2]
+    launcher = start(words, cwd=tmp_path, **{HOLD: str(hold)}, **ours)
+    try:
+        wait_until(lambda: len(lines(tmp_path / "run")) >= 2 or launcher.poll() is not None, "two steps")
+        assert launcher.poll() is None, launcher.communicate()
+        assert len(marked(ours)) >= 1 + 2 + 2 * 2, "launcher, ranks and their loader workers"
+        launcher.send_signal(signal.SIGKILL)
+        launcher.wait()
+        wait_until(lambda: not marked(ours), "no process is left", seconds=5)
+    finally:
+        for pid in marked(ours):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_killed_rank_is_restarted_and_the_run_is_the_same(tmp_path: Path, one_rank: list[float]) -> None:
+    hold, ours = tmp_path / "hold", mark()
+    hold.write_text("0.2")
+    words = [*TRAIN, *EXACT, "--nproc", 2, "--max_restarts", 1, "--save_every", 2]
+    launcher = start(words, cwd=tmp_path, **{HOLD: str(hold)}, **ours)
+    try:
+        wait_until(lambda: len(lines(tmp_path / "run")) >= 3 or launcher.poll() is not None, "three steps")
+        [rank_1] = marked(ours, RANK="1")
+        os.kill(rank_1, signal.SIGKILL)
+        hold.unlink()
+        ended = end(launcher)
+    finally:
+        launcher.kill()
+    assert ended.code == 0, ended.err
+    assert losses(tmp_path / "run") == pytest.approx(one_rank, rel=1e-10)
+    assert ended.err.count("unisono: rank 1: killed by SIGKILL") == 1 and "Traceback" not in ended.err
+    events = lines(tmp_path / "run", "events.jsonl")
+    [restart] = [event for event in events if event["kind"] == "restart"]
+    assert restart["attempt"] == 1 and restart["cause"].startswith("rank 1: killed by SIGKILL")
+    kinds = [event["kind"] for event in events]
+    assert kinds.index("start") < kinds.index("restart") < kinds.index("resume") < kinds.index("done")
+    starts = json.loads((tmp_path / "run/run.json").read_text())["starts"]
+    assert [(each["world"], each["from_step"]) for each in starts] == [(2, 0), (2, 2)]
+    assert starts[1]["why"] == "resumed from step_00000002, restart 1"
+
+
+def test_one_process_is_restarted_too_where_the_user_asks_for_it(tmp_path: Path, one_rank: list[float]) -> None:
+    ended = unisono(*TRAIN[2:], *EXACT, "--max_restarts", 1, cwd=tmp_path)
+    is_the_same_run(ended, tmp_path / "run", "unisono", 1, one_rank)

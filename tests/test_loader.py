@@ -1,0 +1,167 @@
+"""The loader: the same micro-batches with any number of workers, each item with a seed of its own."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections import Counter, namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from recipes_for_tests import SentenceData
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from unisono.data.loader import Cursor, Loader, place
+from unisono.data.order import Order
+from unisono.settings import DataSettings
+
+
+def cursor(start: int = 0, end: int | None = 45, rank: int = 0, world: int = 1, micro_batch: int = 2) -> Cursor:
+    return Cursor(start=start, end=end, global_batch=4, micro_batch=micro_batch, rank=rank, world=world)
+
+
+def read(where: Cursor, workers: int = 0, seed: int = 0) -> list[tuple[list[int], list[list[float]]]]:
+    """(positions, items) of every micro-batch; an item is its id, its tokens and its random numbers."""
+    data = SentenceData(15, augment=True)
+    loader = Loader(data, _plain, Order(15, seed), where, DataSettings(num_workers=workers), pin=False)
+    found = [(list(micro.chunk.positions), micro.data) for micro in loader]
+    loader.close()
+    return found
+
+
+def _plain(items: list[dict[str, Any]]) -> list[list[float]]:
+    return [[item["id"], *item["tokens"].tolist(), *item["jitter"].tolist()] for item in items]
+
+
+class WhoReads(Dataset[int]):
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> int:
+        return os.getpid()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    start=st.integers(0, 1000),
+    num_samples=st.integers(1, 60),
+    global_batch=st.integers(1, 20),
+    micro_batch=st.integers(1, 8),
+    world=st.integers(1, 7),
+)
+def test_ranks_walk_in_step_and_every_position_counts_once(
+    start: int, num_samples: int, global_batch: int, micro_batch: int, world: int
+) -> None:
+    end = start + num_samples
+    ranks = [list(Cursor(start, end, global_batch, micro_batch, rank, world).chunks()) for rank in range(world)]
+    assert len({len(chunks) for chunks in ranks}) == 1
+    shape = [(chunk.first, chunk.last) for chunk in ranks[0]]
+    assert all([(chunk.first, chunk.last) for chunk in chunks] == shape for chunks in ranks)
+    assert sum(first for first, _ in shape) == sum(last for _, last in shape) == -(-num_samples // global_batch)
+    chunks = [chunk for chunks in ranks for chunk in chunks]
+    assert all(1 <= len(chunk.positions) <= micro_batch for chunk in chunks)
+    assert all(start <= position < end for chunk in chunks for position in chunk.positions)
+    counted = Counter(position for chunk in chunks if not chunk.stand_in for position in chunk.positions)
+    assert counted == Counter(range(start, end))
+
+
+def test_a_stream_without_end_goes_on() -> None:
+    chunks = cursor(end=None, start=10**12).chunks()
+    assert [next(chunks).positions for _ in range(3)] == [range(10**12 + i, 10**12 + i + 2) for i in (0, 2, 4)]
+
+
+def test_workers_do_not_change_what_is_read() -> None:
+    alone = read(cursor())
+    assert read(cursor(), workers=2) == alone
+    assert read(cursor(), workers=3) == alone
+    assert read(cursor(), seed=1) != alone
+
+
+def test_reading_from_the_middle_gives_the_rest() -> None:
+    whole = read(cursor())
+    assert read(cursor(start=20), workers=1) == whole[10:]
+
+
+def test_an_item_is_the_same_on_any_rank_in_any_micro_batch() -> None:
+    def items(*cursors: Cursor) -> dict[int, list[float]]:
+        return {p: item for c in cursors for positions, data in read(c) for p, item in zip(positions, data, strict=True)}
+
+    one = items(cursor())
+    assert len(one) == 45
+    assert items(*(cursor(rank=rank, world=3, micro_batch=1) for rank in range(3))) == one
+    again = [(item, one[p + 15]) for p, item in one.items() if p < 30 and item[0] == one[p + 15][0]]
+    assert all(a[1:] != b[1:] for a, b in again)  # in the next epoch a sample is augmented differently
+
+
+def test_reading_leaves_the_random_state_of_training_alone() -> None:
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    expected = random.random(), np.random.rand(), torch.rand(3).tolist()
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    read(cursor())
+    assert (random.random(), np.random.rand(), torch.rand(3).tolist()) == expected
+
+
+def test_what_training_draws_does_not_change_the_items() -> None:
+    torch.manual_seed(1)
+    first = read(cursor())
+    torch.manual_seed(2), random.seed(5), np.random.seed(7)
+    assert read(cursor()) == first
+
+
+def test_workers_read_in_processes_of_their_own_and_end_when_the_loader_closes() -> None:
+    loader = Loader(WhoReads(), list, Order(1000, 0), cursor(end=None), DataSettings(num_workers=2), pin=False)
+    readers = {pid for _ in range(8) for pid in next(loader).data}
+    assert len(readers) == 2 and os.getpid() not in readers
+    loader.close()
+    deadline = time.monotonic() + 10
+    while any(_is_alive(pid) for pid in readers) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(_is_alive(pid) for pid in readers)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+Pair = namedtuple("Pair", "a b")
+
+
+@dataclass(frozen=True)
+class Page:
+    words: Tensor
+    number: int
+
+
+def test_a_batch_is_placed_through_any_nesting() -> None:
+    x, i = torch.ones(2), torch.arange(2)
+    batch = {"list": [x, i], "pair": Pair(x, "text"), "page": Page(x, 3), "tuple": (i, None), "plain": 1.5}
+    found = place(batch, torch.device("meta"), torch.float64)
+    assert found["list"][0].device.type == found["tuple"][0].device.type == "meta"
+    assert found["list"][0].dtype == found["pair"].a.dtype == found["page"].words.dtype == torch.float64
+    assert found["list"][1].dtype == torch.int64
+    assert isinstance(found["pair"], Pair) and found["pair"].b == "text"
+    assert found["page"].number == 3 and found["tuple"][1] is None and found["plain"] == 1.5
+    assert place(x, torch.device("cpu")).dtype == torch.float32
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_in_an_item_reaches_the_training_process(workers: int) -> None:
+    class Broken(WhoReads):
+        def __getitem__(self, index: int) -> int:
+            raise ValueError(f"cannot read item {index}")
+
+    loader = Loader(Broken(), list, Order(1000, 0), cursor(), DataSettings(num_workers=workers), pin=False)
+    with pytest.raises(ValueError, match="cannot read item"):
+        next(loader)
+    loader.close()

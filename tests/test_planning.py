@@ -1,0 +1,170 @@
+"""Which strategy, which blocks, which first weights: pure functions of the model, and the reasons they give."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from unisono.errors import RecipeError
+from unisono.parallel.blocks import recompute_activations, repeated_blocks
+from unisono.parallel.materialize import materialize
+from unisono.planning.choose import Demand, choose_strategy
+
+GIB = 2**30
+sizes = st.integers(0, 200 * GIB)
+
+
+# ---- strategy ----
+
+
+def demand(weights: int, **more: int | bool) -> Demand:
+    values = {"other_bytes": 0, "optimizer_slots": 2, "ema": False} | more
+    return Demand.of(trainable_bytes=weights, **values)  # type: ignore[arg-type]
+
+
+def test_a_replica_holds_weights_gradients_optimizer_state_and_average() -> None:
+    assert demand(10).total == 40
+    assert demand(10, ema=True).total == 50
+    assert demand(10, other_bytes=7, optimizer_slots=1).total == 37, "what is not trained has no gradient"
+
+
+@given(weights=sizes, memory=sizes | st.none())
+def test_one_device_is_single_whatever_its_size(weights: int, memory: int | None) -> None:
+    assert choose_strategy(ranks=1, demand=demand(weights), device_memory=memory)[0] == "single"
+
+
+def test_several_devices_are_ddp_where_everything_fits_and_fsdp_where_it_does_not() -> None:
+    strategy, why = choose_strategy(ranks=2, demand=demand(10 * GIB), device_memory=80 * GIB)
+    assert strategy == "ddp" and "40.00 GiB of 80 GiB per device" in why and "leaves room for activations" in why
+    strategy, why = choose_strategy(ranks=2, demand=demand(15 * GIB), device_memory=80 * GIB)
+    assert strategy == "fsdp" and "60.00 GiB, too much for 80 GiB per device" in why
+    assert choose_strategy(ranks=2, demand=demand(11 * GIB), device_memory=80 * GIB)[0] == "ddp"
+    assert choose_strategy(ranks=2, demand=demand(11 * GIB, ema=True), device_memory=80 * GIB)[0] == "fsdp"
+
+
+def test_cpu_ranks_are_ddp() -> None:
+    strategy, why = choose_strategy(ranks=2, demand=demand(500 * GIB), device_memory=None)
+    assert strategy == "ddp" and "on the CPU" in why
+
+
+@given(weights=sizes, memory=st.integers(1, 200 * GIB), ranks=st.integers(2, 64), more=st.integers(0, GIB))
+def test_a_larger_model_never_needs_less(weights: int, memory: int, ranks: int, more: int) -> None:
+    order = ["ddp", "fsdp"]
+    smaller = choose_strategy(ranks=ranks, demand=demand(weights), device_memory=memory)[0]
+    larger = choose_strategy(ranks=ranks, demand=demand(weights + more), device_memory=memory)[0]
+    assert order.index(smaller) <= order.index(larger)
+
+
+# ---- blocks ----
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+class Stacked(nn.Module):
+    """Blocks in a list, small heads in another, and a big embedding outside."""
+
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(100, 4)
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.heads = nn.ModuleList(nn.Linear(4, 1) for _ in range(2))
+
+
+def test_the_blocks_are_the_repeated_class_with_most_weights_in_their_order() -> None:
+    model = Stacked()
+    assert repeated_blocks(model) == list(model.blocks)
+
+
+def test_blocks_of_two_lists_are_found_together() -> None:
+    model = nn.ModuleDict({"down": Stacked(2), "up": Stacked(3)})
+    assert repeated_blocks(model) == [*model["down"].blocks, *model["up"].blocks]
+
+
+def test_layers_inside_a_block_are_not_taken_for_blocks() -> None:
+    model = nn.Sequential(Block(8), Block(8))
+    assert repeated_blocks(model) == list(model)
+
+
+def test_a_model_without_repetition_has_no_blocks() -> None:
+    assert repeated_blocks(nn.Linear(2, 2)) == []
+    assert repeated_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.ReLU())) == []
+
+
+def test_recomputing_activations_changes_neither_names_nor_values_nor_gradients() -> None:
+    torch.manual_seed(0)
+    plain, saving = nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block())
+    saving.load_state_dict(plain.state_dict())
+    for block in repeated_blocks(saving):
+        recompute_activations(block)
+    calls: list[int] = []
+    saving[0].inner[0].register_forward_hook(lambda *_: calls.append(1))
+    x = torch.randn(5, 4)
+    for model in (plain, saving):
+        model(x).square().sum().backward()
+    assert len(calls) == 2, "once forward, once again in backward"
+    assert list(saving.state_dict()) == list(plain.state_dict())
+    assert isinstance(saving[0], Block) and not isinstance(plain[1], type(saving[1]))
+    for ours, theirs in zip(saving.parameters(), plain.parameters(), strict=True):
+        assert ours.grad is not None and torch.equal(ours.grad, theirs.grad)
+    with torch.no_grad():
+        assert torch.equal(saving(x), plain(x)) and len(calls) == 3
+
+
+# ---- first weights ----
+
+
+def on_meta(*names: str) -> nn.ModuleDict:
+    with torch.device("meta"):
+        return nn.ModuleDict({name: nn.Linear(3, 2) for name in names})
+
+
+def test_weights_from_meta_depend_on_name_and_seed_and_not_on_order() -> None:
+    forwards, backwards, other = on_meta("a", "b", "c"), on_meta("c", "a", "b"), on_meta("a", "b", "c")
+    materialize(forwards, seed=5)
+    torch.rand(7)  # whatever was drawn before
+    materialize(backwards, seed=5)
+    materialize(other, seed=6)
+    for name in "abc":
+        assert torch.equal(forwards[name].weight, backwards[name].weight)
+        assert not torch.equal(forwards[name].weight, other[name].weight)
+    assert not torch.equal(forwards["a"].weight, forwards["b"].weight)
+    assert not any(parameter.is_meta for parameter in forwards.parameters())
+
+
+def test_a_part_that_is_already_there_stays_as_it_is() -> None:
+    model = on_meta("a")
+    model["mine"] = nn.Linear(3, 2)
+    before = model["mine"].weight.detach().clone()
+    materialize(model, seed=0)
+    assert torch.equal(model["mine"].weight, before) and not model["a"].weight.is_meta
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(2))
+
+
+def test_a_module_that_cannot_initialise_itself_is_refused_by_name() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2), Scale())
+    with pytest.raises(RecipeError, match=r"1 is on meta but Scale has no reset_parameters\(\).*; add one, or build"):
+        materialize(model, seed=0)
+
+
+def test_buffers_are_initialised_too() -> None:
+    with torch.device("meta"):
+        model = nn.BatchNorm1d(3)
+    materialize(model, seed=0)
+    assert model.running_mean is not None and torch.equal(model.running_mean, torch.zeros(3))
+    assert torch.equal(model.weight, torch.ones(3))
