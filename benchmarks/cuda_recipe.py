@@ -88,3 +88,21 @@ class TinyGpt(Recipe):
         logits = model(inputs).flatten(0, 1)
         total = F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction="sum")
         return Loss(total=total, count=(targets >= 0).sum())
+
+
+class NeverWaits(TinyGpt):
+    """From its fifth micro-batch on, anything in training that makes the host wait for the GPU is an error."""
+
+    def __init__(self, config: TinyGpt.Config) -> None:
+        super().__init__(config)
+        self.calls = 0
+
+    def loss(self, model: nn.Module, batch: torch.Tensor, noise) -> Loss:
+        self.calls += 1
+        if self.calls == 5:
+            torch.cuda.set_sync_debug_mode("error")
+        return super().loss(model, batch, noise)
+
+    def evaluate(self, model: nn.Module, batch: torch.Tensor, noise) -> dict:
+        torch.cuda.set_sync_debug_mode("default")
+        return super().evaluate(model, batch, noise)

@@ -1,7 +1,8 @@
 """The same training four times: by hand, in unisono, in Accelerate, in Lightning Fabric.
 
 `overhead.py` starts this file once per variant and rank. Each loop is written as a good user of that framework would
-write it: fused AdamW, clipping to norm 0.5 (which always bites here), gradients in DDP's buckets, the loss logged every 10 steps by rank 0.
+write it: fused AdamW, gradients in DDP's buckets, clipping (to a norm that always bites here), the loss logged every 10
+steps by rank 0.
 """
 
 from __future__ import annotations

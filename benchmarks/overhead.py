@@ -2,9 +2,9 @@
 
     python benchmarks/overhead.py [--device cuda] [--size gpt2] [--ranks 1,2] [--quick]
 
-Every variant is a process of its own per rank, all started together. They take turns: a round of steps each, in an order
-that rotates, while the others wait idle. So all meet the same machine, and a ratio compares rounds that ran next to
-each other. "hand" runs twice: how far the second is from 1.000 is how far to trust the other ratios.
+Every variant is a process of its own per rank, all started together. They take turns: a round of steps each, in an
+order that rotates, while the others wait idle. So all meet the same machine, and a ratio compares rounds that ran next
+to each other. "hand" runs twice: how far the second is from 1 is how far to trust the other ratios.
 """
 
 from __future__ import annotations
@@ -237,7 +237,8 @@ def table(result: dict[str, Any]) -> str:
     lines = [
         f"# Overhead on {settings['device']}",
         "",
-        f"- Machine: {', '.join([*facts['gpus'], hardware])}; {facts['system']}; load {facts['load_average']} at the start",
+        f"- Machine: {', '.join([*facts['gpus'], hardware])}; {facts['system']}; "
+        f"load {facts['load_average']} at the start",
         f"- Versions: {', '.join(f'{name} {number}' for name, number in result['versions'].items())}",
         f"- Date: {result['date']}",
         f"- Command: `{result['command']}`",
@@ -246,8 +247,8 @@ def table(result: dict[str, Any]) -> str:
         f"TensorBoard {'on' if settings['tensorboard'] else 'off'} in unisono",
         f"- Measured: {settings['rounds']} rounds of {settings['steps']} steps per variant in turns, the first "
         f"{settings['dropped']} steps of each round not timed. Ratios are medians over the rounds, with quartiles; "
-        "*hand again* is the same program a second time and shows the noise. *processor ms* is the time that the rank's "
-        "process had a core, which other programs on the machine disturb less than the clock.",
+        "*hand again* is the same program a second time and shows the noise. *processor ms* is the time that the "
+        "process of a rank had a core, which other programs on the machine disturb less than the clock.",
         "",
     ]
     for case in result["cases"]:
@@ -256,7 +257,8 @@ def table(result: dict[str, Any]) -> str:
             lines += [f"Not measured: {case['skipped']}.", ""]
             continue
         lines += [
-            f"| variant | ms per step | ratio to hand | quartiles | processor ms | its ratio | {memory} | weights differ by |",
+            "| variant | ms per step | ratio to hand | quartiles | processor ms | its ratio "
+            f"| {memory} | weights differ by |",
             "|---|---|---|---|---|---|---|---|",
         ]
         for name, row in case["variants"].items():
@@ -266,7 +268,8 @@ def table(result: dict[str, Any]) -> str:
             low, high = row["ratio_quartiles"]
             lines.append(
                 f"| {name} | {row['step_ms']:.2f} | {row['ratio']:.4f} | {low:.4f} – {high:.4f} "
-                f"| {row['busy_ms']:.2f} | {row['busy_ratio']:.4f} | {row['peak_mib']:.0f} MiB | {row['weights_max_difference']:.1e} |"
+                f"| {row['busy_ms']:.2f} | {row['busy_ratio']:.4f} "
+                f"| {row['peak_mib']:.0f} MiB | {row['weights_max_difference']:.1e} |"
             )
         lines.append("")
     return "\n".join(lines)
@@ -281,7 +284,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", help="cases: 1, 1ddp, 2, ... (default 1,2 on the CPU; 1,1ddp,2 on CUDA)")
     parser.add_argument("--size", help="tiny, small (default on the CPU), gpt2 (default on CUDA), gpt2-medium")
     parser.add_argument("--variants", help="separated by commas; hand must be the first")
-    parser.add_argument("--workers", type=int, help="loader workers per rank (default 0 on the CPU, 2 on CUDA)")
+    parser.add_argument("--workers", type=int, default=2, help="loader workers per rank (default 2, as in unisono)")
     parser.add_argument("--threads", type=int, default=1, help="torch's threads per rank")
     parser.add_argument(
         "--no-tensorboard", action="store_true", help="unisono without TensorBoard (it is on by default)"
@@ -294,7 +297,6 @@ def arguments() -> argparse.Namespace:
     given.steps = given.steps or (12 if quick else 22)
     given.ranks = given.ranks or ("1,1ddp,2" if cuda else "1,2")
     given.size = given.size or ("tiny" if quick else "gpt2" if cuda else "small")
-    given.workers = given.workers if given.workers is not None else (2 if cuda else 0)
     given.variants = (given.variants or ",".join(VARIANTS[:-1] if quick else VARIANTS)).split(",")
     if given.variants[0] != "hand" or not set(given.variants) <= set(VARIANTS):
         parser.error(f"--variants: hand first, then any of {', '.join(VARIANTS[1:])}")

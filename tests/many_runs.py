@@ -139,12 +139,14 @@ def _train(recipe: str, folder: Path, record: Path, settings: Mapping[str, Any])
     import recipes_for_tests
 
     import unisono
+    from unisono.cluster.processes import leave
     from unisono.errors import UnisonoError
 
     try:
         kind = getattr(recipes_for_tests, recipe)
         result = unisono.train(kind, **{"output_dir": str(folder), "record": str(record), **settings})
     except UnisonoError as error:
+        leave()  # a session that fails stays in its group, because a peer may be gone; here all fail alike
         return {"error": str(error), "exit_code": error.exit_code}
     return {"status": result.status, "step": result.step, "metrics": result.metrics}
 

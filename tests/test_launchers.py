@@ -45,23 +45,21 @@ def test_under_torchrun(tmp_path: Path, one_rank: list[float]) -> None:
     is_the_same_run(ended, tmp_path / "run", "torchrun", 2, one_rank)
 
 
-def accelerate(*options: str, home: Path) -> list[str]:
-    # A config file of the user's own must not change what the tests see.
-    (home / "accelerate.yaml").write_text("{}\n")
-    return ["-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", "accelerate.yaml", *options]
+ACCELERATE = ["-m", "accelerate.commands.accelerate_cli", "launch"]
 
 
 def test_under_accelerate_with_a_flag_that_wins_over_its_mixed_precision(tmp_path: Path, one_rank: list[float]) -> None:
-    options = ["--multi_gpu", "--num_processes", "2", "--mixed_precision", "bf16", "--main_process_port", "0"]
-    words = [*accelerate(*options, home=tmp_path), *TRAIN, *EXACT, "--mixed_precision", "no"]
-    is_the_same_run(end(start(words, cwd=tmp_path)), tmp_path / "run", "accelerate", 2, one_rank)
+    options = ["--multi_gpu", "--num_processes", 2, "--mixed_precision", "bf16", "--main_process_port", 0]
+    words = [*ACCELERATE, *options, *TRAIN, *EXACT, "--mixed_precision", "no"]
+    ended = end(start(words, cwd=tmp_path, HF_HOME=str(tmp_path)))  # no config file of the user's own
+    is_the_same_run(ended, tmp_path / "run", "accelerate", 2, one_rank)
 
 
 def test_accelerate_hands_over_its_mixed_precision_also_where_it_starts_one_process_without_ranks(
     tmp_path: Path,
 ) -> None:
-    options = ["--cpu", "--num_processes", "2", "--mixed_precision", "bf16"]
-    ended = end(start([*accelerate(*options, home=tmp_path), *TRAIN], cwd=tmp_path))
+    options = ["--cpu", "--num_processes", 2, "--mixed_precision", "bf16"]
+    ended = end(start([*ACCELERATE, *options, *TRAIN], cwd=tmp_path, HF_HOME=str(tmp_path)))
     assert ended.code == 0, ended.err
     said = " ".join(ended.err.split())
     assert "precision bf16 (mixed)" in said
@@ -141,6 +139,6 @@ def test_a_killed_rank_is_restarted_and_the_run_is_the_same(tmp_path: Path, one_
     assert starts[1]["why"] == "resumed from step_00000002, restart 1"
 
 
-def test_one_process_is_restarted_too_where_the_user_asks_for_it(tmp_path: Path, one_rank: list[float]) -> None:
+def test_one_process_gets_a_launcher_where_the_user_asks_for_restarts(tmp_path: Path, one_rank: list[float]) -> None:
     ended = unisono(*TRAIN[2:], *EXACT, "--max_restarts", 1, cwd=tmp_path)
     is_the_same_run(ended, tmp_path / "run", "unisono", 1, one_rank)

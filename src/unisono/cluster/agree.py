@@ -21,7 +21,7 @@ T = TypeVar("T")
 class Pending:
     """An exchange under way; `read` waits for the rest of it."""
 
-    def __init__(self, names: list[str], values: torch.Tensor, work: dist.Work | None) -> None:
+    def __init__(self, names: list[str], values: list[float] | torch.Tensor, work: dist.Work | None) -> None:
         self._names = names
         self._values = values
         self._work = work
@@ -31,7 +31,8 @@ class Pending:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        return dict(zip(self._names, self._values.tolist(), strict=True))
+        values = self._values if isinstance(self._values, list) else self._values.tolist()
+        return dict(zip(self._names, values, strict=True))
 
 
 class Agreement:
@@ -49,9 +50,9 @@ class Agreement:
         """
         names = sorted(flags)  # a fixed order, however the flags were put together
         numbers = [math.inf if math.isnan(flags[name]) else float(flags[name]) for name in names]
-        values = torch.tensor(numbers, dtype=torch.float64)
         if self._group is None or not names:
-            return Pending(names, values, None)
+            return Pending(names, numbers, None)
+        values = torch.tensor(numbers, dtype=torch.float64)
         return Pending(names, values, dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group, async_op=True))
 
     def agree_all(self, value: T) -> list[T]:

@@ -24,6 +24,7 @@ from unisono.data.order import Order, num_micro_batches, share_of, split
 from unisono.settings import DataSettings
 
 _ITEM = 3  # keeps the items' seeds apart from order and noise
+_LOOK_AHEAD = 1024  # positions whose order is worked out at once: for a micro-batch alone numpy's calls would cost more
 
 
 @dataclass(frozen=True)
@@ -74,15 +75,22 @@ class _PositionedDataset(Dataset[Any]):
 
     def __init__(self, dataset: Dataset[Any], order: Order) -> None:
         self.dataset, self.order = dataset, order
+        self._known: tuple[int, list[int]] = (0, [])  # first position, and the indices from there on
 
     def __getitems__(self, positions: list[int]) -> list[Any]:
-        indices = self.order.indices(np.array(positions)).tolist()
         with _random_state_kept():
             items = []
-            for position, index in zip(positions, indices, strict=True):
+            for position in positions:
                 _seed_item(key_of(_ITEM, self.order.seed, position))
-                items.append(self.dataset[index])
+                items.append(self.dataset[self._index(position)])
         return items
+
+    def _index(self, position: int) -> int:
+        first, indices = self._known
+        if not first <= position < first + len(indices):
+            first, indices = position, self.order.indices(np.arange(position, position + _LOOK_AHEAD)).tolist()
+            self._known = first, indices
+        return indices[position - first]
 
 
 def _seed_item(key: int) -> None:
@@ -131,6 +139,7 @@ class Loader:
                 prefetch_factor=settings.prefetch_factor if workers else None,
                 pin_memory=pin and settings.pin_memory,
                 worker_init_fn=start_loader_worker,
+                generator=torch.Generator(),  # draws the workers' seeds, otherwise from the training's own generator
             )
         )
 

@@ -88,7 +88,9 @@ class Updater:
         self.optimizer = optimizer
         self._names = {id(parameter): name for name, parameter in parameters}
         self._peaks = [group["lr"] * lr_scale for group in optimizer.param_groups]
-        self._on_device = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        # sgd's dampening spares the first step, which can no longer be told once its buffer is allocated in advance.
+        dampened = any(group.get("dampening") for group in optimizer.param_groups)
+        self._on_device = bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and not dampened
         if self._on_device:
             self._allocate_state(parameters)
 
@@ -99,6 +101,9 @@ class Updater:
         skip = torch.ones((), device=parameters[0][1].device, dtype=torch.float32)
         self.optimizer.found_inf = skip  # type: ignore[attr-defined]
         self.optimizer.step()  # a skipped step: state is created, nothing else changes
+        for slots in self.optimizer.state.values():
+            if slots.get("momentum_buffer") is not None:  # sgd's comes from torch.empty, to be filled in a first step
+                slots["momentum_buffer"].zero_()
         for _, parameter in parameters:
             parameter.grad = None
 

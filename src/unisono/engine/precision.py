@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ def weight_type(settings: PrecisionSettings) -> torch.dtype:
 def autocast(device: torch.device, settings: PrecisionSettings) -> AbstractContextManager[Any]:
     """The context in which a recipe computes its loss."""
     dtype = compute_type(settings)
-    return torch.autocast(device.type, dtype, enabled=dtype is not None)
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
 class LossScale:

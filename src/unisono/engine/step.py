@@ -115,7 +115,9 @@ class OptimizerStep:
             with self._strategy.accumulating(first=micro.chunk.first, last=last):
                 results = self._strategy.train(self._loss, data, positions)
                 weight = 0.0 if micro.chunk.stand_in else 1.0
-                row = torch.stack([value.detach().double() for value in results.values()]) * weight
+                row = torch.stack([value.detach().double() for value in results.values()])
+                if micro.chunk.stand_in:
+                    row = row * weight
                 if self._state.expected_count == 0.0:
                     self._state.expected_count = self._first_count(row[1], len(positions) * weight)
                 names, sums = list(results), row if sums is None else sums + row
@@ -157,7 +159,8 @@ class OptimizerStep:
             scale = self._scale.value.double()
             factor = factor / scale
         norm = norm * factor
-        found_inf = (~(torch.isfinite(norm) & torch.isfinite(total))).double()
+        # What is not finite becomes nan when multiplied by 0: a third of the small kernels that isfinite() launches.
+        found_inf = ((norm + total) * 0 != 0).double()
         if self._settings.optim.grad_clip > 0:
             factor = factor * torch.clamp(self._settings.optim.grad_clip / (norm + 1e-6), max=1.0)
 

@@ -54,6 +54,7 @@ class Strategy(ABC):
     ) -> None:
         self.model, self.place, self.settings = model, place, settings
         self.stage = self._set_up(Stage(model), blocks)
+        self._all_parameters = list(self.model.parameters())  # walking through the modules takes a while
         self.parameters = self._local_parameters()
         """(name, parameter) as the optimizer sees them: whole weights, or this rank's shards of them."""
 
@@ -85,7 +86,7 @@ class Strategy(ABC):
 
     def clear_gradients(self) -> None:
         """Frees the gradients."""
-        for parameter in self.model.parameters():
+        for parameter in self._all_parameters:
             parameter.grad = None
 
     def norm(self, tensors: list[Tensor]) -> Tensor:

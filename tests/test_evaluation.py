@@ -1,0 +1,137 @@
+"""Evaluation over the ranks: every sample once, sums and torchmetrics exact, the best checkpoint kept."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from many_runs import Outcome, Run, many_runs
+from recipes_for_tests import SentenceData, Sentences
+from torch.nn.functional import cross_entropy
+
+from unisono.data.bits import key_of
+from unisono.data.noise import Noise
+
+RUN = {"global_batch_size": 6, "num_samples": 20, "dtype": "float64", "max_steps": 2, "batch_size": 2}
+SIZES = [1, 2, 7, 12]  # fewer than ranks, not divisible, divisible
+PLACES = [(1, "single"), (2, "ddp"), (3, "ddp"), (3, "fsdp")]
+
+
+def name_of(world: int, strategy: str, size: int) -> str:
+    return f"{size} samples on {world} x {strategy}"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    asked = [
+        Run(name_of(*place, size), name_of(*place, size), place[0], RUN | {"strategy": place[1], "num_eval": size})
+        for size in SIZES
+        for place in PLACES
+        if size != 12 or place[1] != "fsdp"
+    ]
+    best = RUN | {"max_steps": 6, "num_eval": 7, "eval_every": 1, "keep_last": 1, "best_metric": "eval/loss"}
+    asked += [
+        Run("whole batches", "whole batches", 1, RUN | {"num_eval": 7, "eval_batch_size": 7}),
+        Run("workers", "workers", 2, RUN | {"num_eval": 7, "num_workers": 2, "strategy": "ddp"}),
+        Run("best min", "best min", 2, best | {"strategy": "ddp"}),
+        Run("best max", "best max", 2, best | {"best_mode": "max", "strategy": "fsdp"}),
+        Run("best max goes on", "best max", 1, {"max_steps": 9}),
+        Run("unknown metric", "unknown metric", 2, best | {"best_metric": "eval/nothing"}),
+        Run("by loss", "by loss", 1, RUN | {"num_eval": 7}, recipe="SentencesByLoss"),
+        Run("by loss on 3", "by loss on 3", 3, RUN | {"num_eval": 7, "strategy": "ddp"}, recipe="SentencesByLoss"),
+    ]
+    return many_runs(asked, tmp_path_factory.mktemp("evaluation"))
+
+
+def metrics_of(run: Outcome) -> dict[str, float]:
+    (line,) = run.evaluations()
+    return {name: value for name, value in line.items() if name.startswith("eval/")}
+
+
+def by_hand(run: Outcome, size: int) -> dict[str, float]:
+    """All samples in one batch through the saved weights, in this process."""
+    recipe = Sentences(Sentences.Config())
+    model = recipe.model().double().eval()
+    model.load_state_dict(run.weights())
+    data = SentenceData(size, augment=False, first=1000)
+    batch = recipe.collate([data[i] for i in range(size)])
+    noise = Noise(key_of(5, 0), torch.arange(size))
+    with torch.no_grad():
+        strength = noise.uniform(1, dtype=torch.float64) * 0.3
+        shift = strength * noise.normal(10, dtype=torch.float64)
+        scores = model(batch["tokens"].clamp(min=0), batch["tokens"] != -1, batch["jitter"].double(), shift)[:, :-1]
+    targets = batch["tokens"][:, 1:]
+    real = targets != -1
+    right = (scores.argmax(-1) == targets)[real].double().mean()
+    return {
+        "eval/loss": float(cross_entropy(scores[real], targets[real])),
+        "eval/right": float(right),
+        "eval/accuracy": float(right),
+        "eval/mean_id": (size - 1) / 2,
+        "eval/mean_square": sum(i * i for i in range(size)) / size,
+    }
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("world", "strategy"), PLACES)
+def test_metrics_are_those_of_all_samples_in_one_batch(
+    runs: dict[str, Outcome], world: int, strategy: str, size: int
+) -> None:
+    if (strategy, size) == ("fsdp", 12):
+        pytest.skip("covered by ddp")
+    run = runs[name_of(world, strategy, size)]
+    assert metrics_of(run) == pytest.approx(by_hand(run, size), abs=1e-6)  # torchmetrics divides in float32
+    expected = by_hand(run, size)["eval/loss"]
+    assert metrics_of(run)["eval/loss"] == pytest.approx(expected, abs=1e-10)
+    assert all(outcome["metrics"]["eval/loss"] == run.main["metrics"]["eval/loss"] for outcome in run.by_rank)
+
+
+@pytest.mark.parametrize(("world", "strategy"), PLACES)
+def test_every_sample_is_evaluated_once_and_no_rank_is_idle(
+    runs: dict[str, Outcome], world: int, strategy: str
+) -> None:
+    run = runs[name_of(world, strategy, 7)]
+    read = [i for ids in run.read_ids(micro_batches=-(-(-(-7 // world)) // 2), split="eval") for i in ids]
+    counts = Counter(read)
+    assert sorted(counts) == list(range(7))
+    # Every rank computes as many batches; where one has none left it stands in, and that is not counted (above).
+    calls = [len((run.record / f"eval.{rank}").read_text().splitlines()) for rank in range(world)]
+    assert len(set(calls)) == 1 and len(read) - 7 <= world
+
+
+def test_batch_size_and_workers_do_not_change_the_metrics(runs: dict[str, Outcome]) -> None:
+    expected = metrics_of(runs[name_of(1, "single", 7)])
+    assert metrics_of(runs["whole batches"]) == pytest.approx(expected, abs=1e-10)
+    assert metrics_of(runs["workers"]) == pytest.approx(expected, abs=1e-10)
+
+
+def test_a_recipe_that_does_not_say_how_is_evaluated_by_its_loss(runs: dict[str, Outcome]) -> None:
+    metrics = metrics_of(runs["by loss"])
+    assert set(metrics) == {"eval/loss", "eval/ids", "eval/squares"}
+    assert metrics["eval/loss"] == pytest.approx(metrics_of(runs["whole batches"])["eval/loss"], abs=1e-10)
+    assert metrics_of(runs["by loss on 3"]) == pytest.approx(metrics, abs=1e-10)
+
+
+@pytest.mark.parametrize(("name", "choose"), [("best min", min), ("best max", max)])
+def test_the_best_checkpoint_is_kept_beside_the_newest(runs: dict[str, Outcome], name: str, choose: object) -> None:
+    lines = runs[name].evaluations()[:6]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    best = choose(lines, key=lambda line: line["eval/loss"])  # type: ignore[operator]
+    if name == "best min":
+        assert runs[name].saved_steps() == sorted({best["step"], 6})
+        assert runs[name].state()["best"] == {
+            "metric": "eval/loss", "value": best["eval/loss"], "step": best["step"]
+        }
+    else:  # it went on for 3 steps, on one rank, and still remembers
+        lines = runs["best max goes on"].evaluations()
+        best = max(lines, key=lambda line: line["eval/loss"])
+        assert best["step"] < 9
+        assert runs["best max goes on"].saved_steps() == sorted({best["step"], 9})
+        assert runs["best max goes on"].state()["best"]["step"] == best["step"]
+
+
+def test_an_unknown_best_metric_ends_the_run_and_says_what_there_is(runs: dict[str, Outcome]) -> None:
+    for outcome in runs["unknown metric"].by_rank:
+        assert outcome["exit_code"] == 3
+        assert "eval/nothing" in outcome["error"] and "eval/accuracy" in outcome["error"]
