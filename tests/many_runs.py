@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ranks import run_ranks
 from torch import Tensor
+
+from ranks import run_ranks
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,9 @@ def many_runs(runs: Sequence[Run], root: Path, timeout_s: float = 280.0) -> dict
     nproc = max(run.world for run in runs)
     results = run_ranks("train_all", __file__, nproc, args, timeout_s=timeout_s)
     return {
-        run.name: Outcome(root / run.folder, root / "records" / run.name, [results[r][run.name] for r in range(run.world)])
+        run.name: Outcome(
+            root / run.folder, root / "records" / run.name, [results[r][run.name] for r in range(run.world)]
+        )
         for run in runs
     }
 
@@ -137,7 +140,6 @@ def train_all(runs: list[dict[str, Any]], root: str) -> dict[str, dict[str, Any]
 
 def _train(recipe: str, folder: Path, record: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     import recipes_for_tests
-
     import unisono
     from unisono.cluster.processes import leave
     from unisono.errors import UnisonoError

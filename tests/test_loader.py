@@ -14,10 +14,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recipes_for_tests import SentenceData
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from recipes_for_tests import SentenceData
 from unisono.data.loader import Cursor, Loader, place
 from unisono.data.order import Order
 from unisono.settings import DataSettings
@@ -91,13 +91,16 @@ def test_reading_from_the_middle_gives_the_rest() -> None:
 
 def test_an_item_is_the_same_on_any_rank_in_any_micro_batch() -> None:
     def items(*cursors: Cursor) -> dict[int, list[float]]:
-        return {p: item for c in cursors for positions, data in read(c) for p, item in zip(positions, data, strict=True)}
+        return {
+            p: item for c in cursors for positions, data in read(c) for p, item in zip(positions, data, strict=True)
+        }
 
     one = items(cursor())
     assert len(one) == 45
     assert items(*(cursor(rank=rank, world=3, micro_batch=1) for rank in range(3))) == one
-    again = [(item, one[p + 15]) for p, item in one.items() if p < 30 and item[0] == one[p + 15][0]]
-    assert all(a[1:] != b[1:] for a, b in again)  # in the next epoch a sample is augmented differently
+    epochs = [{item[0]: item[1:] for p, item in one.items() if p // 15 == epoch} for epoch in range(3)]
+    for number in range(15):  # in every epoch a sample is augmented differently
+        assert epochs[0][number] != epochs[1][number] != epochs[2][number] != epochs[0][number]
 
 
 def test_reading_leaves_the_random_state_of_training_alone() -> None:

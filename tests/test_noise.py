@@ -1,4 +1,4 @@
-"""Noise belongs to samples: a row depends on seed, position and number of the draw, and is as random as it should be."""
+"""Noise belongs to samples: a row depends on seed, position and number of the draw, and is as random as it should."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_normal_numbers_have_mean_0_variance_1_and_normal_tails() -> None:
 
 def test_uniform_numbers_fill_the_unit_interval_evenly() -> None:
     x = Noise(3, torch.arange(500)).uniform(500, dtype=torch.float64)
-    assert 0 <= x.min() and x.max() < 1
+    assert x.min() >= 0 and x.max() < 1
     counts = torch.histc(x, bins=100, min=0, max=1)
     assert float(((counts - 2500) ** 2 / 2500).sum()) < 99 + 5 * (2 * 99) ** 0.5
     assert Noise(3, torch.arange(2000)).uniform(500).max() < 1  # float32 must not round up to 1

@@ -1,4 +1,4 @@
-"""The order of the samples is a pure function: complete in every epoch, cheap at any size, and cut without remainder."""
+"""The order of the samples is a pure function: complete in every epoch, cheap at any size, cut without remainder."""
 
 from __future__ import annotations
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from many_runs import Copy, Outcome, Run, identical, largest_difference, many_runs
 from recipes_for_tests import SentenceData
-
 from unisono.data.order import Order
 
 # 3 epochs of 15 in steps of 4: batches cross the epochs' borders, and the last one is a single sample.
@@ -53,9 +53,7 @@ def order_of_steps(first_step: int) -> list[list[int]]:
     return [[order[p] for p in range(step * 4, min(step * 4 + 4, end))] for step in range(first_step, STEPS)]
 
 
-def continuations(
-    name: str, source: str, world: int, settings: dict[str, object], steps: object
-) -> list[Run]:
+def continuations(name: str, source: str, world: int, settings: dict[str, object], steps: object) -> list[Run]:
     return [Run(f"{name} @{k}", f"{name} @{k}", world, settings, Copy(source, k)) for k in steps]  # type: ignore[attr-defined]
 
 

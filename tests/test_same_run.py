@@ -6,13 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from many_runs import Outcome, Run, identical, largest_difference, many_runs
 from recipes_for_tests import SentenceData
-
 from unisono.data.order import Order, share_of
 
 NUM_SAMPLES, GLOBAL_BATCH, STEPS = 29, 24, 10
-WHOLE = {"global_batch_size": GLOBAL_BATCH, "batch_size": GLOBAL_BATCH, "max_steps": STEPS, "num_samples": NUM_SAMPLES, "ema_decay": 0.9}
+WHOLE = {
+    "global_batch_size": GLOBAL_BATCH,
+    "batch_size": GLOBAL_BATCH,
+    "max_steps": STEPS,
+    "num_samples": NUM_SAMPLES,
+    "ema_decay": 0.9,
+}
 # Not a multiple of 2 or 3, and the last batch of 2 samples leaves one of 3 ranks without any.
 UNEVEN = {"global_batch_size": 7, "num_epochs": 2, "num_samples": 15, "batch_size": 7}
 

@@ -51,10 +51,12 @@ class World:
 
     def describe(self) -> str:
         """One line for the banner: what was detected, and from which variables."""
+        variables = " ".join(f"{name}={value}" for name, value in self.found.items())
         if self.launcher != "plain":
             nodes = f" on {self.num_nodes} machines" if self.num_nodes > 1 else ""
-            return f"{self.launcher}: rank {self.rank} of {self.size}{nodes}, from {' '.join(self.found)}"
-        variables = " ".join(f"{name}={value}" for name, value in self.found.items())
+            if self.launcher == "unisono":
+                return f"unisono's own: rank {self.rank} of {self.size}{nodes}"
+            return f"{self.launcher}: rank {self.rank} of {self.size}{nodes}, from {variables}"
         if any(name.startswith("ACCELERATE_") for name in self.found):
             return (
                 f"plain: accelerate launch was seen ({variables}) but it gave no ranks (no RANK, no WORLD_SIZE); "

@@ -44,7 +44,6 @@ def opening(
             batch.accumulation,
             device="GPU" if place.device.type == "cuda" else "rank",
         ),
-        "accumulation": str(batch.accumulation),
         "model": f"{weights:,} parameters" + (f", {trainable:,} trained" if trainable != weights else ""),
         "data": f"{num_samples:,} samples" + (f", {len(eval_data):,} for evaluation" if eval_data is not None else ""),
         "steps": f"{length.steps:,}" + (f", from {parts.state.step:,}" if parts.state.step else ""),

@@ -30,10 +30,12 @@ class FSDP(Strategy):
         mesh = init_device_mesh(place.device.type, (place.world,))
         self._host_mesh = mesh if place.device.type == "cpu" else init_device_mesh("cpu", (place.world,))
         # cast_forward_inputs is off because autocast decides about types, as under the other strategies; gathered
-        # weights are 16 bit, gradients are summed in 32 bit.
+        # weights are 16 bit, gradients are summed in 32 bit. Not on the CPU, whose layer norm refuses 16-bit weights
+        # with 32-bit inputs where CUDA's autocast helps out: there autocast alone makes 16 bit of them.
+        gathered = place.compute_type if place.device.type == "cuda" else None
         precision = MixedPrecisionPolicy(
-            param_dtype=place.compute_type,
-            reduce_dtype=torch.float32 if place.compute_type else None,
+            param_dtype=gathered,
+            reduce_dtype=torch.float32 if gathered else None,
             cast_forward_inputs=False,
         )
         offload = CPUOffloadPolicy() if settings.fsdp_cpu_offload else OffloadPolicy()

@@ -37,11 +37,15 @@ def choose_strategy(*, ranks: int, demand: Demand, device_memory: int | None) ->
     """The strategy for `auto`, and why."""
     if ranks == 1:
         return "single", "one device"
-    need = f"weights, gradients, optimizer and average take {demand.total / _GIB:.2f} GiB"
+    need = f"weights, gradients, optimizer and average take {_in_words(demand.total)}"
     if device_memory is None:
         return "ddp", f"{need}, on the CPU"
     room = device_memory * (1 - _ROOM_FOR_ACTIVATIONS)
-    there = f"{device_memory / _GIB:.0f} GiB per device"
+    there = f"{_in_words(device_memory)} per device"
     if demand.total <= room:
         return "ddp", f"{need} of {there}, which leaves room for activations"
     return "fsdp", f"{need}, too much for {there} with room for activations"
+
+
+def _in_words(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.1f} GiB" if num_bytes >= _GIB else f"{num_bytes / 2**20:.1f} MiB"
