@@ -125,7 +125,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=6)
     options = parser.parse_args()
     os.environ.setdefault("PYTHONPATH", str(HERE.parent / "src"))
-    os.environ["TMPDIR"] = tempfile.gettempdir()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # many processes at once
     cases = [(s, p, 1, ()) for s in ("single", "dp", "ddp", "fsdp") for p in ("bf16", "fp16")]
     cases += [(s, p, 2, ()) for s in ("ddp", "fsdp") for p in ("bf16", "fp16")]
     cases += [("single", "bf16", 1, ("--activation_checkpointing",)), ("fsdp", "bf16", 1, ("--fsdp_cpu_offload",))]

@@ -186,9 +186,11 @@ def in_fabric(job: Job) -> nn.Module:
     """Lightning Fabric."""
     try:
         from lightning.fabric import Fabric
+        from lightning.fabric.plugins.environments import LightningEnvironment
         from lightning.fabric.strategies import DDPStrategy
     except ImportError:
         from lightning_fabric import Fabric
+        from lightning_fabric.plugins.environments import LightningEnvironment
         from lightning_fabric.strategies import DDPStrategy
 
     fabric = Fabric(
@@ -196,6 +198,8 @@ def in_fabric(job: Job) -> nn.Module:
         devices=job.world,
         strategy=DDPStrategy(gradient_as_bucket_view=True) if job.ddp else "auto",
         precision="bf16-mixed" if job.on_gpu else "32-true",
+        # Named, because looking for MPI starts MPI, which aborts where no MPI daemon can be started.
+        plugins=[LightningEnvironment()] if job.world == 1 else None,
     )
     fabric.launch()
     torch.manual_seed(0)

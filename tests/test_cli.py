@@ -163,7 +163,7 @@ class Stop:
 
     ranks: int
     signals: tuple[signal.Signals, ...]
-    workers: int = 0
+    flags: tuple[str, ...] = ()
     whole_group: bool = False  # as a terminal sends Ctrl-C
     held_s: float = 0.2
 
@@ -178,7 +178,11 @@ class Stopped:
 
 
 STOPS = {
-    "Ctrl-C in a terminal, with loader workers": Stop(1, (signal.SIGINT,), workers=2, whole_group=True),
+    "Ctrl-C in a terminal, with loader workers": Stop(
+        # The step that ends the run needs more micro-batches than were read ahead: the workers must live on.
+        *(1, (signal.SIGINT,), ("--num_workers", "2", "--batch_size", "1", "--prefetch_factor", "1")),
+        whole_group=True,
+    ),
     "SIGTERM to one process": Stop(1, (signal.SIGTERM,)),
     "Ctrl-C in a terminal, on two ranks": Stop(2, (signal.SIGINT,), whole_group=True),
     "SIGTERM to the launcher of two ranks": Stop(2, (signal.SIGTERM,)),
@@ -207,7 +211,7 @@ def stops(
 def stop_and_go_on(stop: Stop, place: Path) -> Stopped:
     folder, hold = place / "run", place / "hold"
     hold.write_text("0.2")
-    words = ["-m", "unisono", "train", TINY, "--output_dir", "run", "--max_steps", 40, "--num_workers", stop.workers]
+    words = ["-m", "unisono", "train", TINY, "--output_dir", "run", "--max_steps", 40, *stop.flags]
     words += ["--global_batch_size", 4, *(["--nproc", stop.ranks] if stop.ranks > 1 else [])]
     process = start(words, cwd=place, **{HOLD: str(hold)})
     try:
