@@ -39,6 +39,7 @@ def resume_case(strategy: str, precision: str, ranks: int, extra: tuple[str, ...
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--strategy", strategy, "--mixed_precision", precision, "--gpus", "1", "--log_every", "1"]
         flags += ["--global_batch_size", "16", "--batch_size", "4", "--ema_decay", "0.9", "--deterministic", *extra]
+        flags += ["--tensorboard", "false", "--eval_every", "-1"]
         if ranks > 1:
             flags += ["--nproc", str(ranks)]
         started = time.time()
@@ -129,14 +130,18 @@ def main() -> int:
     cases = [(s, p, 1, ()) for s in ("single", "dp", "ddp", "fsdp") for p in ("bf16", "fp16")]
     cases += [(s, p, 2, ()) for s in ("ddp", "fsdp") for p in ("bf16", "fp16")]
     cases += [("single", "bf16", 1, ("--activation_checkpointing",)), ("fsdp", "bf16", 1, ("--fsdp_cpu_offload",))]
-    with ThreadPoolExecutor(options.jobs) as pool:
-        resumed = list(pool.map(lambda case: resume_case(*case), cases))
-        compiled = resume_case("single", "bf16", 1, ("--compile",))
-        verified = list(pool.map(verify_case, ("float64", "bf16", "fp16")))
-    replicas, never_waits = replicas_case(), never_waits_case()
+    cases += [("single", "bf16", 1, ("--compile",))]
+    with ThreadPoolExecutor(options.jobs) as pool:  # the long ones first
+        verifying = [pool.submit(verify_case, precision) for precision in ("float64", "bf16", "fp16")]
+        resuming = [pool.submit(resume_case, *case) for case in reversed(cases)]
+        waiting = pool.submit(never_waits_case)
+        replicas = replicas_case()
+        resumed = [future.result() for future in reversed(resuming)]
+        verified = [future.result() for future in verifying]
+        never_waits = waiting.result()
     machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
     machine |= {"python": platform.python_version(), "date": time.strftime("%Y-%m-%d")}
-    report = {"machine": machine, "command": "python benchmarks/cuda.py", "resume": [*resumed, compiled]}
+    report = {"machine": machine, "command": "python benchmarks/cuda.py", "resume": resumed}
     report |= {"verify": verified, "data_parallel_replicas": replicas, "never_waits": never_waits}
     options.output.mkdir(parents=True, exist_ok=True)
     (options.output / "cuda.json").write_text(json.dumps(report, indent=1) + "\n")

@@ -345,8 +345,11 @@ def main() -> None:
         if devices is not None and case.ranks > devices:
             result["cases"].append({"case": str(case), "skipped": f"needs {case.ranks} GPUs, found {devices}"})
             continue
-        found = run_case(case, [name for name in given.variants if name not in absent], job, rounds)
-        rows = {name: found.get(name, {"missing": absent.get(name)}) for name in given.variants}
+        left_out = dict(absent)
+        if case.ddp and case.ranks == 1:
+            left_out["accelerate"] = "does not use DDP in one process"
+        found = run_case(case, [name for name in given.variants if name not in left_out], job, rounds)
+        rows = {name: found.get(name, {"missing": left_out.get(name)}) for name in given.variants}
         result["cases"].append({"case": str(case), "ranks": case.ranks, "ddp": case.ddp, "variants": rows})
     given.output.mkdir(parents=True, exist_ok=True)
     file = given.output / f"overhead_{given.device}"

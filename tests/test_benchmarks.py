@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # a minute on an idle machine
 def test_the_overhead_benchmark_compares_loops_that_train_the_same(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "benchmarks/overhead.py", "--quick", "--output", str(tmp_path)],

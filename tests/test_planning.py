@@ -38,9 +38,9 @@ def test_one_device_is_single_whatever_its_size(weights: int, memory: int | None
 
 def test_several_devices_are_ddp_where_everything_fits_and_fsdp_where_it_does_not() -> None:
     strategy, why = choose_strategy(ranks=2, demand=demand(10 * GIB), device_memory=80 * GIB)
-    assert strategy == "ddp" and "40.00 GiB of 80 GiB per device" in why and "leaves room for activations" in why
+    assert strategy == "ddp" and "40.0 GiB of 80.0 GiB per device" in why and "leaves room for activations" in why
     strategy, why = choose_strategy(ranks=2, demand=demand(15 * GIB), device_memory=80 * GIB)
-    assert strategy == "fsdp" and "60.00 GiB, too much for 80 GiB per device" in why
+    assert strategy == "fsdp" and "60.0 GiB, too much for 80.0 GiB per device" in why
     assert choose_strategy(ranks=2, demand=demand(11 * GIB), device_memory=80 * GIB)[0] == "ddp"
     assert choose_strategy(ranks=2, demand=demand(11 * GIB, ema=True), device_memory=80 * GIB)[0] == "fsdp"
 

@@ -45,8 +45,12 @@ class Resolved:
             raise ConfigError(f"{cls.__qualname__}: {' '.join(str(error).split())}") from error
 
     def explicit(self, name: str) -> bool:
-        """Whether the user set the field, by file or by flag."""
+        """Whether the user set the field, by flag or to another value than its default by file."""
         return self.sources[name] in ("file", "flag")
+
+    def says(self, name: str, value: Any) -> bool:
+        """Whether the field has this value."""
+        return name in self.values and bool(self.values[name] == value)
 
     def with_values(self, source: str, **changes: Any) -> Resolved:
         """A copy in which these fields have other values, from this source."""
@@ -100,7 +104,10 @@ def resolve(
     fields = resolved.fields
     if file is not None:
         given = _named(read_file(file), fields, str(file))
-        resolved = resolved._layer("file", ((name, value, str(file)) for name, value in given.items()))
+        before, resolved = resolved, resolved._layer("file", ((name, given[name], str(file)) for name in given))
+        # A file that spells out a default (a printed config has them all) does not thereby insist on it.
+        same = {name: before.sources[name] for name in given if before.says(name, resolved.values[name])}
+        resolved = dataclasses.replace(resolved, sources=resolved.sources | same)
     resolved = resolved._layer("flag", ((name, value, f"--{name}") for name, value in parse_flags(flags, fields)))
     called = _named(overrides or _NOTHING, fields, "the given settings")
     resolved = resolved._layer("flag", ((name, value, "the given settings") for name, value in called.items()))

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset
 
 from unisono.cluster.lifetime import start_loader_worker
 from unisono.data.bits import key_of
@@ -78,11 +77,10 @@ class _PositionedDataset(Dataset[Any]):
         self._known: tuple[int, list[int]] = (0, [])  # first position, and the indices from there on
 
     def __getitems__(self, positions: list[int]) -> list[Any]:
-        with _random_state_kept():
-            items = []
-            for position in positions:
-                _seed_item(key_of(_ITEM, self.order.seed, position))
-                items.append(self.dataset[self._index(position)])
+        items = []
+        for position in positions:
+            seed_everything(key_of(_ITEM, self.order.seed, position))
+            items.append(self.dataset[self._index(position)])
         return items
 
     def _index(self, position: int) -> int:
@@ -93,26 +91,12 @@ class _PositionedDataset(Dataset[Any]):
         return indices[position - first]
 
 
-def _seed_item(key: int) -> None:
+def seed_everything(key: int) -> None:
+    """Seeds python, numpy and torch on the CPU: what runs next draws the same numbers wherever it runs."""
     seed = key & 0x7FFFFFFFFFFFFFFF
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     torch.default_generator.manual_seed(seed)  # torch.manual_seed also visits every device: 100 times slower
-
-
-@contextmanager
-def _random_state_kept() -> Iterator[None]:
-    """In the training process itself (no workers) the loader's seeds must not leak into the model's dropout."""
-    if get_worker_info() is not None:
-        yield
-        return
-    state = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(state[0])
-        np.random.set_state(state[1])
-        torch.default_generator.set_state(state[2])
 
 
 class Loader:

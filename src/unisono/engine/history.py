@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
+from unisono.checkpoint.manifest import CheckpointError, read_manifest
 from unisono.config.resolve import Resolved
 from unisono.errors import UserError
+from unisono.observe.folder import RunFolder
 from unisono.settings import LaunchSettings, ParallelSettings
 
 # Where and how a run is carried out belongs to a start, not to the run.
@@ -23,20 +26,31 @@ _OF_THE_START = {f.name for group in (LaunchSettings, ParallelSettings) for f in
 }
 
 
+def record_of(resume: str) -> Mapping[str, Any] | None:
+    """What is known of the run that an explicit `--resume PATH` comes from; None for auto and never."""
+    path = Path(resume)
+    if resume in ("auto", "never") or not path.is_dir():
+        return None
+    record = RunFolder.read(path) or RunFolder.read(path.resolve().parent.parent)
+    if record is not None:
+        return record
+    try:  # a checkpoint that was taken out of its run still knows the essentials
+        return {"config": {}, "sources": {}, **read_manifest(path).identity}
+    except CheckpointError:
+        return None  # resume says more about it
+
+
 def continue_run(
-    resolved: Resolved, record: Mapping[str, Any] | None, recipe: str, classes: Sequence[type]
+    resolved: Resolved, record: Mapping[str, Any] | None, recipe: str, classes: Sequence[type], where: str
 ) -> Resolved:
-    """The config of a start in a folder whose run.json is `record`.
+    """The config of a start that goes on with the run whose run.json is `record`, found at `where`.
 
     What this start does not set is as it was when the run began; recipe and seed cannot change.
     """
     if record is None:
         return resolved
-    folder = resolved.values["output_dir"]
     if record.get("recipe") != recipe:
-        raise UserError(
-            f"output_dir {folder} holds a run of {record.get('recipe')}, not {recipe}; choose another folder"
-        )
+        raise UserError(f"{where} holds a run of {record.get('recipe')}, not {recipe}; choose another folder")
     seed = resolved.values["seed"]
     if resolved.explicit("seed") and seed != record.get("seed"):
         raise UserError(
@@ -44,8 +58,8 @@ def continue_run(
         )
     before = Resolved.from_json(classes, {"values": record["config"], "sources": record["sources"]})
     kept = {
-        name: value
-        for name, value in before.values.items()
-        if name in resolved.values and not resolved.explicit(name) and name not in _OF_THE_START
+        name: before.values[name]
+        for name in record["config"]
+        if not resolved.explicit(name) and name not in _OF_THE_START
     }
-    return resolved.with_values("run", **kept)
+    return resolved.with_values("run", **{**kept, "seed": record["seed"]})

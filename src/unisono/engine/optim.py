@@ -90,8 +90,8 @@ class Updater:
         self._peaks = [group["lr"] * lr_scale for group in optimizer.param_groups]
         # sgd's dampening spares the first step, which can no longer be told once its buffer is allocated in advance.
         dampened = any(group.get("dampening") for group in optimizer.param_groups)
-        self._on_device = bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and not dampened
-        if self._on_device:
+        self._fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and not dampened
+        if self._fused:
             self._allocate_state(parameters)
 
     def _allocate_state(self, parameters: NamedParameters) -> None:
@@ -99,7 +99,7 @@ class Updater:
         for _, parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
         skip = torch.ones((), device=parameters[0][1].device, dtype=torch.float32)
-        self.optimizer.found_inf = skip  # type: ignore[attr-defined]
+        self.optimizer.found_inf, self.optimizer.grad_scale = skip, None  # type: ignore[attr-defined]
         self.optimizer.step()  # a skipped step: state is created, nothing else changes
         for slots in self.optimizer.state.values():
             if slots.get("momentum_buffer") is not None:  # sgd's comes from torch.empty, to be filled in a first step
@@ -115,21 +115,19 @@ class Updater:
 
     def step(self, gradients: list[Tensor], factor: Tensor, found_inf: Tensor) -> None:
         """Steps with `gradients` x `factor`, or not at all where `found_inf` is 1."""
-        if self._on_device:
-            device = gradients[0].device if gradients else factor.device
-            self.optimizer.found_inf = found_inf.to(device, torch.float32)  # type: ignore[attr-defined]
-            if gradients and gradients[0].dtype == torch.float32:
-                # The kernel divides by grad_scale itself, which saves a pass over the gradients.
-                self.optimizer.grad_scale = (1 / factor).to(device, torch.float32)  # type: ignore[attr-defined]
-            else:  # the kernel reads grad_scale as float32: too coarse for float64
-                self.optimizer.grad_scale = None  # type: ignore[attr-defined]
-                if gradients:
-                    torch._foreach_mul_(gradients, factor.to(device, gradients[0].dtype))
-            self.optimizer.step()
-        elif not bool(found_inf):  # this optimizer cannot skip on the device: the host waits for it here
-            if gradients:
-                torch._foreach_mul_(gradients, factor.to(gradients[0].device, gradients[0].dtype))
-            self.optimizer.step()
+        device = gradients[0].device if gradients else factor.device
+        if self._fused:
+            # On the CPU looking is free, and cheaper than letting the optimizer skip.
+            skip = found_inf.to(device, torch.float32) if device.type != "cpu" else None
+            self.optimizer.found_inf = skip  # type: ignore[attr-defined]
+        if (not self._fused or device.type == "cpu") and bool(found_inf):
+            return  # an optimizer that cannot skip on the device: the host waits for it here
+        in_kernel = self._fused and bool(gradients) and gradients[0].dtype == torch.float32
+        if in_kernel:  # the kernel divides by grad_scale itself, which saves a pass over the gradients
+            self.optimizer.grad_scale = (1 / factor).to(device, torch.float32)  # type: ignore[attr-defined]
+        elif gradients:  # also float64: the kernel reads grad_scale as float32, which is too coarse for it
+            torch._foreach_mul_(gradients, factor.to(device, gradients[0].dtype))
+        self.optimizer.step()
 
     def tensors(self) -> dict[tuple[str, str], Tensor]:
         """The state's tensors by (weight, slot)."""

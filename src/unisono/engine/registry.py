@@ -69,20 +69,23 @@ def _module_from_file(file: Path) -> ModuleType:
     file = file.resolve()
     if not file.is_file():
         raise UserError(f"recipe file {file} does not exist")
-    known = sys.modules.get(file.stem)
+    name = file.stem
+    known = sys.modules.get(name)
     if known is not None and getattr(known, "__file__", None) == str(file):
         return known
-    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if known is not None or name in sys.stdlib_module_names:
+        name = f"recipe_{name}"  # a recipe called json.py must not take the real one's place
+    spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     module._loaded_by_path = True  # type: ignore[attr-defined]
     # Under its own name and with its folder on the path, as if it had been run: its neighbours can be imported.
     sys.path.insert(0, str(file.parent))
-    sys.modules[file.stem] = module
+    sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # SystemExit: a script that parses arguments of its own
-        del sys.modules[file.stem]
+        del sys.modules[name]
         raise RecipeError(f"{file} does not import: {_shortly(error, file)}") from error
     return module
 

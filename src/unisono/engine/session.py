@@ -23,7 +23,7 @@ from unisono.engine.batch import BatchPlan, plan_batch
 from unisono.engine.build import Parts, build_dataset, build_parts
 from unisono.engine.checks import check_settings
 from unisono.engine.evaluate import Evaluation
-from unisono.engine.history import continue_run
+from unisono.engine.history import continue_run, record_of
 from unisono.engine.opening import opening
 from unisono.engine.placement import find_placement, set_switches
 from unisono.engine.recipe import Recipe, Work
@@ -67,11 +67,15 @@ class _Session:
         self._kind, self._start, self._stop = kind, start, stop
         self._agreement = Agreement()
         self._name = kind.__qualname__
+        resume = resolved.values["resume"]
         path = self._agreement.main_says(resolved.values["output_dir"] or default_folder(self._name))
         resolved = resolved.with_values(resolved.sources["output_dir"], output_dir=path)
         self._main_decides(lambda: check_writable(path))
-        record = self._main_decides(lambda: RunFolder.read(path))
-        self._resolved = continue_run(resolved, record, self._name, (Settings, kind.Config))
+        here = self._main_decides(lambda: RunFolder.read(path))
+        self._stored_batch = None if here is None else here.get("global_batch")
+        record = here or self._main_decides(lambda: record_of(resume))
+        where = f"output_dir {path}" if here else f"resume {resume}"
+        self._resolved = continue_run(resolved, record, self._name, (Settings, kind.Config), where)
         self._settings = self._resolved.build(Settings)
         check_settings(self._settings)
         self._folder = RunFolder(path)
@@ -135,7 +139,7 @@ class _Session:
         return value  # type: ignore[no-any-return]
 
     def _batch(self, checkpoint: Path | None, devices: int) -> BatchPlan:
-        stored = None
+        stored = self._stored_batch
         if checkpoint is not None:
             stored = self._main_decides(lambda: int(read_extra(checkpoint)["state"]["global_batch"]))
         return plan_batch(

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unisono.data.bits import key_of
-from unisono.data.loader import MicroBatch, place
+from unisono.data.loader import MicroBatch, place, seed_everything
 from unisono.data.noise import Noise
 from unisono.engine.ema import Ema
 from unisono.engine.optim import Updater
@@ -211,13 +211,13 @@ class OptimizerStep:
             )
 
     def _seed_dropout(self, micro_batch: int) -> None:
-        """What the model draws itself (dropout) repeats exactly at one world size."""
+        """What the model draws itself (dropout) repeats exactly at one world size, whoever drew before (a loader)."""
         rank = self._strategy.place.rank
-        key = key_of(_DROPOUT, self._settings.run.seed, self._state.step, rank, micro_batch) & 0x7FFFFFFFFFFFFFFF
-        torch.default_generator.manual_seed(key)
+        key = key_of(_DROPOUT, self._settings.run.seed, self._state.step, rank, micro_batch)
+        seed_everything(key)
         for device in self._strategy.place.devices:
             if device.type == "cuda":
-                torch.cuda.default_generators[device.index].manual_seed(key)
+                torch.cuda.default_generators[device.index].manual_seed(key & 0x7FFFFFFFFFFFFFFF)
 
 
 def flatten_loss(loss: Any) -> dict[str, Tensor]:

@@ -10,9 +10,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+_GOOD_PART = 0.1  # an encoder's and a decoder's layers both count, a few small heads do not
+
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The modules of the class that is repeated in a list and holds most of the weights; empty if there is none."""
+    """The modules of the classes that are repeated in lists and hold a good part of the weights; may be empty."""
     families: dict[type, list[nn.Module]] = defaultdict(list)
     inside: set[nn.Module] = set()  # blocks: the layers that a block repeats itself are no blocks
     for container in model.modules():  # outer ones first
@@ -26,7 +28,8 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
             if len(children) > 1 and not isinstance(children[0], nn.ModuleList | nn.Sequential):
                 families[kind].extend(children)
                 inside.update(part for child in children for part in child.modules())
-    return max(families.values(), key=_num_weights, default=[])
+    large = [blocks for blocks in families.values() if _num_weights(blocks) > _GOOD_PART * _num_weights([model])]
+    return [block for blocks in large for block in blocks]
 
 
 def _num_weights(modules: Sequence[nn.Module]) -> int:
