@@ -31,7 +31,7 @@ from unisono.engine.registry import words_for
 from unisono.engine.resume import find_checkpoint, restore
 from unisono.engine.trainer import Length, Result, Trainer
 from unisono.engine.watch import Watch
-from unisono.errors import UserError
+from unisono.errors import UnisonoError, UserError
 from unisono.observe.folder import RunFolder, check_writable
 from unisono.settings import Settings
 
@@ -56,9 +56,17 @@ def run_session(kind: type[Recipe], resolved: Resolved, start: Start) -> Result:
     set_switches(settings)
     place = find_placement(world, settings)
     join(world, place.device, alone=settings.parallel.strategy in ("ddp", "fsdp"))
-    with StopRequest(world.launcher, start.job_folder) as stop:
-        result = _Session(kind, resolved, start, stop).run()
-    leave()  # not after an error: with a peer gone it could wait for ever
+    try:
+        with StopRequest(world.launcher, start.job_folder) as stop:
+            result = _Session(kind, resolved, start, stop).run()
+    except UnisonoError:
+        leave()
+        raise
+    except BaseException:
+        if world.size == 1:  # otherwise a peer may be gone, and leaving could wait for it for ever
+            leave()
+        raise
+    leave()
     return result
 
 
@@ -104,7 +112,7 @@ class _Session:
         save_group = dist.new_group(backend="gloo") if world.size > 1 else None
         if checkpoint is not None:
             restore(checkpoint, parts, save_group)
-        length = Length.of(settings, size, batch.global_batch)
+        length = Length.of(settings, size, parts.state)
         self._announce(parts, batch, length, size, eval_data, checkpoint)
         watch = Watch(
             self._folder,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from unisono.engine.evaluate import Evaluation
 from unisono.engine.optim import learning_rate_factor
 from unisono.engine.preview import write_previews
 from unisono.engine.resume import extra_of, tensors_of
+from unisono.engine.state import TrainState
 from unisono.engine.step import OptimizerStep, StepReport
 from unisono.engine.watch import Watch
 from unisono.errors import TrainingFailed
@@ -41,21 +43,27 @@ class Result:
 
 @dataclass(frozen=True)
 class Length:
-    """How long a run is, in samples and optimizer steps; None means without end."""
+    """How long a run is, from its beginning, in samples and in optimizer steps."""
 
     samples: int
     steps: int
 
     @classmethod
-    def of(cls, settings: Settings, num_samples: int, global_batch: int) -> Length:
-        """The end that comes first: max_steps, or the last sample of the last epoch."""
+    def of(cls, settings: Settings, num_samples: int, state: TrainState) -> Length:
+        """The end that comes first: max_steps, or the last sample of the last epoch.
+
+        Counted from where the run stands: one that had ended with a smaller last batch may have been extended.
+        """
+        batch = state.global_batch
         epochs = settings.run.num_epochs
         if epochs is None and settings.run.max_steps is None:
             epochs = 1
-        by_steps = None if settings.run.max_steps is None else settings.run.max_steps * global_batch
+        by_steps = (
+            None if settings.run.max_steps is None else state.samples + (settings.run.max_steps - state.step) * batch
+        )
         by_epochs = None if epochs is None else epochs * num_samples
         samples = min(end for end in (by_steps, by_epochs) if end is not None)
-        return cls(samples, -(-samples // global_batch))
+        return cls(samples, state.step + max(0, -(-(samples - state.samples) // batch)))
 
 
 class Trainer:
@@ -81,7 +89,7 @@ class Trainer:
         self._folder, self._watch, self._stop = folder, watch, stop
         self._agreement = Agreement()
         self._order = Order(len(data), settings.run.seed, settings.data.shuffle)  # type: ignore[arg-type]
-        self.length = Length.of(settings, self._order.num_samples, batch.global_batch)
+        self.length = Length.of(settings, self._order.num_samples, self.state)
         self._step = OptimizerStep(
             parts.recipe, parts.strategy, parts.updater, parts.ema, parts.scale, self.state, settings
         )
@@ -175,7 +183,8 @@ class Trainer:
         last = report.samples == self.length.samples
         if report.skipped:
             self._watch.message(f"step {report.step} skipped: non-finite loss or gradient")
-            self._folder.event("nan", step=report.step, loss=report.loss, grad_norm=report.grad_norm)
+            kind = "overflow" if self.parts.scale is not None and math.isfinite(report.loss) else "nan"
+            self._folder.event(kind, step=report.step, loss=report.loss, grad_norm=report.grad_norm)
         if report.step % self.settings.observe.log_every == 0 or last:
             record = self._watch.step_record(report, self._order.num_samples, self.state.skipped)
             self.state.last_metrics |= {key: record[key] for key in ("loss", "lr", "grad_norm")}
