@@ -1,6 +1,6 @@
 """Makes docs/images/train.svg, the README's picture: real output of real commands, drawn by rich.
 
-    .venv/bin/python docs/picture.py
+.venv/bin/python docs/picture.py
 """
 
 from __future__ import annotations

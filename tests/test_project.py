@@ -116,3 +116,13 @@ def test_help_takes_less_than_half_a_second() -> None:
         seconds.append(time.perf_counter() - start)
         assert result.returncode == 0 and result.stdout, result.stderr
     assert statistics.median(seconds) < 0.5
+
+
+def test_the_readme_shows_the_figures_that_were_measured() -> None:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        from figures import with_figures
+    finally:
+        sys.path.pop(0)
+    text = (ROOT / "README.md").read_text()
+    assert with_figures(text) == text, "run: python benchmarks/figures.py"

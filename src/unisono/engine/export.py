@@ -37,10 +37,7 @@ def load_trained(
     record = RunFolder.read(run)
     if record is None:
         raise UserError(f"{run} is not a run's folder (no run.json)")
-    words = words or record.get("recipe_from")
-    if words is None:
-        raise UserError(f"{run} does not say where its recipe {record['recipe']} is; give --recipe file.py:Class")
-    kind = load_recipe(words)
+    kind = load_recipe(words or _recipe_named_in(record, run))
     resolved = Resolved.from_json((Settings, kind.Config), {"values": record["config"], "sources": record["sources"]})
     checkpoint = _checkpoint(run, step, {"recipe": record["recipe"]})
     recipe = kind(resolved.build(kind.Config))
@@ -55,6 +52,16 @@ def load_trained(
         state |= load_whole(checkpoint, "ema.")
     _fill(model, state)
     return recipe, model.eval(), f"{'averaged ' if averaged else ''}weights of {checkpoint.name}"
+
+
+def _recipe_named_in(record: dict[str, Any], run: Path) -> str:
+    words = record.get("recipe_from")
+    if not isinstance(words, str):
+        raise UserError(f"{run} does not say where its recipe {record['recipe']} is; give --recipe file.py:Class")
+    if Path(words.rpartition(":")[0]).resolve().is_relative_to(run.resolve()):
+        # run.json is data: it may name the user's recipe, but not bring code of its own along.
+        raise UserError(f"{run} names a recipe inside itself ({words}); give --recipe file.py:Class if you trust it")
+    return words
 
 
 def _checkpoint(run: Path, step: str | None, identity: dict[str, Any]) -> Path:

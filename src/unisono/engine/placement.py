@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from unisono.cluster.environment import World
-from unisono.engine.precision import compute_type
+from unisono.engine.precision import compute_type, weight_type
 from unisono.errors import ConfigError
 from unisono.parallel.strategy import Placement
 from unisono.settings import Settings
@@ -33,12 +35,23 @@ def find_placement(world: World, settings: Settings) -> Placement:
     return Placement(device, world.rank, world.size, devices, dtype, settings.run.deterministic)
 
 
-def set_switches(settings: Settings) -> None:
-    """Determinism and matrix precision, which torch keeps per process."""
-    torch.set_default_dtype(torch.float64 if settings.precision.dtype == "float64" else torch.float32)
+@contextmanager
+def switches(settings: Settings) -> Iterator[None]:
+    """Determinism and precision, which torch keeps per process; as they were before when the run is over."""
+    cudnn = torch.backends.cudnn
+    before = torch.get_default_dtype(), torch.get_float32_matmul_precision(), cudnn.allow_tf32, cudnn.benchmark
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.set_default_dtype(weight_type(settings.precision))
     torch.set_float32_matmul_precision("high" if settings.precision.tf32 else "highest")
-    torch.backends.cudnn.allow_tf32 = settings.precision.tf32
+    cudnn.allow_tf32 = settings.precision.tf32
     if settings.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
-        torch.backends.cudnn.benchmark = False
+        cudnn.benchmark = False
     torch.use_deterministic_algorithms(settings.run.deterministic)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before[0])
+        torch.set_float32_matmul_precision(before[1])
+        cudnn.allow_tf32, cudnn.benchmark = before[2:]
+        torch.use_deterministic_algorithms(was_deterministic)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from unisono.engine.checks import check_settings
 from unisono.engine.evaluate import Evaluation
 from unisono.engine.history import continue_run, record_of
 from unisono.engine.opening import opening
-from unisono.engine.placement import find_placement, set_switches
+from unisono.engine.placement import find_placement, switches
 from unisono.engine.recipe import Recipe, Work
 from unisono.engine.registry import words_for
 from unisono.engine.resume import find_checkpoint, restore
@@ -53,7 +54,6 @@ def run_session(kind: type[Recipe], resolved: Resolved, start: Start) -> Result:
     settings = resolved.build(Settings)
     check_settings(settings)
     world = start.world
-    set_switches(settings)
     place = find_placement(world, settings)
     join(world, place.device, alone=settings.parallel.strategy in ("ddp", "fsdp"))
     try:
@@ -88,9 +88,13 @@ class _Session:
         check_settings(self._settings)
         self._folder = RunFolder(path)
         self._remarks = list(start.remarks)
-        set_switches(self._settings)
 
     def run(self) -> Result:
+        """Trains from the newest checkpoint to the end."""
+        with switches(self._settings):
+            return self._run()
+
+    def _run(self) -> Result:
         settings, world = self._settings, self._start.world
         place = find_placement(world, settings)
         checkpoint, skipped = self._main_decides(
@@ -126,7 +130,17 @@ class _Session:
         evaluation = Evaluation(recipe, parts.strategy, eval_data, settings) if eval_data is not None else None
         identity = {"recipe": self._name, "seed": settings.run.seed, "global_batch": batch.global_batch}
         trainer = Trainer(
-            parts, settings, batch, data, evaluation, self._folder, watch, self._stop, save_group, identity
+            parts,
+            settings,
+            batch,
+            data,
+            evaluation,
+            self._folder,
+            watch,
+            self._stop,
+            self._agreement,
+            save_group,
+            identity,
         )
         result = trainer.train()
         self._folder.event(result.status, step=result.step)
@@ -206,8 +220,6 @@ class _Session:
 
 def print_line(text: str) -> None:
     """A line for the user on stderr, where the progress line is too."""
-    import sys
-
     print(text, file=sys.stderr, flush=True)
 
 

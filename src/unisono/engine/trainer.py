@@ -58,9 +58,8 @@ class Length:
         epochs = settings.run.num_epochs
         if epochs is None and settings.run.max_steps is None:
             epochs = 1
-        by_steps = (
-            None if settings.run.max_steps is None else state.samples + (settings.run.max_steps - state.step) * batch
-        )
+        max_steps = settings.run.max_steps
+        by_steps = None if max_steps is None else state.samples + (max_steps - state.step) * batch
         by_epochs = None if epochs is None else epochs * num_samples
         samples = min(end for end in (by_steps, by_epochs) if end is not None)
         return cls(samples, state.step + max(0, -(-(samples - state.samples) // batch)))
@@ -79,6 +78,7 @@ class Trainer:
         folder: RunFolder,
         watch: Watch,
         stop: StopRequest,
+        agreement: Agreement,
         save_group: dist.ProcessGroup | None,
         identity: Mapping[str, Any],
     ) -> None:
@@ -86,8 +86,7 @@ class Trainer:
         place = parts.strategy.place
         self._main = place.rank == 0
         self._batch, self._data, self._evaluation = batch, data, evaluation
-        self._folder, self._watch, self._stop = folder, watch, stop
-        self._agreement = Agreement()
+        self._folder, self._watch, self._stop, self._agreement = folder, watch, stop, agreement
         self._order = Order(len(data), settings.run.seed, settings.data.shuffle)  # type: ignore[arg-type]
         self.length = Length.of(settings, self._order.num_samples, self.state)
         self._step = OptimizerStep(

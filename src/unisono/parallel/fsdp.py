@@ -52,8 +52,10 @@ class FSDP(Strategy):
                 # A plain sum, which gloo has too; the engine divides by the true count.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-        stage.to(place.device) if not settings.fsdp_cpu_offload else _move_buffers(stage, place.device)
-        return stage
+        if settings.fsdp_cpu_offload:
+            _move_buffers(stage, place.device)
+            return stage
+        return stage.to(place.device)
 
     def _local_parameters(self) -> list[tuple[str, nn.Parameter]]:
         self._whole = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
