@@ -61,9 +61,9 @@ def end(process: subprocess.Popen[str], seconds: float = 90) -> Ended:
     return Ended(process.returncode, out, err)
 
 
-def unisono(*words: object, cwd: Path, **more: str) -> Ended:
+def unisono(*words: object, cwd: Path, seconds: float = 90, **more: str) -> Ended:
     """Runs `python -m unisono` with these words."""
-    return end(start(["-m", "unisono", *words], cwd=cwd, **more))
+    return end(start(["-m", "unisono", *words], cwd=cwd, **more), seconds)
 
 
 def lines(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:

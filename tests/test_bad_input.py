@@ -203,7 +203,7 @@ MISTAKES = {
     ),
     "resume from another recipe's checkpoint": Mistake(
         "--output_dir {place}/new --resume {place}/" + LAST,
-        ["resume", "not a valid checkpoint", "recipe Tiny, not Sibling"],
+        ["resume", "a run of Tiny, not Sibling", "choose another"],
         recipe=f"{TINY_FILE}:Sibling",
         before=with_run,
     ),

@@ -78,23 +78,35 @@ def variants(question: Question, global_batch: int) -> list[Variant]:
     found = []
     for ranks in question.ranks:
         share = -(-global_batch // ranks)
-        sizes = sorted({share, max(1, -(-share // 4))}, reverse=True)
         for strategy in ("single",) if ranks == 1 else question.strategies:
-            found += [Variant(ranks, strategy, size, -(-share // size)) for size in sizes]
+            found += [Variant(ranks, strategy, -(-share // parts), parts) for parts in (1, *_uneven(share))]
     return found
+
+
+def _uneven(share: int) -> list[int]:
+    """A number of micro-batches that cannot be equal: the mean of equal parts' means would hide a loss that is one."""
+    return [parts for parts in (3, 4, 5, 2) if share % parts and share > parts][:1]
+
+
+def uneven_batch(global_batch: int, ranks: Sequence[int]) -> int:
+    """A batch that does not divide by the ranks, for the same reason."""
+    return global_batch + 1 if global_batch % max(ranks) == 0 and max(ranks) > 1 else global_batch
 
 
 def verify(recipe: str, resolved: Resolved, question: Question, tell: Callable[[str], None]) -> list[Answer]:
     """Runs every variant and compares it with the first."""
     settings = resolved.build(Settings)
     plan = plan_batch(settings.batch, resolved.explicit, devices=max(question.ranks))
+    batch = plan.global_batch
+    if not resolved.explicit("global_batch_size"):
+        batch = uneven_batch(batch, question.ranks)
     answers: list[Answer] = []
     with tempfile.TemporaryDirectory(prefix="unisono-verify-") as folder:
         first: tuple[list[float], Path] | None = None
-        for number, variant in enumerate(variants(question, plan.global_batch)):
+        for number, variant in enumerate(variants(question, batch)):
             tell(f"running {variant.title} …")
             run = Path(folder) / str(number)
-            losses, checkpoint = _run(recipe, resolved, question, variant, plan.global_batch, run)
+            losses, checkpoint = _run(recipe, resolved, question, variant, batch, run)
             first = first or (losses, checkpoint)
             answers.append(_compare(variant, first, (losses, checkpoint), question.precision))
     return answers

@@ -1,0 +1,103 @@
+"""`unisono export` writes what was trained, and nothing over what is there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from command_line import unisono
+
+RECIPE = """
+import torch
+from torch import nn
+from unisono import Loss, Recipe
+
+class Tied(Recipe):
+    defaults = {"batch_size": 2, "num_workers": 0, "max_steps": 6, "save_every": 2, "ema_decay": 0.5}
+
+    def model(self):
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
+        model[2].weight = model[0].weight
+        return model
+
+    def dataset(self, split):
+        return [torch.arange(3.0) + i for i in range(8)]
+
+    def loss(self, model, batch, noise):
+        return Loss(model(batch).square().sum(), len(batch))
+
+    def evaluate(self, model, batch, noise):
+        return {"size": (model[0].weight.square().sum(), 1)}
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("export")
+    (folder / "tied.py").write_text(RECIPE)
+    flags = ["--output_dir", "run", "--eval_every", "2", "--best_metric", "eval/size", "--best_mode", "max"]
+    done = unisono("train", "tied.py:Tied", *flags, cwd=folder)
+    assert done.code == 0, done.err
+    return folder / "run"
+
+
+def exported(run: Path, folder: Path, *words: str) -> dict[str, torch.Tensor]:
+    done = unisono("export", str(run), str(folder), *words, cwd=folder.parent)
+    assert done.code == 0, done.err
+    return load_file(folder / "model.safetensors")
+
+
+def test_the_average_is_exported_unless_the_weights_are_asked_for(run: Path, tmp_path: Path) -> None:
+    average = exported(run, tmp_path / "a")
+    weights = exported(run, tmp_path / "b", "--weights", "model")
+    assert not torch.equal(average["0.weight"], weights["0.weight"])
+    assert torch.equal(average["1.running_mean"], weights["1.running_mean"])  # buffers are not averaged
+    assert {"0.bias", "1.weight", "2.bias"} <= average.keys()
+    assert ("0.weight" in average) and ("2.weight" not in average)  # tied weights stand once
+
+
+def test_a_step_and_the_best_can_be_exported(run: Path, tmp_path: Path) -> None:
+    best = json.loads((run / "checkpoints" / "best.json").read_text())["step"]
+    by_name = exported(run, tmp_path / "best", "--step", "best")
+    by_number = exported(run, tmp_path / "number", "--step", str(best))
+    assert all(torch.equal(by_name[name], by_number[name]) for name in by_name)
+    other = next(step for step in (4, 6) if step != best)
+    assert not torch.equal(exported(run, tmp_path / "other", "--step", str(other))["0.bias"], by_name["0.bias"])
+
+
+def test_nothing_is_written_over_what_is_there(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("keep")
+    done = unisono("export", str(run), "mine", cwd=tmp_path)
+    assert done.code == 2 and "not an empty folder" in done.err
+    assert [file.name for file in (tmp_path / "mine").iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nowhere"], "no run.json"),
+        (["RUN", "--step", "99"], "step_00000099"),
+        (["RUN", "--step", "last"], "expected a number"),
+    ],
+)
+def test_what_cannot_be_exported_is_said_in_one_line(run: Path, tmp_path: Path, words: list[str], said: str) -> None:
+    given = [str(run) if word == "RUN" else word for word in words]
+    done = unisono("export", given[0], "out", *given[1:], cwd=tmp_path)
+    assert done.code == 2 and said in done.err and len(done.err.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_cannot_bring_its_own_code(run: Path, tmp_path: Path) -> None:
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "evil.py").write_text("open('executed', 'w')\n")
+    record = json.loads((run / "run.json").read_text()) | {"recipe_from": f"{foreign / 'evil.py'}:Tied"}
+    (foreign / "run.json").write_text(json.dumps(record))
+    done = unisono("export", str(foreign), "out", cwd=tmp_path)
+    assert done.code == 2 and "inside itself" in done.err
+    assert not (tmp_path / "executed").exists()
