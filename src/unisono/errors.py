@@ -16,6 +16,7 @@ class UnisonoError(Exception):
     """An error whose message is meant for the user and whose traceback is not."""
 
     exit_code = EXIT_FAILED
+    already_told = False  # whether the user has seen the message
 
 
 class UserError(UnisonoError):

@@ -66,7 +66,7 @@ def commit(
         if validate(final, identity=identity) is None:
             discard(staging)
             return final
-        _move_aside(final)
+        set_aside(final)
     os.rename(staging, final)
     sync_folder(final.parent)
     return final
@@ -118,8 +118,9 @@ def read_best(folder: Path) -> dict[str, Any] | None:
         raise CheckpointError(f"{folder / BEST} cannot be read ({error}); delete it to go on without a best") from None
 
 
-def _move_aside(path: Path) -> None:
+def set_aside(path: Path, why: str = "bad") -> None:
+    """Renames a checkpoint that must not be used (bad, or of a future that was gone back before); nothing is lost."""
     number = 1
-    while (aside := path.with_name(f"{path.name}.bad-{number}")).exists():
+    while (aside := path.with_name(f"{path.name}.{why}-{number}")).exists():
         number += 1
     os.rename(path, aside)

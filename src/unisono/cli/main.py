@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return _run(words)
     except UnisonoError as error:
-        if str(error):
+        if not error.already_told:
             print(f"unisono: {_who()}{error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:

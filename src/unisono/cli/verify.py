@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from unisono.cli.train import split_words
 from unisono.config.resolve import resolve
 from unisono.engine.registry import load_recipe
 from unisono.errors import EXIT_DIFFERENCE, EXIT_DONE, ConfigError, UserError
 from unisono.settings import Settings
+
+if TYPE_CHECKING:
+    from unisono.engine.verify import Answer, Question
 
 _USAGE = """usage: unisono verify RECIPE [--ranks 1,2] [--steps 5] [--strategies ddp,fsdp] [--precision float64] [flags]
 
@@ -36,7 +42,7 @@ def main(words: list[str]) -> int:
         raise UserError("verify: which recipe? for instance: unisono verify my_file.py:MyRecipe --ranks 1,2")
     kind = load_recipe(recipe)
     resolved = resolve((Settings, kind.Config), recipe_defaults=kind.defaults, file=config, flags=flags)
-    from unisono.engine.verify import Question, print_answers, verify
+    from unisono.engine.verify import Question, verify
 
     question = Question(
         ranks=_numbers(own["ranks"], "ranks"),
@@ -73,3 +79,45 @@ def _numbers(text: str, name: str) -> tuple[int, ...]:
     if not numbers or min(numbers) < 1:
         raise ConfigError(f"--{name}: expected whole numbers from 1 on, for instance 1,2; got {text!r}")
     return numbers
+
+
+def print_answers(answers: Sequence[Answer], question: Question) -> bool:
+    """The table, and whether all runs were the same."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from unisono.engine.verify import TOLERANCES
+
+    loss_limit, weight_limit = TOLERANCES[question.precision]
+    table = Table(title=f"{question.steps} steps in {question.precision}: largest difference from the first run")
+    for column in ("ranks", "strategy", "micro-batches", "loss", "weights", "verdict"):
+        table.add_column(column, justify="left" if column in ("strategy", "verdict") else "right")
+    for number, answer in enumerate(answers):
+        variant = answer.variant
+        verdict = (
+            "reference" if number == 0 else "same" if answer.same else f"DIFFERS ({answer.first_different or 'loss'})"
+        )
+        table.add_row(
+            str(variant.ranks),
+            variant.strategy,
+            f"{variant.micro_batches} x {variant.micro_batch}",
+            f"{answer.loss_difference:.1e}",
+            f"{answer.weight_difference:.1e}",
+            verdict,
+        )
+    console = Console()
+    console.print(table)
+    same = all(answer.same for answer in answers)
+    bad = next((answer for answer in answers if not answer.same), None)
+    if bad is not None:
+        where = (
+            f"the first weight that differs is {bad.first_different}" if bad.first_different else "the losses differ"
+        )
+        console.print(
+            f"Not the same run: {bad.variant.title}: {where}. Usual causes: batch norm, a loss that is a mean instead "
+            "of a sum, random numbers that do not come from `noise`, a loss cast to float32 (use --precision float32)."
+        )
+    else:
+        weights = f"{weight_limit:.0e} for weights" if math.isfinite(weight_limit) else "weights not judged in 16 bit"
+        console.print(f"Same run (tolerance {loss_limit:.0e} for losses, {weights}; dropout off).")
+    return same

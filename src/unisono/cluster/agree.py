@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -38,10 +39,11 @@ class Pending:
 class Agreement:
     """The one place where ranks agree. Every rank makes it, and makes every call on it, at the same point."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout: timedelta | None = None) -> None:
+        """`timeout` is how long a rank waits for the others, where that may be longer than torch's default."""
         self._group: dist.ProcessGroup | None = None
         if dist.is_initialized() and dist.get_world_size() > 1:
-            self._group = dist.new_group(backend="gloo")
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
 
     def start(self, flags: Mapping[str, int | float]) -> Pending:
         """Starts to exchange this rank's flags; the names must be the same on all ranks.

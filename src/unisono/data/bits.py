@@ -8,12 +8,27 @@ use operators only, so numpy arrays of int64 do as well: for the few positions o
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 Integers = TypeVar("Integers", bound=Any)  # an int64 torch.Tensor or numpy.ndarray
+
+
+class Purpose(IntEnum):
+    """What random numbers are for: the first part of every key, so that no two purposes share numbers."""
+
+    ORDER = 1
+    NOISE = 2
+    ITEM = 3
+    DROPOUT = 4
+    EVALUATION = 5
+    WEIGHTS = 6
+    PREVIEW = 7
+    BUILD = 8
+
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _FIRST = 0xBF58476D1CE4E5B9

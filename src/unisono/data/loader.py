@@ -7,7 +7,6 @@ augmentation in `Dataset[i]` repeats exactly.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
@@ -18,11 +17,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from unisono.cluster.lifetime import start_loader_worker
-from unisono.data.bits import key_of
+from unisono.data.bits import Purpose, key_of
 from unisono.data.order import Order, num_micro_batches, share_of, split
+from unisono.data.seeding import seed_everything
 from unisono.settings import DataSettings
 
-_ITEM = 3  # keeps the items' seeds apart from order and noise
 _LOOK_AHEAD = 1024  # positions whose order is worked out at once: for a micro-batch alone numpy's calls would cost more
 
 
@@ -79,7 +78,7 @@ class _PositionedDataset(Dataset[Any]):
     def __getitems__(self, positions: list[int]) -> list[Any]:
         items = []
         for position in positions:
-            seed_everything(key_of(_ITEM, self.order.seed, position))
+            seed_everything(key_of(Purpose.ITEM, self.order.seed, position))
             items.append(self.dataset[self._index(position)])
         return items
 
@@ -89,14 +88,6 @@ class _PositionedDataset(Dataset[Any]):
             first, indices = position, self.order.indices(np.arange(position, position + _LOOK_AHEAD)).tolist()
             self._known = first, indices
         return indices[position - first]
-
-
-def seed_everything(key: int) -> None:
-    """Seeds python, numpy and torch on the CPU: what runs next draws the same numbers wherever it runs."""
-    seed = key & 0x7FFFFFFFFFFFFFFF
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed also visits every device: 100 times slower
 
 
 class Loader:
@@ -151,7 +142,7 @@ def place(data: Any, device: torch.device, floating: torch.dtype | None = None) 
         dtype = floating if floating is not None and data.is_floating_point() else data.dtype
         return data.to(device, dtype, non_blocking=True)
     if isinstance(data, dict):
-        return type(data)((key, place(value, device, floating)) for key, value in data.items())
+        return {key: place(value, device, floating) for key, value in data.items()}
     if isinstance(data, tuple) and hasattr(data, "_fields"):
         return type(data)(*(place(value, device, floating) for value in data))
     if isinstance(data, list | tuple):

@@ -12,9 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from unisono.data.bits import key_of, keys_for, random_bits, to_unit
-
-_NOISE = 2  # keeps the noise's keys apart from the order's
+from unisono.data.bits import Purpose, key_of, keys_for, random_bits, to_unit
 
 
 class Noise:
@@ -27,7 +25,7 @@ class Noise:
 
     def _bits(self, shape: tuple[int, ...]) -> Tensor:
         """[batch, *shape] random bits of the next draw."""
-        rows = keys_for(key_of(_NOISE, self._seed, self._draws), self._positions)
+        rows = keys_for(key_of(Purpose.NOISE, self._seed, self._draws), self._positions)
         self._draws += 1
         counter = torch.arange(math.prod(shape), device=self._positions.device)
         return random_bits(rows[:, None], counter[None, :]).view(len(self._positions), *shape)

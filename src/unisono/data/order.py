@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from unisono.data.bits import Integers, key_of, keys_for, mix
+from unisono.data.bits import Integers, Purpose, key_of, keys_for, mix
 
-_ORDER = 1  # keeps the order's keys apart from the noise's
 _ROUNDS = 6
 
 
@@ -41,7 +40,7 @@ class Order:
         if not self.shuffle or self.num_samples == 1:
             return offsets  # type: ignore[no-any-return]
         epochs = (positions - offsets) // self.num_samples
-        keys = keys_for(key_of(_ORDER, self.seed), epochs)
+        keys = keys_for(key_of(Purpose.ORDER, self.seed), epochs)
         return _permute(offsets, self.num_samples, keys)  # type: ignore[no-any-return]
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from unisono.data.bits import Purpose, key_of
+from unisono.data.seeding import seed_everything
 from unisono.engine.batch import BatchPlan
 from unisono.engine.ema import Ema
 from unisono.engine.optim import NOT_ELEMENTWISE, Updater, learning_rate_scale, named_optimizer
@@ -23,7 +26,7 @@ from unisono.parallel.ddp import DDP
 from unisono.parallel.fsdp import FSDP
 from unisono.parallel.materialize import materialize
 from unisono.parallel.single import Single
-from unisono.parallel.strategy import Placement, Strategy, place_frozen
+from unisono.parallel.strategy import Placement, Strategy, cast_weights, place_frozen
 from unisono.planning.choose import Demand, choose_strategy
 from unisono.settings import Settings
 
@@ -47,14 +50,14 @@ class Parts:
 def build_parts(recipe: Recipe, settings: Settings, place: Placement, batch: BatchPlan) -> Parts:
     """Builds the model and all that goes with it; the weights are those of step 0."""
     remarks: list[str] = []
-    torch.manual_seed(settings.run.seed)
+    seed_everything(key_of(Purpose.BUILD, settings.run.seed), place.devices)
     model = recipe.model()
     if not isinstance(model, nn.Module):
         raise RecipeError(f"model() returned {type(model).__name__}; expected a torch.nn.Module")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise RecipeError("model() has no trainable parameters")
     materialize(model, settings.run.seed)
-    model.to(weight_type(settings.precision))
+    cast_weights(model, weight_type(settings.precision))
     model.train()
     if settings.run.disable_dropout:
         disable_dropout(model)
@@ -74,7 +77,12 @@ def build_parts(recipe: Recipe, settings: Settings, place: Placement, batch: Bat
     if settings.precision.compile:
         compile_blocks(model, blocks)
     strategy = STRATEGIES[name](model, blocks, place, settings.parallel)
-    place_frozen(recipe.frozen(), place.device)
+    seed_everything(key_of(Purpose.BUILD, settings.run.seed, 1), place.devices)
+    frozen = recipe.frozen()
+    place_frozen(frozen, place.device)
+    if settings.precision.dtype == "float64":
+        for module in frozen.values():
+            cast_weights(module, torch.float64)
     updater = Updater(
         strategy.parameters,
         settings.optim,
@@ -143,8 +151,9 @@ def disable_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def build_dataset(recipe: Recipe, split: str) -> Dataset[Any] | None:
-    """The recipe's data for a split, checked."""
+def build_dataset(recipe: Recipe, split: str, seed: int) -> Dataset[Any] | None:
+    """The recipe's data for a split, checked; what it draws is the same on every rank and at every start."""
+    seed_everything(key_of(Purpose.BUILD, seed, crc32(split.encode())))
     dataset = recipe.dataset(split)
     if dataset is None:
         if split == "train":

@@ -35,7 +35,7 @@ _AT_LEAST_ZERO = (
     "node_rank",
     "epsilon",
 )
-_PART_OF_ONE = ("ema_decay", "beta1", "beta2", "min_lr_ratio", "wsd_decay_ratio")
+_PART_OF_ONE = ("ema_decay", "min_lr_ratio", "wsd_decay_ratio")
 
 
 def check_settings(settings: Settings) -> None:
@@ -46,6 +46,7 @@ def check_settings(settings: Settings) -> None:
         (_AT_LEAST_ZERO, 0, math.inf, "at least 0"),
         (("eval_every", "preview_every"), -1, math.inf, "at least -1"),
         (_PART_OF_ONE, 0, 1, "from 0 to 1"),
+        (("beta1", "beta2"), 0, 1 - 1e-12, "from 0 to less than 1"),
         (("bucket_cap_mb",), 1e-3, math.inf, "more than 0"),
     ):
         for name in names:
@@ -57,5 +58,7 @@ def check_settings(settings: Settings) -> None:
         raise ConfigError("nnodes: several machines also need rdzv_endpoint (host:port) and node_rank")
     if settings.launch.node_rank is not None and settings.launch.node_rank >= settings.launch.nnodes:
         raise ConfigError(f"node_rank: expected 0 to {settings.launch.nnodes - 1}, got {settings.launch.node_rank}")
+    if settings.parallel.strategy == "fsdp" and settings.parallel.find_unused_parameters:
+        raise ConfigError("find_unused_parameters is ddp's; fsdp needs every weight in every step on every rank")
     if settings.parallel.static_graph and settings.parallel.find_unused_parameters:
         raise ConfigError("static_graph and find_unused_parameters contradict each other; leave one of them out")

@@ -6,7 +6,9 @@ What a recipe returns adds up: sums with counts, or torchmetrics objects, which 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -14,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from unisono.data.bits import key_of
+from unisono.cluster.agree import Agreement
+from unisono.data.bits import Purpose, key_of
 from unisono.data.loader import Cursor, Loader, place
 from unisono.data.noise import Noise
 from unisono.data.order import Order
@@ -24,15 +27,16 @@ from unisono.errors import RecipeError
 from unisono.parallel.strategy import Strategy
 from unisono.settings import Settings
 
-_EVALUATION = 5  # keeps evaluation's noise apart from training's
-
 
 class Evaluation:
     """Evaluates a recipe's model on its "eval" data."""
 
-    def __init__(self, recipe: Recipe, strategy: Strategy, dataset: Dataset[Any], settings: Settings) -> None:
+    def __init__(
+        self, recipe: Recipe, strategy: Strategy, dataset: Dataset[Any], settings: Settings, agreement: Agreement
+    ) -> None:
         self._recipe, self._strategy, self._dataset, self._settings = recipe, strategy, dataset, settings
-        self._seed = key_of(_EVALUATION, settings.run.seed)
+        self._agreement = agreement
+        self._seed = key_of(Purpose.EVALUATION, settings.run.seed)
         for value in vars(recipe).values():
             if _is_metric(value):
                 value.to(strategy.place.device)
@@ -41,17 +45,17 @@ class Evaluation:
         """The metrics over the whole evaluation set, named eval/…; the same on every rank."""
         sums: dict[str, Tensor] = {}  # name -> [sum, count] of this rank
         metrics: dict[str, Any] = {}
-        with self._strategy.evaluating():
-            loader = self._loader()
+        self._strategy.share_buffers()
+        with self._strategy.evaluating(), closing(self._loader()) as loader:
             for micro in loader:
                 device = self._strategy.place.device
                 positions = torch.arange(micro.chunk.positions.start, micro.chunk.positions.stop, device=device)
                 floating = torch.float64 if self._settings.precision.dtype == "float64" else None
                 found = self._strategy.infer(self._evaluate, place(micro.data, device, floating), positions)
                 self._add(found, sums, metrics, weight=0.0 if micro.chunk.stand_in else 1.0)
-            loader.close()
         self._strategy.weights_changed()  # a forward pass without backward leaves gathered weights behind
-        return {f"eval/{name}": value for name, value in {**self._over_ranks(sums), **_computed(metrics)}.items()}
+        found_all = self._over_ranks(sums) | self._computed(metrics)
+        return {f"eval/{name}": value for name, value in found_all.items()}
 
     def _loader(self) -> Loader:
         size = len(self._dataset)  # type: ignore[arg-type]
@@ -94,14 +98,19 @@ class Evaluation:
             name: total / count if count else 0.0 for name, (total, count) in zip(names, table.tolist(), strict=True)
         }
 
-
-def _computed(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """torchmetrics adds up over the ranks when it computes."""
-    values = {}
-    for name in sorted(metrics):
-        values[name] = float(metrics[name].compute())
-        metrics[name].reset()
-    return values
+    def _computed(self, metrics: Mapping[str, Any]) -> dict[str, float]:
+        """torchmetrics objects, added up here: their own synchronisation fails where a rank had no sample."""
+        values = {}
+        for name in sorted(metrics):
+            metric = metrics[name]
+            mine = copy.deepcopy(metric).cpu() if metric.update_called else None
+            metric.reset()
+            first, *others = [part for part in self._agreement.agree_all(mine) if part is not None]
+            first.sync_on_compute = False
+            for other in others:
+                first.merge_state(other)
+            values[name] = float(first.compute())
+        return values
 
 
 def _is_metric(value: Any) -> bool:

@@ -14,16 +14,10 @@ from unisono.observe.folder import RunFolder
 from unisono.settings import LaunchSettings, ParallelSettings
 
 # Where and how a run is carried out belongs to a start, not to the run.
-_OF_THE_START = {f.name for group in (LaunchSettings, ParallelSettings) for f in fields(group)} | {
-    "output_dir",
-    "resume",
-    "batch_size",
-    "gradient_accumulation_steps",
-    "global_batch_size",
-    "num_workers",
-    "prefetch_factor",
-    "pin_memory",
-}
+_OF_THE_START = {f.name for group in (LaunchSettings, ParallelSettings) for f in fields(group)}
+_OF_THE_START -= {"sync_batch_norm", "find_unused_parameters"}  # these belong to the model
+_OF_THE_START |= {"output_dir", "resume", "batch_size", "gradient_accumulation_steps", "global_batch_size"}
+_OF_THE_START |= {"num_workers", "prefetch_factor", "pin_memory"}
 
 
 def record_of(resume: str) -> Mapping[str, Any] | None:

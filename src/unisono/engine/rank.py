@@ -11,8 +11,9 @@ import json
 import os
 import sys
 import traceback
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from threading import Event
 
 from unisono.cluster.environment import detect
 from unisono.cluster.outcome import Kind, Outcome, write
@@ -23,14 +24,18 @@ def main() -> int:
     """Trains as the job says and leaves the outcome in its folder; a good end is status 0."""
     folder = Path(os.environ["UNISONO_JOB"])
     rank = int(os.environ["RANK"])
+    trained = Event()
     try:
-        status = _train(folder)
+        status = _train(folder, trained)
     except UnisonoError as error:
         kind: Kind = "user_error" if isinstance(error, UserError) else "failed"
         write(folder, Outcome(kind, str(error), rank))
     except BaseException as error:
         last = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        write(folder, Outcome("crashed", last, rank, traceback=traceback.format_exc()))
+        outcome = Outcome("crashed", last, rank, traceback=traceback.format_exc())
+        if not trained.is_set() and not outcome.blames_a_peer:
+            outcome = replace(outcome, kind="failed")  # before the first step: another attempt would end the same way
+        write(folder, outcome)
     else:
         write(folder, Outcome(status, rank=rank))
         return 0
@@ -38,7 +43,7 @@ def main() -> int:
     os._exit(1)  # not by way of destructors, which may wait for a peer that is gone
 
 
-def _train(folder: Path) -> Kind:
+def _train(folder: Path, trained: Event) -> Kind:
     from unisono.config.resolve import Resolved
     from unisono.engine.registry import load_recipe
     from unisono.engine.session import Start, run_session
@@ -48,7 +53,7 @@ def _train(folder: Path) -> Kind:
     kind = load_recipe(job["recipe"])
     resolved = Resolved.from_json((Settings, kind.Config), job["resolved"])
     world = detect()
-    result = run_session(kind, resolved, Start(world, job["asked_devices"], folder, job["remarks"]))
+    result = run_session(kind, resolved, Start(world, job["asked_devices"], folder, job["remarks"], trained))
     if world.local_rank == 0:  # each machine has a job folder of its own
         (folder / "result.json").write_text(json.dumps({**asdict(result), "folder": str(result.folder)}))
     return "stopped" if result.status == "stopped" else "done"

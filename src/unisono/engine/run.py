@@ -38,8 +38,10 @@ class _Plan:
 class LaunchFailed(UnisonoError):
     """Ranks ended with an exit code that says why; they have already told the user."""
 
+    already_told = True
+
     def __init__(self, exit_code: int) -> None:
-        super().__init__("")
+        super().__init__(f"the run ended with exit code {exit_code}; its ranks have said why")
         self.exit_code = exit_code
 
 
@@ -88,8 +90,13 @@ def start(kind: type[Recipe], resolved: Resolved) -> Any:
     if several or (resolved.explicit("max_restarts") and resolved.values["max_restarts"] > 0 and words is not None):
         assert words is not None
         return _launch(words, resolved, plan)
+    before = {name: os.environ.get(name) for name in plan.environ}
     os.environ.update(plan.environ)  # takes effect if CUDA has not been used yet in this process
-    return _here(kind, resolved, world, plan.asked_devices, plan.remarks)
+    try:
+        return _here(kind, resolved, world, plan.asked_devices, plan.remarks)
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def _precision_from_launcher(resolved: Resolved, world: World) -> Resolved:

@@ -7,19 +7,24 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from threading import Event
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from unisono.checkpoint.find import read_extra
+from unisono.checkpoint.commit import set_aside
+from unisono.checkpoint.find import list_steps, read_extra
 from unisono.cluster.agree import Agreement
 from unisono.cluster.environment import World
 from unisono.cluster.processes import join, leave
 from unisono.cluster.signals import StopRequest
 from unisono.config.resolve import Resolved
+from unisono.data.bits import Purpose, key_of
+from unisono.data.seeding import seed_everything
 from unisono.engine.batch import BatchPlan, plan_batch
 from unisono.engine.build import Parts, build_dataset, build_parts
 from unisono.engine.checks import check_settings
@@ -32,7 +37,7 @@ from unisono.engine.registry import words_for
 from unisono.engine.resume import find_checkpoint, restore
 from unisono.engine.trainer import Length, Result, Trainer
 from unisono.engine.watch import Watch
-from unisono.errors import UnisonoError, UserError
+from unisono.errors import UserError
 from unisono.observe.folder import RunFolder, check_writable
 from unisono.settings import Settings
 
@@ -47,6 +52,7 @@ class Start:
     asked_devices: int | None = None  # more than there are: the effective batch is kept by accumulation
     job_folder: Path | None = None  # under our own launcher
     remarks: list[str] = field(default_factory=list)  # said once, by the main rank
+    trained: Event = field(default_factory=Event)  # set when the first step has succeeded
 
 
 def run_session(kind: type[Recipe], resolved: Resolved, start: Start) -> Result:
@@ -59,9 +65,6 @@ def run_session(kind: type[Recipe], resolved: Resolved, start: Start) -> Result:
     try:
         with StopRequest(world.launcher, start.job_folder) as stop:
             result = _Session(kind, resolved, start, stop).run()
-    except UnisonoError:
-        leave()
-        raise
     except BaseException:
         if world.size == 1:  # otherwise a peer may be gone, and leaving could wait for it for ever
             leave()
@@ -81,6 +84,7 @@ class _Session:
         self._main_decides(lambda: check_writable(path))
         here = self._main_decides(lambda: RunFolder.read(path))
         self._stored_batch = None if here is None else here.get("global_batch")
+        self._begun_from = {start.get("resume") for start in here.get("starts", [])} if here is not None else set()
         record = here or self._main_decides(lambda: record_of(resume))
         where = f"output_dir {path}" if here else f"resume {resume}"
         self._resolved = continue_run(resolved, record, self._name, (Settings, kind.Config), where)
@@ -88,6 +92,9 @@ class _Session:
         check_settings(self._settings)
         self._folder = RunFolder(path)
         self._remarks = list(start.remarks)
+        words, before = words_for(kind), (here or {}).get("recipe_from")
+        if before not in (None, words):
+            self._remarks.append(f"this run's recipe was {before}, now it is {words}")
 
     def run(self) -> Result:
         """Trains from the newest checkpoint to the end."""
@@ -97,14 +104,14 @@ class _Session:
     def _run(self) -> Result:
         settings, world = self._settings, self._start.world
         place = find_placement(world, settings)
-        checkpoint, skipped = self._main_decides(
-            lambda: find_checkpoint(settings.run.resume, self._folder.path, self._name)
-        )
+        checkpoint, skipped = self._main_decides(self._find_checkpoint)
         self._remarks += skipped
         batch = self._batch(checkpoint, len(place.devices) if settings.parallel.strategy == "dp" else world.size)
+        seed = settings.run.seed
+        seed_everything(key_of(Purpose.BUILD, seed, 2), place.devices)
         recipe = self._kind(self._resolved.build(self._kind.Config))
         self._prepare(recipe)
-        data, eval_data = build_dataset(recipe, "train"), build_dataset(recipe, "eval")
+        data, eval_data = build_dataset(recipe, "train", seed), build_dataset(recipe, "eval", seed)
         assert data is not None
         size = len(data)  # type: ignore[arg-type]
         if size < batch.global_batch:
@@ -116,18 +123,28 @@ class _Session:
         save_group = dist.new_group(backend="gloo") if world.size > 1 else None
         if checkpoint is not None:
             restore(checkpoint, parts, save_group)
+            if parts.state.num_samples not in (0, size):
+                self._remarks.append(
+                    f"the data set had {parts.state.num_samples:,} samples before and has {size:,} now: "
+                    "from here on the order is another one"
+                )
+        parts.state.num_samples = size
+        self._from_step = parts.state.step
         length = Length.of(settings, size, parts.state)
         self._announce(parts, batch, length, size, eval_data, checkpoint)
         watch = Watch(
             self._folder,
             place,
             settings.observe,
+            self._agreement,
             total_steps=length.steps,
             start_step=parts.state.step,
             start_samples=parts.state.samples,
-            open_folder=lambda: self._open(parts, checkpoint),
+            open_folder=lambda: self._open(parts),
         )
-        evaluation = Evaluation(recipe, parts.strategy, eval_data, settings) if eval_data is not None else None
+        evaluation = None
+        if eval_data is not None:
+            evaluation = Evaluation(recipe, parts.strategy, eval_data, settings, self._agreement)
         identity = {"recipe": self._name, "seed": settings.run.seed, "global_batch": batch.global_batch}
         trainer = Trainer(
             parts,
@@ -178,11 +195,26 @@ class _Session:
         world = self._start.world
         folder = self._folder.path / "prepared"
         folder.mkdir(parents=True, exist_ok=True)
+        patient = Agreement(timeout=timedelta(days=7))
         recipe.prepare(Work(folder, world.rank, world.size))
-        self._agreement.agree_all(None)  # nobody reads what another rank is still preparing
+        patient.agree_all(None)  # nobody reads what another rank is still preparing
 
-    def _open(self, parts: Parts, checkpoint: Path | None) -> None:
+    def _find_checkpoint(self) -> tuple[Path | None, list[str]]:
+        """The checkpoint to go on from. A path is where a run begins: once it has gone on, it goes on from its own."""
+        resume, folder = self._settings.run.resume, self._folder.path
+        begun = self._start.world.restart_count > 0 or resume in self._begun_from
+        if resume not in ("auto", "never") and begun and list_steps(folder / "checkpoints"):
+            found, skipped = find_checkpoint("auto", folder, self._name)
+            note = f"this run has already gone on from {resume}: going on from its newest checkpoint"
+            return found, [*skipped, note]
+        return find_checkpoint(resume, folder, self._name)
+
+    def _open(self, parts: Parts) -> None:
+        """The first step has succeeded: what was found out so far goes to the run's folder."""
         world, state = self._start.world, parts.state
+        self._start.trained.set()
+        if not world.is_main:
+            return
         self._folder.open(
             {
                 "recipe": self._name,
@@ -195,6 +227,9 @@ class _Session:
                 "launcher": world.describe(),
             }
         )
+        for step, path in list_steps(self._folder.path / "checkpoints"):
+            if step > self._from_step:  # of a future that this start has gone back before
+                set_aside(path, "later")
 
     def _announce(
         self, parts: Parts, batch: BatchPlan, length: Length, size: int, eval_data: Any, checkpoint: Path | None
@@ -208,7 +243,12 @@ class _Session:
             return
         self._folder.rewind_metrics(step)
         self._folder.add_start(
-            world=world.size, strategy=parts.strategy.name, launcher=world.launcher, why=why, from_step=step
+            world=world.size,
+            strategy=parts.strategy.name,
+            launcher=world.launcher,
+            why=why,
+            from_step=step,
+            resume=self._settings.run.resume,
         )
         kind = "start" if checkpoint is None else "resume"
         self._folder.event(kind, step=step, rank=0, world=world.size, strategy=parts.strategy.name)

@@ -16,14 +16,10 @@ class TrainState:
     skipped: int = 0  # steps skipped for a non-finite loss or gradient
     skipped_in_a_row: int = 0
     expected_count: float = 0.0  # power of two near the last global count; 0 before the first step
+    num_samples: int = 0  # size of the data set, which the order depends on
     loss_scale: dict[str, float] | None = None
     best: dict[str, Any] | None = None
     last_metrics: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def good_steps(self) -> int:
-        """Steps that changed the weights."""
-        return self.step - self.skipped
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON value."""

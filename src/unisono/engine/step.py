@@ -14,6 +14,7 @@ so that a skipped step leaves it alone.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unisono.data.bits import key_of
-from unisono.data.loader import MicroBatch, place, seed_everything
+from unisono.data.bits import Purpose, key_of
+from unisono.data.loader import MicroBatch, place
 from unisono.data.noise import Noise
+from unisono.data.seeding import seed_everything
 from unisono.engine.ema import Ema
 from unisono.engine.optim import Updater
 from unisono.engine.precision import LossScale, autocast
@@ -34,7 +36,6 @@ from unisono.errors import RecipeError, TrainingFailed
 from unisono.parallel.strategy import Strategy
 from unisono.settings import Settings
 
-_DROPOUT = 4  # keeps dropout's seeds apart from order, noise and items
 _FIXED = ("total", "count", "norm", "found_inf", "scale")
 
 
@@ -87,23 +88,23 @@ class OptimizerStep:
         self._device, self._world = strategy.place.device, strategy.place.world
         self._floating = torch.float64 if settings.precision.dtype == "float64" else None
         self._unread: _Unread | None = None
+        self._names: list[str] = []  # of the sums that a micro-batch gives
 
     def run(self, micro_batches: Iterator[MicroBatch], learning_rate: float, samples: int) -> StepReport | None:
         """Consumes one step's micro-batches and updates the weights; returns the report of the step before.
 
         `samples` is the number of samples consumed when this step is done.
         """
-        sums, names, reduction = self._accumulate(micro_batches)
+        sums, reduction = self._accumulate(micro_batches)
         if reduction is not None:
             reduction.wait()
-        previous, numbers, names = self._update(sums, names)
-        self._unread = _on_its_way(numbers, names, self._state.step, samples, learning_rate)
+        previous, numbers = self._update(sums)
+        self._unread = _on_its_way(numbers, [*_FIXED, *self._names[2:]], self._state.step, samples, learning_rate)
         return previous
 
-    def _accumulate(self, micro_batches: Iterator[MicroBatch]) -> tuple[Tensor, list[str], dist.Work | None]:
+    def _accumulate(self, micro_batches: Iterator[MicroBatch]) -> tuple[Tensor, dist.Work | None]:
         """Forward and backward of every micro-batch; the sums of losses, counts and metrics over all ranks."""
         sums: Tensor | None = None
-        names: list[str] = []
         number, last = 0, False
         reduction = None
         while not last:
@@ -112,22 +113,23 @@ class OptimizerStep:
             self._seed_dropout(number)
             positions = torch.arange(micro.chunk.positions.start, micro.chunk.positions.stop, device=self._device)
             data = place(micro.data, self._device, self._floating)
-            with self._strategy.accumulating(first=micro.chunk.first, last=last):
+            with self._strategy.accumulating(last=last):
                 results = self._strategy.train(self._loss, data, positions)
                 weight = 0.0 if micro.chunk.stand_in else 1.0
                 row = torch.stack([value.detach().double() for value in results.values()])
                 if micro.chunk.stand_in:
                     row = row * weight
+                self._check_names(list(results))
                 if self._state.expected_count == 0.0:
                     self._state.expected_count = self._first_count(row[1], len(positions) * weight)
-                names, sums = list(results), row if sums is None else sums + row
+                sums = row if sums is None else sums + row
                 if last and self._world > 1:
                     # Started before the last backward pass and awaited after it: costs nothing.
                     reduction = dist.all_reduce(sums, async_op=True)
                 self._scaled(results["total"], weight).backward()  # type: ignore[no-untyped-call]
             number += 1
         assert sums is not None
-        return sums, names, reduction
+        return sums, reduction
 
     def _loss(self, model: nn.Module, data: Any, positions: Tensor) -> dict[str, Tensor]:
         """The recipe's loss as a flat mapping of sums: what DDP, FSDP and DataParallel can look into."""
@@ -139,6 +141,21 @@ class OptimizerStep:
         scaled = total * (weight / self._state.expected_count)
         return scaled if self._scale is None else scaled * self._scale.value
 
+    def _check_names(self, names: list[str]) -> None:
+        """The sums are added up by their place: every micro-batch of every rank must give the same ones."""
+        if names == self._names:
+            return
+        if self._names:
+            before, now = _shown(self._names), _shown(names)
+            raise RecipeError(f"loss(): metrics were {before} and now are {now}; keep their names")
+        self._names = names
+        if self._world > 1:
+            print_of_names = zlib.crc32(" ".join(names).encode())
+            both = torch.tensor([print_of_names, -print_of_names], device=self._device)
+            dist.all_reduce(both, dist.ReduceOp.MAX)
+            if both[0] != -both[1]:
+                raise RecipeError(f"loss(): metrics differ between ranks (here {_shown(names)}); keep their names")
+
     def _first_count(self, count: Tensor, samples: float) -> float:
         """A guess at the first step's count from its first micro-batches; the one place where the host waits."""
         both = torch.stack([count, torch.full_like(count, samples)])
@@ -148,7 +165,7 @@ class OptimizerStep:
         found = count_found / samples_found if samples_found and math.isfinite(count_found) else 1.0
         return power_of_two_near(found * self._state.global_batch)
 
-    def _update(self, sums: Tensor, names: list[str]) -> tuple[StepReport | None, Tensor, list[str]]:
+    def _update(self, sums: Tensor) -> tuple[StepReport | None, Tensor]:
         """Normalises, clips and steps; the report of the step before, and this step's numbers on the device."""
         total, count = sums[0], sums[1]
         gradients = self._strategy.gradients()
@@ -170,7 +187,7 @@ class OptimizerStep:
             self._scale.update(found_inf)
         self._strategy.clear_gradients()
         numbers = torch.cat([torch.stack([total, count, norm, found_inf, scale]), sums[2:]])
-        return previous, numbers, [*_FIXED, *names[2:]]
+        return previous, numbers
 
     def settle(self) -> StepReport | None:
         """Reads the last step's numbers and does what depends on them; called one step late, and before saving."""
@@ -200,7 +217,7 @@ class OptimizerStep:
             return
         state.skipped_in_a_row += 1
         what = f"the loss was {total}" if not math.isfinite(total) else f"the gradient's norm was {norm}"
-        if step + 1 == state.skipped:
+        if state.skipped > step:
             raise TrainingFailed(
                 f"step {step + 1}: {what} before any step succeeded; check data and loss, or lower learning_rate"
             )
@@ -212,12 +229,9 @@ class OptimizerStep:
 
     def _seed_dropout(self, micro_batch: int) -> None:
         """What the model draws itself (dropout) repeats exactly at one world size, whoever drew before (a loader)."""
-        rank = self._strategy.place.rank
-        key = key_of(_DROPOUT, self._settings.run.seed, self._state.step, rank, micro_batch)
-        seed_everything(key)
-        for device in self._strategy.place.devices:
-            if device.type == "cuda":
-                torch.cuda.default_generators[device.index].manual_seed(key & 0x7FFFFFFFFFFFFFFF)
+        place = self._strategy.place
+        key = key_of(Purpose.DROPOUT, self._settings.run.seed, self._state.step, place.rank, micro_batch)
+        seed_everything(key, place.devices)
 
 
 def flatten_loss(loss: Any) -> dict[str, Tensor]:
@@ -242,6 +256,10 @@ def flatten_loss(loss: Any) -> dict[str, Tensor]:
 
     metrics = {f"metric/{name}": tensor(value) for name, value in sorted(loss.metrics.items())}
     return {"total": total, "count": tensor(loss.count), **metrics}
+
+
+def _shown(names: list[str]) -> str:
+    return ", ".join(name.removeprefix("metric/") for name in names[2:]) or "none"
 
 
 def power_of_two_near(value: float) -> float:

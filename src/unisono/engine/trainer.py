@@ -15,8 +15,10 @@ from torch.utils.data import Dataset
 from unisono.checkpoint.save import Best, Saver
 from unisono.cluster.agree import Agreement
 from unisono.cluster.signals import StopRequest
+from unisono.data.bits import Purpose, key_of
 from unisono.data.loader import Cursor, Loader
 from unisono.data.order import Order
+from unisono.data.seeding import seed_everything
 from unisono.engine.batch import BatchPlan
 from unisono.engine.build import Parts
 from unisono.engine.evaluate import Evaluation
@@ -108,6 +110,11 @@ class Trainer:
         loader = self._loader()
         try:
             stopped = self._loop(loader)
+        except TrainingFailed as error:  # on all ranks together: a save that is under way still counts
+            self._folder.event("failed", step=self.state.step, error=str(error))
+            self._saver.wait()
+            self._watch.close()
+            raise
         finally:
             loader.close()
         if not stopped:
@@ -177,8 +184,7 @@ class Trainer:
         """Notes a step; reports come one step late, with the step they belong to."""
         if report is None:
             return
-        if not self._folder.is_open and self._main:
-            self._watch.open_folder()  # the first step has succeeded: the recipe is sound
+        self._watch.first_step_done()  # the recipe is sound: from now on there is a folder
         last = report.samples == self.length.samples
         if report.skipped:
             self._watch.message(f"step {report.step} skipped: non-finite loss or gradient")
@@ -195,17 +201,21 @@ class Trainer:
     def _evaluate_and_preview(self, last: bool = False) -> None:
         self._settle()
         settings = self.settings.eval
+        metrics: dict[str, float] = {}
         with self._watch.aside(), self._averaged():
             if self._evaluation is not None and self._due_or(last, settings.eval_every):
                 metrics = self._evaluation.run()
                 self.state.last_metrics |= metrics
                 self._watch.evaluated(self.state.step, self.state.samples, metrics)
-                self._keep_best(metrics)
             if self._due_or(last, settings.preview_every):
                 self._preview()
+        if metrics:  # out here, where weights and average are in their own places again: this may save
+            self._keep_best(metrics)
 
     def _preview(self) -> None:
         recipe, strategy, step = self.parts.recipe, self.parts.strategy, self.state.step
+        # The same on every rank: a sharded model needs all of them to make the same number of forward passes.
+        seed_everything(key_of(Purpose.PREVIEW, self.settings.run.seed, step), strategy.place.devices)
         with strategy.evaluating():
             found = strategy.infer(lambda model: recipe.preview(model, step))
         strategy.weights_changed()
@@ -222,7 +232,7 @@ class Trainer:
         value = metrics[settings.best_metric]
         best = self.state.best
         better = best is None or (value < best["value"] if settings.best_mode == "min" else value > best["value"])
-        if better:
+        if better and not math.isnan(value):
             self.state.best = {"metric": settings.best_metric, "value": value, "step": self.state.step}
             self._save()
 
@@ -234,15 +244,18 @@ class Trainer:
         is_best = best is not None and best["step"] == self.state.step
         mark = Best(best["metric"], best["value"]) if best is not None and is_best else None
         with self._watch.aside():
+            self.parts.strategy.share_buffers()
             self._saver.save(self.state.step, tensors_of(self.parts), extra_of(self.parts), best=mark)
         self._saved_step = self.state.step
 
     def _report_saves(self, wait: bool = False) -> None:
         for result in self._saver.wait() if wait else self._saver.poll():
-            if result.error is None:
+            if result.path is not None:
                 self._folder.event("save", step=result.step, seconds=round(result.seconds, 3), bytes=result.bytes)
+            if result.error is None:
                 continue
+            what = "was not saved" if result.path is None else "is saved, but tidying up failed"
             self._folder.event("save_failed", step=result.step, error=result.error)
-            self._watch.message(f"checkpoint of step {result.step} was not saved: {result.error}")
-            if wait:
+            self._watch.message(f"checkpoint of step {result.step} {what}: {result.error}")
+            if wait and result.path is None and result.step == self.state.step:
                 raise TrainingFailed(f"the last checkpoint (step {result.step}) could not be saved: {result.error}")

@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
+from unisono.cluster.agree import Agreement
 from unisono.data.loader import Loader, MicroBatch
 from unisono.engine.step import StepReport
 from unisono.observe.folder import RunFolder
@@ -28,24 +26,29 @@ class Watch:
         folder: RunFolder,
         place: Placement,
         settings: ObserveSettings,
+        agreement: Agreement,
         *,
         total_steps: int,
         start_step: int,
         start_samples: int,
         open_folder: Callable[[], None],
     ) -> None:
-        self._folder, self._place, self._settings = folder, place, settings
+        self._folder, self._place, self._settings, self._agreement = folder, place, settings, agreement
         self._main = place.rank == 0
         self._start_step, self._samples = start_step, start_samples
-        self._open = open_folder
+        self._open, self._opened = open_folder, False
         self._progress = Progress(total_steps, enabled=self._main)
         self._meter = Meter()
         self._trackers: list[Tracker] = []
 
-    def open_folder(self) -> None:
-        """From now on lines go to files."""
+    def first_step_done(self) -> None:
+        """The first time: from now on lines go to files."""
+        if self._opened:
+            return
+        self._opened = True
         self._open()
-        self._trackers = open_trackers(self._settings, self._folder.path, self._start_step)
+        if self._main:
+            self._trackers = open_trackers(self._settings, self._folder.path, self._start_step)
 
     def step(self) -> AbstractContextManager[Any]:
         """Around an optimizer step."""
@@ -98,20 +101,10 @@ class Watch:
         """Each rank's wait for data, so that the slowest is named: in lockstep that is what tells ranks apart."""
         if self._place.world == 1:
             return {}
-        mine = torch.tensor(
-            [timing.get("step_ms", 0.0), timing.get("data_wait_ms", 0.0)],
-            device=self._place.device,
-            dtype=torch.float32,
-        )
-        gathered = [torch.empty_like(mine) for _ in range(self._place.world)]
-        dist.all_gather(gathered, mine)
-        table = torch.stack(gathered).cpu()
-        rank, _ = slowest(table[:, 1].tolist())
-        return {
-            "step_ms_by_rank": [round(value, 3) for value in table[:, 0].tolist()],
-            "data_wait_ms_by_rank": [round(value, 3) for value in table[:, 1].tolist()],
-            "slowest_rank": rank,
-        }
+        mine = round(timing.get("step_ms", 0.0), 3), round(timing.get("data_wait_ms", 0.0), 3)
+        steps, waits = zip(*self._agreement.agree_all(mine), strict=True)  # host to host: the GPU is left alone
+        rank, _ = slowest(list(waits))
+        return {"step_ms_by_rank": list(steps), "data_wait_ms_by_rank": list(waits), "slowest_rank": rank}
 
     def evaluated(self, step: int, samples: int, metrics: Mapping[str, float]) -> None:
         """Writes down an evaluation."""

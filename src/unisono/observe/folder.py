@@ -7,11 +7,13 @@ lines, one write each, so that the launcher and the main rank may both append an
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import math
 import os
 import shutil
+import socket
 import tempfile
 import time
 from collections import deque
@@ -19,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from unisono.errors import UserError
 
@@ -74,6 +76,7 @@ class RunFolder:
         self._waiting: deque[tuple[str, str]] = deque(maxlen=1000)
         self._starts: list[dict[str, Any]] = []
         self._rewind_to: int | None = None
+        self._lock: TextIO | None = None
 
     @staticmethod
     def read(path: str | Path) -> dict[str, Any] | None:
@@ -91,6 +94,22 @@ class RunFolder:
             _refuse(file, "it does not describe a run")
         return record
 
+    def _hold(self) -> None:
+        """Keeps a second run out of the folder for as long as this process lives."""
+        self._lock = (self.path / ".lock").open("a+")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.seek(0)
+            holder = self._lock.read().strip() or "unknown"
+            message = f"another run (process {holder}) is writing to {self.path}; choose another output_dir"
+            raise UserError(message) from None
+        except OSError:  # a file system without locks
+            return
+        self._lock.truncate(0)
+        self._lock.write(f"{os.getpid()} on {socket.gethostname()}")
+        self._lock.flush()
+
     def open(self, record: Mapping[str, Any]) -> None:
         """Makes the folder, writes run.json from `record` and then everything noted so far.
 
@@ -100,6 +119,7 @@ class RunFolder:
             raise RuntimeError(f"the run folder {self.path} is already open")
         before = self.read(self.path) or {}
         self.path.mkdir(parents=True, exist_ok=True)
+        self._hold()
         starts = [*before.get("starts", []), *self._starts]
         self._write_run({**before, **record, "created": before.get("created", _now()), "starts": starts})
         self.is_open = True
@@ -110,7 +130,9 @@ class RunFolder:
         self._waiting.clear()
         self._starts.clear()
 
-    def add_start(self, *, world: int, strategy: str, launcher: str, why: str, from_step: int) -> None:
+    def add_start(
+        self, *, world: int, strategy: str, launcher: str, why: str, from_step: int, resume: str = "auto"
+    ) -> None:
         """Adds this start to the run's history: how many ranks, how they were started, why, and from which step."""
         start = {
             "time": _now(),
@@ -119,6 +141,7 @@ class RunFolder:
             "launcher": launcher,
             "why": why,
             "from_step": from_step,
+            "resume": resume,
         }
         if not self.is_open:
             self._starts.append(start)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -40,14 +41,17 @@ def recompute_activations(block: nn.Module) -> None:
     """Makes `block` keep only its input and compute its activations again in backward."""
     # A subclass of the block's own class rather than a wrapper module (which would rename the weights) or a patched
     # instance (which DataParallel's replicas would share).
-    plain = type(block)
+    block.__class__ = _recomputing(type(block))  # type: ignore[arg-type]  # classes are hashable
 
+
+@cache  # one class for all blocks of a kind: torch.compile's guards look at the class
+def _recomputing(plain: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *arguments: Any, **keywords: Any) -> Any:
         if not torch.is_grad_enabled():
             return plain.forward(self, *arguments, **keywords)
         return checkpoint(plain.forward, self, *arguments, use_reentrant=False, **keywords)
 
-    block.__class__ = type(plain.__name__, (plain,), {"forward": forward, "__module__": plain.__module__})
+    return type(plain.__name__, (plain,), {"forward": forward, "__module__": plain.__module__})
 
 
 def compile_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> None:

@@ -45,7 +45,7 @@ class DDP(Strategy):
         """call(model, *arguments) with gradients that are averaged over the ranks in backward."""
         return self._wrapped(call, *arguments)
 
-    def accumulating(self, *, first: bool, last: bool) -> AbstractContextManager[None]:
+    def accumulating(self, *, last: bool) -> AbstractContextManager[None]:
         """No communication before the last micro-batch."""
         # static_graph records the graph in its first backward pass and asserts that it is not under no_sync; summing
         # once more is harmless, because the average of equal gradients is the gradient.

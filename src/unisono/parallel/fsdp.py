@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from unisono.errors import RecipeError
 from unisono.parallel.strategy import Stage, Strategy, local_norm
 
 
@@ -27,6 +28,9 @@ class FSDP(Strategy):
 
     def _set_up(self, stage: Stage, blocks: Sequence[nn.Module]) -> nn.Module:
         place, settings = self.place, self.settings
+        for name, parameter in stage.model.named_parameters():
+            if parameter.dim() == 0:
+                raise RecipeError(f"fsdp cannot shard the scalar weight {name}; give it the shape (1,), or use ddp")
         mesh = init_device_mesh(place.device.type, (place.world,))
         self._host_mesh = mesh if place.device.type == "cpu" else init_device_mesh("cpu", (place.world,))
         # cast_forward_inputs is off because autocast decides about types, as under the other strategies; gathered

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from unisono.settings import ParallelSettings
@@ -76,7 +77,7 @@ class Strategy(ABC):
         with torch.no_grad():
             return self.stage(call, *arguments)
 
-    def accumulating(self, *, first: bool, last: bool) -> AbstractContextManager[None]:
+    def accumulating(self, *, last: bool) -> AbstractContextManager[None]:
         """Around one micro-batch: gradients need to be summed over the ranks only at the last one."""
         return nullcontext()
 
@@ -113,6 +114,12 @@ class Strategy(ABC):
     def weights_changed(self) -> None:  # noqa: B027 (most strategies have nothing to do)
         """Must be called after weights were changed other than by the optimizer (loaded, swapped with the average)."""
 
+    def share_buffers(self) -> None:
+        """Makes the first rank's buffers (batch norm's statistics) everybody's: one model is evaluated and saved."""
+        if self.place.world > 1:
+            for buffer in self.model.buffers():
+                dist.broadcast(buffer, src=0)
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """The model in evaluation mode."""
@@ -137,3 +144,14 @@ def place_frozen(modules: Mapping[str, nn.Module], device: torch.device) -> None
     """Puts modules that are used but not trained on the device, in evaluation mode."""
     for module in modules.values():
         module.to(device).eval().requires_grad_(False)
+
+
+def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Gives the weights another floating type; buffers keep theirs (they may be complex), except for float64."""
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+        for name, buffer in module.named_buffers(recurse=False):
+            if dtype == torch.float64 and (buffer.is_floating_point() or buffer.is_complex()):
+                setattr(module, name, buffer.to(torch.complex128 if buffer.is_complex() else dtype))

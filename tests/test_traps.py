@@ -1,0 +1,186 @@
+"""Traps that a review found: each of these was once wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from command_line import Ended, lines, unisono
+from unisono.checkpoint.export import load_whole
+from unisono.data.loader import place
+from unisono.errors import RecipeError
+from unisono.parallel.blocks import recompute_activations
+from unisono.parallel.materialize import materialize
+from unisono.parallel.strategy import cast_weights
+
+RECIPE = '''
+from dataclasses import dataclass
+import numpy as np
+import torch
+from torch import nn
+from unisono import Loss, Recipe
+
+class Trap(Recipe):
+    defaults = {"batch_size": 2, "num_workers": 0, "learning_rate": 0.1, "log_every": 1, "tensorboard": False}
+
+    @dataclass
+    class Config:
+        names: str = "same"
+        """same, by_rank (differ by sample) or later (change)"""
+        fail_at: int = 0
+        """Raise in this call of loss."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.calls = 0
+
+    def model(self):
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        with torch.no_grad():
+            model[0].weight.copy_(torch.from_numpy(np.random.randn(4, 3)))  # drawn by numpy
+        return model
+
+    def dataset(self, split):
+        return torch.randn(12, 3)  # drawn without a seed of its own
+
+    def loss(self, model, batch, noise):
+        self.calls += 1
+        if self.calls == self.config.fail_at:
+            raise KeyError("a plain bug")
+        metrics = {"a": batch.sum()}
+        if self.config.names == "later" and self.calls > 2:
+            metrics["b"] = 1.0
+        if self.config.names == "by_rank":
+            import os
+            metrics[f"rank{os.environ['RANK']}"] = 1.0
+        return Loss(model(batch).square().sum(), len(batch), metrics)
+'''
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("traps")
+    (folder / "trap.py").write_text(RECIPE)
+    return folder
+
+
+def train(folder: Path, output: str, *words: object) -> Ended:
+    return unisono("train", "trap.py:Trap", "--output_dir", output, *words, cwd=folder)
+
+
+def test_the_best_checkpoint_holds_weights_and_average_in_their_own_places(folder: Path) -> None:
+    flags = ["--max_steps", "4", "--ema_decay", "0.9", "--eval_every", "2", "--keep_last", "0"]
+    assert train(folder, "plain", *flags, "--save_every", "2").code == 0
+    assert train(folder, "best", *flags, "--save_every", "100", "--best_metric", "eval/loss").code == 0
+    step = json.loads((folder / "best/checkpoints/best.json").read_text())["step"]
+    for prefix in ("model.", "ema."):
+        expected = load_whole(folder / f"plain/checkpoints/step_{step:08d}", prefix)
+        found = load_whole(folder / f"best/checkpoints/step_{step:08d}", prefix)
+        assert all(torch.equal(expected[name], found[name]) for name in expected), prefix
+
+
+def test_going_back_sets_later_checkpoints_aside_and_going_on_stays_on_the_new_branch(folder: Path) -> None:
+    flags = ["--save_every", "2", "--keep_last", "0", "--eval_every", "-1"]
+    assert train(folder, "back", "--max_steps", "6", *flags).code == 0
+    checkpoints = folder / "back/checkpoints"
+    old = load_whole(checkpoints / "step_00000006", "model.")
+    again = ["--resume", checkpoints / "step_00000002", "--learning_rate", "0.5"]
+    assert train(folder, "back", "--max_steps", "4", *flags, *again).code == 0
+    assert (checkpoints / "step_00000006.later-1").is_dir() and not (checkpoints / "step_00000006").exists()
+    ended = train(folder, "back", "--max_steps", "6", *flags, *again)  # the same command again goes on
+    assert ended.code == 0 and "has already gone on from" in ended.err
+    assert [start["from_step"] for start in json.loads((folder / "back/run.json").read_text())["starts"]] == [0, 2, 4]
+    new = load_whole(checkpoints / "step_00000006", "model.")
+    assert not torch.equal(old["0.weight"], new["0.weight"])
+    assert [line["step"] for line in lines(folder / "back")] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(("names", "ranks"), [("later", 1), ("by_rank", 2)])
+def test_metrics_that_change_their_names_are_a_mistake_and_no_hang(folder: Path, names: str, ranks: int) -> None:
+    ended = train(folder, f"names-{names}", "--max_steps", "6", "--names", names, "--nproc", ranks)
+    assert ended.code == 2 and "metrics" in ended.err and "keep their names" in ended.err
+
+
+def test_what_a_recipe_draws_while_it_is_built_is_the_same_at_every_start(folder: Path) -> None:
+    for name in ("first", "second"):
+        assert train(folder, name, "--max_steps", "2", "--eval_every", "-1").code == 0
+    first, second = ([line["loss"] for line in lines(folder / name)] for name in ("first", "second"))
+    assert first == second
+
+
+def test_batch_norm_resumes_to_the_bit_on_two_ranks(folder: Path) -> None:
+    flags = ["--nproc", "2", "--deterministic", "--eval_every", "-1"]
+    assert train(folder, "whole", *flags, "--max_steps", "4").code == 0
+    assert train(folder, "parts", *flags, "--max_steps", "3").code == 0
+    assert train(folder, "parts", *flags, "--max_steps", "4").code == 0
+    whole, parts = (load_whole(folder / f"{run}/checkpoints/step_00000004", "model.") for run in ("whole", "parts"))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_a_plain_bug_before_the_first_step_is_not_tried_again(folder: Path) -> None:
+    ended = train(folder, "bug", "--nproc", "2", "--max_steps", "4", "--fail_at", "1")
+    assert ended.code == 3 and "a plain bug" in ended.err and "restarting" not in ended.err
+    assert not (folder / "bug").exists()
+
+
+def test_complex_buffers_keep_their_imaginary_part() -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("turn", torch.tensor([1 + 2j], dtype=torch.complex64))
+    cast_weights(model, torch.float32)
+    assert model.turn.dtype == torch.complex64 and model.turn[0].imag == 2
+    cast_weights(model, torch.float64)
+    assert model.turn.dtype == torch.complex128 and model.weight.dtype == torch.float64
+
+
+def test_tied_weights_on_meta_stay_tied() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    materialize(model, seed=0)
+    assert model[0].weight is model[1].weight and not model[0].weight.is_meta
+
+
+def test_blocks_of_a_kind_share_one_class_so_that_one_compilation_serves_all() -> None:
+    blocks = [nn.Linear(2, 2) for _ in range(3)]
+    for block in blocks:
+        recompute_activations(block)
+    assert len({type(block) for block in blocks}) == 1 and type(blocks[0]) is not nn.Linear
+
+
+def test_compiled_and_recomputed_blocks_train_like_plain_ones() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    other = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    other.load_state_dict(plain.state_dict())
+    for block in other:
+        recompute_activations(block)
+        block.compile(backend="aot_eager")
+    x = torch.randn(3, 4)
+    for model in (plain, other):
+        model(x).square().sum().backward()
+    assert plain.state_dict().keys() == other.state_dict().keys()
+    for a, b in zip(plain.parameters(), other.parameters(), strict=True):
+        assert torch.allclose(a.grad, b.grad)
+
+
+def test_batches_of_any_mapping_can_be_placed() -> None:
+    from collections import defaultdict
+
+    batch = defaultdict(list, {"x": torch.ones(2), "y": [torch.zeros(1)]})
+    assert torch.equal(place(batch, torch.device("cpu"))["x"], torch.ones(2))
+
+
+def test_fsdp_refuses_scalar_weights_in_one_line() -> None:
+    from unisono.parallel.fsdp import FSDP
+    from unisono.parallel.strategy import Placement
+    from unisono.settings import ParallelSettings
+
+    model = nn.Linear(2, 2)
+    model.scale = nn.Parameter(torch.ones(()))
+    cpu = torch.device("cpu")
+    with pytest.raises(RecipeError, match="scale"):
+        FSDP(model, [], Placement(cpu, 0, 1, [cpu], None), ParallelSettings())
