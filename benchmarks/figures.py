@@ -43,7 +43,7 @@ def figures() -> str:
         *overhead_rows("cpu"),
         "",
         "Machines, versions and commands: [benchmarks/results](benchmarks/results). On one H200 every strategy trains,",
-        "resumes to the bit and verifies in bf16 and fp16: [cuda.md](benchmarks/results/cuda.md).",
+        "resumes to the bit and verifies in bf16 and fp16 (by its losses): [cuda.md](benchmarks/results/cuda.md).",
         "",
     ]
     return "\n".join(lines)

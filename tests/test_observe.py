@@ -76,6 +76,9 @@ def test_a_resumed_run_keeps_its_history_and_shows_its_newest_config(tmp_path: P
     first.add_start(**START)
     first.open(RECORD)
     created = RunFolder.read(tmp_path)["created"]  # type: ignore[index]
+    with pytest.raises(UserError, match="another run is writing"):
+        RunFolder(tmp_path).open(RECORD)
+    first.close()
     time.sleep(0.002)
 
     again = RunFolder(tmp_path)

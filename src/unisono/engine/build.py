@@ -50,7 +50,7 @@ class Parts:
 def build_parts(recipe: Recipe, settings: Settings, place: Placement, batch: BatchPlan) -> Parts:
     """Builds the model and all that goes with it; the weights are those of step 0."""
     remarks: list[str] = []
-    seed_everything(key_of(Purpose.BUILD, settings.run.seed), place.devices)
+    seed_everything(settings.run.seed, place.devices)  # as a script would: torch.manual_seed(seed)
     model = recipe.model()
     if not isinstance(model, nn.Module):
         raise RecipeError(f"model() returned {type(model).__name__}; expected a torch.nn.Module")

@@ -6,6 +6,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
@@ -98,7 +99,7 @@ class _Session:
 
     def run(self) -> Result:
         """Trains from the newest checkpoint to the end."""
-        with switches(self._settings):
+        with switches(self._settings), closing(self._folder):
             return self._run()
 
     def _run(self) -> Result:
@@ -161,7 +162,6 @@ class _Session:
         )
         result = trainer.train()
         self._folder.event(result.status, step=result.step)
-        self._folder.close()
         return result
 
     def _main_decides(self, decide: Callable[[], T]) -> T:

@@ -13,7 +13,6 @@ import logging
 import math
 import os
 import shutil
-import socket
 import tempfile
 import time
 from collections import deque
@@ -21,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 from unisono.errors import UserError
 
@@ -76,7 +75,7 @@ class RunFolder:
         self._waiting: deque[tuple[str, str]] = deque(maxlen=1000)
         self._starts: list[dict[str, Any]] = []
         self._rewind_to: int | None = None
-        self._lock: TextIO | None = None
+        self._lock: int | None = None
 
     @staticmethod
     def read(path: str | Path) -> dict[str, Any] | None:
@@ -95,20 +94,16 @@ class RunFolder:
         return record
 
     def _hold(self) -> None:
-        """Keeps a second run out of the folder for as long as this process lives."""
-        self._lock = (self.path / ".lock").open("a+")
+        """Keeps a second run out of the folder until this one closes it or dies."""
+        self._lock = os.open(self.path, os.O_RDONLY)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self._lock.seek(0)
-            holder = self._lock.read().strip() or "unknown"
-            message = f"another run (process {holder}) is writing to {self.path}; choose another output_dir"
-            raise UserError(message) from None
+            raise UserError(
+                f"another run is writing to {self.path}; wait for it, or choose another output_dir"
+            ) from None
         except OSError:  # a file system without locks
             return
-        self._lock.truncate(0)
-        self._lock.write(f"{os.getpid()} on {socket.gethostname()}")
-        self._lock.flush()
 
     def open(self, record: Mapping[str, Any]) -> None:
         """Makes the folder, writes run.json from `record` and then everything noted so far.
@@ -169,9 +164,12 @@ class RunFolder:
                 _replace(file, (line for line in lines if _is_upto(line, step)))
 
     def close(self) -> None:
-        """Closes the files; a later note opens them again."""
+        """Closes the files (a later note opens them again) and lets other runs into the folder."""
         for file in self._files.values():
             file.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def _note(self, name: str, line: str) -> None:
         if self.is_open:
