@@ -12,7 +12,6 @@ from contextlib import closing
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -88,29 +87,28 @@ class Evaluation:
             sums[name] = sums.get(name, torch.zeros_like(pair)) + pair * weight
 
     def _over_ranks(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        if not sums:
-            return {}
-        names = sorted(sums)
-        table = torch.stack([sums[name] for name in names])
-        if self._strategy.place.world > 1:
-            dist.all_reduce(table)
-        return {
-            name: total / count if count else 0.0 for name, (total, count) in zip(names, table.tolist(), strict=True)
+        mine = {name: pair.tolist() for name, pair in sums.items()}
+        parts = self._agreement.agree_all(mine)  # by name: a rank may have met metrics that others have not
+        names = sorted({name for part in parts for name in part})
+        pairs = {
+            name: [sum(column) for column in zip(*(p[name] for p in parts if name in p), strict=True)] for name in names
         }
+        return {name: total / count if count else 0.0 for name, (total, count) in pairs.items()}
 
     def _computed(self, metrics: Mapping[str, Any]) -> dict[str, float]:
         """torchmetrics objects, added up here: their own synchronisation fails where a rank had no sample."""
-        values = {}
-        for name in sorted(metrics):
-            metric = metrics[name]
-            mine = copy.deepcopy(metric).cpu() if metric.update_called else None
+        mine = {name: copy.deepcopy(metric).cpu() for name, metric in metrics.items() if metric.update_called}
+        for metric in metrics.values():
             metric.reset()
-            first, *others = [part for part in self._agreement.agree_all(mine) if part is not None]
-            first.sync_on_compute = False
-            for other in others:
-                first.merge_state(other)
-            values[name] = float(first.compute())
-        return values
+        whole: dict[str, Any] = {}
+        for part in self._agreement.agree_all(mine):
+            for name, metric in part.items():
+                metric.sync_on_compute = False
+                if name in whole:
+                    whole[name].merge_state(metric)
+                else:
+                    whole[name] = metric
+        return {name: float(whole[name].compute()) for name in sorted(whole)}
 
 
 def _is_metric(value: Any) -> bool:
