@@ -42,8 +42,9 @@ def check_settings(settings: Settings) -> None:
     """Refuses numbers out of range and settings that contradict each other."""
     values = {f.name: getattr(group, f.name) for group in vars(settings).values() for f in fields(group)}
     for names, low, high, expected in (
-        (_AT_LEAST_ONE, 1, math.inf, "at least 1"),
-        (_AT_LEAST_ZERO, 0, math.inf, "at least 0"),
+        (_AT_LEAST_ONE, 1, 2**40, "at least 1"),
+        (_AT_LEAST_ZERO, 0, 2**40, "at least 0, and finite"),
+        (("seed",), -(2**63), 2**63 - 1, "a 64-bit number"),
         (("eval_every", "preview_every"), -1, math.inf, "at least -1"),
         (_PART_OF_ONE, 0, 1, "from 0 to 1"),
         (("beta1", "beta2"), 0, 1 - 1e-12, "from 0 to less than 1"),
@@ -52,6 +53,8 @@ def check_settings(settings: Settings) -> None:
         for name in names:
             if values[name] is not None and not low <= values[name] <= high:
                 raise ConfigError(f"{name}: expected {expected}, got {values[name]}")
+    if settings.run.output_dir == "":
+        raise ConfigError("output_dir: expected a folder, got nothing")
     if settings.ema.ema_decay == 1:
         raise ConfigError("ema_decay: 1 would never move; use for instance 0.999")
     if settings.launch.nnodes > 1 and (settings.launch.rdzv_endpoint is None or settings.launch.node_rank is None):

@@ -43,6 +43,9 @@ def continue_run(
     """
     if record is None:
         return resolved
+    broken = [key for key in ("config", "sources", "seed") if key not in record]
+    if not isinstance(record.get("global_batch", 1), int) or (record.get("recipe") == recipe and broken):
+        raise UserError(f"{where}: its run.json is damaged; restore it, or choose another folder")
     if record.get("recipe") != recipe:
         raise UserError(f"{where} holds a run of {record.get('recipe')}, not {recipe}; choose another folder")
     seed = resolved.values["seed"]

@@ -6,8 +6,10 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
@@ -40,6 +42,8 @@ def check_recipe(recipe: object) -> None:
     """Refuses what is not a recipe class, or lacks a method it must have."""
     if not _is_recipe(recipe):
         raise RecipeError(f"{recipe!r} is not a recipe; make it a class that extends unisono.Recipe")
+    if not inspect.isclass(recipe.Config) or not isinstance(recipe.defaults, Mapping):  # type: ignore[attr-defined]
+        raise RecipeError("a recipe's Config must be a dataclass, and its defaults a mapping of settings")
     missing = [method for method in _REQUIRED if getattr(recipe, method) is getattr(Recipe, method)]
     if missing:
         raise RecipeError(
@@ -91,6 +95,8 @@ def _module_from_file(file: Path) -> ModuleType:
 
 
 def _module_from_name(name: str) -> ModuleType:
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # last: modules of the current folder are found, but replace nothing
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:

@@ -136,7 +136,10 @@ def _here(kind: type[Recipe], resolved: Resolved, world: World, asked: int | Non
     from unisono.engine.session import Start, run_session
 
     job = os.environ.get("UNISONO_JOB")
-    return run_session(kind, resolved, Start(world, asked, Path(job) if job else None, remarks))
+    try:
+        return run_session(kind, resolved, Start(world, asked, Path(job) if job else None, remarks))
+    except SystemExit as error:
+        raise TrainingFailed(f"the recipe ended the program itself (sys.exit({error.code}))") from error
 
 
 def _launch(words: str, resolved: Resolved, plan: _Plan) -> Any:
@@ -156,7 +159,8 @@ def _launch(words: str, resolved: Resolved, plan: _Plan) -> Any:
         write_job(folder, words, resolved, plan.asked_devices, plan.remarks)
         settings = resolved.build(Settings).launch
         code = launch(
-            [sys.executable, "-m", "unisono.engine.rank"],
+            # -P: no file of the current folder takes a module's place
+            [sys.executable, "-P", "-m", "unisono.engine.rank"],
             nproc=plan.ranks,
             nnodes=settings.nnodes,
             node_rank=settings.node_rank,

@@ -6,7 +6,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from unisono.checkpoint.commit import set_aside
+from unisono.checkpoint.commit import read_best, set_aside
 from unisono.checkpoint.find import list_steps, read_extra
 from unisono.cluster.agree import Agreement
 from unisono.cluster.environment import World
@@ -38,7 +38,7 @@ from unisono.engine.registry import words_for
 from unisono.engine.resume import find_checkpoint, restore
 from unisono.engine.trainer import Length, Result, Trainer
 from unisono.engine.watch import Watch
-from unisono.errors import UserError
+from unisono.errors import RecipeError, UserError
 from unisono.observe.folder import RunFolder, check_writable
 from unisono.settings import Settings
 
@@ -83,7 +83,7 @@ class _Session:
         path = self._agreement.main_says(resolved.values["output_dir"] or default_folder(self._name))
         resolved = resolved.with_values(resolved.sources["output_dir"], output_dir=path)
         self._main_decides(lambda: check_writable(path))
-        here = self._main_decides(lambda: RunFolder.read(path))
+        here = self._main_decides(lambda: read_own(path))
         self._stored_batch = None if here is None else here.get("global_batch")
         self._begun_from = {start.get("resume") for start in here.get("starts", [])} if here is not None else set()
         record = here or self._main_decides(lambda: record_of(resume))
@@ -115,6 +115,8 @@ class _Session:
         data, eval_data = build_dataset(recipe, "train", seed), build_dataset(recipe, "eval", seed)
         assert data is not None
         size = len(data)  # type: ignore[arg-type]
+        if len(set(self._agreement.agree_all(size))) > 1:
+            raise RecipeError(f'dataset("train") has {size} samples here and another number on other ranks')
         if size < batch.global_batch:
             self._remarks.append(
                 f"the data set has {size} samples, fewer than the effective batch of {batch.global_batch}: "
@@ -124,6 +126,9 @@ class _Session:
         save_group = dist.new_group(backend="gloo") if world.size > 1 else None
         if checkpoint is not None:
             restore(checkpoint, parts, save_group)
+            best = self._main_decides(lambda: read_best(self._folder.path / "checkpoints"))
+            if best is not None and best["step"] <= parts.state.step:  # a last evaluation comes after the last save
+                parts.state.best = best
             if parts.state.num_samples not in (0, size):
                 self._remarks.append(
                     f"the data set had {parts.state.num_samples:,} samples before and has {size:,} now: "
@@ -258,9 +263,19 @@ class _Session:
             print_line(f"note: {remark}")
 
 
+def read_own(path: str) -> dict[str, Any] | None:
+    """What is known of the run in a folder; a folder with files of our names that is no run is left alone."""
+    record = RunFolder.read(path)
+    foreign = [name for name in ("metrics.jsonl", "events.jsonl") if Path(path, name).exists()]
+    if record is None and foreign:
+        raise UserError(f"output_dir {path} holds a {foreign[0]} but no run of unisono's; choose another folder")
+    return record
+
+
 def print_line(text: str) -> None:
-    """A line for the user on stderr, where the progress line is too."""
-    print(text, file=sys.stderr, flush=True)
+    """A line for the user on stderr, where the progress line is too; a closed stderr does not end a run."""
+    with suppress(OSError, ValueError, AttributeError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def default_folder(recipe: str) -> str:

@@ -36,6 +36,7 @@ from unisono.errors import RecipeError, TrainingFailed
 from unisono.parallel.strategy import Strategy
 from unisono.settings import Settings
 
+_RESERVED = {"step", "epoch", "samples", "loss", "lr", "grad_norm", "count", "world", "skipped"}
 _FIXED = ("total", "count", "norm", "found_inf", "scale")
 
 
@@ -177,7 +178,7 @@ class OptimizerStep:
             factor = factor / scale
         norm = norm * factor
         # What is not finite becomes nan when multiplied by 0: a third of the small kernels that isfinite() launches.
-        found_inf = ((norm + total) * 0 != 0).double()
+        found_inf = ((norm + total) * 0 != 0).logical_or_(count <= 0).double()
         if self._settings.optim.grad_clip > 0:
             factor = factor * torch.clamp(self._settings.optim.grad_clip / (norm + 1e-6), max=1.0)
 
@@ -254,6 +255,9 @@ def flatten_loss(loss: Any) -> dict[str, Tensor]:
             return value.detach().reshape(()).to(total.device)
         return torch.full((), float(value), device=total.device, dtype=torch.float64)  # a fill: no copy from the host
 
+    taken = sorted(_RESERVED & set(loss.metrics))
+    if taken:
+        raise RecipeError(f"loss(): a metric cannot be called {taken[0]}, which every run has already; rename it")
     metrics = {f"metric/{name}": tensor(value) for name, value in sorted(loss.metrics.items())}
     return {"total": total, "count": tensor(loss.count), **metrics}
 

@@ -117,10 +117,10 @@ class Trainer:
             raise
         finally:
             loader.close()
+        if self.state.step > 0:
+            self._save()  # first: evaluation and preview are the recipe's code and may fail
         if not stopped:
             self._evaluate_and_preview(last=True)
-        if self._saved_step != self.state.step and self.state.step > 0:
-            self._save()
         self._report_saves(wait=True)
         self._watch.close()
         return Result(
@@ -234,10 +234,10 @@ class Trainer:
         better = best is None or (value < best["value"] if settings.best_mode == "min" else value > best["value"])
         if better and not math.isnan(value):
             self.state.best = {"metric": settings.best_metric, "value": value, "step": self.state.step}
-            self._save()
+            self._save(as_best=True)
 
-    def _save(self) -> None:
-        if self._saved_step == self.state.step:
+    def _save(self, as_best: bool = False) -> None:
+        if self._saved_step == self.state.step and not as_best:  # saved again, a checkpoint is only marked as the best
             return
         self._settle()
         best = self.state.best

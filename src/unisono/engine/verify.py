@@ -22,7 +22,8 @@ from unisono.config.file import as_yaml
 from unisono.config.resolve import Resolved
 from unisono.devices import visible_gpus
 from unisono.engine.batch import plan_batch
-from unisono.errors import ConfigError, TrainingFailed
+from unisono.engine.checks import check_settings
+from unisono.errors import EXIT_USER_ERROR, ConfigError, TrainingFailed, UserError
 from unisono.settings import Settings
 
 # (loss, weight): largest difference relative to max(1, |value|) that counts as the same. Below float64 weights whose
@@ -87,8 +88,10 @@ def variants(question: Question, global_batch: int) -> list[Variant]:
 
 def _uneven(share: int) -> list[int]:
     """A size for micro-batches that cannot be equal: the mean of equal parts' means would hide a loss that is one."""
-    sizes = (-(-share // parts) for parts in (3, 4, 5, 2) if share > parts)
-    return [size for size in sizes if share % -(-share // size)][:1]
+    sizes = [-(-share // parts) for parts in (3, 4, 5, 2) if share > parts]
+    uneven = [size for size in sizes if share % -(-share // size)]
+    # Batch norm refuses a single sample, so rather none of them.
+    return sorted(uneven, key=lambda size: share // -(-share // size) < 2)[:1]
 
 
 def uneven_batch(global_batch: int, ranks: Sequence[int]) -> int:
@@ -99,6 +102,7 @@ def uneven_batch(global_batch: int, ranks: Sequence[int]) -> int:
 def verify(recipe: str, resolved: Resolved, question: Question, tell: Callable[[str], None]) -> list[Answer]:
     """Runs every variant and compares it with the first."""
     settings = resolved.build(Settings)
+    check_settings(settings)
     plan = plan_batch(settings.batch, resolved.explicit, devices=max(question.ranks))
     batch = plan.global_batch
     if not resolved.explicit("global_batch_size"):
@@ -148,6 +152,8 @@ def _run(
     file.write_text(as_yaml(config))
     command = [sys.executable, "-m", "unisono", "train", recipe, "--config", str(file)]
     done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode == EXIT_USER_ERROR:
+        raise UserError(done.stderr.strip().splitlines()[-1].removeprefix("unisono: "))
     if done.returncode != 0:
         raise TrainingFailed(f"{variant.title} ended with exit code {done.returncode}:\n{done.stderr.strip()[-2000:]}")
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]

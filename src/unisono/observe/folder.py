@@ -87,7 +87,7 @@ class RunFolder:
             return None
         except OSError as error:
             raise UserError(f"{file} cannot be read ({error.strerror}); choose another --output_dir") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             _refuse(file, str(error))
         if not isinstance(record, dict) or not isinstance(record.get("starts", []), list):
             _refuse(file, "it does not describe a run")

@@ -23,7 +23,9 @@ class Progress:
         self._total = total_steps
         self._stream = stream if stream is not None else sys.stderr
         self._enabled = enabled
-        self._live = enabled and self._stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        self._live = (
+            enabled and self._stream is not None and self._stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        )
         self._numbers: dict[str, Any] = {}
         self._drawn_at = 0.0
         self._shown = ""
