@@ -81,8 +81,8 @@ def test_micro_batches_and_shares_are_uneven_so_that_a_mean_cannot_hide() -> Non
         uneven = uneven_batch(batch, (1, 2, 3))
         assert uneven % 3 and batch <= uneven <= batch + 1
         for variant in variants(Question((1, 2, 3), 5, ("ddp",), "float64"), uneven):
-            share = -(-uneven // variant.ranks)
-            assert variant.micro_batches == 1 or share % variant.micro_batches
+            assert variant.micro_batches == 1 or uneven % (variant.ranks * variant.micro_batches)
+        assert batch < 5 or len(variants(Question((1, 2), 5, ("ddp",), "float64"), uneven_batch(batch, (1, 2)))) == 4
 
 
 def test_questions_that_make_no_sense_are_refused(recipes: Path, tmp_path: Path) -> None:

@@ -82,14 +82,17 @@ def variants(question: Question, global_batch: int) -> list[Variant]:
     for ranks in question.ranks:
         share = -(-global_batch // ranks)
         for strategy in ("single",) if ranks == 1 else question.strategies:
-            found += [Variant(ranks, strategy, size, -(-share // size)) for size in (share, *_uneven(share))]
+            found += [
+                Variant(ranks, strategy, size, -(-share // size)) for size in (share, *_uneven(global_batch, ranks))
+            ]
     return found
 
 
-def _uneven(share: int) -> list[int]:
+def _uneven(global_batch: int, ranks: int) -> list[int]:
     """A size for micro-batches that cannot be equal: the mean of equal parts' means would hide a loss that is one."""
-    sizes = [-(-share // parts) for parts in (3, 4, 5, 2) if share > parts]
-    uneven = [size for size in sizes if share % -(-share // size)]
+    share = -(-global_batch // ranks)
+    sizes = [-(-share // parts) for parts in (3, 4, 5, 2) if share >= parts]
+    uneven = [size for size in sizes if size < share and global_batch % (ranks * -(-share // size))]
     # Batch norm refuses a single sample, so rather none of them.
     return sorted(uneven, key=lambda size: share // -(-share // size) < 2)[:1]
 
