@@ -30,7 +30,6 @@ class Chunk:
     """One micro-batch of one rank: which positions, and where it stands in its step."""
 
     positions: range
-    first: bool
     last: bool
     stand_in: bool  # no sample was left for this rank: it computes another rank's sample with weight 0
 
@@ -64,7 +63,7 @@ class Cursor:
                 stand_in = len(positions) == 0
                 if stand_in:
                     positions = range(start, start + 1)
-                yield Chunk(positions, first=number == 0, last=number == parts - 1, stand_in=stand_in)
+                yield Chunk(positions, last=number == parts - 1, stand_in=stand_in)
             start += count
 
 
