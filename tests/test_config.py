@@ -428,7 +428,7 @@ def test_help_shows_every_field_grouped_with_type_default_and_text(monkeypatch: 
         "  --mixed_precision no|fp16|bf16  (default: no)",
         "  --[no_]deterministic  (default: false)",
         "  --seed int  (default: 0)",
-        "  --nnodes int  (default: 1)",
+        "  --nnodes int|text  (default: 1)",
         "  --max_steps int|none  (default: none)",
         "  --betas float float  (default: 0.9,0.99)",
         "  --tags text ...  (default: empty)",

@@ -27,6 +27,8 @@ class RunSettings:
     """auto: go on from the newest valid checkpoint of output_dir; never: refuse a folder with checkpoints; or a path to a checkpoint."""
     deterministic: bool = False
     """Bit-identical repetition: deterministic kernels and a fixed gradient bucket layout (slower)."""
+    inject: str | None = None
+    """Rehearse faults in the real processes: kind@rankR:stepS[:phase][:2.5s][:x3], e.g. kill@rank1:step7 (see docs/faults.md)."""
     disable_dropout: bool = False
     """Set every dropout probability of the model to 0 (verify does, because dropout is drawn per rank)."""
 
@@ -41,14 +43,18 @@ class LaunchSettings:
     """Start this many CPU ranks; together with gpus: this many ranks on those GPUs (sharing them if there are more ranks)."""
     min_memory_gb: float = 0.0
     """Take only GPUs with at least this much free memory."""
-    nnodes: int = 1
-    """Number of machines, when unisono launches on each of them itself."""
+    nnodes: int | str = 1
+    """Number of machines, when unisono launches on each of them itself; 1:4 trains with as many of 1 to 4 as are there."""
     node_rank: int | None = None
-    """Number of this machine, 0 to nnodes - 1."""
+    """Number of this machine, 0 to the largest nnodes - 1; machine 0 is where the others meet."""
     rdzv_endpoint: str | None = None
     """host:port where the machines meet (port free on the first machine). Default on one machine: a free local port."""
     max_restarts: int = 3
     """How often the launcher restarts all ranks from the last checkpoint after one of them died."""
+    hang_timeout: float = 600.0
+    """Seconds without progress in a step or an evaluation batch after which the rank is named, with its stack, and all ranks are restarted. 0: never."""
+    start_timeout: float = 1800.0
+    """The same for starting: from finding each other to the end of the first step (which may compile)."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,10 @@ class BatchSettings:
     """Samples per optimizer step over all GPUs; set directly, accumulation follows from it."""
     gradient_accumulation_steps: int | None = None
     """Micro-batches per optimizer step (1 unless global_batch_size asks for more)."""
+    micro_batch: int | Literal["auto"] | None = None
+    """Samples at once per GPU, at most (default: batch_size); never changes the result. auto: the most that fit, found before step 1."""
+    guard_steps: int = 3
+    """ddp: for this many steps per input shape, gradients wait until all ranks know that nobody ran out of memory. -1: always."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +159,8 @@ class DataSettings:
     """Page-locked host memory for faster copies to the GPU."""
     shuffle: bool = True
     """A new permutation of the data set in every epoch; otherwise the data set's own order."""
+    max_bad_samples: int = 0
+    """Samples that cannot be read (tried twice) are left out and counted; more than this many end the run."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 from unisono.cluster.environment import World, detect
 from unisono.config.resolve import Resolved, resolve
 from unisono.devices import GpuLock, child_environment, take, visible_gpus
-from unisono.engine.checks import check_settings
+from unisono.engine.checks import check_settings, machines
 from unisono.engine.recipe import Recipe
 from unisono.engine.registry import check_recipe, load_recipe, words_for
 from unisono.errors import EXIT_DONE, EXIT_STOPPED, TrainingFailed, UnisonoError, UserError
@@ -80,7 +80,7 @@ def start(kind: type[Recipe], resolved: Resolved) -> Any:
     if not plan.environ.get("CUDA_VISIBLE_DEVICES"):
         resolved = resolved.with_values(resolved.sources["gpus"], gpus="0")
     words = words_for(kind)
-    several = plan.ranks > 1 or resolved.values["nnodes"] > 1
+    several = plan.ranks > 1 or machines(resolved.build(Settings).launch)[1] > 1
     if several and words is None:
         plan.remarks.append(
             f"{kind.__name__} lives in {kind.__module__}, which other processes cannot import: training on one device; "
@@ -115,7 +115,7 @@ def _plan(resolved: Resolved) -> _Plan:
     choice, lock = take(launch.gpus, visible_gpus(), min_memory_gb=launch.min_memory_gb)
     remarks = list(choice.warnings)
     ranks = launch.nproc or len(choice.gpus) or 1
-    asked: int | None = max(choice.asked, 1) * launch.nnodes
+    asked: int | None = max(choice.asked, 1) * machines(launch)[1]
     if strategy == "single" or launch.nproc is not None:
         asked = None
     if strategy == "single" and len(choice.gpus) > 1:
@@ -162,7 +162,7 @@ def _launch(words: str, resolved: Resolved, plan: _Plan) -> Any:
             # -P: no file of the current folder takes a module's place
             [sys.executable, "-P", "-m", "unisono.engine.rank"],
             nproc=plan.ranks,
-            nnodes=settings.nnodes,
+            nnodes=machines(settings)[1],
             node_rank=settings.node_rank,
             rdzv_endpoint=settings.rdzv_endpoint,
             max_restarts=settings.max_restarts,

@@ -22,6 +22,7 @@ from unisono.checkpoint.find import list_steps, read_extra
 from unisono.cluster.agree import Agreement
 from unisono.cluster.environment import World
 from unisono.cluster.processes import join, leave
+from unisono.cluster.pulse import Pulse
 from unisono.cluster.signals import StopRequest
 from unisono.config.resolve import Resolved
 from unisono.data.bits import Purpose, key_of
@@ -39,7 +40,8 @@ from unisono.engine.resume import find_checkpoint, restore
 from unisono.engine.trainer import Length, Result, Trainer
 from unisono.engine.watch import Watch
 from unisono.errors import RecipeError, UserError
-from unisono.observe.folder import RunFolder, check_writable
+from unisono.faults import Fault, Injector, parse
+from unisono.observe.folder import RunFolder, append_event, check_writable
 from unisono.settings import Settings
 
 T = TypeVar("T")
@@ -61,11 +63,12 @@ def run_session(kind: type[Recipe], resolved: Resolved, start: Start) -> Result:
     settings = resolved.build(Settings)
     check_settings(settings)
     world = start.world
+    pulse = Pulse(world.rank, start.job_folder)
     place = find_placement(world, settings)
     join(world, place.device, alone=settings.parallel.strategy in ("ddp", "fsdp"))
     try:
         with StopRequest(world.launcher, start.job_folder) as stop:
-            result = _Session(kind, resolved, start, stop).run()
+            result = _Session(kind, resolved, start, stop, pulse).run()
     except BaseException:
         if world.size == 1:  # otherwise a peer may be gone, and leaving could wait for it for ever
             leave()
@@ -75,8 +78,8 @@ def run_session(kind: type[Recipe], resolved: Resolved, start: Start) -> Result:
 
 
 class _Session:
-    def __init__(self, kind: type[Recipe], resolved: Resolved, start: Start, stop: StopRequest) -> None:
-        self._kind, self._start, self._stop = kind, start, stop
+    def __init__(self, kind: type[Recipe], resolved: Resolved, start: Start, stop: StopRequest, pulse: Pulse) -> None:
+        self._kind, self._start, self._stop, self._pulse = kind, start, stop, pulse
         self._agreement = Agreement()
         self._name = kind.__qualname__
         resume = resolved.values["resume"]
@@ -92,6 +95,8 @@ class _Session:
         self._settings = self._resolved.build(Settings)
         check_settings(self._settings)
         self._folder = RunFolder(path)
+        faults, memory = parse(self._settings.run.inject), Path(path, ".injected")
+        pulse.injector = Injector(faults, start.world.rank, memory, self._note_fault)
         self._remarks = list(start.remarks)
         words, before = words_for(kind), (here or {}).get("recipe_from")
         if before not in (None, words):
@@ -168,6 +173,9 @@ class _Session:
         result = trainer.train()
         self._folder.event(result.status, step=result.step)
         return result
+
+    def _note_fault(self, fault: Fault, step: int) -> None:
+        append_event(self._folder.path, "injected", step=step, rank=self._start.world.rank, fault=fault.text)
 
     def _main_decides(self, decide: Callable[[], T]) -> T:
         """What the main rank finds out, or its mistake, on every rank."""

@@ -1,0 +1,228 @@
+"""Faults on purpose, in the real processes: how a user rehearses a bad day, and how our own tests work.
+
+`--inject "kill@rank1:step7"` kills rank 1 while it computes step 7. Several faults are separated by commas; each reads
+
+    kind@rankR:stepS[:phase][:2.5s][:x3]
+
+without `rankR` it happens on every rank, `phase` says where in the step (see PHASES), `2.5s` how long a hang or a
+slowness lasts, `x3` how often it happens. A fault happens once in a run, not again when the same step is computed
+again after a restart: what has happened is remembered in the run's folder, by a file that is made just before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import math
+import multiprocessing
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from unisono.errors import ConfigError
+
+PHASES = ("prepare", "data", "forward", "backward", "reduce", "optimizer", "evaluate", "preview")
+"""Where a fault of a step can happen, in the order of a step."""
+
+SAVE_PHASES = ("save-begin", "save-write", "save-check", "save-commit", "saved")
+"""Where a fault of a save can happen: before anything is written, while the shards are, before they are read back,
+before the manifest is written, after the checkpoint has its name."""
+
+_SAVE_KINDS = {"kill-during-save": "save-write", "disk-full": "save-write", "corrupt-save": "saved"}
+_KINDS = {
+    "kill": "the rank kills itself (SIGKILL)",
+    "segfault": "the rank reads address 0",
+    "exit": "the rank ends without a word",
+    "error": "the rank raises an exception",
+    "sigterm": "the rank gets SIGTERM; also sigint and sigusr1",
+    "sigint": "",
+    "sigusr1": "",
+    "oom": "the rank runs out of memory",
+    "nan": "the rank's loss is not a number",
+    "hang": "the rank stands still",
+    "slow": "the rank is slower from that step on",
+    "kill-worker": "one of the rank's loader workers is killed",
+    "kill-during-save": "the rank kills itself while it saves",
+    "disk-full": "the disk is full while the rank saves",
+    "corrupt-save": "a bit of what the rank saved is flipped afterwards",
+}
+_PART = re.compile(
+    r"rank(?P<rank>\d+)|step(?P<step>\d+)|x(?P<times>\d+)|(?P<seconds>\d+(?:\.\d+)?)s|(?P<phase>[a-z-]+)"
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What shall happen, where and when. Steps count from 1, as in metrics.jsonl."""
+
+    kind: str
+    rank: int | None
+    step: int
+    phase: str
+    seconds: float
+    times: int
+    text: str  # as the user wrote it
+
+    @property
+    def of_save(self) -> bool:
+        """Whether it waits for the first save at or after its step."""
+        return self.phase in SAVE_PHASES
+
+
+def parse(text: str | None) -> list[Fault]:
+    """The faults that --inject names."""
+    return [_parse_one(part.strip()) for part in (text or "").split(",") if part.strip()]
+
+
+def _parse_one(text: str) -> Fault:
+    kind, at, where = text.partition("@")
+    if kind not in _KINDS or not at:
+        kinds = ", ".join(_KINDS)
+        raise ConfigError(f"inject: {text!r} is not kind@rankR:stepS, for instance kill@rank1:step7; kinds are {kinds}")
+    found: dict[str, str] = {}
+    for part in where.split(":"):
+        match = _PART.fullmatch(part)
+        if match is None or match.lastgroup in found:
+            raise ConfigError(f"inject: cannot read {part!r} in {text!r}; write kind@rankR:stepS[:phase][:2.5s][:x3]")
+        assert match.lastgroup is not None
+        found[match.lastgroup] = match[match.lastgroup]
+    phase = found.get("phase", _SAVE_KINDS.get(kind, "data" if kind == "kill-worker" else "forward"))
+    allowed = SAVE_PHASES if kind in _SAVE_KINDS else PHASES
+    if phase not in allowed:
+        raise ConfigError(f"inject: {text!r} has no phase {phase!r}; for {kind} use {', '.join(allowed)}")
+    if int(found.get("step", 0)) < 1:
+        raise ConfigError(f"inject: {text!r} needs a step, counted from 1, for instance {kind}@rank0:step7")
+    return Fault(
+        kind=kind,
+        rank=int(found["rank"]) if "rank" in found else None,
+        step=int(found["step"]),
+        phase=phase,
+        seconds=float(found.get("seconds", 0.5 if kind == "slow" else math.inf)),
+        times=max(1, int(found.get("times", 1))),
+        text=text,
+    )
+
+
+class Injector:
+    """Makes the faults of this rank happen at the points of a run that call `at`."""
+
+    def __init__(
+        self,
+        faults: Sequence[Fault] = (),
+        rank: int = 0,
+        memory: Path | None = None,
+        note: Callable[[Fault, int], None] | None = None,
+    ) -> None:
+        """`memory` is the folder that remembers what has happened; `note` is told just before something happens."""
+        self._faults = [fault for fault in faults if fault.rank in (None, rank)]
+        self._rank, self._memory, self._note = rank, memory, note
+
+    def at(self, phase: str, step: int, made: Path | None = None) -> None:
+        """This rank has come to `phase` of `step`; `made` is what a save has just written."""
+        for fault in self._faults:
+            if fault.phase == phase and self._due(fault, step) and fault.kind != "nan":
+                self._happen(fault, step, made)
+
+    def spoils(self, step: int) -> bool:
+        """Whether this rank's loss of `step` shall be not a number."""
+        spoilt = False
+        for fault in self._faults:
+            if fault.kind == "nan" and fault.step == step and self._claim(fault, step):
+                spoilt = True
+        return spoilt
+
+    def _due(self, fault: Fault, step: int) -> bool:
+        from_then_on = fault.of_save or fault.kind == "slow"
+        return step >= fault.step if from_then_on else step == fault.step
+
+    def _happen(self, fault: Fault, step: int, made: Path | None) -> None:
+        if fault.kind == "slow":
+            time.sleep(fault.seconds)
+        elif self._claim(fault, step):
+            _EFFECTS[fault.kind](fault, made)
+
+    def _claim(self, fault: Fault, step: int) -> bool:
+        """Whether it has not happened yet, over all restarts; from now on it has."""
+        if self._memory is None:
+            return False
+        self._memory.mkdir(parents=True, exist_ok=True)
+        for time_ in range(fault.times):
+            try:
+                name = f"{re.sub(r'[^a-z0-9.-]', '-', fault.text)}-rank{self._rank}-{time_ + 1}"
+                (self._memory / name).touch(exist_ok=False)
+            except FileExistsError:
+                continue
+            if self._note is not None:
+                self._note(fault, step)
+            return True
+        return False
+
+
+def _signal(number: int) -> Callable[[Fault, Path | None], None]:
+    return lambda fault, made: os.kill(os.getpid(), number)
+
+
+def _segfault(fault: Fault, made: Path | None) -> None:
+    ctypes.string_at(0)
+
+
+def _exit(fault: Fault, made: Path | None) -> None:
+    os._exit(13)
+
+
+def _error(fault: Fault, made: Path | None) -> None:
+    raise RuntimeError(f"injected: {fault.text}")
+
+
+def _out_of_memory(fault: Fault, made: Path | None) -> None:
+    import torch
+
+    raise torch.OutOfMemoryError(f"out of memory. Tried to allocate 1.00 GiB. (injected: {fault.text})")
+
+
+def _hang(fault: Fault, made: Path | None) -> None:
+    end = time.monotonic() + fault.seconds
+    while time.monotonic() < end:
+        time.sleep(min(60.0, max(0.0, end - time.monotonic())))
+
+
+def _kill_worker(fault: Fault, made: Path | None) -> None:
+    workers = sorted(child.pid for child in multiprocessing.active_children() if child.pid is not None)
+    if workers:
+        os.kill(workers[0], signal.SIGKILL)
+
+
+def _disk_full(fault: Fault, made: Path | None) -> None:
+    raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} (injected: {fault.text})")
+
+
+def _corrupt(fault: Fault, made: Path | None) -> None:
+    """Flips one bit in the middle of the largest file."""
+    assert made is not None
+    file = max((path for path in made.iterdir() if path.is_file()), key=lambda path: path.stat().st_size)
+    with open(file, "r+b") as data:
+        data.seek(file.stat().st_size // 2)
+        byte = data.read(1)[0]
+        data.seek(-1, os.SEEK_CUR)
+        data.write(bytes([byte ^ 1]))
+
+
+_EFFECTS: dict[str, Callable[[Fault, Path | None], None]] = {
+    "kill": _signal(signal.SIGKILL),
+    "kill-during-save": _signal(signal.SIGKILL),
+    "sigterm": _signal(signal.SIGTERM),
+    "sigint": _signal(signal.SIGINT),
+    "sigusr1": _signal(signal.SIGUSR1),
+    "segfault": _segfault,
+    "exit": _exit,
+    "error": _error,
+    "oom": _out_of_memory,
+    "hang": _hang,
+    "kill-worker": _kill_worker,
+    "disk-full": _disk_full,
+    "corrupt-save": _corrupt,
+}
