@@ -96,7 +96,7 @@ def replicas_case() -> dict:
     from cuda_recipe import TinyGpt
 
     from unisono.data.noise import Noise
-    from unisono.engine.step import flatten_loss
+    from unisono.engine.gradient import flatten_loss
     from unisono.parallel.data_parallel import DataParallel
     from unisono.parallel.single import Single
     from unisono.parallel.strategy import Placement

@@ -24,6 +24,7 @@ from unisono.cluster.outcome import Outcome
 from unisono.cluster.signals import StopRequest
 from unisono.errors import UserError
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 SOURCES = Path(__file__).resolve().parents[1] / "src"
 
 # ---- what ranks do ----
@@ -231,7 +232,7 @@ def test_ranks_get_their_environment_and_print_straight_through(tmp_path, monkey
 def test_a_users_mistake_is_told_once_and_not_tried_again(tmp_path, capfd):
     restarts = []
     start = time.monotonic()
-    assert run(make_a_user_error, tmp_path, on_restart=lambda *restart: restarts.append(restart)) == 2
+    assert run(make_a_user_error, tmp_path, note=lambda *event: restarts.append(event)) == 2
     assert time.monotonic() - start < 10
     assert restarts == []
     assert capfd.readouterr().err == "unisono: batch_size 3 does not fit; use 2\n"
@@ -245,19 +246,20 @@ def test_a_rank_that_leaves_no_outcome_counts_as_failed(tmp_path, capfd):
 def test_a_survivor_deep_in_a_computation_does_not_hold_up_the_restart(tmp_path, capfd):
     restarts = []
     start = time.monotonic()
-    assert run(die_while_the_other_computes, tmp_path, on_restart=lambda *restart: restarts.append(restart)) == 0
+    assert run(die_while_the_other_computes, tmp_path, note=lambda *event: restarts.append(event)) == 0
     assert time.monotonic() - start < 10, "the agent waited out its grace of 30 s"
-    assert restarts == [(1, "rank 0: killed by SIGKILL (by hand, or by the system because memory ran out)")]
+    cause = "rank 0: killed by SIGKILL (by hand, or by the system because memory ran out)"
+    assert restarts == [("restart", {"attempt": 1, "rank": 0, "step": None, "cause": cause})]
     assert capfd.readouterr().err.count("\n") == 1
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(5, marks=pytest.mark.slow)])
 def test_restarted_ranks_find_their_peers(tmp_path, capfd, count):
     restarts = []
-    code = run(reduce_then_die, tmp_path, count, max_restarts=count, on_restart=lambda *each: restarts.append(each))
+    code = run(reduce_then_die, tmp_path, count, max_restarts=count, note=lambda kind, each: restarts.append(each))
     said = capfd.readouterr().err.splitlines()
     assert code == 0, said
-    assert [(attempt, cause.partition(" (")[0]) for attempt, cause in restarts] == [
+    assert [(each["attempt"], each["cause"].partition(" (")[0]) for each in restarts] == [
         (attempt, f"rank {attempt % 2}: killed by SIGKILL") for attempt in range(1, count + 1)
     ]
     assert [(tmp_path / f"sums{rank}").read_text().split() for rank in (0, 1)] == [["12.0"] * (count + 1)] * 2
@@ -268,7 +270,7 @@ def test_restarts_end_after_the_given_number(tmp_path, capfd):
     assert run(always_die, tmp_path, max_restarts=1) == 3
     said = capfd.readouterr().err.splitlines()
     assert len(said) == 2 and "restarting" in said[0]
-    assert said[1].startswith("unisono: rank 1: killed by SIGKILL")
+    assert said[1].startswith("unisono: rank 1: killed by SIGKILL") and said[1].endswith("(the same as before)")
 
 
 def test_two_machines_restart_together(tmp_path):
@@ -323,7 +325,7 @@ def test_half_told_machines_are_refused(tmp_path, options, message):
 # ---- claims about stopping ----
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("signum", STOP_SIGNALS)
 def test_a_signal_asks_all_ranks_to_stop(tmp_path, signum, capfd):
     before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)}
     send(tmp_path, signum)
@@ -348,15 +350,35 @@ def test_an_old_stop_file_does_not_stop_a_new_start(tmp_path):
     assert run(be_done, tmp_path) == 0
 
 
-@pytest.mark.parametrize("launcher", ["plain", "torchrun"])
-def test_without_our_launcher_signals_set_a_flag(launcher):
-    before = [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
-    for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        with StopRequest(launcher) as stop:
+@pytest.mark.parametrize("launcher", ["plain", "torchrun", "unisono"])
+def test_signals_to_a_rank_set_a_flag(launcher, tmp_path):
+    before = [signal.getsignal(signum) for signum in STOP_SIGNALS]
+    for signum in STOP_SIGNALS:
+        with StopRequest(launcher, tmp_path if launcher == "unisono" else None) as stop:
             assert stop.requested is None
             os.kill(os.getpid(), signum)
             assert stop.requested == signum.name
-    assert [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == before
+    assert [signal.getsignal(signum) for signum in STOP_SIGNALS] == before
+
+
+def test_nohup_keeps_a_run_alive():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest("plain") as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.requested is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_signal_that_came_before_torch_was_there_is_not_forgotten():
+    program = (
+        "import os, signal; from unisono.cluster.signals import *; note_signals_early(); "
+        "os.kill(os.getpid(), signal.SIGTERM)\nwith StopRequest('plain') as stop: print(stop.requested)"
+    )
+    environ = os.environ | {"PYTHONPATH": str(SOURCES)}
+    ended = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, "SIGTERM\n"), ended.stderr
 
 
 def test_a_second_ctrl_c_stops_a_single_process_at_once():

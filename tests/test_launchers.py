@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
+import sys
 from pathlib import Path
 
 import pytest
 
 from command_line import TINY, Ended, end, lines, losses, mark, marked, start, unisono, wait_until
+from slurm_cluster import install
 from tiny_recipe import HOLD
 from unisono.checkpoint.find import list_steps
 
@@ -45,6 +48,78 @@ def test_under_torchrun(tmp_path: Path, one_rank: list[float]) -> None:
     is_the_same_run(ended, tmp_path / "run", "torchrun", 2, one_rank)
 
 
+@pytest.mark.parametrize("options", [[], ["--use_env"]])
+def test_under_torch_distributed_launch(options: list[str], tmp_path: Path, one_rank: list[float]) -> None:
+    """Without --use_env it adds --local-rank=N to the words of the program."""
+    program = Path(tmp_path, "train.py")
+    program.write_text("import sys\nfrom unisono.cli.main import main\nprint(sys.argv[1])\nsys.exit(main())\n")
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    launch = ["-m", "torch.distributed.launch", "--nproc_per_node=2", f"--master_port={port}", *options]
+    ended = end(start([*launch, program, *TRAIN[2:], *EXACT], cwd=tmp_path))
+    is_the_same_run(ended, tmp_path / "run", "torchrun", 2, one_rank)
+    words = sorted(line for line in ended.out.splitlines() if line.startswith(("--local", "train")))
+    assert words == (["train", "train"] if options else ["--local-rank=0", "--local-rank=1"])
+
+
+def test_under_mpirun(tmp_path: Path, one_rank: list[float]) -> None:
+    ended = end(start([*TRAIN, *EXACT], cwd=tmp_path, program=mpirun(2)))
+    is_the_same_run(ended, tmp_path / "run", "mpi", 2, one_rank)
+
+
+def test_sigterm_to_mpirun_ends_it_with_a_checkpoint_and_the_run_goes_on(tmp_path: Path, one_rank: list[float]) -> None:
+    hold, ours = tmp_path / "hold", mark()
+    hold.write_text("0.6")
+    words = [*TRAIN, *EXACT, "--save_every", 0]
+    launcher = start(words, cwd=tmp_path, program=mpirun(2), **{HOLD: str(hold)}, **ours)
+    try:
+        wait_until(lambda: len(lines(tmp_path / "run")) >= 1 or launcher.poll() is not None, "a step")
+        launcher.send_signal(signal.SIGTERM)
+        ended = end(launcher)
+        assert ended.code != 0
+        wait_until(lambda: not marked(ours), "no process is left", seconds=15)
+    finally:
+        launcher.kill()
+        for pid in marked(ours):
+            os.kill(pid, signal.SIGKILL)
+    hold.unlink()
+    assert len(lines(tmp_path / "run")) < STEPS
+    goes_on(tmp_path, one_rank)
+
+
+def test_nobody_waits_for_a_killed_rank_of_mpirun(tmp_path: Path, one_rank: list[float]) -> None:
+    ours, run = mark(), tmp_path / "run"
+    words = [*TRAIN, *EXACT, "--save_every", 2, "--inject", "kill@rank1:step5"]
+    launcher = start(words, cwd=tmp_path, program=mpirun(2), **ours)
+    try:
+        ended = end(launcher)
+        assert ended.code != 0
+        wait_until(lambda: not marked(ours), "no process is left", seconds=15)
+    finally:
+        for pid in marked(ours):
+            os.kill(pid, signal.SIGKILL)
+    assert len(lines(run)) < STEPS and "Killed" in ended.out + ended.err
+    goes_on(tmp_path, one_rank)
+
+
+def mpirun(ranks: int) -> list[str]:
+    """Debian's Open MPI, installed where it is missing."""
+    if os.geteuid() != 0 and shutil.which("mpirun") is None:
+        pytest.skip("NOT TESTED: mpirun is not installed, and installing it needs root")
+    install("mpirun", ["openmpi-bin"])
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    return ["mpirun", *root, "--oversubscribe", "-n", str(ranks), sys.executable]
+
+
+def goes_on(place: Path, expected: list[float]) -> None:
+    """The same command once more, in one process, ends the run as if nothing had happened."""
+    ended = end(start([*TRAIN, *EXACT], cwd=place))
+    assert ended.code == 0, ended.err
+    assert losses(place / "run") == pytest.approx(expected, rel=1e-10)
+    assert "resume" in [event["kind"] for event in lines(place / "run", "events.jsonl")]
+
+
 ACCELERATE = ["-m", "accelerate.commands.accelerate_cli", "launch"]
 
 
@@ -53,6 +128,17 @@ def test_under_accelerate_with_a_flag_that_wins_over_its_mixed_precision(tmp_pat
     words = [*ACCELERATE, *options, *TRAIN, *EXACT, "--mixed_precision", "no"]
     ended = end(start(words, cwd=tmp_path, HF_HOME=str(tmp_path)))  # no config file of the user's own
     is_the_same_run(ended, tmp_path / "run", "accelerate", 2, one_rank)
+
+
+def test_under_accelerate_with_a_config_file(tmp_path: Path, one_rank: list[float]) -> None:
+    """A default_config.yaml as `accelerate config` writes it."""
+    config = tmp_path / "default_config.yaml"
+    config.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nmixed_precision: bf16\n"
+        "num_machines: 1\nnum_processes: 2\nmain_process_port: 0\nuse_cpu: false\n"
+    )
+    words = [*ACCELERATE, "--config_file", config, *TRAIN, *EXACT, "--mixed_precision", "no"]
+    is_the_same_run(end(start(words, cwd=tmp_path)), tmp_path / "run", "accelerate", 2, one_rank)
 
 
 def test_accelerate_hands_over_its_mixed_precision_also_where_it_starts_one_process_without_ranks(

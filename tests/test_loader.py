@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -148,15 +147,3 @@ def test_a_batch_is_placed_through_any_nesting() -> None:
     assert isinstance(found["pair"], Pair) and found["pair"].b == "text"
     assert found["page"].number == 3 and found["tuple"][1] is None and found["plain"] == 1.5
     assert place(x, torch.device("cpu")).dtype == torch.float32
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_an_error_in_an_item_reaches_the_training_process(workers: int) -> None:
-    class Broken(WhoReads):
-        def __getitem__(self, index: int) -> int:
-            raise ValueError(f"cannot read item {index}")
-
-    loader = Loader(Broken(), list, Order(1000, 0), cursor(), DataSettings(num_workers=workers), pin=False)
-    with pytest.raises(ValueError, match="cannot read item"):
-        next(loader)
-    loader.close()

@@ -19,7 +19,7 @@ from recipes_for_tests import SentenceData, Sentences
 from unisono.data.noise import Noise
 from unisono.data.order import Order
 from unisono.engine.optim import learning_rate_factor, learning_rate_scale
-from unisono.engine.step import power_of_two_near
+from unisono.engine.gradient import power_of_two_near
 from unisono.settings import OptimSettings
 
 NUM_SAMPLES, GLOBAL_BATCH = 20, 6

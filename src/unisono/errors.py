@@ -7,6 +7,7 @@ from __future__ import annotations
 
 EXIT_DONE = 0
 EXIT_DIFFERENCE = 1  # `verify` or `doctor` found something
+EXIT_DIED = 1  # a rank alone, as python ends after a traceback: whoever started the ranks starts them all again
 EXIT_USER_ERROR = 2
 EXIT_FAILED = 3
 EXIT_STOPPED = 75  # stopped by a signal with a checkpoint; EX_TEMPFAIL: run again to go on
@@ -35,3 +36,9 @@ class RecipeError(UserError):
 
 class TrainingFailed(UnisonoError):
     """Training cannot go on (for instance too many non-finite steps in a row); the message says why."""
+
+
+class TryAgain(UnisonoError):
+    """This attempt failed, and the next one, from the last checkpoint, will do something differently."""
+
+    exit_code = EXIT_DIED

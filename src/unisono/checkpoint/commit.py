@@ -10,6 +10,7 @@ import json
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,27 @@ from unisono.checkpoint.manifest import (
     sync_folder,
     write_json,
 )
+from unisono.errors import UserError
 
 BEST = "best.json"
+
+
+def check_usable(folder: Path) -> None:
+    """Says (UserError) if checkpoints could not be written to `folder`, before a run begins; leaves nothing behind."""
+    if not os.path.lexists(folder):
+        return  # the run's folder around it is checked by whoever makes it
+    if not folder.is_dir():
+        what = "a link to nowhere" if folder.is_symlink() and not folder.exists() else "not a folder"
+        raise UserError(f"{folder} is {what}, and checkpoints belong there; move it away, or use another output_dir")
+    try:
+        # Really tried, because os.access says yes to root, to a read-only mount and to a full disk.
+        with tempfile.TemporaryDirectory(prefix=".probe-", dir=folder) as probe:
+            Path(probe, MANIFEST).write_bytes(b"{}")
+    except OSError as error:
+        raise UserError(
+            f"{folder} cannot be written ({error.strerror}), and checkpoints belong there; make room or set its "
+            "permissions, or use another output_dir"
+        ) from None
 
 
 def begin(folder: Path, step: int) -> Path:
@@ -62,7 +82,7 @@ def commit(
     write_json(staging / MANIFEST, Manifest(step, world, identity, files).to_json())
     sync_folder(staging)
     final = staging.parent / step_folder(step)
-    if final.exists():
+    if os.path.lexists(final):
         if validate(final, identity=identity) is None:
             discard(staging)
             return final
@@ -86,7 +106,7 @@ def prune(folder: Path, *, keep_last: int, committed: Path, identity: Mapping[st
     if best is not None:
         keep.add(folder / step_folder(best["step"]))
     for path in complete:
-        if path not in keep:
+        if path not in keep and not path.is_symlink():  # a link is somebody's own arrangement
             discard(path)
 
 
@@ -118,9 +138,33 @@ def read_best(folder: Path) -> dict[str, Any] | None:
         raise CheckpointError(f"{folder / BEST} cannot be read ({error}); delete it to go on without a best") from None
 
 
-def set_aside(path: Path, why: str = "bad") -> None:
+def set_aside(path: Path, why: str = "bad") -> Path:
     """Renames a checkpoint that must not be used (bad, or of a future that was gone back before); nothing is lost."""
     number = 1
-    while (aside := path.with_name(f"{path.name}.{why}-{number}")).exists():
+    while os.path.lexists(aside := path.with_name(f"{path.name}.{why}-{number}")):
         number += 1
     os.rename(path, aside)
+    return aside
+
+
+def set_aside_after(
+    folder: Path, step: int, identity: Mapping[str, Any], known: Mapping[Path, str] | None = None
+) -> list[tuple[Path, str]]:
+    """Sets aside what claims to be a checkpoint of a step after `step`, where a run has gone on: (its new path, why).
+
+    Bad ones become `step_….bad-1`; good ones, of a future that was gone back before, `step_….later-1`. `known` are the
+    bad ones that a search has found already; with it the rest is not read byte by byte again.
+    """
+    moved = []
+    for number, path in list_steps(folder):
+        if number <= step:
+            continue
+        reason = (known or {}).get(path) or validate(path, deep=known is None, identity=identity)
+        try:
+            aside = set_aside(path, "later" if reason is None else "bad")
+        except OSError as error:  # the next start would go on from it
+            raise CheckpointError(
+                f"{path} cannot be set aside ({error.strerror}); move it away: the run went on from step {step}"
+            ) from None
+        moved.append((aside, reason or f"the run went back to step {step}"))
+    return moved

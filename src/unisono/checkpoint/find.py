@@ -6,10 +6,9 @@ skipped and why; what a killed save left behind is listed and does no harm.
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from unisono.checkpoint.manifest import (
     CheckpointError,
     FileEntry,
     hash_file,
+    read_json,
     read_manifest,
 )
 
@@ -33,10 +33,10 @@ def step_folder(step: int) -> str:
 
 
 def list_steps(folder: Path) -> list[tuple[int, Path]]:
-    """The checkpoint folders of a run, oldest step first, valid or not."""
+    """What bears the name of a checkpoint in a run's folder, oldest step first, valid or not."""
     if not folder.is_dir():
         return []
-    matches = [(_STEP.fullmatch(path.name), path) for path in folder.iterdir() if path.is_dir()]
+    matches = [(_STEP.fullmatch(path.name), path) for path in folder.iterdir()]
     return sorted((int(match.group(1)), path) for match, path in matches if match)
 
 
@@ -50,16 +50,19 @@ def leftovers(folder: Path) -> list[Path]:
 def validate(path: Path, *, deep: bool = True, identity: Mapping[str, Any] | None = None) -> str | None:
     """Says why a checkpoint must not be loaded, or None if it is complete; `deep` reads and hashes every byte of it.
 
-    With `identity`, the recipe that it belongs to must be the same.
+    With `identity`, the recipe that it belongs to must be the same, and the run where both sides name one.
     """
     if not path.is_dir():
-        return "no such folder"
+        return "not a folder" if os.path.lexists(path) else "no such folder"
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
         return str(error)
-    if identity is not None and manifest.identity.get("recipe") != identity.get("recipe"):
-        return f"manifest of another run: recipe {manifest.identity.get('recipe')}, not {identity.get('recipe')}"
+    # A copy elsewhere may have any name; the name of a step that it is not would make a run skip or repeat samples.
+    if _STEP.fullmatch(path.name) and path.name != step_folder(manifest.step):
+        return f"its manifest is of step {manifest.step}"
+    if identity is not None and (reason := _of_another_run(manifest.identity, identity)) is not None:
+        return f"manifest of another run: {reason}"
     if STATE not in manifest.files:
         return f"the manifest lists no {STATE}"
     for name, entry in manifest.files.items():
@@ -72,11 +75,16 @@ def validate(path: Path, *, deep: bool = True, identity: Mapping[str, Any] | Non
     return _check_hashes(path, manifest.files) if deep else None
 
 
-def newest_valid(folder: Path, identity: Mapping[str, Any]) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """The newest checkpoint of this run that is complete, and what was passed over before it, with the reason."""
+def newest_valid(
+    folder: Path, identity: Mapping[str, Any], also: Callable[[Path], str | None] = lambda path: None
+) -> tuple[Path | None, list[tuple[Path, str]]]:
+    """The newest checkpoint of this run that is complete, and what was passed over before it, with the reason.
+
+    `also` may say why one that is complete cannot be used all the same.
+    """
     skipped = [(path, "left behind by a save that did not finish") for path in leftovers(folder)]
     for _, path in reversed(list_steps(folder)):
-        reason = validate(path, identity=identity)
+        reason = validate(path, identity=identity) or also(path)
         if reason is None:
             return path, skipped
         skipped.append((path, reason))
@@ -85,13 +93,19 @@ def newest_valid(folder: Path, identity: Mapping[str, Any]) -> tuple[Path | None
 
 def read_extra(path: Path) -> dict[str, Any]:
     """The state beside the tensors (counters, parameter groups, …) that was given to `Saver.save`."""
-    try:
-        extra = json.loads((path / STATE).read_bytes())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path / STATE} cannot be read ({error}); resume from another checkpoint") from None
+    extra = read_json(path / STATE)
     if not isinstance(extra, dict):
-        raise CheckpointError(f"{path / STATE} does not hold an object; resume from another checkpoint")
+        raise CheckpointError(f"{STATE} does not hold an object")
     return extra
+
+
+def _of_another_run(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str | None:
+    if theirs.get("recipe") != ours.get("recipe"):
+        return f"recipe {theirs.get('recipe')}, not {ours.get('recipe')}"
+    run, our_run = theirs.get("run"), ours.get("run")
+    if run is not None and our_run is not None and run != our_run:  # those of older versions do not say
+        return f"run {run}, not {our_run}"
+    return None
 
 
 def _check_size(file: Path, entry: FileEntry) -> str | None:

@@ -87,7 +87,7 @@ def describe(path: Path) -> Shapes:
                     before = shapes.get(name, (tuple(end), dtype))[0]
                     shapes[name] = (tuple(max(a, b) for a, b in zip(before, end, strict=True)), dtype)
                     filled[name] = filled.get(name, 0) + math.prod(size)
-        except (OSError, SafetensorError, KeyError, ValueError) as error:
+        except (OSError, SafetensorError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{file} cannot be read ({in_words(error)}); use another checkpoint") from None
     for name, (shape, _) in shapes.items():
         # The reader leaves what no file holds as it was, without a word.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,9 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 SHARD_SUFFIX = ".safetensors"
 _BLOCK = 4 * 1024 * 1024
+_LARGEST_JSON = 64 * 1024 * 1024  # ours are a thousand times smaller; what is larger would only fill the memory
+# A manifest may come from anywhere; it must not make us open files outside its folder.
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 
 
 class CheckpointError(UserError):
@@ -63,13 +67,7 @@ class Manifest:
 
 def read_manifest(folder: Path) -> Manifest:
     """Reads a checkpoint's manifest, or raises CheckpointError with the reason why it cannot be trusted."""
-    path = folder / MANIFEST
-    try:
-        data = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise CheckpointError(f"no {MANIFEST}") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{MANIFEST} cannot be read ({error})") from None
+    data = read_json(folder / MANIFEST)
     try:
         body = {key: value for key, value in data.items() if key != "sha256"}
         if body["format"] != FORMAT:
@@ -78,13 +76,28 @@ def read_manifest(folder: Path) -> Manifest:
             raise CheckpointError(f"{MANIFEST} is damaged (its checksum differs)")
         files = {name: FileEntry(int(entry["bytes"]), str(entry["sha256"])) for name, entry in body["files"].items()}
         manifest = Manifest(int(body["step"]), int(body["world"]), dict(body["identity"]), files)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{MANIFEST} is not a unisono manifest ({type(error).__name__}: {error})") from None
     for name in manifest.files:
-        # A manifest may come from anywhere; it must not make us open files outside its folder.
-        if name != Path(name).name or name in ("", ".", "..") or "\\" in name or "\0" in name:
+        if _NAME.fullmatch(name) is None:
             raise CheckpointError(f"{MANIFEST} names {name!r}, which is not a file of this folder")
     return manifest
+
+
+def read_json(file: Path) -> Any:
+    """What stands in a JSON file of a checkpoint, or CheckpointError with the reason why it cannot be read."""
+    try:
+        if file.is_symlink() or (file.exists() and not file.is_file()):  # a pipe would be waited for, for ever
+            raise CheckpointError(f"{file.name} is not a plain file")
+        if file.stat().st_size > _LARGEST_JSON:
+            raise CheckpointError(f"{file.name} is larger than {_LARGEST_JSON >> 20} MiB")
+        return json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"no {file.name}") from None
+    except RecursionError:
+        raise CheckpointError(f"{file.name} cannot be read (nested too deeply)") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file.name} cannot be read ({error})") from None
 
 
 def hash_file(path: Path, *, sync: bool = False) -> FileEntry:

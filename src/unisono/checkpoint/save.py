@@ -27,6 +27,7 @@ from unisono.checkpoint.manifest import FileEntry, read_manifest
 from unisono.checkpoint.shards import shard_name, write_shards
 from unisono.checkpoint.snapshot import Snapshot, State, check_names, fingerprint, shapes_of
 from unisono.checkpoint.together import RanksFailed, in_words, together
+from unisono.faults import Injector
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,12 @@ class Saver:
         keep_last: int,
         asynchronous: bool,
         identity: Mapping[str, Any],
+        injector: Injector | None = None,
     ) -> None:
-        """`group` is a gloo group of all ranks used for nothing else (None for one rank); `identity` names the run."""
+        """`group` is a gloo group of all ranks used for nothing else (None for one rank); `identity` names the run.
+
+        `injector` makes rehearsed faults happen while this rank saves.
+        """
         if (group is None) != (world == 1):
             raise ValueError(f"{world} ranks need {'no' if world == 1 else 'a'} process group of their own")
         self._folder = folder
@@ -89,12 +94,32 @@ class Saver:
         self._keep_last = keep_last
         self._asynchronous = asynchronous
         self._identity = dict(identity)
+        self._injector = injector or Injector()
         mesh = None if group is None else DeviceMesh.from_group(group, "cpu")
         self._snapshot = Snapshot(rank, world, mesh)
         # What is there before our first save was left by a run that is over; later ones could be of a living one.
         self._leftovers = leftovers(folder) if rank == 0 else []
         self._thread: threading.Thread | None = None
+        self._broken: Exception | None = None
         self._finished: queue.SimpleQueue[SaveResult] = queue.SimpleQueue()
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether memory is still being allocated."""
+        return self._snapshot.is_warming_up
+
+    def warm_up(self, tensors: State) -> None:
+        """Allocates page-locked memory for saves like this one in the background, so that the first need not wait.
+
+        Allocating it takes longer than copying to it (seconds for 12 GB).
+        """
+        if self._asynchronous:
+            self._snapshot.warm_up(tensors)
 
     def save(self, step: int, tensors: State, extra: Mapping[str, Any], *, best: Best | None = None) -> None:
         """Saves the state of `step`; on return the tensors may change. Waits first for a save that is still running."""
@@ -123,7 +148,12 @@ class Saver:
         return self.poll()
 
     def poll(self) -> list[SaveResult]:
-        """The outcomes of saves that have ended and were not reported so far; does not block."""
+        """The outcomes of saves that have ended and were not reported so far; does not block.
+
+        Where the ranks lost each other while saving (one died), that is raised here, in the thread that trains.
+        """
+        if self._broken is not None:
+            raise self._broken
         results = []
         while not self._finished.empty():
             results.append(self._finished.get())
@@ -133,14 +163,19 @@ class Saver:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        if self._broken is not None:
+            raise self._broken
 
     def _run(self, attempt: _Attempt) -> None:
         path, size, error = None, 0, None
         try:
             path, size = self._write(attempt)
             together(lambda: self._tidy(attempt, path), world=self._world, group=self._group)
-        except Exception as problem:  # also a peer that died: the collective raises
+        except RanksFailed as problem:  # all ranks know, and train on
             error = in_words(problem)
+        except Exception as problem:  # a peer that died: the exchange raises. To train on would be to train alone
+            self._broken = problem
+            return
         seconds = time.monotonic() - attempt.started
         self._finished.put(SaveResult(attempt.step, path, seconds, size, error))
 
@@ -157,7 +192,7 @@ class Saver:
             return staging, existing_bytes
         try:
             together(lambda: self._write_shard(attempt, staging), world=self._world, group=self._group)
-            checked = together(lambda: self._check_shard(staging), world=self._world, group=self._group)
+            checked = together(lambda: self._check_shard(attempt, staging), world=self._world, group=self._group)
             shards = {name: entry for files in checked for name, entry in files.items()}
             ends = together(lambda: self._commit(attempt, staging, shards), world=self._world, group=self._group)
         except RanksFailed:
@@ -168,6 +203,7 @@ class Saver:
         return ends[0]
 
     def _ready(self, attempt: _Attempt) -> str:
+        self._injector.at("save-begin", attempt.step)
         if attempt.error is not None:
             raise RanksFailed(f"copying to host memory failed: {attempt.error}")
         return attempt.fingerprint
@@ -182,10 +218,16 @@ class Saver:
         return begin(self._folder, attempt.step), None
 
     def _write_shard(self, attempt: _Attempt, staging: Path) -> None:
-        write_shards(attempt.parts, staging, rank=self._rank, world=self._world, group=self._group)
+        def before() -> None:
+            self._injector.at("save-write", attempt.step)
 
-    def _check_shard(self, staging: Path) -> dict[str, FileEntry]:
-        return check_shard(staging / shard_name(self._rank, self._world))
+        write_shards(attempt.parts, staging, rank=self._rank, world=self._world, group=self._group, before=before)
+
+    def _check_shard(self, attempt: _Attempt, staging: Path) -> dict[str, FileEntry]:
+        self._injector.at("save-check", attempt.step)
+        checked = check_shard(staging / shard_name(self._rank, self._world))
+        self._injector.at("save-commit", attempt.step)  # before the exchange: once rank 0 commits, nobody may fail
+        return checked
 
     def _commit(self, attempt: _Attempt, staging: Path, shards: dict[str, FileEntry]) -> tuple[Path, int] | None:
         if self._rank != 0:
@@ -198,6 +240,7 @@ class Saver:
         return final, read_manifest(final).total_bytes
 
     def _tidy(self, attempt: _Attempt, committed: Path | None) -> None:
+        self._injector.at("saved", attempt.step, made=committed)
         if self._rank != 0 or committed is None:
             return
         if attempt.best is not None:

@@ -8,7 +8,7 @@ lie, without the lock, and the file is the same: PyTorch's reader takes it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -35,10 +35,19 @@ def shard_name(rank: int, world: int) -> str:
 
 
 def write_shards(
-    parts: Mapping[str, torch.Tensor], folder: Path, *, rank: int, world: int, group: dist.ProcessGroup | None
+    parts: Mapping[str, torch.Tensor],
+    folder: Path,
+    *,
+    rank: int,
+    world: int,
+    group: dist.ProcessGroup | None,
+    before: Callable[[], None] = lambda: None,
 ) -> None:
-    """Writes this rank's part of a state into a folder; every rank calls it, and if one fails all raise RanksFailed."""
-    writer = _ShardWriter(folder / shard_name(rank, world))
+    """Writes this rank's part of a state into a folder; every rank calls it, and if one fails all raise RanksFailed.
+
+    `before` is called on each rank when the ranks have settled who writes what, and its failure counts as one to write.
+    """
+    writer = _ShardWriter(folder / shard_name(rank, world), before)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         dcp.save(dict(parts), storage_writer=writer, planner=planner, process_group=group, no_dist=world == 1)
@@ -48,14 +57,15 @@ def write_shards(
 
 
 class _ShardWriter(HuggingFaceStorageWriter):
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, before: Callable[[], None]) -> None:
         super().__init__(str(file.parent), save_distributed=True)
-        self._file = file
+        self._file, self._before = file, before
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         tensors: dict[str, torch.Tensor] = {}
         offsets: dict[str, dict[str, list[int]]] = {}
         try:
+            self._before()
             for item in plan.items:
                 data = planner.resolve_data(item)
                 assert isinstance(data, torch.Tensor) and item.tensor_data is not None

@@ -2,14 +2,16 @@
 
 After the copy the training loop may change its tensors while a thread writes. A tensor that every rank holds (ddp) is
 copied and written by one of them only, chosen the same way on all, so N ranks need the host memory of one copy, not of
-N. The buffers are kept for the next save, page-locked where the tensors are on a GPU.
+N. The buffers are kept for the next save, page-locked where the tensors are on a GPU; these `warm_up` makes in advance.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,28 +32,60 @@ class Snapshot:
         self._world = world
         self._mesh = mesh
         self._buffers: dict[str, torch.Tensor] = {}
+        self._warming: threading.Thread | None = None
+
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether buffers are still being allocated."""
+        return self._warming is not None and self._warming.is_alive()
+
+    def warm_up(self, state: State) -> None:
+        """Starts to allocate the page-locked buffers for a state like this one; does not wait and copies nothing."""
+        self._join()
+        wanted = {name: (local.shape, local.dtype) for name, _, local in self._share(state) if local.is_cuda}
+        if not wanted:
+            return
+
+        def allocate() -> None:
+            with suppress(RuntimeError):  # out of memory: the save that needs it says so
+                for name, (shape, dtype) in wanted.items():
+                    if not _fits(self._buffers.get(name), shape, dtype):
+                        self._buffers[name] = torch.empty(shape, dtype=dtype, pin_memory=True)
+
+        self._warming = threading.Thread(target=allocate, name="warm-up-saves", daemon=True)
+        self._warming.start()
 
     def take(self, state: State) -> dict[str, torch.Tensor]:
         """Copies this rank's part of the state; on return the originals may change (waits for the GPU once)."""
-        writers = writer_of_each(state, self._world)
+        self._join()
         self._buffers = {name: buffer for name, buffer in self._buffers.items() if name in state}
         parts: dict[str, torch.Tensor] = {}
         devices: set[torch.device] = set()
-        for name, tensor in state.items():
-            tensor = tensor.detach()
-            local = _local(tensor)
-            if name in writers:
-                if writers[name] == self._rank:
-                    parts[name] = self._copy(name, local, devices)
-            elif local.numel() > 0:  # an uneven split may leave a rank with nothing; nothing is not written
-                parts[name] = self._as_shard(self._copy(name, local, devices), tensor)
+        for name, tensor, local in self._share(state):
+            copy = self._copy(name, local, devices)
+            parts[name] = self._as_shard(copy, tensor) if _is_sharded(tensor, self._world) else copy
         for device in devices:
             torch.cuda.synchronize(device)
         return parts
 
+    def _share(self, state: State) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """What this rank writes: name, tensor, and the part of it that is here."""
+        writers = writer_of_each(state, self._world)
+        for name, tensor in state.items():
+            local = _local(tensor.detach())
+            if writers.get(name, self._rank) != self._rank:
+                continue
+            if name in writers or local.numel() > 0:  # an uneven split may leave a rank with nothing to write
+                yield name, tensor.detach(), local
+
+    def _join(self) -> None:
+        if self._warming is not None:
+            self._warming.join()
+            self._warming = None
+
     def _copy(self, name: str, local: torch.Tensor, devices: set[torch.device]) -> torch.Tensor:
         buffer = self._buffers.get(name)
-        if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
+        if buffer is None or not _fits(buffer, local.shape, local.dtype):
             # One storage per tensor: the safetensors writer refuses tensors that share one (tied weights, views).
             buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
             self._buffers[name] = buffer
@@ -114,6 +148,10 @@ def _is_sharded(tensor: torch.Tensor, world: int) -> bool:
         and isinstance(tensor, DTensor)
         and any(isinstance(placement, Shard) for placement in tensor.placements)
     )
+
+
+def _fits(buffer: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype) -> bool:
+    return buffer is not None and buffer.shape == shape and buffer.dtype == dtype
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

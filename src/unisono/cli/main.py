@@ -15,6 +15,7 @@ COMMANDS = {
     "verify": "prove that a recipe trains the same on 1 and on N ranks",
     "export": "write a run's trained weights to a folder",
     "doctor": "what this machine can do, and what is wrong with it",
+    "slurm": "write, submit and follow the batch script of a run under SLURM",
     "gpus": "the GPUs, how free they are, and which would be taken",
 }
 
@@ -31,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs a command and returns the exit code; a user's mistake is one line on stderr."""
     words = sys.argv[1:] if arguments is None else arguments
     try:
-        return _run(words)
+        return _run(_without_local_rank(words))
     except UnisonoError as error:
         if not error.already_told:
             print(f"unisono: {_who()}{error}", file=sys.stderr)
@@ -61,6 +62,19 @@ def _run(words: list[str]) -> int:
         return EXIT_USER_ERROR
     code: int = import_module(f"unisono.cli.{command}").main(rest)
     return code
+
+
+def _without_local_rank(words: list[str]) -> list[str]:
+    """torch.distributed.launch puts --local-rank=N before a program's own words; the environment says it too."""
+    kept: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        name, has_value, _ = word.replace("-", "_").partition("=")
+        if name != "__local_rank":
+            kept.append(word)
+        elif not has_value:
+            next(rest, None)
+    return kept
 
 
 def _who() -> str:

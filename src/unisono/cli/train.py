@@ -10,6 +10,7 @@ from unisono.config.help import help_text
 from unisono.config.resolve import resolve
 from unisono.engine.registry import load_recipe
 from unisono.engine.run import start
+from unisono.engine.srun import with_outcome
 from unisono.errors import EXIT_DONE, EXIT_STOPPED, ConfigError, UserError
 from unisono.settings import Settings
 
@@ -27,6 +28,10 @@ Flags win over the file, the file over defaults; hyphens and underscores are the
 
 def main(words: list[str]) -> int:
     """Runs the command; 0 done, 75 stopped by a signal with a checkpoint."""
+    return with_outcome(lambda: _train(words))
+
+
+def _train(words: list[str]) -> int:
     recipe, config, flags, wants_help, wants_config = split_words(words)
     if wants_help:
         kinds: list[type] = [Settings]

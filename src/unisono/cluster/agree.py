@@ -16,6 +16,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from unisono.cluster.processes import PATIENCE
+
 T = TypeVar("T")
 
 
@@ -39,8 +41,8 @@ class Pending:
 class Agreement:
     """The one place where ranks agree. Every rank makes it, and makes every call on it, at the same point."""
 
-    def __init__(self, timeout: timedelta | None = None) -> None:
-        """`timeout` is how long a rank waits for the others, where that may be longer than torch's default."""
+    def __init__(self, timeout: timedelta = PATIENCE) -> None:
+        """`timeout` is how long a rank waits for the others."""
         self._group: dist.ProcessGroup | None = None
         if dist.is_initialized() and dist.get_world_size() > 1:
             self._group = dist.new_group(backend="gloo", timeout=timeout)

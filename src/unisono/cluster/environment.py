@@ -23,6 +23,9 @@ from unisono.errors import UserError
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
 _DEFAULT_PORT = 29500
 
+ROUND = "UNISONO_ROUND"
+"""Variable in which unisono's launcher counts how often it has started ranks, from 1."""
+
 
 @dataclass(frozen=True)
 class World:
@@ -39,6 +42,8 @@ class World:
     master_port: int = 0
     """Port where the ranks meet; 0 means any free one (a single process only)."""
     restart_count: int = 0
+    started_before: bool = False
+    """Whether the launcher has started ranks of this run before: after a death, or because machines came or went."""
     found: Mapping[str, str] = field(default_factory=dict)
     """The environment variables this was read from."""
     mixed_precision: str | None = None
@@ -112,7 +117,8 @@ class Torchrun(Environment):
                 num_nodes=read.number("GROUP_WORLD_SIZE", default=-(-size // local_size), at_least=1),
                 master_addr=read.text("MASTER_ADDR", default="127.0.0.1" if alone else None),
                 master_port=read.number("MASTER_PORT", default=0 if alone else None),
-                restart_count=read.number("TORCHELASTIC_RESTART_COUNT", default=0),
+                restart_count=(restarts := read.number("TORCHELASTIC_RESTART_COUNT", default=0)),
+                started_before=restarts > 0 or environ.get(ROUND, "1") != "1",
             ),
         )
 

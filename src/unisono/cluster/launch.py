@@ -13,21 +13,20 @@ import os
 import signal
 import threading
 import time
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import WorkerSpec
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 
-from unisono.cluster.agent import Agent, Job, Killed, Streams, say
+from unisono.cluster.agent import Agent, Job, Killed, Note, Streams, say
+from unisono.cluster.hang import Limits
 from unisono.cluster.lifetime import LAUNCHER_PID
+from unisono.cluster.meeting import Meeting, Place
 from unisono.cluster.ports import require_free
-from unisono.cluster.signals import SAME_PRESS_S, STOP_SIGNALS
+from unisono.cluster.signals import SAME_PRESS_S, stop_signals
 from unisono.errors import UserError
 
 JOB = "UNISONO_JOB"
@@ -38,53 +37,58 @@ def launch(
     command: list[str],
     *,
     nproc: int,
-    nnodes: int = 1,
+    nnodes: int | tuple[int, int] = 1,
     node_rank: int | None = None,
     rdzv_endpoint: str | None = None,
     max_restarts: int = 3,
     environ: dict[str, str],
     job_folder: Path,
-    on_restart: Callable[[int, str], None] | None = None,
+    note: Note | None = None,
+    limits: Limits | None = None,
+    run_folder: Path | None = None,
 ) -> int:
-    """Runs `command` as `nproc` ranks on this machine (of `nnodes`) and returns the exit code of the run.
+    """Runs `command` as `nproc` ranks on this machine and returns the exit code of the run.
 
+    `nnodes` is the number of machines, or the fewest and the most: then the run goes on with those that are there.
     `environ` is added to this process's environment. Ranks leave their outcome in `job_folder`
     (`unisono.cluster.outcome`) and end with status 0 if it is a good one. After a crash all ranks are started again, at
-    most `max_restarts` times; `on_restart` gets the number of the restart and its cause.
+    most `max_restarts` times; `note` is told. A rank that stands still for longer than `limits` say counts as crashed,
+    and stacks are kept in `run_folder`.
     """
-    job = Job(job_folder.resolve(), nnodes, on_restart)
-    meeting = _meeting_point(nnodes, node_rank, rdzv_endpoint)
-    if nnodes == 1 or node_rank == 0:
+    fewest, most = (nnodes, nnodes) if isinstance(nnodes, int) else nnodes
+    place = _place(fewest, most, node_rank, rdzv_endpoint, nproc)
+    job = Job(job_folder.resolve(), most, note, limits or Limits(0, 0), run_folder)
+    if place.machine == 0:
         job.clear()
     with _quiet_elastic():
-        try:
-            handler = get_rendezvous_handler(meeting)
-        except (RendezvousError, DistError) as error:
-            raise UserError(
-                f"cannot meet the other machines at {rdzv_endpoint}; is machine 0 started, is a firewall between?"
-            ) from error
+        meeting = Meeting(place, max_restarts, say)
         spec = WorkerSpec(
             role="rank",
             local_world_size=nproc,
             entrypoint=command[0],
             args=tuple(part.replace("$", "$$") for part in command[1:]),  # the agent expands $-macros in arguments
-            rdzv_handler=handler,
+            rdzv_handler=meeting,
             max_restarts=max_restarts,
-            local_addr=meeting.local_addr,
+            local_addr="localhost",  # a laptop's own name often leads nowhere, and nobody asks for it
         )
         agent = Agent(spec, Streams(_environment(environ, job, nproc)), job)
         try:
             with _Signals(agent):
-                agent.run()
+                result = agent.run()
+            if result is None or result.is_failed():
+                meeting.end("the run has failed on another machine, which says why")
         except Killed as killed:
             return 128 + killed.signum
-        except (RendezvousError, DistError) as error:
-            if nnodes == 1:
-                raise
-            say(f"the other machines are gone ({type(error).__name__})")
+        except RendezvousClosedError as error:
+            say(str(error) or "the run has ended on the other machines")
+        except RendezvousError as error:
+            if meeting.round is None:
+                raise UserError(
+                    f"cannot meet the other machines at {rdzv_endpoint}; is machine 0 started, is a firewall between?"
+                ) from error
+            say(f"{error}; start the same command again to go on from the last checkpoint")
         finally:
-            with contextlib.suppress(RendezvousError, DistError):
-                handler.shutdown()
+            meeting.shutdown()
     return agent.judge()
 
 
@@ -98,7 +102,7 @@ class _Signals:
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():  # python allows handlers only there
-            for signum in STOP_SIGNALS:
+            for signum in stop_signals():
                 self._previous[signum] = signal.signal(signum, self._on_signal)
 
     def __exit__(self, *error: object) -> None:
@@ -120,7 +124,8 @@ class _Signals:
         else:
             if insists:
                 self._asked_at = time.monotonic()
-            if not self._agent.job.stop_file.exists():
+            if not self._agent.job.stopping:
+                self._agent.job.stopping = True
                 self._agent.job.ask_to_stop(name)
                 say(f"{name}: saving a checkpoint and stopping; Ctrl-C (again) stops at once, without saving")
 
@@ -133,28 +138,18 @@ def _environment(environ: dict[str, str], job: Job, nproc: int) -> dict[str, str
     return environ
 
 
-def _meeting_point(nnodes: int, node_rank: int | None, endpoint: str | None) -> RendezvousParameters:
-    if nnodes > 1 and (endpoint is None or node_rank is None):
-        raise UserError(f"nnodes {nnodes} needs node_rank (0 to {nnodes - 1}) and rdzv_endpoint (machine 0, host:port)")
-    if node_rank is not None and not 0 <= node_rank < nnodes:
-        raise UserError(f"node_rank {node_rank} is not one of the {nnodes} machines; use 0 to {nnodes - 1}")
-    hosts = nnodes == 1 or node_rank == 0
+def _place(fewest: int, most: int, node_rank: int | None, endpoint: str | None, nproc: int) -> Place:
+    if most > 1 and (endpoint is None or node_rank is None):
+        raise UserError(f"nnodes {most} needs node_rank (0 to {most - 1}) and rdzv_endpoint (machine 0, host:port)")
+    if node_rank is not None and not 0 <= node_rank < most:
+        raise UserError(f"node_rank {node_rank} is not one of the {most} machines; use 0 to {most - 1}")
     host, _, port = (endpoint or "localhost:0").rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise UserError(f"rdzv_endpoint {endpoint!r} is not host:port, for instance node0:29400")
-    if hosts and endpoint is not None:
+    machine = node_rank or 0
+    if machine == 0 and endpoint is not None:
         require_free(int(port), "rdzv_endpoint")
-    return RendezvousParameters(
-        backend="c10d",
-        endpoint=f"{host}:{port}",
-        run_id=uuid.uuid4().hex if nnodes == 1 else "unisono",
-        min_nodes=nnodes,
-        max_nodes=nnodes,
-        local_addr="localhost" if nnodes == 1 else None,  # a laptop's own name often leads nowhere
-        is_host=hosts,
-        read_timeout=300,  # also how long a machine that starts early waits for machine 0
-        join_timeout=900,
-    )
+    return Place(machine, nproc, fewest, most, host.strip("[]"), int(port))
 
 
 @contextlib.contextmanager

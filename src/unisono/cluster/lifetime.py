@@ -42,7 +42,7 @@ def start_loader_worker(worker_id: int) -> None:
     """For `DataLoader(worker_init_fn=...)`: the worker dies with its rank and leaves stopping to it."""
     die_with_parent()
     # Ctrl-C reaches the whole foreground group; a worker that dies of it would take the last checkpoint with it.
-    for name in ("SIGINT", "SIGUSR1"):
+    for name in ("SIGINT", "SIGUSR1", "SIGHUP"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
 

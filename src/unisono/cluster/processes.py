@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 ATTEMPT = "UNISONO_ATTEMPT"
 """Variable in which unisono's launcher names the attempt, the same on all machines."""
 
+PATIENCE = timedelta(days=7)
+"""Time-out of every collective: who hangs is found out by `unisono.cluster.hang`, which names the rank, and not by a
+peer's time-out, which names nobody (and in NCCL's case writes walls of text)."""
+
+_attempt = ""  # the name of this attempt, once joined
 _hosted: list[TCPStore] = []  # the server lives as long as rank 0: the others may still ask it while they leave
 
 
@@ -36,8 +41,9 @@ def join(world: World, device: torch.device, *, alone: bool = False, timeout_s: 
     """Joins the other ranks of the run; returns when all are there.
 
     A run of one process has nothing to join, unless it asks for a group of its own with `alone` (ddp and fsdp need
-    one). `timeout_s` is how long a rank waits for the others, here and in every later collective.
+    one). `timeout_s` is how long a rank looks for the others; collectives have a time-out of their own (PATIENCE).
     """
+    global _attempt
     if world.size == 1:
         if alone:
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -52,6 +58,7 @@ def join(world: World, device: torch.device, *, alone: bool = False, timeout_s: 
         if agent_hosts and world.num_nodes > 1:
             # Each of torchrun's agents counts the restarts for itself: after the first one their counts differ.
             name = _meet(store, world, timeout_s)
+    _attempt = name
     own_store = PrefixStore(name, store)
     nccl = device.type == "cuda" and not _gpus_are_shared(own_store, world, device)
     dist.init_process_group(
@@ -59,16 +66,34 @@ def join(world: World, device: torch.device, *, alone: bool = False, timeout_s: 
         store=own_store,
         rank=world.rank,
         world_size=world.size,
-        timeout=timeout,
+        timeout=PATIENCE,
         device_id=device if nccl else None,
     )
 
 
-def leave() -> None:
-    """Leaves the group, if there is one; never complains, because nothing depends on it any more."""
+def leave(*, together: bool = False) -> None:
+    """Leaves the group, if there is one; never complains, because nothing depends on it any more.
+
+    `together`: nobody before the others have finished too. srun and mpirun kill the rest when a rank ends with another
+    code than 0, and the 75 of a rank that stopped is one.
+    """
     if dist.is_initialized():
         with contextlib.suppress(Exception):
+            if together:
+                dist.all_reduce(torch.zeros(1))
             dist.destroy_process_group()
+
+
+def another_store(world: World, name: str, timeout_s: float) -> Store:
+    """A connection of its own to this attempt's store, for another thread: a client that waits blocks all its users."""
+    store = TCPStore(
+        world.master_addr,
+        world.master_port,
+        is_master=False,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+    )
+    return PrefixStore(f"{_attempt}/{name}", store)
 
 
 def _gpus_are_shared(store: Store, world: World, device: torch.device) -> bool:

@@ -11,13 +11,17 @@ import mmap
 import re
 import struct
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from unisono.faults import Injector
 
-_LAYOUT = struct.Struct("<dqq24s")  # wall clock, step, number of the beat, phase
+_LAYOUT = struct.Struct("<dqqqq24s")  # wall clock, step, number of the beat, place in the step, first step, phase
 _FILE = re.compile(r"pulse_rank(\d+)")
+
+STEP_PHASES = ("data", "forward", "backward", "reduce", "optimizer")
+"""The phases of a step, in order; with several micro-batches the first three come again. In reduce a rank waits."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,13 @@ class Beat:
     step: int  # being computed, from 1; 0 before the first
     number: int  # counts the beats: while it stands still, so does the rank
     time: float  # wall clock
+    place: int = 0  # counts the beats of this step: all ranks go through the same ones
+    first_step: int = 0  # the first one since the rank was started; 0 before it
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether the first step, which may compile, is not done yet."""
+        return self.first_step == 0 or self.step <= self.first_step
 
 
 class Pulse:
@@ -37,7 +48,7 @@ class Pulse:
     def __init__(self, rank: int = 0, folder: Path | None = None, injector: Injector | None = None) -> None:
         """`folder` is where the launcher looks for it (None: nobody outside does)."""
         self.rank, self.injector = rank, injector or Injector()
-        self._number = 0
+        self._number = self._place = self._first_step = 0
         self._memory: mmap.mmap | None = None
         if folder is not None:
             with open(folder / f"pulse_rank{rank}", "w+b") as file:
@@ -49,11 +60,20 @@ class Pulse:
     def at(self, phase: str, step: int) -> None:
         """This rank has come to `phase` of `step`."""
         self._number += 1
-        now = time.time()
-        self.last = Beat(self.rank, phase, step, self._number, now)
+        self._place = self._place + 1 if step == self.last.step else 0
+        if self._first_step == 0 and phase in STEP_PHASES:
+            self._first_step = step
+        now, number, place, first = time.time(), self._number, self._place, self._first_step
+        self.last = Beat(self.rank, phase, step, number, now, place, first)
         if self._memory is not None:
-            _LAYOUT.pack_into(self._memory, 0, now, step, self._number, phase.encode())
+            _LAYOUT.pack_into(self._memory, 0, now, step, number, place, first, phase.encode())
         self.injector.at(phase, step)
+
+
+def forget_pulses(folder: Path, ranks: Collection[int]) -> None:
+    """Before these ranks are started again: what their predecessors left says nothing about them."""
+    for rank in ranks:
+        (folder / f"pulse_rank{rank}").unlink(missing_ok=True)
 
 
 def read_pulses(folder: Path) -> list[Beat]:
@@ -63,7 +83,7 @@ def read_pulses(folder: Path) -> list[Beat]:
         match = _FILE.fullmatch(path.name)
         data = path.read_bytes() if match else b""
         if match and len(data) == _LAYOUT.size:
-            moment, step, number, phase = _LAYOUT.unpack(data)
+            moment, step, number, place, first, phase = _LAYOUT.unpack(data)
             if number:
-                beats.append(Beat(int(match[1]), phase.rstrip(b"\0").decode(), step, number, moment))
+                beats.append(Beat(int(match[1]), phase.rstrip(b"\0").decode(), step, number, moment, place, first))
     return sorted(beats, key=lambda beat: beat.rank)

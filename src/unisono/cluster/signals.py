@@ -1,13 +1,12 @@
 """How a rank learns that it should stop.
 
-Signal handlers only set a flag; the training loop looks at it where all ranks decide together. Who sends which signal
-depends on who started the process:
+Signal handlers only set a flag; the training loop looks at it where all ranks decide together. SIGTERM, SIGUSR1, SIGINT
+and SIGHUP (unless it is ignored, as under nohup) sent to any one rank are requests, whoever started it. Besides,
 
-- under unisono's launcher the request comes as a file in the job's folder. SIGTERM there means that another rank died
-  and this one is in the way of the restart: it keeps its default action and ends the process at once, even in the
-  middle of a collective (a Python handler would run only after it, and cost the agent's grace of 30 s).
-- under another launcher (torchrun, srun, mpirun) SIGTERM, SIGUSR1 and SIGINT are requests.
-- in a single process too, and a second Ctrl-C stops it at once.
+- under unisono's launcher the request also comes as a file in the job's folder: the ranks sit in sessions of their own,
+  so that Ctrl-C and a scheduler's signal may reach the launcher only. It never sends SIGTERM itself: ranks that are in
+  the way of a restart are killed.
+- in a single process a second Ctrl-C stops it at once.
 """
 
 from __future__ import annotations
@@ -25,9 +24,21 @@ STOP_FILE = "stop"
 SAME_PRESS_S = 0.25
 """Signals closer together than this are one request: wrappers such as `uv run` pass on what the terminal also sent."""
 
-STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
-
 _POLL_S = 0.2
+_early: list[str] = []  # what `note_signals_early` has noted
+
+
+def stop_signals() -> list[signal.Signals]:
+    """The signals that ask a run to stop; SIGHUP is not one of them where it is ignored: that is what nohup does."""
+    names = [name for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name)]
+    found = [signal.Signals[name] for name in names]
+    return [each for each in found if each.name != "SIGHUP" or signal.getsignal(each) is not signal.SIG_IGN]
+
+
+def note_signals_early() -> None:
+    """From now on stop signals are noted for the `StopRequest` to come, because importing torch takes seconds."""
+    for signum in stop_signals():
+        signal.signal(signum, lambda number, frame: _early.append(signal.Signals(number).name))
 
 
 class StopRequest:
@@ -53,8 +64,9 @@ class StopRequest:
         if self._job_folder is not None:
             threading.Thread(target=self._watch, args=(self._job_folder,), name="stop-file", daemon=True).start()
         if threading.current_thread() is threading.main_thread():  # python allows handlers only there
-            for signum in STOP_SIGNALS:
-                self._previous[signum] = signal.signal(signum, self._handler_for(signum))
+            for signum in stop_signals():
+                self._previous[signum] = signal.signal(signum, self._on_signal)
+        self._requested = self._requested or next(iter(_early), None)
         return self
 
     def __exit__(self, *error: type[BaseException] | BaseException | TracebackType | None) -> None:
@@ -63,14 +75,6 @@ class StopRequest:
             # None: it was installed from C and cannot be put back from python
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)
         self._previous.clear()
-
-    def _handler_for(self, signum: int) -> Any:
-        if self._launcher == "unisono":
-            if signum == signal.SIGTERM:
-                return signal.SIG_DFL
-            if signum == signal.SIGINT:
-                return signal.SIG_IGN  # the launcher got it too and decides
-        return self._on_signal
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         self._requested = self._requested or signal.Signals(signum).name

@@ -7,86 +7,33 @@ augmentation in `Dataset[i]` repeats exactly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
+from torch.utils.data._utils.pin_memory import pin_memory
 
-from unisono.cluster.lifetime import start_loader_worker
-from unisono.data.bits import Purpose, key_of
-from unisono.data.order import Order, num_micro_batches, share_of, split
-from unisono.data.seeding import seed_everything
+from unisono.data.cursor import Chunk, Cursor
+from unisono.data.order import Order
+from unisono.data.reading import BadSample, ChunkReader
+from unisono.data.workers import Workers
 from unisono.settings import DataSettings
 
-_LOOK_AHEAD = 1024  # positions whose order is worked out at once: for a micro-batch alone numpy's calls would cost more
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """One micro-batch of one rank: which positions, and where it stands in its step."""
-
-    positions: range
-    last: bool
-    stand_in: bool  # no sample was left for this rank: it computes another rank's sample with weight 0
+__all__ = ["BadSample", "Chunk", "Cursor", "Loader", "MicroBatch", "place"]
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A chunk and its data."""
+    """A chunk and its data, less the samples that could not be read."""
 
     chunk: Chunk
     data: Any
-
-
-@dataclass(frozen=True)
-class Cursor:
-    """Where a rank reads: the stream from `start` to `end` in global batches, this rank's part of each."""
-
-    start: int
-    end: int | None
-    global_batch: int
-    micro_batch: int
-    rank: int
-    world: int
-
-    def chunks(self) -> Iterator[Chunk]:
-        """This rank's micro-batches in order; every rank has the same number of them in every step."""
-        start = self.start
-        while self.end is None or start < self.end:
-            count = self.global_batch if self.end is None else min(self.global_batch, self.end - start)
-            parts = num_micro_batches(count, self.world, self.micro_batch)
-            for number, positions in enumerate(split(share_of(self.rank, self.world, start, count), parts)):
-                stand_in = len(positions) == 0
-                if stand_in:
-                    positions = range(start, start + 1)
-                yield Chunk(positions, last=number == parts - 1, stand_in=stand_in)
-            start += count
-
-
-class _PositionedDataset(Dataset[Any]):
-    """Reads the items at stream positions, each with its own seed."""
-
-    def __init__(self, dataset: Dataset[Any], order: Order) -> None:
-        self.dataset, self.order = dataset, order
-        self._known: tuple[int, list[int]] = (0, [])  # first position, and the indices from there on
-
-    def __getitems__(self, positions: list[int]) -> list[Any]:
-        items = []
-        for position in positions:
-            seed_everything(key_of(Purpose.ITEM, self.order.seed, position))
-            items.append(self.dataset[self._index(position)])
-        return items
-
-    def _index(self, position: int) -> int:
-        first, indices = self._known
-        if not first <= position < first + len(indices):
-            first, indices = position, self.order.indices(np.arange(position, position + _LOOK_AHEAD)).tolist()
-            self._known = first, indices
-        return indices[position - first]
+    positions: Sequence[int]  # of the samples that are in `data`, in order
+    stand_in: bool  # `data` is another micro-batch's sample and counts with weight 0
+    bad: tuple[BadSample, ...] = ()  # of the chunk's own samples: over all micro-batches and ranks each once
 
 
 class Loader:
@@ -100,39 +47,37 @@ class Loader:
         cursor: Cursor,
         settings: DataSettings,
         pin: bool,
+        on_worker_death: Callable[[str], None] | None = None,
     ) -> None:
-        workers = settings.num_workers
+        """`on_worker_death` is told, in a sentence, when a worker died and another takes its place."""
         self._chunks = cursor.chunks()
-        self._batches = iter(
-            DataLoader(
-                _PositionedDataset(dataset, order),
-                # The same pure function as self._chunks, running ahead of it.
-                batch_sampler=_positions(cursor),
-                collate_fn=collate,
-                num_workers=workers,
-                prefetch_factor=settings.prefetch_factor if workers else None,
-                pin_memory=pin and settings.pin_memory,
-                worker_init_fn=start_loader_worker,
-                generator=torch.Generator(),  # draws the workers' seeds, otherwise from the training's own generator
+        self._reader = ChunkReader(dataset, collate, order, settings.max_bad_samples)
+        self._pin = pin and settings.pin_memory and torch.accelerator.is_available()
+        self._workers: Workers | None = None
+        if settings.num_workers:
+            self._workers = Workers(
+                self._reader, cursor, settings.num_workers, settings.prefetch_factor, self._pin, on_worker_death
             )
-        )
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return self
 
     def __next__(self) -> MicroBatch:
         chunk = next(self._chunks)
-        return MicroBatch(chunk, next(self._batches))
+        if self._workers is not None:
+            data, positions, stand_in, bad = self._workers.take(chunk)
+        else:
+            data, positions, stand_in, bad = self._reader(chunk)
+            if self._pin:
+                data = pin_memory(data)  # type: ignore[no-untyped-call]
+        return MicroBatch(chunk, data, positions, stand_in, bad)
 
     def close(self) -> None:
-        """Ends the workers now rather than at garbage collection."""
-        shut_down = getattr(self._batches, "_shutdown_workers", None)
-        if shut_down is not None:
-            shut_down()
-
-
-def _positions(cursor: Cursor) -> Iterator[list[int]]:
-    return (list(chunk.positions) for chunk in cursor.chunks())
+        """Ends the workers now, also those that are dead or hang."""
+        self._chunks = iter(())
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None
 
 
 def place(data: Any, device: torch.device, floating: torch.dtype | None = None) -> Any:

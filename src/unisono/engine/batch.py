@@ -7,7 +7,7 @@ not change the result.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from unisono.data.order import num_micro_batches
 from unisono.errors import ConfigError
@@ -26,6 +26,11 @@ class BatchPlan:
     def accumulation(self) -> int:
         """Micro-batches that each device computes per optimizer step."""
         return num_micro_batches(self.global_batch, self.devices, self.micro_batch)
+
+    @property
+    def share(self) -> int:
+        """The most samples of a step that one device has to compute."""
+        return -(-self.global_batch // self.devices)
 
 
 def plan_batch(
@@ -63,3 +68,13 @@ def plan_batch(
     if accumulation is not None and not explicit("batch_size"):
         size = -(-wanted // (devices * accumulation))
     return BatchPlan(wanted, min(size, wanted), devices)
+
+
+def with_micro_batch(plan: BatchPlan, asked: int | str | None, known: int, *, on_gpu: bool) -> BatchPlan:
+    """The plan with as many samples at once as was `asked` for, and no more than is `known` to fit (0: not known)."""
+    size = plan.micro_batch
+    if isinstance(asked, int):
+        size = asked
+    elif asked == "auto" and on_gpu:  # memory of the host does not say when it is full
+        size = plan.share
+    return replace(plan, micro_batch=min(size, plan.share, known or size))

@@ -64,6 +64,8 @@ def check_settings(settings: Settings) -> None:
     _, most = machines(settings.launch)
     if most > 1 and (settings.launch.rdzv_endpoint is None or settings.launch.node_rank is None):
         raise ConfigError("nnodes: several machines also need rdzv_endpoint (host:port) and node_rank")
+    if most > 1 and settings.run.output_dir is None:
+        raise ConfigError("nnodes: several machines also need output_dir, the same folder on all of them")
     if settings.launch.node_rank is not None and settings.launch.node_rank >= most:
         raise ConfigError(f"node_rank: expected 0 to {most - 1}, got {settings.launch.node_rank}")
     micro_batch = settings.batch.micro_batch

@@ -15,14 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from unisono.cluster.agree import Agreement
+from unisono.cluster.agree import Agreement, Pending
+from unisono.cluster.pulse import Pulse
+from unisono.cluster.signals import StopRequest
 from unisono.data.bits import Purpose, key_of
-from unisono.data.loader import Cursor, Loader, place
+from unisono.data.loader import BadSample, Cursor, Loader, place
 from unisono.data.noise import Noise
 from unisono.data.order import Order
+from unisono.engine.memory import in_one_line, is_out_of_memory
 from unisono.engine.precision import autocast
 from unisono.engine.recipe import Recipe
-from unisono.errors import RecipeError
+from unisono.errors import RecipeError, TrainingFailed
 from unisono.parallel.strategy import Strategy
 from unisono.settings import Settings
 
@@ -31,36 +34,96 @@ class Evaluation:
     """Evaluates a recipe's model on its "eval" data."""
 
     def __init__(
-        self, recipe: Recipe, strategy: Strategy, dataset: Dataset[Any], settings: Settings, agreement: Agreement
+        self,
+        recipe: Recipe,
+        strategy: Strategy,
+        dataset: Dataset[Any],
+        settings: Settings,
+        agreement: Agreement,
+        pulse: Pulse,
+        stop: StopRequest,
     ) -> None:
         self._recipe, self._strategy, self._dataset, self._settings = recipe, strategy, dataset, settings
-        self._agreement = agreement
+        self._agreement, self._pulse, self._stop = agreement, pulse, stop
         self._seed = key_of(Purpose.EVALUATION, settings.run.seed)
+        self._batch = settings.eval.eval_batch_size or settings.batch.batch_size
+        self.bad: list[BadSample] = []  # samples that could not be read, on all ranks
         for value in vars(recipe).values():
             if _is_metric(value):
                 value.to(strategy.place.device)
 
-    def run(self) -> dict[str, float]:
-        """The metrics over the whole evaluation set, named eval/…; the same on every rank."""
-        sums: dict[str, Tensor] = {}  # name -> [sum, count] of this rank
-        metrics: dict[str, Any] = {}
+    def run(self, step: int) -> dict[str, float] | None:
+        """The metrics over the whole evaluation set, named eval/…; the same on every rank.
+
+        None when somebody asked the run to stop before it was over.
+        """
+        while True:
+            sums: dict[str, Tensor] = {}  # name -> [sum, count] of this rank
+            metrics: dict[str, Any] = {}
+            with self._strategy.evaluating(), closing(self._loader()) as loader:
+                # A forward pass without backward leaves gathered weights behind, also one that failed.
+                failure, stopped = self._over_data(loader, step, sums, metrics)
+            self._strategy.weights_changed()
+            if stopped or failure:
+                for metric in metrics.values():
+                    metric.reset()
+            if stopped:
+                return None
+            if not failure:
+                found_all = self._over_ranks(sums) | self._computed(metrics)
+                return {f"eval/{name}": value for name, value in found_all.items()}
+            self._batch = -(-self._batch // 2)
+
+    def _over_data(
+        self, loader: Loader, step: int, sums: dict[str, Tensor], metrics: dict[str, Any]
+    ) -> tuple[bool, bool]:
+        """One pass over this rank's share; whether any rank ran out of memory, and whether all shall stop."""
         self._strategy.share_buffers()
-        with self._strategy.evaluating(), closing(self._loader()) as loader:
-            for micro in loader:
-                device = self._strategy.place.device
-                positions = torch.arange(micro.chunk.positions.start, micro.chunk.positions.stop, device=device)
-                floating = torch.float64 if self._settings.precision.dtype == "float64" else None
+        failure: str | None = None
+        bad: list[BadSample] = []
+        asked: Pending | None = None
+        device = self._strategy.place.device
+        floating = torch.float64 if self._settings.precision.dtype == "float64" else None
+        for micro in loader:
+            self._pulse.at("evaluate", step)
+            if asked is not None and asked.read()["stop"]:  # asked a batch ago: the answer is there
+                return False, True
+            asked = self._agreement.start({"stop": self._stop.requested is not None})
+            bad += micro.bad
+            if failure is not None:
+                continue
+            try:
+                positions = torch.tensor(micro.positions, device=device)
                 found = self._strategy.infer(self._evaluate, place(micro.data, device, floating), positions)
-                self._add(found, sums, metrics, weight=0.0 if micro.chunk.stand_in else 1.0)
-        self._strategy.weights_changed()  # a forward pass without backward leaves gathered weights behind
-        found_all = self._over_ranks(sums) | self._computed(metrics)
-        return {f"eval/{name}": value for name, value in found_all.items()}
+                self._add(found, sums, metrics, weight=0.0 if micro.stand_in else 1.0)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                failure, found = in_one_line(error), None
+                error.__traceback__ = None
+                if self._strategy.sharded or self._batch == 1:
+                    raise TrainingFailed(
+                        f"out of memory in the evaluation, with {self._batch} at once: {failure}; "
+                        "use a smaller eval_batch_size, and start again to go on"
+                    ) from None
+        if asked is not None and asked.read()["stop"]:
+            return False, True
+        agreed = self._agreement.start({"oom": failure is not None, "bad": len(bad)}).read()
+        self.bad = [sample for part in self._agreement.agree_all(bad) for sample in part] if agreed["bad"] else []
+        if len(self.bad) > self._settings.data.max_bad_samples:
+            limit = self._settings.data.max_bad_samples
+            raise TrainingFailed(
+                f"evaluation: {len(self.bad)} bad samples, max_bad_samples is {limit}: {self.bad[0]}; "
+                "mend the data, or raise max_bad_samples to leave them out"
+            )
+        return bool(agreed["oom"]), False
 
     def _loader(self) -> Loader:
         size = len(self._dataset)  # type: ignore[arg-type]
         place_ = self._strategy.place
-        batch = self._settings.eval.eval_batch_size or self._settings.batch.batch_size
-        cursor = Cursor(start=0, end=size, global_batch=size, micro_batch=batch, rank=place_.rank, world=place_.world)
+        cursor = Cursor(
+            start=0, end=size, global_batch=size, micro_batch=self._batch, rank=place_.rank, world=place_.world
+        )
         order = Order(size, self._seed, shuffle=False)
         pin = place_.device.type == "cuda"
         return Loader(self._dataset, self._recipe.collate, order, cursor, self._settings.data, pin)

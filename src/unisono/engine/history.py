@@ -17,6 +17,7 @@ from unisono.settings import LaunchSettings, ParallelSettings
 _OF_THE_START = {f.name for group in (LaunchSettings, ParallelSettings) for f in fields(group)}
 _OF_THE_START -= {"sync_batch_norm", "find_unused_parameters"}  # these belong to the model
 _OF_THE_START |= {"output_dir", "resume", "batch_size", "gradient_accumulation_steps", "global_batch_size"}
+_OF_THE_START |= {"micro_batch", "guard_steps", "inject"}
 _OF_THE_START |= {"num_workers", "prefetch_factor", "pin_memory"}
 
 

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 from unisono.cluster.lifetime import die_with_parent
+from unisono.cluster.signals import note_signals_early
+from unisono.cluster.stacks import write_stacks_on_signal
 
 if __name__ == "__main__":
-    die_with_parent()  # before torch: importing it takes seconds in which the parent could die
+    # Before torch: importing it takes seconds in which the parent could die, somebody ask to stop, or a disk hang.
+    die_with_parent()
+    note_signals_early()
+    write_stacks_on_signal(Path(os.environ["UNISONO_JOB"]), int(os.environ["RANK"]))
 
 import json
-import os
 import sys
 import traceback
 from dataclasses import asdict, replace
-from pathlib import Path
 from threading import Event
 
 from unisono.cluster.environment import detect
 from unisono.cluster.outcome import Kind, Outcome, write
-from unisono.errors import UnisonoError, UserError
+from unisono.errors import TryAgain, UnisonoError, UserError
 
 
 def main() -> int:
@@ -27,6 +33,8 @@ def main() -> int:
     trained = Event()
     try:
         status = _train(folder, trained)
+    except TryAgain as error:
+        write(folder, Outcome("crashed", str(error), rank))
     except UnisonoError as error:
         kind: Kind = "user_error" if isinstance(error, UserError) else "failed"
         write(folder, Outcome(kind, str(error), rank))

@@ -6,7 +6,7 @@ size; how the work is spread out is the engine's business, and must not change t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -39,6 +39,12 @@ class Work:
     folder: Path
     _part: int = 0
     _parts: int = 1
+    _asked_to_stop: Callable[[], bool] = bool
+
+    @property
+    def stopping(self) -> bool:
+        """Whether somebody asked the run to stop: finish the item at hand and return; the next start goes on."""
+        return self._asked_to_stop()
 
     def share(self, items: Sequence[Any]) -> Sequence[Any]:
         """The items to prepare here; over all processes each item is prepared once."""

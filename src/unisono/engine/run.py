@@ -8,17 +8,18 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from unisono.cluster.environment import World, detect
+from unisono.cluster.slurm import address_of
 from unisono.config.resolve import Resolved, resolve
 from unisono.devices import GpuLock, child_environment, take, visible_gpus
 from unisono.engine.checks import check_settings, machines
 from unisono.engine.recipe import Recipe
 from unisono.engine.registry import check_recipe, load_recipe, words_for
-from unisono.errors import EXIT_DONE, EXIT_STOPPED, TrainingFailed, UnisonoError, UserError
+from unisono.errors import EXIT_DONE, EXIT_STOPPED, TrainingFailed, TryAgain, UnisonoError, UserError
 from unisono.settings import Settings
 
 # torch is imported by whoever trains, not by whoever starts ranks or reads help.
@@ -30,7 +31,7 @@ class _Plan:
 
     ranks: int
     environ: dict[str, str]
-    asked_devices: int | None
+    asked_devices: int | None  # on this machine
     remarks: list[str]
     lock: GpuLock | None  # keeps other runs off our GPUs while it lives
 
@@ -72,6 +73,8 @@ def _given(config: Any, kind: type[Recipe]) -> dict[str, Any]:
 def start(kind: type[Recipe], resolved: Resolved) -> Any:
     """Trains under the launcher that started this process, or starts ranks, or trains right here."""
     world = detect()
+    if world.launcher == "slurm":
+        world = replace(world, master_addr=address_of(world.master_addr))
     resolved = _precision_from_launcher(resolved, world)
     check_settings(resolved.build(Settings))
     if world.launcher != "plain":
@@ -115,7 +118,7 @@ def _plan(resolved: Resolved) -> _Plan:
     choice, lock = take(launch.gpus, visible_gpus(), min_memory_gb=launch.min_memory_gb)
     remarks = list(choice.warnings)
     ranks = launch.nproc or len(choice.gpus) or 1
-    asked: int | None = max(choice.asked, 1) * machines(launch)[1]
+    asked: int | None = max(choice.asked, 1)
     if strategy == "single" or launch.nproc is not None:
         asked = None
     if strategy == "single" and len(choice.gpus) > 1:
@@ -133,17 +136,44 @@ def _too_few_cores(ranks: int) -> list[str]:
 
 
 def _here(kind: type[Recipe], resolved: Resolved, world: World, asked: int | None, remarks: list[str]) -> Any:
-    from unisono.engine.session import Start, run_session
+    """Trains in this process; where nobody else would start it again, it starts again by itself."""
+    from unisono.engine.session import Start, default_folder, run_session
 
     job = os.environ.get("UNISONO_JOB")
-    try:
-        return run_session(kind, resolved, Start(world, asked, Path(job) if job else None, remarks))
-    except SystemExit as error:
-        raise TrainingFailed(f"the recipe ended the program itself (sys.exit({error.code}))") from error
+    restarts = resolved.values["max_restarts"] if world.launcher == "plain" else 0
+    if resolved.values["output_dir"] is None and restarts:
+        resolved = resolved.with_values(resolved.sources["output_dir"], output_dir=default_folder(kind.__qualname__))
+    while True:
+        try:
+            return run_session(kind, resolved, Start(world, asked, Path(job) if job else None, remarks))
+        except SystemExit as error:
+            raise TrainingFailed(f"the recipe ended the program itself (sys.exit({error.code}))") from error
+        except TryAgain as error:
+            if world.restart_count >= restarts:
+                raise
+            cause = str(error)
+        world = replace(world, restart_count=world.restart_count + 1)
+        _start_afresh(cause, world.restart_count, restarts, Path(resolved.values["output_dir"]))
+
+
+def _start_afresh(cause: str, attempt: int, limit: int, output: Path) -> None:
+    """Says so, and frees what the attempt before has left on the GPU (its frames are gone by now)."""
+    import gc
+
+    import torch
+
+    from unisono.observe.folder import append_event
+
+    print(f"unisono: {cause}; starting again from the last checkpoint ({attempt} of {limit})", file=sys.stderr)
+    append_event(output, "restart", attempt=attempt, cause=cause)
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _launch(words: str, resolved: Resolved, plan: _Plan) -> Any:
     """Starts the ranks, waits for them, and reads the result that the main rank left."""
+    from unisono.cluster.hang import Limits
     from unisono.cluster.launch import launch
     from unisono.engine.trainer import Result
     from unisono.observe.folder import append_event
@@ -162,13 +192,15 @@ def _launch(words: str, resolved: Resolved, plan: _Plan) -> Any:
             # -P: no file of the current folder takes a module's place
             [sys.executable, "-P", "-m", "unisono.engine.rank"],
             nproc=plan.ranks,
-            nnodes=machines(settings)[1],
+            nnodes=machines(settings),
             node_rank=settings.node_rank,
             rdzv_endpoint=settings.rdzv_endpoint,
             max_restarts=settings.max_restarts,
             environ=plan.environ,
             job_folder=folder,
-            on_restart=lambda attempt, cause: append_event(output, "restart", attempt=attempt, cause=cause),
+            note=lambda kind, details: append_event(output, kind, **details),
+            limits=Limits(settings.hang_timeout, settings.start_timeout),
+            run_folder=output,
         )
         if code not in (EXIT_DONE, EXIT_STOPPED):
             raise LaunchFailed(code)

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from threading import Event
@@ -17,26 +16,29 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from unisono.checkpoint.commit import read_best, set_aside
+from unisono.checkpoint.commit import read_best, set_aside_after
 from unisono.checkpoint.find import list_steps, read_extra
 from unisono.cluster.agree import Agreement
 from unisono.cluster.environment import World
-from unisono.cluster.processes import join, leave
+from unisono.cluster.hang import Limits
+from unisono.cluster.processes import PATIENCE, join, leave
 from unisono.cluster.pulse import Pulse
 from unisono.cluster.signals import StopRequest
+from unisono.cluster.watchdog import Watchdog
 from unisono.config.resolve import Resolved
 from unisono.data.bits import Purpose, key_of
 from unisono.data.seeding import seed_everything
-from unisono.engine.batch import BatchPlan, plan_batch
+from unisono.engine.batch import BatchPlan, plan_batch, with_micro_batch
 from unisono.engine.build import Parts, build_dataset, build_parts
 from unisono.engine.checks import check_settings
 from unisono.engine.evaluate import Evaluation
 from unisono.engine.history import continue_run, record_of
+from unisono.engine.memory import remembered
 from unisono.engine.opening import opening
 from unisono.engine.placement import find_placement, switches
 from unisono.engine.recipe import Recipe, Work
 from unisono.engine.registry import words_for
-from unisono.engine.resume import find_checkpoint, restore
+from unisono.engine.resume import Found, find_checkpoint, restore, run_id
 from unisono.engine.trainer import Length, Result, Trainer
 from unisono.engine.watch import Watch
 from unisono.errors import RecipeError, UserError
@@ -52,7 +54,7 @@ class Start:
     """How this process came to run."""
 
     world: World
-    asked_devices: int | None = None  # more than there are: the effective batch is kept by accumulation
+    asked_devices: int | None = None  # on this machine; more than there are: kept by accumulation
     job_folder: Path | None = None  # under our own launcher
     remarks: list[str] = field(default_factory=list)  # said once, by the main rank
     trained: Event = field(default_factory=Event)  # set when the first step has succeeded
@@ -64,16 +66,23 @@ def run_session(kind: type[Recipe], resolved: Resolved, start: Start) -> Result:
     check_settings(settings)
     world = start.world
     pulse = Pulse(world.rank, start.job_folder)
-    place = find_placement(world, settings)
-    join(world, place.device, alone=settings.parallel.strategy in ("ddp", "fsdp"))
-    try:
-        with StopRequest(world.launcher, start.job_folder) as stop:
-            result = _Session(kind, resolved, start, stop, pulse).run()
-    except BaseException:
-        if world.size == 1:  # otherwise a peer may be gone, and leaving could wait for it for ever
-            leave()
-        raise
-    leave()
+    limits = Limits(settings.launch.hang_timeout, settings.launch.start_timeout)
+    with Watchdog(pulse, world, limits) as watchdog:
+        place = find_placement(world, settings)
+        find_s = limits.start_s or PATIENCE.total_seconds()
+        join(world, place.device, alone=settings.parallel.strategy in ("ddp", "fsdp"), timeout_s=find_s)
+        watchdog.joined()
+        try:
+            with StopRequest(world.launcher, start.job_folder) as stop:
+                session = _Session(kind, resolved, start, stop, pulse)
+                folder = watchdog.run_folder = session.folder
+                watchdog.note = lambda kind, details: append_event(folder, kind, **details)
+                result = session.run()
+        except BaseException:
+            if world.size == 1:  # otherwise a peer may be gone, and leaving could wait for it for ever
+                leave()
+            raise
+        leave(together=world.launcher in ("slurm", "mpi"))
     return result
 
 
@@ -86,7 +95,7 @@ class _Session:
         path = self._agreement.main_says(resolved.values["output_dir"] or default_folder(self._name))
         resolved = resolved.with_values(resolved.sources["output_dir"], output_dir=path)
         self._main_decides(lambda: check_writable(path))
-        here = self._main_decides(lambda: read_own(path))
+        here = self._record = self._main_decides(lambda: read_own(path))
         self._stored_batch = None if here is None else here.get("global_batch")
         self._begun_from = {start.get("resume") for start in here.get("starts", [])} if here is not None else set()
         record = here or self._main_decides(lambda: record_of(resume))
@@ -102,6 +111,11 @@ class _Session:
         if before not in (None, words):
             self._remarks.append(f"this run's recipe was {before}, now it is {words}")
 
+    @property
+    def folder(self) -> Path:
+        """Where the run writes."""
+        return self._folder.path
+
     def run(self) -> Result:
         """Trains from the newest checkpoint to the end."""
         with switches(self._settings), closing(self._folder):
@@ -110,13 +124,18 @@ class _Session:
     def _run(self) -> Result:
         settings, world = self._settings, self._start.world
         place = find_placement(world, settings)
-        checkpoint, skipped = self._main_decides(self._find_checkpoint)
-        self._remarks += skipped
-        batch = self._batch(checkpoint, len(place.devices) if settings.parallel.strategy == "dp" else world.size)
+        self._found = self._main_decides(self._find_checkpoint)
+        checkpoint = self._found.path
+        self._remarks += self._found.remarks
+        self._id = self._main_decides(lambda: run_id(self._record, self._folder.path, checkpoint))
+        devices = len(place.devices) if settings.parallel.strategy == "dp" else world.size
+        batch = self._batch(checkpoint, devices, on_gpu=place.device.type == "cuda")
         seed = settings.run.seed
         seed_everything(key_of(Purpose.BUILD, seed, 2), place.devices)
         recipe = self._kind(self._resolved.build(self._kind.Config))
-        self._prepare(recipe)
+        if self._prepare(recipe):
+            print_line("stopping before the first step; what is prepared is kept")
+            return Result(self._folder.path, "stopped", 0, {})
         data, eval_data = build_dataset(recipe, "train", seed), build_dataset(recipe, "eval", seed)
         assert data is not None
         size = len(data)  # type: ignore[arg-type]
@@ -128,7 +147,7 @@ class _Session:
                 "a step reads on into the next epoch"
             )
         parts = build_parts(recipe, settings, place, batch)
-        save_group = dist.new_group(backend="gloo") if world.size > 1 else None
+        save_group = dist.new_group(backend="gloo", timeout=PATIENCE) if world.size > 1 else None
         if checkpoint is not None:
             restore(checkpoint, parts, save_group)
             best = self._main_decides(lambda: read_best(self._folder.path / "checkpoints"))
@@ -155,8 +174,10 @@ class _Session:
         )
         evaluation = None
         if eval_data is not None:
-            evaluation = Evaluation(recipe, parts.strategy, eval_data, settings, self._agreement)
-        identity = {"recipe": self._name, "seed": settings.run.seed, "global_batch": batch.global_batch}
+            evaluation = Evaluation(
+                recipe, parts.strategy, eval_data, settings, self._agreement, self._pulse, self._stop
+            )
+        identity = {"recipe": self._name, "seed": seed, "global_batch": batch.global_batch, "run": self._id}
         trainer = Trainer(
             parts,
             settings,
@@ -169,6 +190,7 @@ class _Session:
             self._agreement,
             save_group,
             identity,
+            self._pulse,
         )
         result = trainer.train()
         self._folder.event(result.status, step=result.step)
@@ -190,37 +212,47 @@ class _Session:
             raise UserError(value)
         return value  # type: ignore[no-any-return]
 
-    def _batch(self, checkpoint: Path | None, devices: int) -> BatchPlan:
-        stored = self._stored_batch
+    def _batch(self, checkpoint: Path | None, devices: int, on_gpu: bool) -> BatchPlan:
+        stored, known = self._stored_batch, self._main_decides(lambda: remembered(self._folder.path)) or 0
         if checkpoint is not None:
-            stored = self._main_decides(lambda: int(read_extra(checkpoint)["state"]["global_batch"]))
-        return plan_batch(
+            state = self._main_decides(lambda: read_extra(checkpoint)["state"])
+            stored = int(state["global_batch"])
+            known = min(filter(None, (known, state.get("micro_batch", 0))), default=0)
+        # The first rank of each machine speaks for it: a new run's batch follows from the machines at its first start.
+        first = self._start.world.local_rank == 0
+        asked = self._agreement.agree_all(self._start.asked_devices if first else 0)
+        plan = plan_batch(
             self._settings.batch,
             self._resolved.explicit,
             devices=devices,
-            asked_devices=self._start.asked_devices,
+            asked_devices=None if None in asked else sum(filter(None, asked)),
             stored=stored,
         )
+        return with_micro_batch(plan, self._settings.batch.micro_batch, known, on_gpu=on_gpu)
 
-    def _prepare(self, recipe: Recipe) -> None:
+    def _prepare(self, recipe: Recipe) -> bool:
+        """Lets the recipe prepare; True when somebody asked to stop meanwhile."""
         if type(recipe).prepare is Recipe.prepare:
-            return
+            return False
         world = self._start.world
         folder = self._folder.path / "prepared"
         folder.mkdir(parents=True, exist_ok=True)
-        patient = Agreement(timeout=timedelta(days=7))
-        recipe.prepare(Work(folder, world.rank, world.size))
-        patient.agree_all(None)  # nobody reads what another rank is still preparing
+        self._pulse.at("prepare", 0)
+        recipe.prepare(Work(folder, world.rank, world.size, lambda: self._stop.requested is not None))
+        self._pulse.at("start", 0)
+        # Nobody reads what another rank is still preparing.
+        return any(self._agreement.agree_all(self._stop.requested is not None))
 
-    def _find_checkpoint(self) -> tuple[Path | None, list[str]]:
+    def _find_checkpoint(self) -> Found:
         """The checkpoint to go on from. A path is where a run begins: once it has gone on, it goes on from its own."""
         resume, folder = self._settings.run.resume, self._folder.path
+        run = (self._record or {}).get("id")
         begun = self._start.world.restart_count > 0 or resume in self._begun_from
         if resume not in ("auto", "never") and begun and list_steps(folder / "checkpoints"):
-            found, skipped = find_checkpoint("auto", folder, self._name)
-            note = f"this run has already gone on from {resume}: going on from its newest checkpoint"
-            return found, [*skipped, note]
-        return find_checkpoint(resume, folder, self._name)
+            found = find_checkpoint("auto", folder, self._name, run)
+            found.remarks.append(f"this run has already gone on from {resume}: going on from its newest checkpoint")
+            return found
+        return find_checkpoint(resume, folder, self._name, run)
 
     def _open(self, parts: Parts) -> None:
         """The first step has succeeded: what was found out so far goes to the run's folder."""
@@ -230,6 +262,7 @@ class _Session:
             return
         self._folder.open(
             {
+                "id": self._id,
                 "recipe": self._name,
                 "recipe_from": words_for(self._kind),
                 "config": self._resolved.to_json()["values"],
@@ -240,9 +273,10 @@ class _Session:
                 "launcher": world.describe(),
             }
         )
-        for step, path in list_steps(self._folder.path / "checkpoints"):
-            if step > self._from_step:  # of a future that this start has gone back before
-                set_aside(path, "later")
+        checkpoints, identity = self._folder.path / "checkpoints", {"recipe": self._name, "run": self._id}
+        for aside, why in set_aside_after(checkpoints, self._from_step, identity, self._found.bad):
+            self._folder.event("set_aside", step=self._from_step, rank=0, checkpoint=aside.name, why=why)
+            print_line(f"note: set aside as {aside.name}: {why}")
 
     def _announce(
         self, parts: Parts, batch: BatchPlan, length: Length, size: int, eval_data: Any, checkpoint: Path | None

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+import math
+from dataclasses import asdict, dataclass, field, fields
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from unisono.checkpoint.manifest import CheckpointError
+
+# Without one of these a run would go on from somewhere else. Fields that came later may be missing.
+_ESSENTIAL = ("global_batch", "step", "samples", "skipped", "skipped_in_a_row", "expected_count", "num_samples")
+_MEMBERS = {"loss_scale": {"value", "good_steps"}, "best": {"metric", "value", "step"}}
 
 
 @dataclass
@@ -17,6 +25,11 @@ class TrainState:
     skipped_in_a_row: int = 0
     expected_count: float = 0.0  # power of two near the last global count; 0 before the first step
     num_samples: int = 0  # size of the data set, which the order depends on
+    bad_samples: int = 0  # samples left out because they could not be read
+    micro_batch: int = 0  # samples at once per device, where memory has taught it; 0: as the settings say
+    memory_failures: int = 0  # how often that was lowered
+    memory_step: int = 0  # when it was changed last
+    owes_evaluation: bool = False  # a signal came before the evaluation of this step was over
     loss_scale: dict[str, float] | None = None
     best: dict[str, Any] | None = None
     last_metrics: dict[str, Any] = field(default_factory=dict)
@@ -26,6 +39,47 @@ class TrainState:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> TrainState:
-        """From a JSON value."""
+    def from_json(cls, data: Any) -> TrainState:
+        """From a JSON value, which may come from anywhere; CheckpointError if it is not a state of this version."""
+        if not isinstance(data, dict):
+            raise CheckpointError("the state is not an object")
+        unknown = sorted(data.keys() - {f.name for f in fields(cls)})
+        if unknown:
+            raise CheckpointError(f"the state has {unknown[0]!r}, which this version of unisono does not know")
+        for name in _ESSENTIAL:
+            if name not in data:
+                raise CheckpointError(f"the state lacks {name!r}")
+        hints = get_type_hints(cls)
+        for name, value in data.items():
+            lacks = isinstance(value, dict) and not _MEMBERS.get(name, set()) <= value.keys()
+            if lacks or not _is_a(value, hints[name]):
+                raise CheckpointError(f"the state's {name!r} cannot be {_short(value)}")
+        for name in _ESSENTIAL:
+            if data[name] < (name == "global_batch"):
+                raise CheckpointError(f"the state's {name!r} cannot be {data[name]}")
         return cls(**data)
+
+
+def _is_a(value: Any, hint: Any) -> bool:
+    """Whether a JSON value has the type of a field; "any" is any single value, so that nothing is nested deeply."""
+    origin, inside = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return not isinstance(value, dict | list)
+    if origin in (Union, UnionType):
+        return any(_is_a(value, one) for one in inside)
+    if origin is dict:
+        return isinstance(value, dict) and all(_is_a(item, inside[1]) for item in value.values())
+    if origin is list:
+        return isinstance(value, list) and all(_is_a(item, inside[0]) for item in value)
+    if hint is int:
+        return type(value) is int and abs(value) < 2**63
+    if hint is float:
+        return type(value) in (int, float) and abs(value) < math.inf
+    return isinstance(value, hint)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, dict | list):
+        return f"this {type(value).__name__}"
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}…"

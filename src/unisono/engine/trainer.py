@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +15,25 @@ from torch.utils.data import Dataset
 
 from unisono.checkpoint.save import Best, Saver
 from unisono.cluster.agree import Agreement
+from unisono.cluster.pulse import Pulse
 from unisono.cluster.signals import StopRequest
 from unisono.data.bits import Purpose, key_of
-from unisono.data.loader import Cursor, Loader
+from unisono.data.loader import BadSample, Cursor, Loader
 from unisono.data.order import Order
 from unisono.data.seeding import seed_everything
 from unisono.engine.batch import BatchPlan
 from unisono.engine.build import Parts
 from unisono.engine.evaluate import Evaluation
+from unisono.engine.memory import OutOfMemoryHere, OutOfMemoryTogether, advice
 from unisono.engine.optim import learning_rate_factor
 from unisono.engine.preview import write_previews
 from unisono.engine.resume import extra_of, tensors_of
+from unisono.engine.sizing import Sizing
 from unisono.engine.state import TrainState
 from unisono.engine.step import OptimizerStep, StepReport
 from unisono.engine.watch import Watch
-from unisono.errors import TrainingFailed
-from unisono.observe.folder import RunFolder
+from unisono.errors import TrainingFailed, TryAgain, UnisonoError
+from unisono.observe.folder import RunFolder, append_event
 from unisono.settings import Settings
 
 
@@ -83,16 +87,34 @@ class Trainer:
         agreement: Agreement,
         save_group: dist.ProcessGroup | None,
         identity: Mapping[str, Any],
+        pulse: Pulse,
     ) -> None:
+        self._pulse = pulse
         self.parts, self.settings, self.state = parts, settings, parts.state
         place = parts.strategy.place
         self._main = place.rank == 0
-        self._batch, self._data, self._evaluation = batch, data, evaluation
+        self._data, self._evaluation = data, evaluation
+        self._loader: Loader | None = None
         self._folder, self._watch, self._stop, self._agreement = folder, watch, stop, agreement
+        self._sizing = Sizing(
+            batch,
+            self.state,
+            folder.path,
+            may_rise=settings.batch.micro_batch == "auto",
+            largest=batch.share if place.device.type == "cuda" else settings.batch.batch_size,
+        )
         self._order = Order(len(data), settings.run.seed, settings.data.shuffle)  # type: ignore[arg-type]
         self.length = Length.of(settings, self._order.num_samples, self.state)
         self._step = OptimizerStep(
-            parts.recipe, parts.strategy, parts.updater, parts.ema, parts.scale, self.state, settings
+            parts.recipe,
+            parts.strategy,
+            parts.updater,
+            parts.ema,
+            parts.scale,
+            self.state,
+            settings,
+            agreement,
+            pulse,
         )
         self._saver = Saver(
             folder.path / "checkpoints",
@@ -102,56 +124,129 @@ class Trainer:
             keep_last=settings.save.keep_last,
             asynchronous=settings.save.async_save,
             identity=identity,
+            injector=pulse.injector,
         )
+        self._saves_are_warm = False
         self._saved_step = self.state.step if self.state.step else -1
 
     def train(self) -> Result:
         """Trains to the end, or until a signal; always leaves a checkpoint of the last step."""
-        loader = self._loader()
         try:
-            stopped = self._loop(loader)
+            self._find_micro_batch()
+            self._loader = self._new_loader()
+            stopped = self._loop()
         except TrainingFailed as error:  # on all ranks together: a save that is under way still counts
             self._folder.event("failed", step=self.state.step, error=str(error))
             self._saver.wait()
             self._watch.close()
             raise
+        except OutOfMemoryHere as error:
+            raise self._next_attempt(error) from None
         finally:
-            loader.close()
+            if self._loader is not None:
+                self._loader.close()
         if self.state.step > 0:
             self._save()  # first: evaluation and preview are the recipe's code and may fail
         if not stopped:
-            self._evaluate_and_preview(last=True)
+            stopped = self._evaluate_and_preview(last=True)
         self._report_saves(wait=True)
         self._watch.close()
         return Result(
             self._folder.path, "stopped" if stopped else "done", self.state.step, dict(self.state.last_metrics)
         )
 
-    def _loop(self, loader: Loader) -> bool:
+    def _loop(self) -> bool:
         """Steps until the end; True when a signal ended it earlier."""
         settings = self.settings
+        if self.state.owes_evaluation and self._evaluate_and_preview():
+            return self._stopping()
         while self.state.samples < self.length.samples:
-            # Asked now and read after the step, so that the answer has long arrived.
-            wish = self._agreement.start({"stop": self._stop.requested is not None})
-            with self._watch.step():
-                samples = min(self.state.samples + self.state.global_batch, self.length.samples)
-                report = self._step.run(self._watch.waiting(loader), self._learning_rate(), samples)
-            self.state.step, self.state.samples = self.state.step + 1, samples
-            self._observe(report)
-            if self._due(settings.eval.eval_every) or self._due(settings.eval.preview_every):
-                self._evaluate_and_preview()
+            if self._sizing.rise():
+                self._renew_loader()
+            try:
+                wishes = self._step_once()
+            except OutOfMemoryTogether as error:
+                self._shrink(error)
+                continue  # the same samples again, in smaller pieces
+            evaluates = self._due(settings.eval.eval_every) or self._due(settings.eval.preview_every)
+            stopped = self._evaluate_and_preview() if evaluates else False
             if self._due(settings.save.save_every):
                 self._save()
             self._report_saves()
-            if wish.read()["stop"]:
-                self._settle()
-                self._watch.message(
-                    f"stopping after step {self.state.step}: {self._stop.requested or 'asked by a peer'}"
-                )
-                self._folder.event("signal", step=self.state.step, signal=self._stop.requested)
-                return True
+            if wishes["stop"] or stopped:
+                return self._stopping()
         self._settle()
         return False
+
+    def _step_once(self) -> Mapping[str, float]:
+        """One optimizer step; what all ranks together want besides."""
+        samples = min(self.state.samples + self.state.global_batch, self.length.samples)
+        wishes = {"stop": self._stop.requested is not None}
+        with self._watch.step():
+            assert self._loader is not None
+            stepped = self._step.run(self._watch.waiting(self._loader), self._learning_rate(), samples, wishes)
+        self.state.step, self.state.samples = self.state.step + 1, samples
+        self._note_bad(stepped.bad)
+        self._observe(stepped.before)
+        self._warm_up_saves()
+        return stepped.wishes
+
+    def _stopping(self) -> bool:
+        self._settle()
+        self._watch.message(f"stopping after step {self.state.step}: {self._stop.requested or 'asked by a peer'}")
+        self._folder.event("signal", step=self.state.step, signal=self._stop.requested)
+        return True
+
+    def _shrink(self, error: OutOfMemoryTogether) -> None:
+        """All ranks know that one ran out of memory, and nothing of the step has happened."""
+        found = {rank: text for rank, text in enumerate(self._agreement.agree_all(error.here)) if text is not None}
+        rank, text = next(iter(found.items()))
+        if not self._sizing.shrink():
+            recomputes = self.settings.precision.activation_checkpointing
+            raise TrainingFailed(advice(rank, text, self.parts, recomputes=recomputes))
+        size, step = self.state.micro_batch, self.state.step + 1
+        self._folder.event("oom", step=step, rank=rank, ranks=list(found), error=text, micro_batch=size, in_place=True)
+        self._watch.message(
+            f"step {step}: rank {rank} ran out of memory; the same samples again, at most {size} at once per device"
+        )
+        self._renew_loader()
+
+    def _next_attempt(self, error: OutOfMemoryHere) -> UnisonoError:
+        """What to raise where only a restart helps; the next attempt will know what to do."""
+        size, rank, step = self._sizing.leave_for_next_attempt(), self.parts.strategy.place.rank, self.state.step + 1
+        if size is None:
+            recomputes = self.settings.precision.activation_checkpointing
+            return TrainingFailed(advice(rank, str(error), self.parts, recomputes=recomputes))
+        details = {"ranks": [rank], "error": str(error), "micro_batch": size, "in_place": False}
+        append_event(self._folder.path, "oom", step=step, rank=rank, **details)
+        return TryAgain(f"out of memory: {error}; next time at most {size} at once per device")
+
+    def _find_micro_batch(self) -> None:
+        """With --micro_batch auto: before the first step, the most samples at once that fit on every device."""
+        if self.settings.batch.micro_batch != "auto" or self.state.micro_batch or not self.parts.strategy.guardable:
+            return
+        trials = self._sizing.find(self._try_out)
+        size = self.state.micro_batch
+        self._watch.message(f"micro_batch auto: {size} samples at once per device fit ({trials} trials)")
+        self._folder.event("micro_batch", step=self.state.step, micro_batch=size, trials=trials)
+
+    def _try_out(self, plan: BatchPlan) -> None:
+        with closing(self._new_loader(plan, num_workers=0)) as loader:
+            self._step.try_out(loader)
+
+    def _note_bad(self, bad: Sequence[BadSample]) -> None:
+        self.state.bad_samples += len(bad)
+        for sample in bad:
+            self._watch.message(f"step {self.state.step} leaves out {sample}")
+            self._folder.event(
+                "bad_sample",
+                step=self.state.step,
+                index=sample.index,
+                position=sample.position,
+                error=sample.error,
+                traceback=sample.traceback,
+                so_far=self.state.bad_samples,
+            )
 
     def _learning_rate(self) -> float:
         factor = learning_rate_factor(self.state.step, self.length.steps, self.settings.optim)
@@ -163,18 +258,32 @@ class Trainer:
     def _due_or(self, last: bool, every: int) -> bool:
         return self._due(every) or (last and every >= 0)
 
-    def _loader(self) -> Loader:
-        place = self.parts.strategy.place
+    def _new_loader(self, plan: BatchPlan | None = None, num_workers: int | None = None) -> Loader:
+        """This rank's micro-batches from the first sample that no step has consumed."""
+        place, plan, settings = self.parts.strategy.place, plan or self._sizing.plan, self.settings.data
         cursor = Cursor(
             start=self.state.samples,
             end=self.length.samples,
-            global_batch=self._batch.global_batch,
-            micro_batch=self._batch.micro_batch * len(place.devices),
+            global_batch=plan.global_batch,
+            micro_batch=plan.micro_batch * len(place.devices),
             rank=place.rank,
             world=place.world,
         )
+        if num_workers is not None:
+            settings = replace(settings, num_workers=num_workers)
         pin = place.device.type == "cuda"
-        return Loader(self._data, self.parts.recipe.collate, self._order, cursor, self.settings.data, pin)
+        recipe = self.parts.recipe
+        return Loader(self._data, recipe.collate, self._order, cursor, settings, pin, self._on_worker_death)
+
+    def _renew_loader(self) -> None:
+        assert self._loader is not None
+        self._loader.close()
+        self._loader = self._new_loader()
+
+    def _on_worker_death(self, text: str) -> None:
+        rank = self.parts.strategy.place.rank
+        append_event(self._folder.path, "worker_died", step=self.state.step + 1, rank=rank, what=text)
+        print(f"rank {rank}: {text}", file=sys.stderr, flush=True)
 
     def _settle(self) -> None:
         """Waits for the last step's numbers: before anything that looks at weights or counters."""
@@ -184,6 +293,7 @@ class Trainer:
         """Notes a step; reports come one step late, with the step they belong to."""
         if report is None:
             return
+        self._watch.add_own_time(report.own_seconds)
         self._watch.first_step_done()  # the recipe is sound: from now on there is a folder
         last = report.samples == self.length.samples
         if report.skipped:
@@ -198,22 +308,27 @@ class Trainer:
         ema = self.parts.ema
         return nullcontext() if ema is None else ema.in_place_of_weights(self.parts.strategy.weights_changed)
 
-    def _evaluate_and_preview(self, last: bool = False) -> None:
+    def _evaluate_and_preview(self, last: bool = False) -> bool:
+        """True when a signal came before it was over: it is owed to the next start."""
         self._settle()
         settings = self.settings.eval
-        metrics: dict[str, float] = {}
+        metrics: dict[str, float] | None = {}
         with self._watch.aside(), self._averaged():
             if self._evaluation is not None and self._due_or(last, settings.eval_every):
-                metrics = self._evaluation.run()
-                self.state.last_metrics |= metrics
-                self._watch.evaluated(self.state.step, self.state.samples, metrics)
-            if self._due_or(last, settings.preview_every):
+                metrics = self._evaluation.run(self.state.step)
+                if metrics:
+                    self.state.last_metrics |= metrics
+                    self._watch.evaluated(self.state.step, self.state.samples, metrics)
+            if metrics is not None and self._due_or(last, settings.preview_every):
                 self._preview()
+        self.state.owes_evaluation = metrics is None
         if metrics:  # out here, where weights and average are in their own places again: this may save
             self._keep_best(metrics)
+        return metrics is None
 
     def _preview(self) -> None:
         recipe, strategy, step = self.parts.recipe, self.parts.strategy, self.state.step
+        self._pulse.at("preview", step)
         # The same on every rank: a sharded model needs all of them to make the same number of forward passes.
         seed_everything(key_of(Purpose.PREVIEW, self.settings.run.seed, step), strategy.place.devices)
         with strategy.evaluating():
@@ -236,10 +351,17 @@ class Trainer:
             self.state.best = {"metric": settings.best_metric, "value": value, "step": self.state.step}
             self._save(as_best=True)
 
+    def _warm_up_saves(self) -> None:
+        """After the first step, when the optimizer has all its state."""
+        if not self._saves_are_warm:
+            self._saver.warm_up(tensors_of(self.parts))
+            self._saves_are_warm = True
+
     def _save(self, as_best: bool = False) -> None:
         if self._saved_step == self.state.step and not as_best:  # saved again, a checkpoint is only marked as the best
             return
         self._settle()
+        self._pulse.at("save", self.state.step)
         best = self.state.best
         is_best = best is not None and best["step"] == self.state.step
         mark = Best(best["metric"], best["value"]) if best is not None and is_best else None

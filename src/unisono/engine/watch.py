@@ -13,6 +13,7 @@ from unisono.engine.step import StepReport
 from unisono.observe.folder import RunFolder
 from unisono.observe.meter import Meter, gpu_memory_gib, host_memory_gib, slowest
 from unisono.observe.progress import Progress
+from unisono.observe.straggler import Stragglers
 from unisono.observe.trackers import Tracker, open_trackers
 from unisono.parallel.strategy import Placement
 from unisono.settings import ObserveSettings
@@ -38,7 +39,7 @@ class Watch:
         self._start_step, self._samples = start_step, start_samples
         self._open, self._opened = open_folder, False
         self._progress = Progress(total_steps, enabled=self._main)
-        self._meter = Meter()
+        self._meter, self._stragglers = Meter(), Stragglers()
         self._trackers: list[Tracker] = []
 
     def first_step_done(self) -> None:
@@ -57,6 +58,10 @@ class Watch:
     def aside(self) -> AbstractContextManager[Any]:
         """Around what is not training: evaluation, previews, the stall of a save."""
         return self._meter.phase("aside")
+
+    def add_own_time(self, seconds: float) -> None:
+        """What this rank needed for a step before it waited for the others."""
+        self._meter.add("own", seconds)
 
     def waiting(self, loader: Loader) -> Iterator[MicroBatch]:
         """The loader's micro-batches, with the time spent waiting for them noted."""
@@ -86,7 +91,7 @@ class Watch:
             "world": self._place.world,
             "skipped": skipped,
         }
-        record |= self._per_rank(timing)
+        record |= self._per_rank(timing, report.step)
         if not self._main:
             return record
         memory = gpu_memory_gib(self._place.device)
@@ -97,14 +102,24 @@ class Watch:
             tracker.log(report.step, {key: value for key, value in record.items() if isinstance(value, int | float)})
         return record
 
-    def _per_rank(self, timing: Mapping[str, float]) -> dict[str, Any]:
-        """Each rank's wait for data, so that the slowest is named: in lockstep that is what tells ranks apart."""
-        if self._place.world == 1:
+    def _per_rank(self, timing: Mapping[str, float], step: int) -> dict[str, Any]:
+        """What each rank needs itself, so that the slowest is named: in lockstep that is what tells ranks apart."""
+        if self._place.world == 1 or not timing:  # no step since the last record, on all ranks alike
             return {}
-        mine = round(timing.get("step_ms", 0.0), 3), round(timing.get("data_wait_ms", 0.0), 3)
-        steps, waits = zip(*self._agreement.agree_all(mine), strict=True)  # host to host: the GPU is left alone
-        rank, _ = slowest(list(waits))
-        return {"step_ms_by_rank": list(steps), "data_wait_ms_by_rank": list(waits), "slowest_rank": rank}
+        mine = [round(timing.get(name, 0.0), 3) for name in ("step_ms", "own_ms", "data_wait_ms")]
+        steps, owns, waits = zip(*self._agreement.agree_all(mine), strict=True)  # host to host: the GPU is left alone
+        rank, _ = slowest(list(owns))
+        straggler = self._stragglers.look(owns, waits)
+        if straggler is not None:
+            self.message(straggler.describe())
+            percent, reason = straggler.slower_percent, straggler.reason
+            self._folder.event("straggler", step=step, rank=straggler.rank, slower_percent=percent, reason=reason)
+        return {
+            "step_ms_by_rank": list(steps),
+            "own_ms_by_rank": list(owns),
+            "data_wait_ms_by_rank": list(waits),
+            "slowest_rank": rank,
+        }
 
     def evaluated(self, step: int, samples: int, metrics: Mapping[str, float]) -> None:
         """Writes down an evaluation."""

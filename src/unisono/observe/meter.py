@@ -37,6 +37,8 @@ class _Phase:
 class Meter:
     """Adds up the time of the phases of a step: "data" (waiting for it), "step", and "aside" for what is not training.
 
+    "own" is what this rank needs itself before it waits for others.
+
     Evaluation, previews and waiting for a save belong to "aside": they are taken out of the time of the steps.
     """
 
@@ -52,6 +54,10 @@ class Meter:
         if phase is None:
             phase = self._phases[name] = _Phase()
         return phase
+
+    def add(self, name: str, seconds: float) -> None:
+        """Adds time that was measured elsewhere to a phase."""
+        self.phase(name).seconds += seconds
 
     def interval(self, samples: int) -> dict[str, float]:
         """Speed since the last call, in which `samples` samples were trained on: samples_per_s, step_ms, data_wait_ms.

@@ -24,7 +24,8 @@ class FSDP(Strategy):
     """A part of every weight on every rank; blocks are gathered when they are needed."""
 
     name = "fsdp"
-    sharded = True
+    sharded = collective = True
+    guardable = False  # every forward pass gathers weights from all ranks
 
     def _set_up(self, stage: Stage, blocks: Sequence[nn.Module]) -> nn.Module:
         place, settings = self.place, self.settings

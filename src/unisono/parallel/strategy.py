@@ -48,6 +48,9 @@ class Strategy(ABC):
     """One way to spread a model over devices."""
 
     name: ClassVar[str]
+    collective: ClassVar[bool] = False  # backward passes (and those of sharded models forward) wait for all ranks
+    guardable = True
+    """Whether a step that failed on some rank can be repeated in place: no collective before all have agreed."""
     sharded: ClassVar[bool] = False  # each rank holds a part of every weight, and every forward pass needs all ranks
 
     def __init__(
@@ -77,9 +80,18 @@ class Strategy(ABC):
         with torch.no_grad():
             return self.stage(call, *arguments)
 
+    def begin_step(self, *, guarded: bool) -> None:  # noqa: B027 (most strategies have nothing to do)
+        """Before the first micro-batch of every step, on every rank."""
+
     def accumulating(self, *, last: bool) -> AbstractContextManager[None]:
-        """Around one micro-batch: gradients need to be summed over the ranks only at the last one."""
+        """Around a forward pass: its gradients need to be summed over the ranks only after the last micro-batch."""
         return nullcontext()
+
+    def arm(self) -> None:  # noqa: B027
+        """After the last forward pass of a step that is not guarded: its backward pass sums over the ranks."""
+
+    def reduce(self) -> None:  # noqa: B027
+        """Sums the gradients of a guarded step over the ranks, when all know that everybody has them."""
 
     def gradients(self) -> list[Tensor]:
         """This rank's gradients of `parameters`, where there are any; also attaches them for the optimizer."""

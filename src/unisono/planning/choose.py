@@ -37,15 +37,16 @@ def choose_strategy(*, ranks: int, demand: Demand, device_memory: int | None) ->
     """The strategy for `auto`, and why."""
     if ranks == 1:
         return "single", "one device"
-    need = f"weights, gradients, optimizer and average take {_in_words(demand.total)}"
+    need = f"weights, gradients, optimizer and average take {in_words(demand.total)}"
     if device_memory is None:
         return "ddp", f"{need}, on the CPU"
     room = device_memory * (1 - _ROOM_FOR_ACTIVATIONS)
-    there = f"{_in_words(device_memory)} per device"
+    there = f"{in_words(device_memory)} per device"
     if demand.total <= room:
         return "ddp", f"{need} of {there}, which leaves room for activations"
     return "fsdp", f"{need}, too much for {there} with room for activations"
 
 
-def _in_words(num_bytes: int) -> str:
+def in_words(num_bytes: int) -> str:
+    """A number of bytes as people read it."""
     return f"{num_bytes / _GIB:.1f} GiB" if num_bytes >= _GIB else f"{num_bytes / 2**20:.1f} MiB"

@@ -1,0 +1,532 @@
+"""Checkpoints that were damaged, swapped or planted: passed over, named, kept, and never a line of their code run."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import pickle
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import unisono
+from command_line import TESTS, lines
+from command_line import unisono as command
+from tiny_recipe import Tiny
+from unisono.checkpoint.commit import set_aside_after
+from unisono.checkpoint.export import load_whole
+from unisono.checkpoint.find import list_steps, newest_valid, validate
+from unisono.checkpoint.load import describe, load
+from unisono.checkpoint.manifest import CheckpointError, Manifest, hash_file, read_manifest
+from unisono.checkpoint.save import Saver
+from unisono.engine.resume import Found, find_checkpoint
+from unisono.engine.state import TrainState
+from unisono.errors import TrainingFailed, UserError
+from unisono.faults import SAVE_PHASES, Injector, parse
+
+IDENTITY = {"recipe": "Tiny", "run": "a" * 32}
+
+
+def train(folder: Path, **settings: Any) -> Any:
+    """A run of the tiny recipe in this process."""
+    always = {"nproc": 1, "save_every": 1, "keep_last": 0, "deterministic": True}
+    return unisono.train(Tiny, **{"output_dir": str(folder), "max_steps": 4, **always, **settings})
+
+
+def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_whole(folder / "checkpoints" / f"step_{step:08d}", "")
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def save(folder: Path, *steps: int, identity: dict[str, str] = IDENTITY) -> list[Path]:
+    """Checkpoints with a state like a real run's."""
+    saver = Saver(folder, rank=0, world=1, group=None, keep_last=0, asynchronous=False, identity=identity)
+    for step in steps:
+        extra = {"state": TrainState(4, step=step, samples=4 * step).to_json(), "optimizer": {}}
+        saver.save(step, {"model.a": torch.full((4,), float(step))}, extra)
+        assert saver.wait()[0].error is None
+    return [folder / f"step_{step:08d}" for step in steps]
+
+
+def reseal(path: Path, **changes: Any) -> None:
+    """Makes the manifest fit to the files that are there now: an attacker can do that too."""
+    old = read_manifest(path)
+    files = {file.name: hash_file(file) for file in path.iterdir() if file.name in old.files or file.suffix == ".bin"}
+    fields = {"step": old.step, "world": old.world, "identity": old.identity, "files": files, **changes}
+    (path / "manifest.json").write_text(json.dumps(Manifest(**fields).to_json()))
+
+
+# --- a run passes bad ones over, sets them aside and names them ------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of six steps that nothing happened to."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    train(folder, max_steps=6)
+    return folder
+
+
+def test_bad_checkpoints_are_passed_over_set_aside_and_named(
+    tmp_path: Path, whole: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run, stranger = tmp_path / "run", tmp_path / "stranger"
+    train(run, max_steps=5)
+    train(stranger)
+    checkpoints = run / "checkpoints"
+    two, three, four, five = (checkpoints / f"step_{step:08d}" for step in (2, 3, 4, 5))
+    shard = next(five.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\x01")  # a flipped bit
+    shutil.rmtree(four)
+    shutil.copytree(stranger / "checkpoints" / "step_00000004", four)  # whole, of the same recipe, of another run
+    next(three.glob("*.safetensors")).unlink()
+    before = {path.name: contents(path) for path in (five, four, three)}
+    untouched = contents(two)
+
+    capfd.readouterr()
+    assert train(run, max_steps=6).step == 6
+
+    asides = {name: checkpoints / f"{name}.bad-1" for name in before}
+    assert {name: contents(path) for name, path in asides.items()} == before, "a bad checkpoint was changed"
+    assert contents(two) == untouched
+    assert same(weights(run, 6), weights(whole, 6))
+    assert [step for step, path in list_steps(checkpoints) if validate(path) is None] == [1, 2, 3, 4, 5, 6]
+    events = {line["checkpoint"]: line["why"] for line in lines(run, "events.jsonl") if line["kind"] == "set_aside"}
+    said = capfd.readouterr().err
+    for path, reason in zip((five, four, three), ("hash of shard", "another run", "is missing"), strict=True):
+        assert reason in events[f"{path.name}.bad-1"]
+        assert f"{path.name}.bad-1" in said and reason in said
+
+
+def test_a_save_that_was_corrupted_is_found_out_by_the_next_start(tmp_path: Path, whole: Path) -> None:
+    run = tmp_path / "run"
+    train(run, inject="corrupt-save@rank0:step4")
+    train(run, max_steps=6, inject="corrupt-save@rank0:step4")
+    assert (run / "checkpoints" / "step_00000004.bad-1").is_dir()
+    assert same(weights(run, 6), weights(whole, 6)) and same(weights(run, 4), weights(whole, 4))
+
+
+def test_a_named_checkpoint_that_is_bad_is_refused(tmp_path: Path, whole: Path) -> None:
+    path = Path(shutil.copytree(whole / "checkpoints" / "step_00000003", tmp_path / "step_00000003"))
+    os.truncate(next(path.glob("*.safetensors")), 40)
+    with pytest.raises(UserError, match=r"not a valid checkpoint: shard.* bytes shorter"):
+        train(tmp_path / "run", resume=str(path))
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000003"]
+
+
+def test_what_is_set_aside_is_bad_or_later_and_never_overwritten(tmp_path: Path) -> None:
+    _, _, good, bad, _ = save(tmp_path, 1, 2, 3, 4, 5)
+    shard = next(bad.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\x01")
+    (tmp_path / "step_00000003.later-1").mkdir()
+    (tmp_path / "step_00000006").write_text("not a folder")
+    (tmp_path / "step_00000007").symlink_to(tmp_path / "nowhere")
+    found = {path.name: why for path, why in set_aside_after(tmp_path, 2, IDENTITY)}
+    assert list(found) == [
+        "step_00000003.later-2",
+        "step_00000004.bad-1",
+        "step_00000005.later-1",
+        "step_00000006.bad-1",
+        "step_00000007.bad-1",
+    ]
+    assert "went back to step 2" in found["step_00000003.later-2"] and "hash of" in found["step_00000004.bad-1"]
+    assert [step for step, _ in list_steps(tmp_path)] == [1, 2] and validate(tmp_path / "step_00000003.later-2") is None
+    assert (tmp_path / "step_00000006.bad-1").read_text() == "not a folder" and not good.exists()
+    assert set_aside_after(tmp_path, 2, IDENTITY) == []
+
+
+def test_a_link_in_the_place_of_a_step_does_not_stop_its_save(tmp_path: Path) -> None:
+    (tmp_path / "step_00000004").symlink_to(tmp_path / "nowhere")
+    (path,) = save(tmp_path, 4)
+    assert validate(path) is None and (tmp_path / "step_00000004.bad-1").is_symlink()
+
+
+# --- who a checkpoint belongs to -------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_not_believed(tmp_path: Path) -> None:
+    one, two = save(tmp_path, 1, 2)
+    os.rename(two, tmp_path / "step_00000009")
+    shutil.copytree(one, tmp_path / "step_000000005")
+    found, skipped = newest_valid(tmp_path, IDENTITY)
+    assert found == one
+    reasons = {path.name: why for path, why in skipped}
+    assert reasons == {
+        "step_00000009": "its manifest is of step 2",
+        "step_000000005": "its manifest is of step 1",
+    }
+    assert validate(shutil.copytree(one, tmp_path / "a copy of mine")) is None
+
+
+def test_another_run_of_the_same_recipe_is_told_apart_and_old_ones_stay_loadable(tmp_path: Path) -> None:
+    (path,) = save(tmp_path, 1)
+    assert validate(path, identity=IDENTITY) is None
+    assert validate(path, identity={"recipe": "Tiny"}) is None
+    other = validate(path, identity={"recipe": "Tiny", "run": "b" * 32})
+    assert other is not None and "manifest of another run" in other and "b" * 32 in other
+    (old,) = save(tmp_path / "old", 1, identity={"recipe": "Tiny"})
+    assert validate(old, identity=IDENTITY) is None
+
+
+def test_a_run_keeps_its_id_and_a_lost_run_json_does_not_cost_its_checkpoints(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(run, max_steps=2)
+    first = json.loads((run / "run.json").read_text())["id"]
+    train(run, max_steps=3)
+    assert json.loads((run / "run.json").read_text())["id"] == first
+    assert {read_manifest(path).identity["run"] for _, path in list_steps(run / "checkpoints")} == {first}
+    for name in ("run.json", "metrics.jsonl", "events.jsonl"):
+        (run / name).unlink()
+    assert train(run, max_steps=4).step == 4
+    assert json.loads((run / "run.json").read_text())["id"] == first
+    train(tmp_path / "branch", max_steps=4, resume=str(run / "checkpoints" / "step_00000003"))
+    assert json.loads((tmp_path / "branch" / "run.json").read_text())["id"] != first
+
+
+# --- a state that is whole and wrong ---------------------------------------------------------------------------------
+
+
+def state_with(**changes: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda extra: {**extra, "state": {**extra["state"], **changes}}
+
+
+def without(name: str) -> Callable[[dict[str, Any]], Any]:
+    return lambda extra: {**extra, "state": {key: value for key, value in extra["state"].items() if key != name}}
+
+
+WRONG_STATES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "no step": (without("step"), "lacks 'step'"),
+    "no effective batch": (without("global_batch"), "lacks 'global_batch'"),
+    "a newer version's": (state_with(flux=1), "'flux', which this version"),
+    "text as step": (state_with(step="2"), "'step' cannot be '2'"),
+    "true as step": (state_with(step=True), "'step' cannot be True"),
+    "half a step": (state_with(step=2.0), "'step' cannot be 2.0"),
+    "another step": (state_with(step=3), "of step 3, its manifest of step 2"),
+    "fewer than no samples": (state_with(samples=-1), "'samples' cannot be -1"),
+    "a huge number": (state_with(samples=10**100), "'samples' cannot be 1000"),
+    "an empty batch": (state_with(global_batch=0), "'global_batch' cannot be 0"),
+    "not a number": (state_with(expected_count=float("nan")), "'expected_count' cannot be nan"),
+    "infinite": (state_with(expected_count=float("inf")), "'expected_count' cannot be inf"),
+    "a list of metrics": (state_with(last_metrics=[1]), "'last_metrics' cannot be this list"),
+    "nested metrics": (state_with(last_metrics={"a": {}}), "'last_metrics' cannot be this dict"),
+    "half a loss scale": (state_with(loss_scale={"value": 2.0}), "'loss_scale' cannot be"),
+    "a best of nothing": (state_with(best={}), "'best' cannot be"),
+    "no state": (lambda extra: {"optimizer": {}}, "the state is not an object"),
+    "no optimizer": (lambda extra: {"state": extra["state"]}, "how the optimizer stood"),
+    "odd optimizer": (lambda extra: {**extra, "optimizer": {"a": 1}}, "how the optimizer stood"),
+    "a list": (lambda extra: [], "does not hold an object"),
+}
+WRONG_TEXTS = {
+    "deep": ('{"state": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply"),
+    "deep objects": ('{"a": ' * 100_000 + "1" + "}" * 100_000, "nested too deeply"),
+    "a number of 5000 digits": ('{"state": ' + "9" * 5000 + "}", "cannot be read"),
+    "not text": ("\udcff", "cannot be read"),
+    "nothing": ("", "cannot be read"),
+}
+
+
+def found_after(path: Path, text: str) -> Found:
+    (path / "state.json").write_text(text, errors="surrogateescape")
+    reseal(path)
+    assert validate(path) is None, "the attack must get past the hashes"
+    return find_checkpoint("auto", path.parent.parent, "Tiny", IDENTITY["run"])
+
+
+@pytest.mark.parametrize("attack", [*WRONG_STATES, *WRONG_TEXTS])
+def test_a_state_that_is_whole_and_wrong_is_passed_over_with_the_reason(tmp_path: Path, attack: str) -> None:
+    one, two = save(tmp_path / "checkpoints", 1, 2)
+    if attack in WRONG_STATES:
+        change, reason = WRONG_STATES[attack]
+        text = json.dumps(change(json.loads((two / "state.json").read_text())))
+    else:
+        text, reason = WRONG_TEXTS[attack]
+    found = found_after(two, text)
+    assert found.path == one and reason in found.bad[two], found
+    with pytest.raises(UserError, match="not a valid checkpoint"):
+        find_checkpoint(str(two), tmp_path, "Tiny")
+
+
+def test_a_state_may_lack_what_came_later() -> None:
+    old = TrainState(4, step=2).to_json()
+    for name in ("best", "last_metrics", "loss_scale"):
+        del old[name]
+    assert TrainState.from_json(old) == TrainState(4, step=2)
+    assert TrainState.from_json(json.loads(json.dumps(TrainState(4, last_metrics={"loss": float("nan")}).to_json())))
+
+
+# --- planted files: no code is run ------------------------------------------------------------------------------------
+
+
+class Bomb:
+    """Leaves a file when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.mark,))
+
+
+def plant(file: Path, mark: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(pickle.dumps(Bomb(mark)))
+
+
+def test_the_bomb_works(tmp_path: Path) -> None:
+    plant(tmp_path / "bomb", tmp_path / "exploded")
+    pickle.loads((tmp_path / "bomb").read_bytes())  # the one place that does what we never do
+    assert (tmp_path / "exploded").exists()
+
+
+def test_pickles_beside_a_good_checkpoint_are_not_looked_at(tmp_path: Path, whole: Path) -> None:
+    run, mark = Path(shutil.copytree(whole, tmp_path / "run")), tmp_path / "exploded"
+    path = run / "checkpoints" / "step_00000006"
+    for name in (".metadata", "__0_0.distcp", "pytorch_model.bin", "training_args.bin", "model.pt", "data.pkl"):
+        plant(path / name, mark)
+        plant(run / "checkpoints" / name, mark)
+    (path / "__init__.py").write_text(f"open({str(mark)!r}, 'w')")
+    assert train(run, max_steps=7).step == 7
+    assert [start["from_step"] for start in json.loads((run / "run.json").read_text())["starts"]] == [0, 6]
+    load_whole(path, "model.")
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("what", ["pickle", "torch.save", "header of objects", "no header"])
+def test_a_shard_that_is_no_safetensors_file_is_passed_over(tmp_path: Path, what: str) -> None:
+    one, two = save(tmp_path / "checkpoints", 1, 2)
+    shard, mark = next(two.glob("*.safetensors")), tmp_path / "exploded"
+    if what == "pickle":
+        plant(shard, mark)
+    elif what == "torch.save":
+        torch.save({"model.a": Bomb(mark)}, shard)
+    else:
+        header = {"model.a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}
+        info = json.dumps([1, 2]) if what == "header of objects" else "[" * 100_000
+        text = json.dumps({"__metadata__": {"DCP_SHARDING_INFO": info}, **header}).encode()
+        shard.write_bytes(len(text).to_bytes(8, "little") + text + b"\0" * 16)
+    reseal(two)
+    assert validate(two, identity=IDENTITY) is None, "the attack must get past the hashes"
+    found = find_checkpoint("auto", tmp_path, "Tiny")
+    assert found.path == one and "cannot be read" in found.bad[two]
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load(two, {"model.a": torch.zeros(4)}, group=None, world=1)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        describe(two)
+    assert not mark.exists()
+
+
+def name_outside(path: Path, name: str) -> None:
+    reseal(path, files={**read_manifest(path).files, name: read_manifest(path).files["state.json"]})
+
+
+def as_pipe(path: Path) -> None:
+    (path / "manifest.json").unlink()
+    os.mkfifo(path / "manifest.json")
+
+
+def as_link(path: Path) -> None:
+    os.rename(path / "manifest.json", path.parent / "elsewhere.json")
+    (path / "manifest.json").symlink_to(path.parent / "elsewhere.json")
+
+
+def with_number(path: Path, number: str) -> None:
+    text = (path / "manifest.json").read_text().replace('"step": 2', f'"step": {number}')
+    (path / "manifest.json").write_text(text)
+
+
+MANIFESTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "upwards": (lambda p: name_outside(p, "../../x"), "not a file of this folder"),
+    "absolute": (lambda p: name_outside(p, "/etc/passwd"), "not a file of this folder"),
+    "windows": (lambda p: name_outside(p, "..\\x"), "not a file of this folder"),
+    "a name that cannot be encoded": (lambda p: name_outside(p, "\ud800"), "not a file of this folder"),
+    "a null byte": (lambda p: name_outside(p, "a\0b"), "not a file of this folder"),
+    "an endless name": (lambda p: name_outside(p, "a" * 5000), "not a file of this folder"),
+    "a pipe": (as_pipe, "not a plain file"),
+    "a link": (as_link, "not a plain file"),
+    "64 MiB": (lambda p: os.truncate(p / "manifest.json", 65 << 20), "larger than 64 MiB"),
+    "deep": (lambda p: (p / "manifest.json").write_text("[" * 100_000), "nested too deeply"),
+    "infinite": (lambda p: with_number(p, "1e999"), "damaged"),
+    "infinite and sealed": (lambda p: reseal(p, step=float("inf")), "not a unisono manifest"),
+    "of a huge step": (lambda p: reseal(p, step=10**30), "its manifest is of step 1000"),
+}
+
+
+@pytest.mark.parametrize("attack", MANIFESTS)
+def test_a_malicious_manifest_is_passed_over_with_the_reason(tmp_path: Path, attack: str) -> None:
+    one, two = save(tmp_path, 1, 2)
+    apply, reason = MANIFESTS[attack]
+    apply(two)
+    found, skipped = newest_valid(tmp_path, IDENTITY)
+    assert found == one and reason in skipped[0][1], skipped
+
+
+@pytest.mark.parametrize("name", ["evil.yaml", "evil.json"])
+def test_a_config_file_runs_no_code(tmp_path: Path, name: str) -> None:
+    tag = '!!python/object/apply:os.system ["touch exploded"]'
+    text = f"max_steps: {tag}" if name.endswith("yaml") else json.dumps({"max_steps": tag})
+    (tmp_path / name).write_text(text)
+    ended = command("train", f"{TESTS / 'tiny_recipe.py'}:Tiny", "--config", name, "--output_dir", "run", cwd=tmp_path)
+    assert ended.code == 2 and len(ended.err.strip().splitlines()) == 1, ended
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+FORBIDDEN = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "pandas"}
+FORBIDDEN_CALLS = {"eval", "exec", "torch.load", "yaml.unsafe_load", "yaml.full_load", "np.load", "numpy.load"}
+SAFE_YAML = {"_loader", "SafeLoader", "CSafeLoader"}
+
+
+def dangers(source: str) -> list[str]:
+    """What in a module could run code that stands in a file."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            found += [name for name in names if name.split(".")[0] in FORBIDDEN]
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            if called in FORBIDDEN_CALLS:
+                found.append(called)
+            if called == "yaml.load":
+                loaders = [keyword.value for keyword in node.keywords if keyword.arg == "Loader"] + node.args[1:]
+                words = {ast.unparse(loader).removesuffix("()").removeprefix("yaml.") for loader in loaders}
+                found += [] if words and words <= SAFE_YAML else ["yaml.load"]
+    return found
+
+
+def test_nothing_in_the_package_can_run_what_stands_in_a_file() -> None:
+    sources = list((TESTS.parent / "src").rglob("*.py"))
+    assert len(sources) > 50
+    assert {str(path): found for path in sources if (found := dangers(path.read_text()))} == {}
+    bad = ["import pickle", "from marshal import loads", "torch.load(f)", "eval(x)", "yaml.load(t, Loader=yaml.Loader)"]
+    assert all(len(dangers(text)) == 1 for text in [*bad, "yaml.load(text)"])
+
+
+# --- folders that cannot be written, and disks that fill up ----------------------------------------------------------
+
+
+@contextmanager
+def small_disk(at: Path, size: str) -> Iterator[None]:
+    """A disk of its own (in memory) at a folder."""
+    at.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(at)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(at)], check=True)
+
+
+needs_mounts = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
+
+
+@pytest.mark.parametrize("what", ["file", "link"])
+def test_what_is_in_the_place_of_checkpoints_is_found_before_the_first_step(tmp_path: Path, what: str) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    if what == "file":
+        (run / "checkpoints").write_text("mine")
+    else:
+        (run / "checkpoints").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"checkpoints is (not a folder|a link to nowhere)"):
+        train(run)
+    assert [path.name for path in run.iterdir()] == ["checkpoints"]
+
+
+def test_a_link_to_another_disk_is_a_good_place_for_checkpoints(tmp_path: Path) -> None:
+    run, scratch = tmp_path / "run", tmp_path / "scratch"
+    run.mkdir()
+    scratch.mkdir()
+    (run / "checkpoints").symlink_to(scratch)
+    train(run, max_steps=2)
+    assert train(run, max_steps=3).step == 3
+    assert [step for step, path in list_steps(scratch) if validate(path) is None] == [1, 2, 3]
+
+
+@needs_mounts
+@pytest.mark.parametrize("what", ["read-only", "full"])
+def test_checkpoints_that_cannot_be_written_are_found_before_the_first_step(tmp_path: Path, what: str) -> None:
+    run = tmp_path / "run"
+    train(run, max_steps=2)
+    shutil.rmtree(run / "checkpoints")
+    with small_disk(run / "checkpoints", "64k"):
+        if what == "full":
+            with pytest.raises(OSError), open(run / "checkpoints" / "mine", "wb", buffering=0) as file:
+                while True:
+                    file.write(b"\0" * 4096)
+        else:
+            subprocess.run(["mount", "-o", "remount,ro", str(run / "checkpoints")], check=True)
+        before = sorted(os.listdir(run / "checkpoints"))
+        with pytest.raises(UserError, match=r"cannot be written \((Read-only file system|No space left on device)"):
+            train(run)
+        assert sorted(os.listdir(run / "checkpoints")) == before
+
+
+@needs_mounts
+def test_a_disk_that_fills_up_costs_saves_and_nothing_else(
+    tmp_path: Path, whole: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    with small_disk(run / "checkpoints", "48k"):
+        with pytest.raises(TrainingFailed, match=r"last checkpoint \(step 6\) could not be saved.*No space") as failed:
+            train(run, max_steps=6)
+        assert failed.value.exit_code == 3
+        events = lines(run, "events.jsonl")
+        saved = [line["step"] for line in events if line["kind"] == "save"]
+        lost = [line["step"] for line in events if line["kind"] == "save_failed"]
+        assert saved and lost and saved + lost == [1, 2, 3, 4, 5, 6]
+        said = capfd.readouterr().err
+        assert all(f"checkpoint of step {step} was not saved" in said for step in lost)
+        assert len([line for line in lines(run) if "loss" in line]) == 6, "training went on"
+        valid = [step for step, path in list_steps(run / "checkpoints") if validate(path) is None]
+        assert valid == saved and len(os.listdir(run / "checkpoints")) == len(saved), "half a checkpoint was left"
+        shutil.rmtree(run / "checkpoints" / "step_00000001")
+        train(run, max_steps=6, save_every=100)
+        assert same(weights(run, 6), weights(whole, 6))
+
+
+@pytest.mark.parametrize("phase", SAVE_PHASES[:-1])
+def test_a_rehearsed_full_disk_fails_one_save_and_the_run_goes_on(tmp_path: Path, whole: Path, phase: str) -> None:
+    run = tmp_path / "run"
+    train(run, max_steps=6, inject=f"disk-full@rank0:step3:{phase}")
+    events = lines(run, "events.jsonl")
+    (failed,) = [line for line in events if line["kind"] == "save_failed"]
+    assert failed["step"] == 3 and "No space left on device" in failed["error"]
+    assert [line["step"] for line in events if line["kind"] == "save"] == [1, 2, 4, 5, 6]
+    assert sorted(os.listdir(run / "checkpoints")) == [f"step_{step:08d}" for step in (1, 2, 4, 5, 6)]
+    assert same(weights(run, 6), weights(whole, 6))
+
+
+def test_faults_of_a_save_happen_in_its_order(tmp_path: Path) -> None:
+    passed: list[tuple[str, int, Path | None]] = []
+
+    class Spy(Injector):
+        def at(self, phase: str, step: int, made: Path | None = None) -> None:
+            passed.append((phase, step, made))
+
+    saver = Saver(
+        tmp_path,
+        rank=0,
+        world=1,
+        group=None,
+        keep_last=0,
+        asynchronous=True,
+        identity=IDENTITY,
+        injector=Spy(parse("")),
+    )
+    saver.save(7, {"model.a": torch.ones(2)}, {})
+    assert saver.wait()[0].error is None
+    assert [phase for phase, _, _ in passed] == list(SAVE_PHASES)
+    assert {step for _, step, _ in passed} == {7} and passed[-1][2] == tmp_path / "step_00000007"

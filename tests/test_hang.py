@@ -1,0 +1,372 @@
+"""A rank that hangs, or dies, is named with its step and its stack, and the run goes on; nobody waits for ever.
+
+Run as a program, this file is a rank that goes through the phases of a few steps without training.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from command_line import TESTS, TINY, end, lines, losses, mark, marked, start, unisono
+from ranks import RanksFailed, run_ranks
+from unisono.cluster import outcome as outcomes
+from unisono.cluster.hang import Limits, Onlooker, Stand, culprit
+from unisono.cluster.lifetime import die_with_parent
+from unisono.cluster.lookout import Lookout
+from unisono.cluster.outcome import Outcome
+from unisono.cluster.pulse import Beat, Pulse, read_pulses
+from unisono.cluster.signals import StopRequest
+from unisono.cluster.stacks import main_thread, waits_for_others, write_stacks_on_signal
+from unisono.faults import Injector, parse
+from unisono.observe.straggler import INTERVALS, Stragglers
+
+STEPS = 6
+TRAIN = ["train", TINY, "--output_dir", "run", "--max_steps", STEPS, "--global_batch_size", 4, "--dtype", "float64"]
+
+
+# ---- who is to blame ----
+
+
+def stand(rank: int, phase: str, step: int, place: int = 0, seconds: float = 9.0, waits: bool = False) -> Stand:
+    return Stand(Beat(rank, phase, step, 5, 0.0, place, 1), seconds, waits)
+
+
+@pytest.mark.parametrize(
+    ("stands", "blamed"),
+    [
+        ([stand(0, "reduce", 7), stand(1, "forward", 7), stand(2, "reduce", 7)], 1),
+        ([stand(0, "forward", 8), stand(1, "optimizer", 7)], 1),
+        ([stand(0, "forward", 7, 4), stand(1, "backward", 7, 2)], 1),  # of the micro-batch before
+        ([stand(0, "forward", 7, 1, waits=True), stand(1, "forward", 7, 1)], 1),  # fsdp gathers in forward
+        ([stand(0, "reduce", 7, 1), stand(1, "backward", 7, 2)], 1),  # waits for what it has asked early
+        ([stand(0, "evaluate", 7), stand(1, "save", 7), stand(2, "evaluate", 7, 3, waits=True)], 0),
+        ([stand(0, "start", 0, 2), stand(1, "prepare", 0, 1)], 1),  # the first has done its part
+        ([stand(0, "reduce", 7, seconds=8.0), stand(1, "reduce", 7, seconds=9.0)], 1),  # a network that is gone
+    ],
+)
+def test_the_least_advanced_rank_that_does_not_itself_wait_is_to_blame(stands: list[Stand], blamed: int) -> None:
+    for order in (stands, stands[::-1]):
+        found = culprit(order)
+        assert found is not None and found.rank == blamed
+
+
+def test_each_phase_has_its_limit() -> None:
+    limits = Limits(hang_s=10, start_s=60)
+
+    def limit(phase: str, step: int) -> float | None:
+        return limits.of(Beat(0, phase, step, 1, 0.0, first_step=0 if phase == "start" else 3))
+
+    assert [limit(phase, 0) for phase in ("start", "prepare")] == [60, None]
+    assert limit("forward", 3) == 60, "the first step of a start may compile"
+    assert [limit(phase, 4) for phase in ("data", "reduce", "evaluate", "save")] == [10, 10, 10, 60]
+    assert Limits(0, 60).of(Beat(0, "forward", 4, 1, 0.0, first_step=1)) is None, "0 is never"
+
+
+def test_a_rank_that_moves_has_not_stood_still_whatever_the_wall_clock_says() -> None:
+    onlooker = Onlooker()
+    beat = Beat(0, "forward", 3, 1, time.time() - 1e6)
+    assert onlooker.look([beat])[0].seconds == 0
+    time.sleep(0.2)
+    assert onlooker.look([beat])[0].seconds >= 0.2
+    assert onlooker.look([Beat(0, "backward", 3, 2, time.time() - 1e6)])[0].seconds == 0
+
+
+def test_a_pulse_tells_its_place_and_the_first_step_to_who_reads_it_from_outside(tmp_path: Path) -> None:
+    pulse = Pulse(3, tmp_path)
+    for phase, step in (("prepare", 0), ("data", 5), ("forward", 5), ("data", 6)):
+        pulse.at(phase, step)
+        assert read_pulses(tmp_path) == [pulse.last]
+    assert (pulse.last.place, pulse.last.first_step, pulse.last.is_starting) == (0, 5, False)
+
+
+def test_a_stack_tells_who_waits() -> None:
+    dump = """Thread 0x01 (most recent call first):
+  File "/x/threading.py", line 1 in wait
+
+Current thread 0x02 (most recent call first):
+  File "/x/torch/distributed/distributed_c10d.py", line 1 in all_reduce
+  File "/x/mine.py", line 2 in step
+"""
+    assert [line.split()[-1] for line in main_thread(dump)] == ["all_reduce", "step"]
+    assert waits_for_others(main_thread(dump))
+    assert not waits_for_others(main_thread(dump.replace("torch/distributed", "mine")))
+
+
+# ---- under our launcher: ranks that only walk through the phases ----
+
+
+def walk(job: Path, rank: int, attempt: int, faults: str) -> Outcome:
+    """Four steps in lockstep with the other rank, with faults as `--inject` makes them."""
+    pulse = Pulse(rank, job, Injector(parse(faults), rank, job / "memory"))
+    with StopRequest("unisono", job) as stop:
+        for step in (1, 2, 3, 4):
+            for phase in ("data", "forward", "backward", "reduce"):
+                pulse.at(phase, step)
+            (job / f"at{attempt}.{step}.{rank}").touch()
+            while not (job / f"at{attempt}.{step}.{1 - rank}").exists() and stop.requested is None:
+                time.sleep(0.01)
+    return Outcome("stopped" if stop.requested else "done", stop.requested or "", rank)
+
+
+def stop_itself(job: Path, rank: int, attempt: int) -> Outcome:
+    pulse = Pulse(rank, job)
+    pulse.at("forward", 1)
+    pulse.at("data", 2)
+    if attempt == 0 and rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return Outcome("done", rank=rank)
+
+
+def never_start(job: Path, rank: int, attempt: int) -> Outcome:
+    Pulse(rank, job)
+    if rank == 1:
+        time.sleep(60)
+    return Outcome("done", rank=rank)
+
+
+def run(tmp_path: Path, behaviour: Any, *args: str, **options: Any) -> tuple[int, list[tuple[str, dict[str, Any]]]]:
+    """The exit code, and the events."""
+    from unisono.cluster.launch import launch
+
+    events: list[tuple[str, dict[str, Any]]] = []
+    code = launch(
+        [sys.executable, __file__, behaviour.__name__, str(tmp_path / "job"), *args],
+        nproc=2,
+        environ={"PYTHONPATH": os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])},
+        job_folder=tmp_path / "job",
+        run_folder=tmp_path / "run",
+        note=lambda kind, details: events.append((kind, dict(details))),
+        **options,
+    )
+    return code, events
+
+
+def test_a_hanging_rank_is_named_with_its_step_phase_and_stack(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, events = run(tmp_path, walk, "hang@rank1:step2:backward", max_restarts=1, limits=Limits(1.5, 30))
+    assert code == 0
+    assert [(kind, event["rank"], event["step"]) for kind, event in events] == [("hang", 1, 2), ("restart", 1, 2)]
+    assert events[0][1]["phase"] == "backward"
+    said = capfd.readouterr().err
+    assert "unisono: rank 1, step 2: no progress for 2 s in backward (hang_timeout 1.5)" in said
+    assert "in _hang\n" in said and "restarting all ranks from the last checkpoint (1 of 1)" in said
+    [kept] = (tmp_path / "run/stacks").iterdir()
+    assert kept.name == "step_00000002-attempt0"
+    assert "in _hang\n" in (kept / "rank1.txt").read_text()
+    assert "in walk\n" in (kept / "rank0.txt").read_text() and "in _hang" not in (kept / "rank0.txt").read_text()
+
+
+def test_a_hang_that_comes_again_ends_the_run_when_restarts_are_used_up(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, events = run(tmp_path, walk, "hang@rank0:step2:x2", max_restarts=1, limits=Limits(1, 30))
+    assert code == 3
+    assert [kind for kind, _ in events] == ["hang", "restart", "hang"]
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert last.startswith("unisono: rank 0, step 2: no progress") and last.endswith("(the same as before)")
+    assert len(list((tmp_path / "run/stacks").iterdir())) == 2
+
+
+def test_a_stopped_process_is_named_although_it_writes_no_stack(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, events = run(tmp_path, stop_itself, max_restarts=1, limits=Limits(1, 30))
+    assert code == 0 and events[0] == ("hang", {"step": 2, "rank": 0, "phase": "data", "seconds": 1})
+    assert "no stack: it is stopped (SIGSTOP" in capfd.readouterr().err
+
+
+def test_the_start_has_a_limit_of_its_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, events = run(tmp_path, never_start, max_restarts=0, limits=Limits(0.1, 2))
+    assert code == 3 and events[0][1]["phase"] == "start"
+    said = capfd.readouterr().err
+    assert "unisono: rank 1: no progress for 2 s in the start (start_timeout 2)" in said and "in never_start" in said
+
+
+def test_every_kind_of_death_is_told_with_its_rank_and_step(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    faults = "exit@rank1:step1,kill@rank1:step2,error@rank0:step3,segfault@rank0:step4"
+    code, events = run(tmp_path, walk, faults, max_restarts=4)
+    assert code == 0
+    told = [(event["rank"], event["step"], event["cause"].partition(": ")[2][:20]) for _, event in events]
+    assert told == [
+        (1, 1, "ended with status 13"),
+        (1, 2, "killed by SIGKILL (b"),
+        (0, 3, "RuntimeError: inject"),
+        (0, 4, "killed by SIGSEGV"),
+    ]
+    said = capfd.readouterr().err
+    assert said.count("Traceback (most recent call last)") == 1, "an exception is shown where it was raised"
+    assert "unisono: rank 0, step 3: RuntimeError: injected: error@rank0:step3; restarting" in said
+
+
+@pytest.mark.parametrize("kind", ["sigterm", "sigint", "sigusr1"])
+def test_a_signal_to_one_rank_is_a_request(tmp_path: Path, kind: str) -> None:
+    code, events = run(tmp_path, walk, f"{kind}@rank1:step1,hang@rank0:step2:0.1s", limits=Limits(20, 30))
+    assert code == 75 and events == []
+    assert outcomes.read_all(tmp_path / "job")[1].message == kind.upper()
+
+
+def test_ranks_that_only_wait_for_another_machine_are_given_more_time(tmp_path: Path) -> None:
+    said: list[str] = []
+    lookout = Lookout(tmp_path, Limits(0.4, 30), tmp_path / "run", said.append)
+    pulse = Pulse(0, tmp_path)
+    for step in (1, 2):
+        pulse.at("reduce", step)
+    began, found = time.monotonic(), None
+    while found is None and time.monotonic() - began < 30:
+        found = lookout.find({0: os.getpid()}, attempt=0, other_machines=True)
+        time.sleep(0.02)
+    assert found is not None and time.monotonic() - began > 0.8
+    assert len(said) == 1 and said[0].startswith("rank 0, step 2: no progress") and "waiting for other ranks" in said[0]
+
+
+# ---- under a foreign launcher: the ranks look after themselves ----
+
+
+def hang_under_a_foreign_launcher(how: str, folder: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from unisono.cluster.environment import detect
+    from unisono.cluster.processes import join
+    from unisono.cluster.watchdog import Watchdog
+
+    world = detect()
+    pulse = Pulse(world.rank)
+    with Watchdog(pulse, world, Limits(2, 60)) as watchdog:
+        join(world, torch.device("cpu"))
+        watchdog.joined()
+        watchdog.run_folder = Path(folder)
+        for step in (1, 2):
+            pulse.at("forward", step)
+            if world.rank == 1 and step == 2:
+                time.sleep(60) if how == "sleep" else os.kill(os.getpid(), signal.SIGSTOP)
+            pulse.at("reduce", step)
+            dist.all_reduce(torch.ones(1))
+
+
+def test_ranks_under_a_foreign_launcher_name_the_one_that_hangs_and_end(tmp_path: Path) -> None:
+    args = {"how": "sleep", "folder": str(tmp_path)}
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks("hang_under_a_foreign_launcher", __file__, 2, args, timeout_s=60)
+    said = str(failed.value)
+    assert said.count("exit status 1") == 2 and "Connection closed by peer" not in said, said
+    assert said.count("unisono: rank 1, step 2: no progress for") == 1, "told once, by one rank"
+    assert "stack of rank 1, innermost call first:" in said and "in hang_under_a_foreign_launcher" in said
+    [kept] = (tmp_path / "stacks").iterdir()
+    assert "all_reduce" in (kept / "rank0.txt").read_text() and "all_reduce" not in (kept / "rank1.txt").read_text()
+
+
+def test_a_rank_that_says_nothing_is_the_suspect(tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks("hang_under_a_foreign_launcher", __file__, 2, {"how": "stop", "folder": str(tmp_path)}, timeout_s=60)
+    said = str(failed.value)
+    assert "rank 0: exit status 1" in said and "unisono: rank 1: says nothing for" in said, said
+
+
+# ---- the real thing ----
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    place = tmp_path_factory.mktemp("undisturbed")
+    ended = unisono(*TRAIN, cwd=place)
+    assert ended.code == 0, ended.err
+    return losses(place / "run")
+
+
+def test_training_goes_on_after_a_hang_as_if_nothing_had_been(tmp_path: Path, undisturbed: list[float]) -> None:
+    words = [*TRAIN, "--nproc", 2, "--save_every", 2, "--inject", "hang@rank1:step5", "--hang_timeout", 4]
+    ended = unisono(*words, cwd=tmp_path, seconds=180)
+    assert ended.code == 0, ended.err
+    assert "unisono: rank 1, step 5: no progress for 4 s in forward" in ended.err and "in _hang" in ended.err
+    assert losses(tmp_path / "run") == pytest.approx(undisturbed, rel=1e-10)
+    events = {event["kind"]: event for event in reversed(lines(tmp_path / "run", "events.jsonl"))}
+    assert (events["hang"]["rank"], events["hang"]["step"], events["hang"]["phase"]) == (1, 5, "forward")
+    assert (events["restart"]["rank"], events["restart"]["step"], events["restart"]["attempt"]) == (1, 5, 1)
+    assert (tmp_path / "run/stacks/step_00000005-attempt0/rank1.txt").exists()
+
+
+def test_torchrun_starts_again_after_a_hang(tmp_path: Path, undisturbed: list[float]) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1"]
+    words = ["--save_every", 2, "--inject", "hang@rank1:step5", "--hang_timeout", 4]
+    ended = end(start([*torchrun, "-m", "unisono", *TRAIN, *words], cwd=tmp_path), 240)
+    assert ended.code == 0, ended.err
+    assert ended.err.count("unisono: rank 1, step 5: no progress for") == 1 and "in _hang" in ended.err
+    assert losses(tmp_path / "run") == pytest.approx(undisturbed, rel=1e-10)
+    assert [event["rank"] for event in lines(tmp_path / "run", "events.jsonl") if event["kind"] == "hang"] == [1]
+
+
+def test_a_single_process_that_hangs_says_where_and_ends(tmp_path: Path) -> None:
+    ended = unisono(*TRAIN, "--inject", "hang@step3", "--hang_timeout", 3, cwd=tmp_path)
+    assert ended.code == 3, ended.err
+    assert "unisono: rank 0, step 3: no progress for 3 s in forward (hang_timeout 3)" in ended.err
+    assert "in _hang" in ended.err
+    assert (tmp_path / "run/stacks/step_00000003-attempt0/rank0.txt").exists()
+
+
+def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(tmp_path: Path, undisturbed: list[float]) -> None:
+    words = [*TRAIN, "--nproc", 2, "--inject", "sigterm@rank1:step3"]
+    ended, ours = unisono(*words, cwd=tmp_path, seconds=180), mark()
+    assert ended.code == 75, ended.err
+    assert 3 <= len(losses(tmp_path / "run")) < STEPS and "restart" not in ended.err
+    ended = unisono(*words, cwd=tmp_path, seconds=180, **ours)
+    assert ended.code == 0, ended.err
+    assert losses(tmp_path / "run") == pytest.approx(undisturbed, rel=1e-10)
+    assert marked(ours) == []
+
+
+# ---- stragglers ----
+
+
+def test_a_steadily_slower_rank_is_named_once_a_minute_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr("unisono.observe.straggler.time.monotonic", lambda: clock[0])
+    stragglers = Stragglers()
+    slow, even = ([10.0, 10.4, 13.0], [1.0, 1.0, 3.8]), ([10.0, 10.4, 11.0], [1.0] * 3)
+    found = [stragglers.look(*each) for each in (slow, slow, even, slow, slow, slow, slow)]
+    assert [each is not None for each in found] == [False] * (2 + INTERVALS) + [True, False]
+    assert found[5] is not None and (found[5].rank, found[5].slower_percent, found[5].reason) == (2, 27, "data")
+    clock[0] += 61
+    again = stragglers.look([10.0, 10.4, 13.0], [1.0] * 3)
+    assert again is not None and again.reason == "compute"
+    assert Stragglers().look([5.0], [0.0]) is None
+
+
+def test_a_slow_rank_of_a_run_is_named(tmp_path: Path) -> None:
+    ended = unisono(*TRAIN, "--nproc", 2, "--inject", "slow@rank1:step2:0.2s", cwd=tmp_path, seconds=180)
+    assert ended.code == 0, ended.err
+    assert "rank 1 holds up the others" in ended.err
+    [event] = [event for event in lines(tmp_path / "run", "events.jsonl") if event["kind"] == "straggler"]
+    assert (event["rank"], event["reason"]) == (1, "compute") and event["slower_percent"] > 20
+    [line] = [line for line in lines(tmp_path / "run") if line["step"] == 4]
+    assert line["slowest_rank"] == 1 and line["own_ms_by_rank"][1] > 190 and min(line["step_ms_by_rank"]) > 150
+
+
+# ---- this file as a program ----
+
+
+def main() -> None:
+    die_with_parent()
+    behaviour, job, *args = sys.argv[1:]
+    rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    write_stacks_on_signal(Path(job), rank)
+    try:
+        outcome = globals()[behaviour](Path(job), rank, attempt, *args)
+    except Exception as error:
+        import traceback
+
+        outcome = Outcome("crashed", f"{type(error).__name__}: {error}", rank, traceback=traceback.format_exc())
+    outcomes.write(Path(job), outcome)
+    os._exit(0 if outcome.is_good else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""Several machines: one run over all of them, and it goes on when one leaves, is cut off, or joins."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from command_line import TINY, Ended, end, lines, losses, start, wait_until
+from network import Machine, needs_root, network
+from tiny_recipe import HOLD
+
+pytestmark = needs_root
+
+STEPS = 60
+PORT = 29400
+TRAIN = ["-m", "unisono", "train", TINY, "--output_dir", "run", "--max_steps", STEPS, "--dtype", "float64"]
+TWO_EACH = ["--batch_size", 2]  # the effective batch is 4 on two machines
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of the run on one machine that nothing happens to."""
+    place = tmp_path_factory.mktemp("undisturbed")
+    ended = end(start([*TRAIN, "--batch_size", 4], cwd=place))
+    assert ended.code == 0, ended.err
+    found = losses(place / "run")
+    assert len(found) == STEPS
+    return found
+
+
+@pytest.fixture
+def machines() -> Iterator[list[Machine]]:
+    """Two machines."""
+    with network(2) as found:
+        yield found
+
+
+class Run:
+    """A run over two machines in a folder that both see."""
+
+    def __init__(self, folder: Path, machines: list[Machine]) -> None:
+        self.folder, self.machines = folder, machines
+        self.hold = folder / "hold"
+        self.hold.write_text("0.5")  # until a test removes it, steps take long enough for things to happen
+
+    def launch(self, number: int, nnodes: str, *more: object) -> subprocess.Popen[str]:
+        """Our launcher on one of the machines."""
+        machine = self.machines[number]
+        meet = ["--nnodes", nnodes, "--node_rank", number, "--rdzv_endpoint", f"{self.machines[0].address}:{PORT}"]
+        words = [*TRAIN, *TWO_EACH, "--nproc", 1, *meet, "--save_every", 2, *more]
+        return machine.run(*words, cwd=self.folder, **{HOLD: str(self.hold)})
+
+    def torchrun(self, number: int, nnodes: str, *more: object) -> subprocess.Popen[str]:
+        """torchrun on one of the machines."""
+        address = self.machines[number].address
+        meet = ["--nnodes", nnodes, "--rdzv_backend", "c10d", "--rdzv_endpoint", f"{self.machines[0].address}:{PORT}"]
+        meet += ["--rdzv_id", "test", "--local_addr", address, "--rdzv_conf", f"is_host={number == 0}"]
+        words = ["-m", "torch.distributed.run", "--nproc_per_node", 1, "--max_restarts", 9, *meet]
+        words += [*TRAIN, *TWO_EACH, "--save_every", 2, *more]
+        return self.machines[number].run(*words, cwd=self.folder, **{HOLD: str(self.hold)})
+
+    def wait_for_steps(self, count: int, world: int, *processes: subprocess.Popen[str], seconds: float = 90) -> None:
+        """Waits until so many more steps are done by so many ranks."""
+        after = max((line["step"] for line in lines(self.folder / "run")), default=0)
+
+        def done() -> bool:
+            dead = [each for each in processes if each.poll() is not None]
+            assert not dead, dead[0].communicate()
+            new = [line for line in lines(self.folder / "run") if line["step"] > after]
+            return sum(line["world"] == world for line in new) >= count
+
+        wait_until(done, f"{count} steps on {world} ranks", seconds)
+
+    def events(self, kind: str) -> list[dict[str, object]]:
+        """The run's events of one kind."""
+        return [event for event in lines(self.folder / "run", "events.jsonl") if event["kind"] == kind]
+
+    def starts(self) -> list[dict[str, object]]:
+        """Every start of the ranks."""
+        found: list[dict[str, object]] = json.loads((self.folder / "run/run.json").read_text())["starts"]
+        return found
+
+    def worlds(self) -> list[object]:
+        """How many ranks each start had."""
+        return [each["world"] for each in self.starts()]
+
+
+def all_ended_well(*ended: Ended) -> None:
+    assert [each.code for each in ended] == [0] * len(ended), "\n".join(each.err for each in ended)
+
+
+def test_two_machines_under_torchrun(tmp_path: Path, machines: list[Machine], undisturbed: list[float]) -> None:
+    run = Run(tmp_path, machines)
+    run.hold.unlink()
+    both = [run.torchrun(number, "2") for number in (0, 1)]
+    all_ended_well(*(end(each) for each in both))
+    assert losses(tmp_path / "run") == pytest.approx(undisturbed, rel=1e-10)
+    assert run.worlds() == [2]
+
+
+def test_two_machines_train_like_one(tmp_path: Path, machines: list[Machine], undisturbed: list[float]) -> None:
+    run = Run(tmp_path, machines)
+    run.hold.unlink()
+    both = [run.launch(number, "2") for number in (0, 1)]
+    main, other = (end(each) for each in both)
+    all_ended_well(main, other)
+    assert "2 on 2 machines" in main.err and other.err == ""
+    assert losses(tmp_path / "run") == pytest.approx(undisturbed, rel=1e-10)
+
+
+def test_a_machine_that_dies_is_done_without_and_joins_again(
+    tmp_path: Path, machines: list[Machine], undisturbed: list[float]
+) -> None:
+    run = Run(tmp_path, machines)
+    first, second = (run.launch(number, "1:2", "--max_restarts", 0) for number in (0, 1))
+    run.wait_for_steps(2, 2, first, second)
+    machines[1].kill_all()
+    second.communicate()
+    run.wait_for_steps(1, 1, first)
+    again = run.launch(1, "1:2", "--max_restarts", 0)
+    run.wait_for_steps(1, 2, first, again)
+    run.hold.unlink()
+    ended = end(first)
+    all_ended_well(ended, end(again))
+    assert losses(tmp_path / "run") == pytest.approx(undisturbed, rel=1e-10)
+    assert run.worlds() == [2, 1, 2]
+    assert [(event["joined"], event["left"]) for event in run.events("machines")] == [([], [1]), ([1], [])]
+    assert run.events("restart") == [], "machines that come and go are no restarts"
+    [saved] = run.events("signal")
+    assert (saved["signal"], saved["step"]) == ("a machine joins", run.starts()[2]["from_step"]), "no step was lost"
+    assert "machine 1 left: going on from the last checkpoint with 1 machine, 1 rank" in ended.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nnodes", ["1:2", "2"])
+def test_a_machine_that_is_cut_off_comes_back(
+    tmp_path: Path, machines: list[Machine], undisturbed: list[float], nnodes: str
+) -> None:
+    run = Run(tmp_path, machines)
+    both = [run.launch(number, nnodes, "--max_restarts", 0) for number in (0, 1)]
+    run.wait_for_steps(2, 2, *both)
+    machines[1].pull_cable()
+    if nnodes == "1:2":
+        run.wait_for_steps(1, 1, *both)
+    else:
+        time.sleep(20)  # longer than a machine may be silent
+    machines[1].plug_cable()
+    run.wait_for_steps(1, 2, *both)
+    run.hold.unlink()
+    ended = [end(each) for each in both]
+    all_ended_well(*ended)
+    assert losses(tmp_path / "run") == pytest.approx(undisturbed, rel=1e-10)
+    assert run.worlds() == ([2, 1, 2] if nnodes == "1:2" else [2, 2])
+    assert run.events("restart") == []
+
+
+@pytest.mark.slow
+def test_a_machine_cut_off_under_torchrun_is_started_again(
+    tmp_path: Path, machines: list[Machine], undisturbed: list[float]
+) -> None:
+    run = Run(tmp_path, machines)
+    first, second = (run.torchrun(number, "1:2", "--hang_timeout", 15) for number in (0, 1))
+    run.wait_for_steps(2, 2, first, second)
+    machines[1].pull_cable()
+    run.wait_for_steps(1, 1, first, seconds=240)
+    machines[1].kill_all()
+    second.communicate()
+    machines[1].plug_cable()
+    again = run.torchrun(1, "1:2", "--hang_timeout", 15)
+    run.wait_for_steps(1, 2, first, again, seconds=120)
+    run.hold.unlink()
+    all_ended_well(end(first), end(again))
+    assert losses(tmp_path / "run") == pytest.approx(undisturbed, rel=1e-10)
+    assert run.worlds() == [2, 1, 2]

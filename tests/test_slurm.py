@@ -1,0 +1,378 @@
+"""SLURM, with a real cluster of two nodes; and the batch script that `unisono slurm` writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from command_line import TINY, Ended, end, lines, losses, mark, marked, start, unisono, wait_until
+from tiny_recipe import HOLD
+from unisono.cli.slurm import main as slurm_command
+from unisono.cluster.outcome import Outcome, write
+from unisono.cluster.sbatch import EXIT_AGAIN, BatchJob, script, seconds_of
+from unisono.engine.srun import judge
+from unisono.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from slurm_cluster import Slurm
+
+pytest_plugins = ["slurm_cluster"]
+
+STEPS = 8
+TRAIN = [TINY, "--max_steps", STEPS, "--global_batch_size", 4, "--dtype", "float64", "--save_every", 2]
+TWO_NODES = ["--nodes", 2, "--ntasks-per-node", 1]
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of the run that nobody disturbed, in one process."""
+    place = tmp_path_factory.mktemp("one_rank")
+    ended = unisono("train", *TRAIN, "--output_dir", "run", cwd=place)
+    assert ended.code == 0, ended.err
+    return losses(place / "run")
+
+
+def submit(slurm: Slurm, place: Path, *words: object, **more: str) -> int:
+    """Writes and submits the script for two nodes and returns the job's number."""
+    ended = unisono("slurm", *TRAIN, *TWO_NODES, "--submit", *words, cwd=place, **slurm.environ, **more)
+    assert ended.code == 0, ended.err
+    found = re.search(r"Submitted as job (\d+)", ended.out)
+    assert found is not None, ended.out
+    return int(found[1])
+
+
+def log(place: Path) -> str:
+    return "\n".join(path.read_text() for path in sorted(place.glob("*.log")))
+
+
+def kinds(run: Path) -> list[str]:
+    return [event["kind"] for event in lines(run, "events.jsonl")]
+
+
+# --- with the real thing
+
+
+def test_srun_over_two_nodes_is_the_same_run(slurm: Slurm, tmp_path: Path, one_rank: list[float]) -> None:
+    srun = ["srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
+    words = ["-m", "unisono", "train", *TRAIN, "--output_dir", "run"]
+    ended = end(start(words, cwd=tmp_path, program=[*srun, sys.executable], **slurm.environ))
+    assert ended.code == 0, ended.err
+    assert losses(tmp_path / "run") == pytest.approx(one_rank, rel=1e-10)
+    [first] = json.loads((tmp_path / "run/run.json").read_text())["starts"]
+    assert (first["launcher"], first["world"]) == ("slurm", 2)
+    assert "rank 0 of 2 on 2 machines" in " ".join(ended.err.split())
+
+
+def test_submit_and_follow_a_job_whose_rank_is_killed(slurm: Slurm, tmp_path: Path, one_rank: list[float]) -> None:
+    place = tmp_path / "a folder; with $signs"
+    place.mkdir()
+    words = [*TWO_NODES, "--submit", "--follow", "--env", 'GREETING=it\'s "me" $HOME', "--job-name", "try-1"]
+    words += ["--inject", "kill@rank1:step5", "--output_dir", "runs/my run"]
+    ended = unisono("slurm", *TRAIN, *words, cwd=place, **slurm.environ)
+    run = place / "runs/my run"
+    assert ended.code == 0, ended.err + ended.out + log(place)
+    assert losses(run) == pytest.approx(one_rank, rel=1e-10)
+    assert "completed" in ended.out and f"step {STEPS} of {STEPS}" in ended.out and "restart: attempt 1" in ended.out
+    [restart] = [event for event in lines(run, "events.jsonl") if event["kind"] == "restart"]
+    assert restart["cause"].startswith("rank 1 died without a word")
+    starts = json.loads((run / "run.json").read_text())["starts"]
+    assert [(each["launcher"], each["world"]) for each in starts] == [("slurm", 2)] * 2
+    assert starts[1]["from_step"] in (2, 4)  # the save of step 4 may still have been on its way
+    assert "starting all ranks again from the last checkpoint (1 of 3)" in log(place)
+    assert "Traceback" not in log(place), "the survivor's complaint about its peer helps nobody"
+    assert not (run / ".slurm").exists()
+
+
+def test_a_signal_saves_requeues_and_goes_on_by_itself(slurm: Slurm, tmp_path: Path, one_rank: list[float]) -> None:
+    hold, ours, run = tmp_path / "hold", mark(), tmp_path / "run"
+    hold.write_text("0.3")
+    job = submit(slurm, tmp_path, "--output_dir", "run", **{HOLD: str(hold)}, **ours)
+    wait_until(lambda: len(lines(run)) >= 3, "three steps")
+    answer = slurm.run("scancel", "--signal=USR1", job)  # what --signal=USR1@120 does near the time limit
+    assert answer.code == 0, answer.err
+    slurm.wait_for(job, "PENDING")
+    assert not marked(ours), "nobody is left while the job waits"
+    assert kinds(run)[-1] == "stopped" and len(lines(run)) < STEPS
+    hold.unlink()
+    slurm.start_now(job)
+    slurm.wait_for(job, "COMPLETED")
+    assert losses(run) == pytest.approx(one_rank, rel=1e-10)
+    events = lines(run, "events.jsonl")
+    assert [event["signal"] for event in events if event["kind"] == "signal"] == ["SIGUSR1"]
+    first, second = json.loads((run / "run.json").read_text())["starts"]
+    assert second["why"].startswith(f"resumed from step_{second['from_step']:08d}, restart 1") and first["world"] == 2
+
+
+def test_an_exception_in_a_rank_is_told_once_and_mistakes_are_not_tried_again(slurm: Slurm, tmp_path: Path) -> None:
+    failing = tmp_path / "failing"
+    mistaken = tmp_path / "mistaken"
+    for place in (failing, mistaken):
+        place.mkdir()
+    first = submit(slurm, failing, "--output_dir", "run", "--inject", "error@rank1:step3:x9", "--max_restarts", 1)
+    slurm.wait_for(first, "FAILED")
+    second = submit(slurm, mistaken, "--output_dir", "run", "--num_samples", 0)
+    slurm.wait_for(second, "FAILED")
+    said = log(failing)
+    assert said.count("Traceback") == 2 and said.count("RuntimeError: injected: error@rank1:step3:x9") >= 2
+    assert said.count("unisono: rank 1") == 2 and "the last of 1 restarts (--max_restarts)" in said
+    assert "ExitCode=3:0" in slurm.run("scontrol", "show", "job", first).out
+    said = log(mistaken)
+    assert said.count('unisono: dataset("train") is empty') == 1 and "Traceback" not in said
+    assert "ExitCode=2:0" in slurm.run("scontrol", "show", "job", second).out
+    assert not (mistaken / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_real_time_limit_requeues_and_the_loss_curve_does_not_show_it(
+    slurm: Slurm, tmp_path: Path, one_rank: list[float]
+) -> None:
+    hold, run = tmp_path / "hold", tmp_path / "run"
+    hold.write_text("12")  # 8 steps of 12 s
+    # SLURM looks at the limits now and then: the signal comes up to a minute earlier, 30 to 90 s after the start
+    words = ["--output_dir", "run", "--time", "2", "--signal-before", "30"]
+    job = submit(slurm, tmp_path, *words, **{HOLD: str(hold)})
+    slurm.wait_for(job, "RUNNING")
+    slurm.wait_for(job, "PENDING", seconds=150)
+    assert kinds(run)[-1] == "stopped" and 0 < len(lines(run)) < STEPS
+    hold.unlink()
+    slurm.wait_for(job, "COMPLETED", seconds=240)  # by itself: two minutes later
+    assert losses(run) == pytest.approx(one_rank, rel=1e-10)
+
+
+@pytest.mark.slow
+def test_preemption_saves_within_the_grace_time_and_the_job_goes_on(
+    slurm: Slurm, tmp_path: Path, one_rank: list[float]
+) -> None:
+    hold, ours, run = tmp_path / "hold", mark(), tmp_path / "run"
+    hold.write_text("0.3")
+    job = submit(slurm, tmp_path, "--output_dir", "run", "--save_every", 0, **{HOLD: str(hold)}, **ours)
+    wait_until(lambda: len(lines(run)) >= 3, "three steps")
+    answer = slurm.run("scontrol", "requeue", job)  # SIGTERM to all, as preemption does
+    assert answer.code == 0, answer.err
+    slurm.wait_for(job, "PENDING")
+    wait_until(lambda: not marked(ours), "nobody is left while the job waits")
+    assert kinds(run)[-1] == "stopped"
+    hold.unlink()
+    slurm.start_now(job)
+    slurm.wait_for(job, "COMPLETED")
+    assert losses(run) == pytest.approx(one_rank, rel=1e-10)
+
+
+@pytest.mark.slow
+def test_scancel_ends_the_job_for_good_with_a_checkpoint(slurm: Slurm, tmp_path: Path) -> None:
+    hold, ours, run = tmp_path / "hold", mark(), tmp_path / "run"
+    hold.write_text("0.3")
+    job = submit(slurm, tmp_path, "--output_dir", "run", "--save_every", 0, **{HOLD: str(hold)}, **ours)
+    wait_until(lambda: len(lines(run)) >= 3, "three steps")
+    assert slurm.run("scancel", job).code == 0
+    slurm.wait_for(job, "CANCELLED")
+    wait_until(lambda: not marked(ours), "nobody is left")
+    assert kinds(run)[-1] == "stopped" and list((run / "checkpoints").glob("step_*"))
+
+
+# --- the script, without a cluster
+
+
+def job(**more: Any) -> BatchJob:
+    given = {"job_name": "tiny", "folder": "/work", "output_dir": "run", "python": "python3", "train": ["a.py:A"]}
+    return BatchJob(**{**given, "ntasks_per_node": 1, **more})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("time", "1 day", "time: expected minutes"),
+        ("time", "1:00\n#SBATCH --mail-user=x", "time: expected"),
+        ("partition", "a b", "partition: expected"),
+        ("partition", "a\n", "partition: expected"),
+        ("account", "$(id)", "account: expected"),
+        ("qos", "--wrap=x", "qos: expected"),
+        ("constraint", "a`b`", "constraint: expected"),
+        ("mem", "64 GB", "mem: expected"),
+        ("job_name", "a/b", "job_name: expected"),
+        ("job_name", "%x", "job_name: expected"),
+        ("gpus_per_node", "many", "gpus_per_node: expected"),
+        ("gpus_per_node", "4", "ntasks_per_node 1: there is one task for each of the 4 GPUs"),
+        ("ntasks_per_node", None, "gpus_per_node: how many GPUs"),
+        ("nodes", 0, "nodes: expected at least 1"),
+        ("cpus_per_task", 0, "cpus_per_task: expected at least 1"),
+        ("modules", ["cuda; rm"], "module: expected"),
+        ("environ", {"A-B": ""}, "env: expected NAME=VALUE"),
+        ("environ", {"A": "b\nc"}, "cannot stand in a script"),
+        ("folder", "/a\n#SBATCH --x", "cannot stand in a script"),
+        ("train", ["a\x00b"], "cannot stand in a script"),
+        ("signal_before", -1, "signal_before: expected at least 0"),
+    ],
+)
+def test_bad_values_are_refused_by_name(field: str, value: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        job(**{field: value})
+
+
+def test_the_signal_must_come_before_the_time_limit() -> None:
+    with pytest.raises(ConfigError, match="signal_before: expected 0 to less than the time limit"):
+        job(time="2", signal_before=120)
+    assert "--signal=USR1@119" in script(job(time="2", signal_before=119))
+    assert "--signal" not in script(job(signal_before=0))
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [("30", 1800), ("30:15", 1815), ("24:00:00", 86400), ("2-12", 216000), ("1-0:30", 88200), ("1-1:1:1", 90061)],
+)
+def test_time_limits_as_slurm_reads_them(time: str, seconds: int) -> None:
+    assert seconds_of(time) == seconds
+
+
+def test_every_word_reaches_the_program_as_it_was_given(tmp_path: Path) -> None:
+    strange = ["a b", "$HOME", "`id`", "it's", '"', "*", "\\", "--x=ü"]
+    text = script(job(train=strange, environ={"STRANGE": "'$(id)'"}, output_dir="my $run"))
+    fake = tmp_path / "srun"
+    fake.write_text('#!/bin/bash\nprintf "%s\\n" "$STRANGE" "${@:6}" > words\n')
+    fake.chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+    subprocess.run(["bash"], input=text, text=True, cwd=tmp_path, env=environ, check=False, capture_output=True)
+    assert (tmp_path / "words").read_text().splitlines() == ["'$(id)'", "train", *strange]
+
+
+def test_the_script_asks_for_what_was_wanted() -> None:
+    text = script(
+        job(
+            nodes=2,
+            ntasks_per_node=None,
+            gpus_per_node="a100:8",
+            cpus_per_task=4,
+            constraint="a100&nvlink",
+            modules=["cuda/12.4"],
+            requeue=False,
+        )
+    )
+    for line in ("--nodes=2", "--ntasks-per-node=8", "--gpus-per-node=a100:8", "--no-requeue", "--open-mode=append"):
+        assert f"\n#SBATCH {line}\n" in text
+    assert "#SBATCH --constraint='a100&nvlink'" in text and "\nmodule load cuda/12.4\n" in text
+    assert "srun --kill-on-bad-exit=1 --cpus-per-task=4 " in text and "scontrol" not in text
+    assert "\n#SBATCH --requeue\n" in script(job()) and "scontrol requeue" in script(job())
+
+
+def command(*words: object, cwd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(cwd)
+    assert slurm_command([str(word) for word in words]) == 0
+
+
+def test_a_script_is_not_written_over_and_keeps_its_run_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [TINY, "--nodes", 2, "--gpus-per-node", 8, "--batch-size", 2]
+    command(*words, cwd=tmp_path, monkeypatch=monkeypatch)
+    said = capsys.readouterr().out
+    text = (tmp_path / "Tiny.sbatch").read_text()
+    assert "Tiny.sbatch: 2 nodes with 8 GPUs each, 16 ranks, 32 samples a step" in said and "sbatch Tiny.sbatch" in said
+    [folder] = re.findall(r"^run=(.*)$", text, re.MULTILINE)
+    assert re.fullmatch(r"runs/tiny-\d{8}-\d{6}", folder) and f"--output_dir={folder}" in text
+    (tmp_path / "Tiny.sbatch").write_text("mine")
+    with pytest.raises(UserError, match=r"Tiny.sbatch is there already; give --force"):
+        command(*words, cwd=tmp_path, monkeypatch=monkeypatch)
+    assert (tmp_path / "Tiny.sbatch").read_text() == "mine"
+    command(*words, "--force", cwd=tmp_path, monkeypatch=monkeypatch)
+    assert "#SBATCH" in (tmp_path / "Tiny.sbatch").read_text()
+    command(*words, "--print", "--output-script", "other", cwd=tmp_path, monkeypatch=monkeypatch)
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--batch_sise", 2], "unknown flag --batch_sise; did you mean --batch_size"),
+        (["--gpu-per-node", 2], "did you mean --gpus-per-node?"),
+        (["--batch_size", 0], "batch_size: expected at least 1"),
+        (["--nproc", 2], "nproc: under SLURM srun starts the ranks; use --ntasks-per-node instead"),
+        (["--nodes", "two"], "--nodes: expected a whole number, got 'two'"),
+        (["--nodes"], "--nodes: expected a value"),
+        (["--nodes", 1, "--nodes", 2], "--nodes is given twice"),
+        (["--resume", "never"], "resume: never would refuse to go on after a requeue"),
+        (["--strategy", "dp"], "strategy dp is for one process, and this job has 4"),
+        (["--env", "HOME"], "env: expected NAME=VALUE, got 'HOME'"),
+        (["--global_batch_size", 6, "--batch_size", 4, "--gradient_accumulation_steps", 1], "is not global_batch_size"),
+    ],
+)
+def test_a_mistake_is_found_before_anything_is_written(
+    words: list[object], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match=re.escape(says)):
+        command(TINY, "--gpus-per-node", 4, *words, "--submit", cwd=tmp_path, monkeypatch=monkeypatch)
+    assert not list(tmp_path.iterdir())
+
+
+def test_follow_needs_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="--follow: there is no job yet; use --submit --follow"):
+        command(TINY, "--gpus-per-node", 1, "--follow", cwd=tmp_path, monkeypatch=monkeypatch)
+
+
+def test_without_slurm_submit_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="sbatch is not installed here"):
+        command(TINY, "--gpus-per-node", 1, "--submit", cwd=tmp_path, monkeypatch=monkeypatch)
+
+
+# --- what the script makes of the ends of the ranks
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "code", "attempt", "decision"),
+    [
+        ([], 0, 0, 0),
+        ([], 127, 0, 127),  # no python there
+        ([], 143, 0, EXIT_AGAIN),  # killed, and the others by srun
+        ([], 143, 3, 3),
+        ([("stopped", "")], 143, 0, 75),  # the other one was already on its way out
+        ([("stopped", ""), ("stopped", "")], 75, 3, 75),
+        ([("user_error", "no such file"), ("crashed", "connection closed by peer")], 143, 0, 2),
+        ([("crashed", "connection closed by peer"), ("failed", "11 steps in a row")], 143, 0, 3),
+        ([("crashed", "connection closed by peer")], 143, 1, EXIT_AGAIN),
+        ([("crashed", "RuntimeError: boo"), ("crashed", "connection closed by peer")], 143, 2, EXIT_AGAIN),
+        ([("crashed", "RuntimeError: boo")], 143, 3, 3),
+    ],
+)
+def test_the_script_restarts_requeues_or_stops(
+    outcomes: list[tuple[Any, str]], code: int, attempt: int, decision: int, tmp_path: Path
+) -> None:
+    run, folder = tmp_path / "run", tmp_path / "run/.slurm/1.0.0"
+    folder.mkdir(parents=True)
+    (run / "events.jsonl").write_text("")  # a step was trained since the folder was made
+    os.utime(run / ".slurm", (0, 0))
+    for rank, (kind, message) in enumerate(outcomes):
+        write(folder, Outcome(kind, message, rank))
+    assert judge(folder, run, code, attempt, 3) == decision
+
+
+def test_what_fails_before_the_first_step_is_not_tried_again(tmp_path: Path) -> None:
+    run, folder = tmp_path / "run", tmp_path / "run/.slurm/1.0.0"
+    (run / ".slurm").mkdir(parents=True)
+    (run / "events.jsonl").write_text("")  # of an earlier start
+    folder.mkdir()
+    write(folder, Outcome("crashed", "RuntimeError: boo", 0))
+    assert judge(folder, run, 143, 0, 3) == 3
+
+
+def test_a_signal_before_the_first_step_is_a_stop_too(tmp_path: Path) -> None:
+    hold = tmp_path / "slow_to_import.py"
+    hold.write_text("import time\nprint('here', flush=True)\ntime.sleep(60)\n")
+    more = {"UNISONO_OUTCOMES": str(tmp_path), "SLURM_PROCID": "3"}
+    process = start(["-m", "unisono", "train", f"{hold}:Recipe"], cwd=tmp_path, **more)
+    assert process.stdout is not None and process.stdout.readline() == "here\n"
+    process.send_signal(signal.SIGUSR1)
+    ended: Ended = end(process)
+    assert ended.code == 75
+    outcome = json.loads((tmp_path / "outcome_rank3.json").read_text())
+    assert (outcome["kind"], outcome["rank"]) == ("stopped", 3)
+    assert shlex.split(outcome["message"])[0] == "SIGUSR1"
