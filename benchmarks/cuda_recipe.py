@@ -1,5 +1,6 @@
-"""A small language model on made-up text of varying length: what benchmarks/cuda.py trains."""
+"""A small language model on made-up text of varying length: what benchmarks/cuda.py and memory.py train."""
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -106,3 +107,45 @@ class NeverWaits(TinyGpt):
     def evaluate(self, model: nn.Module, batch: torch.Tensor, noise) -> dict:
         torch.cuda.set_sync_debug_mode("default")
         return super().evaluate(model, batch, noise)
+
+
+class Cramped(TinyGpt):
+    """Some ranks have little memory, and from some micro-batch on even less."""
+
+    @dataclass
+    class Config(TinyGpt.Config):
+        limit_gib: float = 0.0
+        """What a cramped rank may allocate; 0 is no limit."""
+        cramped_rank: int = -1
+        """The rank that has little memory; -1 all of them."""
+        fixed_length: bool = False
+        """Texts of one length, so that every micro-batch has the same shape."""
+        hog_after: int = 0
+        """After this many micro-batches a cramped rank loses another hog_gib for good; 0 never."""
+        hog_gib: float = 0.0
+        """How much it loses then."""
+
+    def __init__(self, config: "Cramped.Config") -> None:
+        super().__init__(config)
+        self.cramped = config.cramped_rank in (-1, int(os.environ.get("RANK", "0")))
+        self.calls, self.hog = 0, None
+
+    def model(self) -> nn.Module:
+        if self.cramped and self.config.limit_gib:
+            total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+            torch.cuda.set_per_process_memory_fraction(self.config.limit_gib * 2**30 / total)
+        return super().model()
+
+    def dataset(self, split: str) -> torch.utils.data.Dataset | None:
+        if split == "eval":
+            return None
+        text = super().dataset(split)
+        if self.config.fixed_length:
+            return [(3 + index % 11 + (1 + index % 7) * torch.arange(text.length)) % 97 for index in range(len(text))]
+        return text
+
+    def loss(self, model: nn.Module, batch: torch.Tensor, noise) -> Loss:
+        self.calls += 1
+        if self.cramped and self.calls == self.config.hog_after:
+            self.hog = torch.empty(int(self.config.hog_gib * 2**30), dtype=torch.uint8, device=batch.device)
+        return super().loss(model, batch, noise)

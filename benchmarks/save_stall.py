@@ -103,7 +103,7 @@ class Saves:
         )
 
     def call(self, saver: Saver) -> float:
-        """Seconds that the call of `save` takes, on an idle device: what it waits for is the save, not earlier steps."""
+        """Seconds that the call of `save` takes; the device is idle, so that it does not wait for earlier steps."""
         self.training.wait()
         self.number += 1
         start = time.perf_counter()
@@ -144,7 +144,7 @@ def measure(training: Training, folder: Path, rounds: int, alone_s: float) -> di
     saves.finish(saver)
     del saver
     if training.device.type == "cuda":
-        torch._C._host_emptyCache()  # the page-locked memory of that saver would be used again
+        torch._C._host_emptyCache()  # or the page-locked memory of that saver would be used again
     saver = saves.saver(asynchronous=True)
     before = training.alone()
     start = time.perf_counter()
@@ -156,6 +156,7 @@ def measure(training: Training, folder: Path, rounds: int, alone_s: float) -> di
     first["slower_while_warming_up_s"] = sum(steps) - len(steps) * before
     first["warm_s"] = saves.call(saver)
     saves.finish(saver)
+    saves.synchronous()  # it allocates memory of its own
     found: list[dict[str, float]] = []
     for turn in range(rounds):
         one = {"step_s": training.alone()}
@@ -212,8 +213,8 @@ def table(result: dict[str, Any]) -> str:
             f"- Command: `{result['command']}`",
             f"- Model: {result['parameters']:,} parameters, float32, AdamW, on {result['device']}; a checkpoint has "
             f"{result['bytes'] / 1e9:.2f} GB",
-            f"- Measured: {len(result['rounds'])} rounds in turns (steps alone, save in the background with steps until "
-            "it is complete, save on the spot); medians. Both saves force the files to disk and read them back.",
+            f"- Measured: {len(result['rounds'])} rounds in turns (steps alone, save in the background with steps "
+            "until it is complete, save on the spot); medians. Both force the files to disk and read them back.",
             "",
             "| | |",
             "|---|---|",

@@ -186,5 +186,28 @@ class SentencesByLoss(Sentences):
     evaluate = Recipe.evaluate
 
 
+class CountingReader(Reader):
+    """Counts its forward passes and keeps the mean of what it saw, in buffers as batch norm does."""
+
+    def __init__(self, width: int, num_blocks: int, dropout: float) -> None:
+        super().__init__(width, num_blocks, dropout)
+        self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(width))
+        self.register_buffer("table", torch.arange(5.0))
+
+    def forward(self, tokens: Tensor, real: Tensor, jitter: Tensor, shift: Tensor) -> Tensor:
+        if self.training:
+            self.passes += 1
+            self.mean.lerp_(self.embedding(tokens).detach().mean((0, 1)).to(self.mean.dtype), 0.1)
+        return super().forward(tokens, real, jitter, shift) + self.mean.sum() * 0.01
+
+
+class SentencesWithBuffers(Sentences):
+    """The same with a model whose buffers change in every forward pass."""
+
+    def model(self) -> nn.Module:
+        return CountingReader(self.config.width, self.config.num_blocks, self.config.dropout)
+
+
 def _numbers(words: str) -> set[int]:
     return {int(word) for word in words.split(",") if word}

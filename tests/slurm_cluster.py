@@ -24,12 +24,12 @@ from pathlib import Path
 
 import pytest
 
-from command_line import Ended, environment, wait_until
+from command_line import Ended, environment
 
 PACKAGES = ["slurm-wlm", "munge"]
 NODES = ("n0", "n1")
 # Settings that let it run in a container: processes are followed by their group and not by cgroups, tasks are not
-# bound to cores. A node has more CPUs than the machine may have; nobody checks.
+# bound to cores. A node has CPUs and GPUs that the machine may not have; nobody checks.
 CONF = """
 ClusterName=two
 SlurmctldHost={host}(127.0.0.1)
@@ -57,8 +57,10 @@ AccountingStorageType=accounting_storage/none
 SchedulerParameters=sched_min_interval=100000
 KillWait=10
 ReturnToService=2
-NodeName=n0 NodeHostname={host} NodeAddr=127.0.0.1 Port={n0} CPUs=2 RealMemory=1000
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={n1} CPUs=2 RealMemory=1000
+GresTypes=gpu
+NodeName=DEFAULT CPUs=4 RealMemory=1000 Gres=gpu:a100:2 Feature=a100,nvlink
+NodeName=n0 NodeHostname={host} NodeAddr=127.0.0.1 Port={n0}
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={n1}
 PartitionName=all Nodes=n0,n1 Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -146,6 +148,9 @@ def start_daemons(cluster: Slurm) -> None:
     ports = dict(zip(("ctld", *NODES), free_ports(3), strict=True))
     host = socket.gethostname().partition(".")[0]
     (folder / "slurm.conf").write_text(CONF.format(host=host, folder=folder, **ports))
+    for name in ("gpu0", "gpu1"):
+        (folder / name).touch()
+    (folder / "gres.conf").write_text(f"Name=gpu Type=a100 File={folder}/gpu[0-1]\n")
     version = tuple(int(part) for part in said("slurmctld", "-V").split()[-1].split(".")[:2])
     # Newer ones look for cgroups unless told not to; older ones do not know the word, and v1 touches nothing here.
     plugin = "disabled" if version >= (23, 11) else "cgroup/v1"
@@ -157,7 +162,10 @@ def start_daemons(cluster: Slurm) -> None:
     for node in NODES:
         begin(cluster, "slurmd", "-N", node, "-f", folder / "slurm.conf")
     idle = ("sinfo", "--noheader", "--states=idle", "--format=%D")
-    wait_until(lambda: cluster.run(*idle).out.strip() == "2", "two idle nodes", seconds=60)
+    deadline = time.monotonic() + 60
+    while cluster.run(*idle).out.strip() != "2":
+        assert time.monotonic() < deadline, f"no two idle nodes after 60 s\n{cluster.logs()}"
+        time.sleep(0.05)
 
 
 def begin(cluster: Slurm, *words: object) -> None:

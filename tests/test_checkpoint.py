@@ -6,6 +6,8 @@ import json
 import os
 import resource
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -370,6 +372,47 @@ def test_training_on_after_save_does_not_change_what_is_written(tmp_path: Path) 
     for step, path in list_steps(tmp_path):
         assert torch.equal(load_whole(path, "model.")["weight"], torch.full((2_000_000,), float(step)))
         assert read_extra(path) == {"samples": step}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="page-locked memory needs a GPU")
+def test_memory_made_in_advance_is_what_the_first_save_uses(tmp_path: Path) -> None:
+    weights = {"model.a": torch.full((1000, 1000), 1.0, device="cuda"), "model.b": torch.ones(3)}
+    saver = make_saver(tmp_path)
+    saver.warm_up(weights)
+    saver._snapshot._join()
+    (made,) = saver._snapshot._buffers.values()
+    assert made.is_pinned() and made.shape == (1000, 1000)
+    assert save_now(saver, 1, weights).error is None
+    assert saver._snapshot._buffers["model.a"] is made
+    assert torch.equal(load_whole(tmp_path / "step_00000001", "model.")["a"], torch.ones(1000, 1000))
+
+
+def test_warming_up_for_one_state_does_not_spoil_another(tmp_path: Path) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    saver = make_saver(tmp_path)
+    saver.warm_up({"model.a": torch.ones(4, device=device), "model.gone": torch.ones(2, device=device)})
+    assert save_now(saver, 1, {"model.a": torch.ones(5, device=device)}).error is None
+    assert list(saver._snapshot._buffers) == ["model.a"] and describe(tmp_path / "step_00000001") == {
+        "model.a": ((5,), torch.float32)
+    }
+
+
+def test_the_benchmark_of_the_stall_runs_and_writes_down_what_it_found(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parent.parent
+    words = ["--parameters", "1e5", "--device", "cpu", "--quick", "--folder", tmp_path, "--output", tmp_path / "out"]
+    ended = subprocess.run(
+        [sys.executable, str(root / "benchmarks" / "save_stall.py"), *map(str, words)],
+        env=os.environ | {"PYTHONPATH": str(root / "src")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    result = json.loads((tmp_path / "out" / "save_stall.json").read_text())
+    assert result["medians"]["stall_s"] >= result["medians"]["call_s"] > 0 and result["bytes"] > 12 * 9e4
+    assert str(tmp_path) not in (tmp_path / "out" / "save_stall.md").read_text() + json.dumps(result)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"], "checkpoints were left behind"
 
 
 def test_pruning_keeps_the_newest_and_the_best_and_what_was_just_saved(tmp_path: Path) -> None:

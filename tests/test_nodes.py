@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from command_line import TINY, Ended, end, lines, losses, start, wait_until
 from network import Machine, needs_root, network
+from ranks import run_ranks
 from tiny_recipe import HOLD
 
 pytestmark = needs_root
@@ -62,7 +65,9 @@ class Run:
         meet += ["--rdzv_id", "test", "--local_addr", address, "--rdzv_conf", f"is_host={number == 0}"]
         words = ["-m", "torch.distributed.run", "--nproc_per_node", 1, "--max_restarts", 9, *meet]
         words += [*TRAIN, *TWO_EACH, "--save_every", 2, *more]
-        return self.machines[number].run(*words, cwd=self.folder, **{HOLD: str(self.hold)})
+        # Otherwise a machine that joins looks for an address that torchrun announces in the first round only.
+        way_out = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if ":" in nnodes else {}
+        return self.machines[number].run(*words, cwd=self.folder, **{HOLD: str(self.hold)}, **way_out)
 
     def wait_for_steps(self, count: int, world: int, *processes: subprocess.Popen[str], seconds: float = 90) -> None:
         """Waits until so many more steps are done by so many ranks."""
@@ -177,3 +182,41 @@ def test_a_machine_cut_off_under_torchrun_is_started_again(
     all_ended_well(end(first), end(again))
     assert losses(tmp_path / "run") == pytest.approx(undisturbed, rel=1e-10)
     assert run.worlds() == [2, 1, 2]
+
+
+# ---- the run's folder ----
+
+
+def check_in(folders: list[str]) -> str:
+    """A rank, on a machine of its own, whose run writes to a folder of its own or a shared one."""
+    import torch
+
+    from unisono.cluster.agree import Agreement
+    from unisono.cluster.environment import detect
+    from unisono.cluster.processes import join, leave
+    from unisono.cluster.shared_folder import check_shared
+    from unisono.errors import UserError
+
+    world = detect()
+    join(world, torch.device("cpu"))
+    machine = replace(world, node=world.rank, num_nodes=world.size, local_rank=0, local_size=1)
+    os.chdir(folders[world.rank])
+    try:
+        check_shared("runs/mine", machine, Agreement(), patience_s=0.5)
+        return "shared"
+    except UserError as error:
+        return str(error)
+    finally:
+        leave()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_run_folder_that_the_machines_do_not_share_is_refused(tmp_path: Path, shared: bool) -> None:
+    folders = [tmp_path / "a", tmp_path / "a" if shared else tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
+    said = run_ranks("check_in", __file__, 2, {"folders": list(map(str, folders))})
+    refused = "output_dir runs/mine is not the same folder on machine 1 as on machine 0; "
+    refused += "a run on several machines needs one on a file system that all of them share"
+    assert said == (["shared"] * 2 if shared else [refused] * 2)
+    assert not [each for folder in folders for each in folder.iterdir()], "nothing is left behind"

@@ -72,8 +72,19 @@ def test_srun_over_two_nodes_is_the_same_run(slurm: Slurm, tmp_path: Path, one_r
     assert "rank 0 of 2 on 2 machines" in " ".join(ended.err.split())
 
 
+def test_slurm_accepts_every_option(slurm: Slurm, tmp_path: Path) -> None:
+    words = ["--nodes", 2, "--gpus-per-node", "a100:2", "--cpus-per-task", 2, "--mem", "100M", "--time", "1-12:00:00"]
+    words += ["--partition", "all", "--account", "lab", "--qos", "normal", "--constraint", "a100&nvlink"]
+    ended = unisono("slurm", *TRAIN, *words, "--output-script", "my job.sh", cwd=tmp_path, **slurm.environ)
+    assert ended.code == 0, ended.err
+    answer = slurm.run("sbatch", "--test-only", tmp_path / "my job.sh")
+    assert answer.code == 0 and "using 8 processors on nodes n[0-1]" in answer.err, answer
+    too_many = unisono("slurm", *TRAIN, "--gpus-per-node", 3, "--submit", cwd=tmp_path, **slurm.environ)
+    assert too_many.code == 2 and too_many.err.startswith("unisono: sbatch refused: ") and too_many.err.count("\n") == 1
+
+
 def test_submit_and_follow_a_job_whose_rank_is_killed(slurm: Slurm, tmp_path: Path, one_rank: list[float]) -> None:
-    place = tmp_path / "a folder; with $signs"
+    place = tmp_path / "it's a folder; with $signs"
     place.mkdir()
     words = [*TWO_NODES, "--submit", "--follow", "--env", 'GREETING=it\'s "me" $HOME', "--job-name", "try-1"]
     words += ["--inject", "kill@rank1:step5", "--output_dir", "runs/my run"]
@@ -336,6 +347,7 @@ def test_without_slurm_submit_says_so(tmp_path: Path, monkeypatch: pytest.Monkey
         ([], 143, 3, 3),
         ([("stopped", "")], 143, 0, 75),  # the other one was already on its way out
         ([("stopped", ""), ("stopped", "")], 75, 3, 75),
+        ([("done", "")], 139, 0, 0),  # the other one fell over its own feet at the very end
         ([("user_error", "no such file"), ("crashed", "connection closed by peer")], 143, 0, 2),
         ([("crashed", "connection closed by peer"), ("failed", "11 steps in a row")], 143, 0, 3),
         ([("crashed", "connection closed by peer")], 143, 1, EXIT_AGAIN),

@@ -18,8 +18,8 @@ from many_runs import Outcome, Run, identical, largest_difference, many_runs
 from recipes_for_tests import SentenceData, Sentences
 from unisono.data.noise import Noise
 from unisono.data.order import Order
-from unisono.engine.optim import learning_rate_factor, learning_rate_scale
 from unisono.engine.gradient import power_of_two_near
+from unisono.engine.optim import learning_rate_factor, learning_rate_scale
 from unisono.settings import OptimSettings
 
 NUM_SAMPLES, GLOBAL_BATCH = 20, 6

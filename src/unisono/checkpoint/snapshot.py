@@ -42,13 +42,15 @@ class Snapshot:
     def warm_up(self, state: State) -> None:
         """Starts to allocate the page-locked buffers for a state like this one; does not wait and copies nothing."""
         self._join()
-        wanted = {name: (local.shape, local.dtype) for name, _, local in self._share(state) if local.is_cuda}
+        # Not the tensors themselves: they would live on with the thread.
+        wanted = [(name, t.shape, t.dtype, t.device) for name, _, t in self._share(state) if t.is_cuda]
         if not wanted:
             return
 
         def allocate() -> None:
-            with suppress(RuntimeError):  # out of memory: the save that needs it says so
-                for name, (shape, dtype) in wanted.items():
+            # Out of memory: the save that needs it says so. A thread begins on GPU 0, where other ranks may be at home.
+            with suppress(RuntimeError), torch.cuda.device(wanted[0][3]):
+                for name, shape, dtype, _ in wanted:
                     if not _fits(self._buffers.get(name), shape, dtype):
                         self._buffers[name] = torch.empty(shape, dtype=dtype, pin_memory=True)
 

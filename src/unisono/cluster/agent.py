@@ -33,7 +33,7 @@ from unisono.cluster.outcome import Outcome
 from unisono.cluster.processes import ATTEMPT
 from unisono.cluster.pulse import forget_pulses
 from unisono.cluster.signals import STOP_FILE
-from unisono.cluster.stacks import forget_stacks
+from unisono.cluster.stacks import FILES_S, forget_stacks, within
 
 # What the user may set although the agent sets it too; all else the agent sets says who a rank is.
 _USERS_OWN = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
@@ -322,8 +322,9 @@ class Agent(LocalElasticAgent):
         return text
 
     def _note(self, kind: str, details: Mapping[str, Any]) -> None:
-        if self.job.note is not None:
-            self.job.note(kind, details)
+        note = self.job.note
+        if note is not None:
+            within(FILES_S, lambda: note(kind, details))
 
 
 def say(line: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from unisono.cluster.hang import Limits, Onlooker, Stand, beats_of, culprit
 from unisono.cluster.outcome import Outcome
-from unisono.cluster.stacks import keep_stacks, main_thread, take_stacks, waits_for_others
+from unisono.cluster.stacks import is_debugged, keep_stacks, main_thread, take_stacks, waits_for_others
 
 _AGAIN_S = 10.0  # after a rank that seemed to hang has moved, before stacks are taken again
 
@@ -48,7 +48,7 @@ class Lookout:
         least = culprit(stands)
         assert least is not None
         limit = self._limits.of(least.beat) or 0.0
-        if not least.is_over(self._limits):
+        if not least.is_over(self._limits) or is_debugged(main_thread(stacks[least.rank])):
             self._patient_until = time.monotonic() + min(limit, _AGAIN_S)
             return None
         if least.only_waits and other_machines and least.seconds < 2 * limit:
@@ -61,11 +61,7 @@ class Lookout:
         beat = stand.beat
         message = f"{stand.describe()} ({self._limits.name_of(beat)} {limit:g})"
         if self._run_folder is not None:
-            try:
-                kept = keep_stacks(self._run_folder, f"step_{beat.step:08d}-attempt{attempt}", stacks)
-                message += f"; all stacks are in {kept}"
-            except OSError as error:
-                message += f"; the stacks could not be kept ({error.strerror})"
+            message += "; " + keep_stacks(self._run_folder, f"step_{beat.step:08d}-attempt{attempt}", stacks)
         stack = [f"stack of rank {beat.rank}, innermost call first:", *main_thread(stacks[beat.rank])]
         details = {"step": beat.step, "rank": beat.rank, "phase": beat.phase, "seconds": round(stand.seconds)}
         return Hang(Outcome("crashed", message, beat.rank, beat.step or None, "\n".join(stack)), details)

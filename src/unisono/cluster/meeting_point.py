@@ -8,6 +8,7 @@ forgotten when they come back.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -30,7 +31,7 @@ class Round:
 
     number: int  # from 1
     name: str  # of its own, to tell the traces of one round from another's
-    machines: list[tuple[int, int]]  # number and ranks of each, in the order of their ranks
+    machines: list[list[int]]  # number and ranks of each, in the order of their ranks
     store_port: int  # on machine 0, where the ranks find each other
     num_restarts: int  # rounds that began because a rank died, and not because machines came or went
     joined: list[int]
@@ -93,6 +94,8 @@ class MeetingPoint:
     def close(self) -> None:
         """Nobody can meet here any more."""
         self._closed.set()
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)  # or the port stays taken while a thread waits for visitors
         self._server.close()
         with self._lock:
             for guest in self._guests.values():
@@ -194,7 +197,7 @@ class MeetingPoint:
         self._round += 1
         self._call_ends = None
         self._finished.clear()
-        machines = [(guest.machine, guest.ranks) for guest in self._group.values()]
+        machines = [[guest.machine, guest.ranks] for guest in self._group.values()]
         news = Round(
             self._round,
             uuid.uuid4().hex,

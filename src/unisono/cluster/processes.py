@@ -55,9 +55,10 @@ def join(world: World, device: torch.device, *, alone: bool = False, timeout_s: 
     name = os.environ.get(ATTEMPT)
     if name is None:
         name = f"attempt{world.restart_count}"
-        if agent_hosts and world.num_nodes > 1:
-            # Each of torchrun's agents counts the restarts for itself: after the first one their counts differ.
-            name = _meet(store, world, timeout_s)
+        if world.num_nodes > 1 and "TORCHELASTIC_RUN_ID" in os.environ:
+            # Each of torchrun's agents counts the restarts for itself: after the first one their counts differ. A store
+            # that rank 0 hosts is new in each attempt.
+            name = _meet(store, world, timeout_s) if agent_hosts else "attempt"
     _attempt = name
     own_store = PrefixStore(name, store)
     nccl = device.type == "cuda" and not _gpus_are_shared(own_store, world, device)

@@ -18,17 +18,20 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 
 ANSWER_S = 2.0
 """How long ranks have to write their stacks; a running one needs milliseconds."""
 
+FILES_S = 5.0
+"""How long the run's folder has to take a few lines."""
+
 _open: list[FileIO] = []  # faulthandler keeps the number of the file only: it must not be closed
 # Frames in which a rank waits for others, or cannot be told from one that does: autograd's engine, where DDP reduces.
 _WAITING = re.compile(r"[/\\]torch[/\\]distributed[/\\]|in _engine_run_backward|in synchronize$")
-_DEBUGGER = re.compile(r'[/\\](pdb|bdb|pydevd\w*|ipdb)\.py"')
+_DEBUGGER = re.compile(r'[/\\](pdb|bdb|ipdb|_?pydevd\w*)\.py"')
 _STATES = {
     "T": "it is stopped (SIGSTOP, or a debugger)",
     "t": "it is stopped (SIGSTOP, or a debugger)",
@@ -69,8 +72,29 @@ def take_stacks(job_folder: Path, pids: Mapping[int, int]) -> dict[int, str]:
     return {rank: text or f"no stack: {_why_silent(pids[rank])}\n" for rank, text in found.items()}
 
 
-def keep_stacks(run_folder: Path, name: str, stacks: Mapping[int, str]) -> Path:
-    """Writes the stacks to a folder of their own inside the run's folder; nothing there is overwritten."""
+def within(seconds: float, work: Callable[[], None]) -> bool:
+    """Does something with files, and goes on without it when that takes too long: the disk may be what hangs."""
+    thread = threading.Thread(target=work, name="files", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
+
+
+def keep_stacks(run_folder: Path, name: str, stacks: Mapping[int, str]) -> str:
+    """Writes the stacks to the run's folder, where nothing is overwritten, and says where they are, or why not."""
+    said: list[str] = []
+
+    def keep() -> None:
+        try:
+            said.append(f"all stacks are in {_write_stacks(run_folder, name, stacks)}")
+        except OSError as error:
+            said.append(f"the stacks could not be kept ({error.strerror})")
+
+    done = within(FILES_S, keep)
+    return said[0] if done and said else f"the stacks could not be kept ({run_folder} does not answer)"
+
+
+def _write_stacks(run_folder: Path, name: str, stacks: Mapping[int, str]) -> Path:
     for number in itertools.count(1):
         folder = run_folder / "stacks" / (name if number == 1 else f"{name}-{number}")
         folder.mkdir(parents=True, exist_ok=True)
@@ -93,8 +117,8 @@ def own_main_thread() -> list[str]:
     """The main thread of this process as the calling thread sees it, innermost call first."""
     ident = threading.main_thread().ident
     frame = sys._current_frames().get(ident) if ident is not None else None
-    calls = reversed(traceback.extract_stack(frame, limit=None)) if frame is not None else []
-    return [f'  File "{call.filename}", line {call.lineno} in {call.name}' for call in calls]
+    calls = traceback.walk_stack(frame) if frame is not None else ()  # reads no source file: the disk may be what hangs
+    return [f'  File "{call.f_code.co_filename}", line {line} in {call.f_code.co_name}' for call, line in calls]
 
 
 def main_thread(stacks: str) -> list[str]:

@@ -28,7 +28,15 @@ from unisono.cluster.outcome import Outcome, write
 from unisono.cluster.processes import another_store
 from unisono.cluster.pulse import Beat, Pulse
 from unisono.cluster.sbatch import OUTCOMES
-from unisono.cluster.stacks import is_debugged, keep_stacks, own_main_thread, own_stacks, waits_for_others
+from unisono.cluster.stacks import (
+    FILES_S,
+    is_debugged,
+    keep_stacks,
+    own_main_thread,
+    own_stacks,
+    waits_for_others,
+    within,
+)
 from unisono.errors import EXIT_DIED, EXIT_FAILED
 
 if TYPE_CHECKING:
@@ -37,6 +45,7 @@ if TYPE_CHECKING:
     from unisono.cluster.environment import World
 
 _STORE_S = 10.0  # for the store to answer; rank 0 may be the one that hangs, and host it
+_SILENCE_S = 60.0  # python's lock may well be held for some seconds, by a compiler say
 _SILENT = "silent"  # the phase of a rank of which nothing is known
 
 
@@ -69,7 +78,7 @@ class Watchdog:
             time.sleep(60)
         self._closed.set()
         if self._thread is not None:
-            self._thread.join(_STORE_S)  # it would set the timer again
+            self._thread.join(1.0)  # it would set the timer again
             faulthandler.cancel_dump_traceback_later()
 
     def joined(self) -> None:
@@ -120,7 +129,7 @@ class Watchdog:
             self._called_at = None
         self._publish(store, stand)
         if self._called_at is not None and time.monotonic() - self._called_at > 4 * self._poll_s + 2.0:
-            self._conclude(store, stand)
+            self._conclude(store, stand, time.monotonic() - self._called_at)
 
     def _publish(self, store: Store, stand: Stand) -> None:
         self._said += 1
@@ -132,7 +141,7 @@ class Watchdog:
         others = [rank for rank in range(self._world.size) if store.check([f"rank{rank}"])]
         return {rank: store.get(f"rank{rank}").decode() for rank in others}
 
-    def _conclude(self, store: Store, own: Stand) -> None:
+    def _conclude(self, store: Store, own: Stand, waited_s: float) -> None:
         answers = self._answers(store)
         stands, calls = [], {}
         for rank, text in answers.items():
@@ -141,6 +150,8 @@ class Watchdog:
             calls[rank] = said["calls"]
         # A thread that runs says something new at every look; what does not change is of a process that stands still.
         silent = [rank for rank in range(self._world.size) if answers.get(rank) == self._before.get(rank)]
+        if silent and waited_s < min(self._limits.of(own.beat) or 0.0, _SILENCE_S):
+            return
         if silent:
             known = {stand.rank: stand.beat for stand in stands}
             last = known.get(silent[0], Beat(silent[0], _SILENT, 0, 0, 0.0))
@@ -152,7 +163,8 @@ class Watchdog:
                 self._called_at = None
                 return
             blamed, stack = found, calls[found.rank]
-        verdict = json.dumps({"beat": asdict(blamed.beat), "seconds": blamed.seconds, "silent": silent})
+        by = self._world.rank  # no two ranks write the same: only the one whose words stand there tells the user
+        verdict = json.dumps({"by": by, "beat": asdict(blamed.beat), "silent": silent})
         if store.compare_set("verdict", "", verdict).decode() == verdict:
             self._end(blamed, stack, silent=silent)
         self._obey(json.loads(store.get("verdict")))
@@ -177,12 +189,12 @@ class Watchdog:
             what = f"says nothing for {blamed.seconds:.0f} s ({why})"
         else:
             what = f"{blamed.describe()} ({self._limits.name_of(beat)} {self._limits.of(beat):g})"
-        where = self._keep(beat.step)
-        if self.note is not None and self.run_folder is not None:
+        message = what + self._keep(beat.step)
+        note = self.note
+        if note is not None:
             details = {"step": beat.step, "rank": beat.rank, "phase": beat.phase, "seconds": round(blamed.seconds)}
-            self.note("hang", details)
+            within(FILES_S, lambda: note("hang", details))
         stack = "\n".join([f"stack of rank {beat.rank}, innermost call first:", *calls, ""]) if calls else ""
-        message = what if where is None else f"{what}; stacks are in {where}"
         outcomes = os.environ.get(OUTCOMES)
         with contextlib.suppress(OSError, ValueError):
             if outcomes and Path(outcomes).is_dir():  # the batch script tells it, and starts all ranks again
@@ -192,14 +204,12 @@ class Watchdog:
         if not only_tells:
             self._leave(silent)
 
-    def _keep(self, step: int) -> Path | None:
+    def _keep(self, step: int) -> str:
+        """Keeps this rank's stacks; where, for a message."""
         if self.run_folder is None:
-            return None
+            return ""
         name = f"step_{step:08d}-attempt{self._world.restart_count}"
-        try:
-            return keep_stacks(self.run_folder, name, {self._world.rank: own_stacks()})
-        except OSError:
-            return None
+        return "; " + keep_stacks(self.run_folder, name, {self._world.rank: own_stacks()})
 
     def _leave(self, silent: Collection[int]) -> None:
         """Ends the process, when all ranks that can know why: the first to go takes the connections of the others."""

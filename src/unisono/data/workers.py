@@ -12,6 +12,7 @@ A worker may be ahead of training by a number of chunks: messages to it say how 
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.util
 import queue
 import signal
 import threading
@@ -67,6 +68,8 @@ class Workers:
         self._taken, self._taken_of_step = 0, 0
         self._workers: list[_Worker] = []
         self._pinning: _Pinning | None = None
+        # Workers keep their sockets in the folder of the process that made one first: that ends in order, they may not.
+        multiprocessing.util.get_temp_dir()
         try:
             for number in range(num_workers):
                 self._workers.append(_Worker(number, num_workers, reader, cursor, number, ahead=prefetch))

@@ -72,8 +72,12 @@ def judge(folder: Path, run: Path, code: int, attempt: int, max_restarts: int) -
     if cause is not None and cause.is_final:
         _say(cause.describe())
         return EXIT_USER_ERROR if cause.kind == "user_error" else EXIT_FAILED
-    if "stopped" in kinds:  # agreed by all ranks after the checkpoint; srun may have ended some on their way out
+    # The ranks leave together, after the last checkpoint: what one says is true of all, whatever happened to some of
+    # them on their way out (srun ends those that are slower than the first).
+    if "stopped" in kinds:
         return EXIT_STOPPED
+    if "done" in kinds:
+        return EXIT_DONE
     what = _tell(cause, outcomes, code)
     if cause is not None and not cause.blames_a_peer and not _has_trained(run, folder):
         _say("this happened before the first step and would happen again; not tried again")

@@ -1,0 +1,252 @@
+"""Out of memory on one rank: nobody hangs, the same samples are done again in smaller pieces, the curve is the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from command_line import TINY, lines, losses, unisono
+from many_runs import Copy, Outcome, Run, identical, largest_difference, many_runs
+from unisono.engine.batch import BatchPlan
+from unisono.engine.guard import Guard
+from unisono.engine.memory import OutOfMemoryTogether, is_out_of_memory, smaller
+from unisono.engine.sizing import Sizing
+from unisono.engine.state import TrainState
+from unisono.faults import Injector, parse
+from unisono.parallel.strategy import Placement
+from unisono.settings import ParallelSettings
+
+WHOLE = {"global_batch_size": 12, "max_steps": 6, "dtype": "float64", "save_every": 1, "keep_last": 0}
+BITS = WHOLE | {"dtype": "float32", "deterministic": True, "dropout": 0.3}
+DDP2, DDP3 = {"strategy": "ddp", "batch_size": 6}, {"strategy": "ddp", "batch_size": 4}
+# name -> world, settings, fault
+IN_PLACE = {
+    "forward": (2, DDP2, "oom@rank1:step2:forward"),
+    "backward": (2, DDP2, "oom@rank0:step2:backward"),
+    "first step": (2, DDP2, "oom@rank1:step1:forward"),
+    "both ranks": (2, DDP2, "oom@step3:backward"),
+    "twice": (2, DDP2, "oom@rank1:step2:forward:x2"),
+    "accumulating": (2, DDP2 | {"batch_size": 3}, "oom@rank1:step2:backward"),
+    "3 ranks": (3, DDP3, "oom@rank2:step2:backward"),
+    "gradients outside the buckets": (2, DDP2 | {"gradient_as_bucket_view": False}, "oom@rank1:step2:backward"),
+    "one device": (1, {"strategy": "single", "batch_size": 12}, "oom@rank0:step2:backward"),
+    "ddp alone": (1, {"strategy": "ddp", "batch_size": 12}, "oom@rank0:step2:backward"),
+    "two workers": (2, DDP2 | {"num_workers": 2}, "oom@rank1:step2:forward"),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    root: Path = tmp_path_factory.mktemp("oom")
+    asked = {"undisturbed": Run("undisturbed", "undisturbed", 1, WHOLE | {"batch_size": 12})}
+    for name, (world, settings, fault) in IN_PLACE.items():
+        asked[name] = Run(name, name, world, WHOLE | settings | {"inject": fault})
+    small = {"micro_batch": 3}
+    asked |= {
+        "small from the start": Run("small from the start", "small", 2, BITS | DDP2 | small),
+        "became small": Run("became small", "became", 2, BITS | DDP2 | {"inject": "oom@rank1:step1:backward"}),
+        "3 small": Run("3 small", "3small", 3, BITS | DDP3 | {"micro_batch": 2}),
+        "3 became small": Run("3 became small", "3became", 3, BITS | DDP3 | {"inject": "oom@rank1:step1:forward"}),
+        "always guarded": Run("always guarded", "guarded", 3, BITS | DDP3 | {"guard_steps": -1}),
+        "never guarded": Run("never guarded", "unguarded", 3, BITS | DDP3 | {"guard_steps": 0}),
+        "buffers": Run("buffers", "buffers", 2, WHOLE | DDP2 | small, recipe="SentencesWithBuffers"),
+        "buffers, again": Run(
+            "buffers, again",
+            "buffers2",
+            2,
+            WHOLE | DDP2 | {"inject": "oom@rank1:step1:backward"},
+            recipe="SentencesWithBuffers",
+        ),
+        "gone on": Run("gone on", "gone", 1, WHOLE | {"max_steps": 8, "batch_size": 6}, Copy("forward", 6)),
+        "too big": Run("too big", "big", 2, WHOLE | DDP2 | {"inject": "oom@rank1:step2:x9"}),
+        "auto": Run(
+            "auto",
+            "auto",
+            2,
+            WHOLE
+            | DDP2
+            | {
+                "micro_batch": "auto",
+            },
+        ),
+    }
+    return many_runs(list(asked.values()), root)
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_the_same_samples_again_in_smaller_pieces(runs: dict[str, Outcome], name: str) -> None:
+    one, run = runs["undisturbed"], runs[name]
+    assert largest_difference(run.weights(), one.weights()) < 1e-12
+    torch.testing.assert_close(run.losses(), one.losses(), rtol=1e-12, atol=0)
+    _, settings, fault = IN_PLACE[name]
+    (event, *more) = run.events("oom")
+    share = int(settings["batch_size"])  # type: ignore[call-overload]
+    assert event["in_place"] and event["micro_batch"] == -(-share // 2) and len(more) == ("x2" in fault)
+    assert run.state()["micro_batch"] == [event, *more][-1]["micro_batch"]
+    assert run.state()["memory_failures"] == 1 + len(more)
+
+
+@pytest.mark.parametrize(("before", "after"), [("small from the start", "became small"), ("3 small", "3 became small")])
+def test_a_replay_is_bit_for_bit_a_run_that_was_small_from_the_start(
+    runs: dict[str, Outcome], before: str, after: str
+) -> None:
+    assert identical(runs[before].weights(), runs[after].weights())  # with dropout: random numbers were as before too
+    assert runs[before].losses().tolist() == runs[after].losses().tolist()
+
+
+def test_guarded_steps_and_fast_steps_give_the_same_bits(runs: dict[str, Outcome]) -> None:
+    assert identical(runs["always guarded"].weights(), runs["never guarded"].weights())
+
+
+def test_buffers_are_as_before_the_try(runs: dict[str, Outcome]) -> None:
+    assert identical(runs["buffers"].weights(), runs["buffers, again"].weights())
+    assert runs["buffers"].weights()["passes"] == 2 * 6  # two micro-batches in each of six steps
+
+
+def test_a_run_keeps_the_size_it_learnt(runs: dict[str, Outcome]) -> None:
+    run = runs["gone on"]
+    assert run.main["step"] == 8
+    assert run.state()["micro_batch"] == 3
+    read = [json.loads(line) for line in (run.record / "train.0").read_text().splitlines()]
+    assert max(len(ids) for ids in read) == 3
+
+
+def test_when_not_even_one_sample_fits_all_ranks_say_so_with_numbers(runs: dict[str, Outcome]) -> None:
+    for ended in runs["too big"].by_rank:
+        assert ended["exit_code"] == 3
+        assert "even one sample does not fit on rank 1" in ended["error"]
+        for word in ("activation_checkpointing", "fsdp on 2 GPUs", "fsdp_cpu_offload", "MiB"):
+            assert word in ended["error"]
+
+
+def test_auto_tries_before_the_first_step_and_changes_nothing(runs: dict[str, Outcome]) -> None:
+    run = runs["auto"]
+    (found,) = run.events("micro_batch")
+    assert found["micro_batch"] == 6 and found["trials"] == 4  # 1, 2, 4, 6
+    assert largest_difference(run.weights(), runs["undisturbed"].weights()) < 1e-12
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(1, 1), (3, 3), (7, 7), (20, 20), (37, 36), (64, 64), (1000, 64)])
+def test_the_largest_size_that_fits_is_found_in_a_few_trials(tmp_path: Path, limit: int, expected: int) -> None:
+    state = TrainState(64)
+    sizing = Sizing(BatchPlan(64, 8, 1), state, tmp_path, may_rise=True, largest=64)
+
+    def try_out(plan: BatchPlan) -> None:
+        if plan.micro_batch > limit:
+            raise OutOfMemoryTogether("full")
+
+    assert sizing.find(try_out) <= 10
+    assert state.micro_batch == sizing.plan.micro_batch == expected
+
+
+def test_it_rises_only_if_asked_and_more_seldom_each_time(tmp_path: Path) -> None:
+    def steps_until_it_rises(may_rise: bool, failures: int) -> int | None:
+        state = TrainState(64, micro_batch=4, memory_failures=failures)
+        sizing = Sizing(BatchPlan(64, 4, 1), state, tmp_path, may_rise=may_rise, largest=64)
+        for state.step in range(2000):
+            if sizing.rise():
+                assert sizing.plan.micro_batch == state.micro_batch == 8
+                return state.step
+        return None
+
+    first, later = steps_until_it_rises(True, 0), steps_until_it_rises(True, 2)
+    assert first is not None and later is not None and later >= 2 * first
+    assert steps_until_it_rises(False, 0) is None
+
+
+def test_smaller_is_really_smaller() -> None:
+    assert smaller(32, share=5) == 3  # 32 was never reached: half of what was tried
+    assert smaller(4, share=100) == 2
+    assert smaller(8, share=1) is None
+
+
+def test_what_counts_as_out_of_memory() -> None:
+    assert is_out_of_memory(torch.OutOfMemoryError("x"))
+    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"))
+    assert is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"))
+    assert not is_out_of_memory(RuntimeError("shape mismatch"))
+
+
+class Waiting(nn.Module):
+    """A strategy that waits for others, as far as the guard can see."""
+
+    collective = guardable = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        device = torch.device("cpu")
+        self.model, self.settings = nn.BatchNorm1d(2), ParallelSettings()
+        self.place = Placement(device, 0, 2, [device], None)
+
+    def clear_gradients(self) -> None:
+        self.model.zero_grad()
+
+
+def test_each_new_shape_is_guarded_for_some_steps() -> None:
+    guard = Guard(Waiting(), guard_steps=2)  # type: ignore[arg-type]
+
+    def step(*shape: int) -> bool:
+        guard.begin()
+        guard.see({"x": torch.zeros(shape)})
+        wanted = guard.wanted
+        guard.passed(guarded=wanted)
+        return wanted
+
+    assert [step(4, 2) for _ in range(4)] == [True, True, False, False]
+    assert [step(8, 2), step(4, 2), step(8, 2), step(8, 2)] == [True, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("flags", "where"),
+    [
+        (["--inject", "oom@rank1:step6:backward", "--guard_steps", 2], "step 6"),
+        (["--inject", "oom@rank1:step6:optimizer"], "in the optimizer"),
+        (["--inject", "oom@rank0:step6:forward", "--strategy", "fsdp"], "step 6"),
+    ],
+    ids=["fast path", "optimizer", "fsdp"],
+)
+def test_where_only_a_restart_helps_it_restarts_smaller(tmp_path: Path, flags: list[object], where: str) -> None:
+    run = ["train", TINY, "--nproc", 2, "--max_steps", 8, "--save_every", 3]
+    plain = unisono(*run, "--output_dir", "plain", cwd=tmp_path)
+    ended = unisono(*run, "--output_dir", "run", *flags, cwd=tmp_path)
+    assert plain.code == ended.code == 0, ended.err
+    assert where in ended.err and "restarting all ranks from the last checkpoint (1 of 3)" in ended.err
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "plain"), rel=1e-5)
+    (event,) = [event for event in lines(tmp_path / "run", "events.jsonl") if event["kind"] == "oom"]
+    assert not event["in_place"] and event["micro_batch"] == 2
+    assert "2 per rank × 2 ranks × 2 accumulation" in ended.err.partition("restarting")[2]
+
+
+def test_a_process_alone_starts_again_by_itself(tmp_path: Path) -> None:
+    run = ["train", TINY, "--nproc", 1, "--max_steps", 8, "--save_every", 3, "--output_dir", "run"]
+    ended = unisono(*run, "--inject", "oom@rank0:step5:optimizer", cwd=tmp_path)
+    assert ended.code == 0 and "starting again from the last checkpoint (1 of 3)" in ended.err
+    assert len(losses(tmp_path / "run")) == 8
+
+
+def test_faults_are_read_or_refused() -> None:
+    (kill, slow) = parse("kill@rank1:step7, slow@step3:backward:0.2s:x2")
+    assert (kill.rank, kill.step, kill.phase, kill.times) == (1, 7, "forward", 1)
+    assert (slow.rank, slow.step, slow.phase, slow.seconds, slow.times) == (None, 3, "backward", 0.2, 2)
+    for text in ("kill", "kill@step0", "kill@rank1", "boom@step1", "oom@step1:save-write", "kill@step1:step2"):
+        with pytest.raises(Exception, match="inject"):
+            parse(text)
+
+
+def test_a_fault_happens_once_over_all_restarts(tmp_path: Path) -> None:
+    def attempts() -> int:
+        injector = Injector(parse("error@rank0:step2:x2"), 0, tmp_path / "memory")
+        raised = 0
+        for step in (1, 2, 2):
+            try:
+                injector.at("forward", step)
+            except RuntimeError:
+                raised += 1
+        return raised
+
+    assert [attempts(), attempts()] == [2, 0]
+    Injector(parse("error@rank1:step2"), 0, tmp_path / "memory").at("forward", 2)  # another rank's
