@@ -36,7 +36,12 @@ CASES = {
     "single": (1, "no", ["--strategy", "single", "--batch_size", "32", *LIMIT], True),
     "ddp, 1 rank (NCCL)": (1, "no", ["--strategy", "ddp", "--batch_size", "32", *LIMIT], True),
     "ddp, 2 ranks, rank 1 cramped": (2, "no", ["--strategy", "ddp", "--cramped_rank", "1", *LIMIT], True),
-    "ddp, 2 ranks, rank 1 cramped, bf16": (2, "bf16", ["--strategy", "ddp", "--cramped_rank", "1", *LIMIT], True),
+    "ddp, 2 ranks, rank 1 cramped, bf16": (
+        2,
+        "bf16",
+        ["--strategy", "ddp", "--cramped_rank", "1", "--limit_gib", "4.5"],
+        True,
+    ),
     "ddp, 2 ranks, both cramped": (2, "no", ["--strategy", "ddp", *LIMIT], True),
     "ddp, 2 ranks, less memory after step 6 (fast path)": (
         2,
@@ -44,7 +49,12 @@ CASES = {
         ["--strategy", "ddp", "--cramped_rank", "1", "--limit_gib", "16", "--hog_after", "7", "--hog_gib", "7", *FIXED],
         False,
     ),
-    "fsdp, 2 ranks, rank 1 cramped": (2, "no", ["--strategy", "fsdp", "--cramped_rank", "1", *LIMIT], False),
+    "fsdp, 2 ranks, rank 1 cramped": (
+        2,
+        "no",
+        ["--strategy", "fsdp", "--cramped_rank", "1", "--limit_gib", "5"],
+        False,
+    ),
     "micro_batch auto, ddp, rank 1 cramped": (
         2,
         "no",

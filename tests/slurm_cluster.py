@@ -25,6 +25,7 @@ from pathlib import Path
 import pytest
 
 from command_line import Ended, environment
+from debian_packages import install
 
 PACKAGES = ["slurm-wlm", "munge"]
 NODES = ("n0", "n1")
@@ -124,17 +125,6 @@ def slurm() -> Iterator[Slurm]:
     finally:
         stop_daemons(folder)
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def install(program: str, packages: list[str]) -> None:
-    """Installs Debian packages where the program is missing; a machine without apt skips, loudly."""
-    if shutil.which(program) is not None:
-        return
-    if shutil.which("apt-get") is None:
-        pytest.skip(f"NOT TESTED: {program} is not installed and there is no apt-get")
-    environ = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-    for words in (["update", "-qq"], ["install", "-y", "-qq", "--no-install-recommends", *packages]):
-        subprocess.run(["apt-get", *words], env=environ, check=True, capture_output=True, timeout=280)
 
 
 def start_daemons(cluster: Slurm) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -291,15 +292,16 @@ def test_a_loader_that_hangs_can_be_interrupted_and_closed() -> None:
 
     loader = open_loader(Hangs(after=2), cursor(), 2)
     next(loader)
-    before = signal.signal(signal.SIGALRM, ring)
+    before = signal.signal(signal.SIGUSR2, ring)
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGUSR2))
+    timer.start()
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.5)
         with pytest.raises(TimeoutError):
             list(loader)
         next(iter(active_children())).kill()  # one dead, one hanging
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        timer.join()
+        signal.signal(signal.SIGUSR2, before)
         start = time.monotonic()
         loader.close()
     assert time.monotonic() - start < 15

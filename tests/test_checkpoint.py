@@ -461,6 +461,14 @@ def test_what_a_killed_save_left_behind_is_harmless_and_goes_with_the_next_commi
     assert not leftover.exists() and newer.exists()
 
 
+def test_a_run_with_nothing_left_to_save_clears_up_after_killed_saves(tmp_path: Path) -> None:
+    names = [".staging-step_00000003-0a1b", ".trash-step_00000001-0a1b", ".staging-step_00000004-0a1b", ".staging-mine"]
+    for name in names:
+        (tmp_path / name).mkdir()
+    make_saver(tmp_path).tidy(3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names[2:]), "later ones may be a living run's"
+
+
 @pytest.mark.parametrize("name", ["model._orig_mod.a", "model.0._checkpoint_wrapped_module.a", "ema._fsdp_wrapped.a"])
 def test_names_with_a_wrappers_prefix_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match="prefix of a wrapper"):

@@ -80,10 +80,12 @@ def test_a_rank_that_moves_has_not_stood_still_whatever_the_wall_clock_says() ->
 
 def test_a_pulse_tells_its_place_and_the_first_step_to_who_reads_it_from_outside(tmp_path: Path) -> None:
     pulse = Pulse(3, tmp_path)
+    seen = []
     for phase, step in (("prepare", 0), ("data", 5), ("forward", 5), ("data", 6)):
         pulse.at(phase, step)
         assert read_pulses(tmp_path) == [pulse.last]
-    assert (pulse.last.place, pulse.last.first_step, pulse.last.is_starting) == (0, 5, False)
+        seen.append((pulse.last.place, pulse.last.first_step, pulse.last.is_starting))
+    assert seen == [(2, 0, True), (0, 5, True), (1, 5, True), (0, 5, False)]
 
 
 def test_a_stack_tells_who_waits() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from unisono.checkpoint.manifest import (
 
 LEFTOVER_PREFIXES = (".staging-", ".trash-")
 _STEP = re.compile(r"step_(\d{8,})")
+_LEFTOVER = re.compile(r"\.(?:staging|trash)-step_(\d{8,})-[0-9a-f]+")
 
 
 def step_folder(step: int) -> str:
@@ -45,6 +46,12 @@ def leftovers(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     return sorted(path for path in folder.iterdir() if path.name.startswith(LEFTOVER_PREFIXES) and path.is_dir())
+
+
+def leftovers_until(step: int, paths: Iterable[Path]) -> list[Path]:
+    """Those of the leftovers that are of this step or an earlier one."""
+    matches = [(_LEFTOVER.fullmatch(path.name), path) for path in paths]
+    return [path for match, path in matches if match and int(match.group(1)) <= step]
 
 
 def validate(path: Path, *, deep: bool = True, identity: Mapping[str, Any] | None = None) -> str | None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from unisono.checkpoint.commit import begin, check_shard, commit, discard, prune, write_best
-from unisono.checkpoint.find import leftovers, step_folder, validate
+from unisono.checkpoint.find import leftovers, leftovers_until, step_folder, validate
 from unisono.checkpoint.load import describe
 from unisono.checkpoint.manifest import FileEntry, read_manifest
 from unisono.checkpoint.shards import shard_name, write_shards
@@ -158,6 +158,17 @@ class Saver:
         while not self._finished.empty():
             results.append(self._finished.get())
         return results
+
+    def tidy(self, step: int) -> None:
+        """Deletes what killed saves have left, at the end of a run whose last step `step` is saved.
+
+        Every save does so too; but the attempt before may have been killed when all was saved and not yet tidied up.
+        """
+        self._join()
+        if self._rank == 0:
+            # Of later steps: perhaps of another run that is alive.
+            for path in leftovers_until(step, self._leftovers):
+                discard(path)
 
     def _join(self) -> None:
         if self._thread is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from unisono.config.file import as_yaml
@@ -49,7 +50,9 @@ def _train(words: list[str]) -> int:
         return EXIT_DONE
     result = start(kind, resolved)
     if result.status == "stopped":
-        print(f"stopped at step {result.step}; run the same command with --output_dir {result.folder}", file=sys.stderr)
+        line = f"stopped at step {result.step}; run the same command with --output_dir {result.folder}"
+        with suppress(OSError):  # the terminal may be gone: that is what SIGHUP says
+            print(line, file=sys.stderr)
         return EXIT_STOPPED
     return EXIT_DONE
 

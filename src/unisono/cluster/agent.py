@@ -253,8 +253,8 @@ class Agent(LocalElasticAgent):
             self._meeting.cause = {"rank": cause.rank, "step": cause.step, "cause": text}
         super()._restart_workers(worker_group)
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGKILL, timeout: int = 30) -> None:
-        super()._shutdown(signal.SIGKILL, timeout)  # SIGTERM asks a rank to save and stop: too late for that
+    def _shutdown(self, *arguments: Any, **options: Any) -> None:  # they differ between versions of torch
+        super()._shutdown(signal.SIGKILL)  # SIGTERM asks a rank to save and stop: too late for that
 
     def _ranks(self) -> dict[int, subprocess.Popen[Any]]:
         """The processes of this machine's ranks, by global rank."""

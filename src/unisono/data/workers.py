@@ -167,13 +167,15 @@ class _Worker:
 
     def receive(self) -> Any:
         """What the worker has read next."""
+        # The line ends at once when a worker dies, unless a process that the worker started still holds it.
+        while not self._line.poll(1.0):
+            if not self._process.is_alive() and not self._line.poll(0.0):
+                raise _WorkerDied(self._epitaph())
         try:
-            # The line ends at once when a worker dies, unless a process that the worker started still holds it.
-            while not self._line.poll(1.0):
-                if not self._process.is_alive() and not self._line.poll(0.0):
-                    raise EOFError
             message = self._line.recv_bytes()
         except (EOFError, OSError) as error:
+            if isinstance(error, TimeoutError):
+                raise  # not of the line: a signal handler's
             raise _WorkerDied(self._epitaph()) from error
         try:
             return ForkingPickler.loads(message)

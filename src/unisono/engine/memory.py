@@ -17,6 +17,9 @@ from unisono.planning.choose import Demand, in_words
 _OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory|ALLOC_FAILED", re.IGNORECASE)
 _AMOUNT = r"([\d.]+) (GiB|MiB|KiB|bytes)"
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
+_OTHERS = re.compile(
+    r"(Process \d+ has|Including non-PyTorch memory, this process has) [^.]*\.\d+ \w+ memory in use\. "
+)
 _FILE = "memory.json"
 
 
@@ -41,7 +44,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def in_one_line(error: BaseException) -> str:
     """What the allocator said, without its advice."""
-    text = " ".join(str(error).split())
+    text = _OTHERS.sub("", " ".join(str(error).split()))
     return text.partition(" If reserved but unallocated")[0].partition(" See documentation")[0] or type(error).__name__
 
 
@@ -79,12 +82,11 @@ def advice(rank: int, message: str, parts: Parts, *, recomputes: bool) -> str:
     )
     where = f" on rank {rank}" if place.world > 1 else ""
     begin = f"even one sample does not fit{where}: {message}"
-    wanted, free = _amount(rf"allocate {_AMOUNT}", message), _amount(rf"{_AMOUNT} is free", message)
+    wanted, free = _amount(rf"allocate {_AMOUNT}", message), _free(message)
     if wanted is not None and free is not None:
-        begin = (
-            f"even one sample does not fit{where}: {in_words(wanted)} more were wanted and {in_words(free)} were free, "
-            f"so at least {in_words(max(0, wanted - free))} are missing"
-        )
+        begin = f"even one sample does not fit{where}: {in_words(wanted)} more were wanted, {in_words(free)} were free"
+        missing = wanted - free
+        begin += f", so at least {in_words(missing)} are missing" if missing > 0 else ", but in pieces"
     kept = f"weights, gradients, optimizer state and average take {in_words(demand.total)} on each device"
     helps = []
     if place.device.type == "cuda":
@@ -104,6 +106,15 @@ def advice(rank: int, message: str, parts: Parts, *, recomputes: bool) -> str:
     if parts.ema is not None:
         helps.append(f"ema_decay 0 (saves {in_words(demand.average)})")
     return f"{begin}; {kept}. What would help: {', '.join(helps)}"
+
+
+def _free(message: str) -> int | None:
+    """What was left, of the device or of what this process may take of it."""
+    free, allowed = _amount(rf"{_AMOUNT} is free", message), _amount(rf"{_AMOUNT} allowed", message)
+    if free is None or allowed is None:
+        return free
+    taken = _amount(rf"memory {_AMOUNT} is allocated by PyTorch", message) or 0
+    return min(free, max(0, allowed - taken))
 
 
 def _amount(pattern: str, text: str) -> int | None:

@@ -152,7 +152,7 @@ def _here(kind: type[Recipe], resolved: Resolved, world: World, asked: int | Non
             if world.restart_count >= restarts:
                 raise
             cause = str(error)
-        world = replace(world, restart_count=world.restart_count + 1)
+        world = replace(world, restart_count=world.restart_count + 1, started_before=True)
         _start_afresh(cause, world.restart_count, restarts, Path(resolved.values["output_dir"]))
 
 

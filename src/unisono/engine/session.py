@@ -23,6 +23,7 @@ from unisono.cluster.environment import World
 from unisono.cluster.hang import Limits
 from unisono.cluster.processes import PATIENCE, join, leave
 from unisono.cluster.pulse import Pulse
+from unisono.cluster.shared_folder import check_shared
 from unisono.cluster.signals import StopRequest
 from unisono.cluster.watchdog import Watchdog
 from unisono.config.resolve import Resolved
@@ -95,6 +96,7 @@ class _Session:
         path = self._agreement.main_says(resolved.values["output_dir"] or default_folder(self._name))
         resolved = resolved.with_values(resolved.sources["output_dir"], output_dir=path)
         self._main_decides(lambda: check_writable(path))
+        check_shared(path, start.world, self._agreement)
         here = self._record = self._main_decides(lambda: read_own(path))
         self._stored_batch = None if here is None else here.get("global_batch")
         self._begun_from = {start.get("resume") for start in here.get("starts", [])} if here is not None else set()
@@ -247,10 +249,10 @@ class _Session:
         """The checkpoint to go on from. A path is where a run begins: once it has gone on, it goes on from its own."""
         resume, folder = self._settings.run.resume, self._folder.path
         run = (self._record or {}).get("id")
-        begun = self._start.world.restart_count > 0 or resume in self._begun_from
-        if resume not in ("auto", "never") and begun and list_steps(folder / "checkpoints"):
+        begun = self._start.world.started_before or (resume in self._begun_from and resume != "never")
+        if resume != "auto" and begun and list_steps(folder / "checkpoints"):
             found = find_checkpoint("auto", folder, self._name, run)
-            found.remarks.append(f"this run has already gone on from {resume}: going on from its newest checkpoint")
+            found.remarks.append(f"resume {resume} was for the beginning: going on from this run's newest checkpoint")
             return found
         return find_checkpoint(resume, folder, self._name, run)
 

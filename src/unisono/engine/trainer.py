@@ -150,6 +150,7 @@ class Trainer:
         if not stopped:
             stopped = self._evaluate_and_preview(last=True)
         self._report_saves(wait=True)
+        self._saver.tidy(self.state.step)
         self._watch.close()
         return Result(
             self._folder.path, "stopped" if stopped else "done", self.state.step, dict(self.state.last_metrics)
