@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,7 @@ class Benchmark(Recipe):
         return Loss(model(tokens, targets, reduction="sum"), count=targets.numel())
 
 
-def in_unisono(job: Job) -> nn.Module:
+def in_unisono(job: Job, **more: Any) -> nn.Module:
     """unisono's real loop, in this process, with a run's folder, metrics and progress as a user has them."""
     import unisono
 
@@ -151,6 +152,7 @@ def in_unisono(job: Job) -> nn.Module:
         log_every=LOG_EVERY,
         save_every=0,  # only the checkpoint at the end, after the last timed step
         tensorboard=job.tensorboard,
+        **more,
     )
     return Benchmark.trained
 
@@ -229,6 +231,8 @@ LOOPS: dict[str, Callable[[Job], nn.Module]] = {
     "hand": by_hand,
     "hand again": by_hand,
     "unisono": in_unisono,
+    "never guarded": partial(in_unisono, guard_steps=0),
+    "always guarded": partial(in_unisono, guard_steps=-1),
     "accelerate": in_accelerate,
     "fabric": in_fabric,
 }

@@ -1,6 +1,7 @@
 """What unisono costs over a hand-written loop, beside Accelerate and Lightning Fabric.
 
     python benchmarks/overhead.py [--device cuda] [--size gpt2] [--ranks 1,2] [--quick]
+    python benchmarks/overhead.py --guard          # guarded steps (out-of-memory) on 2 ranks beside plain DDP
 
 Every variant is a process of its own per rank, all started together. They take turns: a round of steps each, in an
 order that rotates, while the others wait idle. So all meet the same machine, and a ratio compares rounds that ran next
@@ -32,6 +33,9 @@ from machine import machine, versions
 HERE = Path(__file__).resolve().parent
 NEEDS = {"accelerate": ["accelerate"], "fabric": ["lightning", "lightning_fabric"]}
 VARIANTS = ["hand", "unisono", "accelerate", "fabric", "hand again"]
+# unisono guards the first steps against out-of-memory (--guard_steps 3): what that costs when it is over, and if it
+# were never over.
+GUARD = ["hand", "unisono", "never guarded", "always guarded", "hand again"]
 LAUNCHER_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "ACCELERATE_")
 LAUNCHER_VARIABLES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "UNISONO_JOB"}
 PATIENCE_S = 600.0
@@ -240,7 +244,7 @@ def table(result: dict[str, Any]) -> str:
     hardware = f"{facts['processor']}, {facts['cores']} cores, {facts['memory_gib']} GiB"
     memory = "peak CUDA memory" if settings["device"] == "cuda" else "peak memory (RSS) above the start"
     lines = [
-        f"# Overhead on {settings['device']}",
+        f"# {'Guarded steps' if 'never guarded' in settings['variants'] else 'Overhead'} on {settings['device']}",
         "",
         f"- Machine: {', '.join([*facts['gpus'], hardware])}; {facts['system']}; "
         f"load {facts['load_average']} at the start",
@@ -289,6 +293,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", help="cases: 1, 1ddp, 2, ... (default 1,2 on the CPU; 1,1ddp,2 on CUDA)")
     parser.add_argument("--size", help="tiny, small (default on the CPU), gpt2 (default on CUDA), gpt2-medium")
     parser.add_argument("--variants", help="separated by commas; hand must be the first")
+    parser.add_argument("--guard", action="store_true", help="compare guarded with unguarded steps, on 2 ranks")
     parser.add_argument("--workers", type=int, default=2, help="loader workers per rank (default 2, as in unisono)")
     parser.add_argument("--threads", type=int, default=1, help="torch's threads per rank")
     parser.add_argument(
@@ -300,11 +305,12 @@ def arguments() -> argparse.Namespace:
     quick, cuda = given.quick, given.device == "cuda"
     given.rounds = given.rounds or (2 if quick else 40)
     given.steps = given.steps or 12
-    given.ranks = given.ranks or ("1,1ddp,2" if cuda else "1,2")
+    given.ranks = given.ranks or (("1ddp,2" if cuda else "2") if given.guard else "1,1ddp,2" if cuda else "1,2")
     given.size = given.size or ("tiny" if quick else "gpt2" if cuda else "small")
-    given.variants = (given.variants or ",".join(VARIANTS[:-1] if quick else VARIANTS)).split(",")
-    if given.variants[0] != "hand" or not set(given.variants) <= set(VARIANTS):
-        parser.error(f"--variants: hand first, then any of {', '.join(VARIANTS[1:])}")
+    known = GUARD if given.guard else VARIANTS
+    given.variants = (given.variants or ",".join(known[:-1] if quick else known)).split(",")
+    if given.variants[0] != "hand" or not set(given.variants) <= set(known):
+        parser.error(f"--variants: hand first, then any of {', '.join(known[1:])}")
     if not 0 <= given.drop < given.steps:
         parser.error("--drop must be smaller than --steps")
     return given
@@ -341,6 +347,7 @@ def main() -> None:
         "settings": {
             **{name: value for name, value in job.items() if name != "rounds"},
             **asdict(rounds),
+            "variants": given.variants,
             "precision": "bf16 autocast" if given.device == "cuda" else "fp32",
             "shape": f"{weights / 1e6:.1f} M weights, sequence {size.sequence}, batch {size.batch} per rank",
         },
@@ -357,7 +364,7 @@ def main() -> None:
         rows = {name: found.get(name, {"missing": left_out.get(name)}) for name in given.variants}
         result["cases"].append({"case": str(case), "ranks": case.ranks, "ddp": case.ddp, "variants": rows})
     given.output.mkdir(parents=True, exist_ok=True)
-    file = given.output / f"overhead_{given.device}"
+    file = given.output / f"{'guard' if given.guard else 'overhead'}_{given.device}"
     file.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n")
     file.with_suffix(".md").write_text(table(result))
     print(table(result))

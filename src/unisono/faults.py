@@ -205,7 +205,8 @@ def _corrupt(fault: Fault, made: Path | None) -> None:
     assert made is not None
     file = max((path for path in made.iterdir() if path.is_file()), key=lambda path: path.stat().st_size)
     with open(file, "r+b") as data:
-        data.seek(file.stat().st_size // 2)
+        # Another bit for another rank: two that flip the same one would mend it.
+        data.seek(file.stat().st_size // 2 + int(os.environ.get("RANK", "0")))
         byte = data.read(1)[0]
         data.seek(-1, os.SEEK_CUR)
         data.write(bytes([byte ^ 1]))

@@ -252,7 +252,7 @@ class _Session:
         begun = self._start.world.started_before or (resume in self._begun_from and resume != "never")
         if resume != "auto" and begun and list_steps(folder / "checkpoints"):
             found = find_checkpoint("auto", folder, self._name, run)
-            found.remarks.append(f"resume {resume} was for the beginning: going on from this run's newest checkpoint")
+            found.remarks.append(f"this run has already gone on from {resume}: going on from its newest checkpoint")
             return found
         return find_checkpoint(resume, folder, self._name, run)
 

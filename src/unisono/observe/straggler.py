@@ -15,7 +15,9 @@ from dataclasses import dataclass
 SLOWER = 1.2
 """So many times as long as the middle one of the others makes a straggler."""
 INTERVALS = 3
-"""It takes so many logged intervals in a row."""
+"""It takes so many logged intervals in a row,"""
+STEADY_S = 3.0
+"""and so many seconds: intervals may be a few milliseconds long."""
 EVERY_S = 60.0
 """At most one word in so many seconds."""
 _NOISE_MS = 1.0  # below this, twice as long is nothing to talk about
@@ -49,17 +51,24 @@ class Stragglers:
 
     def __init__(self) -> None:
         self._in_a_row: dict[int, int] = {}
+        self._since: dict[int, float] = {}
         self._told_at: float | None = None
 
     def look(self, own_ms: Sequence[float], data_wait_ms: Sequence[float]) -> Straggler | None:
         """The straggler to talk about now, from each rank's own time in one interval, and the wait for data in it."""
         worst: Straggler | None = None
+        now = time.monotonic()
         for rank in range(len(own_ms)):
             found = _compare(rank, own_ms, data_wait_ms)
-            self._in_a_row[rank] = self._in_a_row.get(rank, 0) + 1 if found is not None else 0
-            if found is not None and self._in_a_row[rank] >= INTERVALS and (not worst or found.own_ms > worst.own_ms):
+            if found is None:
+                self._in_a_row[rank] = 0
+                continue
+            self._in_a_row[rank] = self._in_a_row.get(rank, 0) + 1
+            if self._in_a_row[rank] == 1:
+                self._since[rank] = now
+            steady = self._in_a_row[rank] >= INTERVALS and now - self._since[rank] >= STEADY_S
+            if steady and (worst is None or found.own_ms > worst.own_ms):
                 worst = found
-        now = time.monotonic()
         if worst is None or (self._told_at is not None and now - self._told_at < EVERY_S):
             return None
         self._told_at = now
