@@ -9,10 +9,10 @@ DEMO_DIR ?= runs/demo-own-model-$(NOW)
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint bench setup clean
+.PHONY: help demo test test-slow lint bench faults faults-quick setup clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: .venv/.ready-dev ## Train the own-model example on two CPU ranks and say where to look
 	$(BIN)/unisono train examples/own_model/recipe.py:TwoMoons --nproc 2 --output_dir "$(DEMO_DIR)"
@@ -41,6 +41,12 @@ lint: .venv/.ready-dev ## Run ruff, mypy and import-linter
 
 bench: .venv/.ready-dev .venv/.ready-bench ## Compare the overhead with a hand-written loop, Accelerate and Lightning Fabric
 	$(BIN)/python benchmarks/overhead.py
+
+faults: .venv/.ready-dev ## Disturb runs by hundreds of real faults and compare what is left (about 40 minutes)
+	$(BIN)/python benchmarks/faults.py --output benchmarks/results
+
+faults-quick: .venv/.ready-dev ## The same with a few faults of each kind (some minutes)
+	$(BIN)/python benchmarks/faults.py --quick
 
 setup: .venv/.ready-dev ## Make the environment in .venv
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+import unisono
 from many_runs import Outcome, Run, many_runs
 from recipes_for_tests import SentenceData, Sentences
 from unisono.data.bits import key_of
@@ -38,6 +42,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
         Run("best max", "best max", 2, best | {"best_mode": "max", "strategy": "fsdp"}),
         Run("best max goes on", "best max", 1, {"max_steps": 9}),
         Run("unknown metric", "unknown metric", 2, best | {"best_metric": "eval/nothing"}),
+        Run("out of memory", "oom", 2, RUN | {"strategy": "ddp", "num_eval": 7, "inject": "oom@rank1:step2:evaluate"}),
         Run("by loss", "by loss", 1, RUN | {"num_eval": 7}, recipe="SentencesByLoss"),
         Run("by loss on 3", "by loss on 3", 3, RUN | {"num_eval": 7, "strategy": "ddp"}, recipe="SentencesByLoss"),
     ]
@@ -132,3 +137,33 @@ def test_an_unknown_best_metric_ends_the_run_and_says_what_there_is(runs: dict[s
     for outcome in runs["unknown metric"].by_rank:
         assert outcome["exit_code"] == 3
         assert "eval/nothing" in outcome["error"] and "eval/accuracy" in outcome["error"]
+
+
+class Torn(SentenceData):
+    """Data of which some samples cannot be read."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index in (2, 3):
+            raise ValueError("torn")
+        return super().__getitem__(index)
+
+
+class TornSentences(Sentences):
+    """Evaluated on data of which a whole batch, neither the first nor the last, cannot be read."""
+
+    def dataset(self, split: str) -> SentenceData | None:
+        return Torn(7, False, first=1000) if split == "eval" else super().dataset(split)
+
+
+def test_a_batch_that_cannot_be_read_takes_nothing_away_from_the_metrics(tmp_path: Path) -> None:
+    result = unisono.train(TornSentences, **RUN, max_bad_samples=2, output_dir=str(tmp_path / "run"))  # type: ignore[arg-type]
+    assert result.metrics["eval/mean_id"] == (0 + 1 + 4 + 5 + 6) / 5
+    # One is added up by the engine, the other by torchmetrics, which had seen samples before the others stood in.
+    assert result.metrics["eval/accuracy"] == pytest.approx(result.metrics["eval/right"], abs=1e-6)
+
+
+def test_out_of_memory_in_an_evaluation_begins_it_again_in_smaller_batches(runs: dict[str, Outcome]) -> None:
+    run = runs["out of memory"]
+    assert metrics_of(run) == pytest.approx(metrics_of(runs[name_of(2, "ddp", 7)]), abs=1e-6)
+    calls = [json.loads(line) for line in (run.record / "eval.0").read_text().splitlines()]
+    assert [len(ids) for ids in calls] == [1, 2, 1, 1, 1, 1]  # its three; then again, one by one, and a stand-in

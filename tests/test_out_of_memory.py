@@ -250,3 +250,10 @@ def test_a_fault_happens_once_over_all_restarts(tmp_path: Path) -> None:
 
     assert [attempts(), attempts()] == [2, 0]
     Injector(parse("error@rank1:step2"), 0, tmp_path / "memory").at("forward", 2)  # another rank's
+
+
+def test_a_fault_of_the_preparation_happens_although_no_step_has_begun(tmp_path: Path) -> None:
+    injector = Injector(parse("error@rank0:step1:prepare"), 0, tmp_path / "memory")
+    with pytest.raises(RuntimeError, match="injected"):
+        injector.at("prepare", 0)
+    injector.at("prepare", 0)  # once

@@ -1,7 +1,5 @@
 """python -m unisono"""
 
-import sys
+from unisono.cli.main import program
 
-from unisono.cli.main import main
-
-sys.exit(main())
+program()

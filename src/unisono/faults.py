@@ -136,6 +136,8 @@ class Injector:
         return spoilt
 
     def _due(self, fault: Fault, step: int) -> bool:
+        if fault.phase == "prepare":  # it comes before the steps, whichever is next
+            return True
         from_then_on = fault.of_save or fault.kind == "slow"
         return step >= fault.step if from_then_on else step == fault.step
 

@@ -147,6 +147,11 @@ class Saver:
         self._join()
         return self.poll()
 
+    def let_finish(self, seconds: float) -> None:
+        """Gives a save under way some time, before this rank ends because of something else."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+
     def poll(self) -> list[SaveResult]:
         """The outcomes of saves that have ended and were not reported so far; does not block.
 

@@ -6,6 +6,7 @@ import os
 import sys
 import traceback
 from importlib import import_module
+from typing import NoReturn
 
 from unisono import __version__
 from unisono.errors import EXIT_FAILED, EXIT_USER_ERROR, UnisonoError
@@ -42,6 +43,14 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception:
         traceback.print_exc()  # a bug, ours or the recipe's: show where
         return EXIT_FAILED
+
+
+def program() -> NoReturn:
+    """The program `unisono`: runs a command and ends the process with its exit code."""
+    code = main()
+    from unisono.cluster.lifetime import end_process
+
+    end_process(code)
 
 
 def _run(words: list[str]) -> int:
@@ -83,4 +92,4 @@ def _who() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

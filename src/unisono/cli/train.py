@@ -19,6 +19,8 @@ _USAGE = """usage: unisono train RECIPE [--config FILE] [--print_config] [flags]
 
 RECIPE is my_file.py:MyRecipe or package.module:MyRecipe. With a recipe, --help also shows its own settings.
 Flags win over the file, the file over defaults; hyphens and underscores are the same.
+Started again with the same --output_dir, a run goes on where it stopped, on any number of devices.
+Exit codes: 0 done, 2 your mistake, 3 training failed and says why, 75 stopped by a signal with a checkpoint.
 
   --config FILE
       YAML or JSON file with any of the settings below.

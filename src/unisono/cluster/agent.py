@@ -132,11 +132,12 @@ class Agent(LocalElasticAgent):
     def judge(self) -> int:
         """The exit code, from what the ranks left; a bad end is told with its cause."""
         ranks = [worker.global_rank for worker in self._worker_group.workers]
-        found = {seen.rank: seen for seen in self._seen}
-        found.update({left.rank: left for left in outcomes.read_all(self.job.folder)})
+        found = {left.rank: left for left in outcomes.read_all(self.job.folder)}
+        found.update({seen.rank: seen for seen in self._seen})  # these know the step too
         cause = outcomes.first_cause(list(found.values()))
         if cause is not None:
-            self._tell(cause, "")
+            text = self._tell(cause, "")
+            self._note("failed", {"step": cause.step, "rank": cause.rank, "error": text})
         elif missing := sorted(set(ranks) - set(found)):
             say(f"rank {missing[0]} ended without saying how")
         return outcomes.exit_code(list(found.values()), ranks)
@@ -280,10 +281,12 @@ class Agent(LocalElasticAgent):
         """What became of the ranks, once one has died; empty while none has."""
         deadline = time.monotonic() + _LAST_WORDS_S
         while True:
-            died = {rank: status for rank, process in ranks.items() if (status := process.poll())}
+            ended = {rank: status for rank, process in ranks.items() if (status := process.poll()) is not None}
+            left = {outcome.rank: outcome for outcome in outcomes.read_all(self.job.folder)}
+            # Status 0 without a word is a death too: the recipe, or a library, has ended the process.
+            died = {rank: status for rank, status in ended.items() if status != 0 or rank not in left}
             if not died:
                 return []
-            left = {outcome.rank: outcome for outcome in outcomes.read_all(self.job.folder)}
             beats = {beat.rank: beat for beat in beats_of(self.job.folder, died)}
             for rank, status in died.items():
                 if rank not in left:  # when it was last seen alive comes before any echo of its death

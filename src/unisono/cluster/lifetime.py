@@ -6,12 +6,16 @@ seconds in which it could be orphaned), a loader worker as soon as it starts. Li
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
 import multiprocessing
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
+from typing import NoReturn
 
 LAUNCHER_PID = "UNISONO_LAUNCHER_PID"
 """Variable in which the launcher tells its ranks its own process id."""
@@ -36,6 +40,22 @@ def die_with_parent() -> None:
     now = os.getppid()
     if now != before or (parent is not None and now != parent and _is_gone(parent)):
         os._exit(128 + signal.SIGKILL)
+
+
+def end_process(status: int) -> NoReturn:
+    """Ends this process with `status`, also when a thread of somebody's would keep it, or its end would crash.
+
+    A thread that is not a daemon keeps python from ending for ever; one that is still in C++ code (a save that was
+    interrupted) makes it abort.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.flush()
+    if threading.active_count() == 1:
+        sys.exit(status)
+    atexit._run_exitfuncs()
+    os._exit(status)
 
 
 def start_loader_worker(worker_id: int) -> None:

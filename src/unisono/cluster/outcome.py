@@ -12,7 +12,7 @@ import os
 import re
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -27,6 +27,7 @@ _EXIT_CODES: dict[Kind, int] = {
     "stopped": EXIT_STOPPED,
     "done": EXIT_DONE,
 }  # in order of precedence
+_LONGEST_MESSAGE, _LONGEST_TRACEBACK = 2_000, 16_000
 _FILE = re.compile(r"outcome_rank(\d+)\.json")
 # What a rank says whose peer died: true, and no help to anybody.
 _PEER_DIED = re.compile(
@@ -77,8 +78,23 @@ class Outcome:
         return f"{where}: {self.message or self.kind}"
 
 
+def in_words(error: BaseException) -> str:
+    """An exception in one line of bearable length, whatever its author has done to it."""
+    try:
+        text = " ".join(str(error).split())
+    except Exception:
+        text = "(it cannot be shown)"
+    return f"{type(error).__name__}: {_short(text, _LONGEST_MESSAGE)}"
+
+
+def _short(text: str, longest: int) -> str:
+    return text if len(text) <= longest else f"{text[: longest // 2]} … {text[-longest // 2 :]}"
+
+
 def write(job_folder: Path, outcome: Outcome) -> None:
     """Leaves the outcome of a rank for the launcher."""
+    shown = _short(outcome.message, 2 * _LONGEST_MESSAGE), _short(outcome.traceback, _LONGEST_TRACEBACK)
+    outcome = replace(outcome, message=shown[0], traceback=shown[1])
     path = _path(job_folder, outcome.rank)
     staged = path.with_suffix(f".{os.getpid()}.tmp")
     staged.write_text(json.dumps(asdict(outcome)))

@@ -7,8 +7,9 @@ What a recipe returns adds up: sums with counts, or torchmetrics objects, which 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from unisono.errors import RecipeError, TrainingFailed
 from unisono.parallel.strategy import Strategy
 from unisono.settings import Settings
 
+_MANY = 100
+
 
 class Evaluation:
     """Evaluates a recipe's model on its "eval" data."""
@@ -48,9 +51,8 @@ class Evaluation:
         self._seed = key_of(Purpose.EVALUATION, settings.run.seed)
         self._batch = settings.eval.eval_batch_size or settings.batch.batch_size
         self.bad: list[BadSample] = []  # samples that could not be read, on all ranks
-        for value in vars(recipe).values():
-            if _is_metric(value):
-                value.to(strategy.place.device)
+        for metric in _metrics_in(vars(recipe)):
+            metric.to(strategy.place.device)
 
     def run(self, step: int) -> dict[str, float] | None:
         """The metrics over the whole evaluation set, named eval/…; the same on every rank.
@@ -64,8 +66,8 @@ class Evaluation:
                 # A forward pass without backward leaves gathered weights behind, also one that failed.
                 failure, stopped = self._over_data(loader, step, sums, metrics)
             self._strategy.weights_changed()
-            if stopped or failure:
-                for metric in metrics.values():
+            if stopped or failure:  # also those that a batch has updated and, failing, not returned
+                for metric in [*metrics.values(), *_metrics_in(vars(self._recipe))]:
                     metric.reset()
             if stopped:
                 return None
@@ -85,16 +87,18 @@ class Evaluation:
         device = self._strategy.place.device
         floating = torch.float64 if self._settings.precision.dtype == "float64" else None
         for micro in loader:
-            self._pulse.at("evaluate", step)
             if asked is not None and asked.read()["stop"]:  # asked a batch ago: the answer is there
                 return False, True
             asked = self._agreement.start({"stop": self._stop.requested is not None})
             bad += micro.bad
-            if failure is not None:
-                continue
             try:
+                self._pulse.at("evaluate", step)
+                if failure is not None:
+                    continue
+                recipe = _twin(self._recipe) if micro.stand_in else self._recipe
                 positions = torch.tensor(micro.positions, device=device)
-                found = self._strategy.infer(self._evaluate, place(micro.data, device, floating), positions)
+                call = partial(self._evaluate, recipe)
+                found = self._strategy.infer(call, place(micro.data, device, floating), positions)
                 self._add(found, sums, metrics, weight=0.0 if micro.stand_in else 1.0)
             except Exception as error:
                 if not is_out_of_memory(error):
@@ -128,18 +132,17 @@ class Evaluation:
         pin = place_.device.type == "cuda"
         return Loader(self._dataset, self._recipe.collate, order, cursor, self._settings.data, pin)
 
-    def _evaluate(self, model: nn.Module, data: Any, positions: Tensor) -> Mapping[str, Any]:
+    def _evaluate(self, recipe: Recipe, model: nn.Module, data: Any, positions: Tensor) -> Mapping[str, Any]:
         with autocast(self._strategy.place.device, self._settings.precision):
-            return self._recipe.evaluate(model, data, Noise(self._seed, positions))
+            return recipe.evaluate(model, data, Noise(self._seed, positions))
 
     def _add(self, found: Any, sums: dict[str, Tensor], metrics: dict[str, Any], weight: float) -> None:
         if not isinstance(found, Mapping):
             raise RecipeError(f"evaluate() returned {type(found).__name__}; return a mapping of name -> (sum, count)")
         for name, value in found.items():
             if _is_metric(value):
-                metrics[name] = value
-                if weight == 0:  # a rank that stands in has no sample of its own: nothing else is in there
-                    value.reset()
+                if weight:  # of a stand-in it is the twin's
+                    metrics[name] = value
                 continue
             if not isinstance(value, tuple) or len(value) != 2:
                 raise RecipeError(f"evaluate(): {name} must be a (sum, count) pair or a torchmetrics object")
@@ -172,6 +175,24 @@ class Evaluation:
                 else:
                     whole[name] = metric
         return {name: float(whole[name].compute()) for name in sorted(whole)}
+
+
+def _twin(recipe: Recipe) -> Recipe:
+    """The recipe with copies of its metrics: what a stand-in adds to them is forgotten, whatever they held before."""
+    twin = copy.copy(recipe)
+    for name, value in vars(recipe).items():
+        if next(_metrics_in(value), None) is not None:
+            setattr(twin, name, copy.deepcopy(value))
+    return twin
+
+
+def _metrics_in(value: Any) -> Iterator[Any]:
+    """torchmetrics objects in what a recipe holds, also in lists and mappings (of data, when they are long)."""
+    if _is_metric(value):
+        yield value
+    elif isinstance(value, Mapping | nn.ModuleDict | list | tuple | nn.ModuleList) and len(value) <= _MANY:
+        for inside in value.values() if isinstance(value, Mapping | nn.ModuleDict) else value:
+            yield from _metrics_in(inside)
 
 
 def _is_metric(value: Any) -> bool:

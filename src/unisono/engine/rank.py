@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from unisono.cluster.lifetime import die_with_parent
+from unisono.cluster.lifetime import die_with_parent, end_process
 from unisono.cluster.signals import note_signals_early
 from unisono.cluster.stacks import write_stacks_on_signal
 
@@ -22,7 +22,7 @@ from dataclasses import asdict, replace
 from threading import Event
 
 from unisono.cluster.environment import detect
-from unisono.cluster.outcome import Kind, Outcome, write
+from unisono.cluster.outcome import Kind, Outcome, in_words, write
 from unisono.errors import TryAgain, UnisonoError, UserError
 
 
@@ -39,8 +39,7 @@ def main() -> int:
         kind: Kind = "user_error" if isinstance(error, UserError) else "failed"
         write(folder, Outcome(kind, str(error), rank))
     except BaseException as error:
-        last = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        outcome = Outcome("crashed", last, rank, traceback=traceback.format_exc())
+        outcome = Outcome("crashed", in_words(error), rank, traceback=traceback.format_exc())
         if not trained.is_set() and not outcome.blames_a_peer:
             outcome = replace(outcome, kind="failed")  # before the first step: another attempt would end the same way
         write(folder, outcome)
@@ -68,4 +67,4 @@ def _train(folder: Path, trained: Event) -> Kind:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

@@ -141,7 +141,7 @@ def _here(kind: type[Recipe], resolved: Resolved, world: World, asked: int | Non
 
     job = os.environ.get("UNISONO_JOB")
     restarts = resolved.values["max_restarts"] if world.launcher == "plain" else 0
-    if resolved.values["output_dir"] is None and restarts:
+    if resolved.values["output_dir"] is None and world.launcher == "plain":
         resolved = resolved.with_values(resolved.sources["output_dir"], output_dir=default_folder(kind.__qualname__))
     while True:
         try:
@@ -152,8 +152,19 @@ def _here(kind: type[Recipe], resolved: Resolved, world: World, asked: int | Non
             if world.restart_count >= restarts:
                 raise
             cause = str(error)
+        except Exception as error:
+            if world.launcher == "plain" and not isinstance(error, UnisonoError):
+                _note_failure(error, Path(resolved.values["output_dir"]))
+            raise
         world = replace(world, restart_count=world.restart_count + 1, started_before=True)
         _start_afresh(cause, world.restart_count, restarts, Path(resolved.values["output_dir"]))
+
+
+def _note_failure(error: Exception, output: Path) -> None:
+    from unisono.cluster.outcome import in_words
+    from unisono.observe.folder import append_event
+
+    append_event(output, "failed", error=in_words(error))
 
 
 def _start_afresh(cause: str, attempt: int, limit: int, output: Path) -> None:

@@ -163,6 +163,7 @@ class _Session:
         parts.state.num_samples = size
         self._from_step = parts.state.step
         length = Length.of(settings, size, parts.state)
+        self._remarks += self._idle_faults(length)
         self._announce(parts, batch, length, size, eval_data, checkpoint)
         watch = Watch(
             self._folder,
@@ -197,6 +198,14 @@ class _Session:
         result = trainer.train()
         self._folder.event(result.status, step=result.step)
         return result
+
+    def _idle_faults(self, length: Length) -> list[str]:
+        """Faults that were asked for and cannot happen."""
+        world, faults = self._start.world.size, parse(self._settings.run.inject)
+        far = [fault for fault in faults if fault.rank is not None and fault.rank >= world]
+        late = [fault for fault in faults if fault.step > length.steps]
+        remarks = [f"inject: {fault.text} will not happen, there are {world} ranks" for fault in far]
+        return remarks + [f"inject: {fault.text} will not happen, the run has {length.steps} steps" for fault in late]
 
     def _note_fault(self, fault: Fault, step: int) -> None:
         append_event(self._folder.path, "injected", step=step, rank=self._start.world.rank, fault=fault.text)

@@ -36,6 +36,8 @@ from unisono.errors import TrainingFailed, TryAgain, UnisonoError
 from unisono.observe.folder import RunFolder, append_event
 from unisono.settings import Settings
 
+_LAST_SAVE_S = 60.0
+
 
 @dataclass(frozen=True)
 class Result:
@@ -141,7 +143,11 @@ class Trainer:
             self._watch.close()
             raise
         except OutOfMemoryHere as error:
+            self._saver.let_finish(_LAST_SAVE_S)
             raise self._next_attempt(error) from None
+        except Exception:  # the other ranks' save threads need this one's: a checkpoint under way is worth a moment
+            self._saver.let_finish(_LAST_SAVE_S)
+            raise
         finally:
             if self._loader is not None:
                 self._loader.close()
