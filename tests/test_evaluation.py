@@ -143,7 +143,7 @@ class Torn(SentenceData):
     """Data of which some samples cannot be read."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        if index in (2, 3):
+        if index in (1, 2):  # batches are 0; 1, 2; 3, 4; 5, 6
             raise ValueError("torn")
         return super().__getitem__(index)
 
@@ -157,7 +157,7 @@ class TornSentences(Sentences):
 
 def test_a_batch_that_cannot_be_read_takes_nothing_away_from_the_metrics(tmp_path: Path) -> None:
     result = unisono.train(TornSentences, **RUN, max_bad_samples=2, output_dir=str(tmp_path / "run"))  # type: ignore[arg-type]
-    assert result.metrics["eval/mean_id"] == (0 + 1 + 4 + 5 + 6) / 5
+    assert result.metrics["eval/mean_id"] == (0 + 3 + 4 + 5 + 6) / 5
     # One is added up by the engine, the other by torchmetrics, which had seen samples before the others stood in.
     assert result.metrics["eval/accuracy"] == pytest.approx(result.metrics["eval/right"], abs=1e-6)
 

@@ -94,7 +94,9 @@ def _parse_one(text: str) -> Fault:
     allowed = SAVE_PHASES if kind in _SAVE_KINDS else PHASES
     if phase not in allowed:
         raise ConfigError(f"inject: {text!r} has no phase {phase!r}; for {kind} use {', '.join(allowed)}")
-    if int(found.get("step", 0)) < 1:
+    if phase == "prepare":  # which has no step
+        found["step"] = "0"
+    elif int(found.get("step", 0)) < 1:
         raise ConfigError(f"inject: {text!r} needs a step, counted from 1, for instance {kind}@rank0:step7")
     return Fault(
         kind=kind,

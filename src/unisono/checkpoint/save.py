@@ -8,6 +8,7 @@ threads talk over a process group of their own, so they never mix with the colle
 from __future__ import annotations
 
 import json
+import math
 import queue
 import threading
 import time
@@ -150,7 +151,7 @@ class Saver:
     def let_finish(self, seconds: float) -> None:
         """Gives a save under way some time, before this rank ends because of something else."""
         if self._thread is not None:
-            self._thread.join(seconds)
+            self._thread.join(None if seconds == math.inf else seconds)
 
     def poll(self) -> list[SaveResult]:
         """The outcomes of saves that have ended and were not reported so far; does not block.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import suppress
 from pathlib import Path
 
+from unisono.cluster.signals import stop_before_start
 from unisono.config.file import as_yaml
 from unisono.config.help import help_text
 from unisono.config.resolve import resolve
@@ -31,6 +33,8 @@ Exit codes: 0 done, 2 your mistake, 3 training failed and says why, 75 stopped b
 
 def main(words: list[str]) -> int:
     """Runs the command; 0 done, 75 stopped by a signal with a checkpoint."""
+    if not {"RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"} & os.environ.keys():
+        stop_before_start()  # importing torch takes seconds
     return with_outcome(lambda: _train(words))
 
 

@@ -11,12 +11,15 @@ and SIGHUP (unless it is ignored, as under nohup) sent to any one rank are reque
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
+
+from unisono.errors import EXIT_STOPPED
 
 STOP_FILE = "stop"
 """Name of the file, in the job's folder, that asks the ranks to stop; it holds the name of the signal."""
@@ -39,6 +42,19 @@ def note_signals_early() -> None:
     """From now on stop signals are noted for the `StopRequest` to come, because importing torch takes seconds."""
     for signum in stop_signals():
         signal.signal(signum, lambda number, frame: _early.append(signal.Signals(number).name))
+
+
+def stop_before_start() -> None:
+    """Until ranks are started or training begins, a stop signal ends this process at once: there is nothing to save."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        os.write(2, f"unisono: {signal.Signals(number).name}: stopped before anything was started\n".encode())
+        os._exit(EXIT_STOPPED)
+
+    if threading.current_thread() is threading.main_thread():
+        for signum in stop_signals():
+            if signum != signal.SIGINT:  # python's own KeyboardInterrupt
+                signal.signal(signum, end)
 
 
 class StopRequest:

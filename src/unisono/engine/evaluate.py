@@ -106,10 +106,12 @@ class Evaluation:
                 failure, found = in_one_line(error), None
                 error.__traceback__ = None
                 if self._strategy.sharded or self._batch == 1:
+                    less = "use a smaller eval_batch_size" if self._batch > 1 else "even one sample does not fit"
                     raise TrainingFailed(
-                        f"out of memory in the evaluation, with {self._batch} at once: {failure}; "
-                        "use a smaller eval_batch_size, and start again to go on"
+                        f"step {step}: out of memory in the evaluation, with {self._batch} at once: {failure}; "
+                        f"{less}; training can go on from the last checkpoint (eval_every -1: without evaluation)"
                     ) from None
+        self._pulse.at("evaluate", step)  # done with its data: one that still computes is less far
         if asked is not None and asked.read()["stop"]:
             return False, True
         agreed = self._agreement.start({"oom": failure is not None, "bad": len(bad)}).read()

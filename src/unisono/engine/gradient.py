@@ -105,14 +105,20 @@ class Gradient:
     def compute(self, micro_batches: Iterator[MicroBatch], wishes: Mapping[str, float]) -> Summed:
         """Consumes one step's micro-batches. OutOfMemoryTogether: on all ranks, and the step can be done again."""
         try:
-            return self._compute(micro_batches, wishes)
-        except OutOfMemoryTogether:
+            try:
+                return self._compute(micro_batches, wishes)
+            except Exception as error:  # also where nobody can be told: while gradients travel, or data is read
+                self._note_failure(error, _Try(), final=True)
+                raise
+        except OutOfMemoryTogether as error:
+            error.__traceback__ = error.__context__ = None  # their frames may hold the activations that are in the way
             self._guard.restore()
             raise
 
     def try_out(self, micro_batches: Iterator[MicroBatch]) -> None:
         """Forward and backward of the first micro-batches of a step, for their memory alone: nothing changes."""
         this, before = _Try(), (self._names, self._state.expected_count)
+        total: Tensor | None = None
         self._guard.begin()
         try:
             # The second one is computed while the gradients of the first are there.
@@ -125,6 +131,9 @@ class Gradient:
                     break
             if self._agreement.start({"oom": this.failure is not None}).read()["oom"]:
                 raise OutOfMemoryTogether(this.failure)
+        except OutOfMemoryTogether as error:
+            total = error.__traceback__ = error.__context__ = None  # as in `compute`
+            raise
         finally:
             self._names, self._state.expected_count = before
             self._guard.restore()

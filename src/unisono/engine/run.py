@@ -187,7 +187,7 @@ def _launch(words: str, resolved: Resolved, plan: _Plan) -> Any:
     from unisono.cluster.hang import Limits
     from unisono.cluster.launch import launch
     from unisono.engine.trainer import Result
-    from unisono.observe.folder import append_event
+    from unisono.observe.folder import NotesFromOutside
 
     if resolved.values["output_dir"] is None:
         from unisono.engine.session import default_folder
@@ -196,6 +196,7 @@ def _launch(words: str, resolved: Resolved, plan: _Plan) -> Any:
         resolved = resolved.with_values(resolved.sources["output_dir"], output_dir=name)
     output = Path(resolved.values["output_dir"])
     folder = Path(tempfile.mkdtemp(prefix="unisono-"))
+    notes = NotesFromOutside(output)
     try:
         write_job(folder, words, resolved, plan.asked_devices, plan.remarks)
         settings = resolved.build(Settings).launch
@@ -209,7 +210,7 @@ def _launch(words: str, resolved: Resolved, plan: _Plan) -> Any:
             max_restarts=settings.max_restarts,
             environ=plan.environ,
             job_folder=folder,
-            note=lambda kind, details: append_event(output, kind, **details),
+            note=lambda kind, details: notes.add(kind, **details),
             limits=Limits(settings.hang_timeout, settings.start_timeout),
             run_folder=output,
         )
@@ -220,6 +221,7 @@ def _launch(words: str, resolved: Resolved, plan: _Plan) -> Any:
     except FileNotFoundError as error:
         raise TrainingFailed(f"the main rank left no result ({error.filename})") from error
     finally:
+        notes.write()
         shutil.rmtree(folder, ignore_errors=True)
 
 

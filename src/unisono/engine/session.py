@@ -299,7 +299,7 @@ class _Session:
             why += f", restart {world.restart_count}"
         if not world.is_main:
             return
-        self._folder.rewind_metrics(step)
+        self._folder.rewind_metrics(step, evaluated=not parts.state.owes_evaluation)
         self._folder.add_start(
             world=world.size,
             strategy=parts.strategy.name,

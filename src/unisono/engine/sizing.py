@@ -24,6 +24,10 @@ class Sizing:
     def __init__(self, plan: BatchPlan, state: TrainState, run_folder: Path, *, may_rise: bool, largest: int) -> None:
         self.plan, self._state, self._folder = plan, state, run_folder
         self._may_rise, self._largest = may_rise, min(largest, plan.share)
+        if may_rise and plan.micro_batch < min(state.micro_batch, plan.share):
+            # The attempt before this one ran out of memory after the checkpoint: not the same size again at once.
+            state.memory_failures += 1
+            self._take(plan.micro_batch)
 
     def shrink(self) -> bool:
         """After it ran out of memory: half of it from now on. False if that was one sample already."""

@@ -98,12 +98,15 @@ class Trainer:
         self._data, self._evaluation = data, evaluation
         self._loader: Loader | None = None
         self._folder, self._watch, self._stop, self._agreement = folder, watch, stop, agreement
+        largest = batch.share if place.device.type == "cuda" else settings.batch.batch_size
         self._sizing = Sizing(
             batch,
             self.state,
             folder.path,
-            may_rise=settings.batch.micro_batch == "auto",
-            largest=batch.share if place.device.type == "cuda" else settings.batch.batch_size,
+            # Only where trying costs nothing: elsewhere each try that fails is a restart.
+            may_rise=settings.batch.micro_batch == "auto" and parts.strategy.guardable,
+            # Before anything is found out in place, the plan knows what the attempt before has found out the hard way.
+            largest=largest if self.state.micro_batch else min(largest, batch.micro_batch),
         )
         self._order = Order(len(data), settings.run.seed, settings.data.shuffle)  # type: ignore[arg-type]
         self.length = Length.of(settings, self._order.num_samples, self.state)
@@ -134,9 +137,7 @@ class Trainer:
     def train(self) -> Result:
         """Trains to the end, or until a signal; always leaves a checkpoint of the last step."""
         try:
-            self._find_micro_batch()
-            self._loader = self._new_loader()
-            stopped = self._loop()
+            return self._train()
         except TrainingFailed as error:  # on all ranks together: a save that is under way still counts
             self._folder.event("failed", step=self.state.step, error=str(error))
             self._saver.wait()
@@ -148,12 +149,20 @@ class Trainer:
         except Exception:  # the other ranks' save threads need this one's: a checkpoint under way is worth a moment
             self._saver.let_finish(_LAST_SAVE_S)
             raise
+
+    def _train(self) -> Result:
+        try:
+            self._find_micro_batch()
+            self._loader = self._new_loader()
+            stopped = self._loop()
         finally:
             if self._loader is not None:
                 self._loader.close()
         if self.state.step > 0:
+            self._watch.first_step_done()  # there may have been none to do
             self._save()  # first: evaluation and preview are the recipe's code and may fail
         if not stopped:
+            self._saver.let_finish(math.inf)
             stopped = self._evaluate_and_preview(last=True)
         self._report_saves(wait=True)
         self._saver.tidy(self.state.step)
@@ -176,10 +185,11 @@ class Trainer:
                 self._shrink(error)
                 continue  # the same samples again, in smaller pieces
             evaluates = self._due(settings.eval.eval_every) or self._due(settings.eval.preview_every)
-            stopped = self._evaluate_and_preview() if evaluates else False
             if self._due(settings.save.save_every):
+                self.state.owes_evaluation = evaluates  # what comes next is the recipe's code and may fail
                 self._save()
             self._report_saves()
+            stopped = self._evaluate_and_preview() if evaluates else False
             if wishes["stop"] or stopped:
                 return self._stopping()
         self._settle()
@@ -200,8 +210,11 @@ class Trainer:
 
     def _stopping(self) -> bool:
         self._settle()
-        self._watch.message(f"stopping after step {self.state.step}: {self._stop.requested or 'asked by a peer'}")
-        self._folder.event("signal", step=self.state.step, signal=self._stop.requested)
+        asked = {rank: name for rank, name in enumerate(self._agreement.agree_all(self._stop.requested)) if name}
+        rank, name = next(iter(asked.items()), (None, None))
+        where = f" on rank {rank}" if self.parts.strategy.place.world > len(asked) else ""
+        self._watch.message(f"stopping after step {self.state.step}: {name}{where}")
+        self._folder.event("signal", step=self.state.step, rank=rank, signal=name)
         return True
 
     def _shrink(self, error: OutOfMemoryTogether) -> None:

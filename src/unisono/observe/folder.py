@@ -58,10 +58,29 @@ def append_event(
 ) -> None:
     """Adds one event to the run in the folder `path`; does nothing if there is no run in it (yet)."""
     # run.json, not the folder, tells that there is a run: a user's own empty folder stays empty until then.
-    if Path(path, RUN).exists():
-        events = _Lines(Path(path, EVENTS))
-        events.append(_event_line(kind, step, rank, details))
-        events.close()
+    NotesFromOutside(path).add(kind, step=step, rank=rank, **details)
+
+
+class NotesFromOutside:
+    """Events of somebody who looks on (the launcher); they wait until there is a run in the folder."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._waiting: list[str] = []
+
+    def add(self, kind: str, *, step: int | None = None, rank: int | None = None, **details: Any) -> None:
+        """Notes an event now, or when it can be written."""
+        self._waiting.append(_event_line(kind, step, rank, details))
+        self.write()
+
+    def write(self) -> None:
+        """Writes what waits, if there is a run by now."""
+        if self._waiting and (self._path / RUN).exists():
+            events = _Lines(self._path / EVENTS)
+            for line in self._waiting:
+                events.append(line)
+            events.close()
+            self._waiting.clear()
 
 
 class RunFolder:
@@ -74,7 +93,7 @@ class RunFolder:
         # Bounded, because ranks other than the main one note things too and never open the folder.
         self._waiting: deque[tuple[str, str]] = deque(maxlen=1000)
         self._starts: list[dict[str, Any]] = []
-        self._rewind_to: int | None = None
+        self._rewind_to: tuple[int, bool] | None = None
         self._lock: int | None = None
 
     @staticmethod
@@ -119,7 +138,7 @@ class RunFolder:
         self._write_run({**before, **record, "created": before.get("created", _now()), "starts": starts})
         self.is_open = True
         if self._rewind_to is not None:
-            self.rewind_metrics(self._rewind_to)
+            self.rewind_metrics(self._rewind_to[0], evaluated=self._rewind_to[1])
         for name, line in self._waiting:
             self._files[name].append(line)
         self._waiting.clear()
@@ -152,16 +171,19 @@ class RunFolder:
         """Notes the numbers of a step in metrics.jsonl; nan and inf become the strings "nan", "inf" and "-inf"."""
         self._note(METRICS, _to_json(record))
 
-    def rewind_metrics(self, step: int) -> None:
-        """On resume from `step`: drops what metrics.jsonl says of later steps, so that each step stands there once."""
+    def rewind_metrics(self, step: int, *, evaluated: bool = True) -> None:
+        """On resume from `step`: drops what metrics.jsonl says of later steps, so that each step stands there once.
+
+        Not `evaluated`: the evaluation of this step is still to come, or to be done again.
+        """
         if not self.is_open:
-            self._rewind_to = step
+            self._rewind_to = step, evaluated
             return
         self._files[METRICS].close()
         file = self.path / METRICS
         if file.exists():
             with open(file, "rb") as lines:
-                _replace(file, (line for line in lines if _is_upto(line, step)))
+                _replace(file, (line for line in lines if _is_upto(line, step, evaluated)))
 
     def close(self) -> None:
         """Closes the files (a later note opens them again) and lets other runs into the folder."""
@@ -219,7 +241,7 @@ def _ends_torn(file: FileIO) -> bool:
     return file.seek(0, os.SEEK_END) == end
 
 
-def _is_upto(line: bytes, step: int) -> bool:
+def _is_upto(line: bytes, step: int, evaluated: bool) -> bool:
     # A kill or a crash of the machine leaves torn lines or blocks of zeros: those are dropped, never an error.
     if not line.endswith(b"\n"):
         return False
@@ -230,6 +252,8 @@ def _is_upto(line: bytes, step: int) -> bool:
     if not isinstance(record, dict):
         return False
     at = record.get("step")
+    if at == step and not evaluated and any(name.startswith("eval/") for name in record):
+        return False
     return not isinstance(at, int) or at <= step
 
 
