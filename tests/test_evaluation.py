@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import unisono
+from command_line import TESTS
+from command_line import unisono as command
 from many_runs import Outcome, Run, many_runs
 from recipes_for_tests import SentenceData, Sentences
 from unisono.data.bits import key_of
@@ -167,3 +170,18 @@ def test_out_of_memory_in_an_evaluation_begins_it_again_in_smaller_batches(runs:
     assert metrics_of(run) == pytest.approx(metrics_of(runs[name_of(2, "ddp", 7)]), abs=1e-6)
     calls = [json.loads(line) for line in (run.record / "eval.0").read_text().splitlines()]
     assert [len(ids) for ids in calls] == [1, 2, 1, 1, 1, 1]  # its three; then again, one by one, and a stand-in
+
+
+def test_an_evaluation_that_fails_at_the_end_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "fails.py").write_text(
+        "from torch import nn\n"
+        "from tiny_recipe import Tiny\n"
+        "class Fails(Tiny):\n"
+        "    def model(self): return nn.Sequential(nn.Linear(1, 2000000), nn.Linear(2000000, 1))\n"  # saved for a while
+        "    def dataset(self, split): return super().dataset('train')\n"
+        "    def evaluate(self, model, batch, noise): raise ValueError('no idea')\n"
+    )
+    paths = f"{TESTS}{os.pathsep}{TESTS.parent / 'src'}"
+    ended = command("train", "fails.py:Fails", "--nproc", 1, "--output_dir", "run", cwd=tmp_path, PYTHONPATH=paths)
+    assert ended.code == 3 and "no idea" in ended.err
+    assert (tmp_path / "run" / "checkpoints" / "step_00000004" / "manifest.json").exists()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ from torch import nn
 
 from command_line import TINY, lines, losses, unisono
 from many_runs import Copy, Outcome, Run, identical, largest_difference, many_runs
+from tiny_recipe import Tiny
+from unisono import Loss, train
 from unisono.engine.batch import BatchPlan
 from unisono.engine.guard import Guard
 from unisono.engine.memory import OutOfMemoryTogether, is_out_of_memory, smaller
@@ -34,6 +38,7 @@ IN_PLACE = {
     "3 ranks": (3, DDP3, "oom@rank2:step2:backward"),
     "gradients outside the buckets": (2, DDP2 | {"gradient_as_bucket_view": False}, "oom@rank1:step2:backward"),
     "one device": (1, {"strategy": "single", "batch_size": 12}, "oom@rank0:step2:backward"),
+    "one device, reading": (1, {"strategy": "single", "batch_size": 12}, "oom@rank0:step2:data"),
     "ddp alone": (1, {"strategy": "ddp", "batch_size": 12}, "oom@rank0:step2:backward"),
     "two workers": (2, DDP2 | {"num_workers": 2}, "oom@rank1:step2:forward"),
 }
@@ -158,6 +163,58 @@ def test_it_rises_only_if_asked_and_more_seldom_each_time(tmp_path: Path) -> Non
     assert steps_until_it_rises(False, 0) is None
 
 
+def test_a_size_that_made_a_restart_necessary_is_not_tried_again_at_once(tmp_path: Path) -> None:
+    # The checkpoint knows a size that fitted; the attempt after it ran out of memory where only a restart helps.
+    state = TrainState(64, step=900, micro_batch=16, memory_step=100)
+    sizing = Sizing(BatchPlan(64, 8, 1), state, tmp_path, may_rise=True, largest=64)
+    assert (state.micro_batch, state.memory_failures, state.memory_step) == (8, 1, 900)
+    assert not sizing.rise()
+    # More ranks have smaller shares: nothing learnt about memory.
+    state = TrainState(64, step=900, micro_batch=16, memory_step=100)
+    Sizing(BatchPlan(64, 8, 8), state, tmp_path, may_rise=True, largest=64)
+    assert (state.micro_batch, state.memory_failures) == (16, 0)
+
+
+def test_auto_finds_no_size_again_that_made_a_restart_necessary(tmp_path: Path) -> None:
+    run = ["train", TINY, "--nproc", 1, "--micro_batch", "auto", "--output_dir", "run"]
+    ended = unisono(*run, "--inject", "oom@rank0:step1:optimizer:x2", cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    assert [line for line in ended.err.splitlines() if line.startswith("micro_batch auto: 1 samples")]
+
+
+class Canary:
+    """Lives as long as the graph that it is tied to."""
+
+
+class Watched(Tiny):
+    """Says whether the activations of its last forward pass are still there."""
+
+    canary: Any = None
+
+    def loss(self, model: nn.Module, batch: Any, noise: Any) -> Loss:
+        loss: Loss = super().loss(model, batch, noise)
+        canary = Canary()
+        loss.total.register_hook(lambda gradient, canary=canary: None)
+        Watched.canary = weakref.ref(canary)
+        return loss
+
+
+@pytest.mark.parametrize("settings", [{}, {"micro_batch": "auto"}], ids=["step", "trial"])
+def test_activations_are_gone_before_the_cache_is_emptied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    alive, restore = [], Guard.restore
+
+    def look(guard: Guard) -> None:
+        alive.append(Watched.canary() is not None)
+        restore(guard)
+
+    monkeypatch.setattr(Guard, "restore", look)
+    settings = settings | {"inject": "oom@rank0:step1:backward", "gpus": "0", "output_dir": str(tmp_path / "run")}
+    train(Watched, **settings)
+    assert alive and not any(alive)
+
+
 def test_smaller_is_really_smaller() -> None:
     assert smaller(32, share=5) == 3  # 32 was never reached: half of what was tried
     assert smaller(4, share=100) == 2
@@ -204,10 +261,11 @@ def test_each_new_shape_is_guarded_for_some_steps() -> None:
     ("flags", "where"),
     [
         (["--inject", "oom@rank1:step6:backward", "--guard_steps", 2], "step 6"),
+        (["--inject", "oom@rank1:step6:reduce"], "step 6"),
         (["--inject", "oom@rank1:step6:optimizer"], "in the optimizer"),
         (["--inject", "oom@rank0:step6:forward", "--strategy", "fsdp"], "step 6"),
     ],
-    ids=["fast path", "optimizer", "fsdp"],
+    ids=["fast path", "reduce", "optimizer", "fsdp"],
 )
 def test_where_only_a_restart_helps_it_restarts_smaller(tmp_path: Path, flags: list[object], where: str) -> None:
     run = ["train", TINY, "--nproc", 2, "--max_steps", 8, "--save_every", 3]

@@ -51,7 +51,9 @@ _KINDS = {
     "corrupt-save": "a bit of what the rank saved is flipped afterwards",
 }
 _PART = re.compile(
-    r"rank(?P<rank>\d+)|step(?P<step>\d+)|x(?P<times>\d+)|(?P<seconds>\d+(?:\.\d+)?)s|(?P<phase>[a-z-]+)"
+    r"rank(?P<rank>\d{1,9})|step(?P<step>\d{1,12})|x(?P<times>[1-9]\d{0,3})|(?P<seconds>\d{1,6}(?:\.\d{1,6})?)s"
+    r"|(?P<phase>[a-z-]+)",
+    re.ASCII,
 )
 
 
@@ -94,6 +96,10 @@ def _parse_one(text: str) -> Fault:
     allowed = SAVE_PHASES if kind in _SAVE_KINDS else PHASES
     if phase not in allowed:
         raise ConfigError(f"inject: {text!r} has no phase {phase!r}; for {kind} use {', '.join(allowed)}")
+    if kind == "nan" and phase != "forward":
+        raise ConfigError(f"inject: {text!r}: a loss is computed in forward; leave the phase out")
+    if "seconds" in found and kind not in ("hang", "slow"):
+        raise ConfigError(f"inject: {text!r}: only hang and slow last for a time; leave {found['seconds']}s out")
     if phase == "prepare":  # which has no step
         found["step"] = "0"
     elif int(found.get("step", 0)) < 1:
@@ -104,7 +110,7 @@ def _parse_one(text: str) -> Fault:
         step=int(found["step"]),
         phase=phase,
         seconds=float(found.get("seconds", 0.5 if kind == "slow" else math.inf)),
-        times=max(1, int(found.get("times", 1))),
+        times=int(found.get("times", 1)),
         text=text,
     )
 

@@ -39,9 +39,12 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"unisono: {_who()}{error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
+        print("unisono: stopped at once, without saving", file=sys.stderr)
         return 130
     except Exception:
-        traceback.print_exc()  # a bug, ours or the recipe's: show where
+        from unisono.cluster.outcome import bearable
+
+        print(bearable(traceback.format_exc()), file=sys.stderr)  # a bug, ours or the recipe's: show where
         return EXIT_FAILED
 
 

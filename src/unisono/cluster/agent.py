@@ -13,8 +13,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from unisono.cluster.meeting_point import Round
 from unisono.cluster.outcome import Outcome
 from unisono.cluster.processes import ATTEMPT
 from unisono.cluster.pulse import forget_pulses
-from unisono.cluster.signals import STOP_FILE
+from unisono.cluster.signals import STOP_FILE, stop_signals
 from unisono.cluster.stacks import FILES_S, forget_stacks, within
 
 # What the user may set although the agent sets it too; all else the agent sets says who a rank is.
@@ -137,7 +138,8 @@ class Agent(LocalElasticAgent):
         cause = outcomes.first_cause(list(found.values()))
         if cause is not None:
             text = self._tell(cause, "")
-            self._note("failed", {"step": cause.step, "rank": cause.rank, "error": text})
+            if cause.kind != "user_error":  # whose folder may be another run's
+                self._note("failed", {"step": cause.step, "rank": cause.rank, "error": text})
         elif missing := sorted(set(ranks) - set(found)):
             say(f"rank {missing[0]} ended without saying how")
         return outcomes.exit_code(list(found.values()), ranks)
@@ -190,7 +192,8 @@ class Agent(LocalElasticAgent):
         self._lookout = self._new_lookout()
         self._starting = True
         try:
-            started: dict[int, Any] = super()._start_workers(worker_group)
+            with _handlers_kept():
+                started: dict[int, Any] = super()._start_workers(worker_group)
         finally:
             self._starting = False
         if self._killed_by is not None:
@@ -328,6 +331,19 @@ class Agent(LocalElasticAgent):
         note = self.job.note
         if note is not None:
             within(FILES_S, lambda: note(kind, details))
+
+
+@contextlib.contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """torch 2.9 puts signal handlers of its own in place of ours whenever ranks are started, whatever it is told."""
+    kept = {signum: signal.getsignal(signum) for signum in (*stop_signals(), signal.SIGQUIT)}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():  # python allows handlers only there
+            for signum, handler in kept.items():
+                if handler is not None:  # installed from C: cannot be put back from python
+                    signal.signal(signum, handler)
 
 
 def say(line: str) -> None:

@@ -27,7 +27,7 @@ _EXIT_CODES: dict[Kind, int] = {
     "stopped": EXIT_STOPPED,
     "done": EXIT_DONE,
 }  # in order of precedence
-_LONGEST_MESSAGE, _LONGEST_TRACEBACK = 2_000, 16_000
+_LONGEST_MESSAGE, _MOST_LINES = 2_000, 50
 _FILE = re.compile(r"outcome_rank(\d+)\.json")
 # What a rank says whose peer died: true, and no help to anybody.
 _PEER_DIED = re.compile(
@@ -87,14 +87,22 @@ def in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {_short(text, _LONGEST_MESSAGE)}"
 
 
+def bearable(traceback: str) -> str:
+    """A traceback whose message may be a book, in a length that people read."""
+    lines = [_short(line, 400) for line in traceback.splitlines()]
+    if len(lines) > 2 * _MOST_LINES:
+        lines = [*lines[:_MOST_LINES], f"  … {len(lines) - 2 * _MOST_LINES} lines …", *lines[-_MOST_LINES:]]
+    return "\n".join(lines)
+
+
 def _short(text: str, longest: int) -> str:
     return text if len(text) <= longest else f"{text[: longest // 2]} … {text[-longest // 2 :]}"
 
 
 def write(job_folder: Path, outcome: Outcome) -> None:
     """Leaves the outcome of a rank for the launcher."""
-    shown = _short(outcome.message, 2 * _LONGEST_MESSAGE), _short(outcome.traceback, _LONGEST_TRACEBACK)
-    outcome = replace(outcome, message=shown[0], traceback=shown[1])
+    shown = _short(outcome.message, 2 * _LONGEST_MESSAGE)
+    outcome = replace(outcome, message=shown, traceback=bearable(outcome.traceback))
     path = _path(job_folder, outcome.rank)
     staged = path.with_suffix(f".{os.getpid()}.tmp")
     staged.write_text(json.dumps(asdict(outcome)))

@@ -160,7 +160,8 @@ class ChunkReader:
             if isinstance(error, _NOT_THE_SAMPLES_FAULT):
                 error.add_note(f"while collating {which}")
                 raise
-            raise RuntimeError(f"collate() failed on {which}: {type(error).__name__}: {error}") from error
+            what = _shortened(f"{type(error).__name__}: {' '.join(str(error).split())}")
+            raise RuntimeError(f"collate() failed on {which}: {what}") from error
 
 
 def _shortened(text: str) -> str:

@@ -152,19 +152,8 @@ def _here(kind: type[Recipe], resolved: Resolved, world: World, asked: int | Non
             if world.restart_count >= restarts:
                 raise
             cause = str(error)
-        except Exception as error:
-            if world.launcher == "plain" and not isinstance(error, UnisonoError):
-                _note_failure(error, Path(resolved.values["output_dir"]))
-            raise
         world = replace(world, restart_count=world.restart_count + 1, started_before=True)
         _start_afresh(cause, world.restart_count, restarts, Path(resolved.values["output_dir"]))
-
-
-def _note_failure(error: Exception, output: Path) -> None:
-    from unisono.cluster.outcome import in_words
-    from unisono.observe.folder import append_event
-
-    append_event(output, "failed", error=in_words(error))
 
 
 def _start_afresh(cause: str, attempt: int, limit: int, output: Path) -> None:

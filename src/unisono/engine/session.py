@@ -18,9 +18,11 @@ import torch.distributed as dist
 
 from unisono.checkpoint.commit import read_best, set_aside_after
 from unisono.checkpoint.find import list_steps, read_extra
+from unisono.checkpoint.manifest import read_manifest
 from unisono.cluster.agree import Agreement
 from unisono.cluster.environment import World
 from unisono.cluster.hang import Limits
+from unisono.cluster.outcome import in_words
 from unisono.cluster.processes import PATIENCE, join, leave
 from unisono.cluster.pulse import Pulse
 from unisono.cluster.shared_folder import check_shared
@@ -42,7 +44,7 @@ from unisono.engine.registry import words_for
 from unisono.engine.resume import Found, find_checkpoint, restore, run_id
 from unisono.engine.trainer import Length, Result, Trainer
 from unisono.engine.watch import Watch
-from unisono.errors import RecipeError, UserError
+from unisono.errors import RecipeError, UnisonoError, UserError
 from unisono.faults import Fault, Injector, parse
 from unisono.observe.folder import RunFolder, append_event, check_writable
 from unisono.settings import Settings
@@ -68,6 +70,7 @@ def run_session(kind: type[Recipe], resolved: Resolved, start: Start) -> Result:
     world = start.world
     pulse = Pulse(world.rank, start.job_folder)
     limits = Limits(settings.launch.hang_timeout, settings.launch.start_timeout)
+    folder: Path | None = None
     with Watchdog(pulse, world, limits) as watchdog:
         place = find_placement(world, settings)
         find_s = limits.start_s or PATIENCE.total_seconds()
@@ -76,10 +79,14 @@ def run_session(kind: type[Recipe], resolved: Resolved, start: Start) -> Result:
         try:
             with StopRequest(world.launcher, start.job_folder) as stop:
                 session = _Session(kind, resolved, start, stop, pulse)
-                folder = watchdog.run_folder = session.folder
-                watchdog.note = lambda kind, details: append_event(folder, kind, **details)
+                folder = path = watchdog.run_folder = session.folder
+                watchdog.note = lambda kind, details: append_event(path, kind, **details)
                 result = session.run()
-        except BaseException:
+        except BaseException as error:
+            if not isinstance(error, UnisonoError):
+                error.add_note(f"on rank {world.rank}, in {pulse.last.phase} of step {pulse.last.step}")
+                if world.launcher == "plain" and isinstance(error, Exception) and folder is not None:
+                    append_event(folder, "failed", step=pulse.last.step, rank=0, error=in_words(error))
             if world.size == 1:  # otherwise a peer may be gone, and leaving could wait for it for ever
                 leave()
             raise
@@ -106,6 +113,8 @@ class _Session:
         self._settings = self._resolved.build(Settings)
         check_settings(self._settings)
         self._folder = RunFolder(path)
+        if here is not None:
+            self._main_decides(self._folder.hold)
         faults, memory = parse(self._settings.run.inject), Path(path, ".injected")
         pulse.injector = Injector(faults, start.world.rank, memory, self._note_fault)
         self._remarks = list(start.remarks)
@@ -136,8 +145,9 @@ class _Session:
         seed_everything(key_of(Purpose.BUILD, seed, 2), place.devices)
         recipe = self._kind(self._resolved.build(self._kind.Config))
         if self._prepare(recipe):
-            print_line("stopping before the first step; what is prepared is kept")
-            return Result(self._folder.path, "stopped", 0, {})
+            if world.is_main:
+                print_line("stopping before the first step; what is prepared is kept")
+            return Result(self._folder.path, "stopped", 0 if checkpoint is None else read_manifest(checkpoint).step, {})
         data, eval_data = build_dataset(recipe, "train", seed), build_dataset(recipe, "eval", seed)
         assert data is not None
         size = len(data)  # type: ignore[arg-type]
@@ -321,7 +331,10 @@ def read_own(path: str) -> dict[str, Any] | None:
     record = RunFolder.read(path)
     foreign = [name for name in ("metrics.jsonl", "events.jsonl") if Path(path, name).exists()]
     if record is None and foreign:
-        raise UserError(f"output_dir {path} holds a {foreign[0]} but no run of unisono's; choose another folder")
+        lost = ""
+        if Path(path, "checkpoints").is_dir():
+            lost = f"; a run whose run.json was lost goes on by --resume {path} in another folder"
+        raise UserError(f"output_dir {path} holds a {foreign[0]} but no run of unisono's; choose another folder{lost}")
     return record
 
 

@@ -254,10 +254,11 @@ class Trainer:
         with closing(self._new_loader(plan, num_workers=0)) as loader:
             self._step.try_out(loader)
 
-    def _note_bad(self, bad: Sequence[BadSample]) -> None:
-        self.state.bad_samples += len(bad)
+    def _note_bad(self, bad: Sequence[BadSample], *, evaluating: bool = False) -> None:
+        self.state.bad_samples += 0 if evaluating else len(bad)
         for sample in bad:
-            self._watch.message(f"step {self.state.step} leaves out {sample}")
+            what = "evaluation" if evaluating else "step"
+            self._watch.message(f"{what} {self.state.step} leaves out {sample}")
             self._folder.event(
                 "bad_sample",
                 step=self.state.step,
@@ -265,6 +266,7 @@ class Trainer:
                 position=sample.position,
                 error=sample.error,
                 traceback=sample.traceback,
+                split="eval" if evaluating else "train",
                 so_far=self.state.bad_samples,
             )
 
@@ -336,6 +338,7 @@ class Trainer:
         with self._watch.aside(), self._averaged():
             if self._evaluation is not None and self._due_or(last, settings.eval_every):
                 metrics = self._evaluation.run(self.state.step)
+                self._note_bad(self._evaluation.bad, evaluating=True)
                 if metrics:
                     self.state.last_metrics |= metrics
                     self._watch.evaluated(self.state.step, self.state.samples, metrics)

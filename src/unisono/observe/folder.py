@@ -108,20 +108,35 @@ class RunFolder:
             raise UserError(f"{file} cannot be read ({error.strerror}); choose another --output_dir") from None
         except (ValueError, RecursionError) as error:
             _refuse(file, str(error))
-        if not isinstance(record, dict) or not isinstance(record.get("starts", []), list):
+        starts = record.get("starts", []) if isinstance(record, dict) else None
+        if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
             _refuse(file, "it does not describe a run")
-        return record
+        return dict(record)
 
-    def _hold(self) -> None:
-        """Keeps a second run out of the folder until this one closes it or dies."""
-        self._lock = os.open(self.path, os.O_RDONLY)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"another run is writing to {self.path}; wait for it, or choose another output_dir"
-            ) from None
-        except OSError:  # a file system without locks
+    def hold(self, patience_s: float = 5.0) -> None:
+        """Keeps a second run out of the folder until this one closes it or dies.
+
+        One that goes on with a run does so before it looks for a checkpoint: what it finds must still be true when it
+        writes. It waits a little, because the attempt before this one may just be dying.
+        """
+        if self._lock is not None or not self.path.is_dir():
+            return
+        lock = os.open(self.path, os.O_RDONLY)
+        end = time.monotonic() + patience_s
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() < end:
+                    time.sleep(0.1)
+                    continue
+                os.close(lock)
+                raise UserError(
+                    f"another run is writing to {self.path}; wait for it, or choose another output_dir"
+                ) from None
+            except OSError:  # a file system without locks
+                pass
+            self._lock = lock
             return
 
     def open(self, record: Mapping[str, Any]) -> None:
@@ -131,9 +146,11 @@ class RunFolder:
         """
         if self.is_open:
             raise RuntimeError(f"the run folder {self.path} is already open")
-        before = self.read(self.path) or {}
         self.path.mkdir(parents=True, exist_ok=True)
-        self._hold()
+        self.hold()
+        before = self.read(self.path) or {}
+        if before.get("id", record.get("id")) != record.get("id"):
+            raise UserError(f"another run was made in {self.path} meanwhile; choose another output_dir")
         starts = [*before.get("starts", []), *self._starts]
         self._write_run({**before, **record, "created": before.get("created", _now()), "starts": starts})
         self.is_open = True

@@ -63,6 +63,10 @@ class FSDP(Strategy):
         return stage.to(place.device)
 
     def _local_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        # torch 2.9 gives uneven shards other memory in its first forward pass: what is taken before would be left
+        # behind, and those weights never learn.
+        self.infer(lambda model: None)
+        self.weights_changed()
         self._whole = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         with torch.no_grad():
             return [(name, nn.Parameter(_local(parameter.detach()))) for name, parameter in self._whole.items()]
