@@ -2,7 +2,8 @@
 # Both build the environment in .venv first, and again only when pyproject.toml has changed.
 
 PYTHON ?= python3
-PYTEST_ARGS ?=
+# Two at a time: most tests wait for processes that start. loadfile: a file's tests share what they have made.
+PYTEST_ARGS ?= -n 2 --dist loadfile
 NOW := $(shell date +%Y%m%d-%H%M%S)
 DEMO_DIR ?= runs/demo-own-model-$(NOW)
 

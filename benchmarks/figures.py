@@ -94,7 +94,7 @@ def memory(result: dict[str, Any]) -> str:
     restarts = sum(row["restarts"] for row in cases)
     worst = max((row["difference"] for row in cases if row["precision"] == "no"), default=0.0)
     text = f"**Real out-of-memory** on {', '.join(result['machine']['gpus'])}: {good} of {len(result['cases'])} cases "
-    text += f"as they should be, {in_place} times in place, {restarts} times by a restart; losses within {worst:.0e} "
+    text += f"as they should be, {in_place} in place, {restarts} by a restart; losses within {worst:.0e} "
     return text + "(relative, float32) of a run that had the small micro-batch from the start"
 
 
@@ -109,7 +109,8 @@ def save_stall(result: dict[str, Any]) -> str:
 
 
 def guard(result: dict[str, Any]) -> str:
-    where = ", ".join(result["machine"]["gpus"]) or f"{result['machine']['cores']} CPU cores"
+    gpus = result["machine"]["gpus"] if result["settings"]["device"] == "cuda" else []
+    where = ", ".join(gpus) or f"{result['machine']['cores']} CPU cores"
     shown = []
     for case in result["cases"]:
         ratios = {name: row["ratio"] for name, row in case.get("variants", {}).items() if "ratio" in row}

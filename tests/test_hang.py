@@ -171,7 +171,7 @@ def test_a_hang_that_comes_again_ends_the_run_when_restarts_are_used_up(
 ) -> None:
     code, events = run(tmp_path, walk, "hang@rank0:step2:x2", max_restarts=1, limits=Limits(1, 30))
     assert code == 3
-    assert [kind for kind, _ in events] == ["hang", "restart", "hang"]
+    assert [kind for kind, _ in events] == ["hang", "restart", "hang", "failed"]
     last = capfd.readouterr().err.splitlines()[-1]
     assert last.startswith("unisono: rank 0, step 2: no progress") and last.endswith("(the same as before)")
     assert len(list((tmp_path / "run/stacks").iterdir())) == 2

@@ -23,6 +23,7 @@ from unisono.data.bits import Purpose, key_of
 from unisono.data.loader import BadSample, Cursor, Loader, place
 from unisono.data.noise import Noise
 from unisono.data.order import Order
+from unisono.engine.gradient import as_tensor
 from unisono.engine.memory import in_one_line, is_out_of_memory
 from unisono.engine.precision import autocast
 from unisono.engine.recipe import Recipe
@@ -96,7 +97,7 @@ class Evaluation:
                 if failure is not None:
                     continue
                 recipe = _twin(self._recipe) if micro.stand_in else self._recipe
-                positions = torch.tensor(micro.positions, device=device)
+                positions = as_tensor(micro.positions, device)
                 call = partial(self._evaluate, recipe)
                 found = self._strategy.infer(call, place(micro.data, device, floating), positions)
                 self._add(found, sums, metrics, weight=0.0 if micro.stand_in else 1.0)

@@ -184,7 +184,7 @@ class Gradient:
         try:
             self._pulse.at("forward", step)
             self._seed_dropout(number)
-            positions = _as_tensor(micro.positions, self._device)
+            positions = as_tensor(micro.positions, self._device)
             data = place(micro.data, self._device, self._floating)
             with self._strategy.accumulating(last=micro.chunk.last):
                 results = self._strategy.train(self._loss, data, positions)
@@ -319,7 +319,8 @@ def _shown(names: list[str]) -> str:
     return ", ".join(name.removeprefix("metric/") for name in names[2:]) or "none"
 
 
-def _as_tensor(positions: Sequence[int], device: torch.device) -> Tensor:
+def as_tensor(positions: Sequence[int], device: torch.device) -> Tensor:
+    """The positions of a micro-batch on the device."""
     if isinstance(positions, range):  # made on the device: a copy from the host would wait for it
         return torch.arange(positions.start, positions.stop, device=device)
     return torch.tensor(positions, device=device)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,13 @@ from unisono.cluster.agree import Agreement
 from unisono.cluster.pulse import Pulse
 from unisono.cluster.signals import StopRequest
 from unisono.data.bits import Purpose, key_of
-from unisono.data.loader import BadSample, Cursor, Loader
+from unisono.data.loader import BadSample
 from unisono.data.order import Order
 from unisono.data.seeding import seed_everything
 from unisono.engine.batch import BatchPlan
 from unisono.engine.build import Parts
 from unisono.engine.evaluate import Evaluation
+from unisono.engine.feed import Feed
 from unisono.engine.memory import OutOfMemoryHere, OutOfMemoryTogether, advice
 from unisono.engine.optim import learning_rate_factor
 from unisono.engine.preview import write_previews
@@ -95,8 +95,7 @@ class Trainer:
         self.parts, self.settings, self.state = parts, settings, parts.state
         place = parts.strategy.place
         self._main = place.rank == 0
-        self._data, self._evaluation = data, evaluation
-        self._loader: Loader | None = None
+        self._evaluation = evaluation
         self._folder, self._watch, self._stop, self._agreement = folder, watch, stop, agreement
         largest = batch.share if place.device.type == "cuda" else settings.batch.batch_size
         self._sizing = Sizing(
@@ -110,6 +109,9 @@ class Trainer:
         )
         self._order = Order(len(data), settings.run.seed, settings.data.shuffle)  # type: ignore[arg-type]
         self.length = Length.of(settings, self._order.num_samples, self.state)
+        self._feed = Feed(
+            data, self._order, parts.recipe, place, self.state, settings.data, folder.path, self.length.samples
+        )
         self._step = OptimizerStep(
             parts.recipe,
             parts.strategy,
@@ -153,11 +155,10 @@ class Trainer:
     def _train(self) -> Result:
         try:
             self._find_micro_batch()
-            self._loader = self._new_loader()
+            self._feed.begin(self._sizing.plan)
             stopped = self._loop()
         finally:
-            if self._loader is not None:
-                self._loader.close()
+            self._feed.close()
         if self.state.step > 0:
             self._watch.first_step_done()  # there may have been none to do
             self._save()  # first: evaluation and preview are the recipe's code and may fail
@@ -178,7 +179,7 @@ class Trainer:
             return self._stopping()
         while self.state.samples < self.length.samples:
             if self._sizing.rise():
-                self._renew_loader()
+                self._feed.begin(self._sizing.plan)
             try:
                 wishes = self._step_once()
             except OutOfMemoryTogether as error:
@@ -200,8 +201,7 @@ class Trainer:
         samples = min(self.state.samples + self.state.global_batch, self.length.samples)
         wishes = {"stop": self._stop.requested is not None}
         with self._watch.step():
-            assert self._loader is not None
-            stepped = self._step.run(self._watch.waiting(self._loader), self._learning_rate(), samples, wishes)
+            stepped = self._step.run(self._watch.waiting(self._feed), self._learning_rate(), samples, wishes)
         self.state.step, self.state.samples = self.state.step + 1, samples
         self._note_bad(stepped.bad)
         self._observe(stepped.before)
@@ -229,7 +229,7 @@ class Trainer:
         self._watch.message(
             f"step {step}: rank {rank} ran out of memory; the same samples again, at most {size} at once per device"
         )
-        self._renew_loader()
+        self._feed.begin(self._sizing.plan)
 
     def _next_attempt(self, error: OutOfMemoryHere) -> UnisonoError:
         """What to raise where only a restart helps; the next attempt will know what to do."""
@@ -251,7 +251,7 @@ class Trainer:
         self._folder.event("micro_batch", step=self.state.step, micro_batch=size, trials=trials)
 
     def _try_out(self, plan: BatchPlan) -> None:
-        with closing(self._new_loader(plan, num_workers=0)) as loader:
+        with closing(self._feed.read_with(plan, num_workers=0)) as loader:
             self._step.try_out(loader)
 
     def _note_bad(self, bad: Sequence[BadSample], *, evaluating: bool = False) -> None:
@@ -279,33 +279,6 @@ class Trainer:
 
     def _due_or(self, last: bool, every: int) -> bool:
         return self._due(every) or (last and every >= 0)
-
-    def _new_loader(self, plan: BatchPlan | None = None, num_workers: int | None = None) -> Loader:
-        """This rank's micro-batches from the first sample that no step has consumed."""
-        place, plan, settings = self.parts.strategy.place, plan or self._sizing.plan, self.settings.data
-        cursor = Cursor(
-            start=self.state.samples,
-            end=self.length.samples,
-            global_batch=plan.global_batch,
-            micro_batch=plan.micro_batch * len(place.devices),
-            rank=place.rank,
-            world=place.world,
-        )
-        if num_workers is not None:
-            settings = replace(settings, num_workers=num_workers)
-        pin = place.device.type == "cuda"
-        recipe = self.parts.recipe
-        return Loader(self._data, recipe.collate, self._order, cursor, settings, pin, self._on_worker_death)
-
-    def _renew_loader(self) -> None:
-        assert self._loader is not None
-        self._loader.close()
-        self._loader = self._new_loader()
-
-    def _on_worker_death(self, text: str) -> None:
-        rank = self.parts.strategy.place.rank
-        append_event(self._folder.path, "worker_died", step=self.state.step + 1, rank=rank, what=text)
-        print(f"rank {rank}: {text}", file=sys.stderr, flush=True)
 
     def _settle(self) -> None:
         """Waits for the last step's numbers: before anything that looks at weights or counters."""

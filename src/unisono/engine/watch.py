@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from unisono.cluster.agree import Agreement
-from unisono.data.loader import Loader, MicroBatch
+from unisono.data.loader import MicroBatch
 from unisono.engine.step import StepReport
 from unisono.observe.folder import RunFolder
 from unisono.observe.meter import Meter, gpu_memory_gib, host_memory_gib, slowest
@@ -63,11 +63,11 @@ class Watch:
         """What this rank needed for a step before it waited for the others."""
         self._meter.add("own", seconds)
 
-    def waiting(self, loader: Loader) -> Iterator[MicroBatch]:
-        """The loader's micro-batches, with the time spent waiting for them noted."""
+    def waiting(self, feed: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        """The feed's micro-batches, with the time spent waiting for them noted."""
         while True:
             with self._meter.phase("data"):
-                micro = next(loader)
+                micro = next(feed)
             yield micro
 
     def message(self, text: str) -> None:

@@ -1,0 +1,83 @@
+"""This rank's micro-batches, always from the first sample that no step has consumed.
+
+Which they are is a pure function of the samples consumed and of the size of a micro-batch, so a feed can be made anew
+at any step: with smaller micro-batches when memory ran out, for a trial, or on another number of ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from unisono.data.loader import Cursor, Loader, MicroBatch
+from unisono.data.order import Order
+from unisono.engine.batch import BatchPlan
+from unisono.engine.recipe import Recipe
+from unisono.engine.state import TrainState
+from unisono.observe.folder import append_event
+from unisono.parallel.strategy import Placement
+from unisono.settings import DataSettings
+
+
+class Feed:
+    """Reads a run's training data on this rank."""
+
+    def __init__(
+        self,
+        data: Dataset[Any],
+        order: Order,
+        recipe: Recipe,
+        place: Placement,
+        state: TrainState,
+        settings: DataSettings,
+        run_folder: Path,
+        end: int,
+    ) -> None:
+        """`end` is the number of samples at which the run ends."""
+        self._data, self._order, self._recipe, self._place = data, order, recipe, place
+        self._state, self._settings, self._run_folder, self._end = state, settings, run_folder, end
+        self._loader: Loader | None = None
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return self
+
+    def __next__(self) -> MicroBatch:
+        assert self._loader is not None
+        return next(self._loader)
+
+    def begin(self, plan: BatchPlan) -> None:
+        """Reads on from here in micro-batches of the plan; what workers had read ahead is dropped."""
+        self.close()
+        self._loader = self.read_with(plan)
+
+    def read_with(self, plan: BatchPlan, num_workers: int | None = None) -> Loader:
+        """A reader of its own, for a trial."""
+        place, settings = self._place, self._settings
+        if num_workers is not None:
+            settings = replace(settings, num_workers=num_workers)
+        cursor = Cursor(
+            start=self._state.samples,
+            end=self._end,
+            global_batch=plan.global_batch,
+            micro_batch=plan.micro_batch * len(place.devices),
+            rank=place.rank,
+            world=place.world,
+        )
+        pin = place.device.type == "cuda"
+        return Loader(self._data, self._recipe.collate, self._order, cursor, settings, pin, self._on_worker_death)
+
+    def close(self) -> None:
+        """Ends the workers."""
+        if self._loader is not None:
+            self._loader.close()
+            self._loader = None
+
+    def _on_worker_death(self, text: str) -> None:
+        rank = self._place.rank
+        append_event(self._run_folder, "worker_died", step=self._state.step + 1, rank=rank, what=text)
+        print(f"rank {rank}: {text}", file=sys.stderr, flush=True)
