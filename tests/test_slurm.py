@@ -123,6 +123,7 @@ def test_a_signal_saves_requeues_and_goes_on_by_itself(slurm: Slurm, tmp_path: P
     assert second["why"].startswith(f"resumed from step_{second['from_step']:08d}, restart 1") and first["world"] == 2
 
 
+@pytest.mark.slow
 def test_an_exception_in_a_rank_is_told_once_and_mistakes_are_not_tried_again(slurm: Slurm, tmp_path: Path) -> None:
     failing = tmp_path / "failing"
     mistaken = tmp_path / "mistaken"
