@@ -14,15 +14,18 @@ import argparse
 import json
 import os
 import random
+import shlex
 import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -72,8 +75,18 @@ class Rehearsal:
     """Runs, what they left behind, and the undisturbed runs they are compared with."""
 
     def __init__(self, root: Path, quick: bool) -> None:
-        self.root, self.quick, self.random = root, quick, random.Random(7)
+        self.root, self.quick = root, quick
         self._references: dict[tuple[str, ...], Path] = {}
+        self._making_references = threading.Lock()
+        self._of_row = threading.local()
+
+    def begin_row(self, number: int) -> None:
+        """What a row draws does not depend on the rows beside it."""
+        self._of_row.random = random.Random(number)
+
+    @property
+    def random(self) -> random.Random:
+        return self._of_row.random
 
     def start(self, folder: Path, world: int, *flags: str) -> subprocess.Popen[str]:
         environ = {**os.environ, MARK: self.mark(folder), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -128,11 +141,12 @@ class Rehearsal:
     def reference(self, world: int, *flags: str) -> Path:
         """The undisturbed run in this world."""
         key = (str(world), *flags)
-        if key not in self._references:
-            folder = self.root / f"reference-{len(self._references)}"
-            self.run(folder, world, *flags)
-            self._references[key] = folder
-        return self._references[key]
+        with self._making_references:
+            if key not in self._references:
+                folder = self.root / f"reference-{len(self._references)}"
+                self.run(folder, world, *flags)
+                self._references[key] = folder
+            return self._references[key]
 
     def new(self, name: str) -> Path:
         return self.root / f"{name}-{uuid.uuid4().hex[:6]}"
@@ -443,7 +457,9 @@ def plan(rehearsal: Rehearsal) -> Iterator[Callable[[], Row]]:
     quick = rehearsal.quick
     every = [(n, m) for n in (1, 2, 3) for m in (1, 2, 3)]
     for world, rank in [(2, 1)] if quick else [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2)]:
-        yield lambda world=world, rank=rank: kill_at_points(rehearsal, world, rank, 4 if quick else 20)
+        yield lambda world=world, rank=rank: kill_at_points(
+            rehearsal, world, rank, 4 if quick else 20 if world == 2 else 10
+        )
     if not quick:
         for rank in (0, 1):
             yield lambda rank=rank: kill_at_instants(rehearsal, 2, rank, 20)
@@ -451,9 +467,9 @@ def plan(rehearsal: Rehearsal) -> Iterator[Callable[[], Row]]:
         yield lambda: deaths(rehearsal, 4)
     for phase in ("forward", "backward", "optimizer"):
         if not (quick and phase == "forward"):
-            yield lambda phase=phase: out_of_memory(rehearsal, phase, 1 if quick else 5)
+            yield lambda phase=phase: out_of_memory(rehearsal, phase, 1 if quick else 4)
     if not quick:
-        yield lambda: out_of_memory_fast(rehearsal, 5)
+        yield lambda: out_of_memory_fast(rehearsal, 4)
     yield lambda: not_a_number(rehearsal, 2 if quick else 10)
     yield lambda: hangs(rehearsal, 1 if quick else 10)
     yield lambda: signals(rehearsal, ["SIGTERM"] if quick else ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"], "one rank")
@@ -468,13 +484,18 @@ def plan(rehearsal: Rehearsal) -> Iterator[Callable[[], Row]]:
         yield lambda: recovery(rehearsal, 5)
 
 
-def carry_out(work: Callable[[], Row]) -> Row:
+def carry_out(rehearsal: Rehearsal, number: int, work: Callable[[], Row]) -> Row:
+    rehearsal.begin_row(number)
     started = time.monotonic()
     try:
         row = work()
     except (Failed, OSError, ValueError, IndexError) as error:
         row = Row("failed", error=f"{type(error).__name__}: {error}")
     row.seconds = time.monotonic() - started
+    print(
+        f"{'ok  ' if row.ok else 'LOST'} {row.faults:3d} faults {row.seconds:6.1f} s  {row.name}  {row.error}",
+        flush=True,
+    )
     return row
 
 
@@ -515,24 +536,18 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a few faults of each kind")
     parser.add_argument("--output", type=Path, help="folder for faults.json and faults.md")
     parser.add_argument("--only", default="", help="rows whose function's name contains this")
+    parser.add_argument("--at_once", type=int, default=1, help="rows at the same time")
     parser.add_argument("--keep", type=Path, help="keep the runs in this folder")
     options = parser.parse_args()
     started = time.monotonic()
-    rows = []
     with tempfile.TemporaryDirectory(prefix="unisono-faults-") as temporary:
         root = options.keep or Path(temporary)
         rehearsal = Rehearsal(root.resolve(), options.quick)
-        for work in plan(rehearsal):
-            if options.only and not any(options.only in name for name in work.__code__.co_names):
-                continue
-            row = carry_out(work)
-            rows.append(row)
-            print(
-                f"{'ok  ' if row.ok else 'LOST'} {row.faults:3d} faults {row.seconds:6.1f} s  {row.name}  {row.error}"
-            )
-            sys.stdout.flush()
+        works = [w for w in plan(rehearsal) if not options.only or any(options.only in n for n in w.__code__.co_names)]
+        with ThreadPoolExecutor(options.at_once) as pool:
+            rows = list(pool.map(lambda job: carry_out(rehearsal, *job), enumerate(works)))
     results = {
-        "command": "python benchmarks/faults.py --output benchmarks/results",
+        "command": shlex.join(["python", "benchmarks/faults.py", *sys.argv[1:]]),
         "when": time.strftime("%Y-%m-%d"),
         "seconds": time.monotonic() - started,
         "machine": machine(),
