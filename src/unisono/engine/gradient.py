@@ -25,13 +25,12 @@ from unisono.data.bits import Purpose, key_of
 from unisono.data.loader import BadSample, MicroBatch, place
 from unisono.data.noise import Noise
 from unisono.data.seeding import seed_everything
+from unisono.engine.build import Parts
 from unisono.engine.guard import Guard
 from unisono.engine.memory import OutOfMemoryHere, OutOfMemoryTogether, in_one_line, is_out_of_memory
-from unisono.engine.precision import LossScale, autocast
-from unisono.engine.recipe import Loss, Recipe
-from unisono.engine.state import TrainState
+from unisono.engine.precision import autocast
+from unisono.engine.recipe import Loss
 from unisono.errors import RecipeError
-from unisono.parallel.strategy import Strategy
 from unisono.settings import Settings
 
 _RESERVED = {"step", "epoch", "samples", "loss", "lr", "grad_norm", "count", "world", "skipped"}
@@ -77,7 +76,7 @@ class _Try:
 
     sums: Tensor | None = None
     failure: str | None = None  # it ran out of memory, and why
-    asked: Pending | None = None
+    arriving: dist.Work | None = None  # the sums over all ranks
     guarded: bool = False
 
 
@@ -86,19 +85,16 @@ class Gradient:
 
     def __init__(
         self,
-        recipe: Recipe,
-        strategy: Strategy,
-        scale: LossScale | None,
-        state: TrainState,
+        parts: Parts,
         settings: Settings,
         agreement: Agreement,
         pulse: Pulse,
     ) -> None:
-        self._recipe, self._strategy, self._scale = recipe, strategy, scale
-        self._state, self._settings, self._agreement, self._pulse = state, settings, agreement, pulse
-        self._device, self._world = strategy.place.device, strategy.place.world
+        self._recipe, self._strategy, self._scale, self._state = parts.recipe, parts.strategy, parts.scale, parts.state
+        self._settings, self._agreement, self._pulse = settings, agreement, pulse
+        self._device, self._world = self._strategy.place.device, self._strategy.place.world
         self._floating = torch.float64 if settings.precision.dtype == "float64" else None
-        self._guard = Guard(strategy, settings.batch.guard_steps)
+        self._guard = Guard(self._strategy, settings.batch.guard_steps)
         self._names: list[str] = []  # of the sums that a micro-batch gives
         self.bad: list[BadSample] = []  # samples of this step that could not be read, on all ranks
 
@@ -143,6 +139,7 @@ class Gradient:
         this, bad, lap = _Try(), list[BadSample](), Lap(self._device)
         spoilt = self._pulse.injector.spoils(step)
         self._guard.begin()
+        asked: Pending | None = None
         agreed: dict[str, float] = {}
         while not last:
             self._pulse.at("data", step)
@@ -154,13 +151,12 @@ class Gradient:
                 self._strategy.begin_step(guarded=self._guard.wanted)
             if last:
                 mine = {"oom": this.failure is not None, "guard": self._guard.wanted, "bad": len(bad)}
-                this.asked = self._agreement.start({**wishes, **mine})
+                asked = self._agreement.start({**wishes, **mine})
             total = self._forward(micro, number, this, spoilt) if this.failure is None else None
-            if last:
-                assert this.asked is not None
+            if asked is not None:
                 lap.end()
                 self._pulse.at("reduce", step)
-                agreed = this.asked.read()
+                agreed = asked.read()
                 self._act_on(agreed, bad, this)
             if total is not None:
                 self._backward(total, this, last=last)
@@ -171,11 +167,10 @@ class Gradient:
                 raise OutOfMemoryTogether(this.failure)
             self._strategy.reduce()
         assert this.sums is not None
-        arriving = self._arriving
         if this.guarded and self._world > 1:
-            arriving = dist.all_reduce(this.sums, async_op=True)
+            this.arriving = dist.all_reduce(this.sums, async_op=True)
         self._guard.passed(guarded=this.guarded)
-        return Summed(self._names, this.sums, arriving, agreed, lap)
+        return Summed(self._names, this.sums, this.arriving, agreed, lap)
 
     def _forward(self, micro: MicroBatch, number: int, this: _Try, spoilt: bool) -> Tensor | None:
         """The scaled loss of a micro-batch; None, and the failure noted, when memory ran out."""
@@ -207,14 +202,13 @@ class Gradient:
         return scaled if self._scale is None else scaled * self._scale.value
 
     def _backward(self, total: Tensor, this: _Try, *, last: bool) -> None:
-        self._arriving: dist.Work | None = None
         travels = last and not this.guarded
         if travels:
             self._strategy.arm()
             if self._world > 1:
                 # Started before the last backward pass and awaited after it: costs nothing.
                 assert this.sums is not None
-                self._arriving = dist.all_reduce(this.sums, async_op=True)
+                this.arriving = dist.all_reduce(this.sums, async_op=True)
         try:
             self._pulse.at("backward", self._state.step + 1)
             total.backward()  # type: ignore[no-untyped-call]

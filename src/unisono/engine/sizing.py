@@ -56,7 +56,7 @@ class Sizing:
         return True
 
     def find(self, try_out: Callable[[BatchPlan], None]) -> int:
-        """The largest micro-batch that fits, found by trying; 0 if not even one sample does. Returns the trials."""
+        """Takes the largest micro-batch that fits, found by trying (one sample if none does); how many trials it took."""
         good, bad, trials = 0, self._largest + 1, 0
         size = 1
         while good + 1 < bad and trials < _REFINEMENTS + self._largest.bit_length() + 1:

@@ -23,15 +23,10 @@ from torch import Tensor
 from unisono.cluster.agree import Agreement
 from unisono.cluster.pulse import Pulse
 from unisono.data.loader import BadSample, MicroBatch
-from unisono.engine.ema import Ema
+from unisono.engine.build import Parts
 from unisono.engine.gradient import Gradient, Lap, power_of_two_near
 from unisono.engine.memory import OutOfMemoryHere, in_one_line, is_out_of_memory
-from unisono.engine.optim import Updater
-from unisono.engine.precision import LossScale
-from unisono.engine.recipe import Recipe
-from unisono.engine.state import TrainState
 from unisono.errors import TrainingFailed
-from unisono.parallel.strategy import Strategy
 from unisono.settings import Settings
 
 _FIXED = ("total", "count", "norm", "found_inf", "scale")
@@ -82,21 +77,10 @@ class _Unread:
 class OptimizerStep:
     """Carries out optimizer steps on this rank, together with all others."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        strategy: Strategy,
-        updater: Updater,
-        ema: Ema | None,
-        scale: LossScale | None,
-        state: TrainState,
-        settings: Settings,
-        agreement: Agreement,
-        pulse: Pulse,
-    ) -> None:
-        self._strategy, self._updater, self._ema = strategy, updater, ema
-        self._scale, self._state, self._settings, self._pulse = scale, state, settings, pulse
-        self._gradient = Gradient(recipe, strategy, scale, state, settings, agreement, pulse)
+    def __init__(self, parts: Parts, settings: Settings, agreement: Agreement, pulse: Pulse) -> None:
+        self._strategy, self._updater, self._ema = parts.strategy, parts.updater, parts.ema
+        self._scale, self._state, self._settings, self._pulse = parts.scale, parts.state, settings, pulse
+        self._gradient = Gradient(parts, settings, agreement, pulse)
         self._unread: _Unread | None = None
 
     def run(

@@ -112,17 +112,7 @@ class Trainer:
         self._feed = Feed(
             data, self._order, parts.recipe, place, self.state, settings.data, folder.path, self.length.samples
         )
-        self._step = OptimizerStep(
-            parts.recipe,
-            parts.strategy,
-            parts.updater,
-            parts.ema,
-            parts.scale,
-            self.state,
-            settings,
-            agreement,
-            pulse,
-        )
+        self._step = OptimizerStep(parts, settings, agreement, pulse)
         self._saver = Saver(
             folder.path / "checkpoints",
             rank=place.rank,
