@@ -22,7 +22,7 @@ from unisono.data.reading import BadSample, ChunkReader
 from unisono.data.workers import Workers
 from unisono.settings import DataSettings
 
-__all__ = ["BadSample", "Chunk", "Cursor", "Loader", "MicroBatch", "place"]
+__all__ = ["BadSample", "Chunk", "Cursor", "Loader", "MicroBatch", "on_device", "place"]
 
 
 @dataclass(frozen=True)
@@ -94,3 +94,10 @@ def place(data: Any, device: torch.device, floating: torch.dtype | None = None) 
     if is_dataclass(data) and not isinstance(data, type):
         return replace(data, **{f.name: place(getattr(data, f.name), device, floating) for f in fields(data)})
     return data.to(device) if hasattr(data, "to") else data
+
+
+def on_device(positions: Sequence[int], device: torch.device) -> Tensor:
+    """The positions of a micro-batch on the device."""
+    if isinstance(positions, range):  # made on the device: a copy from the host would wait for it
+        return torch.arange(positions.start, positions.stop, device=device)
+    return torch.tensor(positions, device=device)

@@ -20,10 +20,9 @@ from unisono.cluster.agree import Agreement, Pending
 from unisono.cluster.pulse import Pulse
 from unisono.cluster.signals import StopRequest
 from unisono.data.bits import Purpose, key_of
-from unisono.data.loader import BadSample, Cursor, Loader, place
+from unisono.data.loader import BadSample, Cursor, Loader, on_device, place
 from unisono.data.noise import Noise
 from unisono.data.order import Order
-from unisono.engine.gradient import as_tensor
 from unisono.engine.memory import in_one_line, is_out_of_memory
 from unisono.engine.precision import autocast
 from unisono.engine.recipe import Recipe
@@ -97,7 +96,7 @@ class Evaluation:
                 if failure is not None:
                     continue
                 recipe = _twin(self._recipe) if micro.stand_in else self._recipe
-                positions = as_tensor(micro.positions, device)
+                positions = on_device(micro.positions, device)
                 call = partial(self._evaluate, recipe)
                 found = self._strategy.infer(call, place(micro.data, device, floating), positions)
                 self._add(found, sums, metrics, weight=0.0 if micro.stand_in else 1.0)

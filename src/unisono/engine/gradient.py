@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from unisono.cluster.agree import Agreement, Pending
 from unisono.cluster.pulse import Pulse
 from unisono.data.bits import Purpose, key_of
-from unisono.data.loader import BadSample, MicroBatch, place
+from unisono.data.loader import BadSample, MicroBatch, on_device, place
 from unisono.data.noise import Noise
 from unisono.data.seeding import seed_everything
 from unisono.engine.build import Parts
@@ -179,7 +179,7 @@ class Gradient:
         try:
             self._pulse.at("forward", step)
             self._seed_dropout(number)
-            positions = as_tensor(micro.positions, self._device)
+            positions = on_device(micro.positions, self._device)
             data = place(micro.data, self._device, self._floating)
             with self._strategy.accumulating(last=micro.chunk.last):
                 results = self._strategy.train(self._loss, data, positions)
@@ -311,13 +311,6 @@ def power_of_two_near(value: float) -> float:
 
 def _shown(names: list[str]) -> str:
     return ", ".join(name.removeprefix("metric/") for name in names[2:]) or "none"
-
-
-def as_tensor(positions: Sequence[int], device: torch.device) -> Tensor:
-    """The positions of a micro-batch on the device."""
-    if isinstance(positions, range):  # made on the device: a copy from the host would wait for it
-        return torch.arange(positions.start, positions.stop, device=device)
-    return torch.tensor(positions, device=device)
 
 
 def _position(sample: BadSample) -> int:

@@ -56,7 +56,7 @@ class Sizing:
         return True
 
     def find(self, try_out: Callable[[BatchPlan], None]) -> int:
-        """Takes the largest micro-batch that fits, found by trying (one sample if none does); how many trials it took."""
+        """Takes the largest micro-batch that fits, or one sample if none does; returns how many trials that took."""
         good, bad, trials = 0, self._largest + 1, 0
         size = 1
         while good + 1 < bad and trials < _REFINEMENTS + self._largest.bit_length() + 1:
