@@ -52,7 +52,7 @@ CASES = {
     "fsdp, 2 ranks, rank 1 cramped": (
         2,
         "no",
-        ["--strategy", "fsdp", "--cramped_rank", "1", "--limit_gib", "5"],
+        ["--strategy", "fsdp", "--cramped_rank", "1", "--limit_gib", "4"],
         False,
     ),
     "micro_batch auto, ddp, rank 1 cramped": (

@@ -109,6 +109,8 @@ class PrecisionSettings:
     """Let 32-bit matrix products use TensorFloat-32 on the GPU."""
     compile: bool = False
     """torch.compile each repeated block of the model (the whole model if it has none)."""
+    cuda_graph: bool = False
+    """Record a step as a CUDA graph and replay it: for small models, whose time goes into launching kernels. single and ddp; inputs of one shape."""
     activation_checkpointing: bool = False
     """Recompute each repeated block in backward instead of storing its activations."""
 

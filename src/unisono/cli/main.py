@@ -15,6 +15,7 @@ COMMANDS = {
     "train": "train a recipe on one device or many",
     "verify": "prove that a recipe trains the same on 1 and on N ranks",
     "export": "write a run's trained weights to a folder",
+    "report": "write one HTML page of a run: curves, speed, faults survived",
     "doctor": "what this machine can do, and what is wrong with it",
     "slurm": "write, submit and follow the batch script of a run under SLURM",
     "gpus": "the GPUs, how free they are, and which would be taken",

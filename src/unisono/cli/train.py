@@ -1,4 +1,4 @@
-"""unisono train RECIPE [--config FILE] [flags]: trains; starts its own ranks when not already under a launcher."""
+"""unisono train RECIPE [--config FILE]... [flags]: trains; starts its own ranks when not already under a launcher."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from pathlib import Path
 from unisono.cluster.signals import stop_before_start
 from unisono.config.file import as_yaml
 from unisono.config.help import help_text
-from unisono.config.resolve import resolve
-from unisono.engine.registry import load_recipe
-from unisono.engine.run import start
+from unisono.engine.registry import BUILT_IN, load_recipe
+from unisono.engine.run import configure, start
 from unisono.engine.srun import with_outcome
 from unisono.errors import EXIT_DONE, EXIT_STOPPED, ConfigError, UserError
 from unisono.settings import Settings
 
-_USAGE = """usage: unisono train RECIPE [--config FILE] [--print_config] [flags]
+_USAGE = """usage: unisono train RECIPE [--config FILE ...] [--print_config] [flags]
 
-RECIPE is my_file.py:MyRecipe or package.module:MyRecipe. With a recipe, --help also shows its own settings.
-Flags win over the file, the file over defaults; hyphens and underscores are the same.
+RECIPE is {recipes}, my_file.py:MyRecipe or package.module:MyRecipe. With a recipe, --help also shows its own settings.
+Flags win over files, files over defaults; hyphens and underscores are the same.
 Started again with the same --output_dir, a run goes on where it stopped, on any number of devices.
 Exit codes: 0 done, 2 your mistake, 3 training failed and says why, 75 stopped by a signal with a checkpoint.
 
   --config FILE
-      YAML or JSON file with any of the settings below.
+      YAML or JSON file with any of the settings below. May be given several times: later files win.
+      Its key `include` names files that are read first: `include: base.yaml`, or a list.
   --print_config
       Print the settings as resolved and stop.
 """
@@ -39,18 +39,19 @@ def main(words: list[str]) -> int:
 
 
 def _train(words: list[str]) -> int:
-    recipe, config, flags, wants_help, wants_config = split_words(words)
+    recipe, files, flags, wants_help, wants_config = split_words(words)
     if wants_help:
         kinds: list[type] = [Settings]
         kind = load_recipe(recipe) if recipe else None
         if kind is not None:
             kinds.append(kind.Config)
-        print(_USAGE + "\n" + help_text(kinds, kind.defaults if kind else {}))
+        defaults, aliases = (kind.defaults, kind.aliases) if kind else ({}, {})
+        print(_USAGE.format(recipes=", ".join(BUILT_IN)) + "\n" + help_text(kinds, defaults, aliases))
         return EXIT_DONE
     if recipe is None:
         raise UserError("train: which recipe? for instance: unisono train my_file.py:MyRecipe --gpus all")
     kind = load_recipe(recipe)
-    resolved = resolve((Settings, kind.Config), recipe_defaults=kind.defaults, file=config, flags=flags)
+    resolved = configure(kind, file=files, flags=flags)
     if wants_config:
         print(as_yaml(resolved), end="")
         return EXIT_DONE
@@ -63,9 +64,12 @@ def _train(words: list[str]) -> int:
     return EXIT_DONE
 
 
-def split_words(words: list[str]) -> tuple[str | None, Path | None, list[str], bool, bool]:
-    """Recipe, config file, the other flags, and whether --help or --print_config was among them."""
-    recipe, config, flags, wants_help, wants_config = None, None, [], False, False
+def split_words(words: list[str]) -> tuple[str | None, list[Path], list[str], bool, bool]:
+    """Recipe, config files, the other flags, and whether --help or --print_config was among them."""
+    recipe: str | None = None
+    files: list[Path] = []
+    flags: list[str] = []
+    wants_help, wants_config = False, False
     rest = list(words)
     if rest and not rest[0].startswith("-"):
         recipe = rest.pop(0)
@@ -79,7 +83,7 @@ def split_words(words: list[str]) -> tuple[str | None, Path | None, list[str], b
         elif name == "__config":
             if not has_value and not rest:
                 raise ConfigError("--config: expected a file")
-            config = Path(word.partition("=")[2] if has_value else rest.pop(0))
+            files.append(Path(word.partition("=")[2] if has_value else rest.pop(0)))
         else:
             flags.append(word)
-    return recipe, config, flags, wants_help, wants_config
+    return recipe, files, flags, wants_help, wants_config

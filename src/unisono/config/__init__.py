@@ -1,4 +1,4 @@
-"""Typed configuration: defaults < the recipe's defaults < a YAML or JSON file < flags.
+"""Typed configuration: defaults < the recipe's defaults < YAML or JSON files < flags.
 
 Fields are declared once, as dataclasses, and are flat wherever a person meets them. The type of a field decides what a
 text means, whether it was typed in a shell or stands in a file, so the same words give the same value everywhere.

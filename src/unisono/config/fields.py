@@ -10,13 +10,13 @@ import ast
 import dataclasses
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, get_type_hints
 
-from unisono.config.values import Mismatch, coerce, supported
+from unisono.config.values import Mismatch, coerce, did_you_mean, supported
 from unisono.errors import RecipeError
 
 
@@ -59,6 +59,20 @@ def fields_by_name(classes: Sequence[type]) -> dict[str, Field]:
                 )
             found[field.name] = field
     return found
+
+
+def with_aliases(fields: Mapping[str, Field], aliases: Mapping[str, str]) -> dict[str, Field]:
+    """The fields by all their names."""
+    named = dict(fields)
+    for alias, name in aliases.items():
+        if name not in fields:
+            raise RecipeError(
+                f"aliases: {alias} stands for {name}, which is no setting{did_you_mean(name, list(fields))}"
+            )
+        if alias in fields:
+            raise RecipeError(f"aliases: {alias} cannot stand for {name}, it is a setting of {fields[alias].owner}")
+        named[alias] = dataclasses.replace(fields[name], name=alias)
+    return named
 
 
 def groups_in(cls: type) -> dict[str, type]:

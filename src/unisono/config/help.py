@@ -16,17 +16,23 @@ from unisono.config.values import choices_of, members, plain
 _WORDS = {int: "int", float: "float", str: "text", bool: "true|false", Path: "path", NoneType: "none"}
 
 
-def help_text(classes: Sequence[type], recipe_defaults: Mapping[str, Any]) -> str:
-    """Every field as plain text, as wide as the terminal."""
+def help_text(
+    classes: Sequence[type], recipe_defaults: Mapping[str, Any], aliases: Mapping[str, str] | None = None
+) -> str:
+    """Every field as plain text with its other names, as wide as the terminal."""
     import shutil
 
     width = min(shutil.get_terminal_size().columns, 120)
     resolved = with_recipe_defaults(classes, recipe_defaults)
+    other_names: dict[str, list[str]] = {}
+    for alias, name in (aliases or {}).items():
+        other_names.setdefault(name, []).append(f"--{alias}")
     groups: dict[str, list[str]] = {}
     for name, field in resolved.fields.items():
         default = _default(resolved.values[name]) if name in resolved.values else None
         note = f"default: {default}" if default is not None else "must be given"
         note += ", set by the recipe" if resolved.sources.get(name) == "recipe" else ""
+        note += f"; also {', '.join(other_names[name])}" if name in other_names else ""
         lines = textwrap.wrap(f"{_flag(field)}  ({note})", width, initial_indent="  ", subsequent_indent="      ")
         indent = " " * 6
         lines += textwrap.wrap(" ".join(field.doc.split()), width, initial_indent=indent, subsequent_indent=indent)

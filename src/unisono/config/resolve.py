@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from unisono.config.fields import Field, fields_by_name, groups_in
-from unisono.config.file import read_file
+from unisono.config.fields import Field, fields_by_name, groups_in, with_aliases
 from unisono.config.flags import parse_flags
+from unisono.config.include import INCLUDE, Entry, read_with_includes
 from unisono.config.values import Mismatch, coerce, describe, did_you_mean, plain, shown
 from unisono.errors import ConfigError, RecipeError
 
 T = TypeVar("T")
+Translate = Callable[[dict[str, Any], str], Mapping[str, Any]]
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A value that was given for a field, under one of its names."""
+
+    name: str
+    value: Any
+    origin: str
+    order: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,8 +65,7 @@ class Resolved:
 
     def with_values(self, source: str, **changes: Any) -> Resolved:
         """A copy in which these fields have other values, from this source."""
-        named = _named(changes, self.fields, source)
-        return self._layer(source, ((name, value, source) for name, value in named.items()))
+        return self._layer(source, _named(changes, self.fields, source))
 
     def to_json(self) -> dict[str, Any]:
         """Values and sources in JSON's types."""
@@ -68,14 +78,27 @@ class Resolved:
         if not isinstance(values, Mapping) or not isinstance(sources, Mapping):
             raise ConfigError("not a stored configuration: `values` or `sources` is missing")
         resolved = _defaults(classes)
-        for name, value in _named(values, resolved.fields, "the stored configuration").items():
-            resolved = resolved._layer(str(sources.get(name, "default")), [(name, value, "the stored configuration")])
+        for given in _named(values, resolved.fields, "the stored configuration"):
+            resolved = resolved._layer(str(sources.get(given.name, "default")), [given])
         return resolved._complete()
 
-    def _layer(self, source: str, given: Iterable[tuple[str, Any, str]]) -> Resolved:
+    def _layer(self, source: str, given: Iterable[_Given], aliases: Mapping[str, str] = _NOTHING) -> Resolved:
+        """A copy in which this has been said too; of what was said twice, the later counts."""
         values, sources = dict(self.values), dict(self.sources)
-        for name, value, origin in given:
-            values[name], sources[name] = _checked(self.fields[name], value, origin), source
+        said: dict[str, tuple[_Given, Any]] = {}
+        for each in given:
+            ours = aliases.get(each.name, each.name)
+            # Under the name that was written: an error must say what the user can find.
+            value = _checked(dataclasses.replace(self.fields[ours], name=each.name), each.value, each.origin)
+            before, its_value = said.get(ours, (each, value))
+            if before.order == each.order and before.name != each.name and its_value != value:
+                raise ConfigError(
+                    f"{before.name} ({shown(plain(its_value))}, from {before.origin}) and {each.name} "
+                    f"({shown(plain(value))}, from {each.origin}) are two names of one setting; leave one of them out"
+                )
+            if before.order <= each.order:
+                said[ours] = each, value
+                values[ours], sources[ours] = value, source
         return dataclasses.replace(self, values=values, sources=sources)
 
     def _complete(self) -> Resolved:
@@ -92,34 +115,39 @@ def resolve(
     classes: Sequence[type],
     *,
     recipe_defaults: Mapping[str, Any] = _NOTHING,
-    file: Path | None = None,
+    file: Path | Sequence[Path] | None = None,
     flags: Sequence[str] = (),
     overrides: Mapping[str, Any] | None = None,
+    aliases: Mapping[str, str] = _NOTHING,
+    translate: Translate | None = None,
 ) -> Resolved:
     """One value for every field of the dataclasses: defaults < recipe_defaults < file < flags < overrides.
 
-    `overrides` are what flags are on the command line, for callers in Python.
+    Of several files the later ones win. `overrides` are what flags are on the command line, for callers in Python.
+    `aliases` are other names of fields, for all of these; `translate` turns what stands in a file into our words.
     """
     resolved = with_recipe_defaults(classes, recipe_defaults)
-    fields = resolved.fields
-    if file is not None:
-        given = _named(read_file(file), fields, str(file))
-        before, resolved = resolved, resolved._layer("file", ((name, given[name], str(file)) for name in given))
+    names = with_aliases(resolved.fields, aliases)
+    if INCLUDE in names:
+        raise RecipeError(f"{INCLUDE} cannot be a setting: in a config file it names other files; rename it")
+    for path in [file] if isinstance(file, Path) else file or ():
+        before, given = resolved, list(_in_file(path, names, translate))
+        resolved = resolved._layer("file", given, aliases)
         # A file that spells out a default (a printed config has them all) does not thereby insist on it.
-        same = {name: before.sources[name] for name in given if before.says(name, resolved.values[name])}
+        ours = {aliases.get(each.name, each.name) for each in given}
+        same = {name: before.sources[name] for name in ours if before.says(name, resolved.values[name])}
         resolved = dataclasses.replace(resolved, sources=resolved.sources | same)
-    resolved = resolved._layer("flag", ((name, value, f"--{name}") for name, value in parse_flags(flags, fields)))
-    called = _named(overrides or _NOTHING, fields, "the given settings")
-    resolved = resolved._layer("flag", ((name, value, "the given settings") for name, value in called.items()))
-    return resolved._complete()
+    typed = (_Given(name, value, f"--{name}") for name, value in parse_flags(flags, names))
+    resolved = resolved._layer("flag", typed, aliases)
+    called = _named(overrides or _NOTHING, names, "the given settings")
+    return resolved._layer("flag", called, aliases)._complete()
 
 
 def with_recipe_defaults(classes: Sequence[type], recipe_defaults: Mapping[str, Any]) -> Resolved:
     """Before the user has said anything; fields that must be given are still missing."""
-    origin, resolved = "the recipe's defaults", _defaults(classes)
+    resolved = _defaults(classes)
     try:
-        given = _named(recipe_defaults, resolved.fields, origin)
-        return resolved._layer("recipe", ((name, value, origin) for name, value in given.items()))
+        return resolved._layer("recipe", _named(recipe_defaults, resolved.fields, "the recipe's defaults"))
     except ConfigError as error:
         raise RecipeError(str(error)) from None
 
@@ -130,20 +158,37 @@ def _defaults(classes: Sequence[type]) -> Resolved:
     return Resolved(values, dict.fromkeys(values, "default"), fields)
 
 
-def _named(given: Mapping[Any, Any], fields: Mapping[str, Field], place: str) -> dict[str, Any]:
-    """The same mapping by field name; unknown names are refused."""
-    named: dict[str, Any] = {}
+def _in_file(path: Path, names: Mapping[str, Field], translate: Translate | None) -> Iterator[_Given]:
+    """What a file and those it includes say, in our words."""
+    entries = read_with_includes(path)
+    if translate is not None:
+        new = Entry(None, None, str(path), max((entry.order for entry in entries.values()), default=0))
+        said = translate({name: entry.value for name, entry in entries.items()}, str(path))
+        entries = {name: dataclasses.replace(entries.get(name, new), value=value) for name, value in said.items()}
+    for name, entry in entries.items():
+        _known(name if entry.key is None else entry.key, entry.value, names, entry.place)
+        yield _Given(name, entry.value, entry.place, entry.order)
+
+
+def _named(given: Mapping[Any, Any], names: Mapping[str, Field], place: str) -> list[_Given]:
+    """What a mapping says; unknown names are refused."""
+    named: dict[str, _Given] = {}
     for key, value in given.items():
-        name = str(key).replace("-", "_")
-        if name not in fields:
-            hint = did_you_mean(name, list(fields))
-            if isinstance(value, Mapping):
-                hint = "; fields are not nested, write them at the top level"
-            raise ConfigError(f"unknown field {key if str(key).isprintable() else shown(key)} in {place}{hint}")
+        name = _known(key, value, names, place)
         if name in named:
             raise ConfigError(f"{name} is given twice in {place}, with a hyphen and with an underscore")
-        named[name] = value
-    return named
+        named[name] = _Given(name, value, place)
+    return list(named.values())
+
+
+def _known(key: Any, value: Any, names: Mapping[str, Field], place: str) -> str:
+    name = str(key).replace("-", "_")
+    if name not in names:
+        hint = did_you_mean(name, list(names))
+        if isinstance(value, Mapping):
+            hint = "; fields are not nested, write them at the top level"
+        raise ConfigError(f"unknown field {key if str(key).isprintable() else shown(key)} in {place}{hint}")
+    return name
 
 
 def _checked(field: Field, value: Any, origin: str) -> Any:

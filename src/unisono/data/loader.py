@@ -8,7 +8,7 @@ augmentation in `Dataset[i]` repeats exactly.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from unisono.data.cursor import Chunk, Cursor
+from unisono.data.nested import mapped
 from unisono.data.order import Order
 from unisono.data.reading import BadSample, ChunkReader
 from unisono.data.workers import Workers
@@ -82,18 +83,14 @@ class Loader:
 
 def place(data: Any, device: torch.device, floating: torch.dtype | None = None) -> Any:
     """The batch on `device` (and in another floating type, if given), through any nesting of containers."""
-    if isinstance(data, Tensor):
-        dtype = floating if floating is not None and data.is_floating_point() else data.dtype
-        return data.to(device, dtype, non_blocking=True)
-    if isinstance(data, dict):
-        return {key: place(value, device, floating) for key, value in data.items()}
-    if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(place(value, device, floating) for value in data))
-    if isinstance(data, list | tuple):
-        return type(data)(place(value, device, floating) for value in data)
-    if is_dataclass(data) and not isinstance(data, type):
-        return replace(data, **{f.name: place(getattr(data, f.name), device, floating) for f in fields(data)})
-    return data.to(device) if hasattr(data, "to") else data
+
+    def moved(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            dtype = floating if floating is not None and leaf.is_floating_point() else leaf.dtype
+            return leaf.to(device, dtype, non_blocking=True)
+        return leaf.to(device) if hasattr(leaf, "to") else leaf
+
+    return mapped(data, moved)
 
 
 def on_device(positions: Sequence[int], device: torch.device) -> Tensor:

@@ -45,11 +45,18 @@ class Parts:
     scale: LossScale | None
     state: TrainState
     remarks: list[str]  # what the user should be told once
+    captures: bool = False  # steps are recorded as CUDA graphs
 
 
 def build_parts(recipe: Recipe, settings: Settings, place: Placement, batch: BatchPlan) -> Parts:
     """Builds the model and all that goes with it; the weights are those of step 0."""
     remarks: list[str] = []
+    captures = settings.precision.cuda_graph and place.device.type == "cuda"
+    if captures:
+        # Recording needs a stream that is not the default one, and gradients that were first met on it.
+        torch.cuda.set_stream(torch.cuda.Stream(place.device))  # type: ignore[no-untyped-call]
+    elif settings.precision.cuda_graph:
+        remarks.append("cuda_graph: there is no GPU here; steps run as usual")
     seed_everything(settings.run.seed, place.devices)  # as a script would: torch.manual_seed(seed)
     model = recipe.model()
     if not isinstance(model, nn.Module):
@@ -67,6 +74,8 @@ def build_parts(recipe: Recipe, settings: Settings, place: Placement, batch: Bat
         raise ConfigError(
             f"optimizer {settings.optim.optimizer} updates whole matrices and cannot run on fsdp's shards"
         )
+    if captures and name not in ("single", "ddp"):
+        raise ConfigError(f"cuda_graph works with strategy single and ddp, not with {name}; leave one of them out")
     named_blocks = recipe.blocks(model)
     blocks = list(named_blocks) if named_blocks is not None else repeated_blocks(model)
     if settings.precision.activation_checkpointing:
@@ -91,7 +100,9 @@ def build_parts(recipe: Recipe, settings: Settings, place: Placement, batch: Bat
     )
     ema = Ema(strategy.parameters, settings.ema) if settings.ema.ema_decay > 0 else None
     scale = LossScale(place.device) if settings.precision.mixed_precision == "fp16" else None
-    return Parts(recipe, strategy, why, updater, ema, scale, TrainState(batch.global_batch), remarks)
+    if captures:
+        strategy.keep_gradients()
+    return Parts(recipe, strategy, why, updater, ema, scale, TrainState(batch.global_batch), remarks, captures)
 
 
 def _strategy_name(model: nn.Module, settings: Settings, place: Placement) -> tuple[str, str]:

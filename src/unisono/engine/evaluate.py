@@ -23,6 +23,7 @@ from unisono.data.bits import Purpose, key_of
 from unisono.data.loader import BadSample, Cursor, Loader, on_device, place
 from unisono.data.noise import Noise
 from unisono.data.order import Order
+from unisono.data.resident import Resident, ResidentLoader, gathered
 from unisono.engine.memory import in_one_line, is_out_of_memory
 from unisono.engine.precision import autocast
 from unisono.engine.recipe import Recipe
@@ -54,13 +55,13 @@ class Evaluation:
         for metric in _metrics_in(vars(recipe)):
             metric.to(strategy.place.device)
 
-    def run(self, step: int) -> dict[str, float] | None:
+    def run(self, step: int) -> dict[str, float | list[float]] | None:
         """The metrics over the whole evaluation set, named eval/…; the same on every rank.
 
         None when somebody asked the run to stop before it was over.
         """
         while True:
-            sums: dict[str, Tensor] = {}  # name -> [sum, count] of this rank
+            sums: dict[str, Tensor] = {}  # name -> [sum, count] of this rank, or [sums, counts] of a curve
             metrics: dict[str, Any] = {}
             with self._strategy.evaluating(), closing(self._loader()) as loader:
                 # A forward pass without backward leaves gathered weights behind, also one that failed.
@@ -77,7 +78,7 @@ class Evaluation:
             self._batch = -(-self._batch // 2)
 
     def _over_data(
-        self, loader: Loader, step: int, sums: dict[str, Tensor], metrics: dict[str, Any]
+        self, loader: Loader | ResidentLoader, step: int, sums: dict[str, Tensor], metrics: dict[str, Any]
     ) -> tuple[bool, bool]:
         """One pass over this rank's share; whether any rank ran out of memory, and whether all shall stop."""
         self._strategy.share_buffers()
@@ -98,7 +99,7 @@ class Evaluation:
                 recipe = _twin(self._recipe) if micro.stand_in else self._recipe
                 positions = on_device(micro.positions, device)
                 call = partial(self._evaluate, recipe)
-                found = self._strategy.infer(call, place(micro.data, device, floating), positions)
+                found = self._strategy.infer(call, place(gathered(micro.data), device, floating), positions)
                 self._add(found, sums, metrics, weight=0.0 if micro.stand_in else 1.0)
             except Exception as error:
                 if not is_out_of_memory(error):
@@ -124,13 +125,15 @@ class Evaluation:
             )
         return bool(agreed["oom"]), False
 
-    def _loader(self) -> Loader:
+    def _loader(self) -> Loader | ResidentLoader:
         size = len(self._dataset)  # type: ignore[arg-type]
         place_ = self._strategy.place
         cursor = Cursor(
             start=0, end=size, global_batch=size, micro_batch=self._batch, rank=place_.rank, world=place_.world
         )
         order = Order(size, self._seed, shuffle=False)
+        if isinstance(self._dataset, Resident):
+            return ResidentLoader(self._dataset, order, cursor, place_.device)
         pin = place_.device.type == "cuda"
         return Loader(self._dataset, self._recipe.collate, order, cursor, self._settings.data, pin)
 
@@ -149,21 +152,23 @@ class Evaluation:
             if not isinstance(value, tuple) or len(value) != 2:
                 raise RecipeError(f"evaluate(): {name} must be a (sum, count) pair or a torchmetrics object")
             device = self._strategy.place.device
-            pair = torch.stack(
-                [torch.as_tensor(part, device=device, dtype=torch.float64).reshape(()) for part in value]
-            )
+            total, count = (torch.as_tensor(part, device=device, dtype=torch.float64) for part in value)
+            if total.dim() > 1 or (total.dim() == 0 and count.numel() != 1):
+                raise RecipeError(f"evaluate(): {name} must be a number or a curve (one dimension), as (sum, count)")
+            pair = torch.stack([total, count.reshape(()).expand_as(total) if count.numel() == 1 else count])
             sums[name] = sums.get(name, torch.zeros_like(pair)) + pair * weight
 
-    def _over_ranks(self, sums: dict[str, Tensor]) -> dict[str, float]:
+    def _over_ranks(self, sums: dict[str, Tensor]) -> dict[str, float | list[float]]:
         mine = {name: pair.tolist() for name, pair in sums.items()}
         parts = self._agreement.agree_all(mine)  # by name: a rank may have met metrics that others have not
         names = sorted({name for part in parts for name in part})
-        pairs = {
-            name: [sum(column) for column in zip(*(p[name] for p in parts if name in p), strict=True)] for name in names
-        }
-        return {name: total / count if count else 0.0 for name, (total, count) in pairs.items()}
+        found: dict[str, float | list[float]] = {}
+        for name in names:
+            total, count = torch.tensor([part[name] for part in parts if name in part], dtype=torch.float64).sum(0)
+            found[name] = torch.where(count != 0, total / count, 0.0).tolist()
+        return found
 
-    def _computed(self, metrics: Mapping[str, Any]) -> dict[str, float]:
+    def _computed(self, metrics: Mapping[str, Any]) -> dict[str, float | list[float]]:
         """torchmetrics objects, added up here: their own synchronisation fails where a rank had no sample."""
         mine = {name: copy.deepcopy(metric).cpu() for name, metric in metrics.items() if metric.update_called}
         for metric in metrics.values():

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from unisono.data.loader import Cursor, Loader, MicroBatch
 from unisono.data.order import Order
+from unisono.data.resident import Resident, ResidentLoader
 from unisono.engine.batch import BatchPlan
 from unisono.engine.recipe import Recipe
 from unisono.engine.state import TrainState
@@ -39,9 +40,10 @@ class Feed:
         end: int,
     ) -> None:
         """`end` is the number of samples at which the run ends."""
-        self._data, self._order, self._recipe, self._place = data, order, recipe, place
+        self._data = data.to(place.device) if isinstance(data, Resident) else data
+        self._order, self._recipe, self._place = order, recipe, place
         self._state, self._settings, self._run_folder, self._end = state, settings, run_folder, end
-        self._loader: Loader | None = None
+        self._loader: Loader | ResidentLoader | None = None
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return self
@@ -55,7 +57,7 @@ class Feed:
         self.close()
         self._loader = self.read_with(plan)
 
-    def read_with(self, plan: BatchPlan, num_workers: int | None = None) -> Loader:
+    def read_with(self, plan: BatchPlan, num_workers: int | None = None) -> Loader | ResidentLoader:
         """A reader of its own, for a trial."""
         place, settings = self._place, self._settings
         if num_workers is not None:
@@ -68,6 +70,8 @@ class Feed:
             rank=place.rank,
             world=place.world,
         )
+        if isinstance(self._data, Resident):
+            return ResidentLoader(self._data, self._order, cursor, place.device)
         pin = place.device.type == "cuda"
         return Loader(self._data, self._recipe.collate, self._order, cursor, settings, pin, self._on_worker_death)
 

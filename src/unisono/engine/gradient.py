@@ -24,8 +24,10 @@ from unisono.cluster.pulse import Pulse
 from unisono.data.bits import Purpose, key_of
 from unisono.data.loader import BadSample, MicroBatch, on_device, place
 from unisono.data.noise import Noise
+from unisono.data.resident import gathered
 from unisono.data.seeding import seed_everything
 from unisono.engine.build import Parts
+from unisono.engine.captured import Captured
 from unisono.engine.guard import Guard
 from unisono.engine.memory import OutOfMemoryHere, OutOfMemoryTogether, in_one_line, is_out_of_memory
 from unisono.engine.precision import autocast
@@ -94,7 +96,13 @@ class Gradient:
         self._settings, self._agreement, self._pulse = settings, agreement, pulse
         self._device, self._world = self._strategy.place.device, self._strategy.place.world
         self._floating = torch.float64 if settings.precision.dtype == "float64" else None
-        self._guard = Guard(self._strategy, settings.batch.guard_steps)
+        captures = parts.captures
+        # A recorded backward pass cannot let gradients travel while it runs: such steps are guarded throughout.
+        self._guard = Guard(self._strategy, -1 if captures else settings.batch.guard_steps)
+        self._captured = Captured(self._forward_and_backward) if captures else None
+        self.expected_count = torch.ones((), device=self._device, dtype=torch.float64)
+        """What totals are divided by before backward: the state's number, where recorded kernels find it."""
+        self._expected = 1.0
         self._names: list[str] = []  # of the sums that a micro-batch gives
         self.bad: list[BadSample] = []  # samples of this step that could not be read, on all ranks
 
@@ -108,6 +116,8 @@ class Gradient:
                 raise
         except OutOfMemoryTogether as error:
             error.__traceback__ = error.__context__ = None  # their frames may hold the activations that are in the way
+            if self._captured is not None:
+                self._captured.forget()  # the next try has another shape
             self._guard.restore()
             raise
 
@@ -139,6 +149,7 @@ class Gradient:
         this, bad, lap = _Try(), list[BadSample](), Lap(self._device)
         spoilt = self._pulse.injector.spoils(step)
         self._guard.begin()
+        self._expect(self._state.expected_count)
         asked: Pending | None = None
         agreed: dict[str, float] = {}
         while not last:
@@ -180,13 +191,14 @@ class Gradient:
             self._pulse.at("forward", step)
             self._seed_dropout(number)
             positions = on_device(micro.positions, self._device)
-            data = place(micro.data, self._device, self._floating)
-            with self._strategy.accumulating(last=micro.chunk.last):
-                results = self._strategy.train(self._loss, data, positions)
+            if self._captured is not None and self._may_replay(micro, spoilt):
+                self._replay(micro.data, positions, this)
+                return None
+            results = self._results(micro.data, positions, last=micro.chunk.last)
             if spoilt:
                 results["total"] = results["total"] * math.nan
             weight = 0.0 if micro.stand_in else 1.0
-            row = torch.stack([value.detach().double() for value in results.values()])
+            row = _row(results)
             row = row * weight if micro.stand_in else row
             total = results["total"]
         except Exception as error:
@@ -198,8 +210,34 @@ class Gradient:
             return None
         self._check_names(list(results))
         this.sums = row if this.sums is None else this.sums + row
-        scaled = total * (weight / self._state.expected_count)
+        return self._scaled(total) * weight if micro.stand_in else self._scaled(total)
+
+    def _results(self, data: Any, positions: Tensor, *, last: bool) -> dict[str, Tensor]:
+        data = place(gathered(data), self._device, self._floating)
+        with self._strategy.accumulating(last=last):
+            return self._strategy.train(self._loss, data, positions)  # type: ignore[no-any-return]
+
+    def _scaled(self, total: Tensor) -> Tensor:
+        scaled = total / self.expected_count
         return scaled if self._scale is None else scaled * self._scale.value
+
+    def _may_replay(self, micro: MicroBatch, spoilt: bool) -> bool:
+        """Not before the names of the sums are known, gradients have their places, and for nothing unusual."""
+        known = bool(self._names) and self._strategy.gradients_stay
+        return known and not (spoilt or micro.stand_in)
+
+    def _replay(self, data: Any, positions: Tensor, this: _Try) -> None:
+        """Forward and backward pass of a micro-batch in one go."""
+        assert self._captured is not None
+        row = self._captured(data, positions)
+        this.sums = row.clone() if this.sums is None else this.sums + row
+        self._pulse.at("backward", self._state.step + 1)
+
+    def _forward_and_backward(self, data: Any, positions: Tensor) -> Tensor:
+        results = self._results(data, positions, last=False)
+        self._check_names(list(results))
+        self._scaled(results["total"]).backward()  # type: ignore[no-untyped-call]
+        return _row(results)
 
     def _backward(self, total: Tensor, this: _Try, *, last: bool) -> None:
         travels = last and not this.guarded
@@ -261,6 +299,12 @@ class Gradient:
             count, samples = sum(each[1] for each in known), sum(each[2] for each in known)
             found = count / samples if samples and math.isfinite(count) else 1.0
             self._state.expected_count = power_of_two_near(found * self._state.global_batch)
+            self._expect(self._state.expected_count)
+
+    def _expect(self, count: float) -> None:
+        if count not in (0.0, self._expected):
+            self._expected = count
+            self.expected_count.fill_(count)
 
     def _check_names(self, names: list[str]) -> None:
         if names != self._names:
@@ -302,6 +346,10 @@ def flatten_loss(loss: Any) -> dict[str, Tensor]:
         raise RecipeError(f"loss(): a metric cannot be called {taken[0]}, which every run has already; rename it")
     metrics = {f"metric/{name}": tensor(name, value) for name, value in sorted(loss.metrics.items())}
     return {"total": total, "count": tensor("count", loss.count), **metrics}
+
+
+def _row(results: Mapping[str, Tensor]) -> Tensor:
+    return torch.stack([value.detach().double() for value in results.values()])
 
 
 def power_of_two_near(value: float) -> float:

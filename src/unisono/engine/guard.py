@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unisono.data.resident import Rows
 from unisono.parallel.strategy import Strategy
 
 _GROWTH = 1.02  # a peak that grows by less is the same
@@ -84,6 +85,8 @@ def shape_of(data: Any) -> Hashable:
     """The shapes and types of all tensors in a batch, through any nesting of containers."""
     if isinstance(data, Tensor):
         return data.shape, data.dtype
+    if isinstance(data, Rows):
+        return data.indices.shape
     if isinstance(data, dict):
         return tuple((key, shape_of(value)) for key, value in data.items())
     if isinstance(data, list | tuple):

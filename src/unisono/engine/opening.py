@@ -48,8 +48,24 @@ def opening(
         "data": f"{num_samples:,} samples" + (f", {len(eval_data):,} for evaluation" if eval_data is not None else ""),
         "steps": f"{length.steps:,}" + (f", from {parts.state.step:,}" if parts.state.step else ""),
         "folder": f"{folder} ({why})",
+        "in short": _in_short(strategy.name, world, place.device, precision.mixed_precision, batch.accumulation),
     }
     return [banner(rows, f"unisono: {type(parts.recipe).__name__}")]
+
+
+def _in_short(strategy: str, world: World, device: torch.device, precision: str, accumulation: int) -> str:
+    """What guides to Accelerate tell people to look for, in their words."""
+    if strategy == "fsdp":
+        kind = "FSDP"
+    elif world.size > 1:
+        kind = "MULTI_GPU" if device.type == "cuda" else "MULTI_CPU"
+    else:
+        kind = "NO"
+    return (
+        f"Number of processes: {world.size}, Distributed type: DistributedType.{kind}\n"
+        f"Mixed precision: {precision}, Gradient accumulation steps: {accumulation}\n"
+        f"Main process device: {device}"
+    )
 
 
 def _devices(devices: Any) -> str:

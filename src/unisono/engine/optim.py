@@ -110,8 +110,21 @@ class Updater:
     def set_learning_rate(self, factor: float) -> float:
         """Sets each group's rate to `factor` of its peak; returns the first one's."""
         for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
-            group["lr"] = peak * factor
-        return float(self.optimizer.param_groups[0]["lr"])
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(peak * factor)
+            else:
+                group["lr"] = peak * factor
+        return float(self._peaks[0] * factor)
+
+    def make_capturable(self) -> bool:
+        """Keeps on the device what changes from step to step, so that a step can be recorded; False where it cannot."""
+        groups = self.optimizer.param_groups
+        if not self._fused or not all("capturable" in group for group in groups):
+            return False
+        for group in groups:
+            group["capturable"] = True
+            group["lr"] = torch.full((), float(group["lr"]), device=group["params"][0].device)
+        return True
 
     def step(self, gradients: list[Tensor], factor: Tensor, found_inf: Tensor) -> None:
         """Steps with `gradients` x `factor`, or not at all where `found_inf` is 1."""

@@ -40,6 +40,13 @@ class Work:
     _part: int = 0
     _parts: int = 1
     _asked_to_stop: Callable[[], bool] = bool
+    device: str = "cpu"
+    """Where to compute what is prepared."""
+    _say: Callable[[str], None] = lambda text: None
+
+    def message(self, text: str) -> None:
+        """A line for the user, once over all processes."""
+        self._say(text)
 
     @property
     def stopping(self) -> bool:
@@ -57,12 +64,26 @@ class Recipe:
     defaults: ClassVar[Mapping[str, Any]] = {}
     """Engine settings for which this recipe wants another default, e.g. {"batch_size": 512}."""
 
+    aliases: ClassVar[Mapping[str, str]] = {}
+    """Other names of settings that people know, in files and as flags, e.g. {"lr": "learning_rate"}."""
+
+    evaluations: list[dict[str, Any]]
+    """What the run's evaluations have found so far, each with its step; the engine fills it, for `preview` to draw."""
+
     @dataclass
     class Config:
         """The recipe's own settings; every field becomes a flag and a config-file key."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
+
+    @classmethod
+    def translate(cls, values: dict[str, Any], where: str) -> Mapping[str, Any]:
+        """What the config file `where` says, in this recipe's words; called once for each file, with its includes.
+
+        Raise ConfigError for a key that cannot be honoured, with the reason. Unquoted words of a file are still text.
+        """
+        return values
 
     def prepare(self, work: Work) -> None:
         """One-off work shared over the ranks before training (cache, collect, download); must be resumable."""
@@ -94,7 +115,10 @@ class Recipe:
         return None
 
     def evaluate(self, model: nn.Module, batch: Any, noise: Noise) -> Mapping[str, Any]:
-        """Metrics of an evaluation batch as (sum, count) pairs or torchmetrics objects; the loss unless overridden."""
+        """Metrics of an evaluation batch as (sum, count) pairs or torchmetrics objects; the loss unless overridden.
+
+        Sum and count may be tensors of one dimension: a curve.
+        """
         loss = self.loss(model, batch, noise)
         return {"loss": (loss.total, loss.count), **{name: (value, loss.count) for name, value in loss.metrics.items()}}
 

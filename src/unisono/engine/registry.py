@@ -16,7 +16,7 @@ from types import ModuleType
 from unisono.engine.recipe import Recipe
 from unisono.errors import RecipeError, UserError
 
-BUILT_IN: dict[str, str] = {}
+BUILT_IN: dict[str, str] = {"darkroom": "unisono.recipes.darkroom.recipe:Darkroom"}
 """Names of the recipes that come with unisono -> module:class."""
 
 _REQUIRED = ("model", "dataset", "loss")

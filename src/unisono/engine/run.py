@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -50,24 +50,43 @@ def train(recipe: type[Recipe] | str, config: Any = None, **settings: Any) -> An
     """Trains a recipe and returns a result with the run's folder and last metrics.
 
     `recipe` is a class or words such as "my_file.py:MyRecipe"; `config` is the recipe's Config, a mapping of settings,
-    or a path to a YAML or JSON file; further settings by name win over it.
+    or YAML or JSON files (a path, or a list in which later files win); further settings by name win over it.
     """
     kind = load_recipe(recipe) if isinstance(recipe, str) else recipe
     check_recipe(kind)
-    file = Path(config) if isinstance(config, str | os.PathLike) else None
-    given = {**_given(config, kind), **settings}
-    resolved = resolve((Settings, kind.Config), recipe_defaults=kind.defaults, file=file, overrides=given)
-    return start(kind, resolved)
+    files = [config] if isinstance(config, str | os.PathLike) else config if isinstance(config, list | tuple) else []
+    by_name = {kind.aliases.get(name, name) for name in settings}
+    given = {name: value for name, value in _given(config, kind).items() if kind.aliases.get(name, name) not in by_name}
+    return start(kind, configure(kind, file=[Path(file) for file in files], overrides={**given, **settings}))
+
+
+def configure(
+    kind: type[Recipe],
+    *,
+    file: Path | Sequence[Path] | None = None,
+    flags: Sequence[str] = (),
+    overrides: Mapping[str, Any] | None = None,
+) -> Resolved:
+    """All settings of a run of this recipe, from config files, flags and, in Python, values by name."""
+    return resolve(
+        (Settings, kind.Config),
+        recipe_defaults=kind.defaults,
+        file=file,
+        flags=flags,
+        overrides=overrides,
+        aliases=kind.aliases,
+        translate=kind.translate,
+    )
 
 
 def _given(config: Any, kind: type[Recipe]) -> dict[str, Any]:
-    if config is None or isinstance(config, str | os.PathLike):
+    if config is None or isinstance(config, str | os.PathLike | list | tuple):
         return {}
     if isinstance(config, Mapping):
         return dict(config)
     if is_dataclass(config) and isinstance(config, kind.Config):
         return {f.name: getattr(config, f.name) for f in fields(config)}
-    raise UserError(f"config: expected {kind.__name__}.Config, a mapping or a file, got {type(config).__name__}")
+    raise UserError(f"config: expected {kind.__name__}.Config, a mapping, a file or files, got {type(config).__name__}")
 
 
 def start(kind: type[Recipe], resolved: Resolved) -> Any:

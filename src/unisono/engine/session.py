@@ -171,6 +171,9 @@ class _Session:
                     "from here on the order is another one"
                 )
         parts.state.num_samples = size
+        recipe.evaluations = self._main_decides(
+            lambda: self._folder.evaluations(parts.state.step, evaluated=not parts.state.owes_evaluation)
+        )
         self._from_step = parts.state.step
         length = Length.of(settings, size, parts.state)
         self._remarks += self._idle_faults(length)
@@ -259,7 +262,9 @@ class _Session:
         folder = self._folder.path / "prepared"
         folder.mkdir(parents=True, exist_ok=True)
         self._pulse.at("prepare", 0)
-        recipe.prepare(Work(folder, world.rank, world.size, lambda: self._stop.requested is not None))
+        say: Callable[[str], None] = print_line if world.is_main else lambda text: None
+        device = str(find_placement(world, self._settings).device)
+        recipe.prepare(Work(folder, world.rank, world.size, lambda: self._stop.requested is not None, device, say))
         self._pulse.at("start", 0)
         # Nobody reads what another rank is still preparing.
         return any(self._agreement.agree_all(self._stop.requested is not None))

@@ -24,6 +24,7 @@ from unisono.cluster.agree import Agreement
 from unisono.cluster.pulse import Pulse
 from unisono.data.loader import BadSample, MicroBatch
 from unisono.engine.build import Parts
+from unisono.engine.captured import Captured
 from unisono.engine.gradient import Gradient, Lap, power_of_two_near
 from unisono.engine.memory import OutOfMemoryHere, in_one_line, is_out_of_memory
 from unisono.errors import TrainingFailed
@@ -81,6 +82,8 @@ class OptimizerStep:
         self._strategy, self._updater, self._ema = parts.strategy, parts.updater, parts.ema
         self._scale, self._state, self._settings, self._pulse = parts.scale, parts.state, settings, pulse
         self._gradient = Gradient(parts, settings, agreement, pulse)
+        captures = parts.captures and self._updater.make_capturable()
+        self._captured = Captured(self._apply) if captures and self._strategy.gradients_stay else None
         self._unread: _Unread | None = None
 
     def run(
@@ -125,10 +128,16 @@ class OptimizerStep:
 
     def _update(self, sums: Tensor) -> tuple[StepReport | None, Tensor]:
         """Normalises, clips and steps; the report of the step before, and this step's numbers on the device."""
+        previous = self.settle()  # the average must follow the weights before they change again
+        updated = self._captured(sums) if self._captured is not None and self._strategy.gradients_stay else None
+        return previous, self._apply(sums) if updated is None else updated
+
+    def _apply(self, sums: Tensor) -> Tensor:
+        """On the device alone: nothing here waits for it (on the GPU), and all of it can be recorded."""
         total, count = sums[0], sums[1]
         gradients = self._strategy.gradients()
         norm = self._strategy.norm(gradients).double()
-        factor = self._state.expected_count * self._strategy.gradient_divisor / count
+        factor = self._gradient.expected_count * self._strategy.gradient_divisor / count
         scale = torch.ones_like(count)
         if self._scale is not None:
             scale = self._scale.value.double()
@@ -139,13 +148,11 @@ class OptimizerStep:
         if self._settings.optim.grad_clip > 0:
             factor = factor * torch.clamp(self._settings.optim.grad_clip / (norm + 1e-6), max=1.0)
 
-        previous = self.settle()  # the average must follow the weights before they change again
         self._updater.step(gradients, factor, found_inf)
         if self._scale is not None:
             self._scale.update(found_inf)
         self._strategy.clear_gradients()
-        numbers = torch.cat([torch.stack([total, count, norm, found_inf, scale]), sums[2:]])
-        return previous, numbers
+        return torch.cat([torch.stack([total, count, norm, found_inf, scale]), sums[2:]])
 
     def settle(self) -> StepReport | None:
         """Reads the last step's numbers and does what depends on them; called one step late, and before saving."""

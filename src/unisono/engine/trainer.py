@@ -297,13 +297,14 @@ class Trainer:
         """True when a signal came before it was over: it is owed to the next start."""
         self._settle()
         settings = self.settings.eval
-        metrics: dict[str, float] | None = {}
+        metrics: dict[str, float | list[float]] | None = {}
         with self._watch.aside(), self._averaged():
             if self._evaluation is not None and self._due_or(last, settings.eval_every):
                 metrics = self._evaluation.run(self.state.step)
                 self._note_bad(self._evaluation.bad, evaluating=True)
                 if metrics:
-                    self.state.last_metrics |= metrics
+                    self.state.last_metrics |= {k: v for k, v in metrics.items() if not isinstance(v, list)}
+                    self.parts.recipe.evaluations.append({"step": self.state.step, **metrics})
                     self._watch.evaluated(self.state.step, self.state.samples, metrics)
             if metrics is not None and self._due_or(last, settings.preview_every):
                 self._preview()
@@ -324,13 +325,15 @@ class Trainer:
             for path in write_previews(found, self._folder.path / "previews", step):
                 self._folder.event("preview", step=step, file=path.name)
 
-    def _keep_best(self, metrics: Mapping[str, float]) -> None:
+    def _keep_best(self, metrics: Mapping[str, float | list[float]]) -> None:
         settings = self.settings.eval
         if settings.best_metric is None:
             return
         if settings.best_metric not in metrics:
             raise TrainingFailed(f"best_metric {settings.best_metric}: evaluation gave {', '.join(sorted(metrics))}")
         value = metrics[settings.best_metric]
+        if isinstance(value, list):
+            raise TrainingFailed(f"best_metric {settings.best_metric} is a curve; choose a single number")
         best = self.state.best
         better = best is None or (value < best["value"] if settings.best_mode == "min" else value > best["value"])
         if better and not math.isnan(value):

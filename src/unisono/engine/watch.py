@@ -121,14 +121,15 @@ class Watch:
             "slowest_rank": rank,
         }
 
-    def evaluated(self, step: int, samples: int, metrics: Mapping[str, float]) -> None:
-        """Writes down an evaluation."""
+    def evaluated(self, step: int, samples: int, metrics: Mapping[str, float | list[float]]) -> None:
+        """Writes down an evaluation: numbers, and curves as lists."""
         if not self._main:
             return
         self._folder.metrics({"step": step, "samples": samples, **metrics})
-        self.message(f"step {step}  " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+        numbers = {name: value for name, value in metrics.items() if not isinstance(value, list)}
+        self.message(f"step {step}  " + "  ".join(f"{name} {value:.4f}" for name, value in numbers.items()))
         for tracker in self._trackers:
-            tracker.log(step, metrics)
+            tracker.log(step, numbers)
 
     def close(self) -> None:
         """Ends the progress line and the trackers."""

@@ -202,6 +202,15 @@ class RunFolder:
             with open(file, "rb") as lines:
                 _replace(file, (line for line in lines if _is_upto(line, step, evaluated)))
 
+    def evaluations(self, step: int, *, evaluated: bool = True) -> list[dict[str, Any]]:
+        """What metrics.jsonl says of evaluations up to a step; as for `rewind_metrics`."""
+        file = self.path / METRICS
+        if not file.exists():
+            return []
+        with open(file, "rb") as lines:
+            kept = (line for line in lines if b'"eval/' in line and _is_upto(line, step, evaluated))
+            return [json.loads(line) for line in kept]
+
     def close(self) -> None:
         """Closes the files (a later note opens them again) and lets other runs into the folder."""
         for file in self._files.values():

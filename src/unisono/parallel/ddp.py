@@ -69,6 +69,11 @@ class DDP(Strategy):
         """call(model, *arguments) with gradients that are averaged over the ranks in backward."""
         return self._wrapped(call, *arguments)
 
+    @property
+    def gradients_stay(self) -> bool:
+        """Of guarded steps, once the buckets are settled; what the ranks have summed lies elsewhere."""
+        return self._views is not None
+
     def begin_step(self, *, guarded: bool) -> None:
         """The first rank's buffers for all; for a guarded step, gradients that lie in the buckets from the start."""
         if self.settings.broadcast_buffers and self._buffers and self.place.world > 1:

@@ -1,0 +1,123 @@
+"""Config files that include others: `include: base.yaml`, or a list of files, all read before the file's own keys.
+
+An include is looked for beside the file that names it and then in the folders above it, because that is how people
+write them: `include: config/model/base.yaml` stands in config/model/wide.yaml and means the file beside it. It cannot
+lead out of the project: no absolute path, and nothing above the current folder (for a file that lies elsewhere: above
+the folder in which its own path begins like the include's).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unisono.config.file import read_file
+from unisono.config.values import shown
+from unisono.errors import ConfigError
+
+INCLUDE = "include"
+_MOST_FILES = 100
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A key of a config file."""
+
+    key: Any
+    """As it is written there."""
+    value: Any
+    place: str
+    """The file that holds it."""
+    order: int
+    """Later files win."""
+
+
+def read_with_includes(path: Path) -> dict[str, Entry]:
+    """The keys of a file and of those it includes, hyphens as underscores; its own keys win."""
+    entries: dict[str, Entry] = {}
+    read: list[Path] = []
+    _read(path, (), read, entries)
+    return entries
+
+
+def _read(path: Path, chain: tuple[Path, ...], read: list[Path], entries: dict[str, Entry]) -> None:
+    content, real = read_file(path), path.resolve()
+    chain = (*chain, real)
+    for include in _includes(content, path):
+        found = _find(include, path, real)
+        if found in chain:
+            circle = " -> ".join(_short(file) for file in (*chain[chain.index(found) :], found))
+            raise ConfigError(f"config file {path} includes itself: {circle}; take one of these includes out")
+        _read(found, chain, read, entries)
+    read.append(real)
+    if len(read) > _MOST_FILES:  # files that include each other twice are read 2 x 2 x 2 ... times
+        raise ConfigError(f"config file {chain[0]} includes more than {_MOST_FILES} files; include each of them once")
+    place = str(path) if len(chain) == 1 else _short(real)
+    for name, (key, value) in _by_name(content, place).items():
+        entries.pop(name, None)  # in the order in which they count
+        entries[name] = Entry(key, value, place, len(read))
+
+
+def _by_name(content: Mapping[Any, Any], place: str) -> dict[str, tuple[Any, Any]]:
+    named: dict[str, tuple[Any, Any]] = {}
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        if name in named:
+            raise ConfigError(f"{name} is given twice in {place}, with a hyphen and with an underscore")
+        if name != INCLUDE:
+            named[name] = (key, value)
+    return named
+
+
+def _includes(content: Mapping[Any, Any], path: Path) -> list[str]:
+    given = content.get(INCLUDE)
+    includes = given if isinstance(given, list) else [] if given is None else [given]
+    for include in includes:
+        if not isinstance(include, str) or not include.isprintable() or not include.strip():
+            raise ConfigError(f"config file {path}: include: expected a file or a list of files, got {shown(given)}")
+    return [str(include) for include in includes]
+
+
+def _find(include: str, path: Path, real: Path) -> Path:
+    """The included file, with all links followed."""
+    wanted = Path(include)
+    if wanted.is_absolute():
+        raise ConfigError(f"config file {path}: include {include} is an absolute path; write it relative to this file")
+    top = _top(wanted, real)
+    outside = not Path(os.path.normpath(real.parent / wanted)).is_relative_to(top)
+    for folder in real.parents:
+        candidate = _file(folder / wanted)
+        if candidate is not None and candidate.is_relative_to(top):
+            return candidate
+        outside |= candidate is not None
+        if folder == top:
+            break
+    if outside:
+        raise ConfigError(f"config file {path}: include {include} leads out of {top}; copy the file into that folder")
+    searched = f"beside it and up to {top}" if top != real.parent else "beside it"
+    raise ConfigError(f"config file {path}: include {include} does not exist ({searched})")
+
+
+def _file(path: Path) -> Path | None:
+    try:
+        real = path.resolve()
+        return real if real.is_file() else None
+    except (OSError, RuntimeError):  # a name that is too long, links in a circle
+        return None
+
+
+def _top(wanted: Path, real: Path) -> Path:
+    """The folder that an include must not leave."""
+    here = Path.cwd().resolve()
+    if real.is_relative_to(here):
+        return here
+    same_name = [folder.parent for folder in real.parents if (folder.name,) == wanted.parts[:1]]
+    return same_name[0] if same_name else real.parent
+
+
+def _short(file: Path) -> str:
+    here = Path.cwd().resolve()
+    return str(file.relative_to(here) if file.is_relative_to(here) else file)

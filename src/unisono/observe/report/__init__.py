@@ -1,0 +1,1 @@
+"""One self-contained page of a run, made from the files in its folder and nothing else."""

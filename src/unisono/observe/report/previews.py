@@ -1,0 +1,116 @@
+"""What the recipe drew while it trained, as parts of a page that needs no other file."""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import stat
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+
+from unisono.observe.report.words import bytes_text, clipped, compact
+
+LARGEST_FILE = 4 * 2**20
+LARGEST_TOTAL = 24 * 2**20
+LONGEST_TEXT = 20_000
+MOST_NAMES, MOST_EARLIER = 24, 5
+
+_NAME = re.compile(r"step_(\d{8,18})_(.+)")
+_IMAGES = {
+    ".png": "image/png",
+    ".jpg": "image/jpeg",
+    ".jpeg": "image/jpeg",
+    ".gif": "image/gif",
+    ".webp": "image/webp",
+    ".svg": "image/svg+xml",
+}
+_VIDEOS = {".mp4": "video/mp4", ".webm": "video/webm"}
+_TEXTS = {".txt", ".md", ".json", ".csv", ".log"}
+
+
+@dataclass
+class Gallery:
+    """The previews as HTML, newest of each name first, and what was left out."""
+
+    shown: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
+    """Name -> (step, HTML), newest first."""
+    left_out: list[str] = field(default_factory=list)
+
+
+def read_previews(folder: Path) -> Gallery:
+    """Reads previews/ of a run: the newest of each name, and a few earlier ones as long as there is room."""
+    gallery, found = Gallery(), _list(folder / "previews")
+    room = LARGEST_TOTAL
+    earlier: list[tuple[str, int, Path]] = []
+    for name, steps in list(found.items())[:MOST_NAMES]:
+        (step, path), *rest = steps
+        room = _take(gallery, name, step, path, room)
+        every = -(-len(rest) // MOST_EARLIER) if rest else 1
+        earlier += [(name, step, path) for step, path in rest[every - 1 :: every]]
+    for name, step, path in earlier:
+        room = _take(gallery, name, step, path, room)
+    gallery.left_out += [f"{name}: too many names" for name in list(found)[MOST_NAMES:][:MOST_NAMES]]
+    return gallery
+
+
+def _list(folder: Path) -> dict[str, list[tuple[int, Path]]]:
+    found: dict[str, list[tuple[int, Path]]] = {}
+    if folder.is_symlink():  # nothing from outside the run's folder gets onto the page
+        return found
+    try:
+        entries = sorted(os.listdir(folder), reverse=True)  # step numbers are padded: newest first
+    except OSError:
+        return found
+    for entry in entries:
+        match = _NAME.fullmatch(entry)
+        if match:
+            found.setdefault(match.group(2), []).append((int(match.group(1)), folder / entry))
+    return dict(sorted(found.items()))
+
+
+def _take(gallery: Gallery, name: str, step: int, path: Path, room: int) -> int:
+    """Puts a file into the gallery if it is fit to be shown; the room that is left then."""
+    content = _read(path, min(LARGEST_FILE, room))
+    if isinstance(content, str):
+        gallery.left_out.append(f"{clipped(path.name, 120)}: {content}")
+        return room
+    gallery.shown.setdefault(name, []).append((step, _as_html(name, step, content)))
+    return room - len(content)
+
+
+def _read(path: Path, most: int) -> bytes | str:
+    """The content of a file, or why it is not shown."""
+    suffix = path.suffix.lower()
+    if suffix not in _TEXTS and suffix not in _IMAGES and suffix not in _VIDEOS:
+        return "neither an image, a short video nor text"
+    try:
+        # A link could lead out of the run's folder, a pipe would wait for ever.
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return "not a file that can be read"
+    with open(handle, "rb") as file:
+        about = os.fstat(handle)
+        if not stat.S_ISREG(about.st_mode):
+            return "not a plain file"
+        if suffix in _TEXTS:
+            return file.read(min(LONGEST_TEXT + 1, most))
+        if about.st_size == 0:
+            return "empty"
+        if about.st_size > most:
+            return f"too large ({bytes_text(about.st_size)})"
+        return file.read(most)
+
+
+def _as_html(name: str, step: int, content: bytes) -> str:
+    suffix = Path(name).suffix.lower()
+    if suffix in _TEXTS:
+        text = content.decode("utf-8", errors="replace")
+        cut = "\n…" if len(content) > LONGEST_TEXT else ""
+        return f"<pre>{escape(text[:LONGEST_TEXT])}{cut}</pre>"
+    data = base64.b64encode(content).decode()
+    if suffix in _VIDEOS:
+        return f'<video controls muted loop src="data:{_VIDEOS[suffix]};base64,{data}"></video>'
+    said = escape(f"{name} at step {compact(step)}")
+    return f'<img alt="{said}" src="data:{_IMAGES[suffix]};base64,{data}">'

@@ -1,0 +1,1 @@
+"""Algorithm Distillation: a transformer that learns, from histories of learners, to learn in its context."""

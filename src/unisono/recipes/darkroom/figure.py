@@ -1,0 +1,127 @@
+"""The figure of a run: does it learn in its context, on tasks that it has never seen?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from unisono.recipes.darkroom.recipe import Darkroom
+
+_INK, _PAPER, _FAINT = "#1d2733", "#ffffff", "#8a94a0"
+_COLOURS = {"unseen": "#c2410c", "validation": "#0e7490", "train": "#64748b"}
+
+
+def draw(recipe: Darkroom) -> Mapping[str, Any]:
+    """in_context.png, and the same in numbers."""
+    evaluations = recipe.evaluations
+    chosen = best(evaluations, "eval/validation_of_optimum")
+    return {"in_context.png": _figure(recipe, chosen), "in_context.txt": table(recipe, chosen)}
+
+
+def best(evaluations: list[dict[str, Any]], metric: str) -> dict[str, Any]:
+    """The evaluation that the model is chosen by; of equal ones the first, as the engine keeps it."""
+    return max(evaluations, key=lambda found: found.get(metric, -1.0))
+
+
+def table(recipe: Darkroom, chosen: Mapping[str, Any]) -> str:
+    """The short table that `make demo` ends with."""
+    rows: list[tuple[str, ...]] = [("", "episode 1", "5", "10", "last 10", "of optimum", "solved")]
+    lines = {
+        "source learner": recipe.source_curve,
+        **{name: chosen[f"eval/{name}_return_by_episode"] for name in _COLOURS},
+    }
+    for name, curve in lines.items():
+        picked = [f"{curve[episode]:.2f}" if episode < len(curve) else "" for episode in (0, 4, 9)]
+        last = sum(curve[-10:]) / len(curve[-10:])
+        share, solved = chosen.get(f"eval/{name}_of_optimum"), chosen.get(f"eval/{name}_solved")
+        if name == "source learner":
+            share = last / recipe.optimum("unseen")
+        rows.append(
+            (
+                f"{name} tasks" if name in _COLOURS else "source learner, unseen tasks",
+                *picked,
+                f"{last:.2f}",
+                f"{share:.1%}" if share is not None else "",
+                f"{solved:.0%}" if solved is not None else "",
+            )
+        )
+    chance, most = recipe.chance("unseen"), recipe.optimum("unseen")
+    rows.append(("chance, unseen tasks", "", "", "", f"{chance:.2f}", f"{chance / most:.1%}", ""))
+    rows.append(("optimum, unseen tasks", "", "", "", f"{most:.2f}", "100.0%", ""))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    text = [
+        "  ".join(
+            cell.ljust(width) if not column else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    what = f"Return per episode, frozen weights of step {chosen['step']} (chosen by the validation tasks)"
+    return "\n".join([what, "", text[0], "-" * len(text[0]), *text[1:], ""])
+
+
+def _figure(recipe: Darkroom, chosen: Mapping[str, Any]) -> bytes:
+    import matplotlib
+
+    matplotlib.use("Agg", force=False)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5.2), dpi=150, facecolor=_PAPER)
+    axes = figure.subplots()
+    most = recipe.optimum("unseen")
+    episodes = len(chosen["eval/unseen_return_by_episode"])
+    axes.axhline(most, color=_INK, linewidth=1, linestyle=(0, (6, 3)))
+    axes.annotate(
+        f"optimum {most:.2f}", (episodes, most), xytext=(0, 4), textcoords="offset points", ha="right", color=_INK
+    )
+    axes.axhline(recipe.chance("unseen"), color=_FAINT, linewidth=1, linestyle=":")
+    axes.annotate(
+        "chance",
+        (episodes, recipe.chance("unseen")),
+        xytext=(0, 4),
+        textcoords="offset points",
+        ha="right",
+        color=_FAINT,
+    )
+    source = recipe.source_curve[:episodes]
+    axes.plot(
+        range(1, len(source) + 1),
+        source,
+        color=_FAINT,
+        linewidth=1.5,
+        label=f"source learner ({recipe.config.source}), unseen tasks",
+    )
+    for name, colour in reversed(_COLOURS.items()):
+        curve = chosen[f"eval/{name}_return_by_episode"]
+        axes.plot(
+            range(1, len(curve) + 1),
+            curve,
+            color=colour,
+            linewidth=2.6 if name == "unseen" else 1.2,
+            label=f"transformer, {name} tasks ({chosen[f'eval/{name}_of_optimum']:.0%} of the optimum at the end)",
+        )
+    axes.set_xscale("log")
+    ticks = [tick for tick in (1, 2, 5, 10, 20, 50, 100, 200, 500) if tick <= episodes]
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.minorticks_off()
+    axes.set_xlim(1, episodes)
+    axes.set_ylim(0, most * 1.12)
+    axes.set_xlabel("episode in context, weights frozen")
+    axes.set_ylabel("return")
+    room = f"{recipe.config.env.replace('_', ' ')}, {recipe.config.grid_size} × {recipe.config.grid_size}"
+    axes.set_title(
+        f"It learns tasks it has never seen ({room}; step {chosen['step']:,})",
+        loc="left",
+        color=_INK,
+        fontweight="bold",
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.legend(loc="lower right", frameon=False)
+    figure.tight_layout()
+    out = BytesIO()
+    figure.savefig(out, format="png")
+    return out.getvalue()

@@ -1,0 +1,177 @@
+"""The transformer that reads a history and says what to do next.
+
+One token per step: the cell the agent is in, and the action and reward that led there. Coordinates are embedded one by
+one (x and y), never as one symbol per cell: what it learned about a column helps in a cell that was never a goal.
+Attention is causal and needs no mask tensor; when playing, keys and values of the past are kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from unisono.recipes.darkroom.rooms import NUM_ACTIONS
+
+NOTHING_YET = NUM_ACTIONS
+"""The action before the first one of a context."""
+MARKS = 3
+"""What a token is: a step, the beginning of the older region, its end."""
+
+
+class Tokens(NamedTuple):
+    """Steps of a context, each [batch, length], int64."""
+
+    cells: Tensor
+    actions: Tensor  # the action before, or NOTHING_YET
+    rewards: Tensor  # the reward before
+    marks: Tensor | None = None  # of a compressed context: 0 a step, 1 and 2 the ends of the older region
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a model."""
+
+    room_size: int
+    context: int  # tokens
+    width: int = 64
+    num_layers: int = 4
+    num_heads: int = 4
+    inner: int = 256
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    marks: bool = False  # of a compressed context
+
+
+class Cache:
+    """Keys and values of the tokens so far, for all layers.
+
+    It has its full size from the start, and where the next token goes is a number on the device: adding one is the
+    same sequence of kernels every time.
+    """
+
+    def __init__(self, shape: Shape, batch: int, device: torch.device, dtype: torch.dtype) -> None:
+        size = (shape.num_layers, batch, shape.num_heads, shape.context, shape.width // shape.num_heads)
+        self.keys, self.values = (
+            torch.zeros(size, device=device, dtype=dtype),
+            torch.zeros(size, device=device, dtype=dtype),
+        )
+        self.next = torch.zeros(1, device=device, dtype=torch.int64)
+        self._slots = torch.arange(shape.context, device=device)
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self.next.zero_()
+
+    def fill(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """The first tokens of an empty cache: [batch, heads, length, width of a head]."""
+        length = keys.shape[2]
+        self.keys[layer, :, :, :length], self.values[layer, :, :, :length] = keys, values
+
+    def add(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """All keys and values of a layer with those of one more token, and which of them are there."""
+        self.keys[layer].index_copy_(2, self.next, key.to(self.keys.dtype))
+        self.values[layer].index_copy_(2, self.next, value.to(self.values.dtype))
+        return self.keys[layer], self.values[layer], (self._slots <= self.next).view(1, 1, 1, -1)
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each normalised before and added after."""
+
+    def __init__(self, shape: Shape, layer: int) -> None:
+        super().__init__()
+        self._layer, self._heads, self.attention_dropout = layer, shape.num_heads, shape.attention_dropout
+        # Without biases: on the GPU summing their gradients would take a tenth of the step.
+        self.norm_attention = nn.LayerNorm(shape.width, bias=False)
+        self.queries_keys_values = nn.Linear(shape.width, 3 * shape.width, bias=False)
+        self.mix = nn.Linear(shape.width, shape.width, bias=False)
+        self.norm_inner = nn.LayerNorm(shape.width, bias=False)
+        self.widen = nn.Linear(shape.width, shape.inner, bias=False)
+        self.narrow = nn.Linear(shape.inner, shape.width, bias=False)
+        self.dropout = nn.Dropout(shape.dropout)
+
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+        """[batch, length, width] -> the same."""
+        x = x + self.dropout(self._attend(self.norm_attention(x), cache))
+        inner = F.gelu(self.widen(self.norm_inner(x)), approximate="tanh")
+        return x + self.dropout(self.narrow(inner))  # type: ignore[no-any-return]
+
+    def _attend(self, x: Tensor, cache: Cache | None) -> Tensor:
+        batch, length, width = x.shape
+        parts = self.queries_keys_values(x).view(batch, length, 3, self._heads, width // self._heads)
+        query, key, value = (
+            part.transpose(1, 2) for part in parts.unbind(2)
+        )  # [batch, heads, length, width of a head]
+        if cache is not None and length == 1:
+            keys, values, known = cache.add(self._layer, key, value)
+            mixed = F.scaled_dot_product_attention(query, keys.to(query.dtype), values.to(query.dtype), attn_mask=known)
+        else:
+            if cache is not None:
+                cache.fill(self._layer, key, value)
+            dropout = self.attention_dropout if self.training else 0.0
+            mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        return self.mix(mixed.transpose(1, 2).reshape(batch, length, width))  # type: ignore[no-any-return]
+
+
+class HistoryReader(nn.Module):
+    """Histories in, logits of the next action out."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        features = 2 * shape.room_size + NUM_ACTIONS + 1 + 1
+        # One-hot vectors times a matrix: as a look-up the gradient would be a hundred thousand additions to nine rows.
+        self.embed = nn.Linear(features, shape.width, bias=False)
+        self.embed_mark = nn.Embedding(MARKS, shape.width) if shape.marks else None
+        self.positions = nn.Parameter(torch.empty(shape.context, shape.width))
+        self.dropout = nn.Dropout(shape.dropout)
+        self.blocks = nn.ModuleList(Block(shape, layer) for layer in range(shape.num_layers))
+        self.norm = nn.LayerNorm(shape.width, bias=False)
+        self.head = nn.Linear(shape.width, NUM_ACTIONS)
+        self._initialise()
+
+    def _initialise(self) -> None:
+        for name, parameter in self.named_parameters():
+            if parameter.dim() < 2:
+                continue
+            # The stream grows with every layer that adds to it; those that do start smaller.
+            adds = name.endswith(("mix.weight", "narrow.weight"))
+            std = 0.02 / (2 * self.shape.num_layers) ** 0.5 if adds else 0.1 if name == "embed.weight" else 0.02
+            nn.init.normal_(parameter, std=std)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, tokens: Tokens, cache: Cache | None = None) -> Tensor:
+        """[batch, length, actions] logits; one token with a cache comes after those that it holds."""
+        length = tokens.cells.shape[1]
+        alone = cache is not None and length == 1
+        positions = (
+            self.positions.index_select(0, cache.next) if cache is not None and alone else self.positions[:length]
+        )
+        x = self.embed(self._one_hot(tokens))
+        x = x + positions.to(x.dtype)
+        if self.embed_mark is not None and tokens.marks is not None:
+            x = x + self.embed_mark(tokens.marks).to(x.dtype)
+        x = self.dropout(x)
+        for block in self.blocks:
+            x = block(x, cache)
+        if cache is not None:
+            cache.next += length
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+    def new_cache(self, batch: int, dtype: torch.dtype) -> Cache:
+        """An empty cache for so many histories."""
+        return Cache(self.shape, batch, self.positions.device, dtype)
+
+    def _one_hot(self, tokens: Tokens) -> Tensor:
+        size, dtype = self.shape.room_size, self.embed.weight.dtype
+        x = torch.div(tokens.cells, size, rounding_mode="floor")
+        columns = (
+            (x, size),
+            (tokens.cells - x * size, size),
+            (tokens.actions, NUM_ACTIONS + 1),
+        )
+        hot = [(values[..., None] == torch.arange(width, device=values.device)).to(dtype) for values, width in columns]
+        return torch.cat([*hot, tokens.rewards[..., None].to(dtype)], dim=-1)

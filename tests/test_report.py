@@ -1,0 +1,354 @@
+"""`unisono report` tells a run from its folder alone: all of it, nothing but it, and whatever state it is in."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import os
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from command_line import TINY, unisono
+from unisono.cli.main import main
+from unisono.errors import UserError
+from unisono.observe.folder import RunFolder
+from unisono.observe.report.axis import linear, logarithmic
+from unisono.observe.report.page import status_of
+from unisono.observe.report.reading import read_run
+from unisono.observe.report.series import LIMIT, Curves, Series
+from unisono.observe.report.writing import write_report
+
+PIXEL = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
+)
+ATTACK = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'><svg onload=alert(3)>"
+
+
+class Page(HTMLParser):
+    """What a browser finds on a page: elements, what hangs on them, and the text outside scripts and styles."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self._in = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        self._in = tag
+
+    def handle_data(self, data: str) -> None:
+        if self._in not in ("script", "style"):
+            self.text += data + " "
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in = ""
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+    def lines(self) -> dict[str, dict[str, Any]]:
+        """Everything that is drawn: name -> x and y of the last line of that name."""
+        found = (json.loads(a["data-values"] or "") for a in self.all("g") if "data-values" in a)
+        return {line["name"]: line for line in found}
+
+
+def made(folder: Path, metrics: list[Any] = (), events: list[Any] = (), **record: Any) -> Path:  # type: ignore[assignment]
+    """A run's folder with these lines in it."""
+    run = RunFolder(folder)
+    run.open({"id": "1", "recipe": "Made", **record})
+    for event in events:
+        run.event(**event)
+    for line in metrics:
+        run.metrics(line)
+    run.close()
+    return folder
+
+
+def report(folder: Path) -> Page:
+    return Page(write_report(folder).read_text())
+
+
+@pytest.fixture(scope="module")
+def survivor(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real run of two ranks, one of which was killed and one of which saw a loss that is not a number."""
+    folder = tmp_path_factory.mktemp("report")
+    faults = "kill@rank1:step7,nan@rank0:step9"
+    words = ["--nproc", "2", "--max_steps", "12", "--save_every", "3", "--no_async_save", "--output_dir", "run"]
+    done = unisono("train", TINY, *words, "--inject", faults, cwd=folder)
+    assert done.code == 0, done.err
+    return folder / "run"
+
+
+def test_a_real_run_that_was_killed_is_told_in_full(survivor: Path) -> None:
+    done = unisono("report", "run", cwd=survivor.parent)
+    assert (done.code, done.out, done.err) == (0, "run/report.html\n", "")
+    text = (survivor / "report.html").read_text()
+    page = Page(text)
+    said = " ".join(page.text.split())
+    for part in (
+        "Tiny",
+        "trained to the end",
+        "in 2 starts",
+        "2, ddp",
+        "killed by SIGKILL",
+        "from step 6: 2 ranks, ddp",
+    ):
+        assert part in said, part
+    assert "the step was skipped on all ranks" in said and "kill@rank1:step7" in said
+    assert re.search(r"faults survived 2 1 restart", said)
+    assert "checkpoints saved" in said and "save_every 3 1000 flag" in said
+    assert said.index("Other than the defaults") < said.index("The recipe's own")
+    assert page.lines()["training"]["x"] == [1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12]  # 9 was no number
+    titles = {a["id"] for a in page.all("title") + page.all("desc") if "id" in a}
+    charts = [a for a in page.all("svg") if a.get("role") == "img"]
+    assert len(charts) >= 4
+    assert all(set((a["aria-labelledby"] or "").split()) <= titles for a in charts)
+
+
+def test_a_page_needs_nothing_from_outside(survivor: Path, tmp_path: Path) -> None:
+    text = write_report(survivor, tmp_path / "page.html").read_text()
+    assert not re.search(r"https?://|@import|url\(|//[a-z]+\.", re.sub(r"<script>.*</script>", "", text, flags=re.S))
+    for tag, attributes in Page(text).elements:
+        assert tag not in ("link", "iframe", "object", "base")
+        assert (attributes.get("src") or "data:").startswith("data:")
+        assert "href" not in attributes
+    assert "default-src 'none'" in text and "prefers-color-scheme: dark" in text
+
+
+def test_nothing_in_a_run_becomes_part_of_the_page(tmp_path: Path) -> None:
+    bad = {ATTACK: ATTACK, "nested": [{ATTACK: ATTACK}]}
+    start = dict.fromkeys(("time", "world", "strategy", "launcher", "why", "from_step"), ATTACK)
+    folder = made(
+        tmp_path / ATTACK.replace("/", "_"),
+        [{"step": 1, "loss": 1.0, f"eval/{ATTACK}": 2.0, ATTACK: 1.0, f"eval/{ATTACK}_by_{ATTACK}": [1, 2]}],
+        [{"kind": kind, "step": 1, "error": ATTACK, "what": ATTACK} for kind in ("failed", "worker_died", ATTACK)],
+        **{"recipe": ATTACK, "launcher": ATTACK, "seed": ATTACK, "versions": bad, "config": bad, "sources": bad},
+    )
+    record = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**record, "created": ATTACK, "starts": [start, ATTACK, None]}))
+    (folder / "previews").mkdir()
+    (folder / "previews" / "step_00000001_<img src=x onerror=alert(4)>.txt").write_text(ATTACK)
+    (folder / "previews" / "step_00000001_a.svg").write_text("<svg onload='alert(5)'/>")
+    page = report(folder)
+    assert len(page.all("script")) == 1
+    assert all(not name.startswith("on") for _, attributes in page.elements for name in attributes)
+    assert all((a["src"] or "").startswith("data:image/svg+xml;base64,") for a in page.all("img"))
+    assert page.text.count("alert(1)") >= 10  # it is there, as text
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{}", "{", "null", '"run"', "\x00" * 99, "[" * 100_000],
+    ids=["empty", "list", "nothing", "half", "null", "text", "zeros", "deep"],
+)
+def test_a_folder_that_is_no_run_is_refused_in_one_line(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.json").write_text(content)
+    assert main(["report", str(tmp_path)]) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and told.err.count("\n") == 1 and "run.json" in told.err
+    assert os.listdir(tmp_path) == ["run.json"]
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert not os.listdir(tmp_path)
+
+
+def test_only_a_report_is_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = made(tmp_path / "run", [{"step": 1, "loss": 1.0}])
+    mine = tmp_path / "mine.html"
+    mine.write_text("<!doctype html><title>mine</title>")
+    link = tmp_path / "link.html"
+    link.symlink_to(tmp_path / "elsewhere.html")
+    for taken in (mine, tmp_path, link, tmp_path / "no" / "folder.html", folder / "run.json"):
+        before = taken.read_text() if taken.is_file() else ""
+        assert main(["report", str(folder), "--output", str(taken)]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+        assert (taken.read_text() if taken.is_file() else "") == before
+    assert not (tmp_path / "elsewhere.html").exists()
+    first = write_report(folder).read_text()
+    with open(folder / "metrics.jsonl", "a") as lines:
+        lines.write('{"step": 2, "loss": 0.5}\n')
+    assert write_report(folder).read_text() != first
+    assert not [name for name in os.listdir(folder) if name.startswith(".report")]
+
+
+def test_damaged_lines_are_skipped_and_counted(tmp_path: Path) -> None:
+    folder = made(tmp_path, [{"step": 1, "loss": 1.0}], [{"kind": "start", "step": 0}])
+    with open(folder / "metrics.jsonl", "ab") as lines:
+        lines.write(b'\x00\x00\x00\n[1]\n{"loss": 3}\n\xff\xfe\n' + b"[" * 200_000 + b"\n")
+        lines.write(b'{"step": true, "loss": 1}\n' + b'"' + b"x" * (5 * 2**20) + b'"\n')
+        lines.write(b'{"step": 2, "loss": 0.5}\n{"step": 3, "lo')
+    with open(folder / "events.jsonl", "ab") as lines:
+        lines.write(b'{"kind": 3}\n{"kind": "do')
+    page = report(folder)
+    assert page.lines()["training"]["y"] == [1, 0.5]
+    assert "8 lines of metrics.jsonl skipped" in page.text and "2 lines of events.jsonl skipped" in page.text
+
+
+def test_numbers_that_cannot_be_drawn_leave_a_gap(tmp_path: Path) -> None:
+    values = [1.0, math.nan, math.inf, 1e308, -1e308, 10**400, 2.0, True, None, "text", {}, []]
+    folder = made(tmp_path, [{"step": step, "loss": value} for step, value in enumerate(values) if value != 10**400])
+    with open(folder / "metrics.jsonl", "a") as lines:
+        lines.write('{"step": 5, "loss": 1' + "0" * 400 + "}\n")
+    page = report(folder)
+    assert page.lines()["training"]["y"] == [1, 2]
+    assert "5 values not finite" in page.text
+
+
+def test_a_million_values_become_few_points_and_no_peak_is_lost() -> None:
+    series = Series()
+    for x in range(1_000_000):
+        series.add(x, 1.0 + (x % 7) / 100)
+    before = series.points()
+    assert (series.count, series.lowest, series.highest) == (1_000_000, 1.0, 1.06)
+    series = Series((x, {0: 3.0, 123_457: 9.0, 654_321: -5.0, 999_999: 2.0}.get(x, 1.0)) for x in range(1_000_000))
+    points = series.points()
+    assert max(len(before), len(points)) <= LIMIT
+    assert {(0, 3.0), (123_457, 9.0), (654_321, -5.0), (999_999, 2.0)} <= set(points)
+    assert points == sorted(points)
+    assert series.mean == pytest.approx(1.0, abs=1e-4)
+    assert len(series.trend()) <= LIMIT
+
+
+def test_few_values_stay_as_they_are() -> None:
+    values = [(float(x), math.sin(x)) for x in range(900)]
+    assert Series(values).points() == values
+
+
+def test_a_metric_that_is_a_curve_is_drawn_over_its_index(tmp_path: Path) -> None:
+    name = "eval/unseen_return_by_episode"
+    folder = made(tmp_path, [{"step": 10 * k, name: [0.0, k, "nan", 2 * k]} for k in range(1, 41)])
+    page = report(folder)
+    assert page.lines()["step 400"] == {"name": "step 400", "x": [1, 2, 4], "y": [0, 40, 80]}
+    old = [a for a in page.all("path") if "old" in (a.get("class") or "").split()]
+    assert 5 <= len(old) <= 12
+    assert "unseen_return_by_episode" in page.text
+
+
+def test_older_curves_are_kept_evenly_and_in_bounded_number() -> None:
+    curves = Curves(limit=8)
+    for step in range(10_000):
+        curves.add(step, [step, step])
+    steps = [step for step, _ in curves.older()]
+    assert len(steps) <= 8 and steps[0] == 0 and steps[-1] >= 6_000
+    assert curves.newest is not None and curves.newest[0] == 9_999
+
+
+def test_evaluation_and_training_share_a_chart(tmp_path: Path) -> None:
+    lines = [{"step": 1, "loss": 1.0, "correct": 0.5}, {"step": 1, "eval/loss": 2.0, "eval/correct": 0.25}]
+    page = report(made(tmp_path, lines))
+    assert len(page.all("svg")) == 2
+    assert page.lines()["evaluation"]["y"] == [0.25]
+
+
+def test_events_are_bounded_and_repetitions_are_told_once(tmp_path: Path) -> None:
+    nan = [{"kind": "nan", "step": step, "loss": "nan"} for step in range(1, 501)]
+    many = [{"kind": f"odd{step % 200}", "step": step} for step in range(2_000)]
+    folder = made(tmp_path, [], [{"kind": "start", "step": 0, "world": 1}, *nan, *many])
+    run = read_run(folder)
+    assert run.timeline.counts["nan"] == 500 and len(run.timeline.all()) <= 300
+    page = report(folder)
+    assert "500 times" in page.text and "steps 1–500" in page.text
+    assert f"… {2_002 - 300:,} more …" in page.text
+
+
+def test_saves_are_counted_not_listed(tmp_path: Path) -> None:
+    saves = [{"kind": "save", "step": step, "seconds": 0.5, "bytes": 2_000_000} for step in range(100)]
+    page = report(made(tmp_path, [], saves))
+    assert "100 checkpoints saved, 2 MB each, 0.5 s on average." in page.text
+    assert not page.all("time")
+
+
+@pytest.mark.parametrize(
+    ("kinds", "status"),
+    [
+        (["start", "done"], "done"),
+        (["start", "signal", "stopped"], "stopped"),
+        (["start", "failed"], "failed"),
+        (["start"], "unfinished"),
+        (["start", "stopped", "resume", "done"], "done"),
+        (["start", "stopped", "resume"], "unfinished"),
+    ],
+)
+def test_the_status_is_what_happened_last(kinds: list[str], status: str, tmp_path: Path) -> None:
+    folder = made(tmp_path, [], [{"kind": kind, "step": 1} for kind in kinds])
+    assert status_of(read_run(folder))[0] == status
+
+
+def test_a_run_that_is_still_training_says_so(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    run.open({"id": "1", "recipe": "Made"})
+    run.event("start", step=0, world=1)
+    assert "running" in report(tmp_path).text
+    run.close()
+    assert "unfinished" in report(tmp_path).text
+
+
+def test_previews_are_on_the_page_newest_first_and_within_limits(tmp_path: Path) -> None:
+    folder = made(tmp_path / "run")
+    previews = folder / "previews"
+    previews.mkdir()
+    for step in (1, 20, 300):
+        (previews / f"step_{step:08d}_picture.png").write_bytes(PIXEL)
+        (previews / f"step_{step:08d}_words.txt").write_text(f"<at {step}>")
+    (previews / "step_00000001_huge.png").write_bytes(b"\0" * (5 * 2**20))
+    (previews / "step_00000001_long.txt").write_text("x" * 10**6)
+    (previews / "step_00000001_weights.bin").write_bytes(b"1")
+    (tmp_path / "secret.txt").write_text("do not tell")
+    (previews / "step_00000001_link.txt").symlink_to(tmp_path / "secret.txt")
+    os.mkfifo(previews / "step_00000001_pipe.txt")
+    text = write_report(folder).read_text()
+    page = Page(text)
+    assert [a["alt"] for a in page.all("img")] == [f"picture.png at step {step}" for step in (300, 20, 1)]
+    assert page.all("img")[0]["src"] == f"data:image/png;base64,{base64.b64encode(PIXEL).decode()}"
+    assert page.text.index("<at 300>") < page.text.index("<at 20>") < page.text.index("<at 1>")
+    assert "do not tell" not in text and len(text) < 200_000
+    for name in ("huge.png: too large", "weights.bin: neither", "link.txt: not a file", "pipe.txt: not a plain file"):
+        assert name in page.text, name
+
+
+def test_a_run_without_a_single_step_still_has_a_page(tmp_path: Path) -> None:
+    page = report(made(tmp_path))
+    assert "Made" in page.text and not page.all("svg") and "Nothing went wrong." in page.text
+
+
+def test_settings_that_differ_come_first_even_after_a_resume(tmp_path: Path) -> None:
+    config = {"log_every": 10, "learning_rate": 0.5, "slope": 3.0}
+    page = report(made(tmp_path, config=config, sources=dict.fromkeys(config, "run")))
+    said = page.text
+    assert said.index("learning_rate") < said.index("slope") < said.index("log_every")
+
+
+@pytest.mark.parametrize(
+    "ends", [(0, 1), (-3.2, 88), (0.1234, 0.1235), (5, 5), (0, 0), (1e-12, 3e-12), (-1e299, 1e299)]
+)
+def test_an_axis_has_few_round_ticks_and_holds_the_values(ends: tuple[float, float]) -> None:
+    axis = linear(*ends, 0, 100)
+    assert 2 <= len(axis.ticks) <= 12 and len({label for _, label in axis.ticks}) == len(axis.ticks)
+    assert all(-1e-6 <= axis.place(value) <= 100 + 1e-6 for value in ends)
+
+
+@pytest.mark.parametrize("ends", [(0.0037, 0.53), (1e-9, 1e9), (0.02, 9.0), (1.0, 100.0), (1e-290, 1e290)])
+def test_a_logarithmic_axis_holds_the_values(ends: tuple[float, float]) -> None:
+    axis = logarithmic(*ends, 0, 100)
+    assert 2 <= len(axis.ticks) <= 12
+    assert all(-1e-6 <= axis.place(value) <= 100 + 1e-6 for value in ends)
+
+
+def test_a_run_whose_files_cannot_be_read_is_the_users_to_mend(tmp_path: Path) -> None:
+    folder = made(tmp_path)
+    (folder / "run.json").unlink()
+    (folder / "run.json").mkdir()
+    with pytest.raises(UserError, match=r"run\.json"):
+        read_run(folder)
