@@ -5,7 +5,9 @@ PYTHON ?= python3
 # Two at a time: most tests wait for processes that start. loadfile: a file's tests share what they have made.
 PYTEST_ARGS ?= -n 2 --dist loadfile
 NOW := $(shell date +%Y%m%d-%H%M%S)
-DEMO_DIR ?= runs/demo-own-model-$(NOW)
+DEMO_DIR ?= runs/demo-$(NOW)
+# All GPUs where there are any, otherwise two processes on the CPU.
+DEMO_DEVICES ?= $(if $(shell nvidia-smi --list-gpus 2>/dev/null),--gpus all,--nproc 2)
 
 BIN := .venv/bin
 
@@ -15,18 +17,14 @@ BIN := .venv/bin
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: .venv/.ready-dev ## Train the own-model example on two CPU ranks and say where to look
-	$(BIN)/unisono train examples/own_model/recipe.py:TwoMoons --nproc 2 --output_dir "$(DEMO_DIR)"
-	@find "$(DEMO_DIR)/previews" -name '*boundary.txt' 2>/dev/null | sort | tail -n 1 | xargs -r cat
+demo: .venv/.ready-dev ## Distil a learning algorithm in minutes: collect, train on all devices, play unseen goals, report
+	$(BIN)/unisono train darkroom --config examples/darkroom/demo.yaml $(DEMO_DEVICES) --output_dir "$(DEMO_DIR)"
 	@echo
-	@echo "What the run left behind, in $(DEMO_DIR):"
-	@echo "  run.json        the config as resolved, the seed, versions, every start"
-	@echo "  metrics.jsonl   a line per logged step; the last lines hold the evaluation"
-	@echo "  events.jsonl    what happened: starts, saves, faults"
-	@echo "  previews/       what the recipe drew; above is the last one"
-	@echo "  checkpoints/    weights as safetensors, state as JSON"
+	@cat "$$(ls "$(DEMO_DIR)"/previews/*_in_context.txt | tail -n 1)"
+	@echo "Figure:           $$(ls "$(DEMO_DIR)"/previews/*_in_context.png | tail -n 1)"
+	@echo "Report:           $$($(BIN)/unisono report "$(DEMO_DIR)")"
 	@echo "Curves:           $(BIN)/tensorboard --logdir runs"
-	@echo "Your own model:   copy examples/own_model/recipe.py; make demo again starts a fresh folder"
+	@echo "Your own model:   examples/own_model/recipe.py; make demo again starts a fresh folder"
 
 test: lint ## Run everything a change must pass: ruff, mypy, import-linter, pytest (without the slow tests)
 	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)

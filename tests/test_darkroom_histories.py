@@ -382,7 +382,7 @@ def test_a_kill_in_the_middle_costs_one_block(tmp_path: Path) -> None:
     code = (
         "import sys, torch; from pathlib import Path; torch.set_num_threads(1)\n"
         "from unisono.recipes.darkroom.rooms import Darkroom; from unisono.recipes.darkroom.collect import collect\n"
-        "collect(Darkroom(), 'explorer', range(40), 50, 1000, 7, Path(sys.argv[1]))"
+        "collect(Darkroom(), 'explorer', range(24), 30, 400, 7, Path(sys.argv[1]))"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(folder)])
     try:
@@ -398,13 +398,13 @@ def test_a_kill_in_the_middle_costs_one_block(tmp_path: Path) -> None:
     for file in done:  # each one is whole
         with h5py.File(file) as content:
             tasks = sorted(map(int, content))
-        read_histories(file, Darkroom(), tasks, 50, 1000)
-    leftover = folder / ".tasks_0000-0004.hdf5.0a0b0c0d.part"
+        read_histories(file, Darkroom(), tasks, 30, 400)
+    leftover = folder / ".tasks_0000-0002.hdf5.0a0b0c0d.part"
     shutil.copy(done[0], leftover)
     os.utime(leftover, (0, 0))
-    young = folder / ".tasks_0000-0004.hdf5.0a0b0c0e.part"
+    young = folder / ".tasks_0000-0002.hdf5.0a0b0c0e.part"
     shutil.copy(done[0], young)
     times = [file.stat().st_mtime_ns for file in done]
-    files = collect(Darkroom(), "explorer", range(40), 50, 1000, 7, folder)
+    files = collect(Darkroom(), "explorer", range(24), 30, 400, 7, folder)
     assert [file.stat().st_mtime_ns for file in done] == times and all(file.exists() for file in files)
     assert not leftover.exists() and young.exists()

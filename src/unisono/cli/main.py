@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from unisono import __version__
-from unisono.errors import EXIT_FAILED, EXIT_USER_ERROR, UnisonoError
+from unisono.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER_ERROR, UnisonoError
 
 COMMANDS = {
     "train": "train a recipe on one device or many",
@@ -39,6 +39,9 @@ def main(arguments: list[str] | None = None) -> int:
         if not error.already_told:
             print(f"unisono: {_who()}{error}", file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:  # somebody has read enough: unisono train --help | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_DONE
     except KeyboardInterrupt:
         print("unisono: stopped at once, without saving", file=sys.stderr)
         return 130

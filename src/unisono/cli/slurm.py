@@ -13,10 +13,11 @@ from pathlib import Path
 from unisono.cli.train import split_words
 from unisono.cluster.sbatch import BatchJob, script
 from unisono.cluster.slurm import submit
-from unisono.config.resolve import Resolved, resolve
+from unisono.config.resolve import Resolved
 from unisono.engine.batch import plan_batch
 from unisono.engine.checks import check_settings
 from unisono.engine.registry import load_recipe
+from unisono.engine.run import configure
 from unisono.errors import EXIT_DONE, ConfigError, UserError
 from unisono.settings import Settings
 
@@ -91,7 +92,7 @@ def main(words: list[str]) -> int:
     if "follow" in options.switches and "submit" not in options.switches:
         raise ConfigError("--follow: there is no job yet; use --submit --follow")
     kind = load_recipe(recipe)
-    resolved = resolve((Settings, kind.Config), recipe_defaults=kind.defaults, file=config, flags=flags)
+    resolved = configure(kind, file=config, flags=flags)
     _check(resolved)
     job = _job(options, resolved, recipe)
     batch = plan_batch(resolved.build(Settings).batch, resolved.explicit, devices=job.ranks)

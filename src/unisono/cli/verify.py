@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from unisono.cli.train import split_words
-from unisono.config.resolve import resolve
 from unisono.engine.registry import load_recipe
+from unisono.engine.run import configure
 from unisono.errors import EXIT_DIFFERENCE, EXIT_DONE, ConfigError, UserError
-from unisono.settings import Settings
 
 if TYPE_CHECKING:
     from unisono.engine.verify import Answer, Question
@@ -41,7 +40,7 @@ def main(words: list[str]) -> int:
     if recipe is None:
         raise UserError("verify: which recipe? for instance: unisono verify my_file.py:MyRecipe --ranks 1,2")
     kind = load_recipe(recipe)
-    resolved = resolve((Settings, kind.Config), recipe_defaults=kind.defaults, file=config, flags=flags)
+    resolved = configure(kind, file=config, flags=flags)
     from unisono.engine.verify import Question, verify
 
     question = Question(

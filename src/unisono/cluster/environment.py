@@ -48,6 +48,8 @@ class World:
     """The environment variables this was read from."""
     mixed_precision: str | None = None
     """What `accelerate launch` asked for (it always hands over something, "no" by default)."""
+    accumulation: int | None = None
+    """Micro-batches per step that `accelerate launch` asked for, if more than 1."""
 
     @property
     def is_main(self) -> bool:
@@ -242,6 +244,7 @@ class Plain(Environment):
             launcher=self.name,
             found=accelerate or _slurm_traces(environ),
             mixed_precision=accelerate.get("ACCELERATE_MIXED_PRECISION"),
+            accumulation=_accumulation(accelerate),
         )
 
 
@@ -336,7 +339,10 @@ def _checked(read: _Reader, world: World) -> World:
             raise UserError(f"{name}={read.environ[name]} but {world.launcher} says {ours}; unset {name}")
     accelerate = _accelerate_variables(read.environ)
     return replace(
-        world, found={**read.found, **accelerate}, mixed_precision=accelerate.get("ACCELERATE_MIXED_PRECISION")
+        world,
+        found={**read.found, **accelerate},
+        mixed_precision=accelerate.get("ACCELERATE_MIXED_PRECISION"),
+        accumulation=_accumulation(accelerate),
     )
 
 
@@ -349,6 +355,12 @@ def _accelerate_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """What tells that accelerate launched this, less its compiler settings, which it always hands over."""
     ours = (name for name in sorted(environ) if name.startswith("ACCELERATE_"))
     return {name: environ[name] for name in ours if not name.startswith("ACCELERATE_DYNAMO_")}
+
+
+def _accumulation(accelerate: Mapping[str, str]) -> int | None:
+    """What accelerate was told; it hands over 1 where it was told nothing."""
+    text = accelerate.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
+    return int(text) if text.isascii() and text.isdecimal() and int(text) > 1 else None
 
 
 def _slurm_traces(environ: Mapping[str, str]) -> dict[str, str]:

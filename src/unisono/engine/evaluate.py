@@ -47,7 +47,8 @@ class Evaluation:
         pulse: Pulse,
         stop: StopRequest,
     ) -> None:
-        self._recipe, self._strategy, self._dataset, self._settings = recipe, strategy, dataset, settings
+        self._recipe, self._strategy, self._settings = recipe, strategy, settings
+        self._dataset = dataset.to(strategy.place.device) if isinstance(dataset, Resident) else dataset
         self._agreement, self._pulse, self._stop = agreement, pulse, stop
         self._seed = key_of(Purpose.EVALUATION, settings.run.seed)
         self._batch = settings.eval.eval_batch_size or settings.batch.batch_size
@@ -153,10 +154,13 @@ class Evaluation:
                 raise RecipeError(f"evaluate(): {name} must be a (sum, count) pair or a torchmetrics object")
             device = self._strategy.place.device
             total, count = (torch.as_tensor(part, device=device, dtype=torch.float64) for part in value)
-            if total.dim() > 1 or (total.dim() == 0 and count.numel() != 1):
+            if total.dim() > 1 or (count.numel() != 1 and count.shape != total.shape):
                 raise RecipeError(f"evaluate(): {name} must be a number or a curve (one dimension), as (sum, count)")
             pair = torch.stack([total, count.reshape(()).expand_as(total) if count.numel() == 1 else count])
-            sums[name] = sums.get(name, torch.zeros_like(pair)) + pair * weight
+            before = sums.setdefault(name, torch.zeros_like(pair))
+            if before.shape != pair.shape:
+                raise RecipeError(_other_length(name, before.shape[1:], pair.shape[1:]))
+            sums[name] = before + pair * weight
 
     def _over_ranks(self, sums: dict[str, Tensor]) -> dict[str, float | list[float]]:
         mine = {name: pair.tolist() for name, pair in sums.items()}
@@ -164,7 +168,11 @@ class Evaluation:
         names = sorted({name for part in parts for name in part})
         found: dict[str, float | list[float]] = {}
         for name in names:
-            total, count = torch.tensor([part[name] for part in parts if name in part], dtype=torch.float64).sum(0)
+            pairs = [torch.tensor(part[name], dtype=torch.float64) for part in parts if name in part]
+            for pair in pairs:
+                if pair.shape != pairs[0].shape:
+                    raise RecipeError(_other_length(name, pairs[0].shape[1:], pair.shape[1:]))
+            total, count = torch.stack(pairs).sum(0)
             found[name] = torch.where(count != 0, total / count, 0.0).tolist()
         return found
 
@@ -182,6 +190,11 @@ class Evaluation:
                 else:
                     whole[name] = metric
         return {name: float(whole[name].compute()) for name in sorted(whole)}
+
+
+def _other_length(name: str, *shapes: torch.Size) -> str:
+    found = " and ".join(f"{shape[0]} points" if shape else "a number" for shape in shapes)
+    return f"evaluate(): {name} was {found}; a curve must be as long in every batch"
 
 
 def _twin(recipe: Recipe) -> Recipe:

@@ -94,7 +94,7 @@ def start(kind: type[Recipe], resolved: Resolved) -> Any:
     world = detect()
     if world.launcher == "slurm":
         world = replace(world, master_addr=address_of(world.master_addr))
-    resolved = _precision_from_launcher(resolved, world)
+    resolved = _told_by_launcher(resolved, world)
     check_settings(resolved.build(Settings))
     if world.launcher != "plain":
         return _here(kind, resolved, world, None, [])
@@ -121,11 +121,14 @@ def start(kind: type[Recipe], resolved: Resolved) -> Any:
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def _precision_from_launcher(resolved: Resolved, world: World) -> Resolved:
-    wanted = world.mixed_precision
-    if wanted not in ("fp16", "bf16") or resolved.explicit("mixed_precision"):
-        return resolved
-    return resolved.with_values("launcher", mixed_precision=wanted)
+def _told_by_launcher(resolved: Resolved, world: World) -> Resolved:
+    """What accelerate was told, where the run was told nothing itself."""
+    if world.mixed_precision in ("fp16", "bf16") and not resolved.explicit("mixed_precision"):
+        resolved = resolved.with_values("launcher", mixed_precision=world.mixed_precision)
+    sizes = ("gradient_accumulation_steps", "global_batch_size")
+    if world.accumulation is not None and not any(resolved.explicit(name) for name in sizes):
+        resolved = resolved.with_values("launcher", gradient_accumulation_steps=world.accumulation)
+    return resolved
 
 
 def _plan(resolved: Resolved) -> _Plan:

@@ -20,7 +20,7 @@ from unisono.recipes.darkroom.sources.source import Histories, live
 _BLOCK = 9  # tasks of a block, at most
 _LEAST_BLOCKS = 8  # with fewer tasks the blocks are smaller, so that there is one for every rank
 _LEFT_BEHIND_S = 3600
-_GPU_ROWS = 2**15  # a GPU takes as long for so many learners as for a block's
+_GPU_ROWS = 2**15  # learners that a GPU takes at once, at most: what they remember has to fit
 
 Block = tuple[int, ...]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,10 @@ def draw(recipe: Darkroom) -> Mapping[str, Any]:
     """in_context.png, and the same in numbers."""
     evaluations = recipe.evaluations
     chosen = best(evaluations, "eval/validation_of_optimum")
-    return {"in_context.png": _figure(recipe, chosen), "in_context.txt": table(recipe, chosen)}
+    found: dict[str, Any] = {"in_context.txt": table(recipe, chosen)}
+    if find_spec("matplotlib") is not None:  # it comes with unisono[darkroom]; a run does not fail for a picture
+        found["in_context.png"] = _figure(recipe, chosen)
+    return found
 
 
 def best(evaluations: list[dict[str, Any]], metric: str) -> dict[str, Any]:
@@ -68,60 +72,54 @@ def _figure(recipe: Darkroom, chosen: Mapping[str, Any]) -> bytes:
     matplotlib.use("Agg", force=False)
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 5.2), dpi=150, facecolor=_PAPER)
+    figure = Figure(figsize=(9, 5.6), dpi=150, facecolor=_PAPER)
     axes = figure.subplots()
-    most = recipe.optimum("unseen")
+    most, chance = recipe.optimum("unseen"), recipe.chance("unseen")
     episodes = len(chosen["eval/unseen_return_by_episode"])
-    axes.axhline(most, color=_INK, linewidth=1, linestyle=(0, (6, 3)))
-    axes.annotate(
-        f"optimum {most:.2f}", (episodes, most), xytext=(0, 4), textcoords="offset points", ha="right", color=_INK
-    )
-    axes.axhline(recipe.chance("unseen"), color=_FAINT, linewidth=1, linestyle=":")
-    axes.annotate(
-        "chance",
-        (episodes, recipe.chance("unseen")),
-        xytext=(0, 4),
-        textcoords="offset points",
-        ha="right",
-        color=_FAINT,
-    )
+    for level, text, colour, style in (
+        (most, f"optimum {most:.2f}", _INK, (0, (6, 3))),
+        (chance, f"chance {chance:.2f}", _FAINT, (0, (1, 2))),
+    ):
+        axes.axhline(level, color=colour, linewidth=1, linestyle=style)
+        axes.annotate(text, (1, level), xytext=(4, 4), textcoords="offset points", ha="left", color=colour)
     source = recipe.source_curve[:episodes]
     axes.plot(
         range(1, len(source) + 1),
         source,
         color=_FAINT,
-        linewidth=1.5,
-        label=f"source learner ({recipe.config.source}), unseen tasks",
+        linewidth=1.4,
+        linestyle=(0, (4, 2)),
+        label=f"source learner ({recipe.config.source}) on the unseen tasks",
     )
     for name, colour in reversed(_COLOURS.items()):
-        curve = chosen[f"eval/{name}_return_by_episode"]
+        curve, share = chosen[f"eval/{name}_return_by_episode"], chosen[f"eval/{name}_of_optimum"]
+        what = {"train": "tasks it was trained on", "validation": "validation tasks", "unseen": "unseen tasks"}[name]
         axes.plot(
             range(1, len(curve) + 1),
             curve,
             color=colour,
-            linewidth=2.6 if name == "unseen" else 1.2,
-            label=f"transformer, {name} tasks ({chosen[f'eval/{name}_of_optimum']:.0%} of the optimum at the end)",
+            linewidth=2.8 if name == "unseen" else 1.3,
+            label=f"{what}: {share:.0%} of their optimum at the end",
         )
     axes.set_xscale("log")
     ticks = [tick for tick in (1, 2, 5, 10, 20, 50, 100, 200, 500) if tick <= episodes]
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
-    axes.set_xlim(1, episodes)
+    axes.set_xlim(1, max(2, episodes))
     axes.set_ylim(0, most * 1.12)
-    axes.set_xlabel("episode in context, weights frozen")
+    axes.set_xlabel("episode in context (weights frozen)")
     axes.set_ylabel("return")
-    room = f"{recipe.config.env.replace('_', ' ')}, {recipe.config.grid_size} × {recipe.config.grid_size}"
+    room = f"{recipe.config.env.replace('_', ' ')} {recipe.config.grid_size} × {recipe.config.grid_size}"
+    share, number = chosen["eval/unseen_of_optimum"], len(recipe.split.unseen)
     axes.set_title(
-        f"It learns tasks it has never seen ({room}; step {chosen['step']:,})",
-        loc="left",
-        color=_INK,
-        fontweight="bold",
+        f"{share:.0%} of the optimum on {number} tasks it has never seen", loc="left", color=_INK, fontweight="bold"
     )
+    axes.set_title(f"{room}, step {chosen['step']:,}", loc="right", color=_FAINT, fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.legend(loc="lower right", frameon=False)
-    figure.tight_layout()
+    figure.legend(loc="lower center", ncols=2, frameon=False, reverse=True)
+    figure.tight_layout(rect=(0, 0.1, 1, 1))
     out = BytesIO()
     figure.savefig(out, format="png")
     return out.getvalue()

@@ -96,8 +96,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
         """[batch, length, width] -> the same."""
         x = x + self.dropout(self._attend(self.norm_attention(x), cache))
-        inner = F.gelu(self.widen(self.norm_inner(x)), approximate="tanh")
-        return x + self.dropout(self.narrow(inner))  # type: ignore[no-any-return]
+        return x + self.dropout(self.narrow(F.relu(self.widen(self.norm_inner(x)))))  # type: ignore[no-any-return]
 
     def _attend(self, x: Tensor, cache: Cache | None) -> Tensor:
         batch, length, width = x.shape

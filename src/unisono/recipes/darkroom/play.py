@@ -8,12 +8,15 @@ the transformer was trained on, whichever episode it is in.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 
 import torch
 from torch import Tensor
 
 from unisono.recipes.darkroom.model import NOTHING_YET, HistoryReader, Tokens
-from unisono.recipes.darkroom.rooms import NUM_ACTIONS, Room
+from unisono.recipes.darkroom.rooms import NUM_ACTIONS, Episode, Room
+
+_WARM_UP = 4
 
 
 class Past:
@@ -85,26 +88,62 @@ def play(
 
     `chances` [batch, steps], uniform in [0, 1), are what actions are drawn with; their number says how long to play.
     """
-    batch, num_steps = chances.shape
-    past = Past(batch, num_steps, tasks.device)
-    cache = model.new_cache(batch, dtype)
-    episode = room.begin(tasks)
-    action, reward = torch.full_like(tasks, NOTHING_YET), torch.zeros_like(tasks)
-    rewards = []
-    step_once = _single_step(model, cache)
-    for step in range(num_steps):
+    game = _Game(model, room, tasks, chances, greedy, dtype)
+    one_step = _recorded(game.step) if tasks.is_cuda else game.step
+    for step in range(chances.shape[1]):
         if step % room.horizon == 0:
-            episode = room.begin(tasks)
-        anew = context.at(step, past)
+            game.begin_episode()
+        anew = context.at(step, game.past)
         if anew is not None:
-            cache.clear()
-            model(anew, cache)
-        past.cells[:, step], past.actions[:, step], past.rewards[:, step] = room.cell(episode), action, reward
-        logits = step_once(past.cells[:, step], action, reward)
-        action = logits.argmax(-1) if greedy else draw(logits, chances[:, step])
-        episode, reward = room.step(episode, action)
-        rewards.append(reward)
-    return torch.stack(rewards, dim=1).view(batch, -1, room.horizon).sum(-1)
+            game.read(anew)
+        one_step()
+    return game.rewards.view(len(tasks), -1, room.horizon).sum(-1)
+
+
+class _Game:
+    """All rows of a batch, at the same step. Everything that changes is a tensor that stays where it is."""
+
+    def __init__(
+        self, model: HistoryReader, room: Room, tasks: Tensor, chances: Tensor, greedy: bool, dtype: torch.dtype
+    ) -> None:
+        self._model, self._room, self._tasks, self._chances, self._greedy = model, room, tasks, chances, greedy
+        self.past = Past(len(tasks), chances.shape[1], tasks.device)
+        self.rewards = torch.zeros_like(self.past.rewards)
+        self._cache = model.new_cache(len(tasks), dtype)
+        self._now = torch.zeros(1, dtype=torch.int64, device=tasks.device)
+        self._episode = room.begin(tasks)
+        self._action, self._reward = torch.full_like(tasks, NOTHING_YET), torch.zeros_like(tasks)
+
+    def begin_episode(self) -> None:
+        """Everybody back to the start."""
+        self._take(self._room.begin(self._tasks))
+
+    def read(self, tokens: Tokens) -> None:
+        """The context from its beginning."""
+        self._cache.clear()
+        self._model(tokens, self._cache)
+
+    def step(self) -> None:
+        """Each row acts once."""
+        cells = self._room.cell(self._episode)
+        seen = ((self.past.cells, cells), (self.past.actions, self._action), (self.past.rewards, self._reward))
+        for column, values in seen:
+            column.index_copy_(1, self._now, values[:, None])
+        marks = torch.zeros_like(cells)[:, None] if self._model.shape.marks else None
+        tokens = Tokens(cells[:, None], self._action[:, None], self._reward[:, None], marks)
+        logits = self._model(tokens, self._cache)[:, -1]
+        chance = self._chances.index_select(1, self._now)[:, 0]
+        action = logits.argmax(-1) if self._greedy else draw(logits, chance)
+        episode, reward = self._room.step(self._episode, action)
+        self.rewards.index_copy_(1, self._now, reward[:, None])
+        self._take(episode)
+        self._action.copy_(action)
+        self._reward.copy_(reward)
+        self._now += 1
+
+    def _take(self, episode: Episode) -> None:
+        for f in fields(episode):
+            getattr(self._episode, f.name).copy_(getattr(episode, f.name))
 
 
 def draw(logits: Tensor, chance: Tensor) -> Tensor:
@@ -113,10 +152,21 @@ def draw(logits: Tensor, chance: Tensor) -> Tensor:
     return below.sum(-1).clamp(max=NUM_ACTIONS - 1)
 
 
-def _single_step(model: HistoryReader, cache: object) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    def step(cells: Tensor, actions: Tensor, rewards: Tensor) -> Tensor:
-        marks = torch.zeros_like(cells)[:, None] if model.shape.marks else None
-        logits: Tensor = model(Tokens(cells[:, None], actions[:, None], rewards[:, None], marks), cache)
-        return logits[:, -1]
+def _recorded(step: Callable[[], None]) -> Callable[[], None]:
+    """The same step as a CUDA graph, after the first few: a hundred small kernels in one launch."""
+    graph = torch.cuda.CUDAGraph()
+    calls = 0
 
-    return step
+    def run() -> None:
+        nonlocal calls
+        calls += 1
+        if calls < _WARM_UP:
+            step()
+            return
+        if calls == _WARM_UP:
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):  # records, and does not run
+                step()
+        graph.replay()
+
+    return run

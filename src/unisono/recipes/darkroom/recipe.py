@@ -87,14 +87,16 @@ class Darkroom(Recipe):
         """Steps of all learners of a task together: each lives for total_source_timesteps / n_stream."""
         source_noise: float = 0.0
         """explorer: how often it does anything instead of what it wants."""
-        source_lr: float = 3e-4
-        """ppo: learning rate. q_learning has its own."""
+        source_shared: bool = False
+        """ppo: the learners of a task share one policy, as in known implementations, instead of one each."""
+        source_lr: float | None = None
+        """ppo: learning rate (default 5e-3; shared 3e-4)."""
         n_steps: int = 20
         """ppo: steps of a rollout."""
         source_batch_size: int = 50
         """ppo: transitions of a minibatch (`batch_size` in an algorithm file)."""
-        n_epochs: int = 20
-        """ppo: passes over a rollout."""
+        n_epochs: int | None = None
+        """ppo: passes over a rollout (default 4; shared 20)."""
         traj_dir: str | None = None
         """Folder or HDF5 file with histories, collected into it if they are not there. Default: in the run's folder."""
 
@@ -105,7 +107,7 @@ class Darkroom(Recipe):
         history_skip: int = 1
         """Use every n-th episode of a history: the transformer then learns faster than its source did."""
         n_transit: int = 240
-        """Transitions in the context."""
+        """Tokens in the context: transitions, and with use_compressed_context the marks of a region."""
         loss_positions: Literal["every", "last"] = "every"
         """Where the next action is learned: at every transition of the context, or at the last one only."""
         use_compressed_context: bool = False
@@ -183,7 +185,7 @@ class Darkroom(Recipe):
         return HistoryReader(
             Shape(
                 room_size=config.grid_size,
-                context=2 * config.compress_interval + 2 if compressed else config.n_transit,
+                context=config.n_transit,
                 width=config.tf_n_embd,
                 num_layers=config.tf_n_layer,
                 num_heads=config.tf_n_head,
@@ -226,9 +228,12 @@ class Darkroom(Recipe):
         actions, learned = batch.actions, batch.learned
         if self.config.loss_positions == "last":
             # The context as it is at some moment, and only what was done then: one action per context.
-            position = noise.integers(0, actions.shape[1], 1)
+            if learned is None:
+                position = noise.integers(0, actions.shape[1], 1)
+            else:  # the current region: a slot before or after it would teach nothing
+                position = learned.int().argmax(1, keepdim=True) + noise.integers(0, self.config.compress_interval, 1)
             logits = logits.gather(1, position[..., None].expand(-1, -1, logits.shape[-1]))
-            actions, learned = actions.gather(1, position), None if learned is None else learned.gather(1, position)
+            actions, learned = actions.gather(1, position), None
         losses = F.cross_entropy(
             logits.flatten(0, 1),
             actions.flatten(),
@@ -255,7 +260,8 @@ class Darkroom(Recipe):
         on = tasks.device.type
         dtype = torch.get_autocast_dtype(on) if torch.is_autocast_enabled(on) else torch.float32
         rows = tasks.repeat_interleave(repeats)
-        returns = play(model, self.room, rows, chances, self._context(), greedy=config.greedy, dtype=dtype)  # type: ignore[arg-type]
+        with torch.compiler.set_stance("force_eager"):  # compiled for one shape; playing has many
+            returns = play(model, self.room, rows, chances, self._context(), greedy=config.greedy, dtype=dtype)  # type: ignore[arg-type]
         returns = returns.view(len(tasks), repeats, -1).double().mean(1)  # [tasks, episodes]
         optimum = self.room.optimum(tasks).double()
         last = returns[:, -_LAST_EPISODES:].mean(1)
@@ -357,6 +363,8 @@ def _check(config: Any, room: Room) -> None:
     least_of = {**dict.fromkeys(ones, 1), "eval_train_tasks": 0, "train_source_timesteps": context}
     # Less than two episodes in the context, and there is nothing to learn from.
     least_of[name] = 2 * room.horizon if name == "n_transit" else room.horizon
+    if config.use_compressed_context:
+        least_of["n_transit"] = 2 * config.compress_interval + 2  # two regions and the marks around the first
     for key, least in least_of.items():
         if getattr(config, key) < least:
             raise ConfigError(f"{key}: expected at least {least}, got {getattr(config, key)}")
@@ -376,4 +384,8 @@ def _check(config: Any, room: Room) -> None:
 def _settings_of_source(config: Any) -> dict[str, Any]:
     if config.source == "explorer":
         return {"noise": config.source_noise}
-    return {}
+    if config.source != "ppo":
+        return {}
+    given = {"lr": config.source_lr, "n_steps": config.n_steps, "minibatch": config.source_batch_size}
+    given |= {"n_epochs": config.n_epochs, "shared": config.source_shared}
+    return {name: value for name, value in given.items() if value is not None}

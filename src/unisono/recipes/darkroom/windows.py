@@ -36,8 +36,8 @@ class Windows:
     length: int
 
     @classmethod
-    def of(cls, histories: Histories, horizon: int, length: int, skip: int = 1) -> Windows:
-        """Contexts of histories of which every `skip`-th episode is used."""
+    def of(cls, histories: Histories, horizon: int, length: int, skip: int = 1, setting: str = "n_transit") -> Windows:
+        """Contexts of histories of which every `skip`-th episode is used; `setting` is what says how long they are."""
         steps = histories.cells.shape[-1] // horizon * horizon
         columns = [
             values[..., :steps].reshape(-1, steps // horizon, horizon)[:, ::skip].flatten(1).contiguous()
@@ -45,7 +45,7 @@ class Windows:
         ]
         if columns[0].shape[1] < length:
             raise ConfigError(
-                f"n_transit {length}: the histories have {columns[0].shape[1]} steps (train_source_timesteps "
+                f"{setting} {length}: the histories have {columns[0].shape[1]} steps (train_source_timesteps "
                 f"{histories.cells.shape[-1]}, history_skip {skip}); use a shorter context or longer histories"
             )
         return cls(columns[0], columns[1], columns[2], horizon, length)
@@ -97,7 +97,7 @@ class TwoRegions(Windows):
     @classmethod
     def cut(cls, histories: Histories, horizon: int, interval: int, skip: int = 1) -> TwoRegions:
         """The same for a compressed context."""
-        plain = Windows.of(histories, horizon, interval, skip)
+        plain = Windows.of(histories, horizon, interval, skip, setting="compress_interval")
         return cls(plain.cells, plain.actions, plain.rewards, horizon, 2 * interval + 2, interval)
 
     @property

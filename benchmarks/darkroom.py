@@ -1,0 +1,766 @@
+"""Does `unisono train darkroom` learn, and how fast?
+
+    python benchmarks/darkroom.py learning               # a GPU: seeds of the full configuration, then other choices
+    python benchmarks/darkroom.py speed                  # a GPU: ms per step beside the known model and loops by hand
+    python benchmarks/darkroom.py speed --end_to_end     # a GPU: 50,000 steps with everything around them
+    python benchmarks/darkroom.py demo                   # the CPU: what `make demo` trains, on two ranks, five seeds
+    python benchmarks/darkroom.py figure                 # draws the figure of `learning` once more
+    python benchmarks/darkroom.py learning --quick       # does it work? Tiny, anywhere; the numbers mean nothing
+
+Every run is a process of its own, as a user starts it; what is told here stands in its metrics.jsonl. The model of a
+run is always the one chosen by the validation tasks. Flags after `--` go to all runs. Files are written anew after each
+run, and a run that fails or does not come to its turn is a row that says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field, fields
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from machine import machine, versions
+from overhead import without_output
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+RESULTS = HERE / "results"
+FAST = ["--mixed_precision", "bf16", "--compile", "true", "--cuda_graph", "true"]
+DEMO = ["--config", "examples/darkroom/demo.yaml", "--nproc", "2"]
+VARIANTS = {
+    "loss at the last position only": ["--loss_positions", "last"],
+    "source: noise curriculum": ["--source", "noise"],
+    "source: Q-learning": ["--source", "q_learning"],
+    "source: PPO": ["--source", "ppo"],
+    "compressed context": ["--use_compressed_context", "true"],
+    "explorer with 2 % noise": ["--source_noise", "0.02"],
+}
+SIZES = ["--n_transit", "240", "--tf_n_embd", "64", "--tf_n_layer", "4", "--tf_n_head", "4", "--tf_n_inner", "256"]
+SIZES += ["--batch_size", "512"]
+ONLY_STEPS = ["--eval_every", "-1", "--preview_every", "-1", "--log_every", "50"]
+LONG = ["--max_steps", "50000", "--eval_every", "10000", "--save_every", "10000"]
+TINY = [
+    "--n_transit",
+    "60",
+    "--compress_interval",
+    "20",
+    "--tf_n_embd",
+    "16",
+    "--tf_n_layer",
+    "1",
+    "--batch_size",
+    "8",
+    "--n_stream",
+    "4",
+]
+TINY += ["--total_source_timesteps", "400", "--eval_episodes", "12", "--eval_repeats", "1"]
+TINY_RUN = [*TINY, "--max_steps", "20", "--eval_every", "10", "--save_every", "10", "--log_every", "5"]
+LEARNED = 0.9
+EPISODES = (1, 5, 10, 20, 50, 100)
+# What the recipe promises: of the optimum on unseen tasks, of its own optimum on the worst one, seconds.
+BARS = {"of_optimum": 0.95, "worst": 0.8, "seconds_to_learn": 30.0, "end_to_end_s": 300.0}
+DEMO_BARS = {"of_optimum": 0.85, "training_s": 180.0, "wall_s": 300.0}
+LAST_WORDS_S = 60.0
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Run:
+    """A process that was run, and what it left behind."""
+
+    wall_s: float
+    failed: str | None
+    printed: str
+    metrics: list[Row] = field(default_factory=list)
+    events: list[Row] = field(default_factory=list)
+    config: Row = field(default_factory=dict)
+
+    @property
+    def steps(self) -> list[Row]:
+        return [row for row in self.metrics if "samples_per_s" in row]
+
+    @property
+    def evaluations(self) -> list[Row]:
+        return [row for row in self.metrics if "eval/validation_of_optimum" in row]
+
+    @property
+    def chosen(self) -> Row | None:
+        """The evaluation with the best validation tasks; of equal ones the earliest."""
+        return max(self.evaluations, key=lambda row: row["eval/validation_of_optimum"], default=None)
+
+    def training_s(self, until: float = float("inf")) -> float:
+        """Seconds of training up to a step, from the first one on, with compiling; evaluations are not in it."""
+        rows = [{"samples": 0}, *self.steps]
+        return sum(
+            (row["samples"] - before["samples"]) / row["samples_per_s"]
+            for before, row in pairwise(rows)
+            if row["step"] <= until
+        )
+
+    def step_ms(self, after: int = 0) -> float | None:
+        """The middle one of the logged times of a step."""
+        found = [row["step_ms"] for row in self.steps if row["step"] > after]
+        return statistics.median(found) if found else None
+
+    @property
+    def beginning_s(self) -> float:
+        """What the first logged steps took longer than later ones: compiling, recording, warming up."""
+        usual = self.step_ms(self.steps[0]["step"]) if self.steps else None
+        return max(0.0, self.training_s(self.steps[0]["step"]) - self.steps[0]["step"] * usual / 1e3) if usual else 0.0
+
+
+def run(command: Sequence[str], folder: Path, patience_s: float) -> Run:
+    """Runs a command, whose run is in `folder`, to its end."""
+    environment = dict(os.environ)
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "src"), environment.get("PYTHONPATH")]))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    log, failed, start = folder.with_suffix(".log"), None, time.perf_counter()
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            list(command), cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
+        )
+        try:
+            process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            failed = f"not done in {patience_s:.0f} s"
+        finally:
+            end(process)
+    wall = time.perf_counter() - start
+    printed = log.read_text(errors="replace")
+    if process.returncode and not failed:
+        last = next((line for line in reversed(printed.splitlines()) if line.strip()), "nothing was printed")
+        failed = f"exit status {process.returncode}: {without_paths(last.strip())[:300]}"
+    if failed:
+        print(f"--- {failed}\n{printed[-4000:]}\n---", file=sys.stderr, flush=True)
+    config = folder / "run.json"
+    return Run(
+        wall,
+        failed,
+        printed,
+        lines_of(folder / "metrics.jsonl"),
+        lines_of(folder / "events.jsonl"),
+        json.loads(config.read_text())["config"] if config.exists() else {},
+    )
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Stops a process that is still there; asked politely, unisono stops its ranks too."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(LAST_WORDS_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def lines_of(file: Path) -> list[Row]:
+    """The lines of a file of JSON lines; the last one of a killed process may be torn."""
+    found = []
+    for line in file.read_text().splitlines() if file.exists() else []:
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return found
+
+
+def without_paths(text: str) -> str:
+    """What a process said, without the folders of somebody's machine."""
+    return re.sub(r"(?<![\w.])/(?:[^\s/'\":]+/)+", "…/", text)
+
+
+def darkroom(folder: Path, *flags: str) -> list[str]:
+    return [sys.executable, "-m", "unisono", "train", "darkroom", *flags, "--output_dir", str(folder)]
+
+
+class Report:
+    """The result of a part: JSON and a table, written whenever there is something new."""
+
+    def __init__(self, given: argparse.Namespace, name: str, table: Callable[[Row], list[str]]) -> None:
+        self.folder, self.name, self._table = given.output, f"darkroom_{name}", table
+        self.result: Row = {
+            "date": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+            "command": shlex.join(["python", "benchmarks/darkroom.py", *without_output(sys.argv[1:])]),
+            "machine": machine(),
+            "versions": versions(["unisono", "torch", "triton", "accelerate"]),
+            "quick": given.quick,
+            "rows": {},
+        }
+
+    def write(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / f"{self.name}.json").write_text(json.dumps(self.result, indent=1) + "\n")
+        (self.folder / f"{self.name}.md").write_text(self.text())
+
+    def text(self) -> str:
+        """The result as Markdown."""
+        return "\n".join([*self._table(self.result), ""])
+
+    def note(self, name: str, row: Row) -> None:
+        self.result["rows"][name] = row
+        self.write()
+        said = row.get("failed") or "done"
+        print(f"{time.strftime('%H:%M:%S')}  {name}: {said} ({row.get('wall_s', 0):.0f} s)", flush=True)
+
+    def finish(self) -> int:
+        """Shows the table; the exit status of the program."""
+        self.write()
+        print(self.text())
+        print(f"written: {self.folder / self.name}.json, .md")
+        return 1 if any(row.get("failed") for row in self.result["rows"].values()) else 0
+
+
+def header(result: Row, title: str, *told: str) -> list[str]:
+    facts = result["machine"]
+    hardware = f"{facts['processor']}, {facts['cores']} cores, {facts['memory_gib']} GiB"
+    quick = ["", "**A quick trial with a tiny model and a few steps: it shows that the program works, nothing else.**"]
+    return [
+        f"# {title}",
+        *(quick if result["quick"] else []),
+        "",
+        f"- Machine: {', '.join([*facts['gpus'], hardware])}; {facts['system']}; "
+        f"load {facts['load_average']} at the start",
+        f"- Versions: {', '.join(f'{name} {number}' for name, number in result['versions'].items())}",
+        f"- Date: {result['date']}",
+        f"- Command: `{result['command']}`",
+        *(f"- {line}" for line in told),
+        "",
+    ]
+
+
+# learning ----------------------------------------------------------------------------------------------------------
+
+
+def learned(run: Run, flags: Sequence[str]) -> Row:
+    """What a run learned, and when."""
+    chosen = run.chosen
+    failed = run.failed or (None if chosen else "there is no evaluation in metrics.jsonl")
+    row: Row = {"flags": shlex.join(flags), "failed": failed, "wall_s": run.wall_s}
+    row |= {"training_s": run.training_s(), "beginning_s": run.beginning_s, "step_ms": run.step_ms()}
+    if chosen is None:
+        return row
+    by_task = chosen["eval/unseen_of_optimum_by_task"]
+    worst = min(range(len(by_task)), key=by_task.__getitem__)
+    return row | {
+        "step": chosen["step"],
+        "validation_of_optimum": chosen["eval/validation_of_optimum"],
+        "unseen_of_optimum": chosen["eval/unseen_of_optimum"],
+        "unseen_return": chosen["eval/unseen_return"],
+        "unseen_solved": chosen["eval/unseen_solved"],
+        "worst_of_optimum": by_task[worst],
+        "worst_task": name_of_unseen(run.config, worst),
+        "learned": {group: when_learned(run, group) for group in ("validation", "unseen")},
+        "curve": chosen["eval/unseen_return_by_episode"],
+        "evaluations": [
+            {key.removeprefix("eval/"): value for key, value in found.items() if not key.endswith("by_episode")}
+            | {"training_s": run.training_s(found["step"])}
+            for found in run.evaluations
+        ],
+        **lines_to_compare_with(run.config),
+    }
+
+
+def when_learned(run: Run, group: str) -> Row | None:
+    """When a group of tasks first came to nine tenths of the optimum; training seconds, without evaluations."""
+    for found in run.evaluations:
+        if found[f"eval/{group}_of_optimum"] >= LEARNED:
+            return {"step": found["step"], "training_s": run.training_s(found["step"])}
+    return None
+
+
+def recipe_of(config: Row) -> Any:
+    from unisono.recipes.darkroom.recipe import Darkroom
+
+    known = {one.name for one in fields(Darkroom.Config)}
+    return Darkroom(Darkroom.Config(**{name: value for name, value in config.items() if name in known}))
+
+
+def name_of_unseen(config: Row, number: int) -> str:
+    """The goal of an unseen task in words."""
+    task, size = recipe_of(config).split.unseen[number], config["grid_size"]
+    return f"goal ({task // size}, {task % size})" if config["env"] == "darkroom" else f"task {task}"
+
+
+def lines_to_compare_with(config: Row) -> Row:
+    recipe = recipe_of(config)
+    return {"optimum": recipe.optimum("unseen"), "chance": recipe.chance("unseen")}
+
+
+def learning(given: argparse.Namespace, scratch: Path) -> int:
+    report = Report(given, "learning", learning_table)
+    base = TINY_RUN if given.quick else []
+    speed = FAST if has_gpu() else ["--mixed_precision", "bf16"]
+    seeds = {f"seed {seed}": ["--seed", str(seed)] for seed in range(given.seeds)}
+    every = {name: [*base, *speed, *flags, *given.flags] for name, flags in (seeds | VARIANTS).items()}
+    report.result |= {"at_once": given.at_once, "seeds": list(seeds), "flags": shlex.join([*base, *speed])}
+    for name, flags in every.items():
+        report.result["rows"][name] = {"flags": shlex.join(flags), "failed": "did not come to its turn"}
+    report.write()
+
+    def train(name: str) -> Row:
+        folder = scratch / re.sub(r"\W+", "_", name)
+        return learned(run(darkroom(folder, *every[name]), folder, given.patience_s), every[name])
+
+    for name in seeds:  # alone on the machine: their seconds are told
+        report.note(name, train(name))
+    with ThreadPoolExecutor(given.at_once) as pool:
+        waiting = {pool.submit(train, name): name for name in VARIANTS}
+        for done in as_completed(waiting):
+            report.note(waiting[done], done.result())
+    drawn = figure(report.result, given.output)
+    status = report.finish()
+    print(drawn)
+    return status
+
+
+def learning_table(result: Row) -> list[str]:
+    rows = result["rows"]
+    seeds, others = ({name: rows[name] for name in rows if (name in result["seeds"]) is mine} for mine in (True, False))
+    lines = header(
+        result,
+        "Darkroom: what is learned",
+        f"Runs: `unisono train darkroom {result['flags']}`, one process each. The seeds ran alone, one by one; "
+        f"the other choices, with seed 0, {result['at_once']} at a time, so their seconds are not shown.",
+        "The weights are those of the step at which the validation tasks were best; neither these nor the unseen tasks "
+        "are trained on. A share of the optimum is the mean over the unseen tasks in the last 10 in-context episodes; "
+        "a task is solved from 80 % of its own optimum on.",
+        "Seconds of training run from the first step and contain compiling, not evaluations; they are known to within "
+        "the steps between two evaluations.",
+    )
+    lines += ["## The full configuration", "", *shares(seeds, seconds=True), ""]
+    whole = [row for row in seeds.values() if not row["failed"]]
+    if whole and not result["quick"]:
+        lines += [*verdict(whole, len(seeds)), ""]
+    lines += ["## Other choices, one seed each", "", *shares(others, seconds=False), ""]
+    found = {name: row for name, row in rows.items() if "curve" in row}
+    if found:
+        first = next(iter(found.values()))
+        lines += [
+            "## Return per in-context episode, unseen tasks",
+            "",
+            f"Optimum {first['optimum']:.2f}, chance {first['chance']:.2f}.",
+            "",
+            f"| run | {' | '.join(map(str, EPISODES))} |",
+            f"|---|{'---|' * len(EPISODES)}",
+        ]
+        for name, row in found.items():
+            picked = [f"{row['curve'][at - 1]:.2f}" if at <= len(row["curve"]) else "" for at in EPISODES]
+            lines.append(f"| {name}{', FAILED later' if row['failed'] else ''} | {' | '.join(picked)} |")
+    return lines
+
+
+def shares(rows: dict[str, Row], *, seconds: bool) -> list[str]:
+    columns = ["run", "chosen step", "validation", "unseen, of the optimum", "return", "worst unseen task", "solved"]
+    if seconds:
+        columns += ["validation ≥ 90 % after", "unseen ≥ 90 % after", "of that, compiling", "ms per step", "process"]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for name, row in rows.items():
+        cells = [name]
+        if row["failed"]:
+            cells.append(f"FAILED: {row['failed']}".replace("|", "\\|"))
+        else:
+            cells += [f"{row['step']:,}", f"{row['validation_of_optimum']:.1%}", f"**{row['unseen_of_optimum']:.1%}**"]
+            cells += [f"{row['unseen_return']:.2f}", f"{row['worst_of_optimum']:.1%} ({row['worst_task']})"]
+            cells += [f"{row['unseen_solved']:.0%}"]
+            if seconds:
+                cells += [when(row["learned"][group]) for group in ("validation", "unseen")]
+                ms = row["step_ms"]
+                cells += [f"{row['beginning_s']:.1f} s", f"{ms:.2f}" if ms else "", f"{row['wall_s']:.0f} s"]
+        lines.append(f"| {' | '.join([*cells, *[''] * (len(columns) - len(cells))])} |")
+    return lines
+
+
+def when(found: Row | None) -> str:
+    return f"{found['training_s']:.1f} s (step {found['step']:,})" if found else "never"
+
+
+def verdict(rows: Sequence[Row], number: int) -> list[str]:
+    """The promises, and whether every seed keeps them."""
+    share, worst = min(row["unseen_of_optimum"] for row in rows), min(row["worst_of_optimum"] for row in rows)
+    mean = statistics.mean(row["unseen_of_optimum"] for row in rows)
+    seconds = [row["learned"]["unseen"]["training_s"] if row["learned"]["unseen"] else float("inf") for row in rows]
+    slowest = f"in the slowest seed after {max(seconds):.1f} s of training, compiling included"
+    slowest = "in one seed never" if max(seconds) == float("inf") else slowest
+    every = "every seed" if len(rows) == number else f"the {len(rows)} seeds of {number} that ended"
+    return [
+        f"- Unseen tasks at {mean:.1%} of the optimum on average, {share:.1%} in the worst of {every}; "
+        f"at least {BARS['of_optimum']:.0%} was asked for: {kept(share >= BARS['of_optimum'])}.",
+        f"- The worst unseen task of any seed reaches {worst:.1%} of its own optimum; "
+        f"at least {BARS['worst']:.0%} was asked for: {kept(worst >= BARS['worst'])}.",
+        f"- {LEARNED:.0%} on unseen tasks: {slowest}; "
+        f"at most {BARS['seconds_to_learn']:.0f} s was asked for: {kept(max(seconds) <= BARS['seconds_to_learn'])}.",
+    ]
+
+
+def kept(yes: bool) -> str:
+    return "kept" if yes else "**not kept**"
+
+
+# the figure --------------------------------------------------------------------------------------------------------
+
+INK, FAINT, GRID = "#1d2733", "#8a94a0", "#e5e7eb"
+OURS = "#c2410c"
+PALETTE = ("#0e7490", "#4d7c0f", "#7c3aed", "#a16207", "#be185d", "#475569")
+
+
+def figure(result: Row, folder: Path) -> str:
+    """Draws return per in-context episode; says what came of it."""
+    found = {name: row for name, row in result["rows"].items() if not row["failed"]}
+    if not found:
+        return "no figure: no run came to its end"
+    if find_spec("matplotlib") is None:
+        return "no figure: matplotlib is not installed; `python benchmarks/darkroom.py figure` draws it elsewhere"
+    import matplotlib
+
+    matplotlib.use("Agg", force=False)
+    from matplotlib.figure import Figure
+
+    first = next(iter(found.values()))
+    most, chance, episodes = first["optimum"], first["chance"], max(len(row["curve"]) for row in found.values())
+    drawing = Figure(figsize=(10.5, 5.8), dpi=150, facecolor="#ffffff")
+    axes = drawing.subplots()
+    for level, name, style in ((most, f"optimum {most:.2f}", (0, (6, 3))), (chance, f"chance {chance:.2f}", ":")):
+        colour = INK if level == most else FAINT
+        axes.axhline(level, color=colour, linewidth=1, linestyle=style)
+        axes.annotate(name, (1, level), xytext=(5, 4), textcoords="offset points", color=colour, fontsize=9)
+    labels: list[tuple[float, str, str, bool]] = []
+    colours = iter(PALETTE * 2)
+    for name, row in found.items():
+        if name not in result["seeds"]:
+            colour = next(colours)
+            axes.plot(range(1, len(row["curve"]) + 1), row["curve"], color=colour, linewidth=1.3, alpha=0.9)
+            labels.append((end_of(row["curve"]), f"{name}, {row['unseen_of_optimum']:.0%}", colour, False))
+    curves = [found[name]["curve"] for name in result["seeds"] if name in found]
+    if curves:
+        across = list(zip(*curves, strict=False))
+        numbers, mean = range(1, len(across) + 1), [statistics.mean(values) for values in across]
+        axes.fill_between(numbers, *([pick(v) for v in across] for pick in (min, max)), color=OURS, alpha=0.15, lw=0)
+        axes.plot(numbers, mean, color=OURS, linewidth=2.8)
+        share = statistics.mean(found[name]["unseen_of_optimum"] for name in result["seeds"] if name in found)
+        seeds = f"{len(curves)} seed{'s' if len(curves) > 1 else ''}"
+        labels.append((end_of(mean), f"full configuration ({seeds}), {share:.0%}", OURS, True))
+    for place, (_, text, colour, bold) in zip(spread(labels, most), sorted(labels), strict=True):
+        axes.annotate(
+            text,
+            (1.015, place),
+            xycoords=("axes fraction", "data"),
+            color=colour,
+            fontsize=9.5,
+            va="center",
+            fontweight="bold" if bold else "normal",
+            annotation_clip=False,
+        )
+    axes.set_xscale("log")
+    ticks = [tick for tick in (1, 2, 5, 10, 20, 50, 100, 200, 500) if tick <= episodes]
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.minorticks_off()
+    axes.set_xlim(1, episodes)
+    axes.set_ylim(0, most * 1.1)
+    axes.set_xlabel("episode in context, weights frozen", color=INK)
+    axes.set_ylabel("return on unseen tasks", color=INK)
+    trial = " — a quick trial, nothing is learned" if result["quick"] else ""
+    axes.set_title(f"Darkroom 9 × 9: what decides{trial}", loc="left", color=INK, fontweight="bold", pad=12)
+    axes.text(
+        1.015, 1.0, "share of the optimum,\nlast 10 episodes", transform=axes.transAxes, color=FAINT, fontsize=8.5
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    drawing.subplots_adjust(left=0.065, right=0.7, top=0.89, bottom=0.1)
+    file = folder / "darkroom_learning.png"
+    folder.mkdir(parents=True, exist_ok=True)
+    drawing.savefig(file, format="png")
+    return f"written: {file}"
+
+
+def end_of(curve: Sequence[float]) -> float:
+    return statistics.mean(curve[-10:])
+
+
+def spread(labels: Sequence[tuple[float, str, str, bool]], most: float) -> list[float]:
+    """Heights for the labels in ascending order, near the ends of their curves but not on each other."""
+    gap, places = most * 0.055, []
+    for wanted, *_ in sorted(labels):
+        places.append(max(wanted, places[-1] + gap if places else gap / 2))
+    ceiling = most * 1.06
+    for at in reversed(range(len(places))):
+        places[at] = min(places[at], ceiling)
+        ceiling = places[at] - gap
+    return places
+
+
+def draw_again(given: argparse.Namespace, _: Path) -> int:
+    file = given.output / "darkroom_learning.json"
+    if not file.exists():
+        raise SystemExit(f"figure: {file} is not there; run `python benchmarks/darkroom.py learning` first")
+    print(figure(json.loads(file.read_text()), given.output))
+    return 0
+
+
+# speed -------------------------------------------------------------------------------------------------------------
+
+
+def speed_commands(given: argparse.Namespace) -> dict[str, tuple[str, Callable[[Path, Path], list[str]]]]:
+    """Name of each variant -> what it is, and its command for the folder of its run and that of the histories."""
+    quick, steps = given.quick, 40 if given.quick else given.steps
+    small = ["--quick", "--bouts", "2", "--steps", "5", "--warm_up", "5"] if quick else []
+    small = small or ["--bouts", str(max(1, (steps - 100) // 50)), "--steps", "50"]
+
+    def by_hand(loop: str) -> Callable[[Path, Path], list[str]]:
+        return lambda folder, histories: [sys.executable, str(HERE / "darkroom_known.py"), loop, *small]
+
+    def unisono(*flags: str) -> Callable[[Path, Path], list[str]]:
+        size = [*TINY, *ONLY_STEPS[:-1], "5"] if quick else [*SIZES, *ONLY_STEPS]
+        size += ["--max_steps", str(steps), "--mixed_precision", "bf16"]
+        return lambda folder, histories: darkroom(folder, *size, *flags, *given.flags, "--traj_dir", str(histories))
+
+    compiles = ["--compile", "true"] if has_gpu() else []  # on the CPU of a quick trial it would take minutes
+    records = ["--cuda_graph", "true"]
+    left_out = "" if has_gpu() else " (neither of them happens without a GPU)"
+    return {
+        "known model": ("loop by hand, Accelerate, fp16, eager", by_hand("known")),
+        "our model": ("loop by hand, bf16, eager", by_hand("plain")),
+        "unisono": ("bf16, eager", unisono()),
+        "unisono, compiled": (f"bf16, --compile{left_out}", unisono(*compiles)),
+        "unisono, recorded": (f"bf16, --cuda_graph{left_out}", unisono(*records)),
+        "unisono, compiled and recorded": (f"bf16, --compile --cuda_graph{left_out}", unisono(*compiles, *records)),
+    }
+
+
+def speed(given: argparse.Namespace, scratch: Path) -> int:
+    if given.end_to_end:
+        return end_to_end(given, scratch)
+    report = Report(given, "speed", speed_table)
+    commands = speed_commands(given)
+    report.result |= {"rounds": given.rounds, "steps": 40 if given.quick else given.steps}
+    for name, (what, _) in commands.items():
+        report.result["rows"][name] = {"what": what, "failed": "did not come to its turn", "rounds_ms": []}
+    report.write()
+    names = list(commands)
+    for number in range(given.rounds):
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            folder = scratch / f"round{number}_{names.index(name)}"
+            what, command = commands[name]
+            done = run(command(folder, scratch / "histories"), folder, given.patience_s)
+            before = report.result["rows"][name]
+            report.note(name, timed(done, what, before["rounds_ms"], before.get("problem"), given.quick))
+    return report.finish()
+
+
+def timed(done: Run, what: str, rounds_ms: list[float], problem: str | None, quick: bool) -> Row:
+    """A variant after one more round."""
+    ms, precision = None, "bf16"
+    if done.failed is None and done.steps:
+        ms = done.step_ms(after=10 if quick else 100)
+    elif done.failed is None:
+        told = json.loads(done.printed.splitlines()[-1])
+        ms, precision = statistics.median(told["step_ms"]), told["precision"]
+    problem = done.failed or (problem if ms else "no time of a step was logged")
+    rounds_ms = [*rounds_ms, ms] if ms else rounds_ms
+    row: Row = {"what": what, "precision": precision, "wall_s": done.wall_s, "rounds_ms": rounds_ms}
+    row |= {"problem": problem, "failed": None if rounds_ms else problem}
+    return row | {"step_ms": statistics.median(rounds_ms) if rounds_ms else None, "beginning_s": done.beginning_s}
+
+
+def speed_table(result: Row) -> list[str]:
+    told = [
+        "Sizes: context of 240 transitions, width 64, 4 layers, 4 heads, batch 512; 236 GFLOP per step",
+        f"Measured: {result['rounds']} rounds in turns, in each a process per variant with {result['steps']} steps, "
+        "the first 100 of which are not counted; of each round the median over every 50 steps, of these the median.",
+        "The known model (nn.TransformerEncoder, normalised after each layer, a mask of floats, loss at the last "
+        "token) is written anew in `darkroom_known.py` and has its data on the GPU, which the known loop has not.",
+    ]
+    lines = header(result, "Darkroom: the time of a step", *([] if result["quick"] else told))
+    columns = ["variant", "", "ms per step", "rounds", "times as fast as the known model", "50,000 steps take"]
+    lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    known = result["rows"]["known model"].get("step_ms")
+    for name, row in result["rows"].items():
+        ms = row.get("step_ms")
+        if not ms:
+            lines.append(f"| {name} | {row['what']} | FAILED: {row['failed'].replace('|', ' ')} | | | |")
+            continue
+        what = row["what"] if row["precision"] in row["what"] else f"{row['what']} ({row['precision']} here)"
+        rounds = ", ".join(f"{one:.2f}" for one in row["rounds_ms"])
+        rounds += f"; a round FAILED: {row['problem'].replace('|', ' ')}" if row["problem"] else ""
+        factor = f"{known / ms:.2f}" if known else ""
+        lines.append(f"| {name} | {what} | **{ms:.2f}** | {rounds} | {factor} | {ms * 50:.0f} s |")
+    return lines
+
+
+def end_to_end(given: argparse.Namespace, scratch: Path) -> int:
+    report = Report(given, "end_to_end", end_to_end_table)
+    flags = TINY_RUN if given.quick else LONG
+    flags = [*flags, *(FAST if has_gpu() else ["--mixed_precision", "bf16"]), *given.flags]
+    report.result["rows"]["end to end"] = {"flags": shlex.join(flags), "failed": "is not done"}
+    report.write()
+    done = run(darkroom(scratch / "run", *flags), scratch / "run", given.patience_s)
+    saves = len({event["step"] for event in done.events if event["kind"] == "save"})
+    report.note("end to end", learned(done, flags) | {"saves": saves, "last_step": last_step(done)})
+    return report.finish()
+
+
+def last_step(done: Run) -> int:
+    return max((row["step"] for row in done.steps), default=0)
+
+
+def end_to_end_table(result: Row) -> list[str]:
+    row = result["rows"]["end to end"]
+    lines = header(result, "Darkroom: 50,000 steps, end to end", f"Run: `unisono train darkroom {row['flags']}`")
+    if row["failed"]:
+        return [*lines, f"FAILED: {row['failed']}"]
+    evaluations = row["evaluations"]
+    lines += ["| | |", "|---|---|"]
+    lines += [
+        f"| **the process, from start to end** | **{row['wall_s']:.1f} s** |",
+        f"| of that, {row['last_step']:,} steps, with compiling | {row['training_s']:.1f} s |",
+        f"| compiling and recording | {row['beginning_s']:.1f} s |",
+        f"| the rest: start, histories, {len(evaluations)} evaluations, {row['saves']} checkpoints, figure "
+        f"| {row['wall_s'] - row['training_s']:.1f} s |",
+        f"| a step, median | {row['step_ms']:.2f} ms |",
+        f"| unseen tasks, weights of step {row['step']:,} | {row['unseen_of_optimum']:.1%} of the optimum |",
+    ]
+    lines += ["", "| step | validation | unseen | training |", "|---|---|---|---|"]
+    for found in evaluations:
+        shown = f"{found['validation_of_optimum']:.1%} | {found['unseen_of_optimum']:.1%} | {found['training_s']:.1f} s"
+        lines.append(f"| {found['step']:,} | {shown} |")
+    if not result["quick"]:
+        fast = row["wall_s"] <= BARS["end_to_end_s"]
+        lines += ["", f"At most {BARS['end_to_end_s']:.0f} s was asked for: {kept(fast)}."]
+    return lines
+
+
+# demo --------------------------------------------------------------------------------------------------------------
+
+
+def demo(given: argparse.Namespace, scratch: Path) -> int:
+    report = Report(given, "demo", demo_table)
+    base = [*DEMO, *(TINY_RUN if given.quick else []), *given.flags]
+    report.result["flags"] = shlex.join(base)
+    for seed in range(given.seeds):
+        report.result["rows"][f"seed {seed}"] = {"failed": "did not come to its turn"}
+    report.write()
+    for seed in range(given.seeds):
+        folder, flags = scratch / f"seed{seed}", [*base, "--seed", str(seed)]
+        report.note(f"seed {seed}", learned(run(darkroom(folder, *flags), folder, given.patience_s), flags))
+    return report.finish()
+
+
+def demo_table(result: Row) -> list[str]:
+    lines = header(
+        result,
+        "Darkroom: the demo",
+        f"Runs: `unisono train darkroom {result['flags']} --seed S`, one after the other",
+        "The process is everything from its start to its end: histories, training, evaluations, figure. The weights "
+        "are those chosen by the validation tasks; the share is that of the last 10 in-context episodes.",
+    )
+    columns = [
+        "seed",
+        "process",
+        "training",
+        "chosen step",
+        "validation",
+        "unseen, of the optimum",
+        "worst unseen task",
+    ]
+    columns += ["solved", "episode 1", "5", "10", "20"]
+    lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for name, row in result["rows"].items():
+        cells = [name]
+        if row["failed"]:
+            cells.append(f"FAILED: {row['failed']}".replace("|", "\\|"))
+        else:
+            cells += [f"{row['wall_s']:.0f} s", f"{row['training_s']:.0f} s", f"{row['step']:,}"]
+            cells += [f"{row['validation_of_optimum']:.1%}", f"**{row['unseen_of_optimum']:.1%}**"]
+            cells += [f"{row['worst_of_optimum']:.1%} ({row['worst_task']})", f"{row['unseen_solved']:.0%}"]
+            curve = row["curve"]
+            cells += [f"{curve[at - 1]:.2f}" if at <= len(curve) else "" for at in (1, 5, 10, 20)]
+        lines.append(f"| {' | '.join([*cells, *[''] * (len(columns) - len(cells))])} |")
+    whole = [row for row in result["rows"].values() if not row["failed"]]
+    if whole and not result["quick"]:
+        share = min(row["unseen_of_optimum"] for row in whole)
+        training, wall = (max(row[key] for row in whole) for key in ("training_s", "wall_s"))
+        lines += [
+            "",
+            f"Asked for, in every seed: unseen tasks at {DEMO_BARS['of_optimum']:.0%} of the optimum or more "
+            f"({share:.1%} in the worst: {kept(share >= DEMO_BARS['of_optimum'])}), training in at most "
+            f"{DEMO_BARS['training_s']:.0f} s ({training:.0f} s in the slowest: "
+            f"{kept(training <= DEMO_BARS['training_s'])}), everything in at most {DEMO_BARS['wall_s']:.0f} s "
+            f"({wall:.0f} s in the slowest: {kept(wall <= DEMO_BARS['wall_s'])}).",
+        ]
+    return lines
+
+
+# the program -------------------------------------------------------------------------------------------------------
+
+PARTS: dict[str, Callable[[argparse.Namespace, Path], int]] = {
+    "learning": learning,
+    "speed": speed,
+    "demo": demo,
+    "figure": draw_again,
+}
+
+
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def arguments() -> argparse.Namespace:
+    words, _, flags = (list(part) for part in split_at(sys.argv[1:], "--"))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("part", choices=list(PARTS))
+    parser.add_argument("--output", type=Path, help="folder for JSON, table and figure (default benchmarks/results)")
+    parser.add_argument("--seeds", type=int, help="seeds of the full configuration (default 3) or of the demo (5)")
+    parser.add_argument("--at_once", type=int, default=1, help="learning: other choices that share the GPU (default 1)")
+    parser.add_argument("--rounds", type=int, help="speed: how often each variant has its turn (default 3)")
+    parser.add_argument("--steps", type=int, default=1000, help="speed: steps of a turn, the first 100 not counted")
+    parser.add_argument("--end_to_end", action="store_true", help="speed: instead, 50,000 steps with all around them")
+    parser.add_argument("--patience_s", type=float, default=1800, help="a run that takes longer has failed")
+    parser.add_argument("--quick", action="store_true", help="does it work? Tiny, on the CPU too; never into results")
+    given = parser.parse_args(words)
+    given.flags = flags
+    if given.quick and given.output and given.output.resolve() == RESULTS:
+        parser.error("--quick does not write to benchmarks/results; name another --output, or none")
+    if given.output is None:
+        quick = given.quick and given.part != "figure"
+        given.output = Path(tempfile.mkdtemp(prefix="darkroom-quick-")) if quick else RESULTS
+    given.seeds = given.seeds or (1 if given.quick else 5 if given.part == "demo" else 3)
+    given.rounds = given.rounds or (1 if given.quick else 3)
+    if min(given.seeds, given.at_once, given.rounds) < 1 or given.steps < 200:
+        parser.error("--seeds, --at_once and --rounds: at least 1; --steps: at least 200")
+    return given
+
+
+def split_at(words: Sequence[str], mark: str) -> tuple[Sequence[str], Sequence[str], Sequence[str]]:
+    at = words.index(mark) if mark in words else len(words)
+    return words[:at], words[at : at + 1], words[at + 1 :]
+
+
+def main() -> int:
+    given = arguments()
+    if given.part in ("learning", "speed") and not given.quick and not has_gpu():
+        raise SystemExit(f"{given.part}: torch finds no GPU; --quick shows on the CPU that the program works")
+    sys.path.insert(0, str(ROOT / "src"))  # for the lines to compare with, where unisono is not installed
+    with tempfile.TemporaryDirectory(prefix="darkroom-") as scratch:
+        return PARTS[given.part](given, Path(scratch))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

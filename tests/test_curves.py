@@ -1,0 +1,212 @@
+"""Evaluation metrics that are curves: added up point by point over batches and ranks, kept as lists, and remembered."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import unisono
+from many_runs import Outcome, Run
+from ranks import run_ranks
+from unisono import Loss, Recipe
+from unisono.errors import RecipeError, TrainingFailed
+
+LENGTH = 4
+SIZES = [1, 5]  # fewer than ranks, not divisible
+
+
+class Curves(Recipe):
+    """A line to fit, evaluated by curves whose true values are known."""
+
+    defaults = {"num_workers": 0, "log_every": 1, "tensorboard": False, "batch_size": 2, "eval_batch_size": 2}
+
+    @dataclass
+    class Config:
+        num_eval: int = 5
+        """Samples to evaluate on."""
+        flaw: str = ""
+        """What is wrong with a curve."""
+        record: str | None = None
+        """Not used here."""
+
+    def model(self) -> nn.Module:
+        return nn.Linear(1, 1)
+
+    def dataset(self, split: str) -> Any:
+        return [float(number) for number in range(10 if split == "train" else self.config.num_eval)]
+
+    def loss(self, model: nn.Module, batch: Tensor, noise: Any) -> Loss:
+        x = batch.to(next(model.parameters()).dtype)[:, None]
+        return Loss((model(x) - 2 * x).square().sum(), len(x))
+
+    def evaluate(self, model: nn.Module, batch: Tensor, noise: Any) -> Mapping[str, Any]:
+        points = batch.double()[:, None] + 10 * torch.arange(LENGTH)  # [batch, LENGTH]
+        late = (batch >= 2).double()[:, None].expand(-1, LENGTH)
+        found = {
+            "curve": (points.sum(0), len(batch)),
+            "of_one": (batch.double().sum()[None], torch.tensor([len(batch)])),
+            "by_point": ((points * late).sum(0), late.sum(0)),  # a count for each point; of one sample: none
+            "number": (batch.sum(), len(batch)),
+            "noisy": (noise.uniform(LENGTH, dtype=torch.float64).sum(0), len(batch)),
+        }
+        return {**found, **FLAWS[self.config.flaw](batch)}
+
+    def preview(self, model: nn.Module, step: int) -> Mapping[str, Any]:
+        return {"evaluations.json": json.dumps(self.evaluations)}
+
+
+FLAWS: dict[str, Callable[[Tensor], dict[str, Any]]] = {
+    "": lambda batch: {},
+    "two dimensions": lambda batch: {"flawed": (torch.ones(2, 2), 1)},
+    "counts of another length": lambda batch: {"flawed": (torch.ones(3), torch.ones(2))},
+    "counts of a number": lambda batch: {"flawed": (1.0, torch.ones(2))},
+    "another length in another batch": lambda batch: {"flawed": (torch.ones(2 + int(batch[0]) // 2), 1)},
+    "a curve and then a number": lambda batch: {"flawed": (torch.ones(2) if batch[0] == 0 else torch.ones(()), 1)},
+    "not a pair": lambda batch: {"flawed": torch.ones(2)},
+}
+
+
+def train_curves(runs: list[dict[str, Any]], root: str) -> dict[str, Any]:
+    """In each rank: the runs, with the recipe of this file."""
+    import many_runs
+    import recipes_for_tests
+
+    recipes_for_tests.Curves = Curves  # type: ignore[attr-defined]
+    return many_runs.train_all(runs, root)
+
+
+RUN = {"max_steps": 1, "global_batch_size": 4, "dtype": "float64"}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    root = tmp_path_factory.mktemp("curves")
+    asked = [
+        Run(f"{size} on {world}", f"{size} on {world}", world, RUN | {"num_eval": size}, recipe="Curves")
+        for size in SIZES
+        for world in (1, 2, 3)
+    ]
+    flaw = RUN | {"flaw": "another length in another batch", "eval_batch_size": 5}
+    asked += [
+        # Each rank sees one batch, and only together do they find out that the curves differ.
+        Run("flawed", "flawed", 2, flaw, recipe="Curves"),
+        Run("best", "best", 2, RUN | {"best_metric": "eval/curve", "eval_every": 1, "max_steps": 2}, recipe="Curves"),
+    ]
+    results = run_ranks("train_curves", __file__, 3, {"runs": [asdict(run) for run in asked], "root": str(root)})
+    return {
+        run.name: Outcome(root / run.folder, root / run.name, [results[rank][run.name] for rank in range(run.world)])
+        for run in asked
+    }
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_curve_is_the_mean_of_all_samples_point_by_point(runs: dict[str, Outcome], world: int, size: int) -> None:
+    (line,) = runs[f"{size} on {world}"].evaluations()
+    assert line["eval/curve"] == [(size - 1) / 2 + 10 * point for point in range(LENGTH)]
+    assert line["eval/of_one"] == [(size - 1) / 2] and line["eval/number"] == (size - 1) / 2
+    late = [number for number in range(size) if number >= 2]
+    mean = sum(late) / len(late) if late else None
+    assert line["eval/by_point"] == [0.0 if mean is None else mean + 10 * point for point in range(LENGTH)]
+    assert line["eval/noisy"] == pytest.approx(runs[f"{size} on 1"].evaluations()[0]["eval/noisy"], abs=1e-15)
+
+
+def test_curves_that_differ_between_ranks_are_refused(runs: dict[str, Outcome]) -> None:
+    for outcome in runs["flawed"].by_rank:
+        assert outcome["error"] == (
+            "evaluate(): flawed was 2 points and 3 points; a curve must be as long in every batch"
+        )
+
+
+def test_the_best_checkpoint_is_not_chosen_by_a_curve(runs: dict[str, Outcome]) -> None:
+    for outcome in runs["best"].by_rank:
+        assert (outcome["exit_code"], outcome["error"]) == (
+            3,
+            "best_metric eval/curve is a curve; choose a single number",
+        )
+
+
+@pytest.mark.parametrize("flaw", [flaw for flaw in FLAWS if flaw])
+def test_what_is_no_curve_is_refused_with_its_name(flaw: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"evaluate\(\): flawed ") as caught:
+        unisono.train(Curves, **RUN, flaw=flaw, output_dir=str(tmp_path / "run"))  # type: ignore[arg-type]
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def scalars(folder: Path) -> set[str]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return set(events.Tags()["scalars"])
+
+
+def test_curves_are_in_metrics_jsonl_and_not_in_tensorboard(tmp_path: Path) -> None:
+    result = unisono.train(Curves, **RUN, tensorboard=True, output_dir=str(tmp_path / "run"))  # type: ignore[arg-type]
+    (written,) = (tmp_path / "run/tb").rglob("*tfevents*")
+    assert {"eval/number", "loss"} <= (found := scalars(written.parent))
+    assert not {name for name in found if "curve" in name or "of_one" in name}
+    assert "eval/number" in result.metrics and "eval/curve" not in result.metrics, "the last word is numbers"
+
+
+def evaluations(folder: Path, step: int) -> list[dict[str, Any]]:
+    found = json.loads((folder / f"previews/step_{step:08d}_evaluations.json").read_text())
+    assert all(len(one["eval/curve"]) == LENGTH for one in found)
+    return found  # type: ignore[no-any-return]
+
+
+def test_after_a_resume_a_recipe_has_the_earlier_evaluations_once_each(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    settings = RUN | {"eval_every": 2, "save_every": 1, "preview_every": 0, "output_dir": str(folder)}
+    settings |= {"max_steps": 5, "keep_last": 0}
+    unisono.train(Curves, **settings)  # type: ignore[arg-type]
+    first = evaluations(folder, 5)
+    assert [one["step"] for one in first] == [2, 4, 5]
+
+    unisono.train(Curves, **settings | {"max_steps": 8})  # type: ignore[arg-type]  # goes on
+    longer = evaluations(folder, 8)
+    assert [one["step"] for one in longer] == [2, 4, 5, 6, 8]
+    assert [{name: one[name] for name in first[0]} for one in longer[:3]] == first, "and what they have found"
+
+    for name in ("step_00000008", "step_00000007", "step_00000006", "step_00000005"):
+        (folder / "checkpoints" / name).rename(folder / "checkpoints" / f"lost_{name}")
+    unisono.train(Curves, **settings | {"max_steps": 6})  # type: ignore[arg-type]  # from step 4, again
+    assert [one["step"] for one in evaluations(folder, 6)] == [2, 4, 6]
+
+    unisono.train(Curves, **settings | {"resume": "never", "output_dir": str(tmp_path / "new")})  # type: ignore[arg-type]
+    assert [one["step"] for one in evaluations(tmp_path / "new", 5)] == [2, 4, 5]
+
+
+def test_a_finished_run_that_is_started_again_holds_its_last_evaluation_once(tmp_path: Path) -> None:
+    settings = RUN | {"eval_every": 2, "max_steps": 4, "output_dir": str(tmp_path / "run")}
+    for _ in range(2):
+        unisono.train(Curves, **settings)  # type: ignore[arg-type]
+        assert [one["step"] for one in evaluations(tmp_path / "run", 4)] == [2, 4]
+        lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines if "eval/curve" in line] == [2, 4]
+
+
+class Fails(Curves):
+    """Its second evaluation fails once, after the checkpoint of its step was saved."""
+
+    def evaluate(self, model: nn.Module, batch: Tensor, noise: Any) -> Mapping[str, Any]:
+        if len(self.evaluations) == 1 and not Path(self.config.record).exists():  # type: ignore[arg-type]
+            Path(self.config.record).touch()  # type: ignore[arg-type]
+            raise TrainingFailed("not today")
+        return super().evaluate(model, batch, noise)
+
+
+def test_an_evaluation_that_is_owed_is_done_once(tmp_path: Path) -> None:
+    settings = RUN | {"eval_every": 2, "save_every": 2, "max_steps": 6, "output_dir": str(tmp_path / "run")}
+    settings |= {"record": str(tmp_path / "failed"), "async_save": False}
+    with pytest.raises(TrainingFailed, match="not today"):
+        unisono.train(Fails, **settings)  # type: ignore[arg-type]
+    unisono.train(Fails, **settings)  # type: ignore[arg-type]
+    assert [one["step"] for one in evaluations(tmp_path / "run", 6)] == [2, 4, 6]
