@@ -104,11 +104,11 @@ class Run:
 
     def training_s(self, until: float = float("inf")) -> float:
         """Seconds of training up to a step, from the first one on, with compiling; evaluations are not in it."""
-        rows = [{"samples": 0}, *self.steps]
+        rows = [{"samples": 0}, *(row for row in self.metrics if "loss" in row)]
         return sum(
             (row["samples"] - before["samples"]) / row["samples_per_s"]
             for before, row in pairwise(rows)
-            if row["step"] <= until
+            if row["step"] <= until and "samples_per_s" in row
         )
 
     def step_ms(self, after: int = 0) -> float | None:
@@ -396,9 +396,10 @@ def verdict(rows: Sequence[Row], number: int) -> list[str]:
     seconds = [row["learned"]["unseen"]["training_s"] if row["learned"]["unseen"] else float("inf") for row in rows]
     slowest = f"in the slowest seed after {max(seconds):.1f} s of training, compiling included"
     slowest = "in one seed never" if max(seconds) == float("inf") else slowest
-    every = "every seed" if len(rows) == number else f"the {len(rows)} seeds of {number} that ended"
+    missing = [f"- **{number - len(rows)} of {number} seeds failed**, and what follows is only about the others."]
     return [
-        f"- Unseen tasks at {mean:.1%} of the optimum on average, {share:.1%} in the worst of {every}; "
+        *(missing if len(rows) < number else []),
+        f"- Unseen tasks at {mean:.1%} of the optimum on average, {share:.1%} in the worst seed; "
         f"at least {BARS['of_optimum']:.0%} was asked for: {kept(share >= BARS['of_optimum'])}.",
         f"- The worst unseen task of any seed reaches {worst:.1%} of its own optimum; "
         f"at least {BARS['worst']:.0%} was asked for: {kept(worst >= BARS['worst'])}.",
@@ -415,7 +416,7 @@ def kept(yes: bool) -> str:
 
 INK, FAINT, GRID = "#1d2733", "#8a94a0", "#e5e7eb"
 OURS = "#c2410c"
-PALETTE = ("#0e7490", "#4d7c0f", "#7c3aed", "#a16207", "#be185d", "#475569")
+COLOURS = dict(zip(VARIANTS, ("#0e7490", "#4d7c0f", "#7c3aed", "#475569", "#a16207", "#1d4ed8"), strict=True))
 
 
 def figure(result: Row, folder: Path) -> str:
@@ -434,15 +435,15 @@ def figure(result: Row, folder: Path) -> str:
     most, chance, episodes = first["optimum"], first["chance"], max(len(row["curve"]) for row in found.values())
     drawing = Figure(figsize=(10.5, 5.8), dpi=150, facecolor="#ffffff")
     axes = drawing.subplots()
-    for level, name, style in ((most, f"optimum {most:.2f}", (0, (6, 3))), (chance, f"chance {chance:.2f}", ":")):
-        colour = INK if level == most else FAINT
+    marks = ((most, f"optimum {most:.2f}", INK, (0, (6, 3))), (chance, f"chance {chance:.2f}", FAINT, ":"))
+    for level, name, colour, style in marks:
         axes.axhline(level, color=colour, linewidth=1, linestyle=style)
-        axes.annotate(name, (1, level), xytext=(5, 4), textcoords="offset points", color=colour, fontsize=9)
+        at = {"xytext": (-4, 4), "textcoords": "offset points", "ha": "right"}
+        axes.annotate(name, (episodes, level), color=colour, fontsize=9, **at)
     labels: list[tuple[float, str, str, bool]] = []
-    colours = iter(PALETTE * 2)
     for name, row in found.items():
         if name not in result["seeds"]:
-            colour = next(colours)
+            colour = COLOURS.get(name, FAINT)
             axes.plot(range(1, len(row["curve"]) + 1), row["curve"], color=colour, linewidth=1.3, alpha=0.9)
             labels.append((end_of(row["curve"]), f"{name}, {row['unseen_of_optimum']:.0%}", colour, False))
     curves = [found[name]["curve"] for name in result["seeds"] if name in found]
@@ -471,10 +472,17 @@ def figure(result: Row, folder: Path) -> str:
     axes.minorticks_off()
     axes.set_xlim(1, episodes)
     axes.set_ylim(0, most * 1.1)
+    axes.set_yticks(range(0, int(most) + 1, 5))
     axes.set_xlabel("episode in context, weights frozen", color=INK)
-    axes.set_ylabel("return on unseen tasks", color=INK)
+    axes.set_ylabel("return of an episode, mean over the unseen tasks", color=INK)
     trial = " — a quick trial, nothing is learned" if result["quick"] else ""
-    axes.set_title(f"Darkroom 9 × 9: what decides{trial}", loc="left", color=INK, fontweight="bold", pad=12)
+    axes.set_title(
+        f"Darkroom, 9 × 9: learning goals never trained on, in context{trial}",
+        loc="left",
+        color=INK,
+        fontweight="bold",
+        pad=12,
+    )
     axes.text(
         1.015, 1.0, "share of the optimum,\nlast 10 episodes", transform=axes.transAxes, color=FAINT, fontsize=8.5
     )
@@ -695,8 +703,10 @@ def demo_table(result: Row) -> list[str]:
     if whole and not result["quick"]:
         share = min(row["unseen_of_optimum"] for row in whole)
         training, wall = (max(row[key] for row in whole) for key in ("training_s", "wall_s"))
+        failed = len(result["rows"]) - len(whole)
         lines += [
             "",
+            *([f"**{failed} seeds failed**, and what follows is only about the others.", ""] if failed else []),
             f"Asked for, in every seed: unseen tasks at {DEMO_BARS['of_optimum']:.0%} of the optimum or more "
             f"({share:.1%} in the worst: {kept(share >= DEMO_BARS['of_optimum'])}), training in at most "
             f"{DEMO_BARS['training_s']:.0f} s ({training:.0f} s in the slowest: "

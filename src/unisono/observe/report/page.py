@@ -43,8 +43,8 @@ def page(run: Run, gallery: Gallery, now: datetime | None = None) -> str:
     speed = speed_charts(run.metrics, run.timeline)
     sections = [
         _header(run, recipe, now or datetime.now(UTC)),
-        _section("Learning", _drawn(charts, 0)) if charts else "",
         _section("Previews", _previews(gallery)) if gallery.shown or gallery.left_out else "",
+        _section("Learning", _drawn(charts, 0)) if charts else "",
         _section("Faults survived", _happened(run)),
         _section("Speed and memory", _drawn(speed, len(charts))) if speed else "",
         _section("Starts", _starts(run)),

@@ -1,0 +1,52 @@
+"""Plays goals that a run has never seen, with its best weights, and says how well.
+
+python evaluate.py runs/darkroom-20260101-120000 [--episodes 500] [--repeats 4] [--greedy]
+"""
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from unisono.data.noise import Noise
+from unisono.engine.export import load_trained
+from unisono.errors import UnisonoError
+from unisono.recipes.darkroom.recipe import GROUPS, Darkroom
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="folder of a run")
+    parser.add_argument("--episodes", type=int, default=100, help="episodes in context")
+    parser.add_argument("--repeats", type=int, default=4, help="how often each goal is played")
+    parser.add_argument("--greedy", action="store_true", help="the likeliest action instead of a drawn one")
+    parser.add_argument("--seed", type=int, default=0, help="of the actions that are drawn")
+    words = parser.parse_args()
+    trained, model, what = load_trained(words.run, step="best")
+    config = replace(trained.config, eval_episodes=words.episodes, eval_repeats=words.repeats, greedy=words.greedy)
+    recipe = Darkroom(config)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    tasks, groups = (torch.tensor(column, device=device) for column in zip(*recipe.dataset("eval"), strict=True))
+    noise = Noise(words.seed, torch.arange(len(tasks), device=device))
+    found = {
+        name: total / count
+        for name, (total, count) in recipe.evaluate(model.to(device), (tasks, groups), noise).items()
+    }
+    print(f"{what}: {words.episodes} episodes, each goal {words.repeats} times")
+    print(f"{'goals':12} {'episode 1':>10} {'last 10':>8} {'of optimum':>11} {'solved':>7}")
+    for group in GROUPS:
+        first = found[f"{group}_return_by_episode"][0]
+        last, share, solved = (found[f"{group}_{name}"] for name in ("return", "of_optimum", "solved"))
+        print(f"{group:12} {first:10.2f} {last:8.2f} {share:11.1%} {solved:7.0%}")
+    by_goal = zip(recipe.split.unseen, found["unseen_of_optimum_by_task"].tolist(), strict=True)
+    size = config.grid_size
+    print("unseen goals: " + "  ".join(f"({goal // size},{goal % size}) {share:.0%}" for goal, share in by_goal))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UnisonoError as error:
+        sys.exit(f"evaluate.py: {error}")
