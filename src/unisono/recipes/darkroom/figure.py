@@ -29,12 +29,17 @@ def best(evaluations: list[dict[str, Any]], metric: str) -> dict[str, Any]:
     return max(evaluations, key=lambda found: found.get(metric, -1.0))
 
 
+def _groups(chosen: Mapping[str, Any]) -> dict[str, str]:
+    """The groups of tasks that were played, and their colours."""
+    return {name: colour for name, colour in _COLOURS.items() if f"eval/{name}_of_optimum" in chosen}
+
+
 def table(recipe: Darkroom, chosen: Mapping[str, Any]) -> str:
     """The short table that `make demo` ends with."""
     rows: list[tuple[str, ...]] = [("", "episode 1", "5", "10", "last 10", "of optimum", "solved")]
     lines = {
         "source learner": recipe.source_curve,
-        **{name: chosen[f"eval/{name}_return_by_episode"] for name in _COLOURS},
+        **{name: chosen[f"eval/{name}_return_by_episode"] for name in _groups(chosen)},
     }
     for name, curve in lines.items():
         picked = [f"{curve[episode]:.2f}" if episode < len(curve) else "" for episode in (0, 4, 9)]
@@ -91,7 +96,7 @@ def _figure(recipe: Darkroom, chosen: Mapping[str, Any]) -> bytes:
         linestyle=(0, (4, 2)),
         label=f"source learner ({recipe.config.source}) on the unseen tasks",
     )
-    for name, colour in reversed(_COLOURS.items()):
+    for name, colour in reversed(_groups(chosen).items()):
         curve, share = chosen[f"eval/{name}_return_by_episode"], chosen[f"eval/{name}_of_optimum"]
         what = {"train": "tasks it was trained on", "validation": "validation tasks", "unseen": "unseen tasks"}[name]
         axes.plot(

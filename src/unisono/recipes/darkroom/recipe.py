@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from unisono.engine.recipe import Loss, Recipe, Work
-from unisono.errors import ConfigError
+from unisono.errors import ConfigError, UserError
 from unisono.recipes.darkroom.keys import ALIASES, translate
 
 if TYPE_CHECKING:  # `unisono train darkroom --help` need not wait for torch
@@ -148,6 +148,9 @@ class Darkroom(Recipe):
 
     def prepare(self, work: Work) -> None:
         """Lets the source learners live, all tasks at once, unless their histories are there already."""
+        from unisono.recipes.darkroom.collect import collect
+        from unisono.recipes.darkroom.histories import SUFFIXES
+
         config = self.config
         where = Path(config.traj_dir) if config.traj_dir else work.folder / "histories"
         name = f"history_{config.env}_{config.source}_alg-seed{config.alg_seed}"
@@ -157,8 +160,8 @@ class Darkroom(Recipe):
         if known:
             self._histories = known
             return
-        from unisono.recipes.darkroom.collect import collect
-
+        if where.suffix in SUFFIXES and not where.is_dir():
+            raise UserError(f"traj_dir {where}: there is no such file; name one, or a folder to collect histories into")
         split, steps = self.split, config.total_source_timesteps // config.n_stream
         tasks = [*split.train, *split.validation, *split.unseen]
         work.message(f"collecting: {len(tasks)} tasks × {config.n_stream} learners ({config.source}) × {steps:,} steps")
@@ -267,6 +270,8 @@ class Darkroom(Recipe):
         last = returns[:, -_LAST_EPISODES:].mean(1)
         metrics: dict[str, Any] = {}
         for group, name in enumerate(GROUPS):
+            if name == "train" and not config.eval_train_tasks:  # what was not played got no return of 0
+                continue
             mine = (groups == group).double()
             metrics[f"{name}_of_optimum"] = (last @ mine, optimum @ mine)
             metrics[f"{name}_return"] = (last @ mine, mine.sum())
@@ -346,6 +351,11 @@ def _split(config: Any, room: Room) -> Split:
     chosen = list(range(room.num_tasks))
     if number < room.num_tasks:
         chosen = sorted(random.Random(config.env_split_seed).sample(chosen, number))
+    if not 0 < config.train_env_ratio < 1:
+        raise ConfigError(
+            f"train_env_ratio: expected more than 0 and less than 1, so that there are tasks to train on and unseen "
+            f"ones, got {config.train_env_ratio}"
+        )
     split = split_tasks(number, config.env_split_seed, config.train_env_ratio, config.num_validation)
     if not split.train or not split.unseen:
         raise ConfigError(
@@ -378,6 +388,13 @@ def _check(config: Any, room: Room) -> None:
         raise ConfigError(
             f"total_source_timesteps {config.total_source_timesteps} / n_stream {config.n_stream} = {lived} steps per "
             f"learner, fewer than a context of {context}; use at least {context * config.n_stream}"
+        )
+    episodes = min(config.train_source_timesteps, lived) // room.horizon
+    left = -(-episodes // config.history_skip) * room.horizon
+    if left < context:  # found before anything is collected
+        raise ConfigError(
+            f"{name} {context}: of {episodes} whole episodes, history_skip {config.history_skip} leaves {left} steps; "
+            "use a shorter context or longer histories"
         )
 
 
