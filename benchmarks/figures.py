@@ -1,4 +1,4 @@
-"""Writes the README's figures from benchmarks/results/*.json, so that no number is typed by hand.
+"""Writes the figures of our pages from benchmarks/results/*.json, so that no number is typed by hand.
 
 python benchmarks/figures.py
 """
@@ -128,12 +128,72 @@ MEASURED: dict[str, Callable[[dict[str, Any]], str]] = {
     "guard_cpu": guard,
     "guard_cuda": guard,
 }
-BLOCKS: dict[str, Callable[[], str]] = {"figures": costs, "faults": survived}
 
 
-def with_figures(text: str) -> str:
-    """The README with its figures as they were measured."""
-    for name, written in BLOCKS.items():
+def darkroom() -> str:
+    """What was measured of the recipe, a line per part; a part without results is left out."""
+    lines = []
+    for name, in_words in DARKROOM.items():
+        file = RESULTS / f"darkroom_{name}.json"
+        if file.exists() and (text := in_words(json.loads(file.read_text()))):
+            lines.append(f"- {text} ([darkroom_{name}.md](../benchmarks/results/darkroom_{name}.md)).")
+    return "\n".join(["", "## What was measured", "", *lines, "", ""]) if lines else ""
+
+
+def darkroom_learning(result: dict[str, Any]) -> str:
+    seeds = [result["rows"][name] for name in result["seeds"] if not result["rows"][name]["failed"]]
+    if not seeds:
+        return ""
+    shares, worst = [row["unseen_of_optimum"] for row in seeds], min(row["worst_of_optimum"] for row in seeds)
+    slowest = max(row["learned"]["unseen"]["training_s"] for row in seeds)
+    text = f"**Learning**, full configuration on {', '.join(result['machine']['gpus'])}, {len(seeds)} seeds: "
+    text += "unseen goals at "
+    text += f"{', '.join(f'{share:.1%}' for share in shares)} of the optimum, no goal below {worst:.0%} of its own; "
+    text += f"90 % after {slowest:.1f} s of training at most"
+    others = {name: row for name, row in result["rows"].items() if name not in result["seeds"] and not row["failed"]}
+    if others:
+        text += ". Other choices: " + ", ".join(
+            f"{name} {row['unseen_of_optimum']:.0%}" for name, row in others.items()
+        )
+    return text
+
+
+def darkroom_end_to_end(result: dict[str, Any]) -> str:
+    row = result["rows"]["end to end"]
+    if row["failed"]:
+        return ""
+    text = f"**50,000 steps from start to end** on {', '.join(result['machine']['gpus'])}: {row['wall_s']:.0f} s with "
+    return text + f"collecting, compiling, evaluations and checkpoints; {row['step_ms']:.2f} ms a step"
+
+
+def darkroom_demo(result: dict[str, Any]) -> str:
+    seeds = [row for row in result["rows"].values() if not row["failed"]]
+    if not seeds:
+        return ""
+    shares, slowest = [row["unseen_of_optimum"] for row in seeds], max(row["wall_s"] for row in seeds)
+    training = max(row["training_s"] for row in seeds)
+    text = f"**The demo** on {result['machine']['cores']} CPU cores, {len(seeds)} seeds: unseen goals at "
+    text += (
+        f"{', '.join(f'{share:.1%}' for share in shares)} of the optimum; at most {slowest:.0f} s, {training:.0f} s of "
+    )
+    return text + "them training"
+
+
+DARKROOM: dict[str, Callable[[dict[str, Any]], str]] = {
+    "learning": darkroom_learning,
+    "end_to_end": darkroom_end_to_end,
+    "demo": darkroom_demo,
+}
+PAGES: dict[Path, dict[str, Callable[[], str]]] = {
+    README: {"figures": costs, "faults": survived},
+    HERE.parent / "docs" / "darkroom.md": {"darkroom": darkroom},
+}
+
+
+def with_figures(page: Path) -> str:
+    """A page with its figures as they were measured."""
+    text = page.read_text()
+    for name, written in PAGES[page].items():
         start, end = f"<!-- {name}: written by benchmarks/figures.py -->\n", f"<!-- end of {name} -->"
         before, rest = text.split(start)
         text = before + start + written() + end + rest.split(end)[1]
@@ -141,4 +201,5 @@ def with_figures(text: str) -> str:
 
 
 if __name__ == "__main__":
-    README.write_text(with_figures(README.read_text()))
+    for page in PAGES:
+        page.write_text(with_figures(page))

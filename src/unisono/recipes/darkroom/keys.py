@@ -77,6 +77,8 @@ def translate(values: dict[str, Any], where: str) -> dict[str, Any]:
     if "alg" in values:
         alg = values.pop("alg")
         _rename(values, "alg", _source(alg, where), "source", where)
+        if values["source"] == "ppo":
+            values.setdefault("source_shared", True)  # what such files mean: one policy for the streams of a task
         # In the file of an algorithm it is the minibatch of the source learner; the transformer's is train_batch_size.
         if "batch_size" in values:
             _rename(values, "batch_size", values.pop("batch_size"), "source_batch_size", where)

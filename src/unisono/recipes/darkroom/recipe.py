@@ -227,7 +227,8 @@ class Darkroom(Recipe):
         import torch
         import torch.nn.functional as F
 
-        logits: Tensor = model(batch.tokens).float()
+        logits: Tensor = model(batch.tokens)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         actions, learned = batch.actions, batch.learned
         if self.config.loss_positions == "last":
             # The context as it is at some moment, and only what was done then: one action per context.
