@@ -184,7 +184,6 @@ def test_after_a_resume_a_recipe_has_the_earlier_evaluations_once_each(tmp_path:
     assert [one["step"] for one in evaluations(tmp_path / "new", 5)] == [2, 4, 5]
 
 
-@pytest.mark.xfail(strict=True, reason="its last evaluation is done and noted again")
 def test_a_finished_run_that_is_started_again_holds_its_last_evaluation_once(tmp_path: Path) -> None:
     settings = RUN | {"eval_every": 2, "max_steps": 4, "output_dir": str(tmp_path / "run")}
     for _ in range(2):

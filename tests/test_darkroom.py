@@ -176,7 +176,7 @@ def test_no_context_comes_from_a_task_that_is_not_trained_on(runs: dict[str, Out
 
 # Long enough to be interrupted: 81 tasks in 9 blocks.
 COLLECT: dict[str, Any] = {
-    **{"n_stream": 30, "total_source_timesteps": 30 * 400, "train_n_stream": 2, "train_source_timesteps": 100},
+    **{"n_stream": 10, "total_source_timesteps": 10 * 300, "train_n_stream": 2, "train_source_timesteps": 100},
     **{"n_transit": 40, "tf_n_embd": 8, "tf_n_layer": 1, "tf_n_head": 2, "batch_size": 8, "max_steps": 2},
     **{"eval_every": -1, "log_every": 1, "tensorboard": False, "nproc": 1, "preview_every": -1},
 }

@@ -63,7 +63,7 @@ class Resolved:
         """Whether the field has this value."""
         return name in self.values and bool(self.values[name] == value)
 
-    def with_values(self, source: str, **changes: Any) -> Resolved:
+    def with_values(self, source: str, /, **changes: Any) -> Resolved:
         """A copy in which these fields have other values, from this source."""
         return self._layer(source, _named(changes, self.fields, source))
 

@@ -42,6 +42,7 @@ from unisono.engine.placement import find_placement, switches
 from unisono.engine.recipe import Recipe, Work
 from unisono.engine.registry import words_for
 from unisono.engine.resume import Found, find_checkpoint, restore, run_id
+from unisono.engine.state import TrainState
 from unisono.engine.trainer import Length, Result, Trainer
 from unisono.engine.watch import Watch
 from unisono.errors import RecipeError, UnisonoError, UserError
@@ -171,11 +172,10 @@ class _Session:
                     "from here on the order is another one"
                 )
         parts.state.num_samples = size
-        recipe.evaluations = self._main_decides(
-            lambda: self._folder.evaluations(parts.state.step, evaluated=not parts.state.owes_evaluation)
-        )
         self._from_step = parts.state.step
         length = Length.of(settings, size, parts.state)
+        evaluated = is_evaluated(parts.state, length)
+        recipe.evaluations = self._main_decides(lambda: self._folder.evaluations(parts.state.step, evaluated=evaluated))
         self._remarks += self._idle_faults(length)
         self._announce(parts, batch, length, size, eval_data, checkpoint)
         watch = Watch(
@@ -264,7 +264,13 @@ class _Session:
         self._pulse.at("prepare", 0)
         say: Callable[[str], None] = print_line if world.is_main else lambda text: None
         device = str(find_placement(world, self._settings).device)
-        recipe.prepare(Work(folder, world.rank, world.size, lambda: self._stop.requested is not None, device, say))
+        try:
+            recipe.prepare(Work(folder, world.rank, world.size, lambda: self._stop.requested is not None, device, say))
+        except UserError:
+            for path in (folder, folder.parent):  # nothing is left behind by a mistake, where there was nothing before
+                with suppress(OSError):
+                    path.rmdir()
+            raise
         self._pulse.at("start", 0)
         # Nobody reads what another rank is still preparing.
         return any(self._agreement.agree_all(self._stop.requested is not None))
@@ -314,7 +320,7 @@ class _Session:
             why += f", restart {world.restart_count}"
         if not world.is_main:
             return
-        self._folder.rewind_metrics(step, evaluated=not parts.state.owes_evaluation)
+        self._folder.rewind_metrics(step, evaluated=is_evaluated(parts.state, length))
         self._folder.add_start(
             world=world.size,
             strategy=parts.strategy.name,
@@ -329,6 +335,11 @@ class _Session:
             print_line(line)
         for remark in [*self._remarks, *parts.remarks]:
             print_line(f"note: {remark}")
+
+
+def is_evaluated(state: TrainState, length: Length) -> bool:
+    """Whether the evaluation of the state's step is over for good; a run that is started at its end does it again."""
+    return not state.owes_evaluation and state.samples < length.samples
 
 
 def read_own(path: str) -> dict[str, Any] | None:

@@ -141,9 +141,12 @@ class Darkroom(Recipe):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
+        from unisono.recipes.darkroom.checks import check_config
+
         self.room = _room(config)
         self.split = _split(config, self.room)
-        _check(config, self.room)
+        tasks = len(self.split.train) + len(self.split.validation) + len(self.split.unseen)
+        check_config(config, self.room, tasks)
         self._histories: str | Path | Sequence[Path] = ()
 
     def prepare(self, work: Work) -> None:
@@ -364,39 +367,6 @@ def _split(config: Any, room: Room) -> Split:
             f"leave {len(split.train)} to train on and {len(split.unseen)} unseen; there must be some of both"
         )
     return Split(*([chosen[index] for index in part] for part in (split.train, split.validation, split.unseen)))
-
-
-def _check(config: Any, room: Room) -> None:
-    context = config.compress_interval if config.use_compressed_context else config.n_transit
-    name = "compress_interval" if config.use_compressed_context else "n_transit"
-    ones = ["tf_n_embd", "tf_n_layer", "tf_n_head", "tf_n_inner", "n_stream", "train_n_stream", "history_skip"]
-    ones += ["eval_episodes", "eval_repeats", "num_validation"]
-    least_of = {**dict.fromkeys(ones, 1), "eval_train_tasks": 0, "train_source_timesteps": context}
-    # Less than two episodes in the context, and there is nothing to learn from.
-    least_of[name] = 2 * room.horizon if name == "n_transit" else room.horizon
-    if config.use_compressed_context:
-        least_of["n_transit"] = 2 * config.compress_interval + 2  # two regions and the marks around the first
-    for key, least in least_of.items():
-        if getattr(config, key) < least:
-            raise ConfigError(f"{key}: expected at least {least}, got {getattr(config, key)}")
-    for key in ("tf_dropout", "tf_attn_dropout", "label_smoothing", "source_noise"):
-        if not 0 <= getattr(config, key) <= 1:
-            raise ConfigError(f"{key}: expected from 0 to 1, got {getattr(config, key)}")
-    if config.tf_n_embd % config.tf_n_head:
-        raise ConfigError(f"tf_n_embd {config.tf_n_embd} must be a multiple of tf_n_head {config.tf_n_head}")
-    lived = config.total_source_timesteps // config.n_stream
-    if lived < context:
-        raise ConfigError(
-            f"total_source_timesteps {config.total_source_timesteps} / n_stream {config.n_stream} = {lived} steps per "
-            f"learner, fewer than a context of {context}; use at least {context * config.n_stream}"
-        )
-    episodes = min(config.train_source_timesteps, lived) // room.horizon
-    left = -(-episodes // config.history_skip) * room.horizon
-    if left < context:  # found before anything is collected
-        raise ConfigError(
-            f"{name} {context}: of {episodes} whole episodes, history_skip {config.history_skip} leaves {left} steps; "
-            "use a shorter context or longer histories"
-        )
 
 
 def _settings_of_source(config: Any) -> dict[str, Any]:
