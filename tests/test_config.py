@@ -278,7 +278,7 @@ def test_a_wrong_flag_is_one_line_with_the_fix(words: str, message: str) -> None
         ("seed: 1\nname: 'a\0b'", "config file {file}, line 2: the character '\\x00' is not allowed in YAML"),
         ("- 1", "config file {file} must hold a mapping of fields to values, such as `batch_size: 4`"),
         ("seed: !!python/object/apply:os.system [echo]", "config file {file}, line 1: could not determine"),
-        ("extra: &a {b: *a}", "extra: the value holds itself (from {file})"),
+        ("extra: &a {b: *a}", "config file {file}, line 1: a value holds itself"),
         ("extra: {a: .nan}", "extra: expected finite numbers, text, true, false, none, or lists and mappings"),
     ],
 )

@@ -60,3 +60,6 @@ if __name__ == "__main__":
     except UnisonoError as error:
         print(f"collect.py: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("collect.py: stopped; started again, it goes on where it was", file=sys.stderr)
+        sys.exit(130)

@@ -12,7 +12,7 @@ import torch
 
 from unisono.data.noise import Noise
 from unisono.engine.export import load_trained
-from unisono.errors import UnisonoError
+from unisono.errors import UnisonoError, UserError
 from unisono.recipes.darkroom.recipe import GROUPS, Darkroom
 
 
@@ -25,6 +25,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the actions that are drawn")
     words = parser.parse_args()
     trained, model, what = load_trained(words.run, step="best")
+    if not isinstance(trained, Darkroom):
+        raise UserError(f"{words.run} is a run of {type(trained).__name__}, not of darkroom; give another folder")
     config = replace(trained.config, eval_episodes=words.episodes, eval_repeats=words.repeats, greedy=words.greedy)
     recipe = Darkroom(config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -36,17 +38,23 @@ def main() -> None:
     }
     print(f"{what}: {words.episodes} episodes, each goal {words.repeats} times")
     print(f"{'goals':12} {'episode 1':>10} {'last 10':>8} {'of optimum':>11} {'solved':>7}")
-    for group in GROUPS:
+    for group in (group for group in GROUPS if f"{group}_return" in found):  # eval_train_tasks may be 0
         first = found[f"{group}_return_by_episode"][0]
         last, share, solved = (found[f"{group}_{name}"] for name in ("return", "of_optimum", "solved"))
         print(f"{group:12} {first:10.2f} {last:8.2f} {share:11.1%} {solved:7.0%}")
     by_goal = zip(recipe.split.unseen, found["unseen_of_optimum_by_task"].tolist(), strict=True)
-    size = config.grid_size
-    print("unseen goals: " + "  ".join(f"({goal // size},{goal % size}) {share:.0%}" for goal, share in by_goal))
+    print("unseen goals: " + "  ".join(f"{_name(recipe, goal)} {share:.0%}" for goal, share in by_goal))
+
+
+def _name(recipe: Darkroom, task: int) -> str:
+    """Of a task: where its goal is, or its number in rooms whose tasks are something else."""
+    size = recipe.room.size
+    return f"({task // size},{task % size})" if recipe.config.env == "darkroom" else f"#{task}"
 
 
 if __name__ == "__main__":
     try:
         main()
     except UnisonoError as error:
-        sys.exit(f"evaluate.py: {error}")
+        print(f"evaluate.py: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

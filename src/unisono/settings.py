@@ -110,7 +110,7 @@ class PrecisionSettings:
     compile: bool = False
     """torch.compile each repeated block of the model (the whole model if it has none)."""
     cuda_graph: bool = False
-    """Record a step as a CUDA graph and replay it: for small models, whose time goes into launching kernels. single and ddp; inputs of one shape."""
+    """Record a step as a CUDA graph and replay it: for small models, whose time goes into launching kernels. single and ddp; inputs of one shape; what a loss() does in Python is done once, when it is recorded."""
     activation_checkpointing: bool = False
     """Recompute each repeated block in backward instead of storing its activations."""
 

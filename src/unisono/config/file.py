@@ -7,6 +7,8 @@ YAML meaning. A key that stands twice is refused, because readers disagree about
 from __future__ import annotations
 
 import json
+import os
+import stat
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -18,6 +20,9 @@ from unisono.errors import ConfigError
 if TYPE_CHECKING:
     from unisono.config.resolve import Resolved
 
+_LARGEST = 2**20
+_MOST_VALUES = 100_000
+
 
 def read_file(path: Path) -> Mapping[Any, Any]:
     """The mapping in a .yaml, .yml or .json file."""
@@ -25,7 +30,7 @@ def read_file(path: Path) -> Mapping[Any, Any]:
     if path.suffix.lower() not in readers:
         raise ConfigError(f"config file {path}: the name must end in .yaml, .yml or .json")
     try:
-        content = readers[path.suffix.lower()](path.read_text(encoding="utf-8-sig"))
+        content = readers[path.suffix.lower()](_read_text(path))
     except OSError as error:
         raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -39,6 +44,17 @@ def read_file(path: Path) -> Mapping[Any, Any]:
     if not isinstance(content, Mapping):
         raise ConfigError(f"config file {path} must hold a mapping of fields to values, such as `batch_size: 4`")
     return content
+
+
+def _read_text(path: Path) -> str:
+    # Not blocking: opening a pipe would wait for ever.
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ConfigError(f"config file {path} is not a plain file")
+        content = file.read(_LARGEST + 1)
+    if len(content) > _LARGEST:
+        raise ConfigError(f"config file {path} is larger than {_LARGEST // 2**20} MiB, which no config file is")
+    return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def as_yaml(resolved: Resolved) -> str:
@@ -65,8 +81,16 @@ def as_yaml(resolved: Resolved) -> str:
 def _read_yaml(text: str) -> Any:
     import yaml
 
+    loader = None
     try:
-        return yaml.load(text, Loader=_loader())
+        loader = _loader()(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_size(node, {})
+        return loader.construct_document(node)
+    except (LookupError, AttributeError, TypeError):  # PyYAML's answer to `!!int ""` or `!!bool maybe`
+        raise ValueError("a value does not fit the tag (!!…) before it") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f"line {mark.line + 1}: " if mark else ""
@@ -74,6 +98,26 @@ def _read_yaml(text: str) -> Any:
     except yaml.reader.ReaderError as error:
         line_number = text.count("\n", 0, error.position) + 1
         raise ValueError(f"line {line_number}: the character {chr(error.character)!r} is not allowed in YAML") from None
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+def _check_size(node: Any, sizes: dict[int, int | None]) -> int:
+    """How many values there are when every alias is written out; a few lines of aliases can be billions."""
+    if id(node) in sizes:
+        known = sizes[id(node)]
+        if known is None:
+            raise ValueError(f"line {node.start_mark.line + 1}: a value holds itself")
+        return known
+    sizes[id(node)] = None
+    inner = node.value if isinstance(node.value, list) else []
+    parts = [part for item in inner for part in (item if isinstance(item, tuple) else (item,))]
+    total = 1 + sum(_check_size(part, sizes) for part in parts)
+    if total > _MOST_VALUES:
+        raise ValueError(f"line {node.start_mark.line + 1}: more than {_MOST_VALUES:,} values with all aliases")
+    sizes[id(node)] = total
+    return total
 
 
 def _read_json(text: str) -> Any:

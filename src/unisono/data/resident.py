@@ -7,7 +7,7 @@ of a captured step.
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -16,6 +16,9 @@ from torch import Tensor
 from unisono.data.cursor import Cursor
 from unisono.data.loader import MicroBatch
 from unisono.data.order import Order
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 _MICRO_BATCHES_AHEAD = 64  # whose order goes to the device at once
 
@@ -32,6 +35,11 @@ class Resident(Protocol):
 
     def gather(self, indices: Tensor) -> Any:
         """The samples at `indices` ([batch], int64, on the data's device) as a batch."""
+
+
+def is_resident(data: Any) -> TypeIs[Resident]:
+    """Whether a data set can gather whole batches; a tensor is a data set too, but its `gather` is something else."""
+    return isinstance(data, Resident) and not isinstance(data, Tensor)
 
 
 class Rows:

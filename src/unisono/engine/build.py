@@ -52,10 +52,7 @@ def build_parts(recipe: Recipe, settings: Settings, place: Placement, batch: Bat
     """Builds the model and all that goes with it; the weights are those of step 0."""
     remarks: list[str] = []
     captures = settings.precision.cuda_graph and place.device.type == "cuda"
-    if captures:
-        # Recording needs a stream that is not the default one, and gradients that were first met on it.
-        torch.cuda.set_stream(torch.cuda.Stream(place.device))  # type: ignore[no-untyped-call]
-    elif settings.precision.cuda_graph:
+    if settings.precision.cuda_graph and not captures:
         remarks.append("cuda_graph: there is no GPU here; steps run as usual")
     seed_everything(settings.run.seed, place.devices)  # as a script would: torch.manual_seed(seed)
     model = recipe.model()
@@ -76,6 +73,9 @@ def build_parts(recipe: Recipe, settings: Settings, place: Placement, batch: Bat
         )
     if captures and name not in ("single", "ddp"):
         raise ConfigError(f"cuda_graph works with strategy single and ddp, not with {name}; leave one of them out")
+    if captures and settings.precision.activation_checkpointing:
+        # It asks for the state of the random numbers, which a recording does not know.
+        raise ConfigError("cuda_graph cannot record activation_checkpointing; leave one of them out")
     named_blocks = recipe.blocks(model)
     blocks = list(named_blocks) if named_blocks is not None else repeated_blocks(model)
     if settings.precision.activation_checkpointing:
@@ -100,8 +100,11 @@ def build_parts(recipe: Recipe, settings: Settings, place: Placement, batch: Bat
     )
     ema = Ema(strategy.parameters, settings.ema) if settings.ema.ema_decay > 0 else None
     scale = LossScale(place.device) if settings.precision.mixed_precision == "fp16" else None
-    if captures:
-        strategy.keep_gradients()
+    if captures and not strategy.keep_gradients():
+        raise ConfigError(
+            "cuda_graph cannot record ddp with find_unused_parameters, static_graph or sync_batch_norm, nor without "
+            "gradient_as_bucket_view; leave these out, or cuda_graph"
+        )
     return Parts(recipe, strategy, why, updater, ema, scale, TrainState(batch.global_batch), remarks, captures)
 
 

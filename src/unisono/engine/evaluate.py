@@ -23,7 +23,7 @@ from unisono.data.bits import Purpose, key_of
 from unisono.data.loader import BadSample, Cursor, Loader, on_device, place
 from unisono.data.noise import Noise
 from unisono.data.order import Order
-from unisono.data.resident import Resident, ResidentLoader, gathered
+from unisono.data.resident import ResidentLoader, gathered, is_resident
 from unisono.engine.memory import in_one_line, is_out_of_memory
 from unisono.engine.precision import autocast
 from unisono.engine.recipe import Recipe
@@ -48,7 +48,7 @@ class Evaluation:
         stop: StopRequest,
     ) -> None:
         self._recipe, self._strategy, self._settings = recipe, strategy, settings
-        self._dataset = dataset.to(strategy.place.device) if isinstance(dataset, Resident) else dataset
+        self._dataset = dataset.to(strategy.place.device) if is_resident(dataset) else dataset
         self._agreement, self._pulse, self._stop = agreement, pulse, stop
         self._seed = key_of(Purpose.EVALUATION, settings.run.seed)
         self._batch = settings.eval.eval_batch_size or settings.batch.batch_size
@@ -133,7 +133,7 @@ class Evaluation:
             start=0, end=size, global_batch=size, micro_batch=self._batch, rank=place_.rank, world=place_.world
         )
         order = Order(size, self._seed, shuffle=False)
-        if isinstance(self._dataset, Resident):
+        if is_resident(self._dataset):
             return ResidentLoader(self._dataset, order, cursor, place_.device)
         pin = place_.device.type == "cuda"
         return Loader(self._dataset, self._recipe.collate, order, cursor, self._settings.data, pin)
@@ -154,6 +154,8 @@ class Evaluation:
                 raise RecipeError(f"evaluate(): {name} must be a (sum, count) pair or a torchmetrics object")
             device = self._strategy.place.device
             total, count = (torch.as_tensor(part, device=device, dtype=torch.float64) for part in value)
+            if total.numel() == 1 and count.dim() == 0:  # a number in brackets; a curve of one point has counts
+                total = total.reshape(())
             if total.dim() > 1 or (count.numel() != 1 and count.shape != total.shape):
                 raise RecipeError(f"evaluate(): {name} must be a number or a curve (one dimension), as (sum, count)")
             pair = torch.stack([total, count.reshape(()).expand_as(total) if count.numel() == 1 else count])

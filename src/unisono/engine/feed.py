@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from unisono.data.loader import Cursor, Loader, MicroBatch
 from unisono.data.order import Order
-from unisono.data.resident import Resident, ResidentLoader
+from unisono.data.resident import ResidentLoader, is_resident
 from unisono.engine.batch import BatchPlan
 from unisono.engine.recipe import Recipe
 from unisono.engine.state import TrainState
@@ -40,7 +40,7 @@ class Feed:
         end: int,
     ) -> None:
         """`end` is the number of samples at which the run ends."""
-        self._data = data.to(place.device) if isinstance(data, Resident) else data
+        self._data = data.to(place.device) if is_resident(data) else data
         self._order, self._recipe, self._place = order, recipe, place
         self._state, self._settings, self._run_folder, self._end = state, settings, run_folder, end
         self._loader: Loader | ResidentLoader | None = None
@@ -70,7 +70,7 @@ class Feed:
             rank=place.rank,
             world=place.world,
         )
-        if isinstance(self._data, Resident):
+        if is_resident(self._data):
             return ResidentLoader(self._data, self._order, cursor, place.device)
         pin = place.device.type == "cuda"
         return Loader(self._data, self._recipe.collate, self._order, cursor, settings, pin, self._on_worker_death)

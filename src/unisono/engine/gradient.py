@@ -80,6 +80,8 @@ class _Try:
     failure: str | None = None  # it ran out of memory, and why
     arriving: dist.Work | None = None  # the sums over all ranks
     guarded: bool = False
+    replayed: bool = False  # some micro-batch was
+    trial: bool = False  # for its memory alone
 
 
 class Gradient:
@@ -123,7 +125,7 @@ class Gradient:
 
     def try_out(self, micro_batches: Iterator[MicroBatch]) -> None:
         """Forward and backward of the first micro-batches of a step, for their memory alone: nothing changes."""
-        this, before = _Try(), (self._names, self._state.expected_count)
+        this, before = _Try(trial=True), (self._names, self._state.expected_count)
         total: Tensor | None = None
         self._guard.begin()
         try:
@@ -180,7 +182,7 @@ class Gradient:
         assert this.sums is not None
         if this.guarded and self._world > 1:
             this.arriving = dist.all_reduce(this.sums, async_op=True)
-        self._guard.passed(guarded=this.guarded)
+        self._guard.passed(guarded=this.guarded, replayed=this.replayed)
         return Summed(self._names, this.sums, this.arriving, agreed, lap)
 
     def _forward(self, micro: MicroBatch, number: int, this: _Try, spoilt: bool) -> Tensor | None:
@@ -191,7 +193,7 @@ class Gradient:
             self._pulse.at("forward", step)
             self._seed_dropout(number)
             positions = on_device(micro.positions, self._device)
-            if self._captured is not None and self._may_replay(micro, spoilt):
+            if self._captured is not None and self._may_replay(micro, spoilt) and not this.trial:
                 self._replay(micro.data, positions, this)
                 return None
             results = self._results(micro.data, positions, last=micro.chunk.last)
@@ -230,6 +232,7 @@ class Gradient:
         """Forward and backward pass of a micro-batch in one go."""
         assert self._captured is not None
         row = self._captured(data, positions)
+        this.replayed |= self._captured.replayed
         this.sums = row.clone() if this.sums is None else this.sums + row
         self._pulse.at("backward", self._state.step + 1)
 

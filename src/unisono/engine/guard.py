@@ -57,10 +57,12 @@ class Guard:
         if self.possible and self._steps > 0:
             self._shapes.append(shape_of(data))
 
-    def passed(self, *, guarded: bool) -> None:
-        """The gradients of the step are there."""
-        # A buffer whose version stands still after a whole step is a table; it need not be kept again.
-        self._constant |= {id(buffer) for buffer, _, version in self._kept if buffer._version == version}
+    def passed(self, *, guarded: bool, replayed: bool = False) -> None:
+        """The gradients of the step are there; `replayed`: some of them from a recording."""
+        # A buffer whose version stands still after a whole step is a table; it need not be kept again. Recorded kernels
+        # change buffers without a word.
+        if not replayed:
+            self._constant |= {id(buffer) for buffer, _, version in self._kept if buffer._version == version}
         self._kept = []
         if not guarded or self._steps < 0:
             return

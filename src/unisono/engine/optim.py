@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -87,6 +88,8 @@ class Updater:
             raise RecipeError(f"optimizer() returned {type(optimizer).__name__}; expected a torch.optim.Optimizer")
         self.optimizer = optimizer
         self._names = {id(parameter): name for name, parameter in parameters}
+        # Recorded kernels read the rate as float32: rounded in all runs, so that a recorded one has the same bits.
+        self._rounded = np.float32 if parameters[0][1].dtype == torch.float32 else float
         self._peaks = [group["lr"] * lr_scale for group in optimizer.param_groups]
         # sgd's dampening spares the first step, which can no longer be told once its buffer is allocated in advance.
         dampened = any(group.get("dampening") for group in optimizer.param_groups)
@@ -113,7 +116,7 @@ class Updater:
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(peak * factor)
             else:
-                group["lr"] = peak * factor
+                group["lr"] = float(self._rounded(peak * factor))
         return float(self._peaks[0] * factor)
 
     def make_capturable(self) -> bool:

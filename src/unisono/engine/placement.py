@@ -36,6 +36,22 @@ def find_placement(world: World, settings: Settings) -> Placement:
 
 
 @contextmanager
+def own_stream(settings: Settings, device: torch.device) -> Iterator[None]:
+    """With cuda_graph, a stream for the whole run.
+
+    Recording needs one that is not the default one, and gradients that were first met on it.
+    """
+    if not settings.precision.cuda_graph or device.type != "cuda":
+        yield
+        return
+    before, own = torch.cuda.current_stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    own.wait_stream(before)
+    with torch.cuda.stream(own):
+        yield
+    before.wait_stream(own)
+
+
+@contextmanager
 def switches(settings: Settings) -> Iterator[None]:
     """Determinism and precision, which torch keeps per process; as they were before when the run is over."""
     cudnn = torch.backends.cudnn

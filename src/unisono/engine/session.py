@@ -38,7 +38,7 @@ from unisono.engine.evaluate import Evaluation
 from unisono.engine.history import continue_run, record_of
 from unisono.engine.memory import remembered
 from unisono.engine.opening import opening
-from unisono.engine.placement import find_placement, switches
+from unisono.engine.placement import find_placement, own_stream, switches
 from unisono.engine.recipe import Recipe, Work
 from unisono.engine.registry import words_for
 from unisono.engine.resume import Found, find_checkpoint, restore, run_id
@@ -48,6 +48,7 @@ from unisono.engine.watch import Watch
 from unisono.errors import RecipeError, UnisonoError, UserError
 from unisono.faults import Fault, Injector, parse
 from unisono.observe.folder import RunFolder, append_event, check_writable
+from unisono.parallel.strategy import Placement
 from unisono.settings import Settings
 
 T = TypeVar("T")
@@ -131,11 +132,12 @@ class _Session:
     def run(self) -> Result:
         """Trains from the newest checkpoint to the end."""
         with switches(self._settings), closing(self._folder):
-            return self._run()
+            place = find_placement(self._start.world, self._settings)
+            with own_stream(self._settings, place.device):
+                return self._run(place)
 
-    def _run(self) -> Result:
+    def _run(self, place: Placement) -> Result:
         settings, world = self._settings, self._start.world
-        place = find_placement(world, settings)
         self._found = self._main_decides(self._find_checkpoint)
         checkpoint = self._found.path
         self._remarks += self._found.remarks
@@ -145,7 +147,7 @@ class _Session:
         seed = settings.run.seed
         seed_everything(key_of(Purpose.BUILD, seed, 2), place.devices)
         recipe = self._kind(self._resolved.build(self._kind.Config))
-        if self._prepare(recipe):
+        if self._prepare(recipe, place.device):
             if world.is_main:
                 print_line("stopping before the first step; what is prepared is kept")
             return Result(self._folder.path, "stopped", 0 if checkpoint is None else read_manifest(checkpoint).step, {})
@@ -254,7 +256,7 @@ class _Session:
         )
         return with_micro_batch(plan, self._settings.batch.micro_batch, known, on_gpu=on_gpu)
 
-    def _prepare(self, recipe: Recipe) -> bool:
+    def _prepare(self, recipe: Recipe, device: torch.device) -> bool:
         """Lets the recipe prepare; True when somebody asked to stop meanwhile."""
         if type(recipe).prepare is Recipe.prepare:
             return False
@@ -263,9 +265,10 @@ class _Session:
         folder.mkdir(parents=True, exist_ok=True)
         self._pulse.at("prepare", 0)
         say: Callable[[str], None] = print_line if world.is_main else lambda text: None
-        device = str(find_placement(world, self._settings).device)
         try:
-            recipe.prepare(Work(folder, world.rank, world.size, lambda: self._stop.requested is not None, device, say))
+            recipe.prepare(
+                Work(folder, world.rank, world.size, lambda: self._stop.requested is not None, str(device), say)
+            )
         except UserError:
             for path in (folder, folder.parent):  # nothing is left behind by a mistake, where there was nothing before
                 with suppress(OSError):

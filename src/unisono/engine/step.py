@@ -83,7 +83,7 @@ class OptimizerStep:
         self._scale, self._state, self._settings, self._pulse = parts.scale, parts.state, settings, pulse
         self._gradient = Gradient(parts, settings, agreement, pulse)
         captures = parts.captures and self._updater.make_capturable()
-        self._captured = Captured(self._apply) if captures and self._strategy.gradients_stay else None
+        self._captured = Captured(self._apply) if captures else None
         self._unread: _Unread | None = None
 
     def run(

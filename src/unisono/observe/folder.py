@@ -209,7 +209,7 @@ class RunFolder:
             return []
         with open(file, "rb") as lines:
             kept = (line for line in lines if b'"eval/' in line and _is_upto(line, step, evaluated))
-            return [json.loads(line) for line in kept]
+            return [{name: _number(value) for name, value in json.loads(line).items()} for line in kept]
 
     def close(self) -> None:
         """Closes the files (a later note opens them again) and lets other runs into the folder."""
@@ -313,6 +313,13 @@ def _event_line(kind: str, step: int | None, rank: int | None, details: Mapping[
 def _to_json(record: Mapping[str, Any], *, indent: int | None = None, other: Callable[[Any], str] | None = None) -> str:
     """Strict JSON; `other` turns what JSON does not know into text, without it that is a TypeError."""
     return json.dumps(_finite(record), allow_nan=False, indent=indent, default=other)
+
+
+def _number(value: Any) -> Any:
+    """What `_finite` has made of a number, as a number again."""
+    if isinstance(value, list):
+        return [_number(item) for item in value]
+    return float(value) if value in ("nan", "inf", "-inf") else value
 
 
 def _finite(value: Any) -> Any:

@@ -69,9 +69,13 @@ class DDP(Strategy):
         """call(model, *arguments) with gradients that are averaged over the ranks in backward."""
         return self._wrapped(call, *arguments)
 
+    def keep_gradients(self) -> bool:
+        """They stay in the buckets, where these are settled before gradients travel."""
+        return self.guardable and self.settings.gradient_as_bucket_view
+
     @property
     def gradients_stay(self) -> bool:
-        """Of guarded steps, once the buckets are settled; what the ranks have summed lies elsewhere."""
+        """Of guarded steps, once the buckets are settled; what the ranks have summed lies there too."""
         return self._views is not None
 
     def begin_step(self, *, guarded: bool) -> None:

@@ -16,15 +16,30 @@ class Single(Strategy):
     name = "single"
 
     def _set_up(self, stage: Stage, blocks: Sequence[nn.Module]) -> nn.Module:
+        self._keeps_gradients = self._all_placed = False
+        self._placed: set[nn.Parameter] = set()  # whose gradients have memory of their own
         return stage.to(self.place.device)
 
-    def keep_gradients(self) -> None:
-        """See Strategy."""
+    def keep_gradients(self) -> bool:
+        """Of weights that take part in the loss: others must not get any, or the optimizer would update them."""
         self._keeps_gradients = True
-        for _, parameter in self.parameters:
-            parameter.grad = torch.zeros_like(parameter)
+        return True
 
     @property
     def gradients_stay(self) -> bool:
-        """Where they were asked to."""
-        return self._keeps_gradients
+        """Where they were asked to, when a whole step has brought no new ones."""
+        return self._all_placed
+
+    def clear_gradients(self) -> None:
+        """Frees the gradients, or zeroes them."""
+        if not self._keeps_gradients:
+            super().clear_gradients()
+            return
+        found = [parameter for parameter in self._all_parameters if parameter.grad is not None]
+        new = [parameter for parameter in found if parameter not in self._placed]
+        for parameter in new:  # autograd may give two weights one gradient (views of a sum), good for one pass only
+            parameter.grad = torch.zeros_like(parameter)
+        self._placed.update(new)
+        self._all_placed = bool(found) and not new
+        if found:
+            torch._foreach_zero_([parameter.grad for parameter in found if parameter.grad is not None])

@@ -58,7 +58,6 @@ class Strategy(ABC):
     ) -> None:
         self.model, self.place, self.settings = model, place, settings
         self.stage = self._set_up(Stage(model), blocks)
-        self._keeps_gradients = False
         self._all_parameters = list(self.model.parameters())  # walking through the modules takes a while
         self.parameters = self._local_parameters()
         """(name, parameter) as the optimizer sees them: whole weights, or this rank's shards of them."""
@@ -98,8 +97,9 @@ class Strategy(ABC):
         """This rank's gradients of `parameters`, where there are any; also attaches them for the optimizer."""
         return [parameter.grad for _, parameter in self.parameters if parameter.grad is not None]
 
-    def keep_gradients(self) -> None:  # noqa: B027
-        """From now on gradients are zeroed instead of freed, where nothing else decides where they lie."""
+    def keep_gradients(self) -> bool:
+        """From now on gradients stay where they are, after the first steps; False where they cannot."""
+        return False
 
     @property
     def gradients_stay(self) -> bool:
@@ -108,9 +108,6 @@ class Strategy(ABC):
 
     def clear_gradients(self) -> None:
         """Frees the gradients, or zeroes them."""
-        if self._keeps_gradients:
-            torch._foreach_zero_([p.grad for p in self._all_parameters if p.grad is not None])
-            return
         for parameter in self._all_parameters:
             parameter.grad = None
 

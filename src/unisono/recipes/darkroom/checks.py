@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
+from unisono.config.values import shown
 from unisono.errors import ConfigError
 from unisono.recipes.darkroom.rooms import Room
 
@@ -50,10 +52,19 @@ def check_config(config: Any, room: Room, num_tasks: int) -> None:
         raise ConfigError(f"source_lr: expected a number above 0, got {config.source_lr}")
     if not -(2**63) <= config.alg_seed < 2**63:
         raise ConfigError(f"alg_seed: expected a 64-bit number, got {config.alg_seed}")
+    if not _can_be_a_path(config.traj_dir or ""):
+        raise ConfigError(f"traj_dir: no file or folder can be called {shown(config.traj_dir)}")
     if config.tf_n_embd % config.tf_n_head:
         raise ConfigError(f"tf_n_embd {config.tf_n_embd} must be a multiple of tf_n_head {config.tf_n_head}")
     _check_histories(config, room, context, name)
     _check_sizes(config, room, num_tasks)
+
+
+def _can_be_a_path(text: str) -> bool:
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
 
 
 def _check_histories(config: Any, room: Room, context: int, name: str) -> None:

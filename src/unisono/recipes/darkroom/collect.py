@@ -76,8 +76,13 @@ def collect(
         for block in group:
             part, path = slice(start, start := start + len(block)), block_file(folder, block)
             histories = Histories(lived.tasks[part], lived.cells[part], lived.actions[part], lived.rewards[part])
-            if not _is_there(path, block, origin):  # another run may collect into the same folder
-                write_histories(path, histories, room, source=source, seed=seed, settings=settings)
+            # Another run may collect into the same folder, and may finish this block while it is written here.
+            if not _is_there(path, block, origin):
+                try:
+                    write_histories(path, histories, room, source=source, seed=seed, settings=settings)
+                except UserError:
+                    if not _is_there(path, block, origin):
+                        raise
     return [block_file(folder, block) for block in blocks]
 
 

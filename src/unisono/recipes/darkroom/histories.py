@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -46,31 +47,43 @@ def write_histories(
     settings: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes histories to a new file, which appears complete or not at all. A file that is there stays as it is."""
-    import h5py  # type: ignore[import-untyped]
-
     origin = Origin.of(room, source, settings, seed, *histories.actions.shape[1:])
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
+        if os.path.lexists(path.parent) and not path.parent.is_dir():
+            raise UserError(f"{path.parent} is not a folder; move it away, or use another folder")
         path.parent.mkdir(parents=True, exist_ok=True)
         if os.path.lexists(path):
             raise FileExistsError
-        with h5py.File(partial, "x") as file:
-            for name, value in {"format": FORMAT, **asdict(origin)}.items():
-                file.attrs[name] = np.bytes_(value.encode()) if isinstance(value, str) else value
-            for index, task in enumerate(histories.tasks.tolist()):
-                for name, values in _columns(histories, index, room).items():
-                    chunks = tuple(map(min, values.shape, _CHUNK))
-                    file.create_dataset(f"{task}/{name}", data=values, chunks=chunks, compression="gzip", **_FAST)
-        with open(partial, "rb") as written:
-            os.fsync(written.fileno())
+        with open(partial, "xb") as new:
+            new.write(_as_hdf5(histories, room, origin))
+            new.flush()
+            os.fsync(new.fileno())
         _give_its_name(partial, path)
         sync_folder(path.parent)
     except FileExistsError:
         raise UserError(f"{path} is there already and is not overwritten; move it away, or use another name") from None
     except OSError as error:
-        raise UserError(f"{path} cannot be written ({error}); make room, or use another folder") from None
+        raise UserError(f"{path} cannot be written ({error.strerror}); make room, or use another folder") from None
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # where it could not be made it need not be removed
+            partial.unlink()
+
+
+def _as_hdf5(histories: Histories, room: Room, origin: Origin) -> bytes:
+    """The content of the file. Made in memory: HDF5 does not survive a disk that is full while it writes."""
+    import h5py  # type: ignore[import-untyped]
+
+    with h5py.File("histories", "w", driver="core", backing_store=False) as file:
+        for name, value in {"format": FORMAT, **asdict(origin)}.items():
+            file.attrs[name] = np.bytes_(value.encode()) if isinstance(value, str) else value
+        for index, task in enumerate(histories.tasks.tolist()):
+            for name, values in _columns(histories, index, room).items():
+                chunks = tuple(map(min, values.shape, _CHUNK))
+                file.create_dataset(f"{task}/{name}", data=values, chunks=chunks, compression="gzip", **_FAST)
+        file.flush()
+        content: bytes = file.id.get_file_image()
+        return content
 
 
 def _columns(histories: Histories, index: int, room: Room) -> dict[str, NDArray[Any]]:

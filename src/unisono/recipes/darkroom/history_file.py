@@ -19,6 +19,7 @@ from unisono.recipes.darkroom.rooms import Room
 
 FORMAT = 1
 _MAX_CHUNK = 2**28  # bytes; a chunk is unpacked whole, however little of it is asked for
+_LONGEST = 2000  # characters of what a file says of itself
 _OWN_FILTERS = {1, 2, 3, 32000}  # deflate, shuffle, fletcher32, lzf: those that come with h5py and load no plugin
 
 
@@ -159,4 +160,7 @@ class HistoryFile:
         if kept.shape != () or kept.dtype.kind not in "iuS":
             return None
         value = attributes[name]
-        return value.decode() if isinstance(value, bytes) else int(value)
+        if not isinstance(value, bytes):
+            return int(value)
+        text = value.decode()
+        return text if text.isprintable() and len(text) <= _LONGEST else None  # it may be shown to the user

@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from unisono.config.values import shown
 from unisono.engine.recipe import Loss, Recipe, Work
 from unisono.errors import ConfigError, UserError
 from unisono.recipes.darkroom.keys import ALIASES, translate
@@ -153,14 +154,22 @@ class Darkroom(Recipe):
         """Lets the source learners live, all tasks at once, unless their histories are there already."""
         from unisono.recipes.darkroom.collect import collect
         from unisono.recipes.darkroom.histories import SUFFIXES
+        from unisono.recipes.darkroom.history_file import HistoryFile
 
         config = self.config
         where = Path(config.traj_dir) if config.traj_dir else work.folder / "histories"
         name = f"history_{config.env}_{config.source}_alg-seed{config.alg_seed}"
-        known = (
-            [where] if where.is_file() else [path for path in where.glob("*.hdf5") if path.stem.lower() == name.lower()]
-        )
+        try:
+            odd = where.exists() and not where.is_file() and not where.is_dir()
+            known = [where] if where.is_file() else [p for p in where.glob("*.hdf5") if p.stem.lower() == name.lower()]
+        except OSError as error:
+            raise UserError(f"traj_dir {shown(str(where))} cannot be read ({error.strerror}); use another") from None
+        if odd:
+            raise UserError(f"traj_dir {where} is neither a folder nor a file; use another")
         if known:
+            for path in known:
+                with HistoryFile(path):  # what cannot be read is said before anything is made
+                    pass
             self._histories = known
             return
         if where.suffix in SUFFIXES and not where.is_dir():
@@ -280,7 +289,7 @@ class Darkroom(Recipe):
             metrics[f"{name}_of_optimum"] = (last @ mine, optimum @ mine)
             metrics[f"{name}_return"] = (last @ mine, mine.sum())
             metrics[f"{name}_solved"] = ((last >= _SOLVED * optimum).double() @ mine, mine.sum())
-            metrics[f"{name}_return_by_episode"] = (mine @ returns, mine.sum())
+            metrics[f"{name}_return_by_episode"] = (mine @ returns, mine.sum().expand(returns.shape[1]))
         place = torch.tensor([self.split.unseen.index(int(t)) if g == 2 else -1 for t, g in zip(*batch, strict=True)])
         by_task = torch.zeros(2, len(self.split.unseen), dtype=torch.float64)
         for number, at in enumerate(place.tolist()):

@@ -1,0 +1,224 @@
+"""What is recorded and when, and what a replay must not make us forget; a stand-in for the GPU's recorder does here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tiny_recipe import Tiny
+from unisono.data.resident import is_resident
+from unisono.engine.batch import BatchPlan
+from unisono.engine.build import build_parts
+from unisono.engine.captured import Captured
+from unisono.engine.guard import Guard
+from unisono.engine.optim import Updater
+from unisono.errors import ConfigError, TrainingFailed
+from unisono.parallel.ddp import DDP
+from unisono.parallel.single import Single
+from unisono.parallel.strategy import Placement
+from unisono.settings import OptimSettings, ParallelSettings, PrecisionSettings, Settings
+
+CPU = torch.device("cpu")
+
+
+class Recorder:
+    """Replays a Captured by calling its function again, with the inputs and into the output of the recording."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ending: Exception | None = None  # what leaving a recording raises
+        self.captured: Captured
+        self.replays = self.recordings = 0
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: self)
+        monkeypatch.setattr(torch.cuda, "graph", self._recording)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: CPU)
+
+    def of(self, function: Any) -> Captured:
+        self.captured = Captured(function)
+        return self.captured
+
+    @contextmanager
+    def _recording(self, graph: Any, *, stream: Any, capture_error_mode: str) -> Iterator[None]:
+        assert capture_error_mode == "thread_local", "other threads pin memory meanwhile"
+        self.recordings += 1
+        try:
+            yield
+        finally:
+            if self.ending is not None:
+                raise self.ending
+
+    def replay(self) -> None:
+        self.replays += 1
+        assert self.captured._output is not None
+        self.captured._output.copy_(self.captured._function(*self.captured._inputs))
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    return Recorder(monkeypatch)
+
+
+def total(batch: dict[str, Any]) -> Tensor:
+    x: Tensor = batch["x"]
+    times: int = batch.get("times", 1)
+    return x.sum() * times
+
+
+def batch(size: int, **more: Any) -> dict[str, Any]:
+    return {"x": torch.arange(float(size)), **more}
+
+
+def test_numbers_in_a_batch_are_never_those_of_the_recording(recorder: Recorder) -> None:
+    captured = recorder.of(total)
+    for times in [1] * 6 + [2, 3, 1, True]:
+        assert captured(batch(3, times=times)).item() == 3 * times
+    assert recorder.replays == 4  # of those with 1
+
+
+def test_what_cannot_be_copied_into_a_recording_is_refused(recorder: Recorder) -> None:
+    captured = recorder.of(total)
+    with pytest.raises(TrainingFailed, match="the batch holds a object, of which a recorded step would see the first"):
+        for _ in range(4):
+            captured(batch(3, what=object()))
+    assert recorder.recordings == 0
+
+
+def test_micro_batches_of_two_sizes_by_turns_are_recorded(recorder: Recorder) -> None:
+    captured = recorder.of(total)
+    for _ in range(10):
+        for size in (2, 3, 3):
+            assert captured(batch(size)).item() == sum(range(size))
+    assert recorder.recordings == 1 and recorder.replays >= 17
+
+
+def test_another_size_is_recorded_when_the_first_one_does_not_come_back(recorder: Recorder) -> None:
+    captured = recorder.of(total)
+    for size in [2] * 10 + [3] * 100:
+        assert captured(batch(size)).item() == sum(range(size))
+    assert recorder.recordings == 2 and recorder.replays == 7 + 50
+
+
+@pytest.mark.parametrize(
+    ("first", "told"),
+    [(torch.OutOfMemoryError("out of memory"), torch.OutOfMemoryError), (RuntimeError("first cause"), TrainingFailed)],
+)
+def test_the_first_cause_of_a_failed_recording_is_told(
+    first: Exception, told: type[Exception], recorder: Recorder
+) -> None:
+    fails = False
+    recorder.ending = RuntimeError("operation failed due to a previous error during capture")
+
+    def function(x: Tensor) -> Tensor:
+        if fails:
+            raise first
+        return x
+
+    captured = recorder.of(function)
+    for _ in range(3):
+        captured(torch.ones(()))
+    fails = True
+    with pytest.raises(told, match=str(first)):
+        captured(torch.ones(()))
+
+
+class Net(nn.Module):
+    """Has a weight that nothing uses, two whose gradients autograd makes one tensor, and a counter."""
+
+    calls: Tensor
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2, 2))
+        self.unused = nn.Parameter(torch.ones(2))
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("table", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return ((self.one + self.other.view(4)) * x).sum()
+
+
+def single() -> Single:
+    return Single(Net(), [], Placement(CPU, 0, 1, [CPU], None), ParallelSettings())
+
+
+def test_kept_gradients_lie_apart_and_weights_without_one_get_none() -> None:
+    strategy, x = single(), torch.arange(4.0)
+    model = strategy.model
+    assert isinstance(model, Net)
+    assert strategy.keep_gradients() and not strategy.gradients_stay
+    strategy.clear_gradients()  # of a step that failed early
+    assert not strategy.gradients_stay
+    places = []
+    for step in range(4):
+        for _ in range(3):
+            strategy.train(nn.Module.__call__, x).backward()
+        assert model.unused.grad is None, "an optimizer would apply weight decay to it"
+        assert model.one.grad is not None and model.other.grad is not None
+        places.append((model.one.grad.data_ptr(), model.other.grad.data_ptr()))
+        if step > 0:
+            assert torch.equal(model.one.grad, 3 * x) and torch.equal(model.other.grad.view(4), 3 * x)
+        strategy.clear_gradients()
+        assert strategy.gradients_stay == (step > 0)
+    assert len(set(places[1:])) == 1 and places[1][0] != places[1][1]
+
+
+def test_buffers_that_a_replay_changed_are_still_restored() -> None:
+    strategy = single()
+    model = strategy.model
+    assert isinstance(model, Net)
+    guard = Guard(strategy, -1)
+    guard.begin()
+    strategy.train(nn.Module.__call__, torch.ones(4))
+    guard.passed(guarded=False)
+    guard.begin()
+    model.calls.data.add_(1)  # as recorded kernels do it: the version stands still
+    guard.passed(guarded=False, replayed=True)
+    guard.begin()
+    assert len(guard._kept) == 1, "a table need not be kept again"
+    model.calls.data.add_(1)
+    guard.restore()
+    assert model.calls.item() == 2
+
+
+def test_a_tensor_is_an_ordinary_data_set() -> None:
+    assert not is_resident(torch.zeros(3, 2))
+
+
+def test_a_rate_is_what_recorded_kernels_would_read() -> None:
+    def updater(dtype: torch.dtype) -> Updater:
+        weights = [("weight", nn.Parameter(torch.ones(2, dtype=dtype)))]
+        return Updater(weights, OptimSettings(learning_rate=1e-3), lambda parameters: None, 1.0)
+
+    plain, recorded, exact = updater(torch.float32), updater(torch.float32), updater(torch.float64)
+    assert recorded.make_capturable()
+    for each in (plain, recorded, exact):
+        assert each.set_learning_rate(1 / 3) == 1e-3 / 3
+    assert plain.optimizer.param_groups[0]["lr"] == recorded.optimizer.param_groups[0]["lr"].item() != 1e-3 / 3
+    assert exact.optimizer.param_groups[0]["lr"] == 1e-3 / 3
+
+
+def test_recomputed_activations_are_not_recorded() -> None:
+    settings = Settings(
+        precision=PrecisionSettings(cuda_graph=True, activation_checkpointing=True),
+        parallel=ParallelSettings(strategy="single"),
+    )
+    place = Placement(torch.device("cuda"), 0, 1, [CPU], None)
+    with pytest.raises(ConfigError, match="cuda_graph cannot record activation_checkpointing"):
+        build_parts(Tiny(Tiny.Config()), settings, place, BatchPlan(8, 8, 1))
+
+
+@pytest.mark.parametrize(
+    ("settings", "guardable", "stay"),
+    [({}, True, True), ({"gradient_as_bucket_view": False}, True, False), ({"static_graph": True}, False, False)],
+)
+def test_gradients_of_ddp_stay_only_in_buckets(settings: dict[str, Any], guardable: bool, stay: bool) -> None:
+    strategy = object.__new__(DDP)
+    strategy.settings, strategy.guardable = ParallelSettings(**settings), guardable
+    assert strategy.keep_gradients() is stay
