@@ -328,7 +328,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"train_env_ratio": 0.99}, "leave 7 to train on and 0 unseen"),
     ({"num_tasks": 10}, "num_tasks: expected 3 to 9, got 10"),
     ({"grid_size": 17}, "a room of 17 x 17 cells"),
-    ({"tf_dropout": 1.5}, "tf_dropout: expected from 0 to 1, got 1.5"),
+    ({"tf_dropout": 1.5}, "tf_dropout: expected from 0 to less than 1, got 1.5"),
 ]
 
 

@@ -243,7 +243,7 @@ def test_launch_multi_gpu_refuses_what_is_no_number(example: Path) -> None:
 
 HISTORIES = [
     *("--grid_size", 3, "--horizon", 4, "--num_validation", 1),
-    *("--n_stream", 2, "--total_source_timesteps", 80, "--n_transit", 16),
+    *("--n_stream", 2, "--total_source_timesteps", 80, "--n_transit", 18),
 ]
 TINY = [
     *HISTORIES,

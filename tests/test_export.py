@@ -92,11 +92,13 @@ def test_what_cannot_be_exported_is_said_in_one_line(run: Path, tmp_path: Path, 
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_cannot_bring_its_own_code(run: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", ["{run}/evil.py:Tied", "foreign.evil:Tied", "link.evil:Tied"])
+def test_a_run_cannot_bring_its_own_code(run: Path, tmp_path: Path, words: str) -> None:
     foreign = tmp_path / "foreign"
     foreign.mkdir()
+    (tmp_path / "link").symlink_to(foreign)
     (foreign / "evil.py").write_text("open('executed', 'w')\n")
-    record = json.loads((run / "run.json").read_text()) | {"recipe_from": f"{foreign / 'evil.py'}:Tied"}
+    record = json.loads((run / "run.json").read_text()) | {"recipe_from": words.format(run=foreign)}
     (foreign / "run.json").write_text(json.dumps(record))
     done = unisono("export", str(foreign), "out", cwd=tmp_path)
     assert done.code == 2 and "inside itself" in done.err

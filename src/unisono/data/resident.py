@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 _MICRO_BATCHES_AHEAD = 64  # whose order goes to the device at once
+_MOST_AHEAD = 2**20  # positions
 
 
 @runtime_checkable
@@ -72,7 +73,8 @@ class ResidentLoader:
     def __init__(self, data: Resident, order: Order, cursor: Cursor, device: torch.device) -> None:
         self._data, self._order, self._device = data, order, device
         self._chunks = cursor.chunks()
-        self._ahead = _MICRO_BATCHES_AHEAD * max(1, min(cursor.global_batch, cursor.micro_batch * cursor.world))
+        most = max(1, min(cursor.global_batch, cursor.micro_batch * cursor.world))
+        self._ahead = min(_MICRO_BATCHES_AHEAD * most, _MOST_AHEAD)
         self._first, self._indices = 0, torch.empty(0, dtype=torch.int64)
 
     def __iter__(self) -> ResidentLoader:

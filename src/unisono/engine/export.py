@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,8 @@ def load_trained(
     if record is None:
         raise UserError(f"{run} is not a run's folder (no run.json)")
     kind = load_recipe(words or _recipe_named_in(record, run))
+    if not all(isinstance(record.get(name), dict) for name in ("config", "sources")):
+        raise UserError(f"{run}: run.json does not say how the run was configured; it is damaged")
     resolved = Resolved.from_json((Settings, kind.Config), {"values": record["config"], "sources": record["sources"]})
     checkpoint = _checkpoint(run, step, {"recipe": record["recipe"]})
     recipe = kind(resolved.build(kind.Config))
@@ -58,10 +63,20 @@ def _recipe_named_in(record: dict[str, Any], run: Path) -> str:
     words = record.get("recipe_from")
     if not isinstance(words, str):
         raise UserError(f"{run} does not say where its recipe {record['recipe']} is; give --recipe file.py:Class")
-    if Path(words.rpartition(":")[0]).resolve().is_relative_to(run.resolve()):
-        # run.json is data: it may name the user's recipe, but not bring code of its own along.
+    # run.json is data: it may name the user's recipe, but not bring code of its own along.
+    if any(path.resolve().is_relative_to(run.resolve()) for path in _places(words.rpartition(":")[0])):
         raise UserError(f"{run} names a recipe inside itself ({words}); give --recipe file.py:Class if you trust it")
     return words
+
+
+def _places(name: str) -> Iterator[Path]:
+    """Where a recipe's file, or a module and the packages around it, would be looked for."""
+    yield Path(name)
+    parts = name.split(".")
+    for folder in {*sys.path, "", os.getcwd()}:
+        for number in range(1, len(parts) + 1):
+            place = Path(folder, *parts[:number])
+            yield from (place, place.with_name(f"{place.name}.py"))
 
 
 def _checkpoint(run: Path, step: str | None, identity: dict[str, Any]) -> Path:
@@ -90,7 +105,12 @@ def _checkpoint(run: Path, step: str | None, identity: dict[str, Any]) -> Path:
 def _fill(model: nn.Module, state: dict[str, Tensor]) -> None:
     own = model.state_dict()
     saved = {name: tensor.to(own[name].dtype) if name in own else tensor for name, tensor in state.items()}
-    missing, unexpected = model.load_state_dict(saved, strict=False)
+    try:
+        missing, unexpected = model.load_state_dict(saved, strict=False)
+    except RuntimeError as error:  # other sizes
+        raise UserError(
+            f"the checkpoint does not fit the recipe's model: {' '.join(str(error).split())[:300]}"
+        ) from None
     filled = {own[name].data_ptr() for name in saved if name in own}
     lacking = [name for name in missing if own[name].data_ptr() not in filled]  # tied weights stand under one name
     if lacking or unexpected:

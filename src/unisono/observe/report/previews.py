@@ -90,10 +90,11 @@ def _read(path: Path, most: int) -> bytes | str:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return "not a file that can be read"
+    about = os.fstat(handle)
+    if not stat.S_ISREG(about.st_mode):
+        os.close(handle)
+        return "not a plain file"
     with open(handle, "rb") as file:
-        about = os.fstat(handle)
-        if not stat.S_ISREG(about.st_mode):
-            return "not a plain file"
         if suffix in _TEXTS:
             return file.read(min(LONGEST_TEXT + 1, most))
         if about.st_size == 0:

@@ -15,13 +15,14 @@ LIMIT = 2000
 Point = tuple[float, float]
 _WAITING = 4096
 _LARGEST = 1e300  # beyond it, the difference of two values is no longer a number
+_SMALLEST = 1e-290  # below it, a part of a value may be 0
 
 
 def number(value: object) -> float | None:
     """The value if it is a number that can be drawn, None otherwise ("nan", text, a truth value)."""
     # By type, not isinstance: a truth value is an int to the latter, and this is asked millions of times.
     if (type(value) is float or type(value) is int) and -_LARGEST < value < _LARGEST:  # nan is between nothing
-        return value
+        return value if value > _SMALLEST or value < -_SMALLEST else 0.0
     return None
 
 

@@ -34,6 +34,8 @@ def write_report(folder: Path, output: Path | None = None) -> Path:
 
 
 def _check_free(file: Path) -> None:
+    if "\0" in str(file):
+        raise UserError("--output: no file can have a name with a null character; choose another")
     try:
         if file.is_symlink() or (file.exists() and not file.is_file()):
             raise UserError(f"{file} is not a plain file; choose another --output")
