@@ -27,6 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from unisono.checkpoint.manifest import sync_folder
+from unisono.config.values import shown
 from unisono.errors import UserError
 from unisono.recipes.darkroom.history_file import FORMAT, HistoryFile, Origin
 from unisono.recipes.darkroom.rooms import NUM_ACTIONS, Room
@@ -136,6 +137,23 @@ def read_histories(
     histories = Histories(torch.tensor(tasks, dtype=torch.int64), cells, actions, rewards)
     _check_by_playing(histories, room, found)
     return histories
+
+
+def histories_in(where: Path, name: str) -> list[Path]:
+    """What `traj_dir` holds already: itself, or a file called `name` (in any capitals); none, and it is collected."""
+    try:
+        odd = where.exists() and not where.is_file() and not where.is_dir()
+        known = [where] if where.is_file() else [p for p in where.glob("*.hdf5") if p.stem.lower() == name.lower()]
+    except OSError as error:
+        raise UserError(f"traj_dir {shown(str(where))} cannot be read ({error.strerror}); use another") from None
+    if odd:
+        raise UserError(f"traj_dir {where} is neither a folder nor a file; use another")
+    if not known and where.suffix in SUFFIXES and not where.is_dir():
+        raise UserError(f"traj_dir {where}: there is no such file; name one, or a folder to collect histories into")
+    for path in known:
+        with HistoryFile(path):  # what cannot be read is said before anything is made
+            pass
+    return known
 
 
 def _files(where: str | Path | Iterable[Path]) -> list[Path]:

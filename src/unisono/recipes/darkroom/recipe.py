@@ -13,9 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from unisono.config.values import shown
 from unisono.engine.recipe import Loss, Recipe, Work
-from unisono.errors import ConfigError, UserError
+from unisono.errors import ConfigError
 from unisono.recipes.darkroom.keys import ALIASES, translate
 
 if TYPE_CHECKING:  # `unisono train darkroom --help` need not wait for torch
@@ -153,27 +152,15 @@ class Darkroom(Recipe):
     def prepare(self, work: Work) -> None:
         """Lets the source learners live, all tasks at once, unless their histories are there already."""
         from unisono.recipes.darkroom.collect import collect
-        from unisono.recipes.darkroom.histories import SUFFIXES
-        from unisono.recipes.darkroom.history_file import HistoryFile
+        from unisono.recipes.darkroom.histories import histories_in
 
         config = self.config
-        where = Path(config.traj_dir) if config.traj_dir else work.folder / "histories"
         name = f"history_{config.env}_{config.source}_alg-seed{config.alg_seed}"
-        try:
-            odd = where.exists() and not where.is_file() and not where.is_dir()
-            known = [where] if where.is_file() else [p for p in where.glob("*.hdf5") if p.stem.lower() == name.lower()]
-        except OSError as error:
-            raise UserError(f"traj_dir {shown(str(where))} cannot be read ({error.strerror}); use another") from None
-        if odd:
-            raise UserError(f"traj_dir {where} is neither a folder nor a file; use another")
+        where = Path(config.traj_dir) if config.traj_dir else work.folder / "histories"
+        known = histories_in(where, name) if config.traj_dir else []
         if known:
-            for path in known:
-                with HistoryFile(path):  # what cannot be read is said before anything is made
-                    pass
             self._histories = known
             return
-        if where.suffix in SUFFIXES and not where.is_dir():
-            raise UserError(f"traj_dir {where}: there is no such file; name one, or a folder to collect histories into")
         split, steps = self.split, config.total_source_timesteps // config.n_stream
         tasks = [*split.train, *split.validation, *split.unseen]
         work.message(f"collecting: {len(tasks)} tasks × {config.n_stream} learners ({config.source}) × {steps:,} steps")
@@ -290,12 +277,9 @@ class Darkroom(Recipe):
             metrics[f"{name}_return"] = (last @ mine, mine.sum())
             metrics[f"{name}_solved"] = ((last >= _SOLVED * optimum).double() @ mine, mine.sum())
             metrics[f"{name}_return_by_episode"] = (mine @ returns, mine.sum().expand(returns.shape[1]))
-        place = torch.tensor([self.split.unseen.index(int(t)) if g == 2 else -1 for t, g in zip(*batch, strict=True)])
-        by_task = torch.zeros(2, len(self.split.unseen), dtype=torch.float64)
-        for number, at in enumerate(place.tolist()):
-            if at >= 0:
-                by_task[:, at] += torch.stack([last[number], optimum[number]]).cpu()
-        metrics["unseen_of_optimum_by_task"] = (by_task[0], by_task[1])
+        unseen = torch.tensor(self.split.unseen, device=tasks.device)
+        which = ((tasks[:, None] == unseen) & (groups == GROUPS.index("unseen"))[:, None]).double()  # [tasks, unseen]
+        metrics["unseen_of_optimum_by_task"] = (last @ which, optimum @ which)
         return metrics
 
     def _context(self) -> Sliding | Regions:
