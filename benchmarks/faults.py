@@ -541,6 +541,9 @@ def main() -> int:
     parser.add_argument("--at_once", type=int, default=1, help="rows at the same time")
     parser.add_argument("--keep", type=Path, help="keep the runs in this folder")
     options = parser.parse_args()
+    signal.signal(
+        signal.SIGHUP, signal.SIG_DFL
+    )  # under nohup runs would inherit that it is ignored, and rightly ignore it
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="unisono-faults-") as temporary:
         root = options.keep or Path(temporary)
