@@ -126,3 +126,12 @@ def test_pages_show_the_figures_that_were_measured() -> None:
         sys.path.pop(0)
     for page in PAGES:
         assert with_figures(page) == page.read_text(), "run: python benchmarks/figures.py"
+
+
+@pytest.mark.parametrize(("words", "code"), [(["train", "--help"], 0), (["train", "darkroom"], 3)])
+def test_a_broken_pipe_ends_help_quietly_and_training_as_a_failure(words: list[str], code: int) -> None:
+    broken = (
+        "from unisono.cli import main as m\nimport sys\ndef broken(words): raise BrokenPipeError\nm._run = broken\n"
+    )
+    result = run_python(broken + "sys.exit(m.main())", *words)
+    assert result.returncode == code and bool(result.stderr) == (code == 3), result.stderr

@@ -39,13 +39,14 @@ def main(arguments: list[str] | None = None) -> int:
         if not error.already_told:
             print(f"unisono: {_who()}{error}", file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:  # somebody has read enough: unisono train --help | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_DONE
     except KeyboardInterrupt:
         print("unisono: stopped at once, without saving", file=sys.stderr)
         return 130
-    except Exception:
+    except Exception as error:
+        # Somebody has read enough: unisono train --help | head. In training it may be a connection to another rank.
+        if isinstance(error, BrokenPipeError) and {"-h", "--help", "--print_config"} & set(words):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return EXIT_DONE
         from unisono.cluster.outcome import bearable
 
         print(bearable(traceback.format_exc()), file=sys.stderr)  # a bug, ours or the recipe's: show where
