@@ -32,7 +32,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from machine import machine, versions
+from machine import depends_on, machine, versions
 from overhead import without_output
 
 HERE = Path(__file__).resolve().parent
@@ -226,18 +226,12 @@ class Report:
 
 
 def header(result: Row, title: str, *told: str) -> list[str]:
-    facts = result["machine"]
-    hardware = f"{facts['processor']}, {facts['cores']} cores, {facts['memory_gib']} GiB"
     quick = ["", "**A quick trial with a tiny model and a few steps: it shows that the program works, nothing else.**"]
     return [
         f"# {title}",
         *(quick if result["quick"] else []),
         "",
-        f"- Machine: {', '.join([*facts['gpus'], hardware])}; {facts['system']}; "
-        f"load {facts['load_average']} at the start",
-        f"- Versions: {', '.join(f'{name} {number}' for name, number in result['versions'].items())}",
-        f"- Date: {result['date']}",
-        f"- Command: `{result['command']}`",
+        *depends_on(result),
         *(f"- {line}" for line in told),
         "",
     ]

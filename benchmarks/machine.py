@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 
 def machine() -> dict[str, object]:
@@ -36,6 +37,19 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
     return found
+
+
+def depends_on(result: Mapping[str, Any]) -> list[str]:
+    """What a result depends on, as the first points of its page."""
+    facts = result["machine"]
+    hardware = f"{facts['processor']}, {facts['cores']} cores, {facts['memory_gib']} GiB"
+    return [
+        f"- Machine: {', '.join([*facts['gpus'], hardware])}; {facts['system']}; "
+        f"load {facts['load_average']} at the start",
+        f"- Versions: {', '.join(f'{name} {number}' for name, number in result['versions'].items())}",
+        f"- Date: {result['date']}",
+        f"- Command: `{result['command']}`",
+    ]
 
 
 def _field(file: str, name: str) -> str | None:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from gate import Rounds
-from machine import machine, versions
+from machine import depends_on, machine, versions
 
 HERE = Path(__file__).resolve().parent
 NEEDS = {"accelerate": ["accelerate"], "fabric": ["lightning", "lightning_fabric"]}
@@ -240,17 +240,12 @@ def without_output(words: Sequence[str]) -> list[str]:
 
 def table(result: dict[str, Any]) -> str:
     """The result as Markdown."""
-    settings, facts = result["settings"], result["machine"]
-    hardware = f"{facts['processor']}, {facts['cores']} cores, {facts['memory_gib']} GiB"
+    settings = result["settings"]
     memory = "peak CUDA memory" if settings["device"] == "cuda" else "peak memory (RSS) above the start"
     lines = [
         f"# {'Guarded steps' if 'never guarded' in settings['variants'] else 'Overhead'} on {settings['device']}",
         "",
-        f"- Machine: {', '.join([*facts['gpus'], hardware])}; {facts['system']}; "
-        f"load {facts['load_average']} at the start",
-        f"- Versions: {', '.join(f'{name} {number}' for name, number in result['versions'].items())}",
-        f"- Date: {result['date']}",
-        f"- Command: `{result['command']}`",
+        *depends_on(result),
         f"- Model: GPT `{settings['size']}` ({settings['shape']}), {settings['precision']}, "
         f"{settings['workers']} loader workers, {settings['threads']} thread(s) per rank, "
         f"TensorBoard {'on' if settings['tensorboard'] else 'off'} in unisono",

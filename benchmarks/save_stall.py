@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import machine, versions
+from machine import depends_on, machine, versions
 from torch import nn
 
 from unisono.checkpoint.save import Saver
@@ -187,8 +187,7 @@ def measure(training: Training, folder: Path, rounds: int, alone_s: float) -> di
 
 def table(result: dict[str, Any]) -> str:
     """The result as Markdown."""
-    facts, medians, first = result["machine"], result["medians"], result["first"]
-    hardware = f"{facts['processor']}, {facts['cores']} cores, {facts['memory_gib']} GiB"
+    medians, first = result["medians"], result["first"]
     share = f"{100 * result['stall_share']:.2f} % of the save on the spot"
     rows = {
         "save on the spot: training stands still for": f"{medians['synchronous_s']:.3f} s",
@@ -206,11 +205,7 @@ def table(result: dict[str, Any]) -> str:
         [
             "# How long training stands still for a checkpoint",
             "",
-            f"- Machine: {', '.join([*facts['gpus'], hardware])}; {facts['system']}; "
-            f"load {facts['load_average']} at the start",
-            f"- Versions: {', '.join(f'{name} {number}' for name, number in result['versions'].items())}",
-            f"- Date: {result['date']}",
-            f"- Command: `{result['command']}`",
+            *depends_on(result),
             f"- Model: {result['parameters']:,} parameters, float32, AdamW, on {result['device']}; a checkpoint has "
             f"{result['bytes'] / 1e9:.2f} GB",
             f"- Measured: {len(result['rounds'])} rounds in turns (steps alone, save in the background with steps "
