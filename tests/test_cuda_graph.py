@@ -11,13 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-import unisono
 from command_line import TINY, losses
 from command_line import unisono as command
 from many_runs import Copy, Outcome, Run, identical
 from ranks import run_ranks
 from test_resident import Fit, FitOnDevice, Points
-from tiny_recipe import Tiny
 from unisono import Loss
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
@@ -145,5 +143,6 @@ def test_without_a_gpu_it_says_so_and_trains_as_usual(tmp_path: Path) -> None:
     ended = command("train", TINY, "--cuda_graph", "--nproc", 1, "--output_dir", "run", cwd=tmp_path)
     assert ended.code == 0, ended.err
     assert ended.err.count("cuda_graph: there is no GPU here; steps run as usual") == 1
-    usual = unisono.train(Tiny, gpus="0", output_dir=str(tmp_path / "usual"))
-    assert losses(tmp_path / "run") == losses(usual.folder) and len(losses(usual.folder)) == 4
+    # In a process of its own too: CUDA, once it has been used in this one, cannot be hidden any more.
+    assert command("train", TINY, "--nproc", 1, "--output_dir", "usual", cwd=tmp_path).code == 0
+    assert losses(tmp_path / "run") == losses(tmp_path / "usual") and len(losses(tmp_path / "run")) == 4
