@@ -209,5 +209,42 @@ class SentencesWithBuffers(Sentences):
         return CountingReader(self.config.width, self.config.num_blocks, self.config.dropout)
 
 
+class FromElsewhere:
+    """Weights that are asked for row by row; keeps count of them."""
+
+    def __init__(self, state: dict[str, Tensor]) -> None:
+        self.state, self.asked = state, 0
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        part = self.state[name][start:stop].clone()
+        self.asked += part.numel()
+        return part
+
+
+class SentencesFromElsewhere(Sentences):
+    """The same, with weights that come from elsewhere, some that are never trained and some that are never rounded."""
+
+    def model(self) -> nn.Module:
+        sizes = self.config.width, self.config.num_blocks, self.config.dropout
+        self.source = FromElsewhere(Reader(*sizes).state_dict())
+        with torch.device("meta"):
+            model = Reader(*sizes)
+        model.embedding.requires_grad_(False)
+        model.blocks[0].up.requires_grad_(False)
+        return model
+
+    def weights(self, model: nn.Module) -> FromElsewhere:
+        return self.source
+
+    def full_precision(self, model: nn.Module) -> list[str]:
+        return [name for name, _ in model.named_parameters() if "norm" in name]
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor], noise: Any) -> Loss:
+        if self.config.record:
+            Path(self.config.record).mkdir(parents=True, exist_ok=True)
+            (Path(self.config.record) / f"asked.{os.environ.get('RANK', '0')}").write_text(str(self.source.asked))
+        return super().loss(model, batch, noise)
+
+
 def _numbers(words: str) -> set[int]:
     return {int(word) for word in words.split(",") if word}

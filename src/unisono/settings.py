@@ -113,6 +113,8 @@ class PrecisionSettings:
     """Record a step as a CUDA graph and replay it: for small models, whose time goes into launching kernels. single and ddp; inputs of one shape; what a loss() does in Python is done once, when it is recorded."""
     activation_checkpointing: bool = False
     """Recompute each repeated block in backward instead of storing its activations."""
+    recompute_every: int = 1
+    """activation_checkpointing: recompute every n-th block only; the others keep their activations."""
 
 
 @dataclass(frozen=True)

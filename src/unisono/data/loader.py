@@ -95,6 +95,8 @@ def place(data: Any, device: torch.device, floating: torch.dtype | None = None) 
 
 def on_device(positions: Sequence[int], device: torch.device) -> Tensor:
     """The positions of a micro-batch on the device."""
-    if isinstance(positions, range):  # made on the device: a copy from the host would wait for it
+    if isinstance(positions, range):  # made on the device: the cheapest way there
         return torch.arange(positions.start, positions.stop, device=device)
-    return torch.tensor(positions, device=device)
+    found = torch.tensor(positions)
+    # From ordinary memory a copy would wait for the device.
+    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)

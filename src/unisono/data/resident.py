@@ -7,6 +7,7 @@ of a captured step.
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -46,8 +47,10 @@ def is_resident(data: Any) -> TypeIs[Resident]:
 class Rows:
     """Samples of resident data that are gathered when they are needed."""
 
-    def __init__(self, data: Resident, indices: Tensor) -> None:
+    def __init__(self, data: Resident, indices: Tensor, shape: Hashable = None) -> None:
         self._data, self.indices = data, indices
+        self.shape = shape
+        """Of the samples, where the data set has several: nothing else tells before they are gathered."""
 
     def to(self, *_: Any, **__: Any) -> Rows:
         """Itself: it is on the device already."""
@@ -55,7 +58,7 @@ class Rows:
 
     def with_indices(self, indices: Tensor) -> Rows:
         """Other samples of the same data."""
-        return Rows(self._data, indices)
+        return Rows(self._data, indices, self.shape)
 
     def batch(self) -> Any:
         """The samples."""
@@ -83,18 +86,24 @@ class ResidentLoader:
     def __next__(self) -> MicroBatch:
         chunk = next(self._chunks)
         positions = chunk.positions
-        return MicroBatch(chunk, Rows(self._data, self._at(positions)), positions, chunk.stand_in)
+        return MicroBatch(chunk, Rows(self._data, self._at(positions), chunk.shape), positions, chunk.stand_in)
 
-    def _at(self, positions: range) -> Tensor:
+    def _at(self, positions: Sequence[int]) -> Tensor:
+        if not isinstance(positions, range):
+            return self._sent(np.array(positions))
         begin, end = positions.start - self._first, positions.stop - self._first
         if begin < 0 or end > len(self._indices):
             ahead = np.arange(positions.start, max(positions.stop, positions.start + self._ahead))
-            indices = torch.from_numpy(self._order.indices(ahead))
-            if self._device.type == "cuda":
-                indices = indices.pin_memory()
-            self._first, self._indices = positions.start, indices.to(self._device, non_blocking=True)
+            self._first, self._indices = positions.start, self._sent(ahead)
             begin, end = 0, len(positions)
         return self._indices[begin:end]
+
+    def _sent(self, positions: Any) -> Tensor:
+        """The indices of the samples at `positions` (a numpy array), on the device."""
+        indices = torch.from_numpy(self._order.indices(positions))
+        if self._device.type == "cuda":
+            indices = indices.pin_memory()
+        return indices.to(self._device, non_blocking=True)
 
     def close(self) -> None:
         """Ends the reading."""

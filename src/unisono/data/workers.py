@@ -129,7 +129,7 @@ class Workers:
         if self._pinning is not None:
             self._pinning.join()  # it ended with the worker
         self._workers[turn].release()
-        cursor = replace(self._cursor, start=chunk.global_batch.start)
+        cursor = replace(self._cursor, start=min(chunk.global_batch))
         # Not ahead of training at first: when it dies again, it dies of this chunk and not of one after it.
         self._workers[turn] = _Worker(turn, self._num_workers, self._reader, cursor, self._taken_of_step, ahead=1)
         if self._pinning is not None:
@@ -308,7 +308,7 @@ def _work(
     threading.Thread(target=_send, args=(line, finished), daemon=True).start()
     allowed = 0
     try:
-        for chunk in islice(cursor.chunks(), first, None, num_workers):
+        for chunk in islice(_while_it_goes(cursor.chunks()), first, None, num_workers):
             while not allowed:
                 allowed += int(line.recv_bytes())
             finished.put(_packed(reader, chunk, f"in loader worker {number}"))
@@ -317,6 +317,13 @@ def _work(
             line.recv_bytes()
     except (EOFError, OSError, Stopped):
         return  # the rank has closed the line, or is about to
+
+
+def _while_it_goes(chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+    """The chunks up to the first that fails (the data set's `shape` is the recipe's code)."""
+    # The rank works out the same chunks, and says itself what is wrong when it has come as far.
+    with suppress(Exception):
+        yield from chunks
 
 
 def _packed(reader: ChunkReader, chunk: Chunk, where: str) -> Any:

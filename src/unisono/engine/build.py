@@ -24,7 +24,7 @@ from unisono.parallel.blocks import compile_blocks, recompute_activations, repea
 from unisono.parallel.data_parallel import DataParallel
 from unisono.parallel.ddp import DDP
 from unisono.parallel.fsdp import FSDP
-from unisono.parallel.materialize import materialize
+from unisono.parallel.materialize import fill, materialize
 from unisono.parallel.single import Single
 from unisono.parallel.strategy import Placement, Strategy, cast_weights, place_frozen
 from unisono.planning.choose import Demand, choose_strategy
@@ -60,8 +60,10 @@ def build_parts(recipe: Recipe, settings: Settings, place: Placement, batch: Bat
         raise RecipeError(f"model() returned {type(model).__name__}; expected a torch.nn.Module")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise RecipeError("model() has no trainable parameters")
-    materialize(model, settings.run.seed)
-    cast_weights(model, weight_type(settings.precision))
+    weights, exact = recipe.weights(model), recipe.full_precision(model)
+    if weights is None:
+        materialize(model, settings.run.seed)
+    cast_weights(model, weight_type(settings.precision), place.compute_type, exact)
     model.train()
     if settings.run.disable_dropout:
         disable_dropout(model)
@@ -76,16 +78,18 @@ def build_parts(recipe: Recipe, settings: Settings, place: Placement, batch: Bat
     if captures and settings.precision.activation_checkpointing:
         # It asks for the state of the random numbers, which a recording does not know.
         raise ConfigError("cuda_graph cannot record activation_checkpointing; leave one of them out")
+    if weights is not None and name != "fsdp":  # which fills its shards by itself
+        fill(model, weights)
     named_blocks = recipe.blocks(model)
     blocks = list(named_blocks) if named_blocks is not None else repeated_blocks(model)
     if settings.precision.activation_checkpointing:
         if not blocks:
             remarks.append("activation_checkpointing: the model has no repeated blocks; recomputing all of it")
-        for block in blocks or [model]:
+        for block in blocks[:: settings.precision.recompute_every] or [model]:
             recompute_activations(block)
     if settings.precision.compile:
         compile_blocks(model, blocks)
-    strategy = STRATEGIES[name](model, blocks, place, settings.parallel)
+    strategy = STRATEGIES[name](model, blocks, place, settings.parallel, exact, weights)
     seed_everything(key_of(Purpose.BUILD, settings.run.seed, 1), place.devices)
     frozen = recipe.frozen()
     place_frozen(frozen, place.device)

@@ -1,7 +1,8 @@
 """Evaluation over all ranks: every sample once, metrics exact.
 
-Each rank takes a contiguous share of the data in batches of nearly equal size, so that no rank waits for another.
-What a recipe returns adds up: sums with counts, or torchmetrics objects, which know how to add up themselves.
+Each rank takes a share of the data in batches of nearly equal size (or cost, where samples differ in shape), so that
+no rank waits for another. What a recipe returns adds up: sums with counts, or torchmetrics objects, which know how to
+add up themselves.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from unisono.data.loader import BadSample, Cursor, Loader, on_device, place
 from unisono.data.noise import Noise
 from unisono.data.order import Order
 from unisono.data.resident import ResidentLoader, gathered, is_resident
+from unisono.data.shapes import shapes_of
 from unisono.engine.memory import in_one_line, is_out_of_memory
 from unisono.engine.precision import autocast
 from unisono.engine.recipe import Recipe
@@ -129,10 +131,16 @@ class Evaluation:
     def _loader(self) -> Loader | ResidentLoader:
         size = len(self._dataset)  # type: ignore[arg-type]
         place_ = self._strategy.place
-        cursor = Cursor(
-            start=0, end=size, global_batch=size, micro_batch=self._batch, rank=place_.rank, world=place_.world
-        )
         order = Order(size, self._seed, shuffle=False)
+        cursor = Cursor(
+            start=0,
+            end=size,
+            global_batch=size,
+            micro_batch=self._batch,
+            rank=place_.rank,
+            world=place_.world,
+            shapes=shapes_of(self._dataset, order),
+        )
         if is_resident(self._dataset):
             return ResidentLoader(self._dataset, order, cursor, place_.device)
         pin = place_.device.type == "cuda"

@@ -19,7 +19,7 @@ from unisono.engine.recipe import Recipe
 from unisono.engine.registry import load_recipe
 from unisono.errors import UserError
 from unisono.observe.folder import RunFolder
-from unisono.parallel.materialize import materialize
+from unisono.parallel.materialize import fill, materialize
 from unisono.settings import Settings
 
 
@@ -47,7 +47,11 @@ def load_trained(
     checkpoint = _checkpoint(run, step, {"recipe": record["recipe"]})
     recipe = kind(resolved.build(kind.Config))
     model = recipe.model()
-    materialize(model, resolved.values["seed"])
+    elsewhere = recipe.weights(model)
+    if elsewhere is None:
+        materialize(model, resolved.values["seed"])
+    else:
+        fill(model, elsewhere)
     has_average = any(name.startswith("ema.") for name in describe(checkpoint))
     if weights == "ema" and not has_average:
         raise UserError(f"{checkpoint} has no moving average; train with --ema_decay, or export --weights model")
@@ -55,7 +59,8 @@ def load_trained(
     averaged = weights != "model" and has_average
     if averaged:
         state |= load_whole(checkpoint, "ema.")
-    _fill(model, state)
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    _fill(model, state, not_saved=set() if elsewhere is None else frozen)
     return recipe, model.eval(), f"{'averaged ' if averaged else ''}weights of {checkpoint.name}"
 
 
@@ -102,7 +107,7 @@ def _checkpoint(run: Path, step: str | None, identity: dict[str, Any]) -> Path:
     return path
 
 
-def _fill(model: nn.Module, state: dict[str, Tensor]) -> None:
+def _fill(model: nn.Module, state: dict[str, Tensor], not_saved: set[str]) -> None:
     own = model.state_dict()
     saved = {name: tensor.to(own[name].dtype) if name in own else tensor for name, tensor in state.items()}
     try:
@@ -112,6 +117,7 @@ def _fill(model: nn.Module, state: dict[str, Tensor]) -> None:
             f"the checkpoint does not fit the recipe's model: {' '.join(str(error).split())[:300]}"
         ) from None
     filled = {own[name].data_ptr() for name in saved if name in own}
-    lacking = [name for name in missing if own[name].data_ptr() not in filled]  # tied weights stand under one name
+    # Tied weights stand under one name.
+    lacking = [name for name in missing if own[name].data_ptr() not in filled and name not in not_saved]
     if lacking or unexpected:
         raise UserError(f"the checkpoint does not fit the recipe's model: {', '.join([*lacking, *unexpected][:3])}")

@@ -14,9 +14,11 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from unisono.data.loader import Cursor, Loader, MicroBatch
+from unisono.data.cursor import Cursor, TrialCursor
+from unisono.data.loader import Loader, MicroBatch
 from unisono.data.order import Order
 from unisono.data.resident import ResidentLoader, is_resident
+from unisono.data.shapes import shapes_of
 from unisono.engine.batch import BatchPlan
 from unisono.engine.recipe import Recipe
 from unisono.engine.state import TrainState
@@ -42,6 +44,7 @@ class Feed:
         """`end` is the number of samples at which the run ends."""
         self._data = data.to(place.device) if is_resident(data) else data
         self._order, self._recipe, self._place = order, recipe, place
+        self._shapes = shapes_of(self._data, order)
         self._state, self._settings, self._run_folder, self._end = state, settings, run_folder, end
         self._loader: Loader | ResidentLoader | None = None
 
@@ -55,31 +58,39 @@ class Feed:
     def begin(self, plan: BatchPlan) -> None:
         """Reads on from here in micro-batches of the plan; what workers had read ahead is dropped."""
         self.close()
-        self._loader = self.read_with(plan)
+        self._loader = self._read(self._cursor(plan), self._settings)
 
-    def read_with(self, plan: BatchPlan, num_workers: int | None = None) -> Loader | ResidentLoader:
-        """A reader of its own, for a trial."""
-        place, settings = self._place, self._settings
-        if num_workers is not None:
-            settings = replace(settings, num_workers=num_workers)
-        cursor = Cursor(
-            start=self._state.samples,
-            end=self._end,
-            global_batch=plan.global_batch,
-            micro_batch=plan.micro_batch * len(place.devices),
-            rank=place.rank,
-            world=place.world,
-        )
-        if is_resident(self._data):
-            return ResidentLoader(self._data, self._order, cursor, place.device)
-        pin = place.device.type == "cuda"
-        return Loader(self._data, self._recipe.collate, self._order, cursor, settings, pin, self._on_worker_death)
+    def for_trial(self, plan: BatchPlan) -> Loader | ResidentLoader:
+        """A reader of its own, of the micro-batches that need most memory under the plan."""
+        return self._read(self._cursor(plan, TrialCursor), replace(self._settings, num_workers=0))
+
+    def most_at_once(self, plan: BatchPlan) -> int:
+        """How many samples a device has at once in the next step where it needs most memory, the same on every rank."""
+        return -(-self._cursor(plan).most_at_once() // len(self._place.devices))
 
     def close(self) -> None:
         """Ends the workers."""
         if self._loader is not None:
             self._loader.close()
             self._loader = None
+
+    def _cursor(self, plan: BatchPlan, kind: type[Cursor] = Cursor) -> Cursor:
+        place = self._place
+        return kind(
+            start=self._state.samples,
+            end=self._end,
+            global_batch=plan.global_batch,
+            micro_batch=plan.micro_batch * len(place.devices),
+            rank=place.rank,
+            world=place.world,
+            shapes=self._shapes,
+        )
+
+    def _read(self, cursor: Cursor, settings: DataSettings) -> Loader | ResidentLoader:
+        if is_resident(self._data):
+            return ResidentLoader(self._data, self._order, cursor, self._place.device)
+        pin = self._place.device.type == "cuda"
+        return Loader(self._data, self._recipe.collate, self._order, cursor, settings, pin, self._on_worker_death)
 
     def _on_worker_death(self, text: str) -> None:
         rank = self._place.rank

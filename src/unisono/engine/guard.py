@@ -88,7 +88,7 @@ def shape_of(data: Any) -> Hashable:
     if isinstance(data, Tensor):
         return data.shape, data.dtype
     if isinstance(data, Rows):
-        return data.indices.shape
+        return data.indices.shape, data.shape
     if isinstance(data, dict):
         return tuple((key, shape_of(value)) for key, value in data.items())
     if isinstance(data, list | tuple):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # `unisono --help` must not wait for torch
     from torch.utils.data import Dataset
 
     from unisono.data.noise import Noise
+    from unisono.parallel.materialize import Weights
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,11 @@ class Recipe:
         """
         return values
 
+    @classmethod
+    def presets(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Defaults that follow from other settings, e.g. of a small model by name; what the user has said wins."""
+        return {}
+
     def prepare(self, work: Work) -> None:
         """One-off work shared over the ranks before training (cache, collect, download); must be resumable."""
 
@@ -92,8 +98,24 @@ class Recipe:
         """The module to train, on the CPU or on meta. It may hold several modules."""
         raise NotImplementedError
 
+    def weights(self, model: nn.Module) -> Weights | None:
+        """The initial weights of a model that model() left on meta; None lets its modules initialise themselves.
+
+        A sharded strategy asks for the rows of its shards only: no process ever holds the whole model. Weights that are
+        not trained are then not written into checkpoints either.
+        """
+        return None
+
+    def full_precision(self, model: nn.Module) -> Sequence[str]:
+        """Names of weights that must not be rounded to 16 bit for computing; few and small ones."""
+        return ()
+
     def dataset(self, split: str) -> Dataset[Any] | None:
-        """Map-style data ("train" or "eval"); None for "eval" means there is nothing to evaluate on."""
+        """Map-style data ("train" or "eval"); None for "eval" means there is nothing to evaluate on.
+
+        A data set of mixed sizes has `shape(index)`, anything hashable, and gets batches of one shape each. It may have
+        `cost(index)`, how much work and memory a sample takes beside others; else that is the product of its shape.
+        """
         raise NotImplementedError
 
     def collate(self, items: list[Any]) -> Any:
@@ -132,6 +154,12 @@ class Recipe:
         Every rank runs it (a sharded model needs all of them); the engine writes the files once, under previews/.
         """
         return None
+
+    def over_ranks(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+        """[function(item) for item in items], shared over all processes; for preview(). Results are plain objects."""
+        return self._over_ranks(function, items)
+
+    _over_ranks: Callable[..., list[Any]] = staticmethod(lambda function, items: [function(item) for item in items])
 
     def export(self, model: nn.Module, folder: Path) -> None:
         """Writes the trained weights in the format the ecosystem loads; one safetensors file unless overridden."""

@@ -16,7 +16,10 @@ from types import ModuleType
 from unisono.engine.recipe import Recipe
 from unisono.errors import RecipeError, UserError
 
-BUILT_IN: dict[str, str] = {"darkroom": "unisono.recipes.darkroom.recipe:Darkroom"}
+BUILT_IN: dict[str, str] = {
+    "darkroom": "unisono.recipes.darkroom.recipe:Darkroom",
+    "wan-flow": "unisono.recipes.wan_flow.recipe:WanFlow",
+}
 """Names of the recipes that come with unisono -> module:class."""
 
 _REQUIRED = ("model", "dataset", "loss")

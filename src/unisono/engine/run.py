@@ -68,7 +68,7 @@ def configure(
     overrides: Mapping[str, Any] | None = None,
 ) -> Resolved:
     """All settings of a run of this recipe, from config files, flags and, in Python, values by name."""
-    return resolve(
+    resolved = resolve(
         (Settings, kind.Config),
         recipe_defaults=kind.defaults,
         file=file,
@@ -77,6 +77,8 @@ def configure(
         aliases=kind.aliases,
         translate=kind.translate,
     )
+    follow = {name: value for name, value in kind.presets(resolved.values).items() if not resolved.explicit(name)}
+    return resolved.with_values("recipe", **follow) if follow else resolved
 
 
 def _given(config: Any, kind: type[Recipe]) -> dict[str, Any]:

@@ -29,18 +29,18 @@ class Sizing:
             state.memory_failures += 1
             self._take(plan.micro_batch)
 
-    def shrink(self) -> bool:
-        """After it ran out of memory: half of it from now on. False if that was one sample already."""
-        size = smaller(self.plan.micro_batch, self.plan.share)
+    def shrink(self, tried: int) -> bool:
+        """After it ran out of memory with `tried` samples at once: half of that from now on. False if it was one."""
+        size = smaller(self.plan.micro_batch, tried)
         if size is None:
             return False
         self._state.memory_failures += 1
         self._take(size)
         return True
 
-    def leave_for_next_attempt(self) -> int | None:
+    def leave_for_next_attempt(self, tried: int) -> int | None:
         """The same for the attempt after this one; the size it will have, None if there is none to try."""
-        size = smaller(self.plan.micro_batch, self.plan.share)
+        size = smaller(self.plan.micro_batch, tried)
         if size is not None:
             remember(self._folder, size)
         return size

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from unisono.engine.evaluate import Evaluation
 from unisono.engine.feed import Feed
 from unisono.engine.memory import OutOfMemoryHere, OutOfMemoryTogether, advice
 from unisono.engine.optim import learning_rate_factor
-from unisono.engine.preview import write_previews
+from unisono.engine.preview import each_once, write_previews
 from unisono.engine.resume import extra_of, tensors_of
 from unisono.engine.sizing import Sizing
 from unisono.engine.state import TrainState
@@ -211,7 +212,7 @@ class Trainer:
         """All ranks know that one ran out of memory, and nothing of the step has happened."""
         found = {rank: text for rank, text in enumerate(self._agreement.agree_all(error.here)) if text is not None}
         rank, text = next(iter(found.items()))
-        if not self._sizing.shrink():
+        if not self._sizing.shrink(self._feed.most_at_once(self._sizing.plan)):
             recomputes = self.settings.precision.activation_checkpointing
             raise TrainingFailed(advice(rank, text, self.parts, recomputes=recomputes))
         size, step = self.state.micro_batch, self.state.step + 1
@@ -223,7 +224,8 @@ class Trainer:
 
     def _next_attempt(self, error: OutOfMemoryHere) -> UnisonoError:
         """What to raise where only a restart helps; the next attempt will know what to do."""
-        size, rank, step = self._sizing.leave_for_next_attempt(), self.parts.strategy.place.rank, self.state.step + 1
+        rank, step = self.parts.strategy.place.rank, self.state.step + 1
+        size = self._sizing.leave_for_next_attempt(self._feed.most_at_once(self._sizing.plan))
         if size is None:
             recomputes = self.settings.precision.activation_checkpointing
             return TrainingFailed(advice(rank, str(error), self.parts, recomputes=recomputes))
@@ -241,7 +243,7 @@ class Trainer:
         self._folder.event("micro_batch", step=self.state.step, micro_batch=size, trials=trials)
 
     def _try_out(self, plan: BatchPlan) -> None:
-        with closing(self._feed.read_with(plan, num_workers=0)) as loader:
+        with closing(self._feed.for_trial(plan)) as loader:
             self._step.try_out(loader)
 
     def _note_bad(self, bad: Sequence[BadSample], *, evaluating: bool = False) -> None:
@@ -318,6 +320,7 @@ class Trainer:
         self._pulse.at("preview", step)
         # The same on every rank: a sharded model needs all of them to make the same number of forward passes.
         seed_everything(key_of(Purpose.PREVIEW, self.settings.run.seed, step), strategy.place.devices)
+        recipe._over_ranks = partial(each_once, strategy.place, strategy.sharded)
         with strategy.evaluating():
             found = strategy.infer(lambda model: recipe.preview(model, step))
         strategy.weights_changed()

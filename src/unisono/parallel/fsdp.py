@@ -3,6 +3,9 @@
 The optimizer and the moving average work on the local shards as plain tensors: no communication, no DTensor dispatch,
 and the fused optimizers' `found_inf` keeps working. DTensors appear again only where a checkpoint needs to know which
 part of the whole weight a shard is.
+
+Blocks are gathered in 16 bit. The few small weights that must not be (a recipe's `full_precision`) are left whole on
+every rank, and their gradients are summed when the step asks for them.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from unisono.errors import RecipeError
+from unisono.parallel.materialize import fill_shard, is_on_meta
 from unisono.parallel.strategy import Stage, Strategy, local_norm
 
 
@@ -26,6 +30,8 @@ class FSDP(Strategy):
     name = "fsdp"
     sharded = collective = True
     guardable = False  # every forward pass gathers weights from all ranks
+
+    _on_every_rank: Sequence[Tensor] = ()  # gradients of the weights that are not sharded
 
     def _set_up(self, stage: Stage, blocks: Sequence[nn.Module]) -> nn.Module:
         place, settings = self.place, self.settings
@@ -44,6 +50,7 @@ class FSDP(Strategy):
             cast_forward_inputs=False,
         )
         offload = CPUOffloadPolicy() if settings.fsdp_cpu_offload else OffloadPolicy()
+        whole = {parameter for name, parameter in stage.model.named_parameters() if name in self._exact}
         for module in [*blocks, stage]:
             fully_shard(
                 module,
@@ -51,16 +58,41 @@ class FSDP(Strategy):
                 mp_policy=precision,
                 offload_policy=offload,
                 reshard_after_forward=settings.fsdp_reshard_after_forward,
+                ignored_params=whole,
             )
         for module in stage.modules():
             if isinstance(module, FSDPModule):
                 # A plain sum, which gloo has too; the engine divides by the true count.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
+        home = torch.device("cpu") if settings.fsdp_cpu_offload else place.device
+        if is_on_meta(stage):
+            self._make_shards(stage, home)
         if settings.fsdp_cpu_offload:
             _move_buffers(stage, place.device)
+            for parameter in whole:
+                parameter.data = parameter.data.to(place.device)
             return stage
         return stage.to(place.device)
+
+    def _make_shards(self, stage: Stage, device: torch.device) -> None:
+        """Gives a model on meta its weights, each rank those of its own shards."""
+        assert self._weights is not None
+        # What is real already (buffers, a LoRA) is kept.
+        named = [*stage.named_buffers(), *((name, _local(it.detach())) for name, it in stage.named_parameters())]
+        kept = {name: tensor.clone() for name, tensor in named if not tensor.is_meta}
+        stage.to_empty(device=device)
+        with torch.no_grad():
+            for name, buffer in stage.named_buffers():
+                buffer.copy_(kept[name])
+            for name, parameter in stage.model.named_parameters():
+                if f"model.{name}" in kept:
+                    _local(parameter).copy_(kept[f"model.{name}"])
+                elif isinstance(parameter, DTensor):
+                    place, rows = self.place, parameter.shape[0]
+                    fill_shard(name, parameter.to_local(), place.rank, place.world, rows, self._weights)
+                else:
+                    parameter.copy_(self._weights.rows(name, 0, len(parameter)))
 
     def _local_parameters(self) -> list[tuple[str, nn.Parameter]]:
         # torch 2.9 gives uneven shards other memory in its first forward pass: what is taken before would be left
@@ -72,13 +104,22 @@ class FSDP(Strategy):
             return [(name, nn.Parameter(_local(parameter.detach()))) for name, parameter in self._whole.items()]
 
     def gradients(self) -> list[Tensor]:
-        """The gradients of this rank's shards."""
+        """The gradients of this rank's shards, and of the weights that every rank has."""
         found = []
         for name, local in self.parameters:
             gradient = self._whole[name].grad
             local.grad = None if gradient is None else _local(gradient)
             if local.grad is not None:
                 found.append(local.grad)
+        self._on_every_rank = [
+            local.grad for name, local in self.parameters if name in self._exact and local.grad is not None
+        ]
+        if self._on_every_rank and self.place.world > 1:
+            together = torch.cat([gradient.flatten() for gradient in self._on_every_rank])
+            dist.all_reduce(together)
+            parts = torch.split(together, [gradient.numel() for gradient in self._on_every_rank])
+            for gradient, part in zip(self._on_every_rank, parts, strict=True):
+                gradient.copy_(part.view_as(gradient))
         return found
 
     def clear_gradients(self) -> None:
@@ -88,8 +129,12 @@ class FSDP(Strategy):
             local.grad = None
 
     def norm(self, tensors: list[Tensor]) -> Tensor:
-        """Every element lies in exactly one shard, so the squares add up over the ranks."""
-        square = local_norm(tensors, self.place.device).square()
+        """Every element lies in exactly one shard, so the squares add up over the ranks; what all have counts once."""
+        on_every_rank = {id(gradient) for gradient in self._on_every_rank}
+        shards = [tensor for tensor in tensors if id(tensor) not in on_every_rank]
+        square = local_norm(shards, self.place.device).square()
+        if len(shards) < len(tensors):
+            square = square + local_norm([*self._on_every_rank], self.place.device).square() / self.place.world
         if self.place.world > 1:
             dist.all_reduce(square)
         return square.sqrt()

@@ -1,19 +1,53 @@
 """Turns a model described on the meta device into one with weights.
 
 Each module's initial weights are drawn with a seed of its own name, so that it does not matter in which order, on how
-many ranks or how many modules at a time this happens.
+many ranks or how many modules at a time this happens. Weights that come from elsewhere (a file) are asked for by name.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Protocol
 from zlib import crc32
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from unisono.data.bits import Purpose, key_of
 from unisono.data.seeding import seed_everything
 from unisono.errors import RecipeError
+
+
+class Weights(Protocol):
+    """Where the weights of a model on the meta device come from."""
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """The rows start..stop-1 (of the first dimension) of the weight called `name`."""
+
+
+def is_on_meta(model: nn.Module) -> bool:
+    """Whether some weight of the model is still to be made."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def fill(model: nn.Module, weights: Weights) -> None:
+    """Gives a model on the meta device its weights, whole, on the CPU; buffers must be there."""
+    for place, module in model.named_modules():
+        for short, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.is_meta:
+                name = f"{place}.{short}" if place else short
+                whole = weights.rows(name, 0, len(parameter)).to(parameter.dtype)
+                module.register_parameter(short, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+
+
+@torch.no_grad()
+def fill_shard(name: str, local: Tensor, rank: int, world: int, rows: int, weights: Weights) -> None:
+    """Gives this rank's shard of a weight of `rows` rows its values; shards are cut as torch.chunk does."""
+    each = -(-rows // world)
+    start, stop = min(rank * each, rows), min((rank + 1) * each, rows)
+    assert local.shape[0] == stop - start, f"{name}: a shard of {local.shape[0]} rows, expected {stop - start}"
+    if stop > start:
+        local.copy_(weights.rows(name, start, stop))
 
 
 def materialize(model: nn.Module, seed: int) -> None:

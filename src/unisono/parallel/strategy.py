@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from unisono.parallel.materialize import Weights
 from unisono.settings import ParallelSettings
 
 
@@ -54,9 +55,17 @@ class Strategy(ABC):
     sharded: ClassVar[bool] = False  # each rank holds a part of every weight, and every forward pass needs all ranks
 
     def __init__(
-        self, model: nn.Module, blocks: Sequence[nn.Module], place: Placement, settings: ParallelSettings
+        self,
+        model: nn.Module,
+        blocks: Sequence[nn.Module],
+        place: Placement,
+        settings: ParallelSettings,
+        exact: Sequence[str] = (),
+        weights: Weights | None = None,
     ) -> None:
+        """`exact` names weights that are never used in 16 bit; `weights` fills a model that is on meta."""
         self.model, self.place, self.settings = model, place, settings
+        self._exact, self._weights = frozenset(exact), weights
         self.stage = self._set_up(Stage(model), blocks)
         self._all_parameters = list(self.model.parameters())  # walking through the modules takes a while
         self.parameters = self._local_parameters()
@@ -122,7 +131,13 @@ class Strategy(ABC):
         """The model's weights and persistent buffers by name, as a checkpoint stores them."""
         persistent = self.model.state_dict().keys()
         buffers = {name: buffer for name, buffer in self.model.named_buffers() if name in persistent}
-        return {**{name: parameter.detach() for name, parameter in self.model.named_parameters()}, **buffers}
+        kept = {
+            name: parameter.detach()
+            for name, parameter in self.model.named_parameters()
+            # A frozen weight that came from a file comes from there again: a LoRA's checkpoint is small.
+            if parameter.requires_grad or self._weights is None
+        }
+        return {**kept, **buffers}
 
     def whole_shape(self, name: str) -> torch.Size:
         """The shape of weight `name` over all ranks."""
@@ -167,12 +182,20 @@ def place_frozen(modules: Mapping[str, nn.Module], device: torch.device) -> None
         module.to(device).eval().requires_grad_(False)
 
 
-def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """Gives the weights another floating type; buffers keep theirs (they may be complex), except for float64."""
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
+def cast_weights(
+    model: nn.Module, dtype: torch.dtype, frozen: torch.dtype | None = None, exact: Sequence[str] = ()
+) -> None:
+    """Gives the weights another floating type; buffers keep theirs (they may be complex), except for float64.
+
+    Weights that are not trained need no more bits than they are used with: they get the type `frozen`, where one is
+    given, unless they are `exact`.
+    """
+    for place, module in model.named_modules():
+        for short, parameter in module.named_parameters(recurse=False):
             if parameter.is_floating_point():
-                parameter.data = parameter.data.to(dtype)
+                name = f"{place}.{short}" if place else short
+                less = frozen is not None and not parameter.requires_grad and name not in exact
+                parameter.data = parameter.data.to(frozen if less else dtype)
         for name, buffer in module.named_buffers(recurse=False):
             if dtype == torch.float64 and (buffer.is_floating_point() or buffer.is_complex()):
                 setattr(module, name, buffer.to(torch.complex128 if buffer.is_complex() else dtype))

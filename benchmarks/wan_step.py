@@ -1,0 +1,275 @@
+"""How fast is a step of `unisono train wan-flow`, beside the loop that people write?
+
+    python benchmarks/wan_step.py                        # a GPU: the real 1.3B architecture, three shapes
+    python benchmarks/wan_step.py --shapes 512x512x1     # one of them
+    python benchmarks/wan_step.py --quick                # does it work? Tiny, anywhere; the numbers mean nothing
+
+Random weights, random latents and embeddings beside each other in a folder, full fine-tuning: AdamW, bf16, clipping.
+Every variant is a process of its own with a compiler cache of its own, variants take turns; ours is `unisono train`
+as a user starts it, its numbers stand in its metrics.jsonl. The loss curves of all variants of a shape are compared.
+MFU counts the model's own operations (recomputing does not count) against a measured 8192 × 8192 × 8192 bf16 product.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from machine import depends_on, machine, versions
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+RESULTS = HERE / "results"
+USUAL = "usual: Accelerate, gradient checkpointing"
+OURS = "unisono"
+GRAPH = "unisono, --cuda_graph"
+RECOMPUTE = "unisono, --activation_checkpointing"
+BARS = {"512x512x1": 2.5, "480x832x17": 2.5, "480x832x81": 1.6}
+FIRST = 5  # steps that are not timed: compiling, guarding, choosing kernels
+TOLERANCE = 2e-2  # of a loss in bf16, relative
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is trained on: latents [channels, frames, height, width], so many at a time."""
+
+    batch: int
+    latent: tuple[int, int, int, int]
+    steps: int
+    variants: tuple[str, ...] = (USUAL, OURS)
+
+    @property
+    def tokens(self) -> int:
+        return self.latent[1] * self.latent[2] * self.latent[3] // 4
+
+
+SHAPES = {
+    "512x512x1": Shape(16, (16, 1, 64, 64), 20, (USUAL, OURS, GRAPH)),
+    "480x832x17": Shape(1, (16, 5, 60, 104), 24, (USUAL, OURS, GRAPH)),
+    "480x832x81": Shape(1, (16, 21, 60, 104), 12, (USUAL, OURS, RECOMPUTE)),
+}
+QUICK = {"16x16x1": Shape(2, (16, 1, 4, 4), 9, (OURS, RECOMPUTE))}
+TINY = {"num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 16, "out_channels": 16, "text_dim": 32}
+TINY |= {"freq_dim": 32, "ffn_dim": 32, "num_layers": 2}
+
+
+def write_data(folder: Path, shape: Shape, text_width: int) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(0)
+    for number in range(2 * shape.batch):
+        latent = torch.randn(shape.latent, generator=generator)
+        text = torch.randn(64 + number % 64, text_width, generator=generator)
+        save_file({"latent": latent}, folder / f"{number:03d}.latent.safetensors")
+        save_file({"embeddings": text.bfloat16()}, folder / f"{number:03d}.safetensors")
+
+
+def flops(shape: Shape, config: Row) -> float:
+    """Of one step: forward, and twice that backward."""
+    heads, wide, layers = (config[name] for name in ("num_attention_heads", "attention_head_dim", "num_layers"))
+    d, f, s, c = heads * wide, config["ffn_dim"], shape.tokens, 512
+    each = 12 * d * d * s + 4 * d * d * c + 4 * d * f * s + 4 * s * s * d + 4 * s * c * d
+    return 3.0 * layers * each * shape.batch
+
+
+def ceiling() -> float:
+    """Operations per second of a large bf16 matrix product."""
+    import torch
+
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    times = []
+    for _ in range(20):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        a @ b
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return 2 * 8192.0**3 / (statistics.median(times[5:]) / 1000)
+
+
+def run(
+    words: list[str], environ: dict[str, str], cwd: Path, metrics: Path | None, steps: int, patience: float
+) -> tuple[int, str, str]:
+    """Exit code, output and errors. A run with `metrics` is ended when it has logged so many steps: it would save."""
+    with (cwd / "out").open("w+") as out, (cwd / "err").open("w+") as err:
+        process = subprocess.Popen(words, stdout=out, stderr=err, env=environ, cwd=cwd, start_new_session=True)
+        ends, enough = time.monotonic() + patience, False
+        while process.poll() is None and time.monotonic() < ends and not enough:
+            time.sleep(0.1)
+            enough = metrics is not None and metrics.exists() and metrics.read_text().count("step_ms") >= steps
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        out.seek(0)
+        err.seek(0)
+        code = 0 if enough else process.returncode
+        return code, out.read(), err.read() + (f"took more than {patience:.0f} s" if time.monotonic() >= ends else "")
+
+
+def measure(variant: str, shape: Shape, data: Path, scratch: Path, model: str, patience: float) -> Row:
+    # One step more than is counted: ours is logged one step late.
+    common = ["--batch_size", str(shape.batch), "--max_steps", str(shape.steps + 1), "--model_config", model]
+    common += ["--learning_rate", "1e-5", "--shift", "3"]
+    folder = scratch / f"{data.name}-{abs(hash(variant))}"
+    if variant == USUAL:
+        words = [sys.executable, str(HERE / "wan_usual.py"), str(data), *common]
+    else:
+        words = [sys.executable, "-m", "unisono", "train", "wan-flow", "--dataset_path", str(data), *common]
+        words += ["--output_dir", str(folder), "--log_every", "1", "--warmup_steps", "0", "--ema_decay", "0"]
+        words += [
+            "--caption_dropout",
+            "0",
+            "--guidance",
+            "1",
+            "--save_every",
+            "0",
+            "--eval_every",
+            "-1",
+            "--preview_every",
+            "-1",
+        ]
+        words += ["--tensorboard", "false", "--num_workers", "1", "--seed", "0"]
+        words += {GRAPH: ["--cuda_graph"], RECOMPUTE: ["--activation_checkpointing"]}.get(variant, [])
+    environ = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder) + "-compiled"}
+    environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), environ.get("PYTHONPATH", "")])
+    began = time.monotonic()
+    metrics = None if variant == USUAL else folder / "metrics.jsonl"
+    code, out, err = run(words, environ, scratch, metrics, shape.steps, patience)
+    if code:
+        return {"failed": (err.strip().splitlines() or ["no word"])[-1][:300]}
+    row: Row = {"failed": "", "command": shlex.join(["unisono", *words[3:]] if variant != USUAL else words[1:])}
+    row["command"] = row["command"].replace(str(scratch), "SCRATCH").replace(str(ROOT) + "/", "")
+    row["wall_s"] = round(time.monotonic() - began, 1)
+    if variant == USUAL:
+        return row | json.loads(out.strip().splitlines()[-1])
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "step_ms" in line]
+    peak = max((line.get("mem_gib") or 0.0 for line in steps), default=0.0)
+    return row | {
+        "losses": [line["loss"] for line in steps],
+        "step_ms": [line["step_ms"] for line in steps],
+        "mem_gib": peak,
+    }
+
+
+def finished(rows: dict[str, Row], shape: Shape, config: Row, most: float | None) -> None:
+    """Adds what follows from the measured numbers."""
+    usual = rows.get(USUAL) or next(iter(rows.values()))
+    for row in rows.values():
+        if row["failed"] or usual["failed"]:
+            continue
+        row["ms"] = statistics.median(row["step_ms"][FIRST:])
+        row["times_usual"] = statistics.median(usual["step_ms"][FIRST:]) / row["ms"]
+        row["tokens_per_s"] = shape.tokens * shape.batch / row["ms"] * 1000
+        row["mfu"] = flops(shape, config) / row["ms"] * 1000 / most if most else None
+        pairs = zip(row["losses"], usual["losses"], strict=False)
+        row["loss_difference"] = max(abs(mine - theirs) / abs(theirs) for mine, theirs in pairs)
+
+
+def table(result: Row) -> list[str]:
+    lines = ["# Wan: the time of a step", "", *depends_on(result)]
+    if result["ceiling"]:
+        lines.append(
+            f"- MFU against {result['ceiling'] / 1e12:.0f} TFLOP/s, measured here with a bf16 product of 8192³"
+        )
+    lines += [
+        f"- Median of the steps after the first {FIRST}; the usual loop reads its loss in every step, as it does",
+        "",
+    ]
+    columns = ["shape", "batch", "loop", "ms/step", "× usual", "tokens/s", "MFU", "peak GiB", "largest loss difference"]
+    lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for name, rows in result["rows"].items():
+        for variant, row in rows.items():
+            cells = [name, str(result["shapes"][name]["batch"]), variant]
+            if row["failed"] or "ms" not in row:
+                cells.append(f"FAILED: {row['failed'] or 'the usual loop'}".replace("|", " "))
+                lines.append(f"| {' | '.join([*cells, *[''] * (len(columns) - len(cells))])} |")
+                continue
+            mfu = f"{row['mfu']:.3f}" if row["mfu"] else ""
+            cells += [f"**{row['ms']:.1f}**", f"{row['times_usual']:.2f}", f"{row['tokens_per_s']:,.0f}", mfu]
+            cells += [f"{row['mem_gib']:.1f}", f"{row['loss_difference']:.1e}"]
+            lines.append(f"| {' | '.join(cells)} |")
+    lines.append("")
+    for name, bar in BARS.items():
+        ours = [row for variant, row in result["rows"].get(name, {}).items() if variant != USUAL and "ms" in row]
+        if ours and not result["quick"]:
+            best = max(row["times_usual"] for row in ours)
+            close = max(row["loss_difference"] for row in ours) < TOLERANCE
+            verdict = "kept" if best >= bar else "MISSED"
+            lines.append(
+                f"- {name}: {bar} × the usual loop was asked for; {best:.2f} ×: {verdict}. "
+                f"Loss curves {'agree' if close else 'DIFFER'} within {TOLERANCE:.0%}."
+            )
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--shapes", default="", help="separated by commas (default all)")
+    parser.add_argument("--patience_s", type=float, default=600)
+    parser.add_argument("--quick", action="store_true", help="does it work? Never into results")
+    given = parser.parse_args()
+    if given.quick and given.output.resolve() == RESULTS:
+        parser.error("--quick needs --output, another folder than benchmarks/results")
+    shapes = QUICK if given.quick else SHAPES
+    names = [name for name in given.shapes.split(",") if name] or list(shapes)
+    sys.path.insert(0, str(ROOT / "src"))
+    from unisono.recipes.wan.load import CONFIGS
+
+    config = TINY if given.quick else CONFIGS["1.3b"]
+    import torch
+
+    words = ["python", "benchmarks/wan_step.py", *(["--quick"] if given.quick else [])]
+    words += ["--shapes", given.shapes] if given.shapes else []
+    result: Row = {
+        "command": shlex.join(words),
+        "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+        "machine": machine(),
+        "versions": versions(["torch", "triton", "diffusers", "accelerate", "transformers"]),
+        "quick": given.quick,
+        "ceiling": ceiling() if torch.cuda.is_available() else None,
+        "shapes": {name: {"batch": shapes[name].batch, "latent": shapes[name].latent} for name in names},
+        "rows": {name: {} for name in names},
+    }
+    given.output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as place:
+        scratch = Path(place)
+        model = "1.3b"
+        if given.quick:
+            model = str(scratch / "config.json")
+            Path(model).write_text(json.dumps(config))
+        for name in names:
+            write_data(scratch / name, shapes[name], config["text_dim"])
+        for turn in range(max(len(shapes[name].variants) for name in names)):
+            for name in names:
+                if turn < len(shapes[name].variants):
+                    variant = shapes[name].variants[turn]
+                    row = measure(variant, shapes[name], scratch / name, scratch, model, given.patience_s)
+                    result["rows"][name][variant] = row
+                    finished(result["rows"][name], shapes[name], config, result["ceiling"])
+                    (given.output / "wan_step.json").write_text(json.dumps(result, indent=1) + "\n")
+                    (given.output / "wan_step.md").write_text("\n".join(table(result)) + "\n")
+                    told = f"{row['ms']:.1f} ms" if "ms" in row else row["failed"]
+                    print(f"{time.strftime('%H:%M:%S')}  {name}  {variant}: {told}", flush=True)
+    print("\n".join(table(result)))
+    return int(any(row["failed"] for rows in result["rows"].values() for row in rows.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""The data set of latents and embeddings from the cache."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from unisono.recipes.wan.packs import Shelf
+from unisono.recipes.wan.sources import Source
+from unisono.recipes.wan.text import pad
+from unisono.recipes.wan.vae import Geometry
+
+Shape = tuple[int, ...]
+"""Of a latent: channels, frames, height, width."""
+
+
+class ShapedSamples(Dataset[dict[str, Any]]):
+    """Samples whose latents' shapes are known without reading them.
+
+    The engine makes micro-batches of samples of one shape, and gives every rank as much to do.
+    """
+
+    def __init__(self, sources: Sequence[Source], shapes: Sequence[Shape], geometry: Geometry) -> None:
+        self.sources = list(sources)
+        self.remarks: list[str] = []
+        """What a user should be told about the samples, a line each."""
+        # Arrays, because counting references to a million objects would copy them into every forked worker.
+        self._geometry, self._shapes = geometry, sorted(set(shapes))
+        number = {shape: index for index, shape in enumerate(self._shapes)}
+        self._shape = np.array([number[shape] for shape in shapes], dtype=np.int32)
+
+    def __len__(self) -> int:
+        return len(self._shape)
+
+    def shape(self, index: int) -> Shape:
+        """The shape of a sample's latent."""
+        return self._shapes[int(self._shape[index])]
+
+    def cost(self, index: int) -> float:
+        """How much work a sample is: its tokens."""
+        return float(self._geometry.tokens(self.shape(index)))
+
+    def part(self, indices: Sequence[int]) -> Self:
+        """Some of the samples, in this order."""
+        some = copy.copy(self)
+        some.sources = [self.sources[index] for index in indices]
+        some._shape = self._shape[list(indices)]
+        return some
+
+
+class Cached(ShapedSamples):
+    """Latents and the rows of their captions, from the cache."""
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        shapes: Sequence[Shape],
+        geometry: Geometry,
+        latents: Shelf,
+        texts: Shelf,
+        text_of: Sequence[int],
+        text_length: int,
+    ) -> None:
+        super().__init__(sources, shapes, geometry)
+        self._latents, self._latent_of = latents, np.arange(len(shapes), dtype=np.int32)
+        self._texts, self._text_of = texts, np.array(text_of, dtype=np.int32)
+        self._text_length = text_length
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {
+            "latent": self._latents[self._latent_of[index]].to(torch.float32),
+            "text": pad(self._texts[self._text_of[index]], self._text_length),
+            "index": index,
+        }
+
+    def part(self, indices: Sequence[int]) -> Self:
+        """Some of the samples, in this order."""
+        some = super().part(indices)
+        some._latent_of, some._text_of = self._latent_of[list(indices)], self._text_of[list(indices)]
+        return some

@@ -1,0 +1,252 @@
+"""A Wan transformer, from wherever people have one: a diffusers folder, a hub id, a single file, a size by name."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unisono.config.values import shown
+from unisono.errors import ConfigError
+from unisono.recipes.wan.native import config_of
+from unisono.recipes.wan.weights import open_weights, refuse_pickle
+
+_COMMON: dict[str, Any] = {
+    **{"patch_size": (1, 2, 2), "attention_head_dim": 128, "text_dim": 4096, "freq_dim": 256},
+    **{"cross_attn_norm": True, "qk_norm": "rms_norm_across_heads", "eps": 1e-6, "rope_max_seq_len": 1024},
+}
+
+
+def _size(heads: int, layers: int, ffn: int, channels: int) -> dict[str, Any]:
+    channels_too = {"in_channels": channels, "out_channels": channels}
+    return {**_COMMON, "num_attention_heads": heads, "num_layers": layers, "ffn_dim": ffn, **channels_too}
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "1.3b": _size(12, 30, 8960, 16),
+    "14b": _size(40, 40, 13824, 16),
+    "ti2v-5b": _size(24, 30, 14336, 48),
+    "a14b": _size(40, 40, 13824, 16),  # one of its two experts
+}
+BOUNDARY = 0.875  # the σ at which A14B's high-noise expert hands over to the low-noise one; 0.9 from image to video
+TEXT_LENGTH = 512  # rows of text that every published model was trained with
+_NUMBERS = (
+    *("num_attention_heads", "attention_head_dim", "in_channels", "out_channels", "text_dim", "freq_dim", "ffn_dim"),
+    *("num_layers", "rope_max_seq_len"),
+)
+_NUMBERS_OR_NONE = ("image_dim", "added_kv_proj_dim", "pos_embed_seq_len")
+_EXPERTS = {"transformer": "high_noise_model", "transformer_2": "low_noise_model"}  # diffusers' folders, the originals'
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_PARTS = ("transformer", "transformer_2", "vae", "text_encoder", "tokenizer", "scheduler", *_EXPERTS.values())
+_HUB_KINDS = ("*.json", "*.safetensors", "*.model", "*.txt")
+
+
+@dataclass(frozen=True)
+class WanFolder:
+    """What lies where the user's model_path points to."""
+
+    kind: str
+    """pipeline (a folder with model_index.json), transformer (diffusers'), native (the Wan repository's), file."""
+    path: Path
+    transformers: Mapping[str, Path]
+    """transformer (for A14B the high-noise expert) and transformer_2 (the low-noise one): a folder or a file each."""
+    boundary_ratio: float | None = None
+    """The σ at which the high-noise expert hands over, where there are two."""
+    expand_timesteps: bool = False
+    """Whether each token has a time of its own (TI2V)."""
+    text_length: int = TEXT_LENGTH
+    components: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """For a pipeline: its parts as model_index.json lists them, each with its library and class."""
+
+    def part(self, name: str) -> Path | None:
+        """The folder of another part of the pipeline (vae, text_encoder, tokenizer, scheduler), if it has that."""
+        place = self.path / name
+        return place if name in self.components and place.is_dir() else None
+
+
+def describe(model_path: str | Path) -> WanFolder:
+    """Finds out what a model_path is; a hub id is downloaded first, unless it is here already."""
+    path = _local(model_path)
+    if path.is_file():
+        return _described_by_weights("file", path, {"transformer": path})
+    if (path / "model_index.json").is_file():
+        return _pipeline(path)
+    experts = {name: path / theirs for name, theirs in _EXPERTS.items() if (path / theirs).is_dir()}
+    if experts:
+        return _described_by_weights("native", path, experts)
+    config = read_json(path / "config.json") if (path / "config.json").is_file() else {}
+    kind = {"WanTransformer3DModel": "transformer", "WanModel": "native"}.get(str(config.get("_class_name")))
+    if kind is None:
+        what = f"a {shown(config['_class_name'])}" if "_class_name" in config else "it has no model_index.json"
+        raise ConfigError(
+            f"model_path {path} is not a Wan transformer ({what}); expected a diffusers folder, its transformer "
+            "folder, a folder of the Wan repository or a .safetensors file"
+        )
+    return _described_by_weights(kind, path, {"transformer": path})
+
+
+def _local(model_path: str | Path) -> Path:
+    path = Path(model_path).expanduser()
+    if path.exists():
+        if path.is_file():
+            refuse_pickle(path)
+        return path
+    if not _HUB_ID.fullmatch(str(model_path)):
+        raise ConfigError(
+            f"model_path {model_path}: there is no such file or folder; give one, or a hub id such as "
+            "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
+        )
+    from huggingface_hub import snapshot_download
+
+    patterns = ["model_index.json", "config.json", "diffusion_pytorch_model*.safetensors*"]
+    patterns += [f"{part}/{kind}" for part in _HUB_PARTS for kind in _HUB_KINDS]
+    try:
+        return Path(snapshot_download(str(model_path), allow_patterns=patterns))
+    except Exception as error:  # a network fails in many ways, and each library names them differently
+        why = str(error).strip().split("\n")[0] or type(error).__name__
+        raise ConfigError(
+            f"model_path {model_path}: there is no such folder, and the hub did not give it ({why}); check the name "
+            "and the network, log in where the model asks for it, or download it elsewhere and give its folder"
+        ) from None
+
+
+def _pipeline(path: Path) -> WanFolder:
+    index = read_json(path / "model_index.json")
+    listed = {
+        name: (str(value[0]), str(value[1]))
+        for name, value in index.items()
+        if isinstance(value, list) and len(value) == 2 and all(value)
+    }
+    kinds = {listed[name][1] for name in _EXPERTS if name in listed}
+    if kinds != {"WanTransformer3DModel"}:
+        raise ConfigError(
+            f"model_path {path} is a {shown(index.get('_class_name'))} with "
+            f"{', '.join(sorted(kinds)) or 'no transformer'}; expected a Wan pipeline with a WanTransformer3DModel"
+        )
+    transformers = {name: path / name for name in _EXPERTS if name in listed}
+    for name, place in transformers.items():
+        if not place.is_dir():
+            raise ConfigError(f"model_path {path} lists {name}, but has no such folder; copy or download it again")
+    boundary = index.get("boundary_ratio")
+    if boundary is not None and not (isinstance(boundary, int | float) and 0 <= boundary <= 1):
+        raise ConfigError(
+            f"{path / 'model_index.json'}: boundary_ratio {shown(boundary)}; expected a number from 0 to 1"
+        )
+    return WanFolder(
+        "pipeline", path, transformers, boundary, bool(index.get("expand_timesteps")), _text_length(path), listed
+    )
+
+
+def _described_by_weights(kind: str, path: Path, transformers: Mapping[str, Path]) -> WanFolder:
+    """What the originals have in their code and not in their files follows from the number of channels."""
+    shapes = open_weights(next(iter(transformers.values()))).shapes()
+    channels = (*shapes.get("patch_embedding.weight", ()), 0, 0)[1]
+    boundary = (BOUNDARY if channels == 16 else 0.9) if len(transformers) > 1 else None
+    return WanFolder(kind, path, transformers, boundary, expand_timesteps=channels == 48)
+
+
+def _text_length(path: Path) -> int:
+    told = path / "tokenizer" / "tokenizer_config.json"
+    length = read_json(told).get("model_max_length") if told.is_file() else None
+    # Tokenizers without a limit say 10^30.
+    return length if isinstance(length, int) and 0 < length < TEXT_LENGTH else TEXT_LENGTH
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a model."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} does not hold a JSON object; it is not the configuration of a model")
+    return value
+
+
+def transformer_config(
+    model_path: str | Path | WanFolder | None, model_config: str | None = None, part: str = "transformer"
+) -> dict[str, Any]:
+    """What to build a WanTransformer3DModel with: as model_config says (a size, a JSON file), else as the model is."""
+    if model_config is not None:
+        return _named_config(model_config)
+    if model_path is None:
+        raise ConfigError(
+            f"no model: give model_path, or model_config to train from scratch (tiny, {', '.join(CONFIGS)})"
+        )
+    found = model_path if isinstance(model_path, WanFolder) else describe(model_path)
+    if part not in found.transformers:
+        raise ConfigError(f"model_path {found.path} has no {part}; it has {', '.join(found.transformers)}")
+    place = found.transformers[part]
+    if found.kind in ("pipeline", "transformer"):
+        return _checked(read_json(place / "config.json"), str(place / "config.json"), strict=False)
+    weights = open_weights(place)
+    return _checked(config_of(weights.shapes(), weights.told), weights.told)
+
+
+def _named_config(model_config: str) -> dict[str, Any]:
+    name = model_config.lower()
+    if name == "tiny":
+        from unisono.recipes.wan.tiny.models import tiny_transformer_config
+
+        return dict(tiny_transformer_config())
+    if name in CONFIGS:
+        return dict(CONFIGS[name])
+    path = Path(model_config).expanduser()
+    if not path.is_file():
+        raise ConfigError(f"model_config {model_config}: expected tiny, {', '.join(CONFIGS)} or a JSON file")
+    return _checked(read_json(path), str(path))
+
+
+def _checked(values: Mapping[str, Any], where: str, strict: bool = True) -> dict[str, Any]:
+    """Only what the constructor knows, and numbers that it can build a model of."""
+    from diffusers import WanTransformer3DModel
+
+    known = inspect.signature(WanTransformer3DModel.__init__).parameters.keys() - {"self"}
+    unknown = [name for name in values if name not in known and not name.startswith("_")]
+    if strict and unknown:
+        raise ConfigError(f"{where}: {shown(unknown[0])} is not a setting of WanTransformer3DModel")
+    config = {name: value for name, value in values.items() if name in known}
+    patch = config.get("patch_size", (1, 2, 2))
+    if not (isinstance(patch, list | tuple) and len(patch) == 3 and all(_is_count(side) for side in patch)):
+        raise ConfigError(f"{where}: patch_size {shown(patch)}; expected three numbers, as in [1, 2, 2]")
+    for name in (*_NUMBERS, *_NUMBERS_OR_NONE):
+        value = config.get(name, 1)
+        if not _is_count(value) and not (value is None and name in _NUMBERS_OR_NONE):
+            raise ConfigError(f"{where}: {name} {shown(value)}; expected a whole number above 0")
+    head = config.get("attention_head_dim", 128)
+    if head < 6 or head % 2:
+        raise ConfigError(
+            f"{where}: attention_head_dim {head} cannot be turned along three axes; use 12, 24, 64 or 128"
+        )
+    return {**config, "patch_size": tuple(patch)}
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 < value < 2**20
+
+
+def build(config: Mapping[str, Any]) -> Any:
+    """A WanTransformer3DModel on the CPU, with the initial weights of its own constructor."""
+    from diffusers import WanTransformer3DModel
+
+    return WanTransformer3DModel(**config)  # type: ignore[no-untyped-call]
+
+
+def build_meta(config: Mapping[str, Any]) -> Any:
+    """A WanTransformer3DModel whose weights have no memory yet; its tables of positions are real."""
+    with torch.device("meta"):
+        model = build(config)
+    # The tables are in no file and only the constructor makes them.
+    with torch.device("cpu"):
+        rope = model.rope
+        model.rope = type(rope)(rope.attention_head_dim, rope.patch_size, rope.max_seq_len)
+    lost = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if lost:
+        raise RuntimeError(f"WanTransformer3DModel has buffers that we do not know how to make: {', '.join(lost)}")
+    return model

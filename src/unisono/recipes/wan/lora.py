@@ -1,0 +1,213 @@
+"""LoRA on a Wan transformer: small trained matrices beside frozen weights, in the files that pipelines load.
+
+A LoRA adds scale · B A to a weight, with scale = alpha / rank. Files are written with the scale inside B: ComfyUI and
+older versions of diffusers do not know where diffusers puts alpha, and would add a LoRA of another strength.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+
+from unisono.data.bits import Purpose, key_of
+from unisono.errors import ConfigError, UserError
+from unisono.recipes.wan.native import plain_name
+from unisono.recipes.wan.weights import refuse_pickle
+
+TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2")
+"""Ends of the names of the layers that get a LoRA: all projections of both attentions, and the feed-forward layers."""
+FILE = "pytorch_lora_weights.safetensors"
+SECOND = "transformer_2"  # the folder beside FILE for the low-noise expert
+_ADAPTER = "default"
+_LARGEST_RANK = 2**14
+
+
+def add_lora(transformer: Any, rank: int, alpha: float | None = None, targets: Sequence[str] = TARGETS) -> None:
+    """Gives the layers whose names end like `targets` a LoRA, which adds nothing yet, and freezes all else.
+
+    The LoRA's weights are real also where the model's are on meta, and drawn by name, so that it does not matter how
+    the model was built.
+    """
+    if not 0 < rank <= _LARGEST_RANK:
+        raise ConfigError(f"lora_rank: expected a whole number from 1 to {_LARGEST_RANK}, got {rank}")
+    alpha = rank if alpha is None else alpha
+    if not 0 < alpha < math.inf:
+        raise ConfigError(f"lora_alpha: expected a number above 0, got {alpha}")
+    layers = _layers(transformer, targets)
+    from peft import LoraConfig
+
+    transformer.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=layers), adapter_name=_ADAPTER)  # type: ignore[arg-type]
+    for name, layer in _lora_layers(transformer).items():
+        _draw(layer, name)
+
+
+def _layers(transformer: nn.Module, targets: Sequence[str]) -> list[str]:
+    """The full names of the layers that targets are the ends of."""
+    linear = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)]
+    found: list[str] = []
+    for target in targets:
+        ends = [name for name in linear if name == target or name.endswith(f".{target}")]
+        if not ends:
+            raise ConfigError(
+                f"lora_targets: no linear layer's name ends in {target}; the usual ones are {', '.join(TARGETS)}"
+            )
+        found += ends
+    if not found:
+        raise ConfigError(f"lora_targets is empty; the usual ones are {', '.join(TARGETS)}")
+    return sorted(set(found))
+
+
+def _lora_layers(transformer: nn.Module) -> dict[str, Any]:
+    from peft.tuners.lora import LoraLayer
+
+    modules = ((plain_name(f"{name}.")[:-1], module) for name, module in transformer.named_modules())
+    return {name: module for name, module in modules if isinstance(module, LoraLayer)}
+
+
+def _draw(layer: Any, name: str) -> None:
+    for half in (layer.lora_A, layer.lora_B):
+        linear = half[_ADAPTER]
+        # peft makes them like the frozen weight: without memory, or too coarse to be trained.
+        wide = torch.float32 if linear.weight.dtype.itemsize < 4 else linear.weight.dtype
+        linear.to_empty(device="cpu" if linear.weight.is_meta else linear.weight.device).to(wide)
+    first, second = layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
+    seed = key_of(Purpose.WEIGHTS, torch.initial_seed(), crc32(name.encode()))
+    drawn = torch.empty(first.shape)
+    nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=torch.Generator().manual_seed(seed & (2**63 - 1)))
+    with torch.no_grad():
+        first.copy_(drawn)
+        second.zero_()
+
+
+def lora_state(transformer: nn.Module) -> dict[str, Tensor]:
+    """The LoRA's weights on the CPU, named as files name them, with the scale inside B."""
+    state = {}
+    for name, layer in _lora_layers(transformer).items():
+        first, second = layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
+        state[f"{name}.lora_A.weight"] = first.detach().cpu().contiguous()
+        state[f"{name}.lora_B.weight"] = (second.detach() * layer.scaling[_ADAPTER]).cpu().contiguous()
+    return state
+
+
+def save_lora(folder: Path, high: Mapping[str, Tensor] | None, low: Mapping[str, Tensor] | None = None) -> str:
+    """Writes LoRAs as WanPipeline.load_lora_weights takes them; returns how to load them.
+
+    `high` is for `transformer` (the only one, or the high-noise expert), `low` for `transformer_2`.
+    """
+    from diffusers import WanPipeline
+
+    states = {folder: high, folder / SECOND: low}
+    for place, state in states.items():
+        if state is not None and (place / FILE).exists():
+            raise UserError(f"{place / FILE} is there already and will not be overwritten; choose another folder")
+    how = []
+    for place, state in states.items():
+        if state is None:
+            continue
+        # One call knows one transformer; both files call theirs "transformer", as load_into_transformer_2 expects.
+        WanPipeline.save_lora_weights(str(place), transformer_lora_layers=dict(state))
+        how.append(f"load_lora_weights({str(place)!r}{', load_into_transformer_2=True' if place != folder else ''})")
+    return f"LoRA: load it with pipeline.{' and pipeline.'.join(how)}"
+
+
+def load_lora(transformer: Any, path: Path, alpha: float | None = None, part: str = "transformer") -> None:
+    """Adds the LoRA in a file, or in a folder of `save_lora`, to go on training it.
+
+    Files of diffusers, ComfyUI and musubi are understood. `alpha` (the rank unless given) changes how fast it learns
+    from here on, not what it does.
+    """
+    file = _file(path, part)
+    state = _read(file, part)
+    pairs = {name.removesuffix(".lora_A.weight") for name in state if name.endswith(".lora_A.weight")}
+    if not pairs or {f"{name}.lora_{half}.weight" for name in pairs for half in "AB"} != state.keys():
+        odd = next(
+            (name for name in state if not name.endswith((".lora_A.weight", ".lora_B.weight"))), "an unpaired half"
+        )
+        raise ConfigError(f"{file}: only LoRAs of plain A and B matrices can be trained on, not {odd}")
+    own = {name: module for name, module in transformer.named_modules() if isinstance(module, nn.Linear)}
+    for name in sorted(pairs):
+        first, second = state[f"{name}.lora_A.weight"], state[f"{name}.lora_B.weight"]
+        linear = own.get(name)
+        shape = linear and (linear.out_features, linear.in_features)
+        if (
+            first.ndim != 2
+            or second.ndim != 2
+            or (second.shape[0], first.shape[1]) != shape
+            or len(first) != second.shape[1]
+        ):
+            raise ConfigError(
+                f"{file} was trained for another architecture: {name} is {tuple(second.shape)} · {tuple(first.shape)} "
+                f"in it and {shape or 'not there'} in the model"
+            )
+    # Layers of a smaller rank get further directions that do nothing yet.
+    add_lora(transformer, max(len(state[f"{name}.lora_A.weight"]) for name in pairs), alpha, sorted(pairs))
+    with torch.no_grad():
+        for name, layer in _lora_layers(transformer).items():
+            first, second = state[f"{name}.lora_A.weight"], state[f"{name}.lora_B.weight"]
+            layer.lora_A[_ADAPTER].weight[: len(first)] = first
+            layer.lora_B[_ADAPTER].weight[:, : len(first)] = second / layer.scaling[_ADAPTER]
+
+
+def _file(path: Path, part: str) -> Path:
+    if not path.exists():
+        raise ConfigError(f"{path}: there is no such LoRA; expected a .safetensors file, or a folder with {FILE}")
+    if path.is_dir():
+        path = (path / SECOND if part == SECOND and (path / SECOND).is_dir() else path) / FILE
+        if not path.is_file():
+            raise ConfigError(f"{path.parent} has no {FILE}; name the LoRA's .safetensors file")
+    refuse_pickle(path)
+    return path
+
+
+def _read(file: Path, part: str) -> dict[str, Tensor]:
+    """The LoRA's weights under the names of the transformer's layers, with the scale inside B."""
+    from diffusers import WanPipeline
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(file), framework="pt") as opened:
+            told = (opened.metadata() or {}).get("lora_adapter_metadata", "{}")
+            raw = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{file} cannot be read as safetensors ({error}); copy or download it again") from None
+    names = {name.removeprefix("base_model.model."): name for name in raw}
+    if any(name.startswith("blocks.") for name in names):
+        names = {f"transformer.{name}": theirs for name, theirs in names.items()}
+    try:
+        state = WanPipeline.lora_state_dict({name: raw[theirs] for name, theirs in names.items()})
+    except Exception as error:  # diffusers' converters fail in many ways on what they do not know
+        why = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ConfigError(f"{file} is not a LoRA of a Wan transformer ({why})") from None
+    # A file may hold both experts under their names, or one expert under the name of the first.
+    prefix = f"{part}." if any(name.startswith(f"{part}.") for name in state) else "transformer."
+    scale = _scale(told, prefix, file)
+    mine = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+    return {name: tensor.float() * scale if ".lora_B." in name else tensor for name, tensor in mine.items()}
+
+
+def _scale(told: str, prefix: str, file: Path) -> float:
+    """What diffusers noted beside the weights. Only its numbers are used: the rest of it can name code to import."""
+    try:
+        noted = {name.removeprefix(prefix): value for name, value in json.loads(told).items()}
+    except (ValueError, AttributeError, RecursionError):
+        raise ConfigError(f"{file}: its notes on the LoRA are damaged; copy or download it again") from None
+    rank, alpha = noted.get("r"), noted.get("lora_alpha")
+    if rank is None or alpha is None:
+        return 1.0
+    numbers = all(isinstance(value, int | float) and 0 < value < math.inf for value in (rank, alpha))
+    if not numbers or noted.get("rank_pattern") or noted.get("alpha_pattern") or noted.get("use_dora"):
+        raise ConfigError(f"{file}: a LoRA with alphas of its own for some layers, or with DoRA, cannot be trained on")
+    return float(alpha / (math.sqrt(rank) if noted.get("use_rslora") else rank))
+
+
+def merge(transformer: Any) -> None:
+    """Adds the LoRA to the weights and takes it away: a plain model that computes the same."""
+    transformer.fuse_lora()
+    transformer.unload_lora()

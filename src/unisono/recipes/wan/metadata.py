@@ -1,0 +1,133 @@
+"""Files that list the samples of a data folder, in the forms that people have.
+
+metadata.csv           columns for the file and its caption (DiffSynth, the hub's image folders)
+metadata.jsonl         the same, one JSON object per line (musubi)
+metadata.json          the same, a JSON list (VideoX-Fun)
+videos2caption.json    the same, the caption a text or a list of texts (FastVideo)
+videos.txt, prompts.txt    the files and their captions, line by line (finetrainers)
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from unisono.config.values import shown
+from unisono.errors import ConfigError
+from unisono.recipes.wan.tree import Tree
+
+TABLES = ("metadata.csv", "metadata.jsonl", "metadata.json", "videos2caption.json")
+MEDIA_LISTS = ("videos.txt", "video.txt", "images.txt", "image.txt")
+CAPTION_LISTS = ("prompts.txt", "prompt.txt", "captions.txt", "caption.txt")
+
+_MEDIA = ("video", "image", "file", "file_name", "file_path", "video_path", "image_path", "path")
+_CAPTION = ("prompt", "caption", "text", "cap")
+_MOST_BYTES = 2**32
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sample as a metadata file has it."""
+
+    where: str  # the file and the line, for messages
+    media: str
+    caption: str | None
+    num_captions: int = 1
+
+
+def rows_of(tree: Tree, table: str) -> Iterator[Row]:
+    """The samples that a table lists, in its order."""
+    read = {".csv": _csv, ".jsonl": _jsonl, ".json": _json}[table[table.rindex(".") :].lower()]
+    return read(tree, table)
+
+
+def rows_of_lists(tree: Tree, media_list: str, caption_list: str) -> Iterator[Row]:
+    """The samples of two lists that belong together line by line."""
+    media, captions = (
+        [line.strip() for _, line in tree.lines(each, _MOST_BYTES)] for each in (media_list, caption_list)
+    )
+    while media and not media[-1]:
+        media.pop()
+    while len(captions) > len(media) and not captions[-1]:
+        captions.pop()
+    if len(media) != len(captions):
+        raise ConfigError(
+            f"{tree.path(media_list)} has {len(media)} lines and {tree.path(caption_list)} has {len(captions)}; "
+            "line n of one must be the caption of line n of the other"
+        )
+    for number, (path, caption) in enumerate(zip(media, captions, strict=True), 1):
+        where = f"{tree.path(media_list)}, line {number}"
+        if not path:
+            raise ConfigError(f"{where}: empty, where the name of a file was expected")
+        yield Row(where, path, caption)
+
+
+def _csv(tree: Tree, table: str) -> Iterator[Row]:
+    where = tree.path(table)
+    # strict: a quote that is never closed would otherwise swallow the rest of the file as one caption
+    reader = csv.reader((f"{line}\n" for _, line in tree.lines(table, _MOST_BYTES)), strict=True)
+    try:
+        header = [name.strip().lower() for name in next(reader, [])]
+        if not set(header) & set(_MEDIA) or not set(header) & set(_CAPTION):
+            raise ConfigError(
+                f"{where}: its columns are {shown(', '.join(header))}; expected one of "
+                f"{', '.join(_MEDIA)} for the file, and one of {', '.join(_CAPTION)} for its caption"
+            )
+        for fields in reader:
+            line = f"{where}, line {reader.line_num}"
+            if not any(field.strip() for field in fields):
+                continue
+            if len(fields) != len(header):
+                raise ConfigError(
+                    f"{line}: {len(fields)} fields, where the first line has {len(header)} columns; "
+                    "put captions that have commas or quotes into double quotes"
+                )
+            yield _row(line, dict(zip(header, (field.strip() for field in fields), strict=True)))
+    except csv.Error as error:
+        raise ConfigError(f"{where}, line {reader.line_num}: not proper CSV ({error})") from None
+
+
+def _jsonl(tree: Tree, table: str) -> Iterator[Row]:
+    for number, line in tree.lines(table, _MOST_BYTES):
+        if line.strip():
+            where = f"{tree.path(table)}, line {number}"
+            yield _row(where, _parsed(line, where))
+
+
+def _json(tree: Tree, table: str) -> Iterator[Row]:
+    where = str(tree.path(table))
+    entries = _parsed("\n".join(line for _, line in tree.lines(table, _MOST_BYTES)), where)
+    if not isinstance(entries, list):
+        raise ConfigError(f"{where}: expected a list of samples, [{{...}}, ...], got {shown(entries)}")
+    for number, entry in enumerate(entries, 1):
+        yield _row(f"{where}, entry {number}", entry)
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        place = f" (line {error.lineno}, column {error.colno})" if error.lineno > 1 else f" (column {error.colno})"
+        raise ConfigError(f"{where}: not proper JSON: {error.msg}{place}") from None
+    except (ValueError, RecursionError) as error:  # a number of a million digits, a million brackets
+        raise ConfigError(f"{where}: not proper JSON: {type(error).__name__}") from None
+
+
+def _row(where: str, entry: Any) -> Row:
+    if not isinstance(entry, dict):
+        raise ConfigError(f"{where}: expected the names of a file and its caption, {{...}}, got {shown(entry)}")
+    media = next((entry[key] for key in _MEDIA if entry.get(key)), None)
+    if not isinstance(media, str):
+        raise ConfigError(f"{where}: no file is named; expected one of {', '.join(_MEDIA)}, got {shown(entry)}")
+    captions = [entry[key] for key in _CAPTION if entry.get(key) is not None]
+    # An empty text is a caption too, where there is no other.
+    caption = next((each for each in captions if each), captions[0] if captions else None)
+    num_captions = 1
+    if isinstance(caption, list) and all(isinstance(each, str) for each in caption):
+        num_captions, caption = len(caption), caption[0] if caption else None
+    if caption is not None and not isinstance(caption, str):
+        raise ConfigError(f"{where}: the caption must be text, got {shown(caption)}")
+    return Row(where, media, None if caption is None else caption.strip(), num_captions)

@@ -1,0 +1,73 @@
+"""Latents and embeddings that people computed before and keep beside their pictures and films.
+
+They are somebody's files: each is checked before anything is trained on it. A latent is taken to be normalised, as the
+transformer takes it; an embedding may have its padding with it, which is cut off.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from unisono.recipes.wan.media import BadMedia
+from unisono.recipes.wan.vae import Geometry
+
+
+def read_latent(path: Path, geometry: Geometry) -> Tensor:
+    """[C, f, h, w] the latent in a file (key "latent"), as float32."""
+    latent = _read(path, "latent")
+    if latent.dim() == 5 and len(latent) == 1:
+        latent = latent[0]
+    if latent.dim() == 3:  # of a picture
+        latent = latent[:, None]
+    if latent.dim() != 4 or 0 in latent.shape:
+        raise BadMedia(path, f"a latent of shape {tuple(latent.shape)}; expected (channels, frames, height, width)")
+    channels, _, height, width = latent.shape
+    if channels != geometry.channels:
+        raise BadMedia(
+            path,
+            f"a latent of {channels} channels, and the model takes {geometry.channels}; it was made with the "
+            "VAE of another model",
+        )
+    if height % geometry.patch or width % geometry.patch:
+        raise BadMedia(path, f"a latent of {height} × {width}; both must be divisible by {geometry.patch}")
+    return latent
+
+
+def read_embedding(path: Path, width: int, max_length: int) -> Tensor:
+    """[n, width] the rows of a caption in a file (key "embeddings"), without padding, as float32."""
+    rows = _read(path, "embeddings")
+    if rows.dim() == 3 and len(rows) == 1:
+        rows = rows[0]
+    if rows.dim() != 2 or rows.shape[1] != width:
+        raise BadMedia(path, f"an embedding of shape {tuple(rows.shape)}; expected (rows, {width})")
+    filled = rows.any(dim=1).nonzero()
+    if not len(filled):
+        raise BadMedia(path, "an embedding without a number in it that is not zero")
+    rows = rows[: int(filled[-1]) + 1]
+    if len(rows) > max_length:
+        raise BadMedia(path, f"an embedding of {len(rows)} rows, and the model takes {max_length}")
+    return rows
+
+
+def _read(path: Path, key: str) -> Tensor:
+    try:
+        if not path.is_file():  # a pipe would be waited for, for ever
+            raise BadMedia(path, "not a file")
+        with safe_open(path, framework="pt") as file:
+            names = list(file.keys())
+            if key not in names:
+                held = ", ".join(map(repr, names[:3])) or "nothing"
+                raise BadMedia(path, f"holds {held}; expected a tensor {key!r}")
+            tensor: Tensor = file.get_tensor(key)
+    except (OSError, SafetensorError) as error:
+        raise BadMedia(path, f"cannot be read as safetensors ({error})") from None
+    if not tensor.is_floating_point():
+        raise BadMedia(path, f"{key!r} has numbers of type {tensor.dtype}; expected floating-point ones")
+    tensor = tensor.to(torch.float32)
+    if not tensor.isfinite().all():
+        raise BadMedia(path, f"{key!r} has numbers that are not finite")
+    return tensor

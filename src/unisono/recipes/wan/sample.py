@@ -1,0 +1,71 @@
+"""From noise to latents with a model as it is, by diffusers' own schedulers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.recipes.wan.experts import Experts
+from unisono.recipes.wan.objective import TIMESTEPS, data_from
+
+Text = tuple[Tensor, Tensor]
+"""[batch, length, width] rows of the captions, and of no caption."""
+
+
+def euler(shift: float) -> Any:
+    """The plain scheduler: straight steps along the velocity."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    return FlowMatchEulerDiscreteScheduler(shift=shift)  # type: ignore[no-untyped-call]
+
+
+@torch.no_grad()
+def sample(
+    model: Experts,
+    latents: Tensor,
+    text: Text,
+    scheduler: Any,
+    *,
+    steps: int,
+    guidance: float,
+    low: float = 0.0,
+    high: float = 1.0,
+    stopping: Callable[[], bool] = bool,
+) -> Tensor:
+    """Latents at no noise, from `latents` at noise level `high`; what lies outside of low..high is left out.
+
+    A model that knows only the levels above `low` says at the end where it was going. Guidance 1 is the model itself;
+    more goes further from what it would draw without a caption.
+    """
+    scheduler.set_timesteps(steps, device=latents.device)
+    times = [time for time in scheduler.timesteps if low <= float(time) / TIMESTEPS <= high]
+    if high < 1:
+        scheduler.set_begin_index(len(scheduler.timesteps) - len(times))
+    sigma, said = 0.0, torch.zeros_like(latents)
+    for time in times:
+        sigma = float(time) / TIMESTEPS
+        before, said = latents, _guided(model, latents, sigma, text, guidance)
+        latents = scheduler.step(said, time, latents, return_dict=False)[0]
+        if stopping():
+            break
+    if low > 0 and times:
+        return data_from(before, said, torch.full((len(latents),), sigma, device=latents.device))
+    return latents
+
+
+def _guided(model: Experts, latents: Tensor, sigma: float, text: Text, guidance: float) -> Tensor:
+    transformer = model.at(sigma)
+    times = torch.full((len(latents),), sigma * TIMESTEPS, device=latents.device)
+    if guidance == 1:
+        return _said(transformer, latents, times, text[0])
+    said = _said(transformer, torch.cat([latents, latents]), torch.cat([times, times]), torch.cat(text))
+    with_caption, without = said.chunk(2)
+    return without + guidance * (with_caption - without)
+
+
+def _said(transformer: Any, latents: Tensor, times: Tensor, text: Tensor) -> Tensor:
+    said: Tensor = transformer(latents, times, text, return_dict=False)[0]
+    return said.to(latents.dtype)

@@ -1,0 +1,63 @@
+"""The built-in shapes as latents: encoded once, shared over the ranks, and held in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from unisono.engine.recipe import Work
+from unisono.recipes.wan.text import TextEncoder, pad
+from unisono.recipes.wan.tiny.shapes import Shapes, labels
+from unisono.recipes.wan.vae import Latents
+
+_AT_ONCE = 64
+
+
+class EncodedShapes(Dataset[dict[str, Any]]):
+    """Latents of shapes with the rows of their captions, and what they show."""
+
+    def __init__(self, shapes: Shapes, latents: Tensor, texts: dict[str, Tensor]) -> None:
+        self.shapes, self._latents, self._texts = shapes, latents, texts
+        plans = [shapes.plan(index) for index in range(len(shapes))]
+        self._captions = [plan.caption for plan in plans]
+        self._colours, self._kinds = labels(plans)
+
+    def __len__(self) -> int:
+        return len(self._latents)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {
+            "latent": self._latents[index],
+            "text": self._texts[self._captions[index]],
+            "colour": self._colours[index],
+            "kind": self._kinds[index],
+        }
+
+
+def encode(work: Work, shapes: Shapes, folder: Path, vae: Latents) -> None:
+    """Encodes this process's share, in files of some samples each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for start in work.share(range(0, len(shapes), _AT_ONCE)):
+        file = folder / f"{start:08d}.safetensors"
+        if file.exists() or work.stopping:
+            continue
+        frames = torch.stack([shapes[index]["frames"] for index in range(start, min(start + _AT_ONCE, len(shapes)))])
+        unfinished = file.with_suffix(".unfinished")
+        save_file({"latents": vae.encode(frames)}, unfinished)
+        unfinished.replace(file)
+
+
+def read(shapes: Shapes, folder: Path, texts: dict[str, Tensor]) -> EncodedShapes:
+    """What all processes have encoded."""
+    latents = [load_file(file)["latents"] for file in sorted(folder.glob("*.safetensors"))]
+    return EncodedShapes(shapes, torch.cat(latents), texts)
+
+
+def rows_of(captions: set[str], encoder: TextEncoder, length: int) -> dict[str, Tensor]:
+    """What the transformer gets for each caption."""
+    return {caption: pad(encoder.encode([caption], length)[0], length) for caption in sorted(captions)}

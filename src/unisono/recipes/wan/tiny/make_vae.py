@@ -1,0 +1,135 @@
+"""Makes the weights of the tiny VAE: `python -m unisono.recipes.wan.tiny.make_vae --output FILE`.
+
+Trains it from nothing on `Shapes`, still and moving, on the CPU, in a few minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from unisono.errors import ConfigError
+from unisono.recipes.wan.tiny.models import tiny_vae, tiny_vae_config
+from unisono.recipes.wan.tiny.shapes import Shapes
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderKLWan
+
+_SIZE = 32
+_NUM_STILLS, _STILLS_AT_ONCE = 2400, 32
+_NUM_CLIPS, _CLIPS_AT_ONCE, _CLIP = 960, 6, 9  # nine frames: the third latent frame takes another way than the second
+_LEARNING_RATE, _WARMUP = 3e-3, 50
+_KL_WEIGHT = 1e-4
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command; gives its exit code."""
+    parser = argparse.ArgumentParser(prog="make_vae", description="Train the tiny VAE on drawn shapes.")
+    parser.add_argument("--output", type=Path, required=True, help="the safetensors file to write")
+    parser.add_argument("--force", action="store_true", help="replace the file if it exists")
+    parser.add_argument("--steps", type=int, default=2000, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first weights and the order (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    try:
+        _check(options.output, options.force, options.steps)
+        vae = train(options.steps, options.seed)
+        save(vae, options.output)
+    except ConfigError as error:
+        print(f"make_vae: {error}", file=sys.stderr)
+        return error.exit_code
+    kept = tiny_vae(options.output)  # as the file has it: in half precision
+    for num_frames in (1, 5, 9):
+        print(f"PSNR on held-out drawings of {num_frames} frames: {psnr(kept, num_frames):.1f} dB")
+    return 0
+
+
+def train(steps: int, seed: int = 0) -> AutoencoderKLWan:
+    """A VAE that can encode and decode the shapes."""
+    from diffusers import AutoencoderKLWan
+
+    stills, clips = _frames(_NUM_STILLS, 1), _frames(_NUM_CLIPS, _CLIP)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        vae = AutoencoderKLWan(**tiny_vae_config())
+        optimizer = torch.optim.AdamW(vae.parameters(), lr=_LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
+        for step in range(steps):
+            for group in optimizer.param_groups:
+                group["lr"] = _learning_rate(step, steps)
+            drawings, at_once = (stills, _STILLS_AT_ONCE) if step % 2 == 0 else (clips, _CLIPS_AT_ONCE)
+            frames = drawings[torch.randint(len(drawings), (at_once,))]
+            posterior = vae.encode(frames).latent_dist
+            again = _decode_without_clamp(vae, posterior.sample())
+            # A weak pull towards N(0, 1) keeps the latents smooth, which is what makes them easy to learn.
+            divergence = 0.5 * (posterior.mean.square() + posterior.var - 1 - posterior.logvar).mean()
+            loss = F.mse_loss(again, frames) + 0.5 * F.l1_loss(again, frames) + _KL_WEIGHT * divergence
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
+            optimizer.step()
+            if step % 100 == 0 or step == steps - 1:
+                print(f"step {step}: loss {loss.item():.4f}", flush=True)
+    return vae.eval().requires_grad_(False)
+
+
+def save(vae: AutoencoderKLWan, file: Path) -> None:
+    """Writes the weights in half precision, and the mean and spread of the latents of the drawings beside them."""
+    from safetensors.torch import save_file
+
+    with torch.no_grad():
+        latents = [vae.encode(_frames(480, num_frames)).latent_dist.mean for num_frames in (1, 5)]
+    by_channel = torch.cat([part.transpose(0, 1).flatten(1) for part in latents], dim=1)
+    tensors = {name: tensor.half().contiguous() for name, tensor in vae.state_dict().items()}
+    save_file({**tensors, "latents_mean": by_channel.mean(1), "latents_std": by_channel.std(1)}, file)
+
+
+@torch.no_grad()
+def psnr(vae: AutoencoderKLWan, num_frames: int, num_samples: int = 96) -> float:
+    """How well held-out drawings come back, in decibels."""
+    frames = _frames(num_samples, num_frames, split="eval")
+    again = vae.decode(vae.encode(frames).latent_dist.mean).sample
+    return -10 * math.log10(((again - frames) / 2).square().mean().item())
+
+
+def _decode_without_clamp(vae: AutoencoderKLWan, latents: Tensor) -> Tensor:
+    """What `vae.decode` does before it cuts off at -1 and 1: beyond them it has no gradient, and training dies."""
+    vae.clear_cache()
+    latents = vae.post_quant_conv(latents)
+    parts = []
+    for i in range(latents.shape[2]):
+        # The decoder keeps what it saw of earlier frames in a list that it walks through anew for each frame.
+        place = [0]
+        parts.append(
+            vae.decoder(latents[:, :, i : i + 1], feat_cache=vae._feat_map, feat_idx=place, first_chunk=i == 0)
+        )
+    vae.clear_cache()
+    return torch.cat(parts, dim=2)
+
+
+def _learning_rate(step: int, steps: int) -> float:
+    return _LEARNING_RATE * min(1.0, (step + 1) / _WARMUP) * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+
+def _frames(num_samples: int, num_frames: int, split: str = "train") -> Tensor:
+    """[samples, 3, frames, size, size]."""
+    drawings = Shapes(num_samples, num_frames, _SIZE, split=split)
+    return torch.stack([drawings[i]["frames"] for i in range(num_samples)])
+
+
+def _check(output: Path, force: bool, steps: int) -> None:
+    if steps < 1:
+        raise ConfigError(f"--steps {steps}: expected at least 1")
+    if output.is_dir() or not output.absolute().parent.is_dir():
+        raise ConfigError(f"--output {output}: expected a file in a folder that exists")
+    if output.exists() and not force:
+        raise ConfigError(f"{output} exists; --force replaces it")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

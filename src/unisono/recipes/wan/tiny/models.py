@@ -1,0 +1,147 @@
+"""Small real Wan models that need no download: every class is the one the big models use, only the sizes differ.
+
+The VAE is trained (its weights lie beside this file, `make_vae.py` makes them), the text encoder is random and frozen,
+the transformer is what a run trains.
+"""
+
+from __future__ import annotations
+
+import math
+import string
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from unisono.data.bits import key_of, random_bits, to_unit
+from unisono.errors import ConfigError
+from unisono.recipes.wan.tiny.shapes import COLOURS, DIRECTIONS, SHAPES, WORDINGS
+
+if TYPE_CHECKING:  # seconds to import
+    from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler
+    from transformers import T5TokenizerFast, UMT5EncoderModel
+
+TEXT_LENGTH = 16
+"""Rows of text that the tiny transformer attends to; the real ones have 512."""
+
+VAE_WEIGHTS = Path(__file__).with_name("vae.safetensors")
+
+_TEXT_DIM = 64
+_LATENT_CHANNELS = 8
+_STATISTICS = ("latents_mean", "latents_std")
+_SPECIAL_PIECES = ("<pad>", "</s>", "<unk>")  # numbers 0, 1 and 2, as in UMT5
+
+
+class PipelineParts(NamedTuple):
+    """All that a `WanPipeline` consists of but the transformer."""
+
+    tokenizer: T5TokenizerFast
+    text_encoder: UMT5EncoderModel
+    vae: AutoencoderKLWan
+    scheduler: FlowMatchEulerDiscreteScheduler
+
+
+def tiny_transformer_config() -> dict[str, Any]:
+    """What to build a small `WanTransformer3DModel` with: 0.7 M parameters."""
+    return {
+        "patch_size": (1, 2, 2),
+        "num_attention_heads": 4,
+        "attention_head_dim": 24,
+        "in_channels": _LATENT_CHANNELS,
+        "out_channels": _LATENT_CHANNELS,
+        "text_dim": _TEXT_DIM,
+        "freq_dim": 256,
+        "ffn_dim": 384,
+        "num_layers": 4,
+        "cross_attn_norm": True,
+        "qk_norm": "rms_norm_across_heads",
+        "rope_max_seq_len": 64,
+    }
+
+
+def tiny_vae_config() -> dict[str, Any]:
+    """What to build a small `AutoencoderKLWan` with: 4 x 4 pixels of 4 frames become one place of 8 channels."""
+    return {
+        "base_dim": 16,
+        "z_dim": _LATENT_CHANNELS,
+        "dim_mult": [1, 1, 1],
+        "num_res_blocks": 0,
+        "temperal_downsample": [True, True],
+        "scale_factor_temporal": 4,
+        "scale_factor_spatial": 4,
+        "latents_mean": [0.0] * _LATENT_CHANNELS,
+        "latents_std": [1.0] * _LATENT_CHANNELS,
+    }
+
+
+def tiny_vae(weights: Path = VAE_WEIGHTS) -> AutoencoderKLWan:
+    """The small VAE, trained on `Shapes`, with the statistics of their latents in its config."""
+    from diffusers import AutoencoderKLWan
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        tensors = {name: tensor.float() for name, tensor in load_file(weights).items()}
+        statistics = {name: [float(value) for value in tensors.pop(name)] for name in _STATISTICS}
+        with torch.random.fork_rng(devices=[]):  # the weights that the constructor draws are replaced anyway
+            vae = AutoencoderKLWan(**{**tiny_vae_config(), **statistics})
+        vae.load_state_dict(tensors)
+    except (OSError, SafetensorError, KeyError, RuntimeError) as error:
+        raise ConfigError(
+            f"{weights}: not the weights of the tiny VAE ({error}); "
+            "make them anew: python -m unisono.recipes.wan.tiny.make_vae --output FILE"
+        ) from None
+    return vae.eval().requires_grad_(False)
+
+
+def tiny_tokenizer() -> T5TokenizerFast:
+    """A tokenizer that knows the words of the captions; other words it spells."""
+    from transformers import T5TokenizerFast
+
+    words = sorted({*" ".join(WORDINGS).split(), *COLOURS, *SHAPES, *DIRECTIONS, "moving"} - {"{colour}", "{shape}"})
+    letters = string.ascii_letters + string.digits + string.punctuation
+    vocab = [(piece, 0.0) for piece in _SPECIAL_PIECES]
+    # The best score wins: a known word is one piece, another one its letters.
+    vocab += [(f"▁{word}", -1.0) for word in words]
+    vocab += [(piece, -8.0) for piece in ("▁", *letters)]
+    return T5TokenizerFast(vocab=vocab, extra_ids=0, model_max_length=TEXT_LENGTH)
+
+
+def tiny_text_encoder() -> UMT5EncoderModel:
+    """A small UMT5 with random weights, the same ones on every machine."""
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    config = UMT5Config(
+        vocab_size=len(tiny_tokenizer()), d_model=_TEXT_DIM, d_kv=16, d_ff=128, num_layers=2, num_heads=4
+    )
+    with torch.random.fork_rng(devices=[]):  # torch's generators differ between machines in the last bits
+        encoder = UMT5EncoderModel(config)
+    with torch.no_grad():
+        for name, weight in encoder.named_parameters():
+            if weight.dim() > 1:
+                weight.copy_(_uniform(name, weight.shape) * _spread(name, weight.shape[1], config.d_kv))
+    return encoder.eval().requires_grad_(False)
+
+
+def tiny_pipeline_parts() -> PipelineParts:
+    """All parts of a pipeline but the transformer."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    return PipelineParts(tiny_tokenizer(), tiny_text_encoder(), tiny_vae(), FlowMatchEulerDiscreteScheduler(shift=1.0))
+
+
+def _uniform(name: str, shape: torch.Size) -> Tensor:
+    """Numbers with mean 0 and variance 1. Uniform ones: a normal distribution would need a logarithm, and rounding."""
+    bits = random_bits(key_of(crc32(name.encode())), torch.arange(shape.numel()))
+    return ((to_unit(bits, torch.float32) - 0.5) * math.sqrt(12)).view(shape)
+
+
+def _spread(name: str, fan_in: int, width_of_a_head: int) -> float:
+    """The standard deviation that T5 begins with."""
+    if "shared" in name or "embed_tokens" in name:
+        return 1.0
+    if "relative_attention_bias" in name:
+        return 1 / math.sqrt(_TEXT_DIM)
+    return 1 / math.sqrt(fan_in * width_of_a_head if name.endswith(".q.weight") else fan_in)

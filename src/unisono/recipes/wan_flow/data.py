@@ -1,0 +1,140 @@
+"""The samples of a run: a folder's, cached or encoded in every step, or the built-in shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from unisono.engine.recipe import Work
+from unisono.errors import ConfigError
+from unisono.recipes.wan.cache import Cache, CacheSettings
+from unisono.recipes.wan.cached import Cached, ShapedSamples
+from unisono.recipes.wan.companions import Companions
+from unisono.recipes.wan.cut import Cut
+from unisono.recipes.wan.on_the_fly import Measured, OnTheFly
+from unisono.recipes.wan.sources import Source, read_sources
+
+SHAPES = "shapes"
+TINY_SIZE = 32
+NUM_EVAL_SHAPES = 96  # four of each pair of colour and shape
+
+
+class FolderData:
+    """Pictures and films of a folder, with what is held out for evaluation."""
+
+    def __init__(self, config: Any, companions: Companions, prompts: Sequence[str]) -> None:
+        self._config, self._companions, self._prompts = config, companions, prompts
+        self._parts: dict[str, Cache | Measured] = {}
+        self._texts: Cache | None = None
+        self.remarks: list[str] = []
+
+    def prepare(self, work: Work) -> None:
+        """Encodes what is not in the cache yet; without one, only looks at the files."""
+        config = self._config
+        paths = {"train": config.dataset_path, "eval": config.eval_dataset_path}
+        place = Path(config.cache_dir).expanduser() if config.cache_dir else work.folder / "cache"
+        for split, path in paths.items():
+            if path:
+                sources = self._sources(path, split, work)
+                self._parts[split] = self._of(sources, place, self._prompts if split == "train" else ())
+        for part in self._parts.values():
+            if isinstance(part, Cache):
+                part.fill(work, self._companions.text_encoder, self._companions.vae)
+            else:
+                part.fill(work)
+
+    def _sources(self, path: str, split: str, work: Work) -> list[Source]:
+        folder = Path(path).expanduser()
+        if not folder.exists():
+            name = "dataset_path" if split == "train" else "eval_dataset_path"
+            raise ConfigError(
+                f"{name} {path}: there is no such folder; put pictures and films with a text file each into one, or "
+                "try --model_config tiny, which draws its own data"
+            )
+        return read_sources(folder, leave_out_bad=self._config.leave_out_bad, said=work.message)
+
+    def _of(self, sources: list[Source], place: Path, prompts: Sequence[str]) -> Cache | Measured:
+        config, companions = self._config, self._companions
+        cut = Cut(config.num_frames, config.height, config.width, config.max_pixels, config.fps, config.window)
+        if config.no_cache:
+            return Measured(place, sources, cut, companions.geometry)
+        vae, text = companions.fingerprints()
+        settings = CacheSettings(
+            vae, text, companions.geometry, companions.text_width, companions.text_length, cut
+        )
+        without_caption = [""] if config.caption_dropout or config.guidance != 1 else []
+        return Cache(place, sources, settings, [*without_caption, *prompts])
+
+    def dataset(self, split: str) -> ShapedSamples | None:
+        """The samples of a split."""
+        config = self._config
+        if split == "eval" and config.eval_dataset_path:
+            return self._open("eval")
+        everything = self._open("train")
+        if not config.num_eval:
+            return everything if split == "train" else None
+        if config.num_eval >= len(everything):
+            raise ConfigError(f"num_eval {config.num_eval}: there are {len(everything)} samples, and some must be left")
+        held_out = {number * len(everything) // config.num_eval for number in range(config.num_eval)}
+        return everything.part([index for index in range(len(everything)) if (index in held_out) == (split == "eval")])
+
+    def _open(self, split: str) -> Cached | OnTheFly:
+        data = self._parts[split].open(self._config.leave_out_bad)
+        self.remarks += [remark for remark in data.remarks if remark not in self.remarks]
+        return data
+
+    def text(self, caption: str) -> Tensor | None:
+        """[text length, width] what the transformer gets for a caption that was named before; None without a cache."""
+        cache = self._parts["train"]
+        return cache.text(caption) if isinstance(cache, Cache) else None
+
+
+class ShapesData:
+    """The built-in set: coloured shapes, drawn by code."""
+
+    def __init__(self, config: Any, companions: Companions, prompts: Sequence[str]) -> None:
+        from unisono.recipes.wan.tiny.shapes import Shapes
+
+        self._companions, self._prompts = companions, prompts
+        size, frames = config.height or TINY_SIZE, config.num_frames
+        if config.width not in (0, size):
+            raise ConfigError(f"shapes are drawn in squares: height {config.height} and width {config.width} differ")
+        self._shapes = {
+            "train": Shapes(config.num_shapes, frames, size, split="train"),
+            "eval": Shapes(NUM_EVAL_SHAPES, frames, size, split="eval"),
+        }
+        self._folder = Path()
+        self.remarks: list[str] = []
+
+    def prepare(self, work: Work) -> None:
+        """Draws and encodes them."""
+        from unisono.recipes.wan.tiny.encoded import encode
+
+        vae = self._companions.vae()
+        self._folder = work.folder / "shapes" / vae.fingerprint()
+        for split, shapes in self._shapes.items():
+            encode(work, shapes, self._folder / self._named(split), vae)
+
+    def dataset(self, split: str) -> Any:
+        """The samples of a split."""
+        from unisono.recipes.wan.tiny.encoded import read
+
+        shapes = self._shapes[split]
+        captions = {shapes.plan(index).caption for index in range(len(shapes))}
+        return read(shapes, self._folder / self._named(split), self._rows(captions))
+
+    def text(self, caption: str) -> Tensor:
+        """[text length, width] what the transformer gets for a caption."""
+        return self._rows({caption})[caption]
+
+    def _rows(self, captions: set[str]) -> dict[str, Tensor]:
+        from unisono.recipes.wan.tiny.encoded import rows_of
+
+        return rows_of(captions, self._companions.text_encoder(), self._companions.text_length)
+
+    def _named(self, split: str) -> str:
+        shapes = self._shapes[split]
+        return f"{split}_{len(shapes)}x{shapes.num_frames}x{shapes.size}"

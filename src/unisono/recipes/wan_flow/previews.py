@@ -1,0 +1,125 @@
+"""What a model draws, to look at and, for the built-in shapes, to judge."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from unisono.data.bits import key_of, random_bits, to_unit
+from unisono.errors import ConfigError
+from unisono.recipes.wan.experts import Experts
+from unisono.recipes.wan.objective import noised
+from unisono.recipes.wan.sample import sample
+
+if TYPE_CHECKING:
+    from unisono.data.noise import Noise
+    from unisono.recipes.wan_flow.recipe import WanFlow
+
+_MOST_BYTES = 2**20
+_NOISE = 0x9E37  # names the noise of previews: the same in all runs
+
+
+def prompts_in(told: str) -> list[str]:
+    """The captions that preview_prompts names."""
+    if not told:
+        return []
+    if not told.endswith(".txt"):
+        return [prompt.strip() for prompt in told.split("|")]
+    file = Path(told).expanduser()
+    try:
+        if file.stat().st_size > _MOST_BYTES:
+            raise ConfigError(f"preview_prompts {told}: more than 1 MiB; expected one caption in each line")
+        return [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"preview_prompts {told} cannot be read ({error})") from None
+
+
+def draw(recipe: WanFlow, model: Experts) -> Mapping[str, Any] | None:
+    """One picture of everything that was drawn, and films as films."""
+    from unisono.recipes.wan.media import from_unit
+    from unisono.recipes.wan.show import grid, write_film
+
+    wanted = _wanted(recipe)
+    if not wanted:
+        return None
+    device = next(model.parameters()).device
+    vae = recipe.companions.vae()
+
+    def drawn(number: int) -> Tensor:
+        _, latent, rows = wanted[number]
+        start = fixed_noise(number, latent.shape).to(device)
+        if recipe.flow.high < 1:  # an expert that never saw pure noise begins with a sample, hidden as far as it knows
+            start = noised(latent[None].to(device), start[None], torch.tensor([recipe.flow.high], device=device))[0]
+        text = (rows[None].to(device), recipe.without_caption(rows)[None].to(device))
+        latents = _sampled(recipe, model, start[None], text)
+        vae.to(device)
+        frames = from_unit(vae.decode(latents)[0]).cpu()
+        vae.to("cpu")
+        return frames
+
+    pictures = recipe.over_ranks(drawn, range(len(wanted)))
+    files: dict[str, Any] = {"samples.png": grid(pictures)}
+    files["captions.txt"] = "".join(f"{caption}\n" for caption, _, _ in wanted)
+    for number, frames in enumerate(pictures):
+        if len(frames) > 1:
+            film = io.BytesIO()
+            write_film(frames, film, recipe.config.fps or 16.0)
+            files[f"sample_{number:02d}.mp4"] = film.getvalue()
+    return files
+
+
+def _wanted(recipe: WanFlow) -> list[tuple[str, Tensor, Tensor]]:
+    """Captions, each with a latent of the size to draw, and the rows that the transformer gets for it."""
+    data = recipe._data.dataset("eval") or recipe._data.dataset("train")
+    assert data is not None
+    if recipe._prompts:
+        like = torch.zeros(data.shape(0)) if hasattr(data, "shape") else data[0]["latent"]
+        return [(caption, like, recipe.text(caption)) for caption in recipe._prompts]
+    number = min(recipe.config.num_previews, len(data))
+    chosen = [index * len(data) // number for index in range(number)] if number else []
+    return [(caption_of(data, index), *recipe.encoded_sample(data[index])) for index in chosen]
+
+
+def caption_of(data: Any, index: int) -> str:
+    """The caption of a sample."""
+    if hasattr(data, "sources"):
+        return data.sources[index].caption or ""
+    return str(data.shapes.plan(index).caption)
+
+
+def fixed_noise(number: int, shape: torch.Size) -> Tensor:
+    """The noise that preview `number` begins with, on every machine."""
+    bits = random_bits(key_of(_NOISE, number), torch.arange(2 * shape.numel()))
+    even = to_unit(bits, torch.float64).clamp(1e-12).view(2, *shape)
+    return (torch.sqrt(-2 * torch.log(even[0])) * torch.cos(2 * torch.pi * even[1])).float()
+
+
+def judged(
+    recipe: WanFlow, model: Experts, batch: Mapping[str, Any], text: Tensor, noise: Noise
+) -> dict[str, tuple[Tensor, int]]:
+    """How many samples drawn from captions show the colour and the shape that the caption names."""
+    from unisono.recipes.wan.tiny.judge import trained_judge
+
+    latent = batch["latent"]
+    empty = recipe.without_caption(text[0])[None].expand(len(latent), -1, -1).to(text)
+    latents = _sampled(recipe, model, noise.normal(*latent.shape[1:]), (text, empty))
+    colours, kinds = trained_judge().judge(recipe.companions.vae().decode(latents.cpu()))
+    right = {"colour": colours == batch["colour"].cpu(), "shape": kinds == batch["kind"].cpu()}
+    found = {name: (hits.double().sum(), len(latent)) for name, hits in right.items()}
+    return {**found, "colour_and_shape": ((right["colour"] & right["shape"]).double().sum(), len(latent))}
+
+
+def _sampled(recipe: WanFlow, model: Experts, start: Tensor, text: tuple[Tensor, Tensor]) -> Tensor:
+    config, flow = recipe.config, recipe.flow
+    shift = 3.0 if config.shift == "auto" else float(config.shift)
+    settings = {"steps": config.preview_steps, "guidance": config.guidance, "low": flow.low, "high": flow.high}
+    kind = start.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else start.dtype
+    rows = (text[0].to(dtype), text[1].to(dtype))
+    with torch.compiler.set_stance("force_eager"):  # compiled for other shapes
+        return sample(model, start, rows, recipe.companions.scheduler(shift), **settings)

@@ -1,0 +1,498 @@
+"""Pictures and films of every kind become the frames that were asked for, and bad files are named and nothing worse."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import random
+import struct
+import zlib
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from unisono.errors import ConfigError
+from unisono.recipes.wan.media import (
+    BadMedia,
+    Fit,
+    MediaFacts,
+    fit,
+    from_unit,
+    grid,
+    probe,
+    read,
+    to_unit,
+    window,
+    write_film,
+)
+
+CLOCKWISE = [0, 65536, 0, -65536, 0, 0, 0, 0, 1 << 30]  # what a phone that is held upright writes
+
+
+def film(
+    path: Path,
+    frames: int = 20,
+    *,
+    fps: int = 16,
+    codec: str = "libx264",
+    pixels: str = "yuv420p",
+    size: tuple[int, int] = (32, 48),
+    gop: int = 8,
+    step: int = 4,
+    times: list[int] | None = None,
+    muxer: dict[str, str] | None = None,
+    **stream_settings: Any,
+) -> Path:
+    """A film whose frame i is a grey of 10 + step × i with a white upper quarter; `times` are in 1/90000 s."""
+    with av.open(str(path), "w", options=muxer or {}) as container:
+        stream = container.add_stream(codec, rate=fps, options={"threads": "1", "sc_threshold": "0"})
+        stream.height, stream.width = size
+        stream.pix_fmt, stream.codec_context.gop_size = pixels, gop
+        if times:
+            stream.codec_context.time_base = Fraction(1, 90_000)
+        if "matrix" in stream_settings:
+            stream.set_display_matrix(stream_settings.pop("matrix"))
+        for name, value in stream_settings.items():
+            setattr(stream.codec_context, name, value)
+        for number in range(frames):
+            picture = np.full((*size, 3), 10 + step * number, np.uint8)
+            picture[: size[0] // 4] = 255
+            frame = av.VideoFrame.from_ndarray(picture)
+            if times:
+                frame.pts, frame.time_base = times[number], Fraction(1, 90_000)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    return path
+
+
+def numbers(frames: torch.Tensor, step: int = 4) -> list[int]:
+    """Which frames of `film` these are."""
+    low = frames[:, frames.shape[1] // 2 :].float().mean(dim=(1, 2, 3))
+    return [round((value - 10) / step) for value in low.tolist()]
+
+
+def everything(path: Path) -> Fit:
+    facts = probe(path)
+    return Fit(facts.frames, facts.height, facts.width)
+
+
+# ---- what a sample is cut to
+
+
+def test_windows_have_4k_plus_1_frames_and_at_least_one() -> None:
+    assert [window(frames, 81) for frames in (0, 1, 4, 5, 8, 9, 80, 81, 500)] == [1, 1, 1, 5, 5, 9, 77, 81, 81]
+    assert [window(500, wanted) for wanted in (1, 3, 16, 17, 81)] == [1, 1, 13, 17, 81]
+
+
+def cut(facts: MediaFacts, **settings: Any) -> Fit:
+    return fit(
+        facts, **{"num_frames": 81, "height": 0, "width": 0, "max_pixels": 0, "multiple": 16, "fps": 0.0} | settings
+    )
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "max_pixels", "expected"),
+    [
+        (480, 832, 0, (480, 832)),
+        (490, 847, 0, (480, 832)),  # rounded down
+        (960, 1664, 480 * 832, (480, 832)),
+        (100, 160, 1000, (16, 32)),
+        (1080, 1920, 480 * 832, (464, 832)),
+        (300, 200, 480 * 832, (288, 192)),  # never enlarged
+        (10, 300, 0, (16, 288)),  # but to one multiple
+        (10, 100_000, 16 * 64, (16, 64)),  # and not longer than allowed then
+        (160, 1600, 16 * 160, (16, 160)),
+    ],
+)
+def test_a_sample_keeps_its_proportions_within_the_pixels(
+    height: int, width: int, max_pixels: int, expected: tuple[int, int]
+) -> None:
+    assert cut(MediaFacts(1, height, width, 0), max_pixels=max_pixels) == Fit(1, *expected)
+    assert cut(MediaFacts(1, width, height, 0), max_pixels=max_pixels) == Fit(1, *reversed(expected))
+
+
+def test_a_given_size_is_taken_exactly_or_refused_with_the_nearest() -> None:
+    facts = MediaFacts(100, 50, 50, 16)
+    assert cut(facts, height=480, width=832) == Fit(81, 480, 832)
+    for settings, told in (
+        ({"height": 480, "width": 840}, "width 840 is not a multiple of 16, as this model needs; use 832 or 848"),
+        ({"height": 10, "width": 16}, "use 16"),
+        ({"height": 480}, "give both, or neither"),
+        ({"height": -16, "width": 16}, "give both, or neither"),
+        ({"max_pixels": 255}, "16×16"),
+        ({"num_frames": 0}, "num_frames"),
+        ({"fps": -1.0}, "fps"),
+        ({"fps": float("nan")}, "fps"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            cut(facts, **settings)
+
+
+def test_frames_per_second_decide_how_many_frames_there_are() -> None:
+    facts = MediaFacts(81, 16, 16, 30.0)  # 2.7 s: 43 frames at 16
+    assert [cut(facts, fps=fps).frames for fps in (0, 16, 29.97, 30, 60)] == [81, 41, 81, 81, 81]
+    assert cut(facts, fps=60, num_frames=500).frames == 161
+    assert cut(facts, fps=0.1).frames == 1
+    assert cut(MediaFacts(1, 16, 16, 0), fps=16).frames == 1
+
+
+# ---- films
+
+
+@pytest.mark.parametrize(
+    ("name", "codec", "pixels", "muxer"),
+    [
+        ("a.mp4", "libx264", "yuv420p", {}),
+        ("a.MOV", "prores_ks", "yuv422p10le", {}),
+        ("a.mkv", "libx264", "yuv444p", {}),
+        ("a.avi", "mpeg4", "yuv420p", {}),
+        ("a.avi", "mjpeg", "yuvj420p", {}),
+        ("a.webm", "libvpx-vp9", "yuv420p", {}),
+        ("in pieces.mp4", "libx264", "yuv420p", {"movflags": "frag_keyframe+empty_moov"}),
+        ("live.mkv", "libx264", "yuv420p", {"live": "1"}),  # the header knows no length
+        ("http:a.mp4", "libx264", "yuv420p", {}),
+    ],
+)
+def test_films_of_every_kind_give_all_their_frames(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, codec: str, pixels: str, muxer: dict[str, str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / name
+    film(tmp_path / f"x{path.suffix}", codec=codec, pixels=pixels, muxer=muxer, step=12).rename(path)
+    facts = probe(Path(name))
+    assert (facts.frames, facts.height, facts.width, round(facts.fps, 3)) == (20, 32, 48, 16)
+    frames = read(Path(name), everything(path), fps=0)
+    assert frames.shape == (20, 32, 48, 3) and frames.dtype == torch.uint8
+    assert numbers(frames, 12) == list(range(20))
+    assert frames[3, :6].min() > 240 and (frames[3, 12:].float() - 46).abs().max() < 8
+    assert numbers(read(Path(name), Fit(5, 32, 48), fps=4), 12) == [0, 4, 8, 12, 16]
+
+
+def test_odd_sizes_are_read(tmp_path: Path) -> None:
+    path = film(tmp_path / "a.mkv", 2, pixels="yuv444p", size=(31, 47))
+    assert probe(path) == MediaFacts(2, 31, 47, 16)
+    assert read(path, Fit(1, 16, 32), fps=0).shape == (1, 16, 32, 3)
+
+
+def test_a_film_of_one_frame_is_a_sample_of_one_frame(tmp_path: Path) -> None:
+    path = film(tmp_path / "a.mp4", 1)
+    assert probe(path).frames == 1
+    assert numbers(read(path, Fit(1, 16, 16), fps=24, start="random")) == [0]
+
+
+def test_a_turned_film_is_shown_upright(tmp_path: Path) -> None:
+    path = film(tmp_path / "a.mp4", 3, matrix=CLOCKWISE)
+    assert probe(path) == MediaFacts(3, 48, 32, 16)
+    frame = read(path, Fit(1, 48, 32), fps=0)[0].float()
+    assert frame[:, -6:].min() > 245 and frame[:, :-12].max() < 20  # the white top is now the right side
+
+
+def test_pixels_that_are_not_square_are_made_square(tmp_path: Path) -> None:
+    path = film(tmp_path / "a.mp4", 1, sample_aspect_ratio=Fraction(2, 1))
+    assert probe(path) == MediaFacts(1, 32, 96, 16)
+    frame = read(path, Fit(1, 16, 96), fps=0)[0]  # covers the width, and half the height is cut away
+    assert frame.shape == (16, 96, 3) and frame[:2].max() < 20
+
+
+def test_the_colours_of_large_films_are_those_of_their_standard(tmp_path: Path) -> None:
+    red = torch.tensor([200, 30, 30], dtype=torch.uint8).expand(1, 32, 32, 3)
+    write_film(red, tmp_path / "a.mp4", 16)
+    assert (read(tmp_path / "a.mp4", Fit(1, 32, 32), fps=0).int() - red.int()).abs().max() <= 4
+    with av.open(str(tmp_path / "a.mp4")) as container:
+        assert next(container.decode(video=0)).colorspace == 1  # BT.709
+
+
+@pytest.mark.parametrize("gop", [1, 12, 100])
+def test_a_window_in_the_middle_is_what_it_would_be_without_seeking(tmp_path: Path, gop: int) -> None:
+    path = film(tmp_path / "a.mp4", 60, gop=gop)  # the middle is 27 frames in: beyond a second
+    assert numbers(read(path, Fit(5, 32, 48), fps=0, start="middle")) == [27, 28, 29, 30, 31]
+    assert numbers(read(path, Fit(5, 32, 48), fps=8, start="middle")) == [24, 26, 28, 30, 32]
+    assert numbers(read(path, Fit(5, 32, 48), fps=0)) == [0, 1, 2, 3, 4]
+
+
+def test_a_random_window_follows_torchs_generator_and_reaches_both_ends(tmp_path: Path) -> None:
+    path = film(tmp_path / "a.mkv", 8)
+    starts = []
+    for seed in range(20):
+        torch.manual_seed(seed)
+        starts.append(numbers(read(path, Fit(5, 32, 48), fps=0, start="random"))[0])
+        torch.manual_seed(seed)
+        assert numbers(read(path, Fit(5, 32, 48), fps=0, start="random"))[0] == starts[-1]
+    assert set(starts) == {0, 1, 2, 3}
+    with pytest.raises(ConfigError, match="head, middle, random"):
+        read(path, Fit(5, 32, 48), fps=0, start="tail")
+
+
+def test_more_frames_per_second_show_frames_again(tmp_path: Path) -> None:
+    path = film(tmp_path / "a.mp4", 5, fps=8)
+    assert fit(probe(path), num_frames=81, height=32, width=48, max_pixels=0, multiple=16, fps=16).frames == 9
+    assert numbers(read(path, Fit(9, 32, 48), fps=16)) == [0, 0, 1, 1, 2, 2, 3, 3, 4]
+
+
+def test_an_uneven_film_is_resampled_by_time_and_not_by_counting(tmp_path: Path) -> None:
+    # Ten frames within a second, then ten in the last tenth of another one.
+    times = [9_000 * number for number in range(10)] + [171_000 + 900 * number for number in range(10)]
+    path = film(tmp_path / "a.mp4", 20, times=times)
+    facts = probe(path)
+    assert facts.frames == 20 and facts.fps == pytest.approx(19 / (179_100 / 90_000), rel=0.02)
+    assert numbers(read(path, Fit(9, 32, 48), fps=5)) == [0, 2, 4, 6, 8, 9, 9, 9, 9]
+    assert numbers(read(path, Fit(21, 32, 48), fps=10))[-3:] == [9, 13, 19]
+    assert numbers(read(path, Fit(17, 32, 48), fps=0)) == list(range(17))
+    assert len(read(path, Fit(13, 32, 48), fps=0, start="middle")) == 13
+
+
+@pytest.mark.parametrize(("kept_from", "shown"), [(10, range(14, 30)), (11, range(20, 30))])
+def test_a_film_cut_without_encoding_has_the_frames_that_it_shows(tmp_path: Path, kept_from: int, shown: range) -> None:
+    whole, part = film(tmp_path / "whole.mp4", 30, gop=10), tmp_path / "part.mp4"
+    with av.open(str(whole)) as source, av.open(str(part), "w") as target:
+        stream = source.streams.video[0]
+        copy = target.add_stream_from_template(stream)
+        tick = round(1 / (16 * float(stream.time_base)))
+        for packet in source.demux(stream):
+            # Shown from frame 14 on. Frame 10 is a key frame, which those behind it need; so is frame 20.
+            if packet.dts is not None and packet.pts >= kept_from * tick:
+                packet.stream, packet.pts, packet.dts = copy, packet.pts - 14 * tick, packet.dts - 14 * tick
+                target.mux(packet)
+    with av.open(str(part)) as container:
+        assert container.streams.video[0].frames == 30 - kept_from  # what the header says
+    assert probe(part) == MediaFacts(len(shown), 32, 48, 16)
+    assert numbers(read(part, everything(part), fps=0)) == list(shown)
+    assert numbers(read(part, Fit(5, 32, 48), fps=8)) == list(shown)[:10:2]
+
+
+# ---- pictures
+
+
+def picture(path: Path, image: Image.Image, **settings: Any) -> torch.Tensor:
+    image.save(path, **settings)
+    facts = probe(path)
+    assert (facts.frames, facts.fps) == (1, 0)
+    return read(path, Fit(1, facts.height, facts.width), fps=16, start="random")[0]
+
+
+@pytest.mark.parametrize("kind", ["png", "jpg", "jpeg", "webp", "bmp", "gif", "PNG"])
+def test_pictures_of_every_kind_are_read(tmp_path: Path, kind: str) -> None:
+    found = picture(tmp_path / f"a.{kind}", Image.new("RGB", (20, 10), (200, 30, 30)))
+    assert found.shape == (10, 20, 3)
+    assert (found.int() - torch.tensor([200, 30, 30])).abs().max() <= 6
+
+
+def test_every_way_to_store_a_pixel_becomes_8_bit_rgb(tmp_path: Path) -> None:
+    def colour(name: str, image: Image.Image, **settings: Any) -> list[int]:
+        return picture(tmp_path / name, image, **settings)[0, 0].tolist()
+
+    assert colour("grey.png", Image.new("L", (4, 4), 77)) == [77, 77, 77]
+    assert colour("bits.png", Image.new("1", (4, 4), 1)) == [255, 255, 255]
+    assert colour("16.png", Image.fromarray(np.full((4, 4), 128 * 257, np.uint16))) == [128, 128, 128]
+    assert colour("half.png", Image.new("RGBA", (4, 4), (0, 0, 0, 128))) == [127, 127, 127]
+    assert colour("clear.png", Image.new("LA", (4, 4), (0, 0))) == [255, 255, 255]
+    assert colour("palette.png", Image.new("L", (4, 4), 3).convert("P"), transparency=3) == [255, 255, 255]
+    assert colour("clear.webp", Image.new("RGBA", (4, 4), (9, 9, 9, 0)), lossless=True) == [255, 255, 255]
+    assert colour("inks.jpg", Image.new("CMYK", (8, 8), (0, 255, 255, 0))) == pytest.approx([255, 0, 0], abs=3)
+    Image.new("RGB", (4, 4), (1, 2, 3)).save(tmp_path / "named.png")
+    (tmp_path / "named.png").rename(tmp_path / "named.jpg")  # many pictures of the web have the wrong name
+    assert read(tmp_path / "named.jpg", Fit(1, 4, 4), fps=0)[0, 0, 0].tolist() == [1, 2, 3]
+
+
+def test_a_photo_is_turned_as_its_camera_says(tmp_path: Path) -> None:
+    pixels = np.zeros((8, 16, 3), np.uint8)
+    pixels[:, :8] = 255  # white on the left, and 6 means: turn it clockwise
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    found = picture(tmp_path / "a.png", Image.fromarray(pixels), exif=exif)
+    assert found.shape == (16, 8, 3) and found[:8].min() == 255 and found[8:].max() == 0
+
+
+@pytest.mark.parametrize("kind", ["gif", "webp"])
+def test_an_animation_is_a_film(tmp_path: Path, kind: str) -> None:
+    pictures = [Image.new("RGB", (20, 12), (10 + 4 * number,) * 3) for number in range(6)]
+    # Lossless, or neighbours become equal and are stored as one.
+    settings = {"lossless": True} if kind == "webp" else {}
+    path = tmp_path / f"a.{kind}"
+    pictures[0].save(
+        path, save_all=True, append_images=pictures[1:], duration=[100, 100, 300, 100, 100, 100], **settings
+    )
+    assert probe(path) == MediaFacts(6, 12, 20, pytest.approx(7.5))
+    assert numbers(read(path, Fit(5, 12, 20), fps=0)) == [0, 1, 2, 3, 4]
+    assert numbers(read(path, Fit(5, 12, 20), fps=0, start="middle")) == [0, 1, 2, 3, 4]
+    assert numbers(read(path, Fit(8, 12, 20), fps=10)) == [0, 1, 2, 2, 2, 3, 4, 5]
+
+
+def test_the_middle_is_cut_out_and_shrunk_without_aliasing(tmp_path: Path) -> None:
+    pixels = np.zeros((60, 180, 3), np.uint8)
+    pixels[:, :60, 0] = pixels[:, 60:120, 1] = pixels[:, 120:, 2] = 200
+    pixels[::2, 60:120, 1] = 100  # lines that a picture of half the size cannot show
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    found = read(tmp_path / "a.png", Fit(1, 30, 30), fps=0)[0, 2:-2, 2:-2].int()
+    assert (found - torch.tensor([0, 150, 0])).abs().max() <= 6
+    assert torch.equal(  # the same size is not touched at all
+        read(tmp_path / "a.png", Fit(1, 60, 180), fps=0)[0], torch.from_numpy(pixels)
+    )
+    assert torch.equal(read(tmp_path / "a.png", Fit(1, 60, 21), fps=0)[0], torch.from_numpy(pixels[:, 79:100]))
+
+
+# ---- bad files
+
+
+def refused(path: Path, *parts: str, fit: Fit | None = None) -> None:
+    with pytest.raises(BadMedia) as bad:
+        read(path, fit or Fit(1, 16, 16), fps=0)
+    told = str(bad.value)
+    assert told.startswith(f"{path}: ") and "\n" not in told
+    for part in parts:
+        assert part in told, told
+
+
+@pytest.mark.parametrize("kind", ["mp4", "avi", "mov", "mkv", "webm", "gif", "png", "jpg", "jpeg", "webp", "bmp"])
+def test_what_is_no_picture_and_no_film_is_named(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"a.{kind}"
+    refused(path, "there is no such file")
+    path.write_bytes(b"")
+    refused(path, "it is empty")
+    for content in (random.Random(0).randbytes(100_000), b"\0" * 1000, b"<html>404 not found</html>"):
+        path.write_bytes(content)
+        refused(path, "cannot be read as a")
+
+
+def test_a_file_of_another_kind_is_refused_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "a.mp3").write_bytes(b"x")
+    refused(tmp_path / "a.mp3", ".mp4")
+    (tmp_path / "b.mp4").mkdir()
+    refused(tmp_path / "b.mp4", "no such file")
+
+
+def test_a_truncated_file_is_named(tmp_path: Path) -> None:
+    for name, muxer in (("late.mp4", {}), ("early.mp4", {"movflags": "faststart"})):
+        path = film(tmp_path / name, muxer=muxer)
+        path.write_bytes(path.read_bytes()[:-300])
+        refused(path)
+    Image.effect_noise((64, 64), 50).save(tmp_path / "a.png")
+    (tmp_path / "a.png").write_bytes((tmp_path / "a.png").read_bytes()[:-500])
+    refused(tmp_path / "a.png", "cannot be read as a picture")
+    # A format without a table has fewer frames then, and what is left of it is used.
+    path = film(tmp_path / "a.mkv", 20, codec="mjpeg", pixels="yuvj420p")
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+    left = probe(path).frames
+    assert 5 < left < 20
+    assert numbers(read(path, everything(path), fps=0)) == list(range(left))
+
+
+def test_a_film_that_is_not_what_it_was_is_named(tmp_path: Path) -> None:
+    refused(film(tmp_path / "a.mp4", 5), "has 5 frames, 9 were expected", fit=Fit(9, 32, 48))
+
+
+def test_sound_without_pictures_is_named(tmp_path: Path) -> None:
+    with av.open(str(tmp_path / "a.mp4"), "w") as container:
+        stream = container.add_stream("aac", rate=8000)
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
+        frame.sample_rate = 8000
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    refused(tmp_path / "a.mp4", "there is no film in it")
+
+
+def test_a_small_file_cannot_ask_for_all_the_memory(tmp_path: Path) -> None:
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    for side in (12_000, 100_000):
+        header = chunk(b"IHDR", struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0))
+        body = chunk(b"IDAT", zlib.compress(bytes(1_000_000))) + chunk(b"IEND", b"")
+        (tmp_path / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n" + header + body)
+        refused(tmp_path / "a.png", "pixels")
+    path = film(tmp_path / "a.mkv", 2, codec="mjpeg", pixels="yuvj420p")
+    content = path.read_bytes()
+    at = content.index(b"\xff\xc0\x00\x11\x08") + 5  # the size of a frame in the frame itself
+    path.write_bytes(content[:at] + struct.pack(">HH", 60_000, 60_000) + content[at + 4 :])
+    refused(path)
+
+
+@pytest.mark.parametrize("kind", ["mp4", "mkv", "avi"])
+def test_a_playlist_that_is_called_film_opens_no_other_file(tmp_path: Path, kind: str) -> None:
+    secret = film(tmp_path / "secret.ts", 5, codec="mpeg2video")
+    for content in (
+        f"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\n{secret}\n#EXT-X-ENDLIST\n",
+        f"ffconcat version 1.0\nfile {secret}\n",
+    ):
+        (tmp_path / f"a.{kind}").write_text(content)
+        refused(tmp_path / f"a.{kind}", "cannot be read as a film")
+
+
+def test_damaged_bytes_give_frames_or_a_bad_file_and_nothing_else(tmp_path: Path) -> None:
+    chance = random.Random(1)
+    Image.effect_noise((32, 32), 50).convert("P").save(
+        tmp_path / "a.gif", save_all=True, append_images=[Image.effect_noise((32, 32), 50).convert("P")] * 3
+    )
+    Image.effect_noise((32, 32), 50).convert("RGB").save(tmp_path / "a.webp")
+    paths = [film(tmp_path / "a.mp4", 6), film(tmp_path / "a.mkv", 6), tmp_path / "a.gif", tmp_path / "a.webp"]
+    outcomes = set()
+    for path in paths:
+        whole = path.read_bytes()
+        for _ in range(25):
+            content = bytearray(whole)
+            for _ in range(chance.choice([1, 5, 50])):
+                content[chance.randrange(len(content))] = chance.randrange(256)
+            path.write_bytes(bytes(content))
+            try:
+                wanted = fit(probe(path), num_frames=5, height=16, width=16, max_pixels=0, multiple=16, fps=8)
+                assert read(path, wanted, fps=8, start="middle").shape == (wanted.frames, 16, 16, 3)
+                outcomes.add("frames")
+            except BadMedia:
+                outcomes.add("bad")
+    assert outcomes == {"frames", "bad"}
+
+
+def test_a_bad_file_can_be_told_across_processes() -> None:
+    error = pickle.loads(pickle.dumps(BadMedia(Path("a\n\x1b.mp4"), "is empty")))
+    assert isinstance(error, BadMedia) and str(error) == r"a\n\x1b.mp4: is empty" and error.path == Path("a\n\x1b.mp4")
+
+
+# ---- numbers and pictures to look at
+
+
+def test_frames_become_numbers_from_minus_one_to_one_and_back() -> None:
+    frames = torch.arange(256, dtype=torch.uint8).reshape(1, 16, 16, 1).expand(2, 16, 16, 3)
+    unit = to_unit(frames)
+    assert unit.shape == (3, 2, 16, 16) and unit.dtype == torch.float32 and unit.is_contiguous()
+    assert unit.min() == -1 and unit.max() == 1
+    assert torch.equal(from_unit(unit), frames)
+    assert torch.equal(from_unit(unit.bfloat16() * 9)[0, 0, 0], torch.tensor([0, 0, 0], dtype=torch.uint8))
+
+
+def test_a_written_film_is_read_again_and_never_written_over(tmp_path: Path) -> None:
+    frames = torch.stack([torch.full((33, 31, 3), 10 + 20 * number, dtype=torch.uint8) for number in range(9)])
+    write_film(frames, tmp_path / "a.mp4", 24)
+    assert probe(tmp_path / "a.mp4") == MediaFacts(9, 34, 32, 24)
+    assert (read(tmp_path / "a.mp4", Fit(9, 33, 31), fps=0).int() - frames.int()).abs().max() <= 4
+    with pytest.raises(FileExistsError):
+        write_film(frames, tmp_path / "a.mp4", 24)
+    held = io.BytesIO()
+    write_film(frames, held, 23.976)
+    (tmp_path / "b.mp4").write_bytes(held.getvalue())
+    assert probe(tmp_path / "b.mp4").fps == pytest.approx(23.976, abs=1e-3)
+
+
+def test_a_grid_shows_stills_in_a_square_and_films_in_rows() -> None:
+    still = torch.full((1, 10, 20, 3), 100, dtype=torch.uint8)
+    assert grid([still] * 4).size == (42, 22)
+    assert grid([still] * 3, columns=3).size == (64, 10)
+    long = torch.arange(81, dtype=torch.uint8).reshape(81, 1, 1, 1).expand(81, 10, 20, 3)
+    sheet = grid([long, still])
+    assert sheet.size == (8 * 22 - 2, 22)
+    assert [sheet.getpixel((22 * number, 0))[0] for number in range(8)] == [0, 11, 23, 34, 46, 57, 69, 80]
+
+
+def test_importing_the_readers_imports_no_decoder() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, unisono.recipes.wan.media, unisono.recipes.wan.sources; print({'av', 'PIL'} & set(sys.modules))"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=True)
+    assert told.stdout.strip() == "set()"

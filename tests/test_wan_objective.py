@@ -1,0 +1,298 @@
+"""The objective of Wan: signs, scales and noise levels, against diffusers' own scheduler and models."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, WanTransformer3DModel
+from torch import Tensor, nn
+
+from unisono.data.noise import Noise
+from unisono.recipes.wan.attention import FusedAttention, projected, turned
+from unisono.recipes.wan.experts import Experts, range_of
+from unisono.recipes.wan.islands import full_precision_weights, keep_time_embedding_exact
+from unisono.recipes.wan.objective import NoiseLevels, data_from, noised, shift_for, velocity
+from unisono.recipes.wan.sample import euler, sample
+from unisono.recipes.wan_flow.flow import Flow, with_first_frame
+
+SMALL = {"num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4, "text_dim": 16}
+SMALL |= {"freq_dim": 32, "ffn_dim": 32, "num_layers": 2, "rope_max_seq_len": 32}
+KINDS = [
+    NoiseLevels(),
+    NoiseLevels(shift=3.0),
+    NoiseLevels(mean=-0.5, std=0.7, shift=5.0),
+    NoiseLevels("uniform"),
+    NoiseLevels("uniform", shift=12.0),
+    NoiseLevels("mode"),
+    NoiseLevels("mode", mode_scale=-0.8, shift=3.0),
+]
+
+
+def small(seed: int = 0) -> WanTransformer3DModel:
+    torch.manual_seed(seed)
+    return WanTransformer3DModel(**SMALL)
+
+
+@pytest.mark.parametrize("sigma", [0.001, 0.1, 0.37, 0.5, 0.875, 0.999, 1.0])
+def test_one_step_of_diffusers_scheduler_leads_from_noise_to_data(sigma: float) -> None:
+    """With the velocity we teach, the scheduler that samples arrives at the data: no sign or scale is wrong."""
+    data, noise = torch.randn(2, 4, 1, 4, 4).double(), torch.randn(2, 4, 1, 4, 4).double()
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=1.0)
+    scheduler.set_timesteps(sigmas=[sigma])  # set_timesteps(1) would only ever test sigma 1
+    time = scheduler.timesteps[0]
+    assert time.item() == pytest.approx(1000 * sigma, rel=1e-6)
+    noisy = noised(data, noise, torch.full((2,), sigma, dtype=torch.float64))
+    arrived = scheduler.step(velocity(data, noise), time, noisy, return_dict=False)[0]
+    torch.testing.assert_close(arrived, data, rtol=0, atol=1e-6)
+    torch.testing.assert_close(data_from(noisy, velocity(data, noise), torch.tensor([sigma] * 2)), data)
+    torch.testing.assert_close(scheduler.scale_noise(data, time[None], noise), noisy, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("levels", KINDS, ids=str)
+def test_a_quantile_is_where_that_share_of_the_draws_lies_below(levels: NoiseLevels) -> None:
+    shares = torch.linspace(0.01, 0.99, 99, dtype=torch.float64)
+    sigmas = levels.quantile(shares)
+    assert (sigmas.diff() > 0).all() and sigmas.min() > 0 and sigmas.max() < 1
+    for share in (0.05, 0.5, 0.93):
+        sigma = levels.quantile(torch.tensor(share, dtype=torch.float64)).item()
+        assert levels.share_below(sigma) == pytest.approx(share, abs=1e-9)
+
+
+def test_logit_normal_draws_have_the_mean_and_spread_of_their_logit() -> None:
+    sigma = NoiseLevels(mean=0.4, std=0.8).quantile(torch.rand(200_000, dtype=torch.float64))
+    logit = torch.logit(sigma)
+    assert logit.mean().item() == pytest.approx(0.4, abs=0.01) and logit.std().item() == pytest.approx(0.8, abs=0.01)
+
+
+def test_the_shift_is_the_schedulers_own() -> None:
+    sigma = torch.linspace(0.01, 1, 50, dtype=torch.float64)
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    scheduler.set_timesteps(sigmas=sigma.flip(0).tolist())
+    torch.testing.assert_close(
+        NoiseLevels("uniform", shift=3.0).quantile(sigma).flip(0), scheduler.sigmas[:-1].double(), rtol=0, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("levels", KINDS, ids=str)
+@pytest.mark.parametrize(("low", "high"), [(0.875, 1.0), (0.0, 0.875), (0.2, 0.6)])
+def test_an_expert_draws_inside_its_range_and_piles_nothing_onto_the_boundary(
+    levels: NoiseLevels, low: float, high: float
+) -> None:
+    shares = (torch.arange(20_000, dtype=torch.float64) + 0.5) / 20_000
+    mine = levels.within(shares, low, high)
+    assert mine.min() >= low and mine.max() <= high
+    assert mine.unique().numel() == 20_000  # clamping would make thousands of them equal
+    everything = levels.quantile((torch.arange(400_000, dtype=torch.float64) + 0.5) / 400_000)
+    inside = everything[(everything > low) & (everything < high)]  # the same density, cut out
+    for share in (0.1, 0.5, 0.9):
+        assert mine.quantile(share).item() == pytest.approx(inside.quantile(share).item(), abs=2e-3)
+
+
+def test_the_experts_of_a14b_share_all_noise_levels() -> None:
+    assert range_of(["transformer"], 0.875, 2) == (0.875, 1.0)
+    assert range_of(["transformer_2"], 0.875, 2) == (0.0, 0.875)
+    assert range_of(["transformer", "transformer_2"], 0.875, 2) == (0.0, 1.0)
+    assert range_of(["transformer"], None, 1) == (0.0, 1.0)
+
+
+def test_larger_pictures_get_more_noise() -> None:
+    assert shift_for(480 * 832) == pytest.approx(3.0)
+    assert shift_for(4 * 480 * 832) == pytest.approx(6.0) and shift_for(16 * 16) == 1.0
+
+
+def test_each_sample_goes_to_the_expert_of_its_noise_level() -> None:
+    high, low = small(1), small(2)
+    experts = Experts({"transformer": high, "transformer_2": low}, 0.875)
+    noisy, text = torch.randn(4, 4, 1, 4, 4), torch.randn(4, 6, 16)
+    sigma = torch.tensor([0.9, 0.3, 0.875, 0.5])
+    said = experts(noisy, sigma, text)
+    for row, model in ((0, high), (1, low), (2, high), (3, low)):
+        alone = model(noisy[row : row + 1], 1000 * sigma[row : row + 1], text[row : row + 1], return_dict=False)[0]
+        torch.testing.assert_close(said[row : row + 1], alone, rtol=1e-5, atol=1e-5)
+
+
+def test_an_expert_without_samples_still_has_gradients() -> None:
+    """Otherwise ranks would not meet in its collectives."""
+    experts = Experts({"transformer": small(1), "transformer_2": small(2)}, 0.875)
+    experts(torch.randn(2, 4, 1, 4, 4), torch.tensor([0.9, 0.95]), torch.randn(2, 6, 16)).square().sum().backward()
+    idle = [parameter.grad for parameter in experts.transformer_2.parameters()]
+    assert all(gradient is not None and not gradient.any() for gradient in idle)
+    assert any(parameter.grad.any() for parameter in experts.transformer.parameters())
+
+
+class Says(nn.Module):
+    """A model whose answers are known."""
+
+    config = type("Config", (), {"patch_size": (1, 2, 2)})
+
+    def __init__(self, answer: Tensor) -> None:
+        super().__init__()
+        self.answer, self.seen = answer, ()
+
+    def forward(self, noisy: Tensor, sigma: Tensor, text: Tensor, times: Tensor | None = None) -> Tensor:
+        self.seen = (noisy, sigma, text, times)
+        return self.answer
+
+
+def test_a_film_counts_as_much_as_a_picture() -> None:
+    """Each sample's loss is the mean over its own elements."""
+    flow = Flow(NoiseLevels(), 0.0, 1.0)
+    losses = []
+    for frames in (1, 5):
+        latent, noise = torch.zeros(2, 4, frames, 4, 4), Noise(0, torch.tensor([3, 4]))
+        draws = Noise(0, torch.tensor([3, 4]))
+        draws.uniform(3, dtype=torch.float64)
+        wrong = draws.normal(*latent.shape[1:]) + 2.0  # the velocity is the noise itself
+        loss = flow.loss(Says(wrong), latent, torch.zeros(2, 6, 16), torch.zeros(()), noise)
+        losses.append(loss.total.item())
+        assert loss.count == 2
+    assert losses == pytest.approx([8.0, 8.0], rel=1e-5)
+
+
+def test_captions_are_dropped_by_sample_and_replaced_by_the_empty_one() -> None:
+    flow, text, empty = (
+        Flow(NoiseLevels(), 0.0, 1.0, caption_dropout=0.3),
+        torch.ones(400, 2, 3),
+        torch.full((2, 3), 7.0),
+    )
+    model = Says(torch.zeros(400, 4, 1, 2, 2))
+    flow.loss(model, torch.zeros(400, 4, 1, 2, 2), text, empty, Noise(0, torch.arange(400)))
+    seen = model.seen[2]
+    dropped = (seen == 7).all((1, 2))
+    assert ((seen == 1).all((1, 2)) | dropped).all() and 80 < dropped.sum() < 160
+    flow.loss(
+        Says(torch.zeros(1, 4, 1, 2, 2)), torch.zeros(1, 4, 1, 2, 2), text[:1], empty, Noise(0, torch.tensor([9]))
+    )
+
+
+def test_a_given_first_frame_has_no_noise_no_time_and_no_loss() -> None:
+    latent, noisy = torch.randn(2, 4, 3, 4, 6), torch.randn(2, 4, 3, 4, 6)
+    mixed, times = with_first_frame(noisy, latent, torch.tensor([0.5, 0.8]), torch.tensor([True, False]), (1, 2, 2))
+    torch.testing.assert_close(mixed[0, :, 0], latent[0, :, 0])
+    torch.testing.assert_close(mixed[0, :, 1:], noisy[0, :, 1:])
+    torch.testing.assert_close(mixed[1], noisy[1])
+    assert (
+        times.shape == (2, 18) and (times[0, :6] == 0).all() and (times[0, 6:] == 500).all() and (times[1] == 800).all()
+    )
+
+    flow = Flow(NoiseLevels(), 0.0, 1.0, first_frame=1.0)
+    answer = torch.zeros(2, 4, 3, 4, 6)
+    answer[:, :, 0] = 1e6  # whatever it says of the frame that it was given
+    there = flow.loss(Says(answer), latent, torch.zeros(2, 6, 16), torch.zeros(()), Noise(0, torch.arange(2)))
+    answer[:, :, 0] = 0
+    same = flow.loss(Says(answer), latent, torch.zeros(2, 6, 16), torch.zeros(()), Noise(0, torch.arange(2)))
+    assert there.total.item() == same.total.item() < 100
+
+
+def test_tokens_with_times_of_their_own_are_what_the_model_takes() -> None:
+    model = small()
+    latent, text = torch.randn(1, 4, 3, 4, 6), torch.randn(1, 6, 16)
+    _, times = with_first_frame(latent, latent, torch.tensor([0.5]), torch.tensor([False]), (1, 2, 2))
+    together = model(latent, torch.tensor([500.0]), text, return_dict=False)[0]
+    torch.testing.assert_close(model(latent, times, text, return_dict=False)[0], together, rtol=1e-4, atol=1e-5)
+
+
+def test_evaluation_asks_at_fixed_noise_levels() -> None:
+    flow, latent = Flow(NoiseLevels(shift=3.0), 0.0, 1.0), torch.randn(3, 4, 1, 4, 4)
+    model = Experts({"transformer": small()}, None)
+    found = [flow.held_out(model, latent, torch.zeros(3, 6, 16), Noise(0, torch.arange(3)), 4) for _ in range(2)]
+    assert torch.equal(found[0]["loss_by_level"][0], found[1]["loss_by_level"][0])
+    total, count = found[0]["sigma_by_level"]
+    expected = NoiseLevels(shift=3.0).quantile(torch.tensor([0.125, 0.375, 0.625, 0.875]))
+    torch.testing.assert_close(total / count, expected, rtol=1e-6, atol=0)
+    assert found[0]["loss"][0].item() == pytest.approx(found[0]["loss_by_level"][0].mean().item())
+
+
+def test_our_attention_is_the_librarys() -> None:
+    model, noisy, text = small(), torch.randn(2, 4, 3, 4, 6), torch.randn(2, 6, 16)
+    times = torch.tensor([300.0, 700.0])
+    theirs = model(noisy, times, text, return_dict=False)[0]
+    theirs.square().sum().backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    for block in model.blocks:
+        block.attn1.processor, block.attn2.processor = FusedAttention(), FusedAttention()
+    ours = model(noisy, times, text, return_dict=False)[0]
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    ours.square().sum().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_several_layers_are_one_product_unless_they_are_more_than_that() -> None:
+    class More(nn.Linear):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return super().forward(hidden) + 1
+
+    hidden, plain, more = torch.randn(2, 3, 8), nn.Linear(8, 4), More(8, 5)
+    for layers in ((plain, nn.Linear(8, 6)), (plain, more)):
+        for found, layer in zip(projected(hidden, *layers), layers, strict=True):
+            torch.testing.assert_close(found, layer(hidden))
+
+
+def test_turning_keeps_lengths_and_leaves_position_zero_alone() -> None:
+    heads = torch.randn(1, 3, 2, 8)
+    angle = torch.arange(3.0)[None, :, None, None].repeat(1, 1, 1, 8)
+    out = turned(heads, angle.cos(), angle.sin())
+    torch.testing.assert_close(out[:, 0], heads[:, 0])
+    torch.testing.assert_close(out.norm(dim=-1), heads.norm(dim=-1))
+    assert not torch.allclose(out[:, 2], heads[:, 2])
+
+
+def test_the_time_embedding_stays_exact_when_all_else_is_in_16_bit() -> None:
+    model = small()
+    sinusoid = model.condition_embedder.timesteps_proj(torch.tensor([123.4, 987.6]))
+    exact = model.condition_embedder.time_embedder(sinusoid)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = model.condition_embedder.time_embedder(sinusoid)
+    keep_time_embedding_exact(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        kept = model.condition_embedder.time_embedder(sinusoid)
+    assert torch.equal(kept, exact) and not torch.equal(rounded.float(), exact)
+
+
+def test_the_islands_are_those_that_diffusers_keeps_in_32_bit() -> None:
+    model = small()
+    ours = full_precision_weights(model)
+    theirs = [
+        name
+        for name, _ in model.named_parameters()
+        if any(part in name.split(".") for part in WanTransformer3DModel._keep_in_fp32_modules)
+    ]
+    assert theirs and set(theirs) <= set(ours)
+    small_ones = sum(dict(model.named_parameters())[name].numel() for name in ours)
+    assert small_ones < 0.2 * sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_sampling_with_a_perfect_model_arrives_at_the_data() -> None:
+    data = torch.randn(2, 4, 1, 4, 4)
+
+    class Perfect(nn.Module):
+        def forward(self, noisy: Tensor, times: Tensor, text: Tensor, return_dict: bool) -> tuple[Tensor]:
+            sigma = (times / 1000).view(-1, 1, 1, 1, 1)
+            goal = torch.cat([data] * (len(noisy) // 2))
+            return ((noisy - goal) / sigma.clamp(min=1e-6),)
+
+    model, text = Experts({"transformer": Perfect()}, None), (torch.zeros(2, 3, 4), torch.zeros(2, 3, 4))
+    for guidance in (1.0, 4.0):
+        arrived = sample(model, torch.randn(2, 4, 1, 4, 4), text, euler(3.0), steps=12, guidance=guidance)
+        torch.testing.assert_close(arrived, data, rtol=0, atol=1e-3)
+    above = sample(model, torch.randn(2, 4, 1, 4, 4), text, euler(3.0), steps=12, guidance=1.0, low=0.875)
+    torch.testing.assert_close(above, data, rtol=0, atol=1e-3)  # says where it was going
+    hidden = noised(data, torch.randn_like(data), torch.tensor([0.875] * 2))
+    below = sample(model, hidden, text, euler(3.0), steps=12, guidance=1.0, high=0.875)
+    assert (below - data).norm() < 0.05 * data.norm()
+
+
+def test_guidance_goes_further_from_what_has_no_caption() -> None:
+    class Reader(nn.Module):
+        def forward(self, noisy: Tensor, times: Tensor, text: Tensor, return_dict: bool) -> tuple[Tensor]:
+            return (torch.ones_like(noisy) * text.mean((1, 2)).view(-1, 1, 1, 1, 1),)
+
+    model, start = Experts({"transformer": Reader()}, None), torch.zeros(1, 4, 1, 2, 2)
+    text = (torch.ones(1, 2, 2), torch.zeros(1, 2, 2))
+    one, three = (sample(model, start, text, euler(1.0), steps=4, guidance=scale) for scale in (1.0, 3.0))
+    torch.testing.assert_close(three, 3 * one)
+    assert math.isclose(one.mean().item(), -1.0, rel_tol=1e-3)
