@@ -627,15 +627,12 @@ def test_every_film_is_evaluated_once(runs: dict[str, Outcome], world: int, stra
     assert all(len({data.shape(i) for i in ids}) == 1 for ids in calls)
 
 
-@pytest.mark.parametrize(
-    "words", [["--ranks", "1"], pytest.param(["--ranks", "1,2", "--strategies", "ddp,fsdp"], marks=pytest.mark.slow)]
-)
-def test_verify_finds_mixed_shapes_to_be_the_same_run(tmp_path: Path, words: list[str]) -> None:
+@pytest.mark.slow
+def test_verify_finds_mixed_shapes_to_be_the_same_run(tmp_path: Path) -> None:
     done = unisono(
         "verify",
         f"{Path(__file__).resolve()}:Mixed",
-        *words,
-        *("--steps", "2", "--global_batch_size", "7"),
+        *("--ranks", "1,2", "--strategies", "ddp,fsdp", "--steps", "2", "--global_batch_size", "7"),
         cwd=tmp_path,
         seconds=240,
         PYTHONPATH=os.pathsep.join([str(Path(__file__).parent), environment()["PYTHONPATH"]]),

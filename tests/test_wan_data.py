@@ -79,8 +79,8 @@ def test_an_empty_text_file_is_the_empty_caption_and_said(tmp_path: Path) -> Non
 @pytest.mark.parametrize("caption", ["prompt", "caption", "text"])
 def test_a_csv_has_a_column_for_the_file_and_one_for_the_caption(clips: Path, media: str, caption: str) -> None:
     quoted = {name: '"' + text.replace('"', '""') + '"' for name, text in CLIPS.items()}
-    rows = "".join(f"x,{name}.mp4,{text}\r\n" for name, text in quoted.items())
-    put(clips, "metadata.csv", f"\ufeffextra, {media.upper()},{caption}\r\n{rows}\r\n")
+    rows = "".join(f"{name}.mp4,x,{text}\r\n" for name, text in quoted.items())
+    put(clips, "metadata.csv", f"\ufeff{media.upper()},extra, {caption}\r\n{rows}\r\n")
     assert pairs(read_sources(clips)) == list(CLIPS.items())
 
 
@@ -100,7 +100,7 @@ def test_videos2caption_finds_its_films_in_videos_and_takes_the_first_of_many_ca
     put(tmp_path, "videos2caption.json", json.dumps(entries))
     said: list[str] = []
     assert pairs(read_sources(tmp_path, said=said.append)) == [("videos/a", "first"), ("b", "only")]
-    assert said == ["1 samples have more than one caption; the first of each is used"]
+    assert said == ["samples with more than one caption: 1; the first of each is used"]
 
 
 @pytest.mark.parametrize("names", [("videos.txt", "prompts.txt"), ("videos.txt", "prompt.txt")])
@@ -150,6 +150,19 @@ def test_what_was_computed_before_stands_in_for_film_and_caption(tmp_path: Path)
         Source("latent", None, "x", beside("latent")[0], None),
         Source("film", tmp_path / "film.mp4", None, None, beside("film")[1]),
     ]
+
+
+def test_a_latent_alone_is_called_by_its_whole_name(tmp_path: Path) -> None:
+    names = ["a.mp4", "a.v1", "a.v2"]
+    for name in names:
+        put(tmp_path, f"{name}.latent.safetensors")
+        put(tmp_path, f"{name}.txt", name)
+    found = read_sources(tmp_path)
+    assert pairs(found) == [(name, name) for name in names]
+    assert [source.latent for source in found] == [tmp_path / f"{name}.latent.safetensors" for name in names]
+    put(tmp_path, "videos/b.latent.safetensors")
+    put(tmp_path, "videos2caption.json", '[{"path": "b.mp4", "cap": "x"}]')
+    assert read_sources(tmp_path) == [Source("videos/b", None, "x", tmp_path / "videos/b.latent.safetensors", None)]
 
 
 def test_names_are_unique_and_as_short_as_they_can_be(tmp_path: Path) -> None:
@@ -259,6 +272,9 @@ def test_text_that_is_no_text_or_too_long_is_the_fault_of_its_sample(clips: Path
     put(clips, "d.png")
     put(clips, "d.txt", "fine")
     refusal(clips, "a.txt, line 1: not UTF-8", "2 more of 4")
+    (clips / "a.txt").unlink()
+    (clips / "a.mp4").unlink()
+    refusal(clips, "b.txt has 300,000 bytes", "1 more of 3")
     assert pairs(read_sources(clips, leave_out_bad=True)) == [("d", "fine")]
 
 

@@ -16,9 +16,11 @@ import av
 import numpy as np
 import pytest
 import torch
+from av.stream import Disposition
 from PIL import Image
 
 from unisono.errors import ConfigError
+from unisono.recipes.wan.decode import opened
 from unisono.recipes.wan.media import (
     BadMedia,
     Fit,
@@ -103,6 +105,7 @@ def cut(facts: MediaFacts, **settings: Any) -> Fit:
         (480, 832, 0, (480, 832)),
         (490, 847, 0, (480, 832)),  # rounded down
         (960, 1664, 480 * 832, (480, 832)),
+        (2464, 7392, 672 * 2016, (672, 2016)),  # where the root is not exact
         (100, 160, 1000, (16, 32)),
         (1080, 1920, 480 * 832, (464, 832)),
         (300, 200, 480 * 832, (288, 192)),  # never enlarged
@@ -199,6 +202,10 @@ def test_pixels_that_are_not_square_are_made_square(tmp_path: Path) -> None:
     assert probe(path) == MediaFacts(1, 32, 96, 16)
     frame = read(path, Fit(1, 16, 96), fps=0)[0]  # covers the width, and half the height is cut away
     assert frame.shape == (16, 96, 3) and frame[:2].max() < 20
+    path = film(tmp_path / "b.mp4", 1, sample_aspect_ratio=Fraction(2, 1), matrix=CLOCKWISE)
+    assert probe(path) == MediaFacts(1, 48, 16, 16)
+    frame = read(path, Fit(1, 24, 16), fps=0)[0]
+    assert frame[:, -3:].min() > 240 and frame[:, :-6].max() < 20  # nothing of the width is cut away
 
 
 def test_the_colours_of_large_films_are_those_of_their_standard(tmp_path: Path) -> None:
@@ -215,6 +222,8 @@ def test_a_window_in_the_middle_is_what_it_would_be_without_seeking(tmp_path: Pa
     assert numbers(read(path, Fit(5, 32, 48), fps=0, start="middle")) == [27, 28, 29, 30, 31]
     assert numbers(read(path, Fit(5, 32, 48), fps=8, start="middle")) == [24, 26, 28, 30, 32]
     assert numbers(read(path, Fit(5, 32, 48), fps=0)) == [0, 1, 2, 3, 4]
+    # Decoding begins at the last key frame before.
+    assert round(next(opened(path).frames(27 / 16)).time * 16) == 27 // gop * gop
 
 
 def test_a_random_window_follows_torchs_generator_and_reaches_both_ends(tmp_path: Path) -> None:
@@ -248,23 +257,26 @@ def test_an_uneven_film_is_resampled_by_time_and_not_by_counting(tmp_path: Path)
     assert len(read(path, Fit(13, 32, 48), fps=0, start="middle")) == 13
 
 
+@pytest.mark.parametrize("late", [0, 90_000])  # by how much the last five frames come late
 @pytest.mark.parametrize(("kept_from", "shown"), [(10, range(14, 30)), (11, range(20, 30))])
-def test_a_film_cut_without_encoding_has_the_frames_that_it_shows(tmp_path: Path, kept_from: int, shown: range) -> None:
-    whole, part = film(tmp_path / "whole.mp4", 30, gop=10), tmp_path / "part.mp4"
+def test_a_film_cut_without_encoding_has_the_frames_that_it_shows(
+    tmp_path: Path, kept_from: int, shown: range, late: int
+) -> None:
+    times = [5_625 * number + (late if number >= 25 else 0) for number in range(30)]
+    whole, part = film(tmp_path / "whole.mp4", 30, gop=10, times=times), tmp_path / "part.mp4"
     with av.open(str(whole)) as source, av.open(str(part), "w") as target:
-        stream = source.streams.video[0]
-        copy = target.add_stream_from_template(stream)
-        tick = round(1 / (16 * float(stream.time_base)))
-        for packet in source.demux(stream):
+        copy = target.add_stream_from_template(source.streams.video[0])
+        for packet in source.demux(video=0):
             # Shown from frame 14 on. Frame 10 is a key frame, which those behind it need; so is frame 20.
-            if packet.dts is not None and packet.pts >= kept_from * tick:
-                packet.stream, packet.pts, packet.dts = copy, packet.pts - 14 * tick, packet.dts - 14 * tick
+            if packet.dts is not None and packet.pts >= times[kept_from]:
+                packet.stream, packet.pts, packet.dts = copy, packet.pts - times[14], packet.dts - times[14]
                 target.mux(packet)
     with av.open(str(part)) as container:
         assert container.streams.video[0].frames == 30 - kept_from  # what the header says
-    assert probe(part) == MediaFacts(len(shown), 32, 48, 16)
+    assert probe(part).frames == len(shown)
+    assert late or probe(part).fps == 16
     assert numbers(read(part, everything(part), fps=0)) == list(shown)
-    assert numbers(read(part, Fit(5, 32, 48), fps=8)) == list(shown)[:10:2]
+    assert numbers(read(part, Fit(3, 32, 48), fps=8)) == list(shown)[:6:2]
 
 
 # ---- pictures
@@ -328,9 +340,9 @@ def test_an_animation_is_a_film(tmp_path: Path, kind: str) -> None:
 def test_the_middle_is_cut_out_and_shrunk_without_aliasing(tmp_path: Path) -> None:
     pixels = np.zeros((60, 180, 3), np.uint8)
     pixels[:, :60, 0] = pixels[:, 60:120, 1] = pixels[:, 120:, 2] = 200
-    pixels[::2, 60:120, 1] = 100  # lines that a picture of half the size cannot show
+    pixels[::4, 60:120, 1] = pixels[3::4, 60:120, 1] = 100  # lines that a picture of a quarter of the size cannot show
     Image.fromarray(pixels).save(tmp_path / "a.png")
-    found = read(tmp_path / "a.png", Fit(1, 30, 30), fps=0)[0, 2:-2, 2:-2].int()
+    found = read(tmp_path / "a.png", Fit(1, 15, 15), fps=0)[0, 2:-2, 2:-2].int()
     assert (found - torch.tensor([0, 150, 0])).abs().max() <= 6
     assert torch.equal(  # the same size is not touched at all
         read(tmp_path / "a.png", Fit(1, 60, 180), fps=0)[0], torch.from_numpy(pixels)
@@ -364,6 +376,9 @@ def test_what_is_no_picture_and_no_film_is_named(tmp_path: Path, kind: str) -> N
 def test_a_file_of_another_kind_is_refused_by_its_name(tmp_path: Path) -> None:
     (tmp_path / "a.mp3").write_bytes(b"x")
     refused(tmp_path / "a.mp3", ".mp4")
+    Image.new("RGB", (16, 16)).save(tmp_path / "a.png")
+    (tmp_path / "a.png").rename(tmp_path / "a.mp4")
+    refused(tmp_path / "a.mp4", "cannot be read as a film")
     (tmp_path / "b.mp4").mkdir()
     refused(tmp_path / "b.mp4", "no such file")
 
@@ -388,9 +403,15 @@ def test_a_film_that_is_not_what_it_was_is_named(tmp_path: Path) -> None:
     refused(film(tmp_path / "a.mp4", 5), "has 5 frames, 9 were expected", fit=Fit(9, 32, 48))
 
 
-def test_sound_without_pictures_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("with_cover", [False, True])
+def test_sound_without_a_film_is_named(tmp_path: Path, with_cover: bool) -> None:
     with av.open(str(tmp_path / "a.mp4"), "w") as container:
         stream = container.add_stream("aac", rate=8000)
+        if with_cover:
+            cover = container.add_stream("mjpeg", rate=1)
+            cover.height, cover.width, cover.pix_fmt = 16, 16, "yuvj420p"
+            cover.disposition = Disposition.attached_pic
+            container.mux(cover.encode(av.VideoFrame(16, 16, "yuvj420p")))
         frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
         frame.sample_rate = 8000
         container.mux(stream.encode(frame))
@@ -407,10 +428,15 @@ def test_a_small_file_cannot_ask_for_all_the_memory(tmp_path: Path) -> None:
         body = chunk(b"IDAT", zlib.compress(bytes(1_000_000))) + chunk(b"IEND", b"")
         (tmp_path / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n" + header + body)
         refused(tmp_path / "a.png", "pixels")
+    pictures = [Image.new("L", (16, 16), number) for number in range(100)]
+    pictures[0].save(tmp_path / "a.gif", save_all=True, append_images=pictures[1:])
+    content = (tmp_path / "a.gif").read_bytes()
+    (tmp_path / "a.gif").write_bytes(content[:6] + struct.pack("<HH", 8192, 8192) + content[10:])
+    refused(tmp_path / "a.gif", "too long an animation")
     path = film(tmp_path / "a.mkv", 2, codec="mjpeg", pixels="yuvj420p")
     content = path.read_bytes()
     at = content.index(b"\xff\xc0\x00\x11\x08") + 5  # the size of a frame in the frame itself
-    path.write_bytes(content[:at] + struct.pack(">HH", 60_000, 60_000) + content[at + 4 :])
+    path.write_bytes(content[:at] + struct.pack(">HH", 15_000, 15_000) + content[at + 4 :])
     refused(path)
 
 

@@ -56,5 +56,16 @@ def _recomputing(plain: type[nn.Module]) -> type[nn.Module]:
 
 def compile_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
     """Compiles each block in place (one compilation serves all of a kind), or the whole model if it has no blocks."""
+    leave_out_wrong_optimisations()
     for module in blocks or [model]:
         module.compile()  # in place: no `_orig_mod.` in the names
+
+
+def leave_out_wrong_optimisations() -> None:
+    """Switches off what is known to give wrong gradients in the versions of torch that we support."""
+    import torch._inductor.config as inductor
+
+    # Since 2.10, sums over many tokens in the backward pass of modulated norms come out as garbage, silently
+    # (pytorch#193061): seen on a Wan block with 7,800 tokens, off by a factor of 480.
+    if hasattr(inductor.triton, "mix_order_reduction"):
+        inductor.triton.mix_order_reduction = False

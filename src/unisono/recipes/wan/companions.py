@@ -19,8 +19,6 @@ from unisono.recipes.wan.vae import Geometry, Latents, check_channels
 if TYPE_CHECKING:
     from unisono.recipes.wan.tiny.models import PipelineParts
 
-_TEXT_TYPE = torch.bfloat16
-
 
 class Companions(ABC):
     """The frozen models that make of pictures and captions what a transformer is trained on."""
@@ -28,6 +26,7 @@ class Companions(ABC):
     geometry: Geometry
     text_width: int
     text_length: int
+    text_dtype: torch.dtype = torch.bfloat16
 
     @abstractmethod
     def vae(self) -> Latents:
@@ -63,12 +62,12 @@ class FromFolder(Companions):
 
     def text_encoder(self) -> TextEncoder:
         """Loads tokenizer and text encoder in 16 bit, on the CPU."""
-        return TextEncoder.load(self._folder.path, _TEXT_TYPE)
+        return TextEncoder.load(self._folder.path, self.text_dtype)
 
     def fingerprints(self) -> tuple[str, str]:
         """By their files."""
         text = [self._part("tokenizer"), self._part("text_encoder")]
-        return of_folders([self._part("vae")]), of_folders(text, str(_TEXT_TYPE))
+        return of_folders([self._part("vae")]), of_folders(text, str(self.text_dtype))
 
     def scheduler(self, shift: float) -> Any:
         """The one that comes with the model."""
@@ -95,6 +94,8 @@ class FromFolder(Companions):
 
 class Tiny(Companions):
     """Those of the tiny model, which come along."""
+
+    text_dtype = torch.float32
 
     def __init__(self, transformer: Mapping[str, Any]) -> None:
         from unisono.recipes.wan.tiny.models import TEXT_LENGTH, tiny_vae_config

@@ -30,6 +30,7 @@ PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
 FILMS = (".mp4", ".avi", ".mov", ".mkv", ".webm")
 
 _MOST_PIXELS = 2**27  # of one picture; a small file can claim any size
+_MOST_TO_DECODE = 2**32  # pixels of an animation, which is decoded from its beginning whatever is wanted of it
 _PICTURE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")  # Pillow also knows formats that start other programs
 # A playlist or a script that is called film.mp4 would make FFmpeg open whatever it names, also over the network.
 _FILM_FORMATS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg"
@@ -81,14 +82,14 @@ def opened(path: Path) -> StillOrAnimation | Film:
 
 @contextmanager
 def _faults(path: Path, kind: str) -> Iterator[None]:
-    # Given hostile bytes, the decoders raise nearly anything; only their own calls stand inside this.
+    # Given hostile bytes, the decoders raise nearly anything; little but their calls stands inside this.
     try:
         yield
     except BadMedia:
         raise
     except Exception as error:
         told = " ".join(str(getattr(error, "strerror", None) or error).replace(str(path), "it").split())
-        raise BadMedia(path, f"cannot be read as a {kind} ({told[:200] or type(error).__name__})") from None
+        raise BadMedia(path, f"cannot be read as a {kind} ({told[:200] or type(error).__name__})") from error
 
 
 class StillOrAnimation:
@@ -103,16 +104,22 @@ class StillOrAnimation:
             if image.getexif().get(_ORIENTATION) in _TURNED:
                 height, width = width, height
             frames: int = getattr(image, "n_frames", 1) if image.format in ("GIF", "WEBP") else 1
-            self._delays = []
-            for number in range(frames if frames > 1 else 0):
-                image.seek(number)
-                image.load()  # WebP tells a frame's delay only once the frame is decoded
-                delay = float(image.info.get("duration") or 0)
-                self._delays.append(
-                    delay / 1000 if delay > 10 else 0.1
-                )  # as browsers do with delays too short to mean it
+            if frames > 1 and frames * height * width > _MOST_TO_DECODE:
+                raise BadMedia(
+                    path, f"{frames:,} pictures of {height}×{width} are too long an animation; make a film of it"
+                )
+            self._delays = [self._delay(image, number) for number in range(frames)] if frames > 1 else []
         fps = frames / sum(self._delays) if self._delays else 0.0
         self.facts = MediaFacts(frames, height, width, fps)
+
+    @staticmethod
+    def _delay(image: Image, number: int) -> float:
+        image.seek(number)
+        image.load()  # WebP tells the delay of a frame only once it is decoded
+        milliseconds = float(image.info.get("duration") or 0)
+        return (
+            milliseconds / 1000 if milliseconds > 10 else 0.1
+        )  # shorter ones are not meant, and no browser obeys them
 
     @contextmanager
     def _open(self) -> Iterator[Image]:
@@ -120,10 +127,11 @@ class StillOrAnimation:
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit is ours
-            with Image.open(self._path, formats=_PICTURE_FORMATS) as image:
-                if image.height * image.width > _MOST_PIXELS:
-                    raise BadMedia(self._path, f"{image.height}×{image.width} is more than {_MOST_PIXELS:,} pixels")
-                yield image
+            opened_image = Image.open(self._path, formats=_PICTURE_FORMATS)
+        with opened_image as image:
+            if image.height * image.width > _MOST_PIXELS:
+                raise BadMedia(self._path, f"{image.height}×{image.width} is more than {_MOST_PIXELS:,} pixels")
+            yield image
 
     def frames(self, start: float) -> Iterator[Shown]:
         """The pictures in order; from the beginning, since an animation has no place to start in the middle."""
@@ -190,23 +198,24 @@ class Film:
     @contextmanager
     def _open(self) -> Iterator[tuple[InputContainer, VideoStream]]:
         import av
+        from av.stream import Disposition
 
         # An absolute path: `http:film.mp4` is a file here, and an address to FFmpeg.
         options = {"format_whitelist": _FILM_FORMATS, "protocol_whitelist": "file"}
         # Titles in odd encodings are no reason to refuse a film; from PyAV 19 on they never are.
         lenient: dict[str, Any] = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
         with av.open(str(self._path.absolute()), mode="r", options=options, **lenient) as container:
-            streams = [stream for stream in container.streams.video if not stream.disposition & 0x400]  # no cover art
-            if not streams:
-                raise BadMedia(self._path, "there is no film in it, only other streams")
-            stream = streams[0]
+            films = [each for each in container.streams.video if Disposition.attached_pic not in each.disposition]
+            if not films:
+                raise BadMedia(self._path, "there is no film in it, only sound or a cover")
+            stream = films[0]
             if stream.codec_context is None:
                 raise BadMedia(self._path, "this installation of PyAV has no decoder for it")
             if stream.width * stream.height > _MOST_PIXELS:
                 raise BadMedia(self._path, f"{stream.height}×{stream.width} is more than {_MOST_PIXELS:,} pixels")
             stream.codec_context.options = {"max_pixels": str(_MOST_PIXELS)}  # frames may be larger than announced
             stream.thread_type = "AUTO"
-            stream.thread_count = torch.get_num_threads()  # one in a loader's worker
+            stream.thread_count = min(4, torch.get_num_threads())  # one in a loader's worker; each decodes ahead
             yield container, stream
 
     def _times_by_index(self, container: InputContainer, stream: VideoStream) -> list[float]:

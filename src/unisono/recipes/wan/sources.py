@@ -123,18 +123,23 @@ def _listed(tree: Tree, lists: tuple[str, ...]) -> _Found:
     for row in rows_of(tree, lists[0]) if len(lists) == 1 else rows_of_lists(tree, lists[0], lists[1]):
         try:
             path = tree.relative(row.media)
-            there = next((each for each in (path, f"videos/{path}") if each in tree), None)
-            if splitext(path)[1].lower() not in _MEDIA:
+            stem, suffix = splitext(path)
+            stems = (stem, f"videos/{stem}")
+            media = next((each + suffix for each in stems if each + suffix in tree), None)
+            computed = next((each for each in stems if each + LATENT in tree), None)
+            if suffix.lower() not in _MEDIA:
                 found.bad.append(_Bad(row.where, f"{row.media} is no film or picture", f"known are {' '.join(_MEDIA)}"))
-            elif there or _without_suffix(path) + LATENT in tree:
-                _add(found, tree, row.where, there or path, row.caption, has_media=there is not None)
+            elif media:
+                _add(found, tree, row.where, media.removesuffix(suffix), media, row.caption)
+            elif computed:
+                _add(found, tree, row.where, computed, None, row.caption)
             else:
                 found.bad.append(_Bad(row.where, f"there is no file {tree.path(path)}", "correct the list"))
         except Outside as outside:
             raise ConfigError(f"{row.where}: {outside}") from None
         num_several += row.num_captions > 1
     if num_several:
-        found.remarks.append(f"{num_several} samples have more than one caption; the first of each is used")
+        found.remarks.append(f"samples with more than one caption: {num_several}; the first of each is used")
     return found
 
 
@@ -160,11 +165,13 @@ def _side_by_side(tree: Tree) -> _Found:
         except Outside:
             raise
         except ConfigError as error:
-            found.bad.append(_Bad(str(tree.path(stem)), str(error), "or remove it"))
+            found.bad.append(_Bad(f"{tree.folder}/{stem}", str(error), ""))
             continue
-        for path in paths or [stem]:
-            if path in tree or not paths:
-                _add(found, tree, f"{tree.folder}/{path}", path, caption, has_media=bool(paths))
+        for path in paths:
+            if path in tree:  # or it says that it leads out
+                _add(found, tree, f"{tree.folder}/{path}", stem, path, caption)
+        if not paths:
+            _add(found, tree, f"{tree.folder}/{stem}{LATENT}", stem, None, caption)
     if tree.not_followed:
         found.remarks.append(f"links to folders are not followed: {_few(tree.not_followed)}")
     return found
@@ -176,19 +183,18 @@ def _read_caption(tree: Tree, path: str) -> str:
     return "\n".join(line for _, line in tree.lines(path, 4 * _LONGEST)).strip()
 
 
-def _add(found: _Found, tree: Tree, where: str, path: str, caption: str | None, *, has_media: bool) -> None:
+def _add(found: _Found, tree: Tree, where: str, stem: str, media: str | None, caption: str | None) -> None:
     """Takes in a sample with what lies beside it, or says what is wrong with it."""
-    stem, suffix = splitext(path)
-    stem = stem if suffix.lower() in _MEDIA else path
     latent, embedding = (tree.path(stem + kind) if stem + kind in tree else None for kind in (LATENT, EMBEDDING))
     if caption is None and embedding is None:
         found.bad.append(_Bad(where, _NO_CAPTION, f"write one, for instance into {stem}.txt"))
     elif len(caption or "") > _LONGEST:
         found.bad.append(_Bad(where, f"its caption has more than {_LONGEST:,} characters", "shorten it"))
-    elif not _is_proper(path) or not _is_proper(caption or ""):
+    elif not _is_proper(stem) or not _is_proper(caption or ""):
         found.bad.append(_Bad(where, "its name or caption is not proper Unicode", "correct it"))
     else:
-        found.sources.append(Source(path, tree.path(path) if has_media else None, caption, latent, embedding))
+        path = None if media is None else tree.path(media)
+        found.sources.append(Source(media or stem + LATENT, path, caption, latent, embedding))
 
 
 def _is_proper(text: str) -> bool:
@@ -214,8 +220,9 @@ def _judge(found: _Found, leave_out_bad: bool) -> None:
     good, bad = len(found.sources), found.bad
     if bad and not (good and leave_out_bad):
         others = f" ({len(bad) - 1} more of {good + len(bad)} samples are bad)" if len(bad) > 1 else ""
+        fix = f"; {bad[0].fix}" if bad[0].fix else ""
         way_out = ", or go on without it by --leave_out_bad" if good else ""
-        raise ConfigError(f"{bad[0].sample}: {bad[0].wrong}{others}; {bad[0].fix}{way_out}")
+        raise ConfigError(f"{bad[0].sample}: {bad[0].wrong}{others}{fix}{way_out}")
     if bad:
         told = _few([f"{each.sample} ({each.wrong})" for each in bad])
         found.remarks.append(f"{len(bad)} of {good + len(bad)} samples are left out: {told}")
@@ -233,18 +240,17 @@ def _nested_list(tree: Tree) -> str:
     return f"; there is {tree.path(nested)}: give the folder it is in" if nested else ""
 
 
-def _without_suffix(path: str) -> str:
-    return splitext(path)[0]
-
-
 def _with_unique_names(sources: list[Source]) -> list[Source]:
     """Names as short as they can be: a.mp4 is called a, unless there is an a.png; listed again it is a#2."""
-    stems = Counter(_without_suffix(path) for path in {source.name for source in sources})
+
+    def short(path: str) -> str:
+        return path.removesuffix(LATENT) if path.endswith(LATENT) else splitext(path)[0]
+
+    like = Counter(short(path) for path in {source.name for source in sources})
     taken: Counter[str] = Counter()
     named = []
     for source in sources:
-        stem = _without_suffix(source.name)
-        name = stem if stems[stem] == 1 else source.name
+        name = short(source.name) if like[short(source.name)] == 1 else source.name
         taken[name] += 1
         while taken[name] > 1 and taken[f"{name}#{taken[name]}"]:
             taken[name] += 1

@@ -79,16 +79,18 @@ class Tree:
     def lines(self, path: str, most_bytes: int) -> Iterator[tuple[int, str]]:
         """The lines of a text file with their numbers, from 1; ConfigError where they are not UTF-8."""
         where = self.path(path)
-        size = where.stat().st_size
-        if size > most_bytes:
-            raise ConfigError(f"{where} has {size:,} bytes, more than the {most_bytes:,} that such a file may have")
-        with where.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                try:
+        try:
+            size = where.stat().st_size
+            if size > most_bytes:
+                raise ConfigError(f"{where} has {size:,} bytes, more than the {most_bytes:,} that such a file may have")
+            with where.open("rb") as file:
+                for number, line in enumerate(file, 1):
                     # Only the ends of lines that people mean: str.splitlines knows eight more.
                     yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-                except UnicodeDecodeError:
-                    raise ConfigError(f"{where}, line {number}: not UTF-8 text; save the file as UTF-8") from None
+        except UnicodeDecodeError:
+            raise ConfigError(f"{where}, line {number}: not UTF-8 text; save the file as UTF-8") from None
+        except OSError as error:
+            raise ConfigError(f"{where} cannot be read ({error.strerror})") from None
 
     def _listing(self, folder: str) -> dict[str, os.DirEntry[str]]:
         if folder not in self._listings:

@@ -62,9 +62,8 @@ class FolderData:
         if config.no_cache:
             return Measured(place, sources, cut, companions.geometry)
         vae, text = companions.fingerprints()
-        settings = CacheSettings(
-            vae, text, companions.geometry, companions.text_width, companions.text_length, cut
-        )
+        sizes = companions.text_width, companions.text_length
+        settings = CacheSettings(vae, text, companions.geometry, *sizes, cut, companions.text_dtype)
         without_caption = [""] if config.caption_dropout or config.guidance != 1 else []
         return Cache(place, sources, settings, [*without_caption, *prompts])
 

@@ -1,8 +1,8 @@
 """The recipe `wan-flow`: pictures, films and captions in, a Wan transformer that draws such ones out.
 
-Encode them once (`data.py`, `wan/cache.py`), take a Wan transformer from wherever it comes (`wan/load.py`), teach it the
-velocity from data to noise (`flow.py`, `wan/objective.py`), look at what it draws (`wan/sample.py`), and write it as
-diffusers loads it (`wan/pipeline.py`).
+Encode them once (`data.py`, `wan/cache.py`), take a Wan transformer from wherever it comes (`wan/load.py`), teach it
+the velocity from data to noise (`flow.py`, `wan/objective.py`), look at what it draws (`wan/sample.py`), and write it
+as diffusers loads it (`wan/pipeline.py`).
 """
 
 from __future__ import annotations
@@ -24,12 +24,9 @@ if TYPE_CHECKING:  # `unisono train wan-flow --help` need not wait for torch
     from unisono.data.noise import Noise
     from unisono.parallel.materialize import Weights
     from unisono.recipes.wan.companions import Companions
-    from unisono.recipes.wan.experts import Experts
     from unisono.recipes.wan.load import WanFolder
     from unisono.recipes.wan_flow.data import FolderData, ShapesData
     from unisono.recipes.wan_flow.flow import Flow
-
-_CLEARLY = 0.97  # another kernel than torch's choice must be so much faster to be taken
 
 
 class WanFlow(Recipe):
@@ -145,26 +142,24 @@ class WanFlow(Recipe):
     def _measure(self, file: Path, work: Work) -> None:
         import torch
 
-        from unisono.recipes.wan.attention import fastest
+        from unisono.recipes.wan.attention import choose, measure
 
         if file.exists():
             return
         config, geometry = self._transformer, self.companions.geometry
         height, width = self.config.height or 480, self.config.width or 832
-        tokens = geometry.tokens((0, 1 + self.config.num_frames // 4, height // geometry.space, width // geometry.space))
-        heads, wide = int(config["num_attention_heads"]), int(config["attention_head_dim"])
-        times = fastest(heads, wide, tokens, 1, torch.bfloat16, work.device)
-        if not times:
-            return
-        best = min(times, key=lambda kernel: times[kernel])
-        chosen = best if times[best] < _CLEARLY * times.get("auto", float("inf")) else "auto"
+        frames = 1 + self.config.num_frames // geometry.time
+        tokens = geometry.tokens((0, frames, height // geometry.space, width // geometry.space))
+        heads, head_width = int(config["num_attention_heads"]), int(config["attention_head_dim"])
+        times = measure(heads, head_width, tokens, torch.bfloat16, work.device)
+        chosen = choose(times)
         file.write_text(json.dumps({"kernel": chosen, "milliseconds": times, "tokens": tokens}))
         told = ", ".join(f"{kernel} {ms:.2f}" for kernel, ms in times.items())
-        work.message(f"attention of {tokens:,} tokens, ms: {told}; taking {chosen if chosen != 'auto' else 'torch’s choice'}")
+        work.message(f"attention of {tokens:,} tokens in ms: {told}; taking {chosen}")
 
     def model(self) -> nn.Module:
         """The transformer, or the experts; on meta, if the weights are in files."""
-        from unisono.recipes.wan.attention import FusedAttention
+        from unisono.recipes.wan.attention import use
         from unisono.recipes.wan.experts import Experts
         from unisono.recipes.wan.islands import keep_time_embedding_exact
         from unisono.recipes.wan.load import build, build_meta
@@ -175,10 +170,7 @@ class WanFlow(Recipe):
         for name, transformer in transformers.items():
             self._check_and_adapt(name, transformer)
             keep_time_embedding_exact(transformer)
-            for block in transformer.blocks:
-                for attention in (block.attn1, block.attn2):
-                    if attention.add_k_proj is None:  # image-to-video models attend to pictures too
-                        attention.processor = FusedAttention(kernel)
+            use(kernel, transformer)
         return Experts(transformers, self._boundary)
 
     def _check_and_adapt(self, name: str, transformer: Any) -> None:
