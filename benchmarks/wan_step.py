@@ -231,7 +231,7 @@ def main() -> int:
     shapes = QUICK if given.quick else SHAPES
     names = [name for name in given.shapes.split(",") if name] or list(shapes)
     sys.path.insert(0, str(ROOT / "src"))
-    from unisono.recipes.wan.load import CONFIGS
+    from unisono.recipes.wan.models.load import CONFIGS
 
     config = TINY if given.quick else CONFIGS["1.3b"]
     import torch

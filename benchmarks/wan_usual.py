@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from unisono.data.noise import Noise
 from unisono.data.order import Order
 from unisono.data.seeding import seed_everything
-from unisono.recipes.wan.load import transformer_config
+from unisono.recipes.wan.models.load import transformer_config
 from unisono.recipes.wan.objective import NoiseLevels
 
 

@@ -44,7 +44,7 @@ class Run:
     world: int
     settings: dict[str, Any] = field(default_factory=dict)
     copy: Copy | None = None
-    recipe: str = "Sentences"
+    recipe: str = "Sentences"  # of recipes_for_tests, or one that comes with unisono
 
 
 @dataclass(frozen=True)
@@ -142,11 +142,13 @@ def _train(recipe: str, folder: Path, record: Path, settings: Mapping[str, Any])
     import recipes_for_tests
     import unisono
     from unisono.cluster.processes import leave
+    from unisono.engine.registry import load_recipe
     from unisono.errors import UnisonoError
 
     try:
-        kind = getattr(recipes_for_tests, recipe)
-        result = unisono.train(kind, **{"output_dir": str(folder), "record": str(record), **settings})
+        kind = getattr(recipes_for_tests, recipe, None) or load_recipe(recipe)
+        noted = {"record": str(record)} if hasattr(kind.Config, "record") else {}
+        result = unisono.train(kind, **{"output_dir": str(folder), **noted, **settings})
     except UnisonoError as error:
         leave()  # a session that fails stays in its group, because a peer may be gone; here all fail alike
         return {"error": str(error), "exit_code": error.exit_code}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from unisono.errors import ConfigError
-from unisono.recipes.wan.sources import Source, read_sources
+from unisono.recipes.wan.data.sources import Source, read_sources
 
 # Nothing here opens a film: any bytes will do.
 

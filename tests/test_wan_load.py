@@ -19,12 +19,12 @@ from torch import Tensor
 from transformers import T5TokenizerFast, UMT5Config, UMT5EncoderModel
 
 from unisono.errors import UserError
-from unisono.recipes.wan.load import CONFIGS, build, build_meta, describe, transformer_config
-from unisono.recipes.wan.lora import SECOND, add_lora, load_lora, lora_state, merge, save_lora
-from unisono.recipes.wan.native import base_name
-from unisono.recipes.wan.pipeline import write_pipeline
+from unisono.recipes.wan.models.load import CONFIGS, build, build_meta, describe, transformer_config
+from unisono.recipes.wan.models.lora import SECOND, add_lora, load_lora, lora_state, merge, save_lora
+from unisono.recipes.wan.models.native import base_name
+from unisono.recipes.wan.models.pipeline import write_pipeline
+from unisono.recipes.wan.models.weights import fill, open_weights
 from unisono.recipes.wan.tiny.models import PipelineParts
-from unisono.recipes.wan.weights import fill, open_weights
 
 TINY: dict[str, Any] = {
     **{"patch_size": (1, 2, 2), "num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 16},

@@ -20,8 +20,8 @@ from av.stream import Disposition
 from PIL import Image
 
 from unisono.errors import ConfigError
-from unisono.recipes.wan.decode import opened
-from unisono.recipes.wan.media import (
+from unisono.recipes.wan.data.decode import opened
+from unisono.recipes.wan.data.media import (
     BadMedia,
     Fit,
     MediaFacts,
@@ -519,6 +519,6 @@ def test_importing_the_readers_imports_no_decoder() -> None:
     import subprocess
     import sys
 
-    code = "import sys, unisono.recipes.wan.media, unisono.recipes.wan.sources; print({'av', 'PIL'} & set(sys.modules))"
+    code = "import sys; from unisono.recipes.wan.data import media, sources; print({'av', 'PIL'} & set(sys.modules))"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=True)
     assert told.stdout.strip() == "set()"

@@ -11,9 +11,9 @@ from diffusers.models.attention_dispatch import AttentionBackendName
 from torch import Tensor, nn
 
 from unisono.data.noise import Noise
-from unisono.recipes.wan.attention import choose, use
-from unisono.recipes.wan.experts import Experts, range_of
-from unisono.recipes.wan.islands import full_precision_weights, keep_time_embedding_exact
+from unisono.recipes.wan.models.attention import choose, use
+from unisono.recipes.wan.models.experts import Experts, range_of
+from unisono.recipes.wan.models.islands import full_precision_weights, keep_time_embedding_exact
 from unisono.recipes.wan.objective import NoiseLevels, data_from, noised, shift_for, velocity
 from unisono.recipes.wan.sample import euler, sample
 from unisono.recipes.wan_flow.flow import Flow, with_first_frame

@@ -151,7 +151,9 @@ def test_the_vae_gives_back_what_it_was_given() -> None:
 def test_normalised_latents_have_mean_0_and_spread_1_and_the_promised_size() -> None:
     vae = tiny_vae()
     space, time = vae.config.scale_factor_spatial, vae.config.scale_factor_temporal
-    mean, std = (torch.tensor(values).view(1, -1, 1, 1, 1) for values in (vae.config.latents_mean, vae.config.latents_std))
+    mean, std = (
+        torch.tensor(values).view(1, -1, 1, 1, 1) for values in (vae.config.latents_mean, vae.config.latents_std)
+    )
     for num_frames in (1, 5):
         latents = vae.encode(frames_of(Shapes(48, num_frames, split="eval"))).latent_dist.mean
         assert latents.shape[1:] == (vae.config.z_dim, (num_frames - 1) // time + 1, 32 // space, 32 // space)
@@ -197,7 +199,9 @@ def test_a_pipeline_of_the_tiny_parts_draws_frames() -> None:
     from diffusers import WanPipeline, WanTransformer3DModel
 
     torch.manual_seed(0)
-    pipeline = WanPipeline(transformer=WanTransformer3DModel(**tiny_transformer_config()), **tiny_pipeline_parts()._asdict())
+    pipeline = WanPipeline(
+        transformer=WanTransformer3DModel(**tiny_transformer_config()), **tiny_pipeline_parts()._asdict()
+    )
     pipeline.set_progress_bar_config(disable=True)
     frames = pipeline(
         "a red circle", height=32, width=32, num_frames=5, num_inference_steps=2, max_sequence_length=TEXT_LENGTH

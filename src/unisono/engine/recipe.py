@@ -75,6 +75,9 @@ class Recipe:
     class Config:
         """The recipe's own settings; every field becomes a flag and a config-file key."""
 
+    remarks: Sequence[str] = ()
+    """What the user should be told once, when the run begins; for dataset() and model() to set."""
+
     def __init__(self, config: Any) -> None:
         self.config = config
 

@@ -336,7 +336,7 @@ class _Session:
         self._folder.event(kind, step=step, rank=0, world=world.size, strategy=parts.strategy.name)
         for line in opening(parts, self._settings, world, batch, length, size, eval_data, self._folder.path, why):
             print_line(line)
-        for remark in [*self._remarks, *parts.remarks]:
+        for remark in [*self._remarks, *parts.remarks, *dict.fromkeys(parts.recipe.remarks)]:
             print_line(f"note: {remark}")
 
 

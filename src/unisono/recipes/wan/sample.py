@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.recipes.wan.experts import Experts
+from unisono.recipes.wan.models.experts import Experts
 from unisono.recipes.wan.objective import TIMESTEPS, data_from
 
 Text = tuple[Tensor, Tensor]

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from unisono.engine.recipe import Work
 from unisono.errors import ConfigError
-from unisono.recipes.wan.cache import Cache, CacheSettings
-from unisono.recipes.wan.cached import Cached, ShapedSamples
-from unisono.recipes.wan.companions import Companions
-from unisono.recipes.wan.cut import Cut
-from unisono.recipes.wan.on_the_fly import Measured, OnTheFly
-from unisono.recipes.wan.sources import Source, read_sources
+from unisono.recipes.wan.data.cache import Cache, CacheSettings
+from unisono.recipes.wan.data.cached import Cached, ShapedSamples
+from unisono.recipes.wan.data.cut import Cut
+from unisono.recipes.wan.data.on_the_fly import Measured, OnTheFly
+from unisono.recipes.wan.data.sources import Source, read_sources
+from unisono.recipes.wan.models.companions import Companions
 
 SHAPES = "shapes"
 TINY_SIZE = 32

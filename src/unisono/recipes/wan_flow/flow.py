@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from unisono.engine.recipe import Loss
-from unisono.recipes.wan.experts import Experts
+from unisono.recipes.wan.models.experts import Experts
 from unisono.recipes.wan.objective import TIMESTEPS, NoiseLevels, noised, shift_for, velocity
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from unisono.data.bits import key_of, random_bits, to_unit
 from unisono.errors import ConfigError
-from unisono.recipes.wan.experts import Experts
+from unisono.recipes.wan.models.experts import Experts
 from unisono.recipes.wan.objective import noised
 from unisono.recipes.wan.sample import sample
 
@@ -41,8 +41,8 @@ def prompts_in(told: str) -> list[str]:
 
 def draw(recipe: WanFlow, model: Experts) -> Mapping[str, Any] | None:
     """One picture of everything that was drawn, and films as films."""
-    from unisono.recipes.wan.media import from_unit
-    from unisono.recipes.wan.show import grid, write_film
+    from unisono.recipes.wan.data.media import from_unit
+    from unisono.recipes.wan.data.show import grid, write_film
 
     wanted = _wanted(recipe)
     if not wanted:

@@ -1,8 +1,8 @@
 """The recipe `wan-flow`: pictures, films and captions in, a Wan transformer that draws such ones out.
 
-Encode them once (`data.py`, `wan/cache.py`), take a Wan transformer from wherever it comes (`wan/load.py`), teach it
-the velocity from data to noise (`flow.py`, `wan/objective.py`), look at what it draws (`wan/sample.py`), and write it
-as diffusers loads it (`wan/pipeline.py`).
+Encode them once (`data.py`, `wan/data/cache.py`), take a Wan transformer from wherever it comes
+(`wan/models/load.py`), teach it the velocity from data to noise (`flow.py`, `wan/objective.py`), look at what it draws
+(`wan/sample.py`), and write it as diffusers loads it (`wan/models/pipeline.py`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:  # `unisono train wan-flow --help` need not wait for torch
 
     from unisono.data.noise import Noise
     from unisono.parallel.materialize import Weights
-    from unisono.recipes.wan.companions import Companions
-    from unisono.recipes.wan.load import WanFolder
+    from unisono.recipes.wan.models.companions import Companions
+    from unisono.recipes.wan.models.load import WanFolder
     from unisono.recipes.wan_flow.data import FolderData, ShapesData
     from unisono.recipes.wan_flow.flow import Flow
 
@@ -62,14 +62,14 @@ class WanFlow(Recipe):
     @cached_property
     def _found(self) -> WanFolder | None:
         """What model_path is."""
-        from unisono.recipes.wan.load import describe
+        from unisono.recipes.wan.models.load import describe
 
         return describe(self.config.model_path) if self.config.model_path else None
 
     @cached_property
     def _trained(self) -> list[str]:
         """Which transformers are trained, by diffusers' names."""
-        from unisono.recipes.wan.experts import HIGH, LOW, parts_to_train
+        from unisono.recipes.wan.models.experts import HIGH, LOW, parts_to_train
 
         named = (self.config.model_config or "").lower() == "a14b"
         found: Any = self._found.transformers if self._found else (HIGH, LOW) if named else (HIGH,)
@@ -77,7 +77,7 @@ class WanFlow(Recipe):
 
     @cached_property
     def _boundary(self) -> float | None:
-        from unisono.recipes.wan.load import BOUNDARY
+        from unisono.recipes.wan.models.load import BOUNDARY
 
         if self._found is not None:
             return self._found.boundary_ratio if len(self._found.transformers) > 1 else None
@@ -86,15 +86,15 @@ class WanFlow(Recipe):
     @cached_property
     def _transformer(self) -> dict[str, Any]:
         """The configuration of the transformer, or of the experts, which are alike."""
-        from unisono.recipes.wan.load import transformer_config
+        from unisono.recipes.wan.models.load import transformer_config
 
         return transformer_config(self._found, self.config.model_config, part=self._trained[0])
 
     @cached_property
     def companions(self) -> Companions:
         """VAE and text encoder."""
-        from unisono.recipes.wan.companions import FromFolder, Tiny, without
-        from unisono.recipes.wan.load import TEXT_LENGTH, describe
+        from unisono.recipes.wan.models.companions import FromFolder, Tiny, without
+        from unisono.recipes.wan.models.load import TEXT_LENGTH, describe
 
         parts = describe(self.config.parts_path) if self.config.parts_path else self._found
         if parts is not None and parts.kind == "pipeline":
@@ -120,7 +120,7 @@ class WanFlow(Recipe):
     @cached_property
     def flow(self) -> Flow:
         """The objective."""
-        from unisono.recipes.wan.experts import range_of
+        from unisono.recipes.wan.models.experts import range_of
         from unisono.recipes.wan.objective import NoiseLevels
         from unisono.recipes.wan_flow.flow import Flow
 
@@ -142,7 +142,7 @@ class WanFlow(Recipe):
     def _measure(self, file: Path, work: Work) -> None:
         import torch
 
-        from unisono.recipes.wan.attention import choose, measure
+        from unisono.recipes.wan.models.attention import choose, measure
 
         if file.exists():
             return
@@ -159,10 +159,10 @@ class WanFlow(Recipe):
 
     def model(self) -> nn.Module:
         """The transformer, or the experts; on meta, if the weights are in files."""
-        from unisono.recipes.wan.attention import use
-        from unisono.recipes.wan.experts import Experts
-        from unisono.recipes.wan.islands import keep_time_embedding_exact
-        from unisono.recipes.wan.load import build, build_meta
+        from unisono.recipes.wan.models.attention import use
+        from unisono.recipes.wan.models.experts import Experts
+        from unisono.recipes.wan.models.islands import keep_time_embedding_exact
+        from unisono.recipes.wan.models.load import build, build_meta
 
         make = build if self._found is None else build_meta
         transformers = {name: make(self._transformer) for name in self._trained}
@@ -174,8 +174,8 @@ class WanFlow(Recipe):
         return Experts(transformers, self._boundary)
 
     def _check_and_adapt(self, name: str, transformer: Any) -> None:
-        from unisono.recipes.wan.lora import TARGETS, add_lora, load_lora
-        from unisono.recipes.wan.weights import check_fit
+        from unisono.recipes.wan.models.lora import TARGETS, add_lora, load_lora
+        from unisono.recipes.wan.models.weights import check_fit
 
         config = self.config
         if self._found is not None:
@@ -193,20 +193,20 @@ class WanFlow(Recipe):
 
     @cached_property
     def _files(self) -> dict[str, Any]:
-        from unisono.recipes.wan.weights import open_weights
+        from unisono.recipes.wan.models.weights import open_weights
 
         assert self._found is not None
         return {name: open_weights(self._found.transformers[name]) for name in self._trained}
 
     def weights(self, model: nn.Module) -> Weights | None:
         """Those in the model's files, read row by row."""
-        from unisono.recipes.wan.initial import FromFiles
+        from unisono.recipes.wan.models.initial import FromFiles
 
         return None if self._found is None else FromFiles(self._files)
 
     def full_precision(self, model: nn.Module) -> Sequence[str]:
         """Norms, modulation and the time embedding."""
-        from unisono.recipes.wan.islands import full_precision_weights
+        from unisono.recipes.wan.models.islands import full_precision_weights
 
         return full_precision_weights(model)
 
@@ -224,9 +224,7 @@ class WanFlow(Recipe):
     def dataset(self, split: str) -> Any:
         """Latents and embeddings, or frames and captions."""
         data = self._data.dataset(split)
-        for remark in self._data.remarks:
-            print(f"unisono: {remark}", file=sys.stderr)
-        self._data.remarks.clear()
+        self.remarks = self._data.remarks
         return data
 
     def collate(self, items: list[Any]) -> Any:
@@ -239,7 +237,7 @@ class WanFlow(Recipe):
         """[batch, C, f, h, w] latents and [batch, length, width] text."""
         import torch
 
-        from unisono.recipes.wan.text import pad
+        from unisono.recipes.wan.models.text import pad
 
         if "latent" in batch:
             return batch["latent"], batch["text"]
@@ -254,7 +252,7 @@ class WanFlow(Recipe):
 
     def text(self, caption: str) -> Tensor:
         """[text length, width] what the transformer gets for a caption."""
-        from unisono.recipes.wan.text import pad
+        from unisono.recipes.wan.models.text import pad
 
         length, kept = self.companions.text_length, self._data.text(caption)
         return kept if kept is not None else pad(self._text_encoder.encode([caption], length)[0], length)
@@ -294,10 +292,10 @@ class WanFlow(Recipe):
 
     def export(self, model: nn.Module, folder: Path) -> None:
         """A folder for `WanPipeline.from_pretrained`, or LoRAs for `load_lora_weights`."""
-        from unisono.recipes.wan.companions import Tiny
-        from unisono.recipes.wan.experts import HIGH, LOW
-        from unisono.recipes.wan.lora import lora_state, save_lora
-        from unisono.recipes.wan.pipeline import write_pipeline
+        from unisono.recipes.wan.models.companions import Tiny
+        from unisono.recipes.wan.models.experts import HIGH, LOW
+        from unisono.recipes.wan.models.lora import lora_state, save_lora
+        from unisono.recipes.wan.models.pipeline import write_pipeline
 
         transformers = dict(model.named_children())
         if self.config.lora_rank:

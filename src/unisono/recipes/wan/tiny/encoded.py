@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from unisono.engine.recipe import Work
-from unisono.recipes.wan.text import TextEncoder, pad
+from unisono.recipes.wan.models.text import TextEncoder, pad
+from unisono.recipes.wan.models.vae import Latents
 from unisono.recipes.wan.tiny.shapes import Shapes, labels
-from unisono.recipes.wan.vae import Latents
 
 _AT_ONCE = 64
 

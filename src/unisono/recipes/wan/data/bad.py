@@ -7,8 +7,8 @@ from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 
 from unisono.errors import ConfigError, UserError
-from unisono.recipes.wan.packs import write_whole
-from unisono.recipes.wan.sources import Source
+from unisono.recipes.wan.data.packs import write_whole
+from unisono.recipes.wan.data.sources import Source
 
 _NAMED = 3  # in a message
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from unisono.errors import ConfigError
-from unisono.recipes.wan.decode import FILMS, PICTURES, BadMedia, Film, MediaFacts, Shown, StillOrAnimation, opened
-from unisono.recipes.wan.show import grid, write_film
+from unisono.recipes.wan.data.decode import FILMS, PICTURES, BadMedia, Film, MediaFacts, Shown, StillOrAnimation, opened
+from unisono.recipes.wan.data.show import grid, write_film
 
 __all__ = [
     "FILMS",

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from unisono.config.values import shown
 from unisono.errors import ConfigError, UserError
-from unisono.recipes.wan.load import WanFolder, build_meta, read_json, transformer_config
-from unisono.recipes.wan.weights import fill, refuse_pickle
+from unisono.recipes.wan.models.load import WanFolder, build_meta, read_json, transformer_config
+from unisono.recipes.wan.models.weights import fill, refuse_pickle
 
 if TYPE_CHECKING:
     from unisono.recipes.wan.tiny.models import PipelineParts

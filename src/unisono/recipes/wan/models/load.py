@@ -14,8 +14,8 @@ import torch
 
 from unisono.config.values import shown
 from unisono.errors import ConfigError
-from unisono.recipes.wan.native import config_of
-from unisono.recipes.wan.weights import open_weights, refuse_pickle
+from unisono.recipes.wan.models.native import config_of
+from unisono.recipes.wan.models.weights import open_weights, refuse_pickle
 
 _COMMON: dict[str, Any] = {
     **{"patch_size": (1, 2, 2), "attention_head_dim": 128, "text_dim": 4096, "freq_dim": 256},

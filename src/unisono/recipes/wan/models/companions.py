@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from unisono.errors import ConfigError
-from unisono.recipes.wan.fingerprint import of_folders
-from unisono.recipes.wan.load import WanFolder, read_json
+from unisono.recipes.wan.models.fingerprint import of_folders
+from unisono.recipes.wan.models.load import WanFolder, read_json
+from unisono.recipes.wan.models.text import TextEncoder, check_width
+from unisono.recipes.wan.models.vae import Geometry, Latents, check_channels
 from unisono.recipes.wan.sample import euler
-from unisono.recipes.wan.text import TextEncoder, check_width
-from unisono.recipes.wan.vae import Geometry, Latents, check_channels
 
 if TYPE_CHECKING:
     from unisono.recipes.wan.tiny.models import PipelineParts

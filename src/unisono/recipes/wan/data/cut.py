@@ -9,9 +9,9 @@ from pathlib import Path
 from torch import Tensor
 
 from unisono.errors import ConfigError
-from unisono.recipes.wan import media
-from unisono.recipes.wan.media import FILMS, Fit
-from unisono.recipes.wan.sources import Source
+from unisono.recipes.wan.data import media
+from unisono.recipes.wan.data.media import FILMS, Fit
+from unisono.recipes.wan.data.sources import Source
 
 
 @dataclass(frozen=True)

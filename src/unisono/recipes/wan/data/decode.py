@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from unisono.recipes.wan.tree import one_line
+from unisono.recipes.wan.data.tree import one_line
 
 if TYPE_CHECKING:
     from av.container import InputContainer

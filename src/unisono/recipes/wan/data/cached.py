@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from unisono.recipes.wan.packs import Shelf
-from unisono.recipes.wan.sources import Source
-from unisono.recipes.wan.text import pad
-from unisono.recipes.wan.vae import Geometry
+from unisono.recipes.wan.data.packs import Shelf
+from unisono.recipes.wan.data.sources import Source
+from unisono.recipes.wan.models.text import pad
+from unisono.recipes.wan.models.vae import Geometry
 
 Shape = tuple[int, ...]
 """Of a latent: channels, frames, height, width."""

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from unisono.recipes.wan.native import base_name
-from unisono.recipes.wan.weights import Weights
+from unisono.recipes.wan.models.native import base_name
+from unisono.recipes.wan.models.weights import Weights
 
 
 class FromFiles:

@@ -15,15 +15,15 @@ import torch
 
 from unisono.engine.recipe import Work
 from unisono.errors import ConfigError
-from unisono.recipes.wan.bad import BadFiles, usable
-from unisono.recipes.wan.cached import ShapedSamples
-from unisono.recipes.wan.cut import Cut, media_of, short_films
-from unisono.recipes.wan.filling import Finish, fill
-from unisono.recipes.wan.fingerprint import Keys
-from unisono.recipes.wan.media import Fit
-from unisono.recipes.wan.packs import Packs, Shelf
-from unisono.recipes.wan.sources import Source
-from unisono.recipes.wan.vae import Geometry
+from unisono.recipes.wan.data.bad import BadFiles, usable
+from unisono.recipes.wan.data.cached import ShapedSamples
+from unisono.recipes.wan.data.cut import Cut, media_of, short_films
+from unisono.recipes.wan.data.filling import Finish, fill
+from unisono.recipes.wan.data.media import Fit
+from unisono.recipes.wan.data.packs import Packs, Shelf
+from unisono.recipes.wan.data.sources import Source
+from unisono.recipes.wan.models.fingerprint import Keys
+from unisono.recipes.wan.models.vae import Geometry
 
 
 class OnTheFly(ShapedSamples):

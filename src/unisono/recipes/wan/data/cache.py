@@ -22,17 +22,17 @@ from torch import Tensor
 
 from unisono.engine.recipe import Work
 from unisono.errors import ConfigError
-from unisono.recipes.wan.bad import BadFiles, usable
-from unisono.recipes.wan.cached import Cached
-from unisono.recipes.wan.cut import Cut, media_of, short_films
-from unisono.recipes.wan.filling import Finish, borrowed, fill
-from unisono.recipes.wan.fingerprint import Keys
-from unisono.recipes.wan.media import BadMedia
-from unisono.recipes.wan.packs import Packs, Shelf
-from unisono.recipes.wan.precomputed import read_embedding, read_latent
-from unisono.recipes.wan.sources import Source
-from unisono.recipes.wan.text import TextEncoder, pad
-from unisono.recipes.wan.vae import Geometry, Latents
+from unisono.recipes.wan.data.bad import BadFiles, usable
+from unisono.recipes.wan.data.cached import Cached
+from unisono.recipes.wan.data.cut import Cut, media_of, short_films
+from unisono.recipes.wan.data.filling import Finish, borrowed, fill
+from unisono.recipes.wan.data.media import BadMedia
+from unisono.recipes.wan.data.packs import Packs, Shelf
+from unisono.recipes.wan.data.precomputed import read_embedding, read_latent
+from unisono.recipes.wan.data.sources import Source
+from unisono.recipes.wan.models.fingerprint import Keys
+from unisono.recipes.wan.models.text import TextEncoder, pad
+from unisono.recipes.wan.models.vae import Geometry, Latents
 
 _FORMAT = 1  # of what is kept; what has another one is not found
 

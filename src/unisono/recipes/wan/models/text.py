@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from unisono.errors import ConfigError
-from unisono.recipes.wan.fingerprint import of_module, of_tokenizer, together
-from unisono.recipes.wan.parts import load_part, loading, part_of
+from unisono.recipes.wan.models.fingerprint import of_module, of_tokenizer, together
+from unisono.recipes.wan.models.parts import load_part, loading, part_of
 
 
 def clean(caption: str) -> str:

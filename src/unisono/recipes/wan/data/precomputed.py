@@ -12,8 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from unisono.recipes.wan.media import BadMedia
-from unisono.recipes.wan.vae import Geometry
+from unisono.recipes.wan.data.media import BadMedia
+from unisono.recipes.wan.models.vae import Geometry
 
 
 def read_latent(path: Path, geometry: Geometry) -> Tensor:

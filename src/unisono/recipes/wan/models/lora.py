@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from unisono.data.bits import Purpose, key_of
 from unisono.errors import ConfigError, UserError
-from unisono.recipes.wan.native import plain_name
-from unisono.recipes.wan.weights import refuse_pickle
+from unisono.recipes.wan.models.native import plain_name
+from unisono.recipes.wan.models.weights import refuse_pickle
 
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2")
 """Ends of the names of the layers that get a LoRA: all projections of both attentions, and the feed-forward layers."""

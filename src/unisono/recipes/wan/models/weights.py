@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from unisono.errors import ConfigError
-from unisono.recipes.wan.native import Shapes, base_name, diffusers_names, num_layers
+from unisono.recipes.wan.models.native import Shapes, base_name, diffusers_names, num_layers
 
 _PICKLES = {".pth", ".pt", ".bin", ".ckpt", ".pkl", ".pickle"}
 

@@ -14,7 +14,7 @@ def part_of(model_path: str | Path, name: str) -> Path:
     """The folder of a part of a model; a hub id is downloaded first, unless it is here already."""
     path = Path(model_path).expanduser()
     if not path.exists():
-        from unisono.recipes.wan.load import describe
+        from unisono.recipes.wan.models.load import describe
 
         path = describe(model_path).path
     folder = path / name
@@ -28,7 +28,7 @@ def part_of(model_path: str | Path, name: str) -> Path:
 
 def part_config(model_path: str | Path, name: str) -> dict[str, Any]:
     """The config of a part of a model."""
-    from unisono.recipes.wan.load import read_json
+    from unisono.recipes.wan.models.load import read_json
 
     return read_json(part_of(model_path, name) / "config.json")
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from unisono.errors import ConfigError
-from unisono.recipes.wan.fingerprint import of_module
-from unisono.recipes.wan.media import to_unit
-from unisono.recipes.wan.parts import load_part
+from unisono.recipes.wan.data.media import to_unit
+from unisono.recipes.wan.models.fingerprint import of_module
+from unisono.recipes.wan.models.parts import load_part
 
 _CHUNK = 4  # frames that the VAE takes at a time, after the first one
 

@@ -1,0 +1,130 @@
+"""The script that people know, in unisono's words: its flags, its model, its data, its length.
+
+Most of its flags are flags of unisono by the same name, or by another one that it knows (`unisono train wan-flow
+--help`). The others are here: each does what its name says, or is refused with the reason and what to use instead.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from unisono.cli.train import split_words
+from unisono.config import Resolved
+from unisono.engine.run import configure
+from unisono.errors import ConfigError
+from unisono.recipes.wan_flow.recipe import WanFlow
+
+MODEL = Path("models/wan2.2_ti2v_5B_fp16.safetensors")
+DATASET = Path("dataset")
+NUM_EPOCHS = 100
+TINY_SIDE = 32  # pixels; the tiny model is made for such pictures
+
+REFUSED = {
+    "use_8bit_adam": "the optimizer's state is kept in 32 bit; where it does not fit, --strategy fsdp spreads it over "
+    "the GPUs, and a LoRA (--lora_rank 32) hardly has any",
+    "vae_gradient_checkpointing": "the VAE is not trained, it encodes each sample once and without gradients; leave "
+    "it out (--gradient_checkpointing is for the transformer)",
+    "fp8_optimizations": "there are no matrix products in 8 bit; leave it out (--model_dtype bf16 and --torch_compile "
+    "are the fastest)",
+}
+_WITH_VALUE = ("local_rank", "ckpt_path", "device", "model_dtype")
+_DTYPES = {"fp32": "no", "fp16": "fp16", "bf16": "bf16"}
+
+
+def settings_of(words: Sequence[str]) -> Resolved:
+    """All settings, as a command line in unisono's words says them."""
+    _, files, flags, _, _ = split_words(["wan-flow", *words])
+    return configure(WanFlow, file=files, flags=flags)
+
+
+def completed(given: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A command line for `unisono train wan-flow`, with what was left open; and what the user should know of that."""
+    words, remarks = in_our_words(given), []
+    told = settings_of(words)
+    if "use_ema" in map(_name, given) and told.values["ema_decay"] == 0:
+        raise ConfigError("--use_ema and --ema_decay 0 contradict each other; leave one of them out")
+    if not told.explicit("gpus") and not told.explicit("nproc"):
+        words.append("--gpus=1")  # under a launcher it has no meaning: there each process has its GPU already
+    if not told.values["model_path"] and not told.values["model_config"]:
+        found = MODEL.is_file()
+        words.append(f"--model_path={MODEL}" if found else "--model_config=tiny")
+        remarks.append(
+            f"training {MODEL}; --model_path names another model"
+            if found
+            else f"no --model_path, no --model_config and no {MODEL}: training a tiny model (--model_config tiny)"
+        )
+        told = settings_of(words)
+    if str(told.values["model_config"]).lower() == "tiny":
+        more, remark = _for_the_tiny_model(told)
+        return words + more, remarks + remark
+    if not told.explicit("num_epochs") and not told.explicit("max_steps"):
+        words.append(f"--num_epochs={NUM_EPOCHS}")
+    return words, remarks
+
+
+def _for_the_tiny_model(told: Resolved) -> tuple[list[str], list[str]]:
+    """The user's data in its size if there are any, else the built-in shapes."""
+    words, remarks = [], []
+    path = str(told.values["dataset_path"] if told.explicit("dataset_path") else DATASET)
+    if path != "shapes" and Path(path) == DATASET and not DATASET.exists():
+        words.append("--dataset_path=shapes")
+        remarks.append(f"there is no ./{DATASET}: training on built-in shapes (--dataset_path shapes)")
+    elif path != "shapes":
+        words.append(f"--dataset_path={path}")
+        if not any(told.explicit(name) for name in ("height", "width", "max_pixels")):
+            words += [f"--height={TINY_SIDE}", f"--width={TINY_SIDE}"]
+            remarks.append(f"training on {path}, made {TINY_SIDE} × {TINY_SIDE} for the tiny model (--height, --width)")
+    epochs, steps = told.values["num_epochs"], told.values["max_steps"]
+    if epochs is not None and steps is not None and not told.explicit("max_steps"):
+        remarks.append(f"the tiny model ends after {steps:,} steps, even if {epochs} epochs are longer (--max_steps)")
+    return words, remarks
+
+
+def in_our_words(words: Sequence[str]) -> list[str]:
+    """The same command line without flags that unisono does not have."""
+    ours: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name = _name(word)
+        if name in REFUSED:
+            raise ConfigError(f"--{name}: {REFUSED[name]}")
+        if name == "use_ema":  # it is on unless --ema_decay is 0
+            continue
+        if name not in _WITH_VALUE:
+            ours.append(word)
+            continue
+        _, equals, value = word.partition("=")
+        if not equals:
+            if not rest or rest[0].startswith("--"):
+                raise ConfigError(f"--{name} needs a value")
+            value = rest.pop(0)
+        if name == "ckpt_path":
+            ours.append(f"--model_path={value}")
+        elif name == "device":
+            ours.append(f"--gpus={_gpus(value)}")
+        elif name == "model_dtype":
+            ours.append(f"--mixed_precision={_precision(value)}")
+        # The last one is local_rank, which the launcher says in the environment too.
+    return ours
+
+
+def _name(word: str) -> str:
+    """Of a flag; nothing for other words."""
+    return word.partition("=")[0].removeprefix("--").replace("-", "_") if word.startswith("--") else ""
+
+
+def _gpus(device: str) -> str:
+    if device in ("cpu", "cuda"):
+        return "0" if device == "cpu" else "1"
+    if match := re.fullmatch(r"cuda:([0-9]+)", device):
+        return f"{match[1]},"  # the GPU of this number; without the comma it would be a count
+    raise ConfigError(f"--device: expected cpu, cuda or cuda:N, got {device!r}; --gpus 0,2 names several")
+
+
+def _precision(dtype: str) -> str:
+    if dtype not in _DTYPES:
+        raise ConfigError(f"--model_dtype: expected {', '.join(_DTYPES)}, got {dtype!r}")
+    return _DTYPES[dtype]

@@ -1,0 +1,96 @@
+"""Trains Wan 2.1 or 2.2 by flow matching. Run it from this folder, in any of these ways:
+
+python train_flow_matching.py --batch_size 1 --num_epochs 100       one GPU, or the CPU; --gpus all takes every GPU
+./train_multigpu.sh 2 --batch_size 2 --num_epochs 50                two GPUs, or two CPU processes
+torchrun --nproc_per_node=2 train_flow_matching.py --batch_size 2
+sbatch train_flow_matching.slurm
+
+It is `unisono train wan-flow`, and takes the flags of the script that people know. Where no model is named it takes
+models/wan2.2_ti2v_5B_fp16.safetensors, and where that is not there either a tiny one, which learns built-in shapes.
+--help lists all settings. `from train_flow_matching import FlowMatchingTrainer` is for loops of your own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from known_script import completed, settings_of
+
+from unisono.cli.main import main as unisono
+from unisono.cli.main import program
+from unisono.cluster.environment import detect
+from unisono.errors import UnisonoError
+from unisono.recipes.wan_flow.recipe import WanFlow
+
+
+def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """All settings by name, also by the names that people know; a mistake is one line and exit code 2."""
+    words = sys.argv[1:] if words is None else words
+    if {"-h", "--help"} & set(words):
+        sys.exit(unisono(["train", "wan-flow", "--help"]))
+    values = settings_of(_checked(words)[0]).values
+    known = {name: values[ours] for name, ours in WanFlow.aliases.items()}
+    return argparse.Namespace(**values, **known, local_rank=int(os.environ.get("LOCAL_RANK", -1)))
+
+
+def setup_distributed() -> tuple[int, int, int]:
+    """Joins the processes that a launcher has started, and gives rank, world_size and local_rank."""
+    import torch
+    from torch import distributed
+
+    from unisono.cluster.slurm import address_of
+
+    world, gpus = detect(), torch.cuda.device_count()
+    if gpus:
+        torch.cuda.set_device(world.local_rank % gpus)
+    if world.size > 1 and not distributed.is_initialized():
+        address = address_of(world.master_addr) if world.launcher == "slurm" else world.master_addr
+        os.environ.setdefault("MASTER_ADDR", address)
+        os.environ.setdefault("MASTER_PORT", str(world.master_port))
+        backend = "nccl" if gpus >= world.local_size else "gloo"  # NCCL refuses two processes on one GPU
+        distributed.init_process_group(backend, rank=world.rank, world_size=world.size)
+    return world.rank, world.size, world.local_rank
+
+
+def cleanup_distributed() -> None:
+    """Leaves the processes that setup_distributed has joined."""
+    from torch import distributed
+
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def is_main_process(rank: int | None = None) -> bool:
+    """Whether this is the one process that talks and writes."""
+    return (detect().rank if rank is None else rank) == 0
+
+
+def __getattr__(name: str) -> Any:
+    # Imported when it is asked for: who only starts processes does not wait for torch.
+    if name == "FlowMatchingTrainer":
+        from flow_matching_trainer import FlowMatchingTrainer
+
+        return FlowMatchingTrainer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _checked(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    try:
+        return completed(words)
+    except UnisonoError as error:
+        print(f"train_flow_matching.py: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    words = sys.argv[1:]
+    if not {"-h", "--help"} & set(words):
+        words, remarks = _checked(words)
+        if remarks and is_main_process():
+            print(f"train_flow_matching.py: {'; '.join(remarks)}", file=sys.stderr)
+    sys.argv[1:] = ["train", "wan-flow", *words]
+    program()

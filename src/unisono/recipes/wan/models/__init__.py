@@ -1,0 +1,1 @@
+"""Wan's transformers, VAE and text encoder: in from wherever they are, out as diffusers loads them."""
