@@ -1,0 +1,94 @@
+"""Wan on a GPU: compiled gradients are the eager ones, and what must be in 32 bit is, also when it is sharded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+
+import unisono
+from many_runs import Run, many_runs
+from unisono.parallel.blocks import compile_blocks
+from wan_models import save_data, save_pipelines
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+# Wan 2.1 1.3B's blocks, only two of them.
+BLOCKS = {"num_attention_heads": 12, "attention_head_dim": 128, "ffn_dim": 8960, "num_layers": 2}
+
+
+def gradients(model: Any, latent: tuple[int, ...], batch: int) -> dict[str, torch.Tensor]:
+    drawn = torch.Generator("cuda").manual_seed(1)
+    noisy = torch.randn(batch, *latent, device="cuda", generator=drawn)
+    text = torch.randn(batch, 512, 4096, device="cuda", generator=drawn, dtype=torch.bfloat16)
+    with torch.autocast("cuda", torch.bfloat16):
+        said = model(noisy, torch.full((batch,), 500.0, device="cuda"), text, return_dict=False)[0]
+    (said.float() - torch.randn(said.shape, device="cuda", generator=drawn)).square().mean().backward()
+    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+@pytest.mark.parametrize(("latent", "batch"), [((16, 5, 60, 104), 1), ((16, 1, 64, 64), 16)], ids=["film", "pictures"])
+def test_compiled_gradients_are_the_eager_ones(latent: tuple[int, ...], batch: int) -> None:
+    """Sums over 7,800 tokens came out as garbage before (pytorch#193061)."""
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = WanTransformer3DModel(**BLOCKS)
+    eager = gradients(model, latent, batch)
+    compile_blocks(model, list(model.blocks))
+    compiled = gradients(model, latent, batch)
+    whole = sum(gradient.norm() ** 2 for gradient in eager.values()) ** 0.5
+    off = sum((compiled[name] - gradient).norm() ** 2 for name, gradient in eager.items()) ** 0.5
+    assert off < 1e-2 * whole, f"off by {off / whole:.1e}"
+    for name in eager:
+        if "scale_shift_table" in name:
+            assert (compiled[name] - eager[name]).norm() < 5e-2 * eager[name].norm(), name
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("wan")
+    save_pipelines(root)
+    save_data(root / "data")
+    return root
+
+
+def test_islands_are_used_in_32_bit_under_every_strategy(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from diffusers.models.transformers.transformer_wan import WanTransformerBlock
+
+    seen: dict[str, set[torch.dtype]] = {}
+    forward = WanTransformerBlock.forward
+
+    def noting(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        for name, parameter in self.named_parameters():
+            seen.setdefault(name, set()).add(parameter.dtype)
+        return forward(self, *arguments, **keywords)
+
+    monkeypatch.setattr(WanTransformerBlock, "forward", noting)
+    given = {"model_path": str(root / "2.1"), "dataset_path": str(root / "data"), "compile": False, "max_steps": 2}
+    given |= {"fps": 8.0, "num_frames": 9, "num_workers": 0, "gpus": "1", "strategy": "fsdp", "preview_every": -1}
+    unisono.train("wan-flow", output_dir=str(root / "islands"), **given)
+    assert seen["scale_shift_table"] == seen["norm2.weight"] == {torch.float32}
+    assert torch.bfloat16 in seen["ffn.net.2.weight"]
+
+
+def test_ranks_strategies_and_recordings_agree_in_16_bit(root: Path) -> None:
+    common = {"model_path": str(root / "2.1"), "dataset_path": str(root / "data"), "cache_dir": str(root / "cache")}
+    common |= {"fps": 8.0, "num_frames": 9, "num_workers": 0, "log_every": 1, "max_steps": 5, "global_batch_size": 8}
+    common |= {"batch_size": 8, "compile": False, "preview_every": -1, "learning_rate": 1e-3, "warmup_steps": 0}
+    asked = {
+        "one": (1, {}),
+        "ddp": (2, {"strategy": "ddp", "batch_size": 4}),
+        "fsdp": (2, {"strategy": "fsdp", "batch_size": 4}),
+    }
+    asked["recorded"] = (1, {"cuda_graph": True})
+    runs = many_runs(
+        [Run(name, name, world, common | more, recipe="wan-flow") for name, (world, more) in asked.items()], root
+    )
+    for name, run in runs.items():
+        assert "error" not in run.main, (name, run.main)
+        torch.testing.assert_close(run.losses(), runs["one"].losses(), rtol=2e-2, atol=0, msg=name)
