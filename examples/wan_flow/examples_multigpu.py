@@ -36,7 +36,9 @@ PROGRAMS = {
 
 def main() -> int:
     """Prints the list, or runs one of its commands and gives its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--run", type=int, metavar="N", help="run number N of the list; flags after it are passed on")
     options, more = parser.parse_known_args()
     if options.run is None:

@@ -117,11 +117,12 @@ class FlowMatchingTrainer:
         self._noise = None  # what was drawn by hand before does not change the step
         self.model.train()
         videos, texts = (given.to(self.device, self._weight_type) for given in (videos, texts))
-        frames = self.vae is not None and videos.shape[1] == 3
-        latents = self.vae.encode(videos).to(self._weight_type) if frames else videos
+        latents = videos
+        if self.vae is not None and videos.shape[1] == 3:
+            latents = self.vae.encode(videos).to(self._weight_type)
         found = self.compute_flow_matching_loss(latents, self.sample_timesteps(len(latents)), texts)
         self.optimizer.zero_grad()
-        found["loss"].backward()
+        found["loss"].backward()  # type: ignore[no-untyped-call]
         weights = self.optimizer.param_groups[0]["params"]
         norm = torch.nn.utils.clip_grad_norm_(weights, self.grad_clip or float("inf"))
         if norm.isfinite():  # the same on all ranks: it is the norm of the gradient that they share

@@ -18,6 +18,8 @@ from unisono.recipes.wan_flow.recipe import WanFlow
 
 MODEL = Path("models/wan2.2_ti2v_5B_fp16.safetensors")
 DATASET = Path("dataset")
+MODEL_SETTINGS = {"shift": 5}  # usual for TI2V-5B
+WITHOUT_TEXT_ENCODER = {"caption_dropout": 0, "guidance": 1}  # both need the embedding of an empty caption
 NUM_EPOCHS = 100
 TINY_SIDE = 32  # pixels; the tiny model is made for such pictures
 
@@ -29,7 +31,8 @@ REFUSED = {
     "fp8_optimizations": "there are no matrix products in 8 bit; leave it out (--model_dtype bf16 and --torch_compile "
     "are the fastest)",
 }
-_WITH_VALUE = ("local_rank", "ckpt_path", "device", "model_dtype")
+_RENAMED = {"ckpt_path": "model_path", "dataset_dir": "dataset_path"}
+_WITH_VALUE = ("local_rank", "device", "model_dtype", *_RENAMED)
 _DTYPES = {"fp32": "no", "fp16": "fp16", "bf16": "bf16"}
 
 
@@ -41,38 +44,52 @@ def settings_of(words: Sequence[str]) -> Resolved:
 
 def completed(given: Sequence[str]) -> tuple[list[str], list[str]]:
     """A command line for `unisono train wan-flow`, with what was left open; and what the user should know of that."""
-    words, remarks = in_our_words(given), []
+    words = in_our_words(given)
+    remarks: list[str] = []
     told = settings_of(words)
     if "use_ema" in map(_name, given) and told.values["ema_decay"] == 0:
         raise ConfigError("--use_ema and --ema_decay 0 contradict each other; leave one of them out")
     if not told.explicit("gpus") and not told.explicit("nproc"):
         words.append("--gpus=1")  # under a launcher it has no meaning: there each process has its GPU already
     if not told.values["model_path"] and not told.values["model_config"]:
-        found = MODEL.is_file()
-        words.append(f"--model_path={MODEL}" if found else "--model_config=tiny")
-        remarks.append(
-            f"training {MODEL}; --model_path names another model"
-            if found
-            else f"no --model_path, no --model_config and no {MODEL}: training a tiny model (--model_config tiny)"
-        )
+        more, remarks = _without_a_model(told)
+        words += more
         told = settings_of(words)
     if str(told.values["model_config"]).lower() == "tiny":
-        more, remark = _for_the_tiny_model(told)
-        return words + more, remarks + remark
+        more, also = _for_the_tiny_model(told)
+        return words + more, remarks + also
     if not told.explicit("num_epochs") and not told.explicit("max_steps"):
         words.append(f"--num_epochs={NUM_EPOCHS}")
     return words, remarks
 
 
+def _without_a_model(told: Resolved) -> tuple[list[str], list[str]]:
+    """The known model if it is there, with what is beside the data, or the tiny one."""
+    if not MODEL.is_file():
+        remark = f"no --model_path, no --model_config and no {MODEL}: training a tiny model (--model_config tiny)"
+        return ["--model_config=tiny"], [remark]
+    settings = MODEL_SETTINGS | ({} if told.values["parts_path"] else WITHOUT_TEXT_ENCODER)
+    words = [f"--{name}={value}" for name, value in settings.items() if not told.explicit(name)]
+    remark = " ".join([f"training {MODEL}", *words]).replace("=", " ")
+    if not told.values["parts_path"]:
+        remark += (
+            " on latents and embeddings that lie beside the data; latents must be normalised (see README.md), and "
+            "--parts_path FOLDER brings a VAE and a text encoder instead"
+        )
+    return [f"--model_path={MODEL}", *words], [remark]
+
+
 def _for_the_tiny_model(told: Resolved) -> tuple[list[str], list[str]]:
     """The user's data in its size if there are any, else the built-in shapes."""
-    words, remarks = [], []
+    words: list[str] = []
+    remarks: list[str] = []
     path = str(told.values["dataset_path"] if told.explicit("dataset_path") else DATASET)
     if path != "shapes" and Path(path) == DATASET and not DATASET.exists():
         words.append("--dataset_path=shapes")
         remarks.append(f"there is no ./{DATASET}: training on built-in shapes (--dataset_path shapes)")
     elif path != "shapes":
-        words.append(f"--dataset_path={path}")
+        if not told.explicit("dataset_path"):
+            words.append(f"--dataset_path={path}")
         if not any(told.explicit(name) for name in ("height", "width", "max_pixels")):
             words += [f"--height={TINY_SIDE}", f"--width={TINY_SIDE}"]
             remarks.append(f"training on {path}, made {TINY_SIDE} × {TINY_SIDE} for the tiny model (--height, --width)")
@@ -101,8 +118,8 @@ def in_our_words(words: Sequence[str]) -> list[str]:
             if not rest or rest[0].startswith("--"):
                 raise ConfigError(f"--{name} needs a value")
             value = rest.pop(0)
-        if name == "ckpt_path":
-            ours.append(f"--model_path={value}")
+        if name in _RENAMED:
+            ours.append(f"--{_RENAMED[name]}={value}")
         elif name == "device":
             ours.append(f"--gpus={_gpus(value)}")
         elif name == "model_dtype":

@@ -37,7 +37,7 @@ def train(folder: Path) -> list[float]:
     """An epoch, as one of the processes that a launcher has started, or alone."""
     rank, world_size, _ = setup_distributed()
     data = samples()
-    sampler = DistributedSampler(data, world_size, rank, shuffle=True, seed=5)
+    sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(data, world_size, rank, shuffle=True, seed=5)
     trainer = small_trainer(rank=rank, world_size=world_size)
     loader = DataLoader(data, BATCH // world_size, sampler=sampler)
     losses = [trainer.train_step(*batch)["loss"] for batch in loader]
@@ -110,6 +110,7 @@ def test_a_checkpoint_goes_on_where_it_was(tmp_path: Path) -> None:
     again.load_checkpoint(tmp_path / "saved")
     assert again.train_step(latents, text) == first.train_step(latents, text)
     assert again.global_step == 2
+    assert again.ema is not None and first.ema is not None
     for ours, theirs in zip(again.ema.tensors().values(), first.ema.tensors().values(), strict=True):
         assert torch.equal(ours, theirs)
     with pytest.raises(ConfigError, match="not overwritten"):

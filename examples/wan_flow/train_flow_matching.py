@@ -16,12 +16,11 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from known_script import completed, settings_of
 
-from unisono.cli.main import main as unisono
-from unisono.cli.main import program
+from unisono.cli import main as unisono
 from unisono.cluster.environment import detect
 from unisono.errors import UnisonoError
 from unisono.recipes.wan_flow.recipe import WanFlow
@@ -31,8 +30,11 @@ def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
     """All settings by name, also by the names that people know; a mistake is one line and exit code 2."""
     words = sys.argv[1:] if words is None else words
     if {"-h", "--help"} & set(words):
-        sys.exit(unisono(["train", "wan-flow", "--help"]))
-    values = settings_of(_checked(words)[0]).values
+        sys.exit(unisono.main(["train", "wan-flow", "--help"]))
+    try:
+        values = settings_of(completed(words)[0]).values
+    except UnisonoError as error:
+        _refuse(error)
     known = {name: values[ours] for name, ours in WanFlow.aliases.items()}
     return argparse.Namespace(**values, **known, local_rank=int(os.environ.get("LOCAL_RANK", -1)))
 
@@ -78,19 +80,24 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _checked(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    try:
-        return completed(words)
-    except UnisonoError as error:
-        print(f"train_flow_matching.py: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+def _refuse(error: UnisonoError) -> NoReturn:
+    print(f"train_flow_matching.py: {error}", file=sys.stderr)
+    sys.exit(error.exit_code)
+
+
+def main() -> NoReturn:
+    """Trains as the command line says, and ends the process with the exit code."""
+    words = sys.argv[1:]
+    if not {"-h", "--help"} & set(words):
+        try:
+            words, remarks = completed(words)
+            if remarks and is_main_process():
+                print(f"train_flow_matching.py: {'; '.join(remarks)}", file=sys.stderr)
+        except UnisonoError as error:
+            _refuse(error)
+    sys.argv[1:] = ["train", "wan-flow", *words]
+    unisono.program()
 
 
 if __name__ == "__main__":
-    words = sys.argv[1:]
-    if not {"-h", "--help"} & set(words):
-        words, remarks = _checked(words)
-        if remarks and is_main_process():
-            print(f"train_flow_matching.py: {'; '.join(remarks)}", file=sys.stderr)
-    sys.argv[1:] = ["train", "wan-flow", *words]
-    program()
+    main()

@@ -27,6 +27,7 @@ from unisono.engine.evaluate import Evaluation
 from unisono.engine.feed import Feed
 from unisono.engine.memory import OutOfMemoryHere, OutOfMemoryTogether, advice
 from unisono.engine.optim import learning_rate_factor
+from unisono.engine.precision import autocast
 from unisono.engine.preview import each_once, write_previews
 from unisono.engine.resume import extra_of, tensors_of
 from unisono.engine.sizing import Sizing
@@ -321,7 +322,8 @@ class Trainer:
         # The same on every rank: a sharded model needs all of them to make the same number of forward passes.
         seed_everything(key_of(Purpose.PREVIEW, self.settings.run.seed, step), strategy.place.devices)
         recipe._over_ranks = partial(each_once, strategy.place, strategy.sharded)
-        with strategy.evaluating():
+        # As in training: weights that are 16 bit (frozen ones, gathered ones) need inputs of their type.
+        with strategy.evaluating(), autocast(strategy.place.device, self.settings.precision):
             found = strategy.infer(lambda model: recipe.preview(model, step))
         strategy.weights_changed()
         if found and self._main:

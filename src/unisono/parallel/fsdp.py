@@ -70,8 +70,10 @@ class FSDP(Strategy):
             self._make_shards(stage, home)
         if settings.fsdp_cpu_offload:
             _move_buffers(stage, place.device)
-            for parameter in whole:
-                parameter.data = parameter.data.to(place.device)
+            # Asked for again: weights that were on meta are new ones by now.
+            for name, parameter in stage.model.named_parameters():
+                if name in self._exact:
+                    parameter.data = parameter.data.to(place.device)
             return stage
         return stage.to(place.device)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from unisono.recipes.wan.models.experts import Experts
-from unisono.recipes.wan.objective import TIMESTEPS, data_from
+from unisono.recipes.wan.objective import TIMESTEPS, data_from, noised
 
 Text = tuple[Tensor, Tensor]
 """[batch, length, width] rows of the captions, and of no caption."""
@@ -33,22 +33,28 @@ def sample(
     guidance: float,
     low: float = 0.0,
     high: float = 1.0,
+    like: Tensor | None = None,
     stopping: Callable[[], bool] = bool,
 ) -> Tensor:
-    """Latents at no noise, from `latents` at noise level `high`; what lies outside of low..high is left out.
+    """Latents at no noise, from `latents` at the first noise level; what lies outside of low..high is left out.
 
-    A model that knows only the levels above `low` says at the end where it was going. Guidance 1 is the model itself;
-    more goes further from what it would draw without a caption.
+    A model that knows only the levels above `low` says at the end where it was going. One that knows only those below
+    `high` begins with `like`, where that is given: `latents` are noise then, and hide it as far as the first level
+    asks for. Guidance 1 is the model itself; more goes further from what it would draw without a caption.
     """
     scheduler.set_timesteps(steps, device=latents.device)
     times = [time for time in scheduler.timesteps if low <= float(time) / TIMESTEPS <= high]
     if high < 1:
-        scheduler.set_begin_index(len(scheduler.timesteps) - len(times))
+        first = len(scheduler.timesteps) - len(times)
+        scheduler.set_begin_index(first)
+        if like is not None:
+            latents = noised(like, latents, scheduler.sigmas[first].to(latents.device).expand(len(latents)))
     sigma, said = 0.0, torch.zeros_like(latents)
     for time in times:
         sigma = float(time) / TIMESTEPS
         before, said = latents, _guided(model, latents, sigma, text, guidance)
-        latents = scheduler.step(said, time, latents, return_dict=False)[0]
+        with torch.autocast(latents.device.type, enabled=False):  # some schedulers multiply matrices: in 32 bit
+            latents = scheduler.step(said, time, latents, return_dict=False)[0]
         if stopping():
             break
     if low > 0 and times:

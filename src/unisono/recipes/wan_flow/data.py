@@ -28,7 +28,7 @@ class FolderData:
     def __init__(self, config: Any, companions: Companions, prompts: Sequence[str]) -> None:
         self._config, self._companions, self._prompts = config, companions, prompts
         self._parts: dict[str, Cache | Measured] = {}
-        self._texts: Cache | None = None
+        self._opened: dict[str, Cached | OnTheFly] = {}
         self.remarks: list[str] = []
 
     def prepare(self, work: Work) -> None:
@@ -40,6 +40,7 @@ class FolderData:
             if path:
                 sources = self._sources(path, split, work)
                 self._parts[split] = self._of(sources, place, self._prompts if split == "train" else ())
+                self._opened.pop(split, None)
         for part in self._parts.values():
             if isinstance(part, Cache):
                 part.fill(work, self._companions.text_encoder, self._companions.vae)
@@ -81,9 +82,11 @@ class FolderData:
         return everything.part([index for index in range(len(everything)) if (index in held_out) == (split == "eval")])
 
     def _open(self, split: str) -> Cached | OnTheFly:
-        data = self._parts[split].open(self._config.leave_out_bad)
-        self.remarks += [remark for remark in data.remarks if remark not in self.remarks]
-        return data
+        # Once: of a million samples it takes a while, and every preview asks for some.
+        if split not in self._opened:
+            self._opened[split] = data = self._parts[split].open(self._config.leave_out_bad)
+            self.remarks += [remark for remark in data.remarks if remark not in self.remarks]
+        return self._opened[split]
 
     def text(self, caption: str) -> Tensor | None:
         """[text length, width] what the transformer gets for a caption that was named before; None without a cache."""

@@ -82,7 +82,7 @@ class Flow:
         if self.first_frame and latent.shape[2] > 1:
             given = torch.zeros_like(sigma, dtype=torch.bool) if given is None else given
             noisy, times = with_first_frame(noisy, latent, sigma, given, model.config.patch_size)
-        said = model(noisy, sigma, text.to(_compute_type(latent)), times)
+        said = model(noisy, sigma, text.to(compute_type(latent)), times)
         said = said.to(target.dtype)  # 32 bit from here on
         if given is None:
             weight = None
@@ -113,7 +113,8 @@ def with_first_frame(
     return noisy, times.flatten(1)
 
 
-def _compute_type(latent: Tensor) -> torch.dtype:
+def compute_type(latent: Tensor) -> torch.dtype:
+    """The type that the transformer computes in, for inputs like these."""
     kind = latent.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else latent.dtype
 

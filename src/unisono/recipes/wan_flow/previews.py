@@ -12,12 +12,14 @@ from torch import Tensor
 
 from unisono.data.bits import key_of, random_bits, to_unit
 from unisono.errors import ConfigError
+from unisono.recipes.wan.models.companions import Missing
 from unisono.recipes.wan.models.experts import Experts
-from unisono.recipes.wan.objective import noised
 from unisono.recipes.wan.sample import sample
+from unisono.recipes.wan_flow.flow import compute_type
 
 if TYPE_CHECKING:
     from unisono.data.noise import Noise
+    from unisono.recipes.wan.models.vae import Latents
     from unisono.recipes.wan_flow.recipe import WanFlow
 
 _MOST_BYTES = 2**20
@@ -44,6 +46,8 @@ def draw(recipe: WanFlow, model: Experts) -> Mapping[str, Any] | None:
     from unisono.recipes.wan.data.media import from_unit
     from unisono.recipes.wan.data.show import grid, write_film
 
+    if isinstance(recipe.companions, Missing):  # latents of others, and nothing here that makes pictures of them
+        return None
     wanted = _wanted(recipe)
     if not wanted:
         return None
@@ -53,12 +57,10 @@ def draw(recipe: WanFlow, model: Experts) -> Mapping[str, Any] | None:
     def drawn(number: int) -> Tensor:
         _, latent, rows = wanted[number]
         start = fixed_noise(number, latent.shape).to(device)
-        if recipe.flow.high < 1:  # an expert that never saw pure noise begins with a sample, hidden as far as it knows
-            start = noised(latent[None].to(device), start[None], torch.tensor([recipe.flow.high], device=device))[0]
         text = (rows[None].to(device), recipe.without_caption(rows)[None].to(device))
-        latents = _sampled(recipe, model, start[None], text)
+        latents = _sampled(recipe, model, start[None], text, like=latent[None].to(device))
         vae.to(device)
-        frames = from_unit(vae.decode(latents)[0]).cpu()
+        frames = from_unit(_decoded(vae, latents)[0]).cpu()
         vae.to("cpu")
         return frames
 
@@ -71,6 +73,16 @@ def draw(recipe: WanFlow, model: Experts) -> Mapping[str, Any] | None:
             write_film(frames, film, recipe.config.fps or 16.0)
             files[f"sample_{number:02d}.mp4"] = film.getvalue()
     return files
+
+
+def _decoded(vae: Latents, latents: Tensor) -> Tensor:
+    try:
+        return vae.decode(latents)
+    except torch.OutOfMemoryError:  # beside weights and optimizer: a run must not end because somebody wants to look
+        pass
+    torch.cuda.empty_cache()
+    vae.vae.enable_tiling()
+    return vae.decode(latents)
 
 
 def _wanted(recipe: WanFlow) -> list[tuple[str, Tensor, Tensor]]:
@@ -107,19 +119,20 @@ def judged(
 
     latent = batch["latent"]
     empty = recipe.without_caption(text[0])[None].expand(len(latent), -1, -1).to(text)
-    latents = _sampled(recipe, model, noise.normal(*latent.shape[1:]), (text, empty))
+    latents = _sampled(recipe, model, noise.normal(*latent.shape[1:]), (text, empty), like=latent)
     colours, kinds = trained_judge().judge(recipe.companions.vae().decode(latents.cpu()))
     right = {"colour": colours == batch["colour"].cpu(), "shape": kinds == batch["kind"].cpu()}
     found = {name: (hits.double().sum(), len(latent)) for name, hits in right.items()}
     return {**found, "colour_and_shape": ((right["colour"] & right["shape"]).double().sum(), len(latent))}
 
 
-def _sampled(recipe: WanFlow, model: Experts, start: Tensor, text: tuple[Tensor, Tensor]) -> Tensor:
+def _sampled(recipe: WanFlow, model: Experts, noise: Tensor, text: tuple[Tensor, Tensor], like: Tensor) -> Tensor:
+    """Samples from noise; an expert that never saw pure noise begins with `like`, hidden as far as it knows."""
     config, flow = recipe.config, recipe.flow
     shift = 3.0 if config.shift == "auto" else float(config.shift)
     settings = {"steps": config.preview_steps, "guidance": config.guidance, "low": flow.low, "high": flow.high}
-    kind = start.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else start.dtype
+    dtype = compute_type(noise)
+    recipe.settle_kernel(model, noise.device.type, dtype)
     rows = (text[0].to(dtype), text[1].to(dtype))
     with torch.compiler.set_stance("force_eager"):  # compiled for other shapes
-        return sample(model, start, rows, recipe.companions.scheduler(shift), **settings)
+        return sample(model, noise, rows, recipe.companions.scheduler(shift), like=like, **settings)

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from unisono.engine.recipe import Loss, Recipe, Work
+from unisono.errors import ConfigError
 from unisono.recipes.wan_flow import settings
 from unisono.recipes.wan_flow.checks import check_config
 
 if TYPE_CHECKING:  # `unisono train wan-flow --help` need not wait for torch
+    import torch
     from torch import Tensor, nn
 
     from unisono.data.noise import Noise
@@ -51,13 +53,15 @@ class WanFlow(Recipe):
     def presets(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """What suits the tiny model on a CPU, and a LoRA."""
         if str(values["model_config"]).lower() == "tiny":
-            return settings.TINY
+            by_epochs = values["num_epochs"] is not None  # then the number of steps is the user's choice
+            return {name: value for name, value in settings.TINY.items() if not (by_epochs and name == "max_steps")}
         return settings.LORA if values["lora_rank"] else {}
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         check_config(config)
         self._kernel_file: Path | None = None
+        self._kernel_is_sure = False
 
     @cached_property
     def _found(self) -> WanFolder | None:
@@ -73,6 +77,11 @@ class WanFlow(Recipe):
 
         named = (self.config.model_config or "").lower() == "a14b"
         found: Any = self._found.transformers if self._found else (HIGH, LOW) if named else (HIGH,)
+        whole = self._found is None or self._found.kind == "pipeline" or self._found.expand_timesteps
+        if self.config.expert != "both" and len(found) == 1 and whole:
+            raise ConfigError(
+                f"expert {self.config.expert}: this model is one transformer for all noise levels; leave it out"
+            )
         return parts_to_train(dict.fromkeys(found), self.config.expert)
 
     @cached_property
@@ -120,14 +129,18 @@ class WanFlow(Recipe):
     @cached_property
     def flow(self) -> Flow:
         """The objective."""
-        from unisono.recipes.wan.models.experts import range_of
+        from unisono.recipes.wan.models.experts import HIGH, LOW, parts_to_train, range_of
+        from unisono.recipes.wan.models.load import BOUNDARY
         from unisono.recipes.wan.objective import NoiseLevels
         from unisono.recipes.wan_flow.flow import Flow
 
         config, by_size = self.config, self.config.shift == "auto"
         shift = 1.0 if by_size else float(config.shift)
         levels = NoiseLevels(config.sigma_sampling, config.logit_mean, config.logit_std, config.mode_scale, shift)
-        low, high = range_of(self._trained, self._boundary, 2 if self._boundary is not None else 1)
+        parts, boundary = self._trained, self._boundary
+        if boundary is None and config.expert != "both":  # one of two in a file of its own: only the user knows which
+            parts, boundary = parts_to_train({HIGH: None, LOW: None}, config.expert), BOUNDARY
+        low, high = range_of(parts, boundary, 1 if boundary is None else 2)
         space = self.companions.geometry.space
         return Flow(levels, low, high, by_size, space, config.caption_dropout, config.first_frame)
 
@@ -135,7 +148,11 @@ class WanFlow(Recipe):
         """Encodes pictures, films and captions that are not in the cache yet, and finds the fastest kernel."""
         self._data.prepare(work)
         if self.config.attention == "auto" and work.device.startswith("cuda"):
-            self._kernel_file = work.folder / "attention.json"
+            import torch
+
+            # Another kind of GPU, on which a run may go on, has other kernels.
+            gpu = "".join(sign if sign.isalnum() else "_" for sign in torch.cuda.get_device_name(work.device))
+            self._kernel_file = work.folder / f"attention_{gpu}.json"
             for file in work.share([self._kernel_file]):
                 self._measure(file, work)
 
@@ -191,6 +208,24 @@ class WanFlow(Recipe):
             return str(self.config.attention)
         return str(json.loads(self._kernel_file.read_text())["kernel"])
 
+    def settle_kernel(self, model: nn.Module, device_type: str, dtype: torch.dtype) -> None:
+        """Before the first forward pass, when it is known in which type a run computes: leaves a kernel that cannot."""
+        from unisono.recipes.wan.models.attention import can_compute
+
+        if self._kernel_is_sure:
+            return
+        self._kernel_is_sure = True
+        if can_compute(kernel := self._kernel(), device_type, dtype):
+            return
+        if self.config.attention != "auto":
+            type_name = str(dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"attention {kernel} does not compute in {type_name} on a {device_type} device; use --mixed_precision "
+                "bf16 on a GPU, or --attention auto"
+            )
+        for transformer in model.children():
+            transformer.reset_attention_backend()  # type: ignore[operator]
+
     @cached_property
     def _files(self) -> dict[str, Any]:
         from unisono.recipes.wan.models.weights import open_weights
@@ -223,7 +258,11 @@ class WanFlow(Recipe):
 
     def dataset(self, split: str) -> Any:
         """Latents and embeddings, or frames and captions."""
+        from unisono.recipes.wan_flow.checks import check_positions
+
         data = self._data.dataset(split)
+        if hasattr(data, "shapes_there"):
+            check_positions(data.shapes_there, self._transformer, self.companions.geometry.space)
         self.remarks = self._data.remarks
         return data
 
@@ -258,27 +297,37 @@ class WanFlow(Recipe):
         return kept if kept is not None else pad(self._text_encoder.encode([caption], length)[0], length)
 
     @cached_property
-    def _no_caption(self) -> Tensor:
-        return self.text("")
+    def _no_caption(self) -> dict[Any, Tensor]:
+        """What there is for no caption, and copies of it by device and type.
+
+        A copy is never let go of: a recorded step (`cuda_graph`) reads from the very same memory each time.
+        """
+        return {None: self.text("")}
 
     def without_caption(self, like: Tensor) -> Tensor:
         """What the transformer gets for no caption, where `like` is and as it is."""
         if not self.config.caption_dropout and self.config.guidance == 1:
             return like.new_zeros(like.shape[-2:])
-        if self._no_caption.device != like.device:
-            self.__dict__["_no_caption"] = self._no_caption.to(like.device)
-        return self._no_caption.to(like.dtype)
+        kept = self._no_caption
+        if (like.device, like.dtype) not in kept:
+            kept[like.device, like.dtype] = kept[None].to(like.device, like.dtype)
+        return kept[like.device, like.dtype]
 
     def loss(self, model: nn.Module, batch: Any, noise: Noise) -> Loss:
         """The error of the velocity: of each sample the mean over its elements, summed over samples."""
+        from unisono.recipes.wan_flow.flow import compute_type
+
         latent, text = self._encoded(batch)
+        self.settle_kernel(model, latent.device.type, compute_type(latent))
         return self.flow.loss(model, latent, text, self.without_caption(text), noise)  # type: ignore[arg-type]
 
     def evaluate(self, model: nn.Module, batch: Any, noise: Noise) -> Mapping[str, Any]:
         """The loss at fixed noise levels; of the built-in shapes also whether what is drawn is what was asked for."""
+        from unisono.recipes.wan_flow.flow import compute_type
         from unisono.recipes.wan_flow.previews import judged
 
         latent, text = self._encoded(batch)
+        self.settle_kernel(model, latent.device.type, compute_type(latent))
         found = dict(self.flow.held_out(model, latent, text, noise, self.config.eval_levels))  # type: ignore[arg-type]
         if "colour" in batch:
             found |= judged(self, model, batch, text, noise)  # type: ignore[arg-type]

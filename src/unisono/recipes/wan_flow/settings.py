@@ -35,7 +35,7 @@ class Config(Recipe.Config):
     """A folder of pictures and films with a text file each, or with metadata.csv, .json or .jsonl; `shapes` is the built-in set."""
     eval_dataset_path: str | None = None
     """The same, held out for evaluation."""
-    num_shapes: int = 3072
+    num_shapes: int = 2400
     """shapes: so many of them are drawn to train on."""
     num_eval: int = 0
     """Hold out so many samples of dataset_path (evenly spaced) instead."""
@@ -103,16 +103,17 @@ TINY = {
     "compile": False,
     "num_workers": 0,
     "batch_size": 32,
-    "max_steps": 1500,
-    "learning_rate": 2e-3,
+    "max_steps": 600,
+    "learning_rate": 4e-3,
     "lr_schedule": "cosine",
     "warmup_steps": 50,
     "ema_decay": 0.99,
     "shift": 1.0,
-    "guidance": 3.0,
-    "preview_steps": 20,
+    "guidance": 2.0,
+    "preview_steps": 25,
     "num_previews": 24,
-    "eval_every": 500,
+    "eval_every": 300,
+    "preview_every": 300,
     "eval_batch_size": 96,
     "log_every": 50,
 }

@@ -9,6 +9,7 @@ from pathlib import Path
 from unisono.errors import ConfigError, UserError
 from unisono.recipes.wan.data.packs import write_whole
 from unisono.recipes.wan.data.sources import Source
+from unisono.recipes.wan.data.tree import one_line
 
 _NAMED = 3  # in a message
 
@@ -26,7 +27,7 @@ class BadFiles:
     def why(self, key: str) -> str | None:
         """What is wrong with it; None if nothing is known."""
         try:
-            return str(json.loads((self._folder / f"{key}.json").read_bytes())["why"])
+            return one_line(str(json.loads((self._folder / f"{key}.json").read_bytes())["why"]))
         except (OSError, ValueError, KeyError, TypeError):
             return None
 

@@ -27,7 +27,7 @@ from unisono.recipes.wan.data.cached import Cached
 from unisono.recipes.wan.data.cut import Cut, media_of, short_films
 from unisono.recipes.wan.data.filling import Finish, borrowed, fill
 from unisono.recipes.wan.data.media import BadMedia
-from unisono.recipes.wan.data.packs import Packs, Shelf
+from unisono.recipes.wan.data.packs import Kept, Packs, Shelf
 from unisono.recipes.wan.data.precomputed import read_embedding, read_latent
 from unisono.recipes.wan.data.sources import Source
 from unisono.recipes.wan.models.fingerprint import Keys
@@ -68,10 +68,12 @@ class Cache:
         if settings.cut.start == "random":
             raise ConfigError("a window that begins at random cannot be cached; use head or middle, or --no_cache")
         self._sources, self._settings = sources, settings
-        self._latents, self._texts = Packs(folder / "latents"), Packs(folder / "text")
+        self._latents = Packs(folder / "latents", self._is_latent)
+        self._texts = Packs(folder / "text", self._is_text)
         self._bad = BadFiles(folder / "bad")
         self._of_caption = Keys("caption", _FORMAT, settings.text, settings.text_length, str(settings.text_dtype))
         self._further = {self._of_caption.of_text(caption): Source("", None, caption) for caption in captions}
+        self._found: dict[str, Kept] = {}
 
     def fill(self, work: Work, text_encoder: Callable[[], TextEncoder], vae: Callable[[], Latents]) -> None:
         """Computes this process's share of what is missing; a model is loaded only if it is needed."""
@@ -82,6 +84,20 @@ class Cache:
         with borrowed(vae, work.device) as encoder_of_frames:
             fill(work, self._latents, self._bad, "latents", latents, partial(self._read_latent, encoder_of_frames))
 
+    def _is_latent(self, kept: Kept) -> bool:
+        geometry, shape = self._settings.geometry, kept.shape
+        like = len(shape) == 4 and shape[0] == geometry.channels
+        return like and not (shape[2] % geometry.patch or shape[3] % geometry.patch) and kept.dtype == self._dtype
+
+    def _is_text(self, kept: Kept) -> bool:
+        settings, shape = self._settings, kept.shape
+        like = len(shape) == 2 and shape[0] <= settings.text_length and shape[1] == settings.text_width
+        return like and kept.dtype == settings.text_dtype
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self._settings.half else torch.float32
+
     def _read_text(self, encoder: Callable[[], TextEncoder], source: Source) -> Finish:
         settings = self._settings
         if source.embedding is not None:
@@ -91,8 +107,7 @@ class Cache:
         return lambda: encoder().encode([caption], settings.text_length)[0].to(settings.text_dtype)
 
     def _read_latent(self, vae: Callable[[], Latents], source: Source) -> Finish:
-        settings = self._settings
-        dtype = torch.bfloat16 if settings.half else torch.float32
+        settings, dtype = self._settings, self._dtype
         if source.latent is not None:
             latent = read_latent(source.latent, settings.geometry)
             return lambda: latent.to(dtype)
@@ -130,8 +145,11 @@ class Cache:
 
     def text(self, caption: str) -> Tensor:
         """[text length, width] what the transformer gets for one of `captions`."""
-        entry = self._texts.find()[self._of_caption.of_text(caption)]
-        return pad(Shelf(self._texts.folder, [entry])[0], self._settings.text_length)
+        key = self._of_caption.of_text(caption)
+        if key not in self._found:  # all at once: looking through the packs of a large cache takes a while
+            there = self._texts.find()
+            self._found = {key: there[key] for key in self._further if key in there}
+        return pad(Shelf(self._texts.folder, [self._found[key]])[0], self._settings.text_length)
 
     @cached_property
     def _latent_keys(self) -> list[str]:

@@ -41,6 +41,11 @@ class ShapedSamples(Dataset[dict[str, Any]]):
         """The shape of a sample's latent."""
         return self._shapes[int(self._shape[index])]
 
+    @property
+    def shapes_there(self) -> list[Shape]:
+        """Each shape once."""
+        return self._shapes
+
     def cost(self, index: int) -> float:
         """How much work a sample is: its tokens."""
         return float(self._geometry.tokens(self.shape(index)))

@@ -13,7 +13,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -45,15 +45,16 @@ class Kept(NamedTuple):
 class Packs:
     """A folder of packs."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, fits: Callable[[Kept], bool] = lambda kept: True) -> None:
+        """What does not fit counts as not there: somebody else may have written it."""
+        self.folder, self._fits = folder, fits
 
     def find(self) -> dict[str, Kept]:
         """What is there, by key. A pack that is damaged or cut short counts as not there."""
         found: dict[str, Kept] = {}
         for path in sorted(self.folder.glob("*.safetensors")):
             with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                found.update(_entries(path))
+                found.update((key, kept) for key, kept in _entries(path) if self._fits(kept))
         return found
 
     def write(self, tensors: dict[str, Tensor]) -> None:
@@ -120,6 +121,8 @@ class Shelf:
 def _entries(path: Path) -> Iterator[tuple[str, Kept]]:
     """What the header of a pack lists; ValueError if it is not what the file holds."""
     # Read here, because the library tells no offsets, and without them every read would parse the header again.
+    if not path.is_file():  # a pipe would be waited for, for ever
+        raise ValueError(f"{path} is not a file")
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
@@ -130,6 +133,8 @@ def _entries(path: Path) -> Iterator[tuple[str, Kept]]:
         if key == "__metadata__":
             continue
         (first, last), shape, dtype = told["data_offsets"], tuple(told["shape"]), _DTYPES[told["dtype"]]
+        if first < 0 or not all(type(side) is int and side > 0 for side in shape):
+            raise ValueError(f"{path}: {key} is not what the cache keeps")
         if last - first != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{path}: {key} is not as long as its shape")
         entries.append((key, Kept(path.name, begin + first, shape, dtype)))

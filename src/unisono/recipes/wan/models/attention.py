@@ -30,6 +30,14 @@ def use(kernel: str, transformer: nn.Module) -> None:
         transformer.set_attention_backend(f"_native_{kernel}")  # type: ignore[operator]
 
 
+def can_compute(kernel: str, device_type: str, dtype: torch.dtype) -> bool:
+    """Whether a kernel computes in this type on such a device; they are made for GPUs, and most of them for 16 bit."""
+    if kernel in ("auto", "math"):
+        return True
+    types = (torch.bfloat16, torch.float16, *([torch.float32] if kernel == "efficient" else []))
+    return device_type == "cuda" and dtype in types
+
+
 def choose(times: dict[str, float]) -> str:
     """The fastest kernel; torch's own choice, unless another is clearly faster."""
     best = min(times, key=lambda kernel: times[kernel], default="auto")

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from unisono.recipes.wan.tiny.models import PipelineParts
 
 
+_SCHEDULERS = ("UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler", "DPMSolverMultistepScheduler")
+
+
 class Companions(ABC):
     """The frozen models that make of pictures and captions what a transformer is trained on."""
 
@@ -77,10 +80,15 @@ class FromFolder(Companions):
         if place is None:
             return euler(shift)
         told = read_json(place / "scheduler_config.json")
-        kind = getattr(diffusers, str(told.get("_class_name")), None)
-        if kind is None or not hasattr(kind, "from_config"):
+        if told.get("_class_name") not in _SCHEDULERS:
             return euler(shift)
-        return kind.from_config({name: value for name, value in told.items() if not name.startswith("_")})
+        kind = getattr(diffusers, str(told["_class_name"]))
+        try:  # whether it can do anything: a preview must not end a run
+            scheduler = kind.from_config({name: value for name, value in told.items() if not name.startswith("_")})
+            scheduler.set_timesteps(2)
+        except Exception:
+            return euler(shift)
+        return scheduler
 
     def _part(self, name: str) -> Any:
         place = self._folder.part(name)
@@ -144,7 +152,7 @@ class Missing(Companions):
         """Refuses."""
         raise ConfigError(
             "there is no text encoder for captions; give --parts_path FOLDER, a Wan model in diffusers' layout, or "
-            "an embedding (name.safetensors) for every sample, and --caption_dropout 0"
+            "an embedding (name.safetensors) for every sample, --caption_dropout 0 and --guidance 1"
         )
 
     def fingerprints(self) -> tuple[str, str]:

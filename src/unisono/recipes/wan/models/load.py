@@ -138,6 +138,11 @@ def _pipeline(path: Path) -> WanFolder:
         raise ConfigError(
             f"{path / 'model_index.json'}: boundary_ratio {shown(boundary)}; expected a number from 0 to 1"
         )
+    if len(transformers) > 1 and (boundary is None or boundary is True or not 0 < boundary < 1):
+        raise ConfigError(
+            f"{path / 'model_index.json'}: two transformers, and boundary_ratio {shown(boundary)}; expected the noise "
+            f"level at which one hands over to the other, such as {BOUNDARY}"
+        )
     return WanFolder(
         "pipeline", path, transformers, boundary, bool(index.get("expand_timesteps")), _text_length(path), listed
     )
@@ -155,11 +160,13 @@ def _text_length(path: Path) -> int:
     told = path / "tokenizer" / "tokenizer_config.json"
     length = read_json(told).get("model_max_length") if told.is_file() else None
     # Tokenizers without a limit say 10^30.
-    return length if isinstance(length, int) and 0 < length < TEXT_LENGTH else TEXT_LENGTH
+    return length if type(length) is int and 0 < length < TEXT_LENGTH else TEXT_LENGTH
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file of a model."""
+    if not path.is_file():  # a pipe would be waited for, for ever
+        raise ConfigError(f"{path} is missing; copy or download the model again")
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -219,6 +226,9 @@ def _checked(values: Mapping[str, Any], where: str, strict: bool = True) -> dict
         value = config.get(name, 1)
         if not _is_count(value) and not (value is None and name in _NUMBERS_OR_NONE):
             raise ConfigError(f"{where}: {name} {shown(value)}; expected a whole number above 0")
+    eps = config.get("eps", 1e-6)
+    if not (isinstance(eps, int | float) and 0 < eps < 1):
+        raise ConfigError(f"{where}: eps {shown(eps)}; expected a small number above 0")
     head = config.get("attention_head_dim", 128)
     if head < 6 or head % 2:
         raise ConfigError(

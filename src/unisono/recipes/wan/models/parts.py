@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from unisono.config.values import shown
 from unisono.errors import ConfigError
+
+_OWN_ATTENTION = ("eager", "sdpa")
 
 
 def part_of(model_path: str | Path, name: str) -> Path:
@@ -36,6 +39,7 @@ def part_config(model_path: str | Path, name: str) -> dict[str, Any]:
 def load_part(kind: Any, model_path: str | Path, name: str, **options: Any) -> Any:
     """A part of a model, by its class of diffusers or transformers, with all its weights."""
     folder = part_of(model_path, name)
+    _refuse_code(folder)
     with loading(folder), _quietly():
         # A .bin is a pickle, which may hold any program.
         model, told = kind.from_pretrained(folder, use_safetensors=True, output_loading_info=True, **options)
@@ -47,14 +51,37 @@ def load_part(kind: Any, model_path: str | Path, name: str, **options: Any) -> A
     return model
 
 
+def _refuse_code(folder: Path) -> None:
+    """Refuses what would make the libraries fetch and run programs, or models from other places."""
+    from unisono.recipes.wan.models.load import read_json
+
+    if (adapter := folder / "adapter_config.json").exists():
+        raise ConfigError(f"{adapter}: an adapter, which can name code and other models; remove it, or merge it first")
+    config = read_json(folder / "config.json")
+    for key, value in config.items():
+        if key.endswith("attn_implementation") and value not in (None, *_OWN_ATTENTION):
+            raise ConfigError(
+                f"{folder / 'config.json'}: {shown(key)} {shown(value)} can name code from the hub; remove that line"
+            )
+    if config.get("quantization_config"):
+        raise ConfigError(f"{folder} is quantized; use a copy of the model in 16 or 32 bit")
+
+
+def count_in(config: Mapping[str, Any], name: str, of: str, default: int | None = None) -> int:
+    """A whole number above 0 in a config."""
+    value = config.get(name)
+    value = default if value is None else value
+    if type(value) is not int or value < 1:
+        raise ConfigError(f"the config of the {of} has {name} {shown(value)}; expected a whole number above 0")
+    return value
+
+
 @contextmanager
 def loading(folder: Path) -> Iterator[None]:
     """While a library loads what is in a folder: what it has to say against it is told in one line."""
-    from safetensors import SafetensorError
-
     try:
         yield
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+    except Exception as error:  # both libraries fail in many ways on what they do not expect
         said = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ConfigError(f"{folder} cannot be loaded ({said}); use a complete copy of the model") from None
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from unisono.errors import ConfigError
 from unisono.recipes.wan.models.fingerprint import of_module, of_tokenizer, together
-from unisono.recipes.wan.models.parts import load_part, loading, part_of
+from unisono.recipes.wan.models.parts import count_in, load_part, loading, part_of
 
 
 def clean(caption: str) -> str:
@@ -38,6 +38,11 @@ class TextEncoder:
 
     def __init__(self, tokenizer: Any, model: Any) -> None:  # a fast tokenizer and a UMT5EncoderModel
         clean("")  # says at once if it cannot
+        if len(tokenizer) > model.config.vocab_size:
+            raise ConfigError(
+                f"the tokenizer knows {len(tokenizer):,} tokens and the text encoder {model.config.vocab_size:,}; use "
+                "the tokenizer that belongs to the model"
+            )
         self.tokenizer, self.model = tokenizer, model.eval().requires_grad_(False)
 
     @classmethod
@@ -101,7 +106,7 @@ def pad(rows: Tensor, length: int) -> Tensor:
 
 def check_width(text_config: Mapping[str, Any], transformer_config: Mapping[str, Any]) -> None:
     """Says (ConfigError) if a transformer is not made for the rows of a text encoder."""
-    given, taken = int(text_config["d_model"]), int(transformer_config.get("text_dim") or 4096)
+    given, taken = count_in(text_config, "d_model", "text encoder"), int(transformer_config.get("text_dim") or 4096)
     if given != taken:
         raise ConfigError(
             f"the text encoder gives rows of {given} numbers (d_model) and the transformer takes {taken} (text_dim); "

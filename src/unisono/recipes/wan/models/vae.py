@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unisono.config.values import shown
 from unisono.errors import ConfigError
 from unisono.recipes.wan.data.media import to_unit
 from unisono.recipes.wan.models.fingerprint import of_module
-from unisono.recipes.wan.models.parts import load_part
+from unisono.recipes.wan.models.parts import count_in, load_part
 
 _CHUNK = 4  # frames that the VAE takes at a time, after the first one
 
@@ -39,15 +40,18 @@ class Geometry:
     @classmethod
     def of(cls, config: Mapping[str, Any], patch: int = 2) -> Geometry:
         """The geometry of a VAE, from its config."""
+        for name in ("temperal_downsample", "dim_mult"):
+            if not isinstance(config.get(name, ()), list | tuple):
+                raise ConfigError(f"the config of the VAE has {name} {shown(config[name])}; expected a list")
         # From its layers: the scale factors in the config are for pipelines, and nothing holds them to the truth.
-        time = 2 ** sum(config.get("temperal_downsample", (False, True, True)))
-        space = 2 ** (len(config.get("dim_mult", (1, 2, 4, 4))) - 1) * (config.get("patch_size") or 1)
+        time = 2 ** sum(map(bool, config.get("temperal_downsample", (False, True, True))))
+        space = 2 ** (len(config.get("dim_mult", (1, 2, 4, 4))) - 1) * count_in(config, "patch_size", "VAE", 1)
         for name, factor in (("scale_factor_temporal", time), ("scale_factor_spatial", space)):
             if (config.get(name) or factor) != factor:
                 raise ConfigError(
                     f"the VAE's config says {name} {config[name]}, and its layers make it {factor}; set it to {factor}"
                 )
-        return cls(int(config.get("z_dim") or 16), time, space, patch)
+        return cls(count_in(config, "z_dim", "VAE", 16), time, space, patch)
 
     @property
     def multiple(self) -> int:
@@ -123,7 +127,7 @@ class Latents:
 
 def check_channels(vae_config: Mapping[str, Any], transformer_config: Mapping[str, Any]) -> None:
     """Says (ConfigError) if a transformer is not made for the latents of a VAE."""
-    latent = int(vae_config.get("z_dim") or 16)
+    latent = count_in(vae_config, "z_dim", "VAE", 16)
     taken = int(transformer_config.get("in_channels") or 16)
     given = int(transformer_config.get("out_channels") or taken)
     if taken == given == latent:
@@ -144,6 +148,9 @@ def _statistics(config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     channels, found = int(config["z_dim"]), []
     for name in ("latents_mean", "latents_std"):
         values = config.get(name)
+        numbers = isinstance(values, list | tuple) and all(isinstance(value, int | float) for value in values)
+        if values and not numbers:
+            raise ConfigError(f"the config of the VAE has {name} {shown(values)}; expected {channels} numbers")
         if not values or len(values) != channels:
             raise ConfigError(
                 f"the VAE's config has {len(values or ())} numbers in {name} and {channels} channels (z_dim); "

@@ -76,6 +76,8 @@ class Weights:
 
         if file not in self._opened:
             refuse_pickle(file)
+            if not file.is_file():  # a pipe would be waited for, for ever
+                raise ConfigError(f"{file} is not a file; copy or download the model again")
             try:
                 self._opened[file] = safe_open(str(file), framework="pt")
             except (SafetensorError, OSError) as error:

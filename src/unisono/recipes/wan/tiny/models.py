@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import string
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 from zlib import crc32
 
 import torch
@@ -19,9 +19,11 @@ from unisono.data.bits import key_of, random_bits, to_unit
 from unisono.errors import ConfigError
 from unisono.recipes.wan.tiny.shapes import COLOURS, DIRECTIONS, SHAPES, WORDINGS
 
-if TYPE_CHECKING:  # seconds to import
-    from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler
-    from transformers import T5TokenizerFast, UMT5EncoderModel
+# To a type checker these classes are stand-ins without methods, or not there at all.
+AutoencoderKLWan: TypeAlias = Any
+FlowMatchEulerDiscreteScheduler: TypeAlias = Any
+T5TokenizerFast: TypeAlias = Any
+UMT5EncoderModel: TypeAlias = Any
 
 TEXT_LENGTH = 16
 """Rows of text that the tiny transformer attends to; the real ones have 512."""
@@ -69,6 +71,7 @@ def tiny_vae_config() -> dict[str, Any]:
         "dim_mult": [1, 1, 1],
         "num_res_blocks": 0,
         "temperal_downsample": [True, True],
+        "is_residual": True,  # as in Wan 2.2: learns in half the steps
         "scale_factor_temporal": 4,
         "scale_factor_spatial": 4,
         "latents_mean": [0.0] * _LATENT_CHANNELS,
@@ -76,9 +79,15 @@ def tiny_vae_config() -> dict[str, Any]:
     }
 
 
+def untrained_vae(**other: Any) -> AutoencoderKLWan:
+    """The small VAE as its constructor makes it, with other settings for some of its own."""
+    import diffusers
+
+    return diffusers.AutoencoderKLWan(**{**tiny_vae_config(), **other})  # type: ignore[no-untyped-call]
+
+
 def tiny_vae(weights: Path = VAE_WEIGHTS) -> AutoencoderKLWan:
     """The small VAE, trained on `Shapes`, with the statistics of their latents in its config."""
-    from diffusers import AutoencoderKLWan
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -86,7 +95,7 @@ def tiny_vae(weights: Path = VAE_WEIGHTS) -> AutoencoderKLWan:
         tensors = {name: tensor.float() for name, tensor in load_file(weights).items()}
         statistics = {name: [float(value) for value in tensors.pop(name)] for name in _STATISTICS}
         with torch.random.fork_rng(devices=[]):  # the weights that the constructor draws are replaced anyway
-            vae = AutoencoderKLWan(**{**tiny_vae_config(), **statistics})
+            vae = untrained_vae(**statistics)
         vae.load_state_dict(tensors)
     except (OSError, SafetensorError, KeyError, RuntimeError) as error:
         raise ConfigError(
@@ -98,7 +107,7 @@ def tiny_vae(weights: Path = VAE_WEIGHTS) -> AutoencoderKLWan:
 
 def tiny_tokenizer() -> T5TokenizerFast:
     """A tokenizer that knows the words of the captions; other words it spells."""
-    from transformers import T5TokenizerFast
+    import transformers
 
     words = sorted({*" ".join(WORDINGS).split(), *COLOURS, *SHAPES, *DIRECTIONS, "moving"} - {"{colour}", "{shape}"})
     letters = string.ascii_letters + string.digits + string.punctuation
@@ -106,18 +115,19 @@ def tiny_tokenizer() -> T5TokenizerFast:
     # The best score wins: a known word is one piece, another one its letters.
     vocab += [(f"▁{word}", -1.0) for word in words]
     vocab += [(piece, -8.0) for piece in ("▁", *letters)]
-    return T5TokenizerFast(vocab=vocab, extra_ids=0, model_max_length=TEXT_LENGTH)
+    kind: Any = transformers.T5TokenizerFast  # type: ignore[attr-defined]
+    return kind(vocab=vocab, extra_ids=0, model_max_length=TEXT_LENGTH)
 
 
 def tiny_text_encoder() -> UMT5EncoderModel:
     """A small UMT5 with random weights, the same ones on every machine."""
-    from transformers import UMT5Config, UMT5EncoderModel
+    import transformers
 
-    config = UMT5Config(
+    config = transformers.UMT5Config(
         vocab_size=len(tiny_tokenizer()), d_model=_TEXT_DIM, d_kv=16, d_ff=128, num_layers=2, num_heads=4
     )
     with torch.random.fork_rng(devices=[]):  # torch's generators differ between machines in the last bits
-        encoder = UMT5EncoderModel(config)
+        encoder: Any = transformers.UMT5EncoderModel(config)  # type: ignore[no-untyped-call]
     with torch.no_grad():
         for name, weight in encoder.named_parameters():
             if weight.dim() > 1:
@@ -127,9 +137,10 @@ def tiny_text_encoder() -> UMT5EncoderModel:
 
 def tiny_pipeline_parts() -> PipelineParts:
     """All parts of a pipeline but the transformer."""
-    from diffusers import FlowMatchEulerDiscreteScheduler
+    import diffusers
 
-    return PipelineParts(tiny_tokenizer(), tiny_text_encoder(), tiny_vae(), FlowMatchEulerDiscreteScheduler(shift=1.0))
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=1.0)  # type: ignore[no-untyped-call]
+    return PipelineParts(tiny_tokenizer(), tiny_text_encoder(), tiny_vae(), scheduler)
 
 
 def _uniform(name: str, shape: torch.Size) -> Tensor:

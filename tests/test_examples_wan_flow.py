@@ -1,0 +1,323 @@
+"""examples/wan_flow: the commands, flags and files that people know, run as they are written."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import save_file
+
+from command_line import Ended, end, lines, start
+from unisono.recipes.wan_flow.settings import TINY
+
+EXAMPLE = Path(__file__).resolve().parent.parent / "examples/wan_flow"
+MODEL = "models/wan2.2_ti2v_5B_fp16.safetensors"
+PYTHON = [sys.executable]
+TORCHRUN = [*PYTHON, "-m", "torch.distributed.run", "--standalone"]
+LAUNCH = [*PYTHON, "-m", "torch.distributed.launch"]
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the folder, so that nothing is left in ours."""
+    place = tmp_path_factory.mktemp("examples") / "wan_flow"
+    left = ("runs", "dataset", "models", "checkpoints", "__pycache__", ".pytest_cache")
+    shutil.copytree(EXAMPLE, place, ignore=shutil.ignore_patterns(*left))
+    return place
+
+
+@pytest.fixture
+def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """What the script makes of a command line, asked in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(EXAMPLE))  # type: ignore[no-untyped-call]
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    return import_module("known_script")
+
+
+def settings(known: ModuleType, *words: object) -> tuple[dict[str, Any], str]:
+    """All settings that a command line comes to, and what is said about it."""
+    completed, remarks = known.completed([str(word) for word in words])
+    return known.settings_of(completed).values, "; ".join(remarks)
+
+
+def command(*words: object, cwd: Path, seconds: float = 120, **more: str) -> Ended:
+    """Runs a program as from a shell in which the environment is active."""
+    path = os.pathsep.join([more.pop("first", ""), str(Path(sys.executable).parent), os.environ["PATH"]]).lstrip(":")
+    program, *rest = map(str, words)
+    return end(start(rest, cwd=cwd, program=[program], PATH=path, OMP_NUM_THREADS="1", **more), seconds)
+
+
+# --- flags: each does what its name says, or is refused with the reason
+
+ACT = [
+    ("--dataset_path there", "dataset_path", "there"),
+    ("--dataset-dir there", "dataset_path", "there"),
+    ("--batch_size 3", "batch_size", 3),
+    ("--num_epochs 50", "num_epochs", 50),
+    ("--learning_rate 1e-4", "learning_rate", 1e-4),
+    ("--num_workers 3", "num_workers", 3),
+    ("--checkpoint_dir there", "output_dir", "there"),
+    ("--local_rank 0 --batch_size 5", "batch_size", 5),
+    ("--local-rank=1 --batch_size 5", "batch_size", 5),
+    ("--ema_decay 0.5", "ema_decay", 0.5),
+    ("--use_ema", "ema_decay", 0.9999),
+    ("--grad_clip 0.5", "grad_clip", 0.5),
+    ("--weight_decay 0.2", "weight_decay", 0.2),
+    ("--gradient_checkpointing", "activation_checkpointing", True),
+    ("--torch_compile", "compile", True),
+    ("--no_torch_compile", "compile", False),
+    ("--device cpu", "gpus", "0"),
+    ("--device cuda", "gpus", "1"),
+    ("--device=cuda:2", "gpus", "2,"),
+    ("--model_dtype fp32", "mixed_precision", "no"),
+    ("--model_dtype fp16", "mixed_precision", "fp16"),
+    ("--model_dtype=bf16", "mixed_precision", "bf16"),
+    ("--gpus all", "gpus", "all"),
+    ("--nproc 2", "gpus", "auto"),
+    ("--batch_size 1", "gpus", "1"),
+]
+
+
+@pytest.mark.parametrize(("words", "name", "value"), ACT, ids=[words for words, _, _ in ACT])
+def test_a_known_flag_acts(known: ModuleType, words: str, name: str, value: object) -> None:
+    values, said = settings(known, "--model_path", "somewhere", *words.split())
+    assert values[name] == value and values["model_path"] == "somewhere" and not said
+
+
+def test_ckpt_path_is_the_model(known: ModuleType) -> None:
+    assert settings(known, "--ckpt_path", "models/mine.safetensors")[0]["model_path"] == "models/mine.safetensors"
+
+
+REFUSED = {
+    "--use_8bit_adam": "--strategy fsdp",
+    "--vae_gradient_checkpointing": "leave it out",
+    "--fp8_optimizations": "--model_dtype bf16",
+    "--device tpu": "expected cpu, cuda or cuda:N",
+    "--model_dtype int8": "expected fp32, fp16, bf16",
+    "--ckpt_path": "needs a value",
+    "--use_ema --ema_decay 0": "leave one of them out",
+    "--batchsize 2": "did you mean --batch_size?",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_cannot_be_is_refused_with_one_line_that_says_what_to_do(words: str, example: Path) -> None:
+    ended = command(*PYTHON, "train_flow_matching.py", *words.split(), cwd=example)
+    assert (ended.code, ended.out) == (2, "") and not (example / "runs").exists()
+    assert re.fullmatch(f"train_flow_matching.py: .*{re.escape(REFUSED[words])}.*\n", ended.err)
+
+
+# --- where nothing is said
+
+
+def test_without_a_model_a_tiny_one_learns_built_in_shapes_and_that_is_said(known: ModuleType) -> None:
+    for words in ([], ["--dataset_path", "./dataset/"]):
+        values, said = settings(known, "--num_epochs", 50, *words)
+        assert (values["model_config"], values["dataset_path"], values["model_path"]) == ("tiny", "shapes", None)
+        assert MODEL in said and "--model_config tiny" in said and "built-in shapes" in said
+        assert f"{TINY['max_steps']:,} steps" in said, "50 epochs would be more"
+    assert f"{TINY['max_steps']:,} steps" in (EXAMPLE / "README.md").read_text()
+
+
+def test_the_model_that_the_known_script_had_is_taken_where_it_is(known: ModuleType) -> None:
+    Path("models").mkdir()
+    Path(MODEL).touch()
+    values, said = settings(known)
+    assert (values["model_path"], values["model_config"], values["dataset_path"]) == (MODEL, None, "./dataset")
+    assert (values["num_epochs"], values["shift"]) == (100, 5)
+    assert (values["caption_dropout"], values["guidance"]) == (0, 1), "there is no text encoder for empty captions"
+    assert MODEL in said and "normalised" in said
+    values, said = settings(known, "--parts_path", "there", "--shift", 3, "--max_steps", 7)
+    assert (values["caption_dropout"], values["guidance"], values["shift"]) == (0.1, 5.0, 3)
+    assert (values["num_epochs"], values["max_steps"], "normalised" in said) == (None, 7, False)
+    assert settings(known, "--model_config", "tiny")[0]["model_path"] is None, "what is said wins"
+
+
+def test_the_tiny_model_takes_the_users_pictures_where_there_are_any(known: ModuleType) -> None:
+    Path("dataset").mkdir()
+    values, said = settings(known)
+    assert (values["dataset_path"], values["height"], values["width"]) == ("dataset", 32, 32) and "32 × 32" in said
+    assert settings(known, "--max_pixels", 4096)[0]["height"] == 0
+    assert settings(known, "--dataset_path", "shapes")[0]["dataset_path"] == "shapes"
+    assert settings(known, "--dataset_path", "elsewhere")[0]["dataset_path"] == "elsewhere", "missing: the recipe says"
+
+
+def test_a_config_file_is_heard(known: ModuleType) -> None:
+    values, _ = settings(known, "--config", EXAMPLE / "tiny.yaml")
+    assert values["model_config"] == "tiny" and values["batch_size"] == TINY["batch_size"]
+    Path("mine.yaml").write_text("model_path: mine\nnum_epochs: 3\n")
+    values, said = settings(known, "--config", "mine.yaml")
+    assert (values["model_path"], values["num_epochs"], said) == ("mine", 3, "")
+
+
+def test_the_choices_in_tiny_yaml_are_settings(known: ModuleType) -> None:
+    text = (EXAMPLE / "tiny.yaml").read_text()
+    choices = re.sub(r"^# (?=\w+: )", "", text, flags=re.MULTILINE)
+    assert len(yaml.safe_load(choices)) > len(yaml.safe_load(text))
+    Path("choices.yaml").write_text(choices)
+    assert settings(known, "--config", "choices.yaml")[0]["lora_rank"] == 8
+
+
+# --- scripts
+
+
+@pytest.mark.parametrize("script", ["train_multigpu.sh", "train_flow_matching.slurm"])
+def test_a_script_is_valid_and_can_be_executed(script: str) -> None:
+    subprocess.run(["bash", "-n", EXAMPLE / script], check=True)
+    assert script.endswith(".slurm") or os.access(EXAMPLE / script, os.X_OK)
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", EXAMPLE / script], check=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus", "nproc"),
+    [("2", "auto", 2), ("", "1", None), ("all", "1", None), ("--nproc 3", "auto", 3)],
+)
+def test_train_multigpu_passes_everything_on(words: str, gpus: str, nproc: int | None, example: Path) -> None:
+    more = ["--batch_size", 2, "--preview_prompts", "a red circle|two  words", "--print_config"]
+    ended = command("./train_multigpu.sh", *words.split(), *more, cwd=example)
+    assert ended.code == 0, ended.err
+    found = yaml.safe_load(ended.out)
+    assert (found["gpus"], found["nproc"], found["batch_size"]) == (gpus, nproc, 2)
+    assert found["preview_prompts"] == "a red circle|two  words"
+
+
+def test_train_multigpu_takes_gpus_where_there_are_some(example: Path, tmp_path: Path) -> None:
+    python = tmp_path / "python"  # says that there are four, and how it is called
+    python.write_text('#!/bin/bash\nif [ "$1" = -c ]; then echo 4; else shift; echo "$@"; fi\n')
+    python.chmod(0o755)
+    for words, expected in {"2 --lr 1": "--gpus 2 --lr 1", "--lr 1": "--gpus all --lr 1"}.items():
+        assert command("./train_multigpu.sh", *words.split(), cwd=example, first=str(tmp_path)).out.strip() == expected
+
+
+@pytest.mark.parametrize("word", ["two", "0", "-1x"])
+def test_train_multigpu_refuses_what_is_no_number(word: str, example: Path) -> None:
+    ended = command("./train_multigpu.sh", word, cwd=example)
+    assert ended.code == 2 and len(ended.err.splitlines()) == 1 and word in ended.err
+
+
+def test_the_slurm_script_starts_one_task_per_gpu_and_goes_back_into_the_queue(example: Path, tmp_path: Path) -> None:
+    text = (EXAMPLE / "train_flow_matching.slurm").read_text()
+    options = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?$", text, flags=re.MULTILINE))
+    assert len(options) == text.count("#SBATCH") and options["ntasks-per-node"] == options["gpus-per-node"]
+    assert options["signal"] == "USR1@120", "to the tasks, which save and stop"
+    for name, body in {"srun": 'echo "$@"; exit 75', "scontrol": 'echo "$@"'}.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    words = ["bash", "train_flow_matching.slurm", "--batch_size", 2]
+    ended = command(*words, cwd=example, first=str(tmp_path), SLURM_JOB_ID="7", SLURM_CPUS_PER_TASK="8")
+    task, queue = ended.out.splitlines()
+    assert task.startswith("--kill-on-bad-exit=1 --cpus-per-task=8 python train_flow_matching.py ")
+    assert task.endswith("--checkpoint_dir runs/slurm-7 --batch_size 2")
+    assert (queue, ended.code) == ("requeue 7", 75)
+
+
+def test_importing_the_script_does_not_wait_for_torch(example: Path) -> None:
+    names = "FlowMatchingTrainer, cleanup_distributed, is_main_process, parse_args, setup_distributed"
+    code = f"import sys, train_flow_matching; print('torch' in sys.modules); from train_flow_matching import {names}"
+    ended = command(*PYTHON, "-c", code, cwd=example)
+    assert (ended.code, ended.out) == (0, "False\n"), ended.err
+
+
+def test_help_lists_the_known_flags(example: Path) -> None:
+    ended = command(*PYTHON, "train_flow_matching.py", "--help", cwd=example)
+    assert ended.code == 0 and not ended.err
+    for flag in ("checkpoint_dir", "gradient_checkpointing", "torch_compile", "ema_decay", "dataset_path"):
+        assert f"--{flag}" in ended.out
+
+
+def test_examples_multigpu_lists_the_commands_of_the_guide_and_runs_one(example: Path) -> None:
+    listed = command(*PYTHON, "examples_multigpu.py", cwd=example)
+    guide = (EXAMPLE / "README.md").read_text()
+    for known_command in (
+        "python train_flow_matching.py --batch_size 1 --num_epochs 100",
+        "./train_multigpu.sh 2 --batch_size 2 --num_epochs 50",
+        "torchrun --nproc_per_node=2 train_flow_matching.py --batch_size 2",
+    ):
+        assert known_command in listed.out and known_command in guide
+    ran = command(*PYTHON, "examples_multigpu.py", "--run", 2, "--print_config", cwd=example)
+    assert ran.code == 0 and yaml.safe_load(ran.out.partition("\n")[2])["nproc"] == 2
+    assert command(*PYTHON, "examples_multigpu.py", "--run", 99, cwd=example).code == 2
+
+
+# --- the commands, for real
+
+QUICKLY = ["--num_shapes", 16, "--max_steps", 2, "--log_every", 1, "--eval_every", -1, "--preview_every", -1]
+COMMANDS = {
+    "torchrun": ([*TORCHRUN, "--nproc_per_node=2", "train_flow_matching.py", "--batch_size", 2], 2),
+    "train_multigpu.sh 2": (["./train_multigpu.sh", 2, "--batch_size", 2, "--num_epochs", 50], 2),
+    "python": ([*PYTHON, "train_flow_matching.py", "--batch_size", 2, "--num_epochs", 100], 1),
+    "train_multigpu.sh": (["./train_multigpu.sh", "--batch_size", 2], 1),
+    "launch": ([*LAUNCH, "--nproc_per_node=2", "train_flow_matching.py", "--batch_size", 2], 2),
+}
+QUICK = ("torchrun", "train_multigpu.sh 2")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in COMMANDS]
+)
+def test_a_command_of_the_document_trains(name: str, example: Path) -> None:
+    words, processes = COMMANDS[name]
+    folder = f"runs/{name.replace(' ', '-')}"
+    ended = command(*words, *QUICKLY, "--checkpoint_dir", folder, cwd=example)
+    assert ended.code == 0, ended.err
+    said = ended.out + ended.err
+    assert said.count("train_flow_matching.py: no --model_path") == 1, "the main process says it"
+    assert f"Number of processes: {processes}" in said
+    record = json.loads((example / folder / "run.json").read_text())
+    assert (record["starts"][0]["world"], record["config"]["dataset_path"]) == (processes, "shapes")
+    found = [line for line in lines(example / folder) if "loss" in line]
+    assert [(line["step"], line["samples"]) for line in found] == [(1, 2 * processes), (2, 4 * processes)]
+    assert list((example / folder / "checkpoints").glob("step_*/manifest.json"))
+
+
+@pytest.mark.slow
+def test_the_known_model_trains_on_the_latents_and_embeddings_beside_the_data(example: Path, tmp_path: Path) -> None:
+    from diffusers import WanTransformer3DModel
+
+    shape = {"num_attention_heads": 1, "attention_head_dim": 128, "in_channels": 48, "out_channels": 48}
+    model = WanTransformer3DModel(**shape, text_dim=32, ffn_dim=32, num_layers=1)
+    place = tmp_path / "here"
+    shutil.copytree(example, place, ignore=shutil.ignore_patterns("runs"))
+    (place / "models").mkdir()
+    (place / "dataset").mkdir()
+    save_file(
+        {f"model.diffusion_model.{name}": weight for name, weight in model.half().state_dict().items()}, place / MODEL
+    )
+    for name in ("one", "two"):
+        save_file({"latent": torch.randn(48, 1, 4, 4)}, place / f"dataset/{name}.latent.safetensors")
+        save_file({"embeddings": torch.randn(1, 7, 32)}, place / f"dataset/{name}.safetensors")
+    words = ["--num_epochs", 1, "--no_torch_compile", "--num_workers", 0, "--checkpoint_dir", "run"]
+    ended = command(*PYTHON, "train_flow_matching.py", *words, cwd=place)
+    assert ended.code == 0, ended.err
+    assert MODEL in ended.err and json.loads((place / "run/run.json").read_text())["config"]["model_path"] == MODEL
+
+
+@pytest.mark.slow
+def test_validate_multigpu_trains_on_one_and_two_ranks_and_compares(example: Path) -> None:
+    ended = command(*PYTHON, "validate_multigpu.py", "--strategies", "ddp", "--steps", 2, cwd=example, seconds=240)
+    assert ended.code == 0, ended.err
+    assert ended.out.count(" same ") == 3 and "Same run" in ended.out
+
+
+def test_validate_multigpu_refuses_a_users_mistake(example: Path) -> None:
+    ended = command(*PYTHON, "validate_multigpu.py", "--use_8bit_adam", cwd=example)
+    assert ended.code == 2 and len(ended.err.splitlines()) == 1
+
+
+def test_the_tests_of_the_folder_pass(example: Path) -> None:
+    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "test_multigpu.py"]
+    ended = command(*PYTHON, *words, cwd=example, seconds=240)
+    assert ended.code == 0 and "skipped" not in ended.out, ended.out[-3000:]
