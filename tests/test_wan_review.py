@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import unisono
 from unisono.engine.recipe import Work
 from unisono.errors import ConfigError
+from unisono.parallel.blocks import compile_blocks
 from unisono.recipes.wan.models.attention import can_compute
 from unisono.recipes.wan.models.experts import Experts
 from unisono.recipes.wan.sample import euler, sample
@@ -145,3 +146,9 @@ def test_a_kernel_that_cannot_compute_in_the_runs_type_is_refused_or_left(root: 
     made.settle_kernel(model, "cuda", torch.float32)
     processors = [module.processor for module in model.modules() if hasattr(module, "processor")]
     assert processors and all(processor._attention_backend is None for processor in processors)
+
+
+def test_data_of_many_shapes_stays_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    compile_blocks(nn.Linear(1, 1), [])
+    assert torch._dynamo.config.recompile_limit >= 64

@@ -15,6 +15,7 @@ from unisono.config import Resolved
 from unisono.engine.run import configure
 from unisono.errors import ConfigError
 from unisono.recipes.wan_flow.recipe import WanFlow
+from unisono.recipes.wan_flow.settings import TINY
 
 MODEL = Path("models/wan2.2_ti2v_5B_fp16.safetensors")
 DATASET = Path("dataset")
@@ -67,7 +68,12 @@ def _without_a_model(told: Resolved) -> tuple[list[str], list[str]]:
     """The known model if it is there, with what is beside the data, or the tiny one."""
     if not MODEL.is_file():
         remark = f"no --model_path, no --model_config and no {MODEL}: training a tiny model (--model_config tiny)"
-        return ["--model_config=tiny"], [remark]
+        words = ["--model_config=tiny"]
+        if told.values["num_epochs"] is not None and not told.explicit("max_steps"):
+            # They were meant for another model and other data.
+            words.append(f"--max_steps={TINY['max_steps']}")
+            remark += f" for {TINY['max_steps']} steps at most (--max_steps)"
+        return words, [remark]
     settings = MODEL_SETTINGS | ({} if told.values["parts_path"] else WITHOUT_TEXT_ENCODER)
     words = [f"--{name}={value}" for name, value in settings.items() if not told.explicit(name)]
     remark = " ".join([f"training {MODEL}", *words]).replace("=", " ")
@@ -93,9 +99,6 @@ def _for_the_tiny_model(told: Resolved) -> tuple[list[str], list[str]]:
         if not any(told.explicit(name) for name in ("height", "width", "max_pixels")):
             words += [f"--height={TINY_SIDE}", f"--width={TINY_SIDE}"]
             remarks.append(f"training on {path}, made {TINY_SIDE} × {TINY_SIDE} for the tiny model (--height, --width)")
-    epochs, steps = told.values["num_epochs"], told.values["max_steps"]
-    if epochs is not None and steps is not None and not told.explicit("max_steps"):
-        remarks.append(f"the tiny model ends after {steps:,} steps, even if {epochs} epochs are longer (--max_steps)")
     return words, remarks
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+_COMPILATIONS = 64
 _GOOD_PART = 0.1  # an encoder's and a decoder's layers both count, a few small heads do not
 
 
@@ -57,6 +58,9 @@ def _recomputing(plain: type[nn.Module]) -> type[nn.Module]:
 def compile_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
     """Compiles each block in place (one compilation serves all of a kind), or the whole model if it has no blocks."""
     leave_out_wrong_optimisations()
+    # All blocks of a kind share one count of compilations. Batches of one and of more, training and evaluation,
+    # recomputed blocks and others are one each, and by default the ninth would run uncompiled, without an error.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _COMPILATIONS)
     for module in blocks or [model]:
         module.compile()  # in place: no `_orig_mod.` in the names
 

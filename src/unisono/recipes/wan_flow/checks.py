@@ -16,7 +16,7 @@ _AT_LEAST = {"num_eval": 0, "height": 0, "width": 0, "max_pixels": 0, "lora_rank
 _AT_LEAST |= {"eval_levels": 1, "preview_steps": 1}
 _AT_MOST = {"num_frames": 100_001, "eval_levels": 1000, "preview_steps": 1000, "num_previews": 10_000}
 _AT_MOST |= {"height": 16_384, "width": 16_384, "fps": 1000, "lora_rank": 16_384, "num_shapes": 1_000_000}
-_MOST_PIXELS = 2**32  # of all frames of a sample, which are in memory together
+_MOST_PIXELS = 2**30  # of all frames of a sample, which are in memory together
 _PATHS = ("model_path", "model_config", "parts_path", "dataset_path", "eval_dataset_path", "cache_dir", "lora_path")
 _FINITE = ("fps", "logit_mean", "logit_std", "mode_scale", "guidance")
 
@@ -60,6 +60,11 @@ def check_config(config: Any) -> None:
         raise ConfigError(f"lora_alpha: expected a number above 0, got {config.lora_alpha}")
     if not _is_text(config.preview_prompts):
         raise ConfigError(f"preview_prompts: {shown(config.preview_prompts)} is not proper Unicode")
+    prompts = config.preview_prompts
+    if prompts.endswith(".txt") and not os.path.isfile(os.path.expanduser(prompts)):
+        raise ConfigError(f"preview_prompts {shown(prompts)}: there is no such file; expected one caption in each line")
+    if not config.dataset_path:
+        raise ConfigError("dataset_path: expected a folder with pictures and films, or shapes; it is empty")
     if bool(config.height) != bool(config.width):
         raise ConfigError("height and width: give both, or neither to keep each sample's proportions")
     if config.model_path and config.model_config:
@@ -92,14 +97,16 @@ def check_positions(shapes: Iterable[tuple[int, ...]], transformer: Mapping[str,
 
 
 def _can_be_a_path(text: str) -> bool:
+    place = os.path.expanduser(text)
+    if place == text and text.startswith("~"):  # the home of nobody
+        return False
     try:
-        name = os.fsencode(os.path.expanduser(text))
-        os.stat(name)
-    except (UnicodeEncodeError, ValueError):  # half a character; a zero
+        os.stat(place)
+    except ValueError:  # a zero, or half a character
         return False
     except OSError as error:
-        return error.errno != errno.ENAMETOOLONG
-    return text.isprintable() or os.path.exists(text)
+        return error.errno != errno.ENAMETOOLONG and not any(sign < " " for sign in text)
+    return True
 
 
 def _is_text(text: str) -> bool:

@@ -261,7 +261,7 @@ class WanFlow(Recipe):
         from unisono.recipes.wan_flow.checks import check_positions
 
         data = self._data.dataset(split)
-        if hasattr(data, "shapes_there"):
+        if data is not None and hasattr(data, "shapes_there"):
             check_positions(data.shapes_there, self._transformer, self.companions.geometry.space)
         self.remarks = self._data.remarks
         return data

@@ -1,0 +1,144 @@
+"""Does `unisono train wan-flow --model_config tiny` learn what the captions say?
+
+    python benchmarks/wan_learning.py                  # two CPU ranks: three seeds of pictures, one of films
+    python benchmarks/wan_learning.py --quick          # does it work? A few steps; the numbers mean nothing
+
+A small real Wan transformer is trained on drawn shapes with captions. Samples are drawn from held-out captions with the
+averaged weights, and a classifier that has only seen drawings names the colour and the shape of each. The loss alone
+proves nothing: runs that the classifier does not recognise have a good one too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from machine import depends_on, machine, versions
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+RESULTS = HERE / "results"
+BARS = {"colour": 0.9, "shape": 0.8, "training_s": 300.0, "judge": 0.98}
+FILMS = ["--num_frames", "5", "--max_steps", "1200"]
+QUICK = ["--max_steps", "4", "--num_shapes", "64", "--eval_every", "4", "--preview_every", "-1", "--log_every", "2"]
+Row = dict[str, Any]
+
+
+def train(flags: list[str], folder: Path, patience: float) -> Row:
+    words = ["train", "wan-flow", "--model_config", "tiny", "--nproc", "2", "--log_every", "10", *flags]
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
+    began = time.monotonic()
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-m", "unisono", *words, "--output_dir", str(folder)],
+            capture_output=True, text=True, env=environ, timeout=patience,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return {"failed": f"took more than {patience:.0f} s"}
+    if ended.returncode:
+        return {"failed": (ended.stderr.strip().splitlines() or ["no word"])[-1][:300]}
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    last = [line for line in lines if "eval/colour" in line][-1]
+    steps = [line for line in lines if "step_ms" in line]
+    spent = sum(line["step_ms"] for line in steps) / len(steps) * last["step"] / 1000
+    row: Row = {"failed": "", "command": shlex.join(["unisono", *words]), "step": last["step"]}
+    row |= {name: last[f"eval/{name}"] for name in ("colour", "shape", "loss")}
+    return row | {"training_s": spent, "wall_s": time.monotonic() - began}
+
+
+def judge() -> Row:
+    """How well the classifier knows held-out drawings, and what the VAE makes of them."""
+    sys.path.insert(0, str(ROOT / "src"))
+    import torch
+
+    from unisono.recipes.wan.models.vae import Latents
+    from unisono.recipes.wan.tiny.judge import trained_judge
+    from unisono.recipes.wan.tiny.models import tiny_vae
+    from unisono.recipes.wan.tiny.shapes import Shapes, labels
+
+    shapes = Shapes(480, split="eval")
+    frames = torch.stack([shapes[index]["frames"] for index in range(len(shapes))])
+    truth = labels([shapes.plan(index) for index in range(len(shapes))])
+    vae = Latents(tiny_vae())
+    found = {}
+    for name, seen in (("drawings", frames), ("through the VAE", vae.decode(vae.encode(frames)))):
+        colour, shape = trained_judge().accuracy(seen, *truth)
+        found[name] = {"colour": colour, "shape": shape}
+    return found
+
+
+def table(result: Row) -> list[str]:
+    lines = ["# Wan: what the tiny model learns", "", *depends_on(result), ""]
+    for name, found in result["judge"].items():
+        lines.append(
+            f"- The classifier on 480 held-out {name}: colour {found['colour']:.1%}, shape {found['shape']:.1%}"
+        )
+    lines += [
+        "",
+        "| run | colour | shape | held-out loss | steps | training | process |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, row in result["rows"].items():
+        if row["failed"]:
+            lines.append(f"| {name} | FAILED: {row['failed'].replace('|', ' ')} | | | | | |")
+            continue
+        numbers = f"**{row['colour']:.1%}** | **{row['shape']:.1%}** | {row['loss']:.3f} | {row['step']}"
+        lines.append(f"| {name} | {numbers} | {row['training_s']:.0f} s | {row['wall_s']:.0f} s |")
+    pictures = [row for name, row in result["rows"].items() if name.startswith("pictures") and not row["failed"]]
+    if pictures and not result["quick"]:
+        worst = {name: min(row[name] for row in pictures) for name in ("colour", "shape")}
+        slowest = max(row["training_s"] for row in pictures)
+        kept = all(worst[name] >= BARS[name] for name in worst) and slowest <= BARS["training_s"]
+        lines += [
+            "",
+            f"Asked for, pictures: colour {BARS['colour']:.0%}, shape {BARS['shape']:.0%}, training in at most "
+            f"{BARS['training_s']:.0f} s. In the worst of {len(pictures)} seeds: {worst['colour']:.1%}, "
+            f"{worst['shape']:.1%}, {slowest:.0f} s: {'kept' if kept else 'MISSED'}. "
+            "Films of 5 frames are reported, not asked for.",
+        ]
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--patience_s", type=float, default=1800)
+    parser.add_argument("--quick", action="store_true", help="does it work? Never into results")
+    given = parser.parse_args()
+    if given.quick and given.output.resolve() == RESULTS:
+        parser.error("--quick needs --output, another folder than benchmarks/results")
+    asked = {f"pictures, seed {seed}": ["--seed", str(seed)] for seed in range(given.seeds)} | {
+        "films of 5 frames": FILMS
+    }
+    result: Row = {
+        "command": "python benchmarks/wan_learning.py" + (f" --seeds {given.seeds}" if given.seeds != 3 else ""),
+        "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+        "machine": machine(),
+        "versions": versions(["torch", "diffusers", "transformers"]),
+        "quick": given.quick,
+        "judge": judge(),
+        "rows": {name: {"failed": "did not come to its turn"} for name in asked},
+    }
+    given.output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as place:
+        for number, (name, flags) in enumerate(asked.items()):
+            more = QUICK if given.quick else []
+            result["rows"][name] = train([*flags, *more], Path(place, str(number)), given.patience_s)
+            (given.output / "wan_learning.json").write_text(json.dumps(result, indent=1) + "\n")
+            (given.output / "wan_learning.md").write_text("\n".join(table(result)) + "\n")
+            print(time.strftime("%H:%M:%S"), name, result["rows"][name], flush=True)
+    print("\n".join(table(result)))
+    return int(any(row["failed"] for row in result["rows"].values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
