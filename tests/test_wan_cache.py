@@ -25,12 +25,12 @@ from torch.utils.data import DataLoader
 from unisono.engine.recipe import Work
 from unisono.errors import ConfigError, UserError
 from unisono.recipes.wan.data import packs
-from unisono.recipes.wan.models import fingerprint
 from unisono.recipes.wan.data.cache import Cache, CacheSettings
 from unisono.recipes.wan.data.cut import Cut
 from unisono.recipes.wan.data.media import write_film
 from unisono.recipes.wan.data.on_the_fly import Measured
 from unisono.recipes.wan.data.sources import read_sources
+from unisono.recipes.wan.models import fingerprint
 from unisono.recipes.wan.models.parts import part_of
 from unisono.recipes.wan.models.text import TextEncoder, check_width, clean, pad
 from unisono.recipes.wan.models.vae import Geometry, Latents, check_channels

@@ -275,3 +275,24 @@ def test_help_does_not_wait_for_heavy_libraries() -> None:
     code = f"import sys, unisono.recipes.wan_flow.recipe; print({heavy} & set(sys.modules))"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=True)
     assert told.stdout.strip() == "set()"
+
+
+def test_a_lora_cannot_go_on_with_another_strength(runs: dict[str, Outcome], root: Path, tmp_path: Path) -> None:
+    """The scale is not in the weights: another one would silently make another LoRA of them."""
+    shutil.copytree(runs["lora"].folder, tmp_path / "lora")
+    told = {"model_path": str(root / "2.1"), "dataset_path": str(root / "data"), "cache_dir": str(root / "cache")}
+    with pytest.raises(UnisonoError, match="lora_alpha 64"):
+        unisono.train(
+            "wan-flow", nproc=1, output_dir=str(tmp_path / "lora"), **{**RUN, **told, **LORA, "lora_alpha": 64.0}
+        )
+
+
+def test_a_single_file_is_exported_beside_the_parts_that_were_used(root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root / "2.1" / "transformer", tmp_path / "alone")
+    told = {"model_path": str(tmp_path / "alone"), "parts_path": str(root / "a14b"), "dataset_path": str(root / "data")}
+    run = tmp_path / "run"
+    unisono.train("wan-flow", nproc=1, output_dir=str(run), **{**COMMON, **told, "max_steps": 1, "preview_every": -1})
+    export_run(run, tmp_path / "exported")
+    pipeline = WanPipeline.from_pretrained(tmp_path / "exported")
+    assert pipeline.transformer_2 is None and pipeline.config.boundary_ratio is None
+    assert drawn(pipeline).isfinite().all()

@@ -27,6 +27,8 @@ def export_run(
     run: Path, folder: Path, *, step: str | None = None, weights: str = "auto", words: str | None = None
 ) -> str:
     """Writes the weights of a run's checkpoint to `folder`; returns what it wrote, in words."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file; give a folder to export to")
     recipe, model, what = load_trained(run, step=step, weights=weights, words=words)
     folder.mkdir(parents=True, exist_ok=True)
     recipe.export(model, folder)

@@ -36,11 +36,16 @@ def record_of(resume: str) -> Mapping[str, Any] | None:
 
 
 def continue_run(
-    resolved: Resolved, record: Mapping[str, Any] | None, recipe: str, classes: Sequence[type], where: str
+    resolved: Resolved,
+    record: Mapping[str, Any] | None,
+    recipe: str,
+    classes: Sequence[type],
+    where: str,
+    fixed: Sequence[str] = (),
 ) -> Resolved:
     """The config of a start that goes on with the run whose run.json is `record`, found at `where`.
 
-    What this start does not set is as it was when the run began; recipe and seed cannot change.
+    What this start does not set is as it was when the run began; recipe, seed and settings in `fixed` cannot change.
     """
     if record is None:
         return resolved
@@ -55,6 +60,12 @@ def continue_run(
             f"seed {seed} differs from this run's {record.get('seed')}; leave the flag out, or start a new output_dir"
         )
     before = Resolved.from_json(classes, {"values": record["config"], "sources": record["sources"]})
+    for name in fixed:
+        if resolved.explicit(name) and resolved.values[name] != before.values[name]:
+            raise UserError(
+                f"{name} {resolved.values[name]} differs from this run's {before.values[name]}, and another one would "
+                "make another model of its weights; leave the flag out, or start a new output_dir"
+            )
     kept = {
         name: before.values[name]
         for name in record["config"]

@@ -12,9 +12,7 @@ from unisono.errors import RecipeError
 from unisono.parallel.strategy import Placement
 
 
-def each_once(
-    place: Placement, together: bool, function: Callable[[Any], Any], items: Sequence[Any]
-) -> list[Any]:
+def each_once(place: Placement, together: bool, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
     """[function(item) for item in items], each computed on one rank; all ranks get all results.
 
     `together`: every rank must make the same number of calls (of a sharded model), so some repeat one for nothing.

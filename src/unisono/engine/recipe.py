@@ -68,6 +68,9 @@ class Recipe:
     aliases: ClassVar[Mapping[str, str]] = {}
     """Other names of settings that people know, in files and as flags, e.g. {"lr": "learning_rate"}."""
 
+    fixed: ClassVar[Sequence[str]] = ()
+    """Settings of its own that cannot change when a run goes on, e.g. a factor that weights are used with."""
+
     evaluations: list[dict[str, Any]]
     """What the run's evaluations have found so far, each with its step; the engine fills it, for `preview` to draw."""
 

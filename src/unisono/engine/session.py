@@ -111,7 +111,7 @@ class _Session:
         self._begun_from = {start.get("resume") for start in here.get("starts", [])} if here is not None else set()
         record = here or self._main_decides(lambda: record_of(resume))
         where = f"output_dir {path}" if here else f"resume {resume}"
-        self._resolved = continue_run(resolved, record, self._name, (Settings, kind.Config), where)
+        self._resolved = continue_run(resolved, record, self._name, (Settings, kind.Config), where, kind.fixed)
         self._settings = self._resolved.build(Settings)
         check_settings(self._settings)
         self._folder = RunFolder(path)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from unisono.recipes.wan_flow.recipe import WanFlow
 
 _MOST_BYTES = 2**20
+_SMALL = 128  # pixels
 _NOISE = 0x9E37  # names the noise of previews: the same in all runs
 
 
@@ -65,14 +66,20 @@ def draw(recipe: WanFlow, model: Experts) -> Mapping[str, Any] | None:
         return frames
 
     pictures = recipe.over_ranks(drawn, range(len(wanted)))
-    files: dict[str, Any] = {"samples.png": grid(pictures)}
+    files: dict[str, Any] = {"samples.png": grid([_enlarged(frames) for frames in pictures])}
     files["captions.txt"] = "".join(f"{caption}\n" for caption, _, _ in wanted)
     for number, frames in enumerate(pictures):
         if len(frames) > 1:
             film = io.BytesIO()
-            write_film(frames, film, recipe.config.fps or 16.0)
+            write_film(_enlarged(frames), film, recipe.config.fps or 16.0)
             files[f"sample_{number:02d}.mp4"] = film.getvalue()
     return files
+
+
+def _enlarged(frames: Tensor) -> Tensor:
+    """Frames uint8 [F, H, W, 3], the tiny model's large enough to look at."""
+    times = max(1, _SMALL // max(frames.shape[1:3]))
+    return frames.repeat_interleave(times, 1).repeat_interleave(times, 2)
 
 
 def _decoded(vae: Latents, latents: Tensor) -> Tensor:
@@ -93,7 +100,9 @@ def _wanted(recipe: WanFlow) -> list[tuple[str, Tensor, Tensor]]:
         like = torch.zeros(data.shape(0)) if hasattr(data, "shape") else data[0]["latent"]
         return [(caption, like, recipe.text(caption)) for caption in recipe._prompts]
     number = min(recipe.config.num_previews, len(data))
-    chosen = [index * len(data) // number for index in range(number)] if number else []
+    # The built-in shapes come in turn, so the first ones show them all; a folder is sorted by name.
+    spread = len(data) // number if hasattr(data, "sources") and number else 1
+    chosen = [index * spread for index in range(number)]
     return [(caption_of(data, index), *recipe.encoded_sample(data[index])) for index in chosen]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -47,6 +48,7 @@ class WanFlow(Recipe):
         "preview_every": 500,
     }
     aliases: ClassVar[Mapping[str, str]] = settings.ALIASES
+    fixed: ClassVar[Sequence[str]] = ("expert", "lora_rank", "lora_alpha", "lora_targets", "model_config")
     Config = settings.Config
 
     @classmethod
@@ -343,6 +345,7 @@ class WanFlow(Recipe):
         """A folder for `WanPipeline.from_pretrained`, or LoRAs for `load_lora_weights`."""
         from unisono.recipes.wan.models.companions import Tiny
         from unisono.recipes.wan.models.experts import HIGH, LOW
+        from unisono.recipes.wan.models.load import describe
         from unisono.recipes.wan.models.lora import lora_state, save_lora
         from unisono.recipes.wan.models.pipeline import write_pipeline
 
@@ -351,10 +354,17 @@ class WanFlow(Recipe):
             states = {name: lora_state(transformer) for name, transformer in transformers.items()}
             told = save_lora(folder, states.get(HIGH), states.get(LOW))
         else:
-            companions = self.companions
-            source = companions.parts() if isinstance(companions, Tiny) else self._found
+            companions, source = self.companions, self._found
+            if self.config.parts_path:  # which has all other parts, and perhaps a transformer that this is not
+                parts = describe(self.config.parts_path)
+                others = {name: kind for name, kind in parts.components.items() if name not in (HIGH, LOW)}
+                source = replace(parts, transformers={}, components=others, boundary_ratio=None)
             two = self._boundary if len(transformers) > 1 or self._found is not None else None
             told = write_pipeline(
-                folder, transformers.get(HIGH), transformers.get(LOW), source=source, boundary_ratio=two
+                folder,
+                transformers.get(HIGH),
+                transformers.get(LOW),
+                source=companions.parts() if isinstance(companions, Tiny) else source,
+                boundary_ratio=two,
             )
         print(f"unisono: {told}", file=sys.stderr)

@@ -94,6 +94,12 @@ def _beside_source(folder: Path, models: Mapping[str, Any], source: WanFolder, s
     if source.kind != "pipeline":
         return _alone(folder, models, f"{source.path} has no VAE, text encoder and tokenizer in diffusers' layout")
     index = read_json(source.path / "model_index.json")
+    # A second transformer that is not written must not be looked for; this is how diffusers says so.
+    index |= {
+        name: [None, None]
+        for name in ("transformer", "transformer_2")
+        if name in index and name not in source.components
+    }
     others = [name for name in source.components if name not in models]
     for name in others:
         _check_part(source, name)
