@@ -115,6 +115,7 @@ class ShapesData:
         """Draws and encodes them."""
         from unisono.recipes.wan.tiny.encoded import encode
 
+        work.message(f"drawing and encoding {sum(map(len, self._shapes.values())):,} shapes")
         vae = self._companions.vae()
         self._folder = work.folder / "shapes" / vae.fingerprint()
         for split, shapes in self._shapes.items():

@@ -14,6 +14,12 @@ ALIASES = {
     "lr": "learning_rate",
     "dataset_dir": "dataset_path",
     "max_train_steps": "max_steps",
+    "pretrained_model_name_or_path": "model_path",
+    "max_grad_norm": "grad_clip",
+    "flow_shift": "shift",
+    "discrete_flow_shift": "shift",
+    "network_dim": "lora_rank",
+    "network_alpha": "lora_alpha",
 }
 """Names that people know from other scripts."""
 
