@@ -9,7 +9,7 @@
 
 Every run is a process of its own, as a user starts it; what is told here stands in its metrics.jsonl. The model of a
 run is always the one chosen by the validation tasks. Flags after `--` go to all runs. Files are written anew after each
-run, and a run that fails or does not come to its turn is a row that says so.
+run, and a run that fails or does not come to its turn is a row that says so. With `--keep` only such rows run again.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from machine import depends_on, machine, versions
-from overhead import without_output
+from machine import depends_on, machine, versions, without_folders
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -195,12 +194,33 @@ class Report:
         self.folder, self.name, self._table = given.output, f"darkroom_{name}", table
         self.result: Row = {
             "date": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
-            "command": shlex.join(["python", "benchmarks/darkroom.py", *without_output(sys.argv[1:])]),
+            "command": shlex.join(["python", "benchmarks/darkroom.py", *without_folders(sys.argv[1:])]),
             "machine": machine(),
             "versions": versions(["unisono", "torch", "triton", "accelerate"]),
             "quick": given.quick,
             "rows": {},
         }
+        self._earlier = self._read() if given.keep else {}
+
+    def _read(self) -> dict[str, Row]:
+        """The good rows of the result that is there, if it is of the same kind of machine."""
+        file = self.folder / f"{self.name}.json"
+        if not file.exists():
+            return {}
+        before = json.loads(file.read_text())
+        if before["quick"] != self.result["quick"] or before["machine"]["gpus"] != self.result["machine"]["gpus"]:
+            return {}
+        rows = {name: row for name, row in before["rows"].items() if not row["failed"]}
+        return {name: row | {"kept_from": row.get("kept_from", before["date"])} for name, row in rows.items()}
+
+    def begin(self, empty: dict[str, Row], same: Sequence[str]) -> list[str]:
+        """Starts with empty rows; those that are there already, and alike in `same`, stay. The names of the others."""
+        for name, row in empty.items():
+            old = self._earlier.get(name, {})
+            alike = bool(old) and all(old.get(key) == row[key] for key in same)
+            self.result["rows"][name] = old if alike else row
+        self.write()
+        return [name for name, row in self.result["rows"].items() if row["failed"]]
 
     def write(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -232,9 +252,18 @@ def header(result: Row, title: str, *told: str) -> list[str]:
         *(quick if result["quick"] else []),
         "",
         *depends_on(result),
-        *(f"- {line}" for line in told),
+        *(f"- {line}" for line in [*told, *kept_rows(result)]),
         "",
     ]
+
+
+def kept_rows(result: Row) -> list[str]:
+    """Which rows are of an earlier date."""
+    dates: dict[str, list[str]] = {}
+    for name, row in result["rows"].items():
+        if "kept_from" in row:
+            dates.setdefault(row["kept_from"], []).append(name)
+    return [f"Kept from {date}: {', '.join(names)}" for date, names in dates.items()]
 
 
 # learning ----------------------------------------------------------------------------------------------------------
@@ -302,18 +331,18 @@ def learning(given: argparse.Namespace, scratch: Path) -> int:
     seeds = {f"seed {seed}": ["--seed", str(seed)] for seed in range(given.seeds)}
     every = {name: [*base, *speed, *flags, *given.flags] for name, flags in (seeds | VARIANTS).items()}
     report.result |= {"at_once": given.at_once, "seeds": list(seeds), "flags": shlex.join([*base, *speed])}
-    for name, flags in every.items():
-        report.result["rows"][name] = {"flags": shlex.join(flags), "failed": "did not come to its turn"}
-    report.write()
+    empty = {name: {"flags": shlex.join(flags), "failed": "did not come to its turn"} for name, flags in every.items()}
+    missing = report.begin(empty, same=["flags"])
 
     def train(name: str) -> Row:
         folder = scratch / re.sub(r"\W+", "_", name)
         return learned(run(darkroom(folder, *every[name]), folder, given.patience_s), every[name])
 
     for name in seeds:  # alone on the machine: their seconds are told
-        report.note(name, train(name))
+        if name in missing:
+            report.note(name, train(name))
     with ThreadPoolExecutor(given.at_once) as pool:
-        waiting = {pool.submit(train, name): name for name in VARIANTS}
+        waiting = {pool.submit(train, name): name for name in VARIANTS if name in missing}
         for done in as_completed(waiting):
             report.note(waiting[done], done.result())
     drawn = figure(report.result, given.output)
@@ -550,11 +579,9 @@ def speed(given: argparse.Namespace, scratch: Path) -> int:
     report = Report(given, "speed", speed_table)
     commands = speed_commands(given)
     report.result |= {"rounds": given.rounds, "steps": 40 if given.quick else given.steps}
-    for name, (what, _) in commands.items():
-        report.result["rows"][name] = {"what": what, "failed": "did not come to its turn", "rounds_ms": []}
-    report.write()
-    names = list(commands)
-    for number in range(given.rounds):
+    empty = {name: {"what": what, "failed": "did not come to its turn"} for name, (what, _) in commands.items()}
+    names = report.begin({name: row | {"rounds_ms": []} for name, row in empty.items()}, same=["what"])
+    for number in range(given.rounds if names else 0):
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
             folder = scratch / f"round{number}_{names.index(name)}"
@@ -737,6 +764,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=1000, help="speed: steps of a turn, the first 100 not counted")
     parser.add_argument("--end_to_end", action="store_true", help="speed: instead, 50,000 steps with all around them")
     parser.add_argument("--patience_s", type=float, default=1800, help="a run that takes longer has failed")
+    parser.add_argument("--keep", action="store_true", help="learning, speed: run only what is not in --output yet")
     parser.add_argument("--quick", action="store_true", help="does it work? Tiny, on the CPU too; never into results")
     given = parser.parse_args(words)
     given.flags = flags

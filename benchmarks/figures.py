@@ -94,7 +94,7 @@ def memory(result: dict[str, Any]) -> str:
     restarts = sum(row["restarts"] for row in cases)
     worst = max((row["difference"] for row in cases if row["precision"] == "no"), default=0.0)
     text = f"**Real out-of-memory** on {', '.join(result['machine']['gpus'])}: {good} of {len(result['cases'])} cases "
-    text += f"as they should be, {in_place} in place, {restarts} by a restart; losses within {worst:.0e} "
+    text += f"as they should be ({in_place} times in place, {restarts} by a restart); losses within {worst:.0e} "
     return text + "(relative, float32) of a run that had the small micro-batch from the start"
 
 
@@ -158,6 +158,17 @@ def darkroom_learning(result: dict[str, Any]) -> str:
     return text
 
 
+def darkroom_speed(result: dict[str, Any]) -> str:
+    rows = {name: row["step_ms"] for name, row in result["rows"].items() if row.get("step_ms")}
+    if "known model" not in rows or len(rows) < 2:
+        return ""
+    known = rows["known model"]
+    text = f"**Step time** on {', '.join(result['machine']['gpus'])}: "
+    text += ", ".join(f"{name} {ms:.2f} ms ({known / ms:.2f} ×)" for name, ms in rows.items())
+    missing = [name for name in result["rows"] if name not in rows]
+    return text + (f"; not measured: {', '.join(missing)}" if missing else "")
+
+
 def darkroom_end_to_end(result: dict[str, Any]) -> str:
     row = result["rows"]["end to end"]
     if row["failed"]:
@@ -181,12 +192,98 @@ def darkroom_demo(result: dict[str, Any]) -> str:
 
 DARKROOM: dict[str, Callable[[dict[str, Any]], str]] = {
     "learning": darkroom_learning,
+    "speed": darkroom_speed,
     "end_to_end": darkroom_end_to_end,
     "demo": darkroom_demo,
 }
+
+
+def wan_step() -> str:
+    """A step of wan-flow beside the loop that people write, for each shape."""
+    file = RESULTS / "wan_step.json"
+    if not file.exists():
+        return ""
+    result = json.loads(file.read_text())
+    lines = [
+        f"**Step time**, 1.3B, full fine-tune in bf16 on {', '.join(result['machine']['gpus'])} (machine, versions, "
+        "bars, command: [wan_step.md](../benchmarks/results/wan_step.md)):",
+        "",
+        "| shape | batch | loop | ms per step | × usual | MFU | peak GiB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for shape, rows in result["rows"].items():
+        for loop, row in sorted(rows.items(), key=lambda item: not item[0].startswith("usual")):
+            if row["failed"]:
+                continue
+            times = f"{row['times_usual']:.2f}" if row["times_usual"] else "not run beside it"
+            mfu = f"{row['mfu']:.3f}" if row["mfu"] else ""
+            cells = [shape, str(result["shapes"][shape]["batch"]), loop, f"{row['ms']:.1f}", times, mfu]
+            lines.append(f"| {' | '.join([*cells, format(row['mem_gib'], '.1f')])} |")
+    return "\n".join([*lines, "", ""])
+
+
+def wan_memory() -> str:
+    """Memory of a step for each model and shape."""
+    file = RESULTS / "wan_memory.json"
+    if not file.exists():
+        return ""
+    rows = json.loads(file.read_text())["rows"]
+    names = ["none", "every 2nd", "all", "none, fsdp", "every 2nd, fsdp", "all, fsdp"]
+    lines = [
+        "**Memory**, GiB per GPU by how many blocks are recomputed, continued from runs of two and three blocks; "
+        "`fsdp` is calculated for 8 GPUs (how: [wan_memory.md](../benchmarks/results/wan_memory.md)):",
+        "",
+        f"| model | shape | {' | '.join(names)} |",
+        "|---" * (len(names) + 2) + "|",
+    ]
+    for row in rows:
+        cells = [f"{row[name]:.1f}" if row.get(name) else "" for name in names]
+        lines.append(f"| {' | '.join([row['model'], row['shape'], *cells])} |")
+    return "\n".join([*lines, "", ""])
+
+
+def tables_of(name: str, what: str) -> Callable[[], str]:
+    """The tables of a result as they are, and what was asked for."""
+
+    def written() -> str:
+        result, page = RESULTS / f"{name}.json", RESULTS / f"{name}.md"
+        if not page.exists():
+            return ""
+        machine = json.loads(result.read_text())["machine"]
+        where = ", ".join(machine["gpus"]) or f"{machine['cores']} CPU cores"
+        lines = page.read_text().splitlines()
+        first = next(number for number, line in enumerate(lines) if line.startswith("| "))
+        told = f"{what} on {where} (versions, command: [{name}.md](../benchmarks/results/{name}.md)):"
+        return "\n".join([told, "", *lines[first:], "", ""])
+
+    return written
+
+
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     README: {"figures": costs, "faults": survived},
     HERE.parent / "docs" / "darkroom.md": {"darkroom": darkroom},
+    HERE.parent / "docs" / "wan.md": {
+        "wan_learning": tables_of("wan_learning", "What it learns"),
+        "wan_step": wan_step,
+        "wan_memory": wan_memory,
+    },
+    HERE.parent / "docs" / "wan_distill.md": {
+        "wan_distill_learning": tables_of("wan_distill_learning", "What students of the tiny teacher learn"),
+        "wan_distill_speed": tables_of("wan_distill_speed", "How fast"),
+    },
+    HERE.parent / "docs" / "clips.md": {
+        "clips_learning": tables_of("clips_learning", "What is learned from the mirror set"),
+        "clips_harder": tables_of("clips_harder", "The mirror set in noise"),
+        "clips_long": tables_of("clips_long", "Long videos of 1280 × 720"),
+        "clips_extraction": tables_of("clips_extraction", "Extracting"),
+        "clips_overhead": tables_of("clips_overhead", "A training step beside a loop written by hand,"),
+    },
+    HERE.parent / "docs" / "seo.md": {
+        "seo_learning_cuda": tables_of("seo_learning_cuda", "MRR@10 of 1,000 held-out queries among 1,000 pages"),
+        "seo_learning_cpu": tables_of("seo_learning_cpu", "MRR@10 of 1,000 held-out queries among 1,000 pages"),
+        "seo_speed_cuda": tables_of("seo_speed_cuda", "Training beside sentence-transformers' trainer"),
+        "seo_speed_cpu": tables_of("seo_speed_cpu", "Training beside sentence-transformers' trainer"),
+    },
 }
 
 

@@ -39,6 +39,12 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
     return found
 
 
+def without_folders(words: Sequence[str]) -> list[str]:
+    """A command without the folders on somebody's machine."""
+    folders = {"--output", "--cache"}
+    return [word for before, word in zip(["", *words], words, strict=False) if not folders & {before, word}]
+
+
 def depends_on(result: Mapping[str, Any]) -> list[str]:
     """What a result depends on, as the first points of its page."""
     facts = result["machine"]

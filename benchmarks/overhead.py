@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from gate import Rounds
-from machine import depends_on, machine, versions
+from machine import depends_on, machine, versions, without_folders
 
 HERE = Path(__file__).resolve().parent
 NEEDS = {"accelerate": ["accelerate"], "fabric": ["lightning", "lightning_fabric"]}
@@ -233,11 +233,6 @@ def missing(names: Sequence[str]) -> dict[str, str]:
     }
 
 
-def without_output(words: Sequence[str]) -> list[str]:
-    """The command without the folder on somebody's machine."""
-    return [word for before, word in zip(["", *words], words, strict=False) if "--output" not in (before, word)]
-
-
 def table(result: dict[str, Any]) -> str:
     """The result as Markdown."""
     settings = result["settings"]
@@ -336,7 +331,7 @@ def main() -> None:
         weights = sum(parameter.numel() for parameter in GPT(size).parameters())
     result: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
-        "command": shlex.join(["python", "benchmarks/overhead.py", *without_output(sys.argv[1:])]),
+        "command": shlex.join(["python", "benchmarks/overhead.py", *without_folders(sys.argv[1:])]),
         "machine": machine(),
         "versions": versions(["unisono", "torch", "accelerate", "lightning"]),
         "settings": {

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from browser import CHROMIUM, Browser
+
 LAUNCHER_VARIABLES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK"}
 LAUNCHER_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "ACCELERATE_")
 RUN_MARK = "UNISONO_TEST_RUN"
@@ -50,3 +52,13 @@ def no_rank_outlives_the_tests() -> Iterator[None]:
     for pid in alive:
         os.kill(pid, signal.SIGKILL)
     assert not alive, f"ranks outlived the tests (now killed): {alive}"
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """A headless Chromium."""
+    if CHROMIUM is None:
+        pytest.skip("there is no Chromium here")
+    found = Browser(tmp_path_factory.mktemp("chromium"))
+    yield found
+    found.close()

@@ -134,3 +134,6 @@ def _run_one(folder: Path) -> None:
 
 if __name__ == "__main__":
     _run_one(Path(sys.argv[1]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # a thread of gloo's that is still in C++ code would make python's own end abort

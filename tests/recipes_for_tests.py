@@ -246,5 +246,104 @@ class SentencesFromElsewhere(Sentences):
         return super().loss(model, batch, noise)
 
 
+class Graph(torch.autograd.Function):
+    """Passes a tensor on; lives as long as the graph it is in, and counts how many of them live at once."""
+
+    living = most = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.token = _Token()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0]
+
+
+class _Token:
+    def __init__(self) -> None:
+        Graph.living += 1
+
+    def __del__(self) -> None:
+        Graph.living -= 1
+
+
+class PairsModel(Reader):
+    """One vector of each sentence: the mean over its tokens."""
+
+    def embed(self, tokens: Tensor, real: Tensor, jitter: Tensor, shift: Tensor) -> Tensor:
+        found = Graph.apply(self(tokens, real, jitter, shift))
+        if torch.is_grad_enabled():
+            Graph.most = max(Graph.most, Graph.living)
+        mean = (found * real[..., None]).sum(1) / real.sum(1, keepdim=True)
+        return nn.functional.normalize(mean, dim=-1)
+
+
+class ShapedData(SentenceData):
+    """Sentences of one length are batched together."""
+
+    def shape(self, index: int) -> int:
+        return len(self[index]["tokens"])
+
+
+class Pairs(Sentences):
+    """Contrastive: the two halves of a sentence find each other among all of the global batch."""
+
+    @dataclass
+    class Config(Sentences.Config):
+        by_length: bool = False
+        """Only sentences of one length are computed together."""
+        torn: str = ""
+        """Sentences that cannot be read, e.g. 3,5."""
+
+    def model(self) -> nn.Module:
+        Graph.most = 0
+        return PairsModel(self.config.width, self.config.num_blocks, self.config.dropout)
+
+    def dataset(self, split: str) -> SentenceData | None:
+        if split == "eval":
+            return super().dataset(split)
+        kind = ShapedData if self.config.by_length else SentenceData
+        return _Torn(kind(self.config.num_samples, self.config.augment), _numbers(self.config.torn))
+
+    def embed(self, model: nn.Module, batch: dict[str, Tensor], noise: Any) -> Mapping[str, Tensor]:
+        if model.training:
+            self._note("train", batch["ids"])
+        tokens = batch["tokens"]
+        shift = noise.uniform(1) * self.config.noise * noise.normal(self.config.width)
+        left, right = (
+            model.embed(part.clamp(min=0), (part != -1) | (torch.arange(part.shape[1]) == 0), batch["jitter"], shift)
+            for part in (tokens[:, ::2], tokens[:, 1::2])
+        )
+        rows = {"left": left, "right": right, "ids": batch["ids"], "even": batch["ids"] % 2 == 0}
+        if self.config.record is not None and model.training:
+            (Path(self.config.record) / f"graphs.{os.environ.get('RANK', '0')}").write_text(str(Graph.most))
+        return rows
+
+    def couple(self, rows: Mapping[str, Tensor]) -> Loss:
+        scores = 5 * rows["left"] @ rows["right"].T
+        same = rows["ids"][:, None] == rows["ids"][None]
+        scores = scores.masked_fill(same & ~torch.eye(len(same), dtype=torch.bool), -torch.inf)
+        right = torch.arange(len(scores))
+        total = cross_entropy(scores, right, reduction="sum") + cross_entropy(scores.T, right, reduction="sum")
+        return Loss(total, len(scores), {"ids": rows["ids"].sum(), "even": rows["even"].sum()})
+
+
+class _Torn(Dataset[dict[str, Any]]):
+    def __init__(self, data: SentenceData, torn: set[int]) -> None:
+        self.data, self.torn = data, torn
+        if isinstance(data, ShapedData):
+            self.shape = data.shape
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index in self.torn:
+            raise ValueError(f"sentence {index} is torn")
+        return self.data[index]
+
+
 def _numbers(words: str) -> set[int]:
     return {int(word) for word in words.split(",") if word}

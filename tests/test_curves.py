@@ -17,6 +17,7 @@ from many_runs import Outcome, Run
 from ranks import run_ranks
 from unisono import Loss, Recipe
 from unisono.errors import RecipeError, TrainingFailed
+from unisono.observe.trackers import points_of
 
 LENGTH = 4
 SIZES = [1, 5]  # fewer than ranks, not divisible
@@ -148,11 +149,13 @@ def scalars(folder: Path) -> set[str]:
     return set(events.Tags()["scalars"])
 
 
-def test_curves_are_in_metrics_jsonl_and_not_in_tensorboard(tmp_path: Path) -> None:
+def test_short_curves_are_in_tensorboard_point_by_point(tmp_path: Path) -> None:
     result = unisono.train(Curves, **RUN, tensorboard=True, output_dir=str(tmp_path / "run"))  # type: ignore[arg-type]
     (written,) = (tmp_path / "run/tb").rglob("*tfevents*")
     assert {"eval/number", "loss"} <= (found := scalars(written.parent))
-    assert not {name for name in found if "curve" in name or "of_one" in name}
+    points = {f"eval/curve/{number + 1}" for number in range(LENGTH)} | {"eval/of_one/1"}
+    assert {name for name in found if "curve" in name or "of_one" in name} == points
+    assert not points_of({"eval/long": [0.0] * 17, "eval/number": 0.0}), "each would be a chart of its own"
     assert "eval/number" in result.metrics and "eval/curve" not in result.metrics, "the last word is numbers"
 
 

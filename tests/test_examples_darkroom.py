@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from command_line import Ended, end, lines, start
+import scripts
+from command_line import Ended, lines
 from unisono.config import Resolved, resolve
 from unisono.errors import ConfigError
 from unisono.recipes.darkroom.histories import read_histories
@@ -192,11 +193,8 @@ TORCHRUN = [*PYTHON, "-m", "torch.distributed.run", "--standalone"]
 
 
 def command(*words: object, cwd: Path, **more: str) -> Ended:
-    """Runs a program as from a shell in which the environment is active."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    program, *rest = map(str, words)
-    more = {"PATH": path, "HF_HOME": str(cwd / "no_accelerate_config"), "OMP_NUM_THREADS": "1", **more}
-    return end(start(rest, cwd=cwd, program=[program], **more))
+    """Runs a program where nobody has configured accelerate."""
+    return scripts.command(*words, cwd=cwd, **{"HF_HOME": str(cwd / "no_accelerate_config"), **more})
 
 
 def settings_of(ended: Ended) -> dict[str, Any]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +17,8 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from command_line import Ended, end, lines, start
+from command_line import lines
+from scripts import beside, check_batch_script, check_shell_script, command
 from unisono.recipes.wan_flow.settings import TINY
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples/wan_flow"
@@ -38,25 +38,17 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """What the script makes of a command line, asked in an empty folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(EXAMPLE))  # type: ignore[no-untyped-call]
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    return import_module("known_script")
+    with beside(EXAMPLE):
+        yield import_module("known_script")
 
 
 def settings(known: ModuleType, *words: object) -> tuple[dict[str, Any], str]:
     """All settings that a command line comes to, and what is said about it."""
     completed, remarks = known.completed([str(word) for word in words])
     return known.settings_of(completed).values, "; ".join(remarks)
-
-
-def command(*words: object, cwd: Path, seconds: float = 120, **more: str) -> Ended:
-    """Runs a program as from a shell in which the environment is active."""
-    path = os.pathsep.join([more.pop("first", ""), str(Path(sys.executable).parent), os.environ["PATH"]]).lstrip(":")
-    program, *rest = map(str, words)
-    return end(start(rest, cwd=cwd, program=[program], PATH=path, OMP_NUM_THREADS="1", **more), seconds)
 
 
 # --- flags: each does what its name says, or is refused with the reason
@@ -177,10 +169,7 @@ def test_the_choices_in_tiny_yaml_are_settings(known: ModuleType) -> None:
 
 @pytest.mark.parametrize("script", ["train_multigpu.sh", "train_flow_matching.slurm"])
 def test_a_script_is_valid_and_can_be_executed(script: str) -> None:
-    subprocess.run(["bash", "-n", EXAMPLE / script], check=True)
-    assert script.endswith(".slurm") or os.access(EXAMPLE / script, os.X_OK)
-    if shutil.which("shellcheck"):
-        subprocess.run(["shellcheck", EXAMPLE / script], check=True)
+    check_shell_script(EXAMPLE / script)
 
 
 @pytest.mark.parametrize(
@@ -211,19 +200,9 @@ def test_train_multigpu_refuses_what_is_no_number(word: str, example: Path) -> N
 
 
 def test_the_slurm_script_starts_one_task_per_gpu_and_goes_back_into_the_queue(example: Path, tmp_path: Path) -> None:
-    text = (EXAMPLE / "train_flow_matching.slurm").read_text()
-    options = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?$", text, flags=re.MULTILINE))
-    assert len(options) == text.count("#SBATCH") and options["ntasks-per-node"] == options["gpus-per-node"]
-    assert options["signal"] == "USR1@120", "to the tasks, which save and stop"
-    for name, body in {"srun": 'echo "$@"; exit 75', "scontrol": 'echo "$@"'}.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
-        (tmp_path / name).chmod(0o755)
-    words = ["bash", "train_flow_matching.slurm", "--batch_size", 2]
-    ended = command(*words, cwd=example, first=str(tmp_path), SLURM_JOB_ID="7", SLURM_CPUS_PER_TASK="8")
-    task, queue = ended.out.splitlines()
-    assert task.startswith("--kill-on-bad-exit=1 --cpus-per-task=8 python train_flow_matching.py ")
-    assert task.endswith("--checkpoint_dir runs/slurm-7 --batch_size 2")
-    assert (queue, ended.code) == ("requeue 7", 75)
+    check_batch_script(
+        example / "train_flow_matching.slurm", "train_flow_matching.py", "--checkpoint_dir runs/slurm-7", tmp_path
+    )
 
 
 def test_importing_the_script_does_not_wait_for_torch(example: Path) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from unisono.cluster import outcome as outcomes
-from unisono.cluster.lifetime import die_with_parent, start_loader_worker
+from unisono.cluster.lifetime import die_with_parent, end_process, start_loader_worker
 from unisono.cluster.outcome import Outcome
 from unisono.cluster.signals import StopRequest
 from unisono.errors import UserError
@@ -449,7 +449,7 @@ def main():
     except Exception as error:
         outcome = Outcome("crashed", f"{type(error).__name__}: {error}", rank)
     outcomes.write(Path(job), outcome)
-    sys.exit(0 if outcome.is_good else 1)
+    end_process(0 if outcome.is_good else 1)  # as ranks end
 
 
 if __name__ == "__main__":

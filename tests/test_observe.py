@@ -197,7 +197,7 @@ def test_a_full_disk_costs_lines_and_not_the_run(tmp_path: Path, caplog: pytest.
     ]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"starts": 3}', "\xff"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"name": "mine"}', '{"starts": 3}', "\xff"])
 def test_a_damaged_run_json_is_the_users_to_mend(tmp_path: Path, text: str) -> None:
     (tmp_path / "run.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(UserError, match=r"run\.json is damaged .*--output_dir"):

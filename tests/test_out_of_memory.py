@@ -257,6 +257,21 @@ def test_each_new_shape_is_guarded_for_some_steps() -> None:
     assert [step(8, 2), step(4, 2), step(8, 2), step(8, 2)] == [True, False, True, False]
 
 
+def test_the_guard_ends_where_shapes_never_come_twice() -> None:
+    guard = Guard(Waiting(), guard_steps=2)  # type: ignore[arg-type]
+    wanted = []
+    for number in range(1, 400):
+        guard.begin()
+        guard.see({"x": torch.zeros(700 + number)})
+        wanted.append(guard.wanted)
+        guard.passed(guarded=wanted[-1])
+    assert all(wanted[:60]) and not any(wanted[200:300])
+    guard.begin()
+    guard.see({"x": torch.zeros(5000)})
+    assert guard.wanted  # much larger than all before
+    assert len(guard._passed) < 80
+
+
 RESTARTED = ["train", TINY, "--nproc", 2, "--max_steps", 8, "--save_every", 3]
 
 

@@ -252,6 +252,15 @@ def test_evaluation_and_training_share_a_chart(tmp_path: Path) -> None:
     assert page.lines()["evaluation"]["y"] == [0.25]
 
 
+def test_what_is_measured_beside_a_metric_is_drawn_beside_it(tmp_path: Path) -> None:
+    figures = {"MRR@10_bm25": 0.5, "MRR@10_best_of_all": 0.9, "MRR@10": 0.75, "MRR@10_best": 0.8, "MRR": 0.1}
+    figures |= {"rank_MRR": 0.2}
+    page = report(made(tmp_path, [{"step": 1, **{f"eval/{name}": value for name, value in figures.items()}}]))
+    assert len(page.all("svg")) == 3  # MRR@10, MRR, rank_MRR
+    lines = page.lines()
+    assert [lines[name]["y"] for name in ("bm25", "best_of_all", "best")] == [[0.5], [0.9], [0.8]]
+
+
 def test_events_are_bounded_and_repetitions_are_told_once(tmp_path: Path) -> None:
     nan = [{"kind": "nan", "step": step, "loss": "nan"} for step in range(1, 501)]
     many = [{"kind": f"odd{step % 200}", "step": step} for step in range(2_000)]

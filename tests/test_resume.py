@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import unisono
 from many_runs import Copy, Outcome, Run, identical, largest_difference, many_runs
 from recipes_for_tests import SentenceData
+from tiny_recipe import Tiny
 from unisono.data.order import Order
 
 # 3 epochs of 15 in steps of 4: batches cross the epochs' borders, and the last one is a single sample.
@@ -212,3 +215,18 @@ def test_every_step_index_between_all_strategies(
         run, whole = found[f"on @{step}"], found[source]
         check_continuation(run, whole, step)
         assert largest_difference(run.weights(prefix=""), whole.weights(prefix="")) < 1e-10
+
+
+def test_a_run_says_what_it_is_too_short_for(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def said(**settings: Any) -> str:
+        capfd.readouterr()
+        unisono.train(Tiny, nproc=1, output_dir=str(tmp_path / "run"), **settings)
+        return " ".join(capfd.readouterr().err.split())
+
+    assert "warmup_steps 30: the run has 20 steps and never reaches its learning rate; use --warmup_steps 2" in said(
+        max_steps=20, warmup_steps=30
+    )
+    done = "all steps of this run are done (max_steps is 20, num_epochs None)"
+    assert done in said(num_epochs=None)
+    longer = said(max_steps=21, warmup_steps=21)
+    assert "are done" not in longer and "never reaches" not in longer

@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 from command_line import environment, unisono
 from many_runs import Copy, Outcome, Run, largest_difference
 from ranks import run_ranks
-from unisono import Loss, Recipe
+from unisono import Loss, Recipe, train
 from unisono.data.bits import key_of
 from unisono.data.cursor import Chunk, Cursor, TrialCursor
 from unisono.data.loader import Loader, MicroBatch, on_device, place
@@ -30,6 +30,7 @@ from unisono.data.noise import Noise
 from unisono.data.order import Order
 from unisono.data.resident import ResidentLoader, gathered
 from unisono.data.shapes import deal, is_shaped, shapes_of
+from unisono.engine import evaluate
 from unisono.engine.guard import shape_of
 from unisono.errors import RecipeError
 from unisono.settings import DataSettings
@@ -625,6 +626,19 @@ def test_every_film_is_evaluated_once(runs: dict[str, Outcome], world: int, stra
     calls = [ids for mine in micro_batches(run, "eval") for ids in mine]
     assert max(map(len, calls)) <= size and {i for ids in calls for i in ids} == set(range(9))
     assert all(len({data.shape(i) for i in ids}) == 1 for ids in calls)
+
+
+def test_an_evaluation_looks_at_so_many_samples_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {}
+    for grouped in (2**16, 4):
+        monkeypatch.setattr(evaluate, "_GROUPED", grouped)
+        record = tmp_path / f"record {grouped}"
+        told = {"num_eval": 9, "eval_every": 1, "max_steps": 1, "gpus": "0", "batch_size": 4, "record": str(record)}
+        found[grouped] = train(Mixed, **told, output_dir=str(tmp_path / str(grouped))).metrics
+        calls = [json.loads(line) for line in (record / "eval.0").read_text().splitlines()]
+        assert sorted(i for ids in calls for i in ids) == list(range(9))
+    assert all(max(ids) // 4 == min(ids) // 4 for ids in calls)
+    assert found[4] == pytest.approx(found[2**16], rel=1e-6)
 
 
 @pytest.mark.slow

@@ -94,7 +94,8 @@ def test_submit_and_follow_a_job_whose_rank_is_killed(slurm: Slurm, tmp_path: Pa
     assert losses(run) == pytest.approx(one_rank, rel=1e-10)
     assert "completed" in ended.out and f"step {STEPS} of {STEPS}" in ended.out and "restart: attempt 1" in ended.out
     [restart] = [event for event in lines(run, "events.jsonl") if event["kind"] == "restart"]
-    assert restart["cause"].startswith("rank 1 died without a word")
+    # On a busy machine SLURM ends the other one before it has written down why it stopped.
+    assert restart["cause"].startswith(("rank 1 died without a word", "ranks 0, 1 died without a word"))
     starts = json.loads((run / "run.json").read_text())["starts"]
     assert [(each["launcher"], each["world"]) for each in starts] == [("slurm", 2)] * 2
     assert starts[1]["from_step"] in (2, 4)  # the save of step 4 may still have been on its way

@@ -15,13 +15,14 @@ from transformers import T5TokenizerFast
 
 import unisono
 from unisono.errors import ConfigError, UnisonoError
-from unisono.recipes.wan.data.bad import BadFiles
-from unisono.recipes.wan.data.packs import Packs
+from unisono.recipes.common.bad_files import BadFiles
+from unisono.recipes.common.packs import Packs
+from unisono.recipes.wan.checks import check_positions
 from unisono.recipes.wan.models.companions import FromFolder
 from unisono.recipes.wan.models.load import describe, transformer_config
 from unisono.recipes.wan.models.text import TextEncoder
 from unisono.recipes.wan.models.vae import Latents
-from unisono.recipes.wan_flow.checks import check_config, check_positions
+from unisono.recipes.wan_flow.checks import check_config
 from unisono.recipes.wan_flow.settings import Config
 from wan_models import parts, save_data, save_pipelines
 

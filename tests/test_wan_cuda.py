@@ -12,6 +12,7 @@ from diffusers import WanTransformer3DModel
 import unisono
 from many_runs import Run, many_runs
 from unisono.parallel.blocks import compile_blocks
+from unisono.recipes.wan.models.block import use_fast_blocks
 from wan_models import save_data, save_pipelines
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -32,21 +33,63 @@ def gradients(model: Any, latent: tuple[int, ...], batch: int) -> dict[str, torc
     return found
 
 
-@pytest.mark.parametrize(("latent", "batch"), [((16, 5, 60, 104), 1), ((16, 1, 64, 64), 16)], ids=["film", "pictures"])
-def test_compiled_gradients_are_the_eager_ones(latent: tuple[int, ...], batch: int) -> None:
+SHAPES = pytest.mark.parametrize(
+    ("latent", "batch"), [((16, 5, 60, 104), 1), ((16, 1, 64, 64), 16)], ids=["film", "pictures"]
+)
+
+
+def assert_same(found: dict[str, torch.Tensor], eager: dict[str, torch.Tensor]) -> None:
+    whole = sum(gradient.norm() ** 2 for gradient in eager.values()) ** 0.5
+    off = sum((found[name] - gradient).norm() ** 2 for name, gradient in eager.items()) ** 0.5
+    assert off < 1e-2 * whole, f"off by {off / whole:.1e}"
+    for name in eager:
+        if "scale_shift_table" in name or "norm" in name:
+            assert (found[name] - eager[name]).norm() < 5e-2 * eager[name].norm(), name
+
+
+@SHAPES
+@pytest.mark.parametrize("fast", [True, False], ids=["ours", "diffusers"])
+def test_compiled_gradients_are_the_eager_ones(latent: tuple[int, ...], batch: int, fast: bool) -> None:
     """Sums over 7,800 tokens came out as garbage before (pytorch#193061)."""
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = WanTransformer3DModel(**BLOCKS)
     eager = gradients(model, latent, batch)
+    if fast:
+        use_fast_blocks(model)
+        assert_same(gradients(model, latent, batch), eager)
     compile_blocks(model, list(model.blocks))
-    compiled = gradients(model, latent, batch)
-    whole = sum(gradient.norm() ** 2 for gradient in eager.values()) ** 0.5
-    off = sum((compiled[name] - gradient).norm() ** 2 for name, gradient in eager.items()) ** 0.5
-    assert off < 1e-2 * whole, f"off by {off / whole:.1e}"
-    for name in eager:
-        if "scale_shift_table" in name:
-            assert (compiled[name] - eager[name]).norm() < 5e-2 * eager[name].norm(), name
+    assert_same(gradients(model, latent, batch), eager)
+
+
+def test_kernels_compute_what_plain_torch_does_for_the_widths_of_every_wan() -> None:
+    from unisono.recipes.wan.models import operations
+
+    drawn = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=drawn)
+
+    for width in (24, 1536, 3072, 5120):
+        x, o, dh, dy = (random(2, 300, width) for _ in range(4))
+        weight, bias, gate = (random(2, width) for _ in range(3))
+        head = 12 if width == 24 else 128
+        angles = (random(300, head), random(300, head))
+        h, _, mean, rstd = operations.norm(x, o, gate, weight, bias, 1e-6)
+        _, scale = operations.turn(x, weight[0], *angles, head, 1e-6)
+        given: dict[str, tuple[Any, ...]] = {
+            "norm": (x, o, gate, weight, bias, 1e-6),
+            "norm_backward": (dh, dy, h, o, gate, weight, mean, rstd),
+            "gate_backward": (dh, o, gate),
+            "turn": (x, weight[0], *angles, head, 1e-6),
+            "turn_backward": (dy, x, weight[0], *angles, scale, head),
+            "gelu_backward": (dy, x),
+        }
+        for name, inside in given.items():
+            operation = getattr(operations, name)
+            there = [part.cuda() if isinstance(part, torch.Tensor) else part for part in inside]
+            for found, expected in zip(operation(*there), operation(*inside), strict=True):
+                assert (found.cpu() - expected).norm() < 1e-5 * expected.norm(), (name, width)
 
 
 @pytest.fixture(scope="module")
@@ -58,17 +101,17 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_islands_are_used_in_32_bit_under_every_strategy(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from diffusers.models.transformers.transformer_wan import WanTransformerBlock
+    from unisono.recipes.wan.models import block
 
     seen: dict[str, set[torch.dtype]] = {}
-    forward = WanTransformerBlock.forward
+    forward = block._forward
 
     def noting(self: Any, *arguments: Any, **keywords: Any) -> Any:
         for name, parameter in self.named_parameters():
             seen.setdefault(name, set()).add(parameter.dtype)
         return forward(self, *arguments, **keywords)
 
-    monkeypatch.setattr(WanTransformerBlock, "forward", noting)
+    monkeypatch.setattr(block, "_forward", noting)
     given = {"model_path": str(root / "2.1"), "dataset_path": str(root / "data"), "compile": False, "max_steps": 2}
     given |= {"fps": 8.0, "num_frames": 9, "num_workers": 0, "gpus": "1", "strategy": "fsdp", "preview_every": -1}
     unisono.train("wan-flow", output_dir=str(root / "islands"), **given)

@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+from diffusers import WanPipeline, WanTransformer3DModel
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import T5TokenizerFast, UMT5Config, UMT5EncoderModel
 
 from unisono.errors import UserError
 from unisono.recipes.wan.models.load import CONFIGS, build, build_meta, describe, transformer_config
@@ -24,39 +23,17 @@ from unisono.recipes.wan.models.lora import SECOND, add_lora, load_lora, lora_st
 from unisono.recipes.wan.models.native import base_name
 from unisono.recipes.wan.models.pipeline import write_pipeline
 from unisono.recipes.wan.models.weights import fill, open_weights
-from unisono.recipes.wan.tiny.models import PipelineParts
+from wan_models import SMALL, model, parts
 
-TINY: dict[str, Any] = {
-    **{"patch_size": (1, 2, 2), "num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 16},
-    **{"out_channels": 16, "text_dim": 32, "freq_dim": 256, "ffn_dim": 32, "num_layers": 2, "rope_max_seq_len": 32},
-}
-OF_128 = {**TINY, "num_attention_heads": 1, "attention_head_dim": 128}  # so that native files can be told apart
+OF_128 = {**SMALL, "num_attention_heads": 1, "attention_head_dim": 128}  # so that native files can be told apart
 IMAGE = {**OF_128, "in_channels": 36, "image_dim": 20, "added_kv_proj_dim": 128, "pos_embed_seq_len": 6}
-
-
-def parts(channels: int = 16) -> PipelineParts:
-    pieces = ["<pad>", "</s>", "<unk>", "▁", "▁a", "▁red", "▁ball", *"abcdefghijklmnopqrstuvwxyz"]
-    tokenizer = T5TokenizerFast(vocab=[(piece, -1.0) for piece in pieces], extra_ids=0, model_max_length=24)
-    text = UMT5Config(vocab_size=len(pieces), d_model=32, d_kv=8, d_ff=37, num_layers=1, num_heads=4)
-    shape: dict[str, Any] = {"base_dim": 3, "z_dim": channels, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
-    if channels == 48:
-        shape |= {"in_channels": 12, "out_channels": 12, "is_residual": True, "patch_size": 2}
-        shape |= {"latents_mean": [0.0] * 48, "latents_std": [1.0] * 48, "scale_factor_spatial": 16}
-    vae = AutoencoderKLWan(**shape, temperal_downsample=[False, True, True])
-    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
-    return PipelineParts(tokenizer, UMT5EncoderModel(text).eval(), vae.eval(), scheduler)
-
-
-def model(config: Mapping[str, Any] = TINY, seed: int = 0) -> Any:
-    torch.manual_seed(seed)
-    return build(config)
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Models as people have them, saved by diffusers itself."""
     root = tmp_path_factory.mktemp("models")
-    wide = {**TINY, "in_channels": 48, "out_channels": 48}
+    wide = {**SMALL, "in_channels": 48, "out_channels": 48}
     pipelines: dict[str, dict[str, Any]] = {
         "2.1": {**parts()._asdict(), "transformer": model()},
         "a14b": {**parts()._asdict(), "transformer": model(), "transformer_2": model(seed=1), "boundary_ratio": 0.875},
@@ -117,22 +94,22 @@ def test_the_named_sizes_have_as_many_weights_as_the_published_models(name: str,
 
 
 def test_a_model_on_meta_has_the_position_tables_of_one_on_the_cpu() -> None:
-    for config in (TINY, {**TINY, "attention_head_dim": 24, "rope_max_seq_len": 7}):
+    for config in (SMALL, {**SMALL, "attention_head_dim": 24, "rope_max_seq_len": 7}):
         real, empty = dict(build(config).named_buffers()), dict(build_meta(config).named_buffers())
         assert real and equal(real, empty)
 
 
 def test_building_on_meta_draws_no_random_numbers() -> None:
     torch.manual_seed(3)
-    build_meta(TINY)
+    build_meta(SMALL)
     after = torch.rand(1)
     torch.manual_seed(3)
     assert torch.equal(torch.rand(1), after)
 
 
 def test_a_size_is_a_name_or_a_json_file(tmp_path: Path) -> None:
-    (tmp_path / "mine.json").write_text(json.dumps({**TINY, "_class_name": "WanTransformer3DModel"}))
-    assert transformer_config(None, str(tmp_path / "mine.json")) == TINY
+    (tmp_path / "mine.json").write_text(json.dumps({**SMALL, "_class_name": "WanTransformer3DModel"}))
+    assert transformer_config(None, str(tmp_path / "mine.json")) == SMALL
     assert transformer_config(None, "TI2V-5B") == CONFIGS["ti2v-5b"]
     assert transformer_config(None, "tiny")["num_layers"] < 10
 
@@ -150,7 +127,7 @@ def test_a_size_is_a_name_or_a_json_file(tmp_path: Path) -> None:
     ],
 )
 def test_a_config_that_no_model_can_be_made_of_is_refused(wrong: dict[str, Any], words: str, tmp_path: Path) -> None:
-    (tmp_path / "mine.json").write_text(json.dumps({**TINY, **wrong}))
+    (tmp_path / "mine.json").write_text(json.dumps({**SMALL, **wrong}))
     refused(lambda: transformer_config(None, str(tmp_path / "mine.json")), words)
 
 
@@ -197,7 +174,7 @@ def test_shards_are_read_by_name_whole_or_in_part(tmp_path: Path) -> None:
 def test_filling_takes_the_files_type_on_meta_and_the_models_own_in_memory(tmp_path: Path) -> None:
     saved = model().to(torch.bfloat16)
     saved.save_pretrained(tmp_path)
-    empty, cast, real = build_meta(TINY), build_meta(TINY), model(seed=5)
+    empty, cast, real = build_meta(SMALL), build_meta(SMALL), model(seed=5)
     fill(empty, tmp_path)
     fill(cast, tmp_path, torch.float32)
     fill(real, tmp_path)
@@ -208,9 +185,9 @@ def test_filling_takes_the_files_type_on_meta_and_the_models_own_in_memory(tmp_p
 
 
 def test_weights_of_another_architecture_are_refused_with_both_shapes(tmp_path: Path) -> None:
-    model({**TINY, "num_layers": 3}).save_pretrained(tmp_path / "deep")
-    model({**TINY, "num_attention_heads": 3}).save_pretrained(tmp_path / "wide")
-    empty = build_meta(TINY)
+    model({**SMALL, "num_layers": 3}).save_pretrained(tmp_path / "deep")
+    model({**SMALL, "num_attention_heads": 3}).save_pretrained(tmp_path / "wide")
+    empty = build_meta(SMALL)
     refused(lambda: fill(empty, tmp_path / "deep"), "another architecture", "it has 3 layers", "the model 2 layers")
     refused(lambda: fill(empty, tmp_path / "wide"), "another architecture", "width 36", "width 24")
     assert all(parameter.is_meta for parameter in empty.parameters()), "nothing was filled"
@@ -340,7 +317,7 @@ def test_a_pickle_is_refused_and_never_opened(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("TRAP", str(tmp_path / "sprung"))
     folder = tmp_path / "transformer"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({**TINY, "_class_name": "WanTransformer3DModel"}))
+    (folder / "config.json").write_text(json.dumps({**SMALL, "_class_name": "WanTransformer3DModel"}))
     for place in (tmp_path / "wan.pth", folder / "diffusion_pytorch_model.bin", tmp_path / "lora.pt"):
         place.write_bytes(pickle.dumps(Trap()))
     (tmp_path / "wan.safetensors").write_bytes(pickle.dumps(Trap()))
@@ -406,7 +383,7 @@ def test_an_index_cannot_lead_out_of_its_folder(tmp_path: Path) -> None:
 # LoRA
 
 
-def trained_lora(config: Mapping[str, Any] = TINY, alpha: float | None = None, seed: int = 0) -> Any:
+def trained_lora(config: Mapping[str, Any] = SMALL, alpha: float | None = None, seed: int = 0) -> Any:
     made = model(config, seed)
     add_lora(made, rank=4, alpha=alpha)
     drawn = torch.Generator().manual_seed(seed)
@@ -431,7 +408,7 @@ def test_a_new_lora_changes_nothing_and_is_all_that_trains() -> None:
 
 def test_a_lora_is_the_same_on_meta_on_the_cpu_and_on_half_precision_weights() -> None:
     states = []
-    for made in (model(), build_meta(TINY), model(seed=9).to(torch.bfloat16)):
+    for made in (model(), build_meta(SMALL), model(seed=9).to(torch.bfloat16)):
         torch.manual_seed(7)
         add_lora(made, rank=4)
         states.append(lora_state(made))
@@ -441,14 +418,14 @@ def test_a_lora_is_the_same_on_meta_on_the_cpu_and_on_half_precision_weights() -
     query, key = (states[0][f"blocks.0.attn1.to_{it}.lora_A.weight"] for it in "qk")
     assert not torch.equal(query, key), "each layer has directions of its own"
     torch.manual_seed(8)
-    add_lora(other := build_meta(TINY), rank=4)
+    add_lora(other := build_meta(SMALL), rank=4)
     assert not torch.equal(lora_state(other)["blocks.0.attn1.to_q.lora_A.weight"], query), "and each seed"
 
 
 def test_weights_are_filled_beside_a_lora(tmp_path: Path) -> None:
     saved = model(seed=2)
     saved.save_pretrained(tmp_path)
-    made = build_meta(TINY)
+    made = build_meta(SMALL)
     add_lora(made, rank=4)
     fill(made, tmp_path)
     assert not any(parameter.is_meta for parameter in made.parameters())
@@ -562,7 +539,7 @@ def test_the_alpha_that_diffusers_notes_counts_and_the_rest_of_its_notes_does_no
 
 
 def test_files_that_are_no_lora_of_this_model_are_refused(tmp_path: Path) -> None:
-    save_lora(tmp_path, lora_state(trained_lora({**TINY, "num_attention_heads": 3})))
+    save_lora(tmp_path, lora_state(trained_lora({**SMALL, "num_attention_heads": 3})))
     refused(lambda: load_lora(model(), tmp_path), "another architecture", "blocks.0.attn1.to_k")
     refused(lambda: load_lora(model(), tmp_path / "none"), "no such LoRA")
     (tmp_path / "empty").mkdir()
@@ -598,7 +575,7 @@ def test_an_exported_pipeline_samples_as_the_trained_weights_do(folders: dict[st
 
 def test_a_pipeline_is_written_from_parts_in_memory_and_weights_by_name(tmp_path: Path) -> None:
     trained, others = model(seed=3), parts()
-    write_pipeline(tmp_path / "out", trained.state_dict(), source=others, config=TINY)
+    write_pipeline(tmp_path / "out", trained.state_dict(), source=others, config=SMALL)
     write_pipeline(tmp_path / "again", trained, source=others)
     exported, again = (WanPipeline.from_pretrained(tmp_path / name) for name in ("out", "again"))
     assert equal(exported.transformer.state_dict(), trained.state_dict())

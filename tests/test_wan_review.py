@@ -84,7 +84,7 @@ def test_what_stands_for_no_caption_stays_in_its_place_of_memory(root: Path, tmp
 def test_a_data_set_is_opened_once_however_often_previews_ask(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from unisono.recipes.wan.data.packs import Packs
+    from unisono.recipes.common.packs import Packs
 
     made = recipe(root, root / "2.1", num_eval=2, preview_prompts="a ball|a red ball")
     made.prepare(Work(tmp_path))
@@ -140,10 +140,10 @@ def test_a_kernel_that_cannot_compute_in_the_runs_type_is_refused_or_left(root: 
     with pytest.raises(ConfigError, match="attention cudnn does not compute in float32"):
         unisono.train("wan-flow", nproc=1, output_dir=str(tmp_path / "refused"), **COMMON, **told)
     made = recipe(root, root / "2.1")
-    made._kernel_file = tmp_path / "attention.json"
-    made._kernel_file.write_text('{"kernel": "flash"}')
+    made.kernel._file = tmp_path / "attention.json"
+    made.kernel._file.write_text('{"kernel": "flash"}')
     model = made.model()
-    made.settle_kernel(model, "cuda", torch.float32)
+    made.kernel.settle(model, "cuda", torch.float32)
     processors = [module.processor for module in model.modules() if hasattr(module, "processor")]
     assert processors and all(processor._attention_backend is None for processor in processors)
 

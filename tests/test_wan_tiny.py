@@ -189,6 +189,23 @@ def test_the_judge_sees_that_a_caption_was_not_followed() -> None:
     assert found == (0, 0)
 
 
+def test_the_judge_learns_and_judges_alike_where_a_run_computes_in_16_bit() -> None:
+    drawings = Shapes(2 * PAIRS, split="eval")
+    frames, alone = frames_of(drawings), trained_judge()
+    trained_judge.cache_clear()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        within = trained_judge()
+        for weight, same in zip(within.parameters(), alone.parameters(), strict=True):
+            assert torch.equal(weight, same)
+        found = within.accuracy(frames, *labels_of(drawings))
+        dtypes: set[torch.dtype] = set()
+        hook = within.eye.register_forward_hook(lambda module, given, gave: dtypes.add(gave.dtype))
+        within.judge(frames)
+        hook.remove()
+    assert found == alone.accuracy(frames, *labels_of(drawings)) and min(found) >= 0.98
+    assert dtypes == {torch.float32}
+
+
 def test_the_judge_takes_other_sizes() -> None:
     drawings = Shapes(2 * PAIRS, size=64, split="eval")
     found = trained_judge().accuracy(frames_of(drawings), *labels_of(drawings))

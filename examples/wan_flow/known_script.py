@@ -10,9 +10,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from unisono.cli.train import split_words
+from unisono.cli import known_words
+from unisono.cli.known_words import KnownWords, flag_name
 from unisono.config import Resolved
-from unisono.engine.run import configure
 from unisono.errors import ConfigError
 from unisono.recipes.wan_flow.recipe import WanFlow
 from unisono.recipes.wan_flow.settings import TINY
@@ -39,8 +39,7 @@ _DTYPES = {"fp32": "no", "fp16": "fp16", "bf16": "bf16"}
 
 def settings_of(words: Sequence[str]) -> Resolved:
     """All settings, as a command line in unisono's words says them."""
-    _, files, flags, _, _ = split_words(["wan-flow", *words])
-    return configure(WanFlow, file=files, flags=flags)
+    return known_words.settings_of(WanFlow, words)
 
 
 def completed(given: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -48,7 +47,7 @@ def completed(given: Sequence[str]) -> tuple[list[str], list[str]]:
     words = in_our_words(given)
     remarks: list[str] = []
     told = settings_of(words)
-    if "use_ema" in map(_name, given) and told.values["ema_decay"] == 0:
+    if "use_ema" in map(flag_name, given) and told.values["ema_decay"] == 0:
         raise ConfigError("--use_ema and --ema_decay 0 contradict each other; leave one of them out")
     if not told.explicit("gpus") and not told.explicit("nproc"):
         words.append("--gpus=1")  # under a launcher it has no meaning: there each process has its GPU already
@@ -79,8 +78,8 @@ def _without_a_model(told: Resolved) -> tuple[list[str], list[str]]:
     remark = " ".join([f"training {MODEL}", *words]).replace("=", " ")
     if not told.values["parts_path"]:
         remark += (
-            " on latents and embeddings that lie beside the data; latents must be normalised (see README.md), and "
-            "--parts_path FOLDER brings a VAE and a text encoder instead"
+            " on latents and embeddings that lie beside the data; latents must be normalised, or --latents raw (see "
+            "README.md), and --parts_path FOLDER brings a VAE and a text encoder instead"
         )
     return [f"--model_path={MODEL}", *words], [remark]
 
@@ -105,10 +104,9 @@ def _for_the_tiny_model(told: Resolved) -> tuple[list[str], list[str]]:
 def in_our_words(words: Sequence[str]) -> list[str]:
     """The same command line without flags that unisono does not have."""
     ours: list[str] = []
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        name = _name(word)
+    reader = KnownWords(words)
+    for word in reader:
+        name = flag_name(word)
         if name in REFUSED:
             raise ConfigError(f"--{name}: {REFUSED[name]}")
         if name == "use_ema":  # it is on unless --ema_decay is 0
@@ -116,11 +114,7 @@ def in_our_words(words: Sequence[str]) -> list[str]:
         if name not in _WITH_VALUE:
             ours.append(word)
             continue
-        _, equals, value = word.partition("=")
-        if not equals:
-            if not rest or rest[0].startswith("--"):
-                raise ConfigError(f"--{name} needs a value")
-            value = rest.pop(0)
+        value = reader.value(word)
         if name in _RENAMED:
             ours.append(f"--{_RENAMED[name]}={value}")
         elif name == "device":
@@ -129,11 +123,6 @@ def in_our_words(words: Sequence[str]) -> list[str]:
             ours.append(f"--mixed_precision={_precision(value)}")
         # The last one is local_rank, which the launcher says in the environment too.
     return ours
-
-
-def _name(word: str) -> str:
-    """Of a flag; nothing for other words."""
-    return word.partition("=")[0].removeprefix("--").replace("-", "_") if word.startswith("--") else ""
 
 
 def _gpus(device: str) -> str:

@@ -21,9 +21,11 @@ from typing import Any, NoReturn
 from known_script import completed, settings_of
 
 from unisono.cli import main as unisono
-from unisono.cluster.environment import detect
+from unisono.cluster.join import cleanup_distributed, is_main_process, setup_distributed
 from unisono.errors import UnisonoError
 from unisono.recipes.wan_flow.recipe import WanFlow
+
+__all__ = ["cleanup_distributed", "is_main_process", "parse_args", "setup_distributed"]
 
 
 def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -37,38 +39,6 @@ def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
         _refuse(error)
     known = {name: values[ours] for name, ours in WanFlow.aliases.items()}
     return argparse.Namespace(**values, **known, local_rank=int(os.environ.get("LOCAL_RANK", -1)))
-
-
-def setup_distributed() -> tuple[int, int, int]:
-    """Joins the processes that a launcher has started, and gives rank, world_size and local_rank."""
-    import torch
-    from torch import distributed
-
-    from unisono.cluster.slurm import address_of
-
-    world, gpus = detect(), torch.cuda.device_count()
-    if gpus:
-        torch.cuda.set_device(world.local_rank % gpus)
-    if world.size > 1 and not distributed.is_initialized():
-        address = address_of(world.master_addr) if world.launcher == "slurm" else world.master_addr
-        os.environ.setdefault("MASTER_ADDR", address)
-        os.environ.setdefault("MASTER_PORT", str(world.master_port))
-        backend = "nccl" if gpus >= world.local_size else "gloo"  # NCCL refuses two processes on one GPU
-        distributed.init_process_group(backend, rank=world.rank, world_size=world.size)
-    return world.rank, world.size, world.local_rank
-
-
-def cleanup_distributed() -> None:
-    """Leaves the processes that setup_distributed has joined."""
-    from torch import distributed
-
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
-
-
-def is_main_process(rank: int | None = None) -> bool:
-    """Whether this is the one process that talks and writes."""
-    return (detect().rank if rank is None else rank) == 0
 
 
 def __getattr__(name: str) -> Any:

@@ -49,6 +49,8 @@ class Gpu:
     processes: tuple[GpuProcess, ...] = ()
     pci_bus_id: str = ""
     links: tuple[str, ...] = ()
+    capability: str = ""
+    """Compute capability, such as 9.0."""
 
     @property
     def is_free(self) -> bool:
@@ -185,6 +187,7 @@ def _read(nvml: Any, handle: Any, index: int) -> Gpu:
         ),
         pci_bus_id=_text(pci.busId) if pci else "",
         links=_links(nvml, handle),
+        capability=".".join(map(str, _ask(nvml, (), nvml.nvmlDeviceGetCudaComputeCapability, handle))),
     )
 
 

@@ -5,6 +5,10 @@ Both end in one line on stderr and an exit code. Anything else that escapes is a
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
 EXIT_DONE = 0
 EXIT_DIFFERENCE = 1  # `verify` or `doctor` found something
 EXIT_DIED = 1  # a rank alone, as python ends after a traceback: whoever started the ranks starts them all again
@@ -42,3 +46,12 @@ class TryAgain(UnisonoError):
     """This attempt failed, and the next one, from the last checkpoint, will do something differently."""
 
     exit_code = EXIT_DIED
+
+
+def end_as_program(main: Callable[[], int]) -> NoReturn:
+    """Runs a module of its own as a program (`python -m`): an error is one line, and its exit code."""
+    try:
+        sys.exit(main())
+    except UnisonoError as told:
+        print(f"unisono: {told}", file=sys.stderr)
+        sys.exit(told.exit_code)

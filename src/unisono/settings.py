@@ -41,6 +41,8 @@ class LaunchSettings:
     """all; auto (every free GPU, by NVML); a count N (the N emptiest); or ids such as 0,2 (a single id: 3,). 0 trains on the CPU."""
     nproc: int | None = None
     """Start this many CPU ranks; together with gpus: this many ranks on those GPUs (sharing them if there are more ranks)."""
+    backend: Literal["auto", "gloo"] = "auto"
+    """How ranks talk to each other. auto: NCCL between GPUs, gloo elsewhere; gloo: also between GPUs (slower; where NCCL fails)."""
     min_memory_gb: float = 0.0
     """Take only GPUs with at least this much free memory."""
     nnodes: int | str = 1

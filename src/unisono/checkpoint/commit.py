@@ -17,7 +17,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from unisono.checkpoint.find import list_steps, step_folder, validate
+from unisono.checkpoint.find import OF_ANOTHER_RUN, list_steps, step_folder, validate
 from unisono.checkpoint.manifest import (
     MANIFEST,
     STATE,
@@ -83,10 +83,11 @@ def commit(
     sync_folder(staging)
     final = staging.parent / step_folder(step)
     if os.path.lexists(final):
-        if validate(final, identity=identity) is None:
+        reason = validate(final, identity=identity)
+        if reason is None:
             discard(staging)
             return final
-        set_aside(final)
+        set_aside(final, _kind_of(reason))
     os.rename(staging, final)
     sync_folder(final.parent)
     return final
@@ -138,8 +139,12 @@ def read_best(folder: Path) -> dict[str, Any] | None:
         raise CheckpointError(f"{folder / BEST} cannot be read ({error}); delete it to go on without a best") from None
 
 
-def set_aside(path: Path, why: str = "bad") -> Path:
-    """Renames a checkpoint that must not be used (bad, or of a future that was gone back before); nothing is lost."""
+def _kind_of(reason: str) -> str:
+    return "other" if reason.startswith(OF_ANOTHER_RUN) else "bad"
+
+
+def set_aside(path: Path, why: str) -> Path:
+    """Renames a checkpoint that must not be used; nothing is lost."""
     number = 1
     while os.path.lexists(aside := path.with_name(f"{path.name}.{why}-{number}")):
         number += 1
@@ -152,8 +157,9 @@ def set_aside_after(
 ) -> list[tuple[Path, str]]:
     """Sets aside what claims to be a checkpoint of a step after `step`, where a run has gone on: (its new path, why).
 
-    Bad ones become `step_….bad-1`; good ones, of a future that was gone back before, `step_….later-1`. `known` are the
-    bad ones that a search has found already; with it the rest is not read byte by byte again.
+    Bad ones become `step_….bad-1`, those of another run `step_….other-1`, good ones of a future that was gone back
+    before `step_….later-1`. `known` are the bad ones that a search has found already; with it the rest is not read byte
+    by byte again.
     """
     moved = []
     for number, path in list_steps(folder):
@@ -161,7 +167,7 @@ def set_aside_after(
             continue
         reason = (known or {}).get(path) or validate(path, deep=known is None, identity=identity)
         try:
-            aside = set_aside(path, "later" if reason is None else "bad")
+            aside = set_aside(path, "later" if reason is None else _kind_of(reason))
         except OSError as error:  # the next start would go on from it
             raise CheckpointError(
                 f"{path} cannot be set aside ({error.strerror}); move it away: the run went on from step {step}"

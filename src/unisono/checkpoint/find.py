@@ -24,6 +24,8 @@ from unisono.checkpoint.manifest import (
 )
 
 LEFTOVER_PREFIXES = (".staging-", ".trash-")
+OF_ANOTHER_RUN = "manifest of another run"
+"""How the reason begins why a good checkpoint is not this run's."""
 _STEP = re.compile(r"step_(\d{8,})")
 _LEFTOVER = re.compile(r"\.(?:staging|trash)-step_(\d{8,})-[0-9a-f]+")
 
@@ -69,7 +71,7 @@ def validate(path: Path, *, deep: bool = True, identity: Mapping[str, Any] | Non
     if _STEP.fullmatch(path.name) and path.name != step_folder(manifest.step):
         return f"its manifest is of step {manifest.step}"
     if identity is not None and (reason := _of_another_run(manifest.identity, identity)) is not None:
-        return f"manifest of another run: {reason}"
+        return f"{OF_ANOTHER_RUN}: {reason}"
     if STATE not in manifest.files:
         return f"the manifest lists no {STATE}"
     for name, entry in manifest.files.items():

@@ -16,6 +16,8 @@ COMMANDS = {
     "verify": "prove that a recipe trains the same on 1 and on N ranks",
     "export": "write a run's trained weights to a folder",
     "report": "write one HTML page of a run: curves, speed, faults survived",
+    "clips": "find the moments of a video worth cutting out, by what a run has learnt, and cut them",
+    "seo": "report on a site: its pages by what a run has learnt, and what plain rules find",
     "doctor": "what this machine can do, and what is wrong with it",
     "slurm": "write, submit and follow the batch script of a run under SLURM",
     "gpus": "the GPUs, how free they are, and which would be taken",

@@ -24,7 +24,8 @@ the ranks share them. Exit code 1 when runs differ.
   --ranks 1,2              numbers of ranks; the first is what the others are compared with
   --steps 5                optimizer steps
   --strategies ddp         strategies for more than one rank: ddp, fsdp or both
-  --precision float64      float64 (default: differences are real, not rounding), float32, bf16 or fp16
+  --precision float64      float64 (differences are real, not rounding), float32, bf16 or fp16. Default: what the recipe
+                           names, such as float32 for wan-flow, whose model casts to it by itself; float64 otherwise
   --gpus 0                 on the CPU although there are GPUs
 
 All settings of `unisono train` can be given too."""
@@ -47,14 +48,14 @@ def main(words: list[str]) -> int:
         ranks=_numbers(own["ranks"], "ranks"),
         steps=_numbers(own["steps"], "steps")[0],
         strategies=tuple(own["strategies"].split(",")),
-        precision=own["precision"],
+        precision=own["precision"] or kind.verify_precision,
     )
     answers = verify(recipe, resolved, question, tell=lambda text: print(text, file=sys.stderr, flush=True))
     return EXIT_DONE if print_answers(answers, question) else EXIT_DIFFERENCE
 
 
 def _own_options(words: list[str]) -> tuple[list[str], dict[str, str]]:
-    found = {"ranks": "1,2", "steps": "5", "strategies": "ddp", "precision": "float64"}
+    found = {"ranks": "1,2", "steps": "5", "strategies": "ddp", "precision": ""}
     rest: list[str] = []
     waiting = list(words)
     while waiting:

@@ -41,10 +41,10 @@ class Pending:
 class Agreement:
     """The one place where ranks agree. Every rank makes it, and makes every call on it, at the same point."""
 
-    def __init__(self, timeout: timedelta = PATIENCE) -> None:
-        """`timeout` is how long a rank waits for the others."""
+    def __init__(self, timeout: timedelta = PATIENCE, *, alone: bool = False) -> None:
+        """`timeout` is how long a rank waits for the others; `alone`: it asks nobody, whoever else is there."""
         self._group: dist.ProcessGroup | None = None
-        if dist.is_initialized() and dist.get_world_size() > 1:
+        if not alone and dist.is_initialized() and dist.get_world_size() > 1:
             self._group = dist.new_group(backend="gloo", timeout=timeout)
 
     def start(self, flags: Mapping[str, int | float]) -> Pending:

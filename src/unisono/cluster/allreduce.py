@@ -96,6 +96,8 @@ def _rank(backend: str, rank: int, size: int, folder: str, timeout_s: float) -> 
     import torch
     import torch.distributed as dist
 
+    from unisono.cluster.processes import leave
+
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -128,7 +130,7 @@ def _rank(backend: str, rank: int, size: int, folder: str, timeout_s: float) -> 
     speed = num_bytes / median_seconds(num_bytes, repeats=5) / 1e9
     if rank == 0:
         Path(folder, "measured.json").write_text(json.dumps({"latency_us": latency * 1e6, "gb_per_s": speed}))
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def end_process(status: int) -> NoReturn:
         sys.stdout.flush()
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.flush()
-    if threading.active_count() == 1:
+    if threading.active_count() == 1 and "torch" not in sys.modules:  # whose threads python does not count
         sys.exit(status)
     atexit._run_exitfuncs()
     os._exit(status)

@@ -33,20 +33,25 @@ PATIENCE = timedelta(days=7)
 """Time-out of every collective: who hangs is found out by `unisono.cluster.hang`, which names the rank, and not by a
 peer's time-out, which names nobody (and in NCCL's case writes walls of text)."""
 
+_LET_GO_S = 0.05
+
 _attempt = ""  # the name of this attempt, once joined
 _hosted: list[TCPStore] = []  # the server lives as long as rank 0: the others may still ask it while they leave
 
 
-def join(world: World, device: torch.device, *, alone: bool = False, timeout_s: float = 600.0) -> None:
+def join(
+    world: World, device: torch.device, *, alone: bool = False, timeout_s: float = 600.0, gloo: bool = False
+) -> None:
     """Joins the other ranks of the run; returns when all are there.
 
     A run of one process has nothing to join, unless it asks for a group of its own with `alone` (ddp and fsdp need
     one). `timeout_s` is how long a rank looks for the others; collectives have a time-out of their own (PATIENCE).
+    `gloo`: NCCL is not used between GPUs either.
     """
     global _attempt
     if world.size == 1:
         if alone:
-            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not gloo else "gloo"
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         return
     timeout = timedelta(seconds=timeout_s)
@@ -61,7 +66,7 @@ def join(world: World, device: torch.device, *, alone: bool = False, timeout_s: 
             name = _meet(store, world, timeout_s) if agent_hosts else "attempt"
     _attempt = name
     own_store = PrefixStore(name, store)
-    nccl = device.type == "cuda" and not _gpus_are_shared(own_store, world, device)
+    nccl = device.type == "cuda" and not gloo and not _gpus_are_shared(own_store, world, device)
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if nccl else "gloo",
         store=own_store,
@@ -82,6 +87,9 @@ def leave(*, together: bool = False) -> None:
         with contextlib.suppress(Exception):
             if together:
                 dist.all_reduce(torch.zeros(1))
+            # A thread of gloo's lets go of the last collective's tensors, and needs python's lock for it. A group that
+            # is destroyed before that waits for the thread, with the lock in its hands: for ever.
+            time.sleep(_LET_GO_S)
             dist.destroy_process_group()
 
 

@@ -58,7 +58,7 @@ def stop_before_start() -> None:
 
 
 class StopRequest:
-    """Whether somebody asked the run to stop, for use in a `with` block around the training loop."""
+    """Whether somebody asked the run to stop, for use in `with` blocks around the training loop."""
 
     def __init__(self, launcher: str, job_folder: Path | None = None) -> None:
         """`launcher` is `World.launcher`; `job_folder` is given under unisono's own launcher only."""
@@ -77,8 +77,11 @@ class StopRequest:
         return self._requested
 
     def __enter__(self) -> StopRequest:
+        self._closed = threading.Event()
         if self._job_folder is not None:
-            threading.Thread(target=self._watch, args=(self._job_folder,), name="stop-file", daemon=True).start()
+            watch = threading.Thread(target=self._watch, args=(self._job_folder, self._closed), daemon=True)
+            watch.name = "stop-file"
+            watch.start()
         if threading.current_thread() is threading.main_thread():  # python allows handlers only there
             for signum in stop_signals():
                 self._previous[signum] = signal.signal(signum, self._on_signal)
@@ -100,9 +103,9 @@ class StopRequest:
             elif time.monotonic() - self._interrupted_at > SAME_PRESS_S:
                 raise KeyboardInterrupt
 
-    def _watch(self, job_folder: Path) -> None:
+    def _watch(self, job_folder: Path, closed: threading.Event) -> None:
         path = job_folder / STOP_FILE
-        while not self._closed.wait(_POLL_S):
+        while not closed.wait(_POLL_S):
             if path.exists():
                 self._requested = self._requested or path.read_text().strip() or "stop"
                 return

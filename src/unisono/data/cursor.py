@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
-from unisono.data.order import num_micro_batches, share_of, split
+from unisono.data.order import Strides, num_micro_batches, share_of, split
 from unisono.data.shapes import Group, Shapes, deal
 
 _LOOK_AT = 2**18  # positions among which a trial looks for the costliest samples
@@ -37,6 +37,7 @@ class Cursor:
     rank: int
     world: int
     shapes: Shapes | None = None  # of samples that can be batched only with their like
+    epoch: int | None = None  # samples of an epoch, where no step may read on into the next one
 
     def chunks(self) -> Iterator[Chunk]:
         """This rank's micro-batches in order; every rank has the same number of them in every step."""
@@ -60,7 +61,7 @@ class Cursor:
         return len(costliest.positions)
 
     def _step_at(self, start: int) -> range:
-        stop = start + self.global_batch
+        stop = Strides(self.global_batch, self.epoch).end(start)
         return range(start, stop if self.end is None else min(stop, self.end))
 
     def _groups(self, whole: range) -> list[Group]:

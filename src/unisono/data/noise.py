@@ -18,10 +18,10 @@ from unisono.data.bits import Purpose, key_of, keys_for, random_bits, to_unit
 class Noise:
     """Draws with one row per sample of the batch, on the batch's device."""
 
-    def __init__(self, seed: int, positions: Tensor) -> None:
+    def __init__(self, seed: int, positions: Tensor, first_draw: int = 0) -> None:
         self._seed = seed
         self._positions = positions  # [batch], int64
-        self._draws = 0
+        self._draws = first_draw
 
     def _bits(self, shape: tuple[int, ...]) -> Tensor:
         """[batch, *shape] random bits of the next draw."""

@@ -69,6 +69,42 @@ def _permute(offsets: Integers, size: int, keys: Integers) -> Integers:
     return x
 
 
+@dataclass(frozen=True)
+class Strides:
+    """How far each step reads on: a global batch, or less where an epoch ends and no step may go beyond it."""
+
+    global_batch: int
+    epoch: int | None = None
+    """Samples of an epoch, at whose end a step ends too; None: steps read on into the next one."""
+
+    def end(self, start: int) -> int:
+        """The first position that the step from `start` does not read."""
+        stop = start + self.global_batch
+        return stop if self.epoch is None else min(stop, (start // self.epoch + 1) * self.epoch)
+
+    def after(self, start: int, steps: int) -> int:
+        """Where so many steps from `start` lead."""
+        if self.epoch is None:
+            return start + steps * self.global_batch
+        epoch_end = (start // self.epoch + 1) * self.epoch
+        left = -(-(epoch_end - start) // self.global_batch)
+        if steps < left:
+            return start + steps * self.global_batch
+        epochs, rest = divmod(steps - left, -(-self.epoch // self.global_batch))
+        return epoch_end + epochs * self.epoch + rest * self.global_batch
+
+    def between(self, start: int, end: int) -> int:
+        """How many steps lead from `start` to `end` or beyond."""
+        if end <= start:
+            return 0
+        if self.epoch is None:
+            return -(-(end - start) // self.global_batch)
+        epoch_end = (start // self.epoch + 1) * self.epoch
+        first = -(-(min(end, epoch_end) - start) // self.global_batch)
+        epochs, rest = divmod(max(0, end - epoch_end), self.epoch)
+        return first + epochs * -(-self.epoch // self.global_batch) + -(-rest // self.global_batch)
+
+
 def share_of(rank: int, world: int, start: int, count: int) -> range:
     """The positions of a global batch that `rank` reads: a contiguous slice, so that all ranks in order give it all."""
     return range(start + rank * count // world, start + (rank + 1) * count // world)

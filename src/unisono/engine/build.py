@@ -16,6 +16,7 @@ from unisono.data.seeding import seed_everything
 from unisono.engine.batch import BatchPlan
 from unisono.engine.ema import Ema
 from unisono.engine.optim import NOT_ELEMENTWISE, Updater, learning_rate_scale, named_optimizer
+from unisono.engine.placement import has_flash_attention
 from unisono.engine.precision import LossScale, weight_type
 from unisono.engine.recipe import Recipe
 from unisono.engine.state import TrainState
@@ -23,6 +24,7 @@ from unisono.errors import ConfigError, RecipeError
 from unisono.parallel.blocks import compile_blocks, recompute_activations, repeated_blocks
 from unisono.parallel.data_parallel import DataParallel
 from unisono.parallel.ddp import DDP
+from unisono.parallel.frozen import shard_frozen
 from unisono.parallel.fsdp import FSDP
 from unisono.parallel.materialize import fill, materialize
 from unisono.parallel.single import Single
@@ -55,6 +57,8 @@ def build_parts(recipe: Recipe, settings: Settings, place: Placement, batch: Bat
     if settings.precision.cuda_graph and not captures:
         remarks.append("cuda_graph: there is no GPU here; steps run as usual")
     seed_everything(settings.run.seed, place.devices)  # as a script would: torch.manual_seed(seed)
+    recipe.global_batch = batch.global_batch
+    recipe.flash_attention = place.compute_type is not None and has_flash_attention(place.device)
     model = recipe.model()
     if not isinstance(model, nn.Module):
         raise RecipeError(f"model() returned {type(model).__name__}; expected a torch.nn.Module")
@@ -78,6 +82,10 @@ def build_parts(recipe: Recipe, settings: Settings, place: Placement, batch: Bat
     if captures and settings.precision.activation_checkpointing:
         # It asks for the state of the random numbers, which a recording does not know.
         raise ConfigError("cuda_graph cannot record activation_checkpointing; leave one of them out")
+    if settings.precision.cuda_graph and recipe.coupled:
+        raise ConfigError("cuda_graph cannot record a loss that compares samples with each other; leave it out")
+    if captures and recipe.refresh_every:
+        raise ConfigError("cuda_graph reads from the same memory for ever, and this run replaces its samples")
     if weights is not None and name != "fsdp":  # which fills its shards by itself
         fill(model, weights)
     named_blocks = recipe.blocks(model)
@@ -89,10 +97,15 @@ def build_parts(recipe: Recipe, settings: Settings, place: Placement, batch: Bat
             recompute_activations(block)
     if settings.precision.compile:
         compile_blocks(model, blocks)
-    strategy = STRATEGIES[name](model, blocks, place, settings.parallel, exact, weights)
+    parted = recipe.sharded()
+    strategy = STRATEGIES[name](
+        model, blocks, place, settings.parallel, exact, weights, gathers=bool(parted) and place.world > 1
+    )
     seed_everything(key_of(Purpose.BUILD, settings.run.seed, 1), place.devices)
     frozen = recipe.frozen()
-    place_frozen(frozen, place.device)
+    for part, (where, whole) in parted.items():
+        shard_frozen(frozen[part], place, where, whole)
+    place_frozen({name: module for name, module in frozen.items() if name not in parted}, place.device)
     if settings.precision.dtype == "float64":
         for module in frozen.values():
             cast_weights(module, torch.float64)

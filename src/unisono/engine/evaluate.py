@@ -34,6 +34,7 @@ from unisono.parallel.strategy import Strategy
 from unisono.settings import Settings
 
 _MANY = 100
+_GROUPED = 2**16  # samples among which those of one shape find each other: a list of millions would be long
 
 
 class Evaluation:
@@ -49,6 +50,11 @@ class Evaluation:
         pulse: Pulse,
         stop: StopRequest,
     ) -> None:
+        if recipe.coupled and type(recipe).evaluate is Recipe.evaluate:
+            raise RecipeError(
+                f"{type(recipe).__name__} has data to evaluate on and a loss that compares samples, which no share of "
+                "that data can give; write evaluate(), or return None for that data"
+            )
         self._recipe, self._strategy, self._settings = recipe, strategy, settings
         self._dataset = dataset.to(strategy.place.device) if is_resident(dataset) else dataset
         self._agreement, self._pulse, self._stop = agreement, pulse, stop
@@ -85,6 +91,7 @@ class Evaluation:
     ) -> tuple[bool, bool]:
         """One pass over this rank's share; whether any rank ran out of memory, and whether all shall stop."""
         self._strategy.share_buffers()
+        self._begin(step)
         failure: str | None = None
         bad: list[BadSample] = []
         asked: Pending | None = None
@@ -128,18 +135,34 @@ class Evaluation:
             )
         return bool(agreed["oom"]), False
 
+    def _begin(self, step: int) -> None:
+        if type(self._recipe).before_evaluation is Recipe.before_evaluation:
+            return
+        self._pulse.at("evaluate", step)
+        try:
+            with autocast(self._strategy.place.device, self._settings.precision):
+                self._strategy.infer(self._recipe.before_evaluation)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise TrainingFailed(
+                f"step {step}: out of memory before the evaluation: {in_one_line(error)}; training can go on from the "
+                "last checkpoint (eval_every -1: without evaluation)"
+            ) from None
+
     def _loader(self) -> Loader | ResidentLoader:
         size = len(self._dataset)  # type: ignore[arg-type]
         place_ = self._strategy.place
         order = Order(size, self._seed, shuffle=False)
+        shapes = shapes_of(self._dataset, order)
         cursor = Cursor(
             start=0,
             end=size,
-            global_batch=size,
+            global_batch=size if shapes is None else min(size, _GROUPED),
             micro_batch=self._batch,
             rank=place_.rank,
             world=place_.world,
-            shapes=shapes_of(self._dataset, order),
+            shapes=shapes,
         )
         if is_resident(self._dataset):
             return ResidentLoader(self._dataset, order, cursor, place_.device)
@@ -199,7 +222,12 @@ class Evaluation:
                     whole[name].merge_state(metric)
                 else:
                     whole[name] = metric
-        return {name: float(whole[name].compute()) for name in sorted(whole)}
+        found: dict[str, float | list[float]] = {}
+        for name in sorted(whole):
+            computed = whole[name].compute()
+            several = computed if isinstance(computed, Mapping) else {name: computed}
+            found |= {key: float(value) for key, value in several.items()}
+        return found
 
 
 def _other_length(name: str, *shapes: torch.Size) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from unisono.checkpoint.commit import read_best
@@ -19,7 +20,7 @@ from unisono.engine.recipe import Recipe
 from unisono.engine.registry import load_recipe
 from unisono.errors import UserError
 from unisono.observe.folder import RunFolder
-from unisono.parallel.materialize import fill, materialize
+from unisono.parallel.materialize import Weights, fill, materialize
 from unisono.settings import Settings
 
 
@@ -30,8 +31,12 @@ def export_run(
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file; give a folder to export to")
     recipe, model, what = load_trained(run, step=step, weights=weights, words=words)
-    folder.mkdir(parents=True, exist_ok=True)
-    recipe.export(model, folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        recipe.export(model, folder)
+    except (OSError, SafetensorError) as error:  # which is what a full disk is to that library
+        told = getattr(error, "strerror", None) or error
+        raise UserError(f"{folder} cannot be written ({told}); make room, or export to another folder") from None
     return what
 
 
@@ -48,12 +53,9 @@ def load_trained(
     resolved = Resolved.from_json((Settings, kind.Config), {"values": record["config"], "sources": record["sources"]})
     checkpoint = _checkpoint(run, step, {"recipe": record["recipe"]})
     recipe = kind(resolved.build(kind.Config))
+    recipe.prepared = run / "prepared"
     model = recipe.model()
     elsewhere = recipe.weights(model)
-    if elsewhere is None:
-        materialize(model, resolved.values["seed"])
-    else:
-        fill(model, elsewhere)
     has_average = any(name.startswith("ema.") for name in describe(checkpoint))
     if weights == "ema" and not has_average:
         raise UserError(f"{checkpoint} has no moving average; train with --ema_decay, or export --weights model")
@@ -61,9 +63,25 @@ def load_trained(
     averaged = weights != "model" and has_average
     if averaged:
         state |= load_whole(checkpoint, "ema.")
+    if elsewhere is None:
+        materialize(model, resolved.values["seed"])
+    else:
+        fill(model, _Saved(state, elsewhere))
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     _fill(model, state, not_saved=set() if elsewhere is None else frozen)
     return recipe, model.eval(), f"{'averaged ' if averaged else ''}weights of {checkpoint.name}"
+
+
+class _Saved:
+    """The weights in a checkpoint; those that were not trained come from where they came from before."""
+
+    def __init__(self, state: Mapping[str, Tensor], elsewhere: Weights) -> None:
+        self._state, self._elsewhere = state, elsewhere
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """The rows of a weight."""
+        saved = self._state.get(name)
+        return self._elsewhere.rows(name, start, stop) if saved is None else saved[start:stop]
 
 
 def _recipe_named_in(record: dict[str, Any], run: Path) -> str:

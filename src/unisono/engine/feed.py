@@ -39,9 +39,9 @@ class Feed:
         state: TrainState,
         settings: DataSettings,
         run_folder: Path,
-        end: int,
+        end: int | None,
     ) -> None:
-        """`end` is the number of samples at which the run ends."""
+        """`end` is the number of samples at which the run ends, where that is known."""
         self._data = data.to(place.device) if is_resident(data) else data
         self._order, self._recipe, self._place = order, recipe, place
         self._shapes = shapes_of(self._data, order)
@@ -68,6 +68,11 @@ class Feed:
         """How many samples a device has at once in the next step where it needs most memory, the same on every rank."""
         return -(-self._cursor(plan).most_at_once() // len(self._place.devices))
 
+    @property
+    def is_reading(self) -> bool:
+        """Whether it has begun and was not closed since."""
+        return self._loader is not None
+
     def close(self) -> None:
         """Ends the workers."""
         if self._loader is not None:
@@ -84,6 +89,7 @@ class Feed:
             rank=place.rank,
             world=place.world,
             shapes=self._shapes,
+            epoch=self._order.num_samples if self._recipe.whole_epochs else None,
         )
 
     def _read(self, cursor: Cursor, settings: DataSettings) -> Loader | ResidentLoader:

@@ -73,7 +73,7 @@ class Summed:
 
 
 @dataclass
-class _Try:
+class Try:
     """What this rank has of a step so far."""
 
     sums: Tensor | None = None
@@ -114,7 +114,7 @@ class Gradient:
             try:
                 return self._compute(micro_batches, wishes)
             except Exception as error:  # also where nobody can be told: while gradients travel, or data is read
-                self._note_failure(error, _Try(), final=True)
+                self._note_failure(error, Try(), final=True)
                 raise
         except OutOfMemoryTogether as error:
             error.__traceback__ = error.__context__ = None  # their frames may hold the activations that are in the way
@@ -125,7 +125,7 @@ class Gradient:
 
     def try_out(self, micro_batches: Iterator[MicroBatch]) -> None:
         """Forward and backward of the first micro-batches of a step, for their memory alone: nothing changes."""
-        this, before = _Try(trial=True), (self._names, self._state.expected_count)
+        this, before = Try(trial=True), (self._names, self._state.expected_count)
         total: Tensor | None = None
         self._guard.begin()
         try:
@@ -148,7 +148,7 @@ class Gradient:
 
     def _compute(self, micro_batches: Iterator[MicroBatch], wishes: Mapping[str, float]) -> Summed:
         step, number, last = self._state.step + 1, 0, False
-        this, bad, lap = _Try(), list[BadSample](), Lap(self._device)
+        this, bad, lap = Try(), list[BadSample](), Lap(self._device)
         spoilt = self._pulse.injector.spoils(step)
         self._guard.begin()
         self._expect(self._state.expected_count)
@@ -185,7 +185,7 @@ class Gradient:
         self._guard.passed(guarded=this.guarded, replayed=this.replayed)
         return Summed(self._names, this.sums, this.arriving, agreed, lap)
 
-    def _forward(self, micro: MicroBatch, number: int, this: _Try, spoilt: bool) -> Tensor | None:
+    def _forward(self, micro: MicroBatch, number: int, this: Try, spoilt: bool) -> Tensor | None:
         """The scaled loss of a micro-batch; None, and the failure noted, when memory ran out."""
         step = self._state.step + 1
         total: Tensor | None = None
@@ -200,7 +200,7 @@ class Gradient:
             if spoilt:
                 results["total"] = results["total"] * math.nan
             weight = 0.0 if micro.stand_in else 1.0
-            row = _row(results)
+            row = row_of(results)
             row = row * weight if micro.stand_in else row
             total = results["total"]
         except Exception as error:
@@ -228,7 +228,7 @@ class Gradient:
         known = bool(self._names) and self._strategy.gradients_stay
         return known and not (spoilt or micro.stand_in)
 
-    def _replay(self, data: Any, positions: Tensor, this: _Try) -> None:
+    def _replay(self, data: Any, positions: Tensor, this: Try) -> None:
         """Forward and backward pass of a micro-batch in one go."""
         assert self._captured is not None
         row = self._captured(data, positions)
@@ -240,9 +240,9 @@ class Gradient:
         results = self._results(data, positions, last=False)
         self._check_names(list(results))
         self._scaled(results["total"]).backward()  # type: ignore[no-untyped-call]
-        return _row(results)
+        return row_of(results)
 
-    def _backward(self, total: Tensor, this: _Try, *, last: bool) -> None:
+    def _backward(self, total: Tensor, this: Try, *, last: bool) -> None:
         travels = last and not this.guarded
         if travels:
             self._strategy.arm()
@@ -256,7 +256,7 @@ class Gradient:
         except Exception as error:
             self._note_failure(error, this, final=travels)
 
-    def _note_failure(self, error: Exception, this: _Try, *, final: bool = False) -> None:
+    def _note_failure(self, error: Exception, this: Try, *, final: bool = False) -> None:
         """Remembers that memory ran out, where the other ranks can still be told; anything else is raised."""
         if not is_out_of_memory(error):
             raise error
@@ -268,7 +268,7 @@ class Gradient:
         if final or not self._strategy.guardable:
             raise OutOfMemoryHere(this.failure) from None
 
-    def _act_on(self, agreed: Mapping[str, float], bad: list[BadSample], this: _Try) -> None:
+    def _act_on(self, agreed: Mapping[str, float], bad: list[BadSample], this: Try) -> None:
         """All ranks know now what each of them has met before its last forward pass."""
         self.bad = []
         if agreed["bad"]:
@@ -285,7 +285,7 @@ class Gradient:
             loss = self._recipe.loss(model, data, Noise(self._settings.run.seed, positions))
         return flatten_loss(loss)
 
-    def _agree_on_sums(self, mine: tuple[list[str], float, float] | None, this: _Try) -> None:
+    def _agree_on_sums(self, mine: tuple[list[str], float, float] | None, this: Try) -> None:
         """After the first forward pass: the same names on all ranks, and a guess at the first step's count.
 
         The sums are added up by their place. The one point where the host waits for the device.
@@ -351,7 +351,8 @@ def flatten_loss(loss: Any) -> dict[str, Tensor]:
     return {"total": total, "count": tensor("count", loss.count), **metrics}
 
 
-def _row(results: Mapping[str, Tensor]) -> Tensor:
+def row_of(results: Mapping[str, Tensor]) -> Tensor:
+    """The sums in one tensor, as the ranks add them up."""
     return torch.stack([value.detach().double() for value in results.values()])
 
 

@@ -16,10 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unisono.data.nested import leaves
 from unisono.data.resident import Rows
 from unisono.parallel.strategy import Strategy
 
 _GROWTH = 1.02  # a peak that grows by less is the same
+_MANY = 64  # shapes; where there are more, each new one is like others before
 
 
 class Guard:
@@ -55,7 +57,11 @@ class Guard:
     def see(self, data: Any) -> None:
         """A micro-batch of this step has arrived."""
         if self.possible and self._steps > 0:
-            self._shapes.append(shape_of(data))
+            shape = shape_of(data)
+            # Texts of all lengths never come twice in the same shapes: beyond some, they are told apart by size alone.
+            if shape not in self._passed and len(self._passed) >= _MANY:
+                shape = ("so large", _num_elements(data).bit_length())
+            self._shapes.append(shape)
 
     def passed(self, *, guarded: bool, replayed: bool = False) -> None:
         """The gradients of the step are there; `replayed`: some of them from a recording."""
@@ -71,6 +77,13 @@ class Guard:
         for shape in set(self._shapes):
             self._passed[shape] = 1 if peak > self._peak * _GROWTH else self._passed[shape] + 1
         self._peak = max(peak, self._peak)
+
+    @torch.no_grad()
+    def rewind(self) -> None:
+        """What forward passes of this step have changed so far is as before it: they are done once more."""
+        for buffer, kept, version in self._kept:
+            if buffer._version != version:
+                buffer.copy_(kept)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -96,3 +109,7 @@ def shape_of(data: Any) -> Hashable:
     if is_dataclass(data) and not isinstance(data, type):
         return tuple(shape_of(getattr(data, f.name)) for f in fields(data))
     return None
+
+
+def _num_elements(data: Any) -> int:
+    return sum(leaf.numel() if isinstance(leaf, Tensor) else 1 for leaf in leaves(data))

@@ -64,7 +64,7 @@ def continue_run(
         if resolved.explicit(name) and resolved.values[name] != before.values[name]:
             raise UserError(
                 f"{name} {resolved.values[name]} differs from this run's {before.values[name]}, and another one would "
-                "make another model of its weights; leave the flag out, or start a new output_dir"
+                "make another run of it; leave the flag out, or start a new output_dir"
             )
     kept = {
         name: before.values[name]

@@ -10,7 +10,7 @@ import torch
 from unisono.cluster.environment import World
 from unisono.engine.batch import BatchPlan
 from unisono.engine.build import Parts
-from unisono.engine.trainer import Length
+from unisono.engine.length import Length
 from unisono.observe.banner import banner, effective_batch_text
 from unisono.settings import Settings
 

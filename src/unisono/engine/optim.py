@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -54,7 +54,8 @@ def named_optimizer(name: str) -> type[Optimizer]:
     return classes[name.lower()]
 
 
-def _from_settings(parameters: NamedParameters, settings: OptimSettings) -> Optimizer:
+def from_settings(parameters: NamedParameters, settings: OptimSettings) -> Optimizer:
+    """The optimizer that the settings name."""
     kind = named_optimizer(settings.optimizer)
     accepted = inspect.signature(kind).parameters
     options: dict[str, Any] = {
@@ -83,7 +84,7 @@ class Updater:
     ) -> None:
         optimizer = own(list(parameters))
         if optimizer is None:
-            optimizer = _from_settings(parameters, settings)
+            optimizer = from_settings(parameters, settings)
         if not isinstance(optimizer, Optimizer):
             raise RecipeError(f"optimizer() returned {type(optimizer).__name__}; expected a torch.optim.Optimizer")
         self.optimizer = optimizer
@@ -161,6 +162,13 @@ class Updater:
             for parameter, slots in self.optimizer.state.items()
             if (plain := {slot: value for slot, value in slots.items() if not isinstance(value, Tensor)})
         }
+
+    def drop_all_but(self, saved: Collection[str]) -> None:
+        """Forgets state that a checkpoint of these names does not have: it was saved before the state came to be."""
+        for parameter, slots in self.optimizer.state.items():
+            for slot in [slot for slot, value in slots.items() if isinstance(value, Tensor)]:
+                if f"optimizer.{self._names[id(parameter)]}.{slot}" not in saved:
+                    del slots[slot]
 
     def restore(self, tensors: dict[tuple[str, str], Tensor], plain: dict[str, Any]) -> None:
         """Takes up a saved state."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 
@@ -22,7 +23,9 @@ def find_placement(world: World, settings: Settings) -> Placement:
         device = torch.device("cpu")
         devices = [device]
     else:
-        device = torch.device("cuda", world.local_rank % count)
+        # In a process of its own, the device that it has chosen for itself: 0 unless somebody has set another.
+        alone = world.launcher == "plain"
+        device = torch.device("cuda", torch.cuda.current_device() if alone else world.local_rank % count)
         torch.cuda.set_device(device)
         devices = [torch.device("cuda", i) for i in range(count)] if settings.parallel.strategy == "dp" else [device]
     dtype = compute_type(settings.precision)
@@ -33,6 +36,17 @@ def find_placement(world: World, settings: Settings) -> Placement:
     if dtype is not None and settings.precision.dtype == "float64":
         raise ConfigError("mixed_precision and dtype float64 contradict each other; leave one of them out")
     return Placement(device, world.rank, world.size, devices, dtype, settings.run.deterministic)
+
+
+@cache
+def has_flash_attention(device: torch.device) -> bool:
+    """Whether flash attention's own kernels run there, which compute in 16 bit."""
+    return (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.backends.cuda.is_flash_attention_available()
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+    )
 
 
 @contextmanager
@@ -52,11 +66,15 @@ def own_stream(settings: Settings, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def switches(settings: Settings) -> Iterator[None]:
-    """Determinism and precision, which torch keeps per process; as they were before when the run is over."""
-    cudnn = torch.backends.cudnn
+def switches(settings: Settings, *, many_shapes: bool = False) -> Iterator[None]:
+    """Determinism, precision and kernels, which torch keeps per process; as they were before when the run is over.
+
+    `many_shapes`: attention without cuDNN, which takes some ten milliseconds to get ready for each new shape.
+    """
+    cudnn, attention = torch.backends.cudnn, torch.backends.cuda
     before = torch.get_default_dtype(), torch.get_float32_matmul_precision(), cudnn.allow_tf32, cudnn.benchmark
     was_deterministic = torch.are_deterministic_algorithms_enabled()
+    had_cudnn = attention.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     torch.set_default_dtype(weight_type(settings.precision))
     torch.set_float32_matmul_precision("high" if settings.precision.tf32 else "highest")
     cudnn.allow_tf32 = settings.precision.tf32
@@ -64,6 +82,8 @@ def switches(settings: Settings) -> Iterator[None]:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
         cudnn.benchmark = False
     torch.use_deterministic_algorithms(settings.run.deterministic)
+    if many_shapes:
+        attention.enable_cudnn_sdp(False)
     try:
         yield
     finally:
@@ -71,3 +91,4 @@ def switches(settings: Settings) -> Iterator[None]:
         torch.set_float32_matmul_precision(before[1])
         cudnn.allow_tf32, cudnn.benchmark = before[2:]
         torch.use_deterministic_algorithms(was_deterministic)
+        attention.enable_cudnn_sdp(had_cudnn)

@@ -20,10 +20,14 @@ import sys
 import traceback
 from dataclasses import asdict, replace
 from threading import Event
+from typing import TYPE_CHECKING, Any
 
 from unisono.cluster.environment import detect
 from unisono.cluster.outcome import Kind, Outcome, in_words, write
-from unisono.errors import TryAgain, UnisonoError, UserError
+from unisono.errors import EXIT_STOPPED, TryAgain, UnisonoError, UserError
+
+if TYPE_CHECKING:
+    from unisono.engine.session import Start
 
 
 def main() -> int:
@@ -57,6 +61,8 @@ def _train(folder: Path, trained: Event) -> Kind:
     from unisono.settings import Settings
 
     job = json.loads((folder / "job.json").read_text())
+    if "call" in job:
+        return _call(job, Start(detect(), job["asked_devices"], folder, job["remarks"], trained))
     kind = load_recipe(job["recipe"])
     resolved = Resolved.from_json((Settings, kind.Config), job["resolved"])
     world = detect()
@@ -64,6 +70,23 @@ def _train(folder: Path, trained: Event) -> Kind:
     if world.local_rank == 0:  # each machine has a job folder of its own
         (folder / "result.json").write_text(json.dumps({**asdict(result), "folder": str(result.folder)}))
     return "stopped" if result.status == "stopped" else "done"
+
+
+def _call(job: dict[str, Any], start: Start) -> Kind:
+    """A function that drives a run itself takes the place of a recipe; it ends a stopped run by exit code."""
+    from unisono.engine.registry import load_object
+
+    assert start.job_folder is not None
+    status: Kind = "done"
+    try:
+        found = load_object(job["call"])(job["arguments"], start)
+    except SystemExit as error:
+        if error.code != EXIT_STOPPED:
+            raise
+        status, found = "stopped", None
+    if start.world.local_rank == 0:
+        (start.job_folder / "result.json").write_text(json.dumps(found))
+    return status
 
 
 if __name__ == "__main__":

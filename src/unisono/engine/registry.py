@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from unisono.engine.recipe import Recipe
 from unisono.errors import RecipeError, UserError
@@ -19,10 +20,24 @@ from unisono.errors import RecipeError, UserError
 BUILT_IN: dict[str, str] = {
     "darkroom": "unisono.recipes.darkroom.recipe:Darkroom",
     "wan-flow": "unisono.recipes.wan_flow.recipe:WanFlow",
+    "wan-distill": "unisono.recipes.wan_distill.recipe:WanDistill",
+    "clips": "unisono.recipes.clips.recipe:Clips",
+    "seo": "unisono.recipes.seo.recipe:Seo",
 }
 """Names of the recipes that come with unisono -> module:class."""
 
 _REQUIRED = ("model", "dataset", "loss")
+_REQUIRED_COUPLED = ("model", "dataset", "embed", "couple")
+
+
+def load_object(words: str) -> Any:
+    """What `words` name, file.py:name or package.module:name: a function, a class."""
+    place, _, name = words.rpartition(":")
+    module = _module_from_file(Path(place)) if place.endswith(".py") else _module_from_name(place)
+    found = getattr(module, name, None)
+    if found is None:
+        raise RecipeError(f"{place} has no {name!r}")
+    return found
 
 
 def load_recipe(words: str) -> type[Recipe]:
@@ -47,11 +62,15 @@ def check_recipe(recipe: object) -> None:
         raise RecipeError(f"{recipe!r} is not a recipe; make it a class that extends unisono.Recipe")
     if not inspect.isclass(recipe.Config) or not isinstance(recipe.defaults, Mapping):  # type: ignore[attr-defined]
         raise RecipeError("a recipe's Config must be a dataclass, and its defaults a mapping of settings")
-    missing = [method for method in _REQUIRED if getattr(recipe, method) is getattr(Recipe, method)]
+    lacks = [
+        method for method in (*_REQUIRED, *_REQUIRED_COUPLED) if getattr(recipe, method) is getattr(Recipe, method)
+    ]
+    required = _REQUIRED if "couple" in lacks else _REQUIRED_COUPLED
+    missing = [method for method in required if method in lacks]
     if missing:
         raise RecipeError(
             f"{recipe.__name__} has no {missing[0]}(); a recipe needs "  # type: ignore[attr-defined]
-            f"{', '.join(f'{method}()' for method in _REQUIRED)}"
+            f"{', '.join(f'{method}()' for method in required)}"
         )
 
 

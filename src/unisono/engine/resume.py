@@ -50,7 +50,9 @@ def tensors_of(parts: Parts) -> dict[str, Tensor]:
 def extra_of(parts: Parts) -> dict[str, Any]:
     """Everything else that must survive."""
     parts.state.loss_scale = parts.scale.to_json() if parts.scale is not None else None
-    return {"state": parts.state.to_json(), "optimizer": parts.updater.to_json()}
+    extra = {"state": parts.state.to_json(), "optimizer": parts.updater.to_json()}
+    remembered = parts.recipe.remember()
+    return extra if remembered is None else {**extra, "recipe": remembered}
 
 
 def find_checkpoint(resume: str, folder: Path, recipe: str, run: str | None = None) -> Found:
@@ -64,7 +66,8 @@ def find_checkpoint(resume: str, folder: Path, recipe: str, run: str | None = No
             )
         return Found()
     if resume != "auto":
-        return Found(_named(Path(resume), {"recipe": recipe}))  # it may be another run's: this one begins there
+        # It may be another run's: this one begins there.
+        return Found(named_checkpoint(Path(resume), {"recipe": recipe}))
     path, skipped = newest_valid(checkpoints, {"recipe": recipe, "run": run}, _why_unusable)
     if path is None and list_steps(checkpoints):
         reasons = "; ".join(f"{bad.name}: {reason}" for bad, reason in skipped)
@@ -85,11 +88,14 @@ def run_id(record: Mapping[str, Any] | None, folder: Path, checkpoint: Path | No
     return known if isinstance(known, str) else uuid.uuid4().hex
 
 
-def _named(path: Path, identity: dict[str, Any]) -> Path:
+def named_checkpoint(path: Path, identity: dict[str, Any]) -> Path:
+    """The checkpoint that a user has named: it, or the newest one of a folder of them, or of a run's folder."""
     if not path.is_dir():
         raise UserError(f"resume: {path} is not a folder; give a checkpoint (…/checkpoints/step_…), auto or never")
     if (path / "checkpoints").is_dir():  # a run folder will do
         path = newest_valid(path / "checkpoints", identity, _why_unusable)[0] or path
+    elif list_steps(path):  # so will a folder of checkpoints
+        path = newest_valid(path, identity, _why_unusable)[0] or path
     reason = validate(path, identity=identity) or _why_unusable(path)
     if reason is not None:
         raise UserError(f"resume: {path} is not a valid checkpoint: {reason}")
@@ -140,6 +146,8 @@ def restore(path: Path, parts: Parts, group: dist.ProcessGroup | None) -> None:
     if without_average and parts.ema is not None:
         parts.ema.restart()
     _take_up(parts, state)
+    if "recipe" in (extra := read_extra(path)):
+        parts.recipe.recall(extra["recipe"])
 
 
 def _optimizer_targets(

@@ -26,7 +26,7 @@ from unisono.settings import Settings
 
 
 @dataclass(frozen=True)
-class _Plan:
+class DevicePlan:
     """How many ranks to start on this machine, on what."""
 
     ranks: int
@@ -100,7 +100,7 @@ def start(kind: type[Recipe], resolved: Resolved) -> Any:
     check_settings(resolved.build(Settings))
     if world.launcher != "plain":
         return _here(kind, resolved, world, None, [])
-    plan = _plan(resolved)
+    plan = plan_devices(resolved)
     if not plan.environ.get("CUDA_VISIBLE_DEVICES"):
         resolved = resolved.with_values(resolved.sources["gpus"], gpus="0")
     words = words_for(kind)
@@ -133,12 +133,13 @@ def _told_by_launcher(resolved: Resolved, world: World) -> Resolved:
     return resolved
 
 
-def _plan(resolved: Resolved) -> _Plan:
+def plan_devices(resolved: Resolved) -> DevicePlan:
+    """The devices of this machine that the settings ask for, held for this run."""
     settings = resolved.build(Settings)
     launch, strategy = settings.launch, settings.parallel.strategy
     if launch.nproc is not None and not resolved.explicit("gpus"):
         ranks = _one_process(strategy, launch.nproc)
-        return _Plan(ranks, {"CUDA_VISIBLE_DEVICES": ""}, None, _too_few_cores(ranks), None)
+        return DevicePlan(ranks, {"CUDA_VISIBLE_DEVICES": ""}, None, _too_few_cores(ranks), None)
     choice, lock = take(launch.gpus, visible_gpus(), min_memory_gb=launch.min_memory_gb)
     remarks = list(choice.warnings)
     ranks = launch.nproc or len(choice.gpus) or 1
@@ -147,7 +148,7 @@ def _plan(resolved: Resolved) -> _Plan:
         asked = None
     if strategy == "single" and len(choice.gpus) > 1:
         remarks.append(f"strategy single uses one GPU of the {len(choice.gpus)} chosen")
-    return _Plan(_one_process(strategy, ranks), child_environment(choice), asked, remarks, lock)
+    return DevicePlan(_one_process(strategy, ranks), child_environment(choice), asked, remarks, lock)
 
 
 def _one_process(strategy: str, ranks: int) -> int:
@@ -161,7 +162,8 @@ def _too_few_cores(ranks: int) -> list[str]:
 
 def _here(kind: type[Recipe], resolved: Resolved, world: World, asked: int | None, remarks: list[str]) -> Any:
     """Trains in this process; where nobody else would start it again, it starts again by itself."""
-    from unisono.engine.session import Start, default_folder, run_session
+    from unisono.engine.folders import default_folder
+    from unisono.engine.session import Start, run_session
 
     job = os.environ.get("UNISONO_JOB")
     restarts = resolved.values["max_restarts"] if world.launcher == "plain" else 0
@@ -195,23 +197,31 @@ def _start_afresh(cause: str, attempt: int, limit: int, output: Path) -> None:
         torch.cuda.empty_cache()
 
 
-def _launch(words: str, resolved: Resolved, plan: _Plan) -> Any:
-    """Starts the ranks, waits for them, and reads the result that the main rank left."""
-    from unisono.cluster.hang import Limits
-    from unisono.cluster.launch import launch
-    from unisono.engine.trainer import Result
-    from unisono.observe.folder import NotesFromOutside
+def _launch(words: str, resolved: Resolved, plan: DevicePlan) -> Any:
+    """Starts the ranks of a recipe, waits for them, and reads the result that the main rank left."""
+    from unisono.engine.length import Result
 
     if resolved.values["output_dir"] is None:
-        from unisono.engine.session import default_folder
+        from unisono.engine.folders import default_folder
 
         name = default_folder(words.rpartition(":")[2])
         resolved = resolved.with_values(resolved.sources["output_dir"], output_dir=name)
+    found = launch_job({"recipe": words, "resolved": resolved.to_json()}, resolved, plan)
+    return Result(Path(found["folder"]), found["status"], found["step"], found["metrics"])
+
+
+def launch_job(job: Mapping[str, Any], resolved: Resolved, plan: DevicePlan) -> Any:
+    """Starts ranks that do a job (`unisono.engine.rank`), waits for them, and returns what the main one left."""
+    from unisono.cluster.hang import Limits
+    from unisono.cluster.launch import launch
+    from unisono.observe.folder import NotesFromOutside
+
     output = Path(resolved.values["output_dir"])
     folder = Path(tempfile.mkdtemp(prefix="unisono-"))
     notes = NotesFromOutside(output)
     try:
-        write_job(folder, words, resolved, plan.asked_devices, plan.remarks)
+        written = {**job, "asked_devices": plan.asked_devices, "remarks": plan.remarks}
+        (folder / "job.json").write_text(json.dumps(written))
         settings = resolved.build(Settings).launch
         code = launch(
             # -P: no file of the current folder takes a module's place
@@ -229,16 +239,9 @@ def _launch(words: str, resolved: Resolved, plan: _Plan) -> Any:
         )
         if code not in (EXIT_DONE, EXIT_STOPPED):
             raise LaunchFailed(code)
-        found = json.loads((folder / "result.json").read_text())
-        return Result(Path(found["folder"]), found["status"], found["step"], found["metrics"])
+        return json.loads((folder / "result.json").read_text())
     except FileNotFoundError as error:
         raise TrainingFailed(f"the main rank left no result ({error.filename})") from error
     finally:
         notes.write()
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def write_job(folder: Path, words: str, resolved: Resolved, asked_devices: int | None, remarks: list[str]) -> None:
-    """What the ranks need to know, for `unisono.engine.rank`."""
-    job = {"recipe": words, "resolved": resolved.to_json(), "asked_devices": asked_devices, "remarks": remarks}
-    (folder / "job.json").write_text(json.dumps(job))

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import platform
-import sys
-import time
-from collections.abc import Callable
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from threading import Event
 from typing import Any, TypeVar
@@ -35,7 +31,10 @@ from unisono.engine.batch import BatchPlan, plan_batch, with_micro_batch
 from unisono.engine.build import Parts, build_dataset, build_parts
 from unisono.engine.checks import check_settings
 from unisono.engine.evaluate import Evaluation
+from unisono.engine.folders import default_folder, print_line, read_own, versions
+from unisono.engine.heap import kept_heap
 from unisono.engine.history import continue_run, record_of
+from unisono.engine.length import Length, Result
 from unisono.engine.memory import remembered
 from unisono.engine.opening import opening
 from unisono.engine.placement import find_placement, own_stream, switches
@@ -43,12 +42,11 @@ from unisono.engine.recipe import Recipe, Work
 from unisono.engine.registry import words_for
 from unisono.engine.resume import Found, find_checkpoint, restore, run_id
 from unisono.engine.state import TrainState
-from unisono.engine.trainer import Length, Result, Trainer
+from unisono.engine.trainer import Trainer
 from unisono.engine.watch import Watch
 from unisono.errors import RecipeError, UnisonoError, UserError
 from unisono.faults import Fault, Injector, parse
 from unisono.observe.folder import RunFolder, append_event, check_writable
-from unisono.parallel.strategy import Placement
 from unisono.settings import Settings
 
 T = TypeVar("T")
@@ -76,11 +74,17 @@ def run_session(kind: type[Recipe], resolved: Resolved, start: Start) -> Result:
     with Watchdog(pulse, world, limits) as watchdog:
         place = find_placement(world, settings)
         find_s = limits.start_s or PATIENCE.total_seconds()
-        join(world, place.device, alone=settings.parallel.strategy in ("ddp", "fsdp"), timeout_s=find_s)
+        join(
+            world,
+            place.device,
+            alone=settings.parallel.strategy in ("ddp", "fsdp"),
+            timeout_s=find_s,
+            gloo=settings.launch.backend == "gloo",
+        )
         watchdog.joined()
         try:
             with StopRequest(world.launcher, start.job_folder) as stop:
-                session = _Session(kind, resolved, start, stop, pulse)
+                session = Session(kind, resolved, start, stop, pulse)
                 folder = path = watchdog.run_folder = session.folder
                 watchdog.note = lambda kind, details: append_event(path, kind, **details)
                 result = session.run()
@@ -96,27 +100,29 @@ def run_session(kind: type[Recipe], resolved: Resolved, start: Start) -> Result:
     return result
 
 
-class _Session:
+class Session:
+    """One rank's part in a run: its folder, its settings as the run has them, and what trains."""
+
     def __init__(self, kind: type[Recipe], resolved: Resolved, start: Start, stop: StopRequest, pulse: Pulse) -> None:
         self._kind, self._start, self._stop, self._pulse = kind, start, stop, pulse
-        self._agreement = Agreement()
+        self._agreement = Agreement(alone=start.world.size == 1)
         self._name = kind.__qualname__
         resume = resolved.values["resume"]
         path = self._agreement.main_says(resolved.values["output_dir"] or default_folder(self._name))
         resolved = resolved.with_values(resolved.sources["output_dir"], output_dir=path)
-        self._main_decides(lambda: check_writable(path))
+        self.main_decides(lambda: check_writable(path))
         check_shared(path, start.world, self._agreement)
-        here = self._record = self._main_decides(lambda: read_own(path))
+        here = self._record = self.main_decides(lambda: read_own(path))
         self._stored_batch = None if here is None else here.get("global_batch")
         self._begun_from = {start.get("resume") for start in here.get("starts", [])} if here is not None else set()
-        record = here or self._main_decides(lambda: record_of(resume))
+        record = here or self.main_decides(lambda: record_of(resume))
         where = f"output_dir {path}" if here else f"resume {resume}"
         self._resolved = continue_run(resolved, record, self._name, (Settings, kind.Config), where, kind.fixed)
         self._settings = self._resolved.build(Settings)
         check_settings(self._settings)
         self._folder = RunFolder(path)
         if here is not None:
-            self._main_decides(self._folder.hold)
+            self.main_decides(self._folder.hold)
         faults, memory = parse(self._settings.run.inject), Path(path, ".injected")
         pulse.injector = Injector(faults, start.world.rank, memory, self._note_fault)
         self._remarks = list(start.remarks)
@@ -131,26 +137,51 @@ class _Session:
 
     def run(self) -> Result:
         """Trains from the newest checkpoint to the end."""
-        with switches(self._settings), closing(self._folder):
-            place = find_placement(self._start.world, self._settings)
-            with own_stream(self._settings, place.device):
-                return self._run(place)
+        with self.computing(), closing(self._folder):
+            trainer = self.build()
+            if trainer is None:
+                return Result(self._folder.path, "stopped", self._from_step, {})
+            result = trainer.train()
+            self._folder.event(result.status, step=result.step)
+            return result
 
-    def _run(self, place: Placement) -> Result:
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Around whatever computes: torch's switches as the settings want them, and memory that is kept."""
+        with switches(self._settings, many_shapes=self._kind.many_shapes):
+            place = find_placement(self._start.world, self._settings)
+            with own_stream(self._settings, place.device), kept_heap(place.device):
+                yield
+
+    def close(self) -> None:
+        """Lets go of the folder."""
+        self._folder.close()
+
+    def named_checkpoint(self, path: str) -> Path:
+        """The checkpoint at a path that the user has named: it, the newest of a folder of them, or of a run."""
+        found = self.main_decides(lambda: find_checkpoint(path, self._folder.path, self._name)).path
+        assert found is not None
+        return found
+
+    def build(self, trainer: type[Trainer] = Trainer) -> Trainer | None:
+        """All that trains, as of the checkpoint that the run goes on from; None when asked to stop meanwhile."""
         settings, world = self._settings, self._start.world
-        self._found = self._main_decides(self._find_checkpoint)
+        place = find_placement(world, settings)
+        self._found = self.main_decides(self._find_checkpoint)
         checkpoint = self._found.path
         self._remarks += self._found.remarks
-        self._id = self._main_decides(lambda: run_id(self._record, self._folder.path, checkpoint))
+        self._id = self.main_decides(lambda: run_id(self._record, self._folder.path, checkpoint))
         devices = len(place.devices) if settings.parallel.strategy == "dp" else world.size
         batch = self._batch(checkpoint, devices, on_gpu=place.device.type == "cuda")
         seed = settings.run.seed
         seed_everything(key_of(Purpose.BUILD, seed, 2), place.devices)
         recipe = self._kind(self._resolved.build(self._kind.Config))
+        recipe.check_settings(settings)
         if self._prepare(recipe, place.device):
             if world.is_main:
                 print_line("stopping before the first step; what is prepared is kept")
-            return Result(self._folder.path, "stopped", 0 if checkpoint is None else read_manifest(checkpoint).step, {})
+            self._from_step = 0 if checkpoint is None else read_manifest(checkpoint).step
+            return None
         data, eval_data = build_dataset(recipe, "train", seed), build_dataset(recipe, "eval", seed)
         assert data is not None
         size = len(data)  # type: ignore[arg-type]
@@ -165,7 +196,7 @@ class _Session:
         save_group = dist.new_group(backend="gloo", timeout=PATIENCE) if world.size > 1 else None
         if checkpoint is not None:
             restore(checkpoint, parts, save_group)
-            best = self._main_decides(lambda: read_best(self._folder.path / "checkpoints"))
+            best = self.main_decides(lambda: read_best(self._folder.path / "checkpoints"))
             if best is not None and best["step"] <= parts.state.step:  # a last evaluation comes after the last save
                 parts.state.best = best
             if parts.state.num_samples not in (0, size):
@@ -175,10 +206,13 @@ class _Session:
                 )
         parts.state.num_samples = size
         self._from_step = parts.state.step
-        length = Length.of(settings, size, parts.state)
+        length = Length.of(settings, size, parts.state, whole_epochs=recipe.whole_epochs)
         evaluated = is_evaluated(parts.state, length)
-        recipe.evaluations = self._main_decides(lambda: self._folder.evaluations(parts.state.step, evaluated=evaluated))
-        self._remarks += self._idle_faults(length)
+        recipe.evaluations = self.main_decides(lambda: self._folder.evaluations(parts.state.step, evaluated=evaluated))
+        self._remarks += [
+            *self._idle_faults(length),
+            *length.remarks(settings, 0 if recipe.whole_epochs else parts.state.step),
+        ]
         self._announce(parts, batch, length, size, eval_data, checkpoint)
         watch = Watch(
             self._folder,
@@ -196,7 +230,7 @@ class _Session:
                 recipe, parts.strategy, eval_data, settings, self._agreement, self._pulse, self._stop
             )
         identity = {"recipe": self._name, "seed": seed, "global_batch": batch.global_batch, "run": self._id}
-        trainer = Trainer(
+        return trainer(
             parts,
             settings,
             batch,
@@ -209,10 +243,8 @@ class _Session:
             save_group,
             identity,
             self._pulse,
+            self._work(place.device),
         )
-        result = trainer.train()
-        self._folder.event(result.status, step=result.step)
-        return result
 
     def _idle_faults(self, length: Length) -> list[str]:
         """Faults that were asked for and cannot happen."""
@@ -225,7 +257,7 @@ class _Session:
     def _note_fault(self, fault: Fault, step: int) -> None:
         append_event(self._folder.path, "injected", step=step, rank=self._start.world.rank, fault=fault.text)
 
-    def _main_decides(self, decide: Callable[[], T]) -> T:
+    def main_decides(self, decide: Callable[[], T]) -> T:
         """What the main rank finds out, or its mistake, on every rank."""
         answer: tuple[bool, Any] = (True, None)
         if self._start.world.is_main:
@@ -239,9 +271,9 @@ class _Session:
         return value  # type: ignore[no-any-return]
 
     def _batch(self, checkpoint: Path | None, devices: int, on_gpu: bool) -> BatchPlan:
-        stored, known = self._stored_batch, self._main_decides(lambda: remembered(self._folder.path)) or 0
+        stored, known = self._stored_batch, self.main_decides(lambda: remembered(self._folder.path)) or 0
         if checkpoint is not None:
-            state = self._main_decides(lambda: read_extra(checkpoint)["state"])
+            state = self.main_decides(lambda: read_extra(checkpoint)["state"])
             stored = int(state["global_batch"])
             known = min(filter(None, (known, state.get("micro_batch", 0))), default=0)
         # The first rank of each machine speaks for it: a new run's batch follows from the machines at its first start.
@@ -260,23 +292,37 @@ class _Session:
         """Lets the recipe prepare; True when somebody asked to stop meanwhile."""
         if type(recipe).prepare is Recipe.prepare:
             return False
-        world = self._start.world
-        folder = self._folder.path / "prepared"
-        folder.mkdir(parents=True, exist_ok=True)
-        self._pulse.at("prepare", 0)
-        say: Callable[[str], None] = print_line if world.is_main else lambda text: None
+        work = self._work(device)
+        folder = work.folder
         try:
-            recipe.prepare(
-                Work(folder, world.rank, world.size, lambda: self._stop.requested is not None, str(device), say)
-            )
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{folder} cannot be made ({error.strerror}); choose another --output_dir") from None
+        self._pulse.at("prepare", 0)
+        recipe.prepared = folder
+        try:
+            recipe.prepare(work)
         except UserError:
             for path in (folder, folder.parent):  # nothing is left behind by a mistake, where there was nothing before
                 with suppress(OSError):
                     path.rmdir()
             raise
         self._pulse.at("start", 0)
-        # Nobody reads what another rank is still preparing.
-        return any(self._agreement.agree_all(self._stop.requested is not None))
+        return work.meet()  # nobody reads what another rank is still preparing
+
+    def _work(self, device: torch.device) -> Work:
+        world = self._start.world
+        say: Callable[[str], None] = print_line if world.is_main else lambda text: None
+        return Work(
+            self._folder.path / "prepared",
+            world.rank,
+            world.size,
+            lambda: self._stop.requested is not None,
+            str(device),
+            say,
+            self._settings.run.seed,
+            self._agreement.agree_all,
+        )
 
     def _find_checkpoint(self) -> Found:
         """The checkpoint to go on from. A path is where a run begins: once it has gone on, it goes on from its own."""
@@ -343,40 +389,3 @@ class _Session:
 def is_evaluated(state: TrainState, length: Length) -> bool:
     """Whether the evaluation of the state's step is over for good; a run that is started at its end does it again."""
     return not state.owes_evaluation and state.samples < length.samples
-
-
-def read_own(path: str) -> dict[str, Any] | None:
-    """What is known of the run in a folder; a folder with files of our names that is no run is left alone."""
-    record = RunFolder.read(path)
-    foreign = [name for name in ("metrics.jsonl", "events.jsonl") if Path(path, name).exists()]
-    if record is None and foreign:
-        lost = ""
-        if Path(path, "checkpoints").is_dir():
-            lost = f"; a run whose run.json was lost goes on by --resume {path} in another folder"
-        raise UserError(f"output_dir {path} holds a {foreign[0]} but no run of unisono's; choose another folder{lost}")
-    return record
-
-
-def print_line(text: str) -> None:
-    """A line for the user on stderr, where the progress line is too; a closed stderr does not end a run."""
-    with suppress(OSError, ValueError, AttributeError):
-        print(text, file=sys.stderr, flush=True)
-
-
-def default_folder(recipe: str) -> str:
-    """runs/<recipe>-<time>"""
-    return f"runs/{recipe.lower()}-{time.strftime('%Y%m%d-%H%M%S')}"
-
-
-def versions() -> dict[str, str]:
-    """What the numbers of a run depend on."""
-    found = {"python": platform.python_version(), "torch": torch.__version__}
-    for package in ("unisono", "safetensors", "numpy"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    if torch.cuda.is_available():
-        found["cuda"] = str(torch.version.cuda)
-        found["gpu"] = torch.cuda.get_device_name()
-    return found

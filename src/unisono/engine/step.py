@@ -25,6 +25,7 @@ from unisono.cluster.pulse import Pulse
 from unisono.data.loader import BadSample, MicroBatch
 from unisono.engine.build import Parts
 from unisono.engine.captured import Captured
+from unisono.engine.coupled import CoupledGradient
 from unisono.engine.gradient import Gradient, Lap, power_of_two_near
 from unisono.engine.memory import OutOfMemoryHere, in_one_line, is_out_of_memory
 from unisono.errors import TrainingFailed
@@ -81,7 +82,8 @@ class OptimizerStep:
     def __init__(self, parts: Parts, settings: Settings, agreement: Agreement, pulse: Pulse) -> None:
         self._strategy, self._updater, self._ema = parts.strategy, parts.updater, parts.ema
         self._scale, self._state, self._settings, self._pulse = parts.scale, parts.state, settings, pulse
-        self._gradient = Gradient(parts, settings, agreement, pulse)
+        kind = CoupledGradient if parts.recipe.coupled else Gradient
+        self._gradient = kind(parts, settings, agreement, pulse)
         captures = parts.captures and self._updater.make_capturable()
         self._captured = Captured(self._apply) if captures else None
         self._unread: _Unread | None = None

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
@@ -19,19 +16,20 @@ from unisono.cluster.pulse import Pulse
 from unisono.cluster.signals import StopRequest
 from unisono.data.bits import Purpose, key_of
 from unisono.data.loader import BadSample
-from unisono.data.order import Order
+from unisono.data.order import Order, Strides
 from unisono.data.seeding import seed_everything
 from unisono.engine.batch import BatchPlan
 from unisono.engine.build import Parts
 from unisono.engine.evaluate import Evaluation
 from unisono.engine.feed import Feed
+from unisono.engine.length import Length, Result
 from unisono.engine.memory import OutOfMemoryHere, OutOfMemoryTogether, advice
 from unisono.engine.optim import learning_rate_factor
 from unisono.engine.precision import autocast
-from unisono.engine.preview import each_once, write_previews
+from unisono.engine.preview import Drawing, LeftOut, write_previews
+from unisono.engine.recipe import Work
 from unisono.engine.resume import extra_of, tensors_of
 from unisono.engine.sizing import Sizing
-from unisono.engine.state import TrainState
 from unisono.engine.step import OptimizerStep, StepReport
 from unisono.engine.watch import Watch
 from unisono.errors import TrainingFailed, TryAgain, UnisonoError
@@ -39,40 +37,6 @@ from unisono.observe.folder import RunFolder, append_event
 from unisono.settings import Settings
 
 _LAST_SAVE_S = 60.0
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a run left behind."""
-
-    folder: Path
-    status: str  # "done", or "stopped" by a signal: run again to go on
-    step: int
-    metrics: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Length:
-    """How long a run is, from its beginning, in samples and in optimizer steps."""
-
-    samples: int
-    steps: int
-
-    @classmethod
-    def of(cls, settings: Settings, num_samples: int, state: TrainState) -> Length:
-        """The end that comes first: max_steps, or the last sample of the last epoch.
-
-        Counted from where the run stands: one that had ended with a smaller last batch may have been extended.
-        """
-        batch = state.global_batch
-        epochs = settings.run.num_epochs
-        if epochs is None and settings.run.max_steps is None:
-            epochs = 1
-        max_steps = settings.run.max_steps
-        by_steps = None if max_steps is None else state.samples + (max_steps - state.step) * batch
-        by_epochs = None if epochs is None else epochs * num_samples
-        samples = min(end for end in (by_steps, by_epochs) if end is not None)
-        return cls(samples, state.step + max(0, -(-(samples - state.samples) // batch)))
 
 
 class Trainer:
@@ -92,8 +56,9 @@ class Trainer:
         save_group: dist.ProcessGroup | None,
         identity: Mapping[str, Any],
         pulse: Pulse,
+        work: Work,
     ) -> None:
-        self._pulse = pulse
+        self._pulse, self._work, self._refreshed = pulse, work, False
         self.parts, self.settings, self.state = parts, settings, parts.state
         place = parts.strategy.place
         self._main = place.rank == 0
@@ -110,11 +75,15 @@ class Trainer:
             largest=largest if self.state.micro_batch else min(largest, batch.micro_batch),
         )
         self._order = Order(len(data), settings.run.seed, settings.data.shuffle)  # type: ignore[arg-type]
-        self.length = Length.of(settings, self._order.num_samples, self.state)
-        self._feed = Feed(
-            data, self._order, parts.recipe, place, self.state, settings.data, folder.path, self.length.samples
-        )
+        whole = parts.recipe.whole_epochs
+        self.length = Length.of(settings, self._order.num_samples, self.state, whole_epochs=whole)
+        # Whoever drives the run may go on behind this end: where epochs end with a step, nothing is read differently.
+        end = None if whole else self.length.samples
+        self._feed = Feed(data, self._order, parts.recipe, place, self.state, settings.data, folder.path, end)
         self._step = OptimizerStep(parts, settings, agreement, pulse)
+        self._save_group, self._identity = save_group, identity
+        self.on_report: Callable[[StepReport], None] = lambda report: None
+        """Told of every step, one step late and before anything is saved: for a caller that drives the run."""
         self._saver = Saver(
             folder.path / "checkpoints",
             rank=place.rank,
@@ -130,8 +99,14 @@ class Trainer:
 
     def train(self) -> Result:
         """Trains to the end, or until a signal; always leaves a checkpoint of the last step."""
-        try:
+        with self._ending_well():
             return self._train()
+
+    @contextmanager
+    def _ending_well(self) -> Iterator[None]:
+        """Around all that may fail: what is being saved is not lost, and a lack of memory is told to the next start."""
+        try:
+            yield
         except TrainingFailed as error:  # on all ranks together: a save that is under way still counts
             self._folder.event("failed", step=self.state.step, error=str(error))
             self._saver.wait()
@@ -170,6 +145,8 @@ class Trainer:
         if self.state.owes_evaluation and self._evaluate_and_preview():
             return self._stopping()
         while self.state.samples < self.length.samples:
+            if self._refresh():
+                return self._stopping()
             if self._sizing.rise():
                 self._feed.begin(self._sizing.plan)
             try:
@@ -188,9 +165,23 @@ class Trainer:
         self._settle()
         return False
 
+    def _refresh(self) -> bool:
+        """Lets the recipe replace what it trains on, when it is time; True when somebody asked to stop meanwhile."""
+        recipe, step = self.parts.recipe, self.state.step
+        every = recipe.refresh_every
+        if every <= 0 or (self._refreshed and step % every):
+            return False
+        self._settle()
+        with self._watch.aside():
+            self._pulse.at("prepare", step)
+            recipe.refresh(step // every * every, self._work)
+            stopping = self._work.meet()
+        self._refreshed = not stopping
+        return stopping
+
     def _step_once(self) -> Mapping[str, float]:
         """One optimizer step; what all ranks together want besides."""
-        samples = min(self.state.samples + self.state.global_batch, self.length.samples)
+        samples = min(self._strides.end(self.state.samples), self.length.samples)
         wishes = {"stop": self._stop.requested is not None}
         with self._watch.step():
             stepped = self._step.run(self._watch.waiting(self._feed), self._learning_rate(), samples, wishes)
@@ -199,6 +190,10 @@ class Trainer:
         self._observe(stepped.before)
         self._warm_up_saves()
         return stepped.wishes
+
+    @property
+    def _strides(self) -> Strides:
+        return Strides(self.state.global_batch, self._order.num_samples if self.parts.recipe.whole_epochs else None)
 
     def _stopping(self) -> bool:
         self._settle()
@@ -264,6 +259,8 @@ class Trainer:
             )
 
     def _learning_rate(self) -> float:
+        if (own := self.parts.recipe.learning_rate(self.state.step)) is not None:
+            return own
         factor = learning_rate_factor(self.state.step, self.length.steps, self.settings.optim)
         return self.parts.updater.set_learning_rate(factor)
 
@@ -282,6 +279,7 @@ class Trainer:
         if report is None:
             return
         self._watch.add_own_time(report.own_seconds)
+        self.on_report(report)
         self._watch.first_step_done()  # the recipe is sound: from now on there is a folder
         last = report.samples == self.length.samples
         if report.skipped:
@@ -303,12 +301,7 @@ class Trainer:
         metrics: dict[str, float | list[float]] | None = {}
         with self._watch.aside(), self._averaged():
             if self._evaluation is not None and self._due_or(last, settings.eval_every):
-                metrics = self._evaluation.run(self.state.step)
-                self._note_bad(self._evaluation.bad, evaluating=True)
-                if metrics:
-                    self.state.last_metrics |= {k: v for k, v in metrics.items() if not isinstance(v, list)}
-                    self.parts.recipe.evaluations.append({"step": self.state.step, **metrics})
-                    self._watch.evaluated(self.state.step, self.state.samples, metrics)
+                metrics = self._evaluate()
             if metrics is not None and self._due_or(last, settings.preview_every):
                 self._preview()
         self.state.owes_evaluation = metrics is None
@@ -316,15 +309,31 @@ class Trainer:
             self._keep_best(metrics)
         return metrics is None
 
+    def _evaluate(self) -> dict[str, float | list[float]] | None:
+        assert self._evaluation is not None
+        metrics = self._evaluation.run(self.state.step)
+        self._note_bad(self._evaluation.bad, evaluating=True)
+        if metrics:
+            self.state.last_metrics |= {k: v for k, v in metrics.items() if not isinstance(v, list)}
+            self.parts.recipe.evaluations.append({"step": self.state.step, **metrics})
+            self._watch.evaluated(self.state.step, self.state.samples, metrics, self.parts.recipe.headline)
+        return metrics
+
     def _preview(self) -> None:
         recipe, strategy, step = self.parts.recipe, self.parts.strategy, self.state.step
         self._pulse.at("preview", step)
         # The same on every rank: a sharded model needs all of them to make the same number of forward passes.
         seed_everything(key_of(Purpose.PREVIEW, self.settings.run.seed, step), strategy.place.devices)
-        recipe._over_ranks = partial(each_once, strategy.place, strategy.sharded)
-        # As in training: weights that are 16 bit (frozen ones, gathered ones) need inputs of their type.
-        with strategy.evaluating(), autocast(strategy.place.device, self.settings.precision):
-            found = strategy.infer(lambda model: recipe.preview(model, step))
+        drawing = Drawing(strategy.place, strategy.sharded, self._agreement, self._folder.path)
+        recipe._over_ranks = drawing.each_once
+        found: Mapping[str, Any] | None = None
+        try:
+            # As in training: weights that are 16 bit (frozen ones, gathered ones) need inputs of their type.
+            with strategy.evaluating(), autocast(strategy.place.device, self.settings.precision):
+                found = drawing.run(lambda: strategy.infer(lambda model: recipe.preview(model, step)))
+        except LeftOut as why:
+            self._folder.event("preview_left_out", step=step, rank=why.rank, error=str(why))
+            self._watch.message(f"step {step}: preview left out, rank {why.rank} ran out of memory: {why}")
         strategy.weights_changed()
         if found and self._main:
             for path in write_previews(found, self._folder.path / "previews", step):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,7 +14,7 @@ from unisono.observe.folder import RunFolder
 from unisono.observe.meter import Meter, gpu_memory_gib, host_memory_gib, slowest
 from unisono.observe.progress import Progress
 from unisono.observe.straggler import Stragglers
-from unisono.observe.trackers import Tracker, open_trackers
+from unisono.observe.trackers import Tracker, open_trackers, points_of
 from unisono.parallel.strategy import Placement
 from unisono.settings import ObserveSettings
 
@@ -121,15 +121,26 @@ class Watch:
             "slowest_rank": rank,
         }
 
-    def evaluated(self, step: int, samples: int, metrics: Mapping[str, float | list[float]]) -> None:
-        """Writes down an evaluation: numbers, and curves as lists."""
+    def evaluated(
+        self, step: int, samples: int, metrics: Mapping[str, float | list[float]], shown: Sequence[str] = ()
+    ) -> None:
+        """Writes down an evaluation: numbers, and curves as lists. The user sees the numbers in `shown`, or all."""
         if not self._main:
             return
         self._folder.metrics({"step": step, "samples": samples, **metrics})
         numbers = {name: value for name, value in metrics.items() if not isinstance(value, list)}
-        self.message(f"step {step}  " + "  ".join(f"{name} {value:.4f}" for name, value in numbers.items()))
+        told = [name for name in shown if name in numbers] or list(numbers)
+        self.message(f"step {step}  " + "  ".join(f"{name} {numbers[name]:.4f}" for name in told))
         for tracker in self._trackers:
-            tracker.log(step, numbers)
+            tracker.log(step, {**numbers, **points_of(metrics)})
+
+    def heads_for(self, step: int) -> None:
+        """The step that is shown as the last one, where whoever drives the run has said it anew."""
+        self._progress.total = step
+
+    def went_to(self, samples: int) -> None:
+        """The run stands at another place of its data than before."""
+        self._samples = samples
 
     def close(self) -> None:
         """Ends the progress line and the trackers."""

@@ -108,10 +108,12 @@ class RunFolder:
             raise UserError(f"{file} cannot be read ({error.strerror}); choose another --output_dir") from None
         except (ValueError, RecursionError) as error:
             _refuse(file, str(error))
-        starts = record.get("starts", []) if isinstance(record, dict) else None
-        if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
+        told = record if isinstance(record, dict) else {}
+        starts = told.get("starts", [])
+        is_run = isinstance(told.get("recipe"), str) and isinstance(starts, list)
+        if not is_run or not all(isinstance(start, dict) for start in starts):
             _refuse(file, "it does not describe a run")
-        return dict(record)
+        return dict(told)
 
     def hold(self, patience_s: float = 5.0) -> None:
         """Keeps a second run out of the folder until this one closes it or dies.

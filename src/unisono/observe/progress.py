@@ -20,7 +20,7 @@ class Progress:
     """The progress line on stderr; with `enabled=False` (ranks other than the main one) it does nothing."""
 
     def __init__(self, total_steps: int, enabled: bool = True, stream: TextIO | None = None) -> None:
-        self._total = total_steps
+        self.total = total_steps
         self._stream = stream if stream is not None else sys.stderr
         self._enabled = enabled
         self._live = (
@@ -71,7 +71,7 @@ class Progress:
     def _fields(self, now: float) -> list[str]:
         """What is shown, the most important first: a narrow terminal shows fewer."""
         numbers = self._numbers
-        shown = [f"step {numbers['step']}/{self._total}"]
+        shown = [f"step {numbers['step']}/{self.total}"]
         if (loss := numbers.get("loss")) is not None:
             shown.append(f"loss {loss:.4f}" if loss == 0 or 1e-3 <= abs(loss) < 1e5 else f"loss {loss:.3e}")
         if skipped := numbers.get("skipped"):
@@ -91,7 +91,7 @@ class Progress:
     def _seconds_left(self, now: float) -> float | None:
         then, step_then = self._marks[0]
         steps = self._numbers["step"] - step_then
-        return (self._total - self._numbers["step"]) * (now - then) / steps if steps > 0 else None
+        return (self.total - self._numbers["step"]) * (now - then) / steps if steps > 0 else None
 
     def _width(self) -> int:
         try:

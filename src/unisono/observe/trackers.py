@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from unisono.settings import ObserveSettings
 
 log = logging.getLogger(__name__)
+_MOST_POINTS = 16  # of a curve: each is a chart of its own
 
 
 class Tracker(Protocol):
@@ -46,6 +47,16 @@ class TensorBoardTracker:
     def close(self) -> None:
         """Writes what is still held back."""
         self._writer.close()
+
+
+def points_of(metrics: Mapping[str, float | list[float]]) -> dict[str, float]:
+    """The short curves of an evaluation as numbers: eval/loss_by_level/1 and so on."""
+    return {
+        f"{name}/{number}": value
+        for name, curve in metrics.items()
+        if isinstance(curve, list) and len(curve) <= _MOST_POINTS
+        for number, value in enumerate(curve, 1)
+    }
 
 
 def open_trackers(settings: ObserveSettings, folder: str | Path, step: int) -> list[Tracker]:

@@ -55,14 +55,17 @@ def _recomputing(plain: type[nn.Module]) -> type[nn.Module]:
     return type(plain.__name__, (plain,), {"forward": forward, "__module__": plain.__module__})
 
 
-def compile_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Compiles each block in place (one compilation serves all of a kind), or the whole model if it has no blocks."""
+def compile_blocks(model: nn.Module, blocks: Sequence[nn.Module], dynamic: bool | None = None) -> None:
+    """Compiles each block in place (one compilation serves all of a kind), or the whole model if it has no blocks.
+
+    `dynamic` False: each shape anew, also when others of the kind (a teacher, a student) have had other shapes.
+    """
     leave_out_wrong_optimisations()
     # All blocks of a kind share one count of compilations. Batches of one and of more, training and evaluation,
     # recomputed blocks and others are one each, and by default the ninth would run uncompiled, without an error.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _COMPILATIONS)
     for module in blocks or [model]:
-        module.compile()  # in place: no `_orig_mod.` in the names
+        module.compile(dynamic=dynamic)  # in place: no `_orig_mod.` in the names
 
 
 def leave_out_wrong_optimisations() -> None:

@@ -29,6 +29,10 @@ class DataParallel(Strategy):
         gathered = self._replicated(_rows, call, *arguments)
         return {name: rows.sum(0) for name, rows in gathered.items()}
 
+    def rows(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """call(model, *arguments) on each GPU with its part of the batch; their rows one after the other."""
+        return self._replicated(call, *arguments)
+
 
 def _rows(model: nn.Module, call: Callable[..., dict[str, Tensor]], *arguments: Any) -> dict[str, Tensor]:
     # DataParallel joins results along dimension 0, which a sum does not have.

@@ -63,6 +63,7 @@ class DDP(Strategy):
     def _is_guardable(self, stage: Stage) -> bool:
         """Not where DDP must see the graph of every backward pass, nor where forward passes need all ranks."""
         in_forward = any(isinstance(module, nn.SyncBatchNorm) for module in stage.modules())
+        in_forward = in_forward or self._gathers
         return not (self.settings.static_graph or self.settings.find_unused_parameters or in_forward)
 
     def train(self, call: Callable[..., Any], *arguments: Any) -> Any:

@@ -62,9 +62,14 @@ class Strategy(ABC):
         settings: ParallelSettings,
         exact: Sequence[str] = (),
         weights: Weights | None = None,
+        *,
+        gathers: bool = False,
     ) -> None:
-        """`exact` names weights that are never used in 16 bit; `weights` fills a model that is on meta."""
-        self.model, self.place, self.settings = model, place, settings
+        """`exact` names weights that are never used in 16 bit; `weights` fills a model that is on meta.
+
+        `gathers`: a forward pass needs all ranks, whatever the strategy: of something frozen each has only a part.
+        """
+        self.model, self.place, self.settings, self._gathers = model, place, settings, gathers
         self._exact, self._weights = frozenset(exact), weights
         self.stage = self._set_up(Stage(model), blocks)
         self._all_parameters = list(self.model.parameters())  # walking through the modules takes a while
@@ -83,6 +88,10 @@ class Strategy(ABC):
     def train(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """call(model, *arguments) with gradients that are summed over the ranks in backward."""
         return self.stage(call, *arguments)
+
+    def rows(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """As `train`, of a function that gives a row for each sample instead of sums."""
+        return self.train(call, *arguments)
 
     def infer(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """call(model, *arguments) without gradients."""

@@ -14,6 +14,7 @@ _EVAL = "eval/"
 _NOISY = 40  # values from which on a running mean says more than the values
 _FEW = 60  # values that are drawn as dots too
 _MOST_MARKS = 40
+_MOST_BESIDE = 6  # further lines in a chart: there are eight colours
 _MARKED = {
     "restart": "restart",
     "hang": "hang",
@@ -36,10 +37,11 @@ def learning_charts(metrics: Metrics, timeline: Timeline) -> list[Chart]:
     taken = {"loss", "lr", "grad_norm", f"{_EVAL}loss"} | _SPEED
     evaluated = [name for name in series if name.startswith(_EVAL) and name not in taken]
     own = [name for name in series if name not in taken and f"{_EVAL}{name}" not in series and name not in evaluated]
+    beside = _beside(evaluated)
     charts = [
         _train_and_eval("loss", "Loss", series, may_be_log=True, marks=marks(timeline)),
         *(_of_curves(name, curves) for name, curves in metrics.curves.items()),
-        *(_train_and_eval(name.removeprefix(_EVAL), name.removeprefix(_EVAL), series) for name in evaluated),
+        *(_evaluated(name, beside[name], series) for name in beside),
         *(_train_and_eval(name, name, series) for name in own),
         _chart("Gradient norm", [("before clipping", series.get("grad_norm"))], may_be_log=True),
         _chart("Learning rate", [("learning rate", series.get("lr"))], from_zero=True, noisy=False),
@@ -80,12 +82,32 @@ def marks(timeline: Timeline) -> list[Mark]:
     ]
 
 
+def _beside(names: Iterable[str]) -> dict[str, list[str]]:
+    """Each metric with those that say the same of something else: `eval/MRR@10` with `eval/MRR@10_bm25`."""
+    found: dict[str, list[str]] = {name: [] for name in names}
+    every = list(found)
+    for name in every:
+        base = next((other for other in sorted(every, key=len) if name.startswith(f"{other}_")), None)
+        if base is not None and len(found[base]) < _MOST_BESIDE:  # the shortest one, which is beside nothing itself
+            found[base].append(name)
+            del found[name]
+    return found
+
+
+def _evaluated(name: str, beside: Iterable[str], series: dict[str, Series]) -> Chart | None:
+    title = name.removeprefix(_EVAL)
+    others = [(other.removeprefix(f"{name}_"), series[other]) for other in beside]
+    return _chart(title, [*_pair(title, series), *others], may_be_log="loss" in title)
+
+
 def _train_and_eval(
     name: str, title: str, series: dict[str, Series], *, may_be_log: bool = False, marks: Iterable[Mark] = ()
 ) -> Chart | None:
-    pair = [("training", series.get(name)), ("evaluation", series.get(f"{_EVAL}{name}"))]
-    may_be_log = may_be_log or "loss" in name
-    return _chart(title, pair, may_be_log=may_be_log, marks=marks)
+    return _chart(title, _pair(name, series), may_be_log=may_be_log or "loss" in name, marks=marks)
+
+
+def _pair(name: str, series: dict[str, Series]) -> list[tuple[str, Series | None]]:
+    return [("training", series.get(name)), ("evaluation", series.get(f"{_EVAL}{name}"))]
 
 
 def _chart(

@@ -27,6 +27,7 @@ class FolderData:
 
     def __init__(self, config: Any, companions: Companions, prompts: Sequence[str]) -> None:
         self._config, self._companions, self._prompts = config, companions, prompts
+        self._cut = Cut(config.num_frames, config.height, config.width, config.max_pixels, config.fps, config.window)
         self._parts: dict[str, Cache | Measured] = {}
         self._opened: dict[str, Cached | OnTheFly] = {}
         self.remarks: list[str] = []
@@ -39,6 +40,8 @@ class FolderData:
         for split, path in paths.items():
             if path:
                 sources = self._sources(path, split, work)
+                if split == "train":
+                    self._check_held_out(len(sources))
                 self._parts[split] = self._of(sources, place, self._prompts if split == "train" else ())
                 self._opened.pop(split, None)
         for part in self._parts.values():
@@ -59,12 +62,15 @@ class FolderData:
 
     def _of(self, sources: list[Source], place: Path, prompts: Sequence[str]) -> Cache | Measured:
         config, companions = self._config, self._companions
-        cut = Cut(config.num_frames, config.height, config.width, config.max_pixels, config.fps, config.window)
         if config.no_cache:
-            return Measured(place, sources, cut, companions.geometry)
+            return Measured(place, sources, self._cut, companions.geometry)
         vae, text = companions.fingerprints()
         sizes = companions.text_width, companions.text_length
-        settings = CacheSettings(vae, text, companions.geometry, *sizes, cut, companions.text_dtype)
+        raw = config.latents == "raw" and any(source.latent is not None for source in sources)
+        settings = CacheSettings(
+            *(vae, text, companions.geometry, *sizes, self._cut, companions.text_dtype),
+            statistics=companions.statistics() if raw else None,
+        )
         without_caption = [""] if config.caption_dropout or config.guidance != 1 else []
         return Cache(place, sources, settings, [*without_caption, *prompts])
 
@@ -76,10 +82,13 @@ class FolderData:
         everything = self._open("train")
         if not config.num_eval:
             return everything if split == "train" else None
-        if config.num_eval >= len(everything):
-            raise ConfigError(f"num_eval {config.num_eval}: there are {len(everything)} samples, and some must be left")
+        self._check_held_out(len(everything))  # again: some may have been left out
         held_out = {number * len(everything) // config.num_eval for number in range(config.num_eval)}
         return everything.part([index for index in range(len(everything)) if (index in held_out) == (split == "eval")])
+
+    def _check_held_out(self, there: int) -> None:
+        if 0 < self._config.num_eval >= there:
+            raise ConfigError(f"num_eval {self._config.num_eval}: there are {there} samples, and some must be left")
 
     def _open(self, split: str) -> Cached | OnTheFly:
         # Once: of a million samples it takes a while, and every preview asks for some.

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from unisono.engine.recipe import Loss
 from unisono.recipes.wan.models.experts import Experts
+from unisono.recipes.wan.models.islands import compute_type
 from unisono.recipes.wan.objective import TIMESTEPS, NoiseLevels, noised, shift_for, velocity
 
 if TYPE_CHECKING:
@@ -111,12 +112,6 @@ def with_first_frame(
     times = (sigma * TIMESTEPS)[:, None, None].repeat(1, frames, height * width)
     times[:, 0] = torch.where(given[:, None], 0.0, times[:, 0])
     return noisy, times.flatten(1)
-
-
-def compute_type(latent: Tensor) -> torch.dtype:
-    """The type that the transformer computes in, for inputs like these."""
-    kind = latent.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else latent.dtype
 
 
 def collated(items: list[dict[str, Any]]) -> dict[str, Any]:

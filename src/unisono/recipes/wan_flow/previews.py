@@ -4,42 +4,23 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from unisono.data.bits import key_of, random_bits, to_unit
-from unisono.errors import ConfigError
+from unisono.recipes.wan.looking import decoded, enlarged
 from unisono.recipes.wan.models.companions import Missing
 from unisono.recipes.wan.models.experts import Experts
+from unisono.recipes.wan.models.islands import compute_type
 from unisono.recipes.wan.sample import sample
-from unisono.recipes.wan_flow.flow import compute_type
 
 if TYPE_CHECKING:
     from unisono.data.noise import Noise
-    from unisono.recipes.wan.models.vae import Latents
     from unisono.recipes.wan_flow.recipe import WanFlow
 
-_MOST_BYTES = 2**20
-_SMALL = 128  # pixels
 _NOISE = 0x9E37  # names the noise of previews: the same in all runs
-
-
-def prompts_in(told: str) -> list[str]:
-    """The captions that preview_prompts names."""
-    if not told:
-        return []
-    if not told.endswith(".txt"):
-        return [prompt.strip() for prompt in told.split("|")]
-    file = Path(told).expanduser()
-    try:
-        if file.stat().st_size > _MOST_BYTES:
-            raise ConfigError(f"preview_prompts {told}: more than 1 MiB; expected one caption in each line")
-        return [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"preview_prompts {told} cannot be read ({error})") from None
 
 
 def draw(recipe: WanFlow, model: Experts) -> Mapping[str, Any] | None:
@@ -61,35 +42,19 @@ def draw(recipe: WanFlow, model: Experts) -> Mapping[str, Any] | None:
         text = (rows[None].to(device), recipe.without_caption(rows)[None].to(device))
         latents = _sampled(recipe, model, start[None], text, like=latent[None].to(device))
         vae.to(device)
-        frames = from_unit(_decoded(vae, latents)[0]).cpu()
+        frames = from_unit(decoded(vae, latents)[0]).cpu()
         vae.to("cpu")
         return frames
 
     pictures = recipe.over_ranks(drawn, range(len(wanted)))
-    files: dict[str, Any] = {"samples.png": grid([_enlarged(frames) for frames in pictures])}
+    files: dict[str, Any] = {"samples.png": grid([enlarged(frames) for frames in pictures])}
     files["captions.txt"] = "".join(f"{caption}\n" for caption, _, _ in wanted)
     for number, frames in enumerate(pictures):
         if len(frames) > 1:
             film = io.BytesIO()
-            write_film(_enlarged(frames), film, recipe.config.fps or 16.0)
+            write_film(enlarged(frames), film, recipe.config.fps or 16.0)
             files[f"sample_{number:02d}.mp4"] = film.getvalue()
     return files
-
-
-def _enlarged(frames: Tensor) -> Tensor:
-    """Frames uint8 [F, H, W, 3], the tiny model's large enough to look at."""
-    times = max(1, _SMALL // max(frames.shape[1:3]))
-    return frames.repeat_interleave(times, 1).repeat_interleave(times, 2)
-
-
-def _decoded(vae: Latents, latents: Tensor) -> Tensor:
-    try:
-        return vae.decode(latents)
-    except torch.OutOfMemoryError:  # beside weights and optimizer: a run must not end because somebody wants to look
-        pass
-    torch.cuda.empty_cache()
-    vae.vae.enable_tiling()
-    return vae.decode(latents)
 
 
 def _wanted(recipe: WanFlow) -> list[tuple[str, Tensor, Tensor]]:
@@ -141,7 +106,7 @@ def _sampled(recipe: WanFlow, model: Experts, noise: Tensor, text: tuple[Tensor,
     shift = 3.0 if config.shift == "auto" else float(config.shift)
     settings = {"steps": config.preview_steps, "guidance": config.guidance, "low": flow.low, "high": flow.high}
     dtype = compute_type(noise)
-    recipe.settle_kernel(model, noise.device.type, dtype)
+    recipe.kernel.settle(model, noise.device.type, dtype)
     rows = (text[0].to(dtype), text[1].to(dtype))
     with torch.compiler.set_stance("force_eager"):  # compiled for other shapes
         return sample(model, noise, rows, recipe.companions.scheduler(shift), like=like, **settings)

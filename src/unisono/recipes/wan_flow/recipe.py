@@ -7,7 +7,6 @@ Encode them once (`data.py`, `wan/data/cache.py`), take a Wan transformer from w
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,24 +14,26 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from unisono.engine.recipe import Loss, Recipe, Work
+from unisono.engine.recipe import Loss, Work
 from unisono.errors import ConfigError
+from unisono.recipes.wan.base import WanRecipe
 from unisono.recipes.wan_flow import settings
 from unisono.recipes.wan_flow.checks import check_config
 
 if TYPE_CHECKING:  # `unisono train wan-flow --help` need not wait for torch
-    import torch
     from torch import Tensor, nn
 
     from unisono.data.noise import Noise
     from unisono.parallel.materialize import Weights
+    from unisono.recipes.common.lora_base import LoraBase
     from unisono.recipes.wan.models.companions import Companions
     from unisono.recipes.wan.models.load import WanFolder
     from unisono.recipes.wan_flow.data import FolderData, ShapesData
     from unisono.recipes.wan_flow.flow import Flow
+    from unisono.settings import Settings
 
 
-class WanFlow(Recipe):
+class WanFlow(WanRecipe):
     """Flow-matching training of Wan 2.1 and 2.2, from scratch, whole or as a LoRA."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
@@ -57,49 +58,59 @@ class WanFlow(Recipe):
         if str(values["model_config"]).lower() == "tiny":
             by_epochs = values["num_epochs"] is not None  # then the number of steps is the user's choice
             return {name: value for name, value in settings.TINY.items() if not (by_epochs and name == "max_steps")}
-        return settings.LORA if values["lora_rank"] else {}
+        return settings.LORA if values["lora_rank"] or values["lora_path"] else {}
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         check_config(config)
-        self._kernel_file: Path | None = None
-        self._kernel_is_sure = False
+        self._base: LoraBase | None = None  # of a LoRA, until it is noted
+
+    @property
+    def is_lora(self) -> bool:
+        """Whether a LoRA is trained, and not all weights."""
+        return bool(self.config.lora_rank or self.config.lora_path)
 
     @cached_property
-    def _found(self) -> WanFolder | None:
+    def found(self) -> WanFolder | None:
         """What model_path is."""
+        from unisono.recipes.wan.models.experts import HIGH, LOW
         from unisono.recipes.wan.models.load import describe
 
-        return describe(self.config.model_path) if self.config.model_path else None
+        if not self.config.model_path:
+            return None
+        found = describe(self.config.model_path)
+        if self.config.expert == "low" and list(found.transformers) == [HIGH] and not _is_whole(found):
+            return replace(found, transformers={LOW: found.transformers[HIGH]})  # only the user knows which it is
+        return found
 
     @cached_property
-    def _trained(self) -> list[str]:
+    def trained(self) -> list[str]:
         """Which transformers are trained, by diffusers' names."""
         from unisono.recipes.wan.models.experts import HIGH, LOW, parts_to_train
 
         named = (self.config.model_config or "").lower() == "a14b"
-        found: Any = self._found.transformers if self._found else (HIGH, LOW) if named else (HIGH,)
-        whole = self._found is None or self._found.kind == "pipeline" or self._found.expand_timesteps
-        if self.config.expert != "both" and len(found) == 1 and whole:
+        found: Any = self.found.transformers if self.found else (HIGH, LOW) if named else (HIGH,)
+        if self.config.expert != "both" and len(found) == 1 and (self.found is None or _is_whole(self.found)):
             raise ConfigError(
                 f"expert {self.config.expert}: this model is one transformer for all noise levels; leave it out"
             )
         return parts_to_train(dict.fromkeys(found), self.config.expert)
 
     @cached_property
-    def _boundary(self) -> float | None:
+    def boundary(self) -> float | None:
+        """The noise level at which one expert hands over to the other, where there are two."""
         from unisono.recipes.wan.models.load import BOUNDARY
 
-        if self._found is not None:
-            return self._found.boundary_ratio if len(self._found.transformers) > 1 else None
+        if self.found is not None:
+            return self.found.boundary_ratio if len(self.found.transformers) > 1 else None
         return BOUNDARY if (self.config.model_config or "").lower() == "a14b" else None
 
     @cached_property
-    def _transformer(self) -> dict[str, Any]:
+    def transformer(self) -> dict[str, Any]:
         """The configuration of the transformer, or of the experts, which are alike."""
         from unisono.recipes.wan.models.load import transformer_config
 
-        return transformer_config(self._found, self.config.model_config, part=self._trained[0])
+        return transformer_config(self.found, self.config.model_config, part=self.trained[0])
 
     @cached_property
     def companions(self) -> Companions:
@@ -107,12 +118,12 @@ class WanFlow(Recipe):
         from unisono.recipes.wan.models.companions import FromFolder, Tiny, without
         from unisono.recipes.wan.models.load import TEXT_LENGTH, describe
 
-        parts = describe(self.config.parts_path) if self.config.parts_path else self._found
+        parts = describe(self.config.parts_path, "parts_path") if self.config.parts_path else self.found
         if parts is not None and parts.kind == "pipeline":
-            return FromFolder(parts, self._transformer)
+            return FromFolder(parts, self.transformer)
         if (self.config.model_config or "").lower() == "tiny":
-            return Tiny(self._transformer)
-        return without(self._transformer, parts.text_length if parts else TEXT_LENGTH)
+            return Tiny(self.transformer)
+        return without(self.transformer, parts.text_length if parts else TEXT_LENGTH)
 
     @cached_property
     def _data(self) -> FolderData | ShapesData:
@@ -124,9 +135,9 @@ class WanFlow(Recipe):
     @cached_property
     def _prompts(self) -> list[str]:
         """The captions to draw that were asked for."""
-        from unisono.recipes.wan_flow.previews import prompts_in
+        from unisono.recipes.wan.looking import prompts_in
 
-        return prompts_in(self.config.preview_prompts)
+        return prompts_in(self.config.preview_prompts, "preview_prompts")
 
     @cached_property
     def flow(self) -> Flow:
@@ -139,117 +150,87 @@ class WanFlow(Recipe):
         config, by_size = self.config, self.config.shift == "auto"
         shift = 1.0 if by_size else float(config.shift)
         levels = NoiseLevels(config.sigma_sampling, config.logit_mean, config.logit_std, config.mode_scale, shift)
-        parts, boundary = self._trained, self._boundary
+        parts, boundary = self.trained, self.boundary
         if boundary is None and config.expert != "both":  # one of two in a file of its own: only the user knows which
             parts, boundary = parts_to_train({HIGH: None, LOW: None}, config.expert), BOUNDARY
         low, high = range_of(parts, boundary, 1 if boundary is None else 2)
         space = self.companions.geometry.space
         return Flow(levels, low, high, by_size, space, config.caption_dropout, config.first_frame)
 
+    def check_settings(self, settings: Settings) -> None:
+        """Refuses to record steps of two experts: which samples each of them gets is decided anew in every step."""
+        if settings.precision.cuda_graph and len(self.trained) > 1:
+            raise ConfigError(
+                "cuda_graph records a step once and for all, and with two experts each sample goes to the one of its "
+                "noise level; leave cuda_graph out, or train one of them by --expert high or low"
+            )
+
     def prepare(self, work: Work) -> None:
         """Encodes pictures, films and captions that are not in the cache yet, and finds the fastest kernel."""
+        from unisono.recipes.wan_flow.early import check_model
+
+        self.prepared = work.folder  # also for those who call it by themselves
+        check_model(self)
+        self._base = self._beside and self._beside.to_note(work)
         self._data.prepare(work)
-        if self.config.attention == "auto" and work.device.startswith("cuda"):
-            import torch
-
-            # Another kind of GPU, on which a run may go on, has other kernels.
-            gpu = "".join(sign if sign.isalnum() else "_" for sign in torch.cuda.get_device_name(work.device))
-            self._kernel_file = work.folder / f"attention_{gpu}.json"
-            for file in work.share([self._kernel_file]):
-                self._measure(file, work)
-
-    def _measure(self, file: Path, work: Work) -> None:
-        import torch
-
-        from unisono.recipes.wan.models.attention import choose, measure
-
-        if file.exists():
-            return
-        config, geometry = self._transformer, self.companions.geometry
+        geometry = self.companions.geometry
         height, width = self.config.height or 480, self.config.width or 832
         frames = 1 + self.config.num_frames // geometry.time
         tokens = geometry.tokens((0, frames, height // geometry.space, width // geometry.space))
-        heads, head_width = int(config["num_attention_heads"]), int(config["attention_head_dim"])
-        times = measure(heads, head_width, tokens, torch.bfloat16, work.device)
-        chosen = choose(times)
-        file.write_text(json.dumps({"kernel": chosen, "milliseconds": times, "tokens": tokens}))
-        told = ", ".join(f"{kernel} {ms:.2f}" for kernel, ms in times.items())
-        work.message(f"attention of {tokens:,} tokens in ms: {told}; taking {chosen}")
+        self.kernel.measure(work, self.transformer, tokens)
+
+    @cached_property
+    def _beside(self) -> LoraBase | None:
+        """What a LoRA is trained beside; refused where it is not what the run began with."""
+        from unisono.recipes.common.lora_base import LoraBase
+
+        if not self.is_lora or self.found is None or self.prepared is None:  # all weights are in the checkpoint
+            return None
+        base = LoraBase(self.prepared, (self.found.transformers[name] for name in self.trained))
+        base.check(f"model_path {self.config.model_path}", " (with lora_path, to go on from the LoRA)")
+        return base
 
     def model(self) -> nn.Module:
         """The transformer, or the experts; on meta, if the weights are in files."""
         from unisono.recipes.wan.models.attention import use
+        from unisono.recipes.wan.models.block import use_fast_blocks
         from unisono.recipes.wan.models.experts import Experts
         from unisono.recipes.wan.models.islands import keep_time_embedding_exact
         from unisono.recipes.wan.models.load import build, build_meta
 
-        make = build if self._found is None else build_meta
-        transformers = {name: make(self._transformer) for name in self._trained}
-        kernel = self._kernel()
+        make = build if self.found is None else build_meta
+        transformers = {name: make(self.transformer) for name in self.trained}
         for name, transformer in transformers.items():
             self._check_and_adapt(name, transformer)
             keep_time_embedding_exact(transformer)
-            use(kernel, transformer)
-        return Experts(transformers, self._boundary)
+            use(self.kernel.name, transformer)
+            use_fast_blocks(transformer)
+        return Experts(transformers, self.boundary)
 
     def _check_and_adapt(self, name: str, transformer: Any) -> None:
-        from unisono.recipes.wan.models.lora import TARGETS, add_lora, load_lora
-        from unisono.recipes.wan.models.weights import check_fit
+        from unisono.recipes.wan.models.lora import add_lora, load_lora
+        from unisono.recipes.wan_flow.early import check_weights, lora_targets
 
         config = self.config
-        if self._found is not None:
-            check_fit(transformer, self._files[name])
+        check_weights(self, name, transformer)
         if config.lora_path:
             load_lora(transformer, Path(config.lora_path).expanduser(), config.lora_alpha, name)
         elif config.lora_rank:
-            targets = [target.strip() for target in config.lora_targets.split(",") if target.strip()]
-            add_lora(transformer, config.lora_rank, config.lora_alpha, targets or TARGETS)
-
-    def _kernel(self) -> str:
-        if self._kernel_file is None or not self._kernel_file.exists():
-            return str(self.config.attention)
-        return str(json.loads(self._kernel_file.read_text())["kernel"])
-
-    def settle_kernel(self, model: nn.Module, device_type: str, dtype: torch.dtype) -> None:
-        """Before the first forward pass, when it is known in which type a run computes: leaves a kernel that cannot."""
-        from unisono.recipes.wan.models.attention import can_compute
-
-        if self._kernel_is_sure:
-            return
-        self._kernel_is_sure = True
-        if can_compute(kernel := self._kernel(), device_type, dtype):
-            return
-        if self.config.attention != "auto":
-            type_name = str(dtype).removeprefix("torch.")
-            raise ConfigError(
-                f"attention {kernel} does not compute in {type_name} on a {device_type} device; use --mixed_precision "
-                "bf16 on a GPU, or --attention auto"
-            )
-        for transformer in model.children():
-            transformer.reset_attention_backend()  # type: ignore[operator]
+            add_lora(transformer, config.lora_rank, config.lora_alpha, lora_targets(config))
 
     @cached_property
-    def _files(self) -> dict[str, Any]:
+    def files(self) -> dict[str, Any]:
         from unisono.recipes.wan.models.weights import open_weights
 
-        assert self._found is not None
-        return {name: open_weights(self._found.transformers[name]) for name in self._trained}
+        assert self.found is not None
+        return {name: open_weights(self.found.transformers[name]) for name in self.trained}
 
     def weights(self, model: nn.Module) -> Weights | None:
         """Those in the model's files, read row by row."""
         from unisono.recipes.wan.models.initial import FromFiles
 
-        return None if self._found is None else FromFiles(self._files)
-
-    def full_precision(self, model: nn.Module) -> Sequence[str]:
-        """Norms, modulation and the time embedding."""
-        from unisono.recipes.wan.models.islands import full_precision_weights
-
-        return full_precision_weights(model)
-
-    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        """The transformer blocks."""
-        return [block for transformer in model.children() for block in transformer.blocks]  # type: ignore[union-attr]
+        _ = self._beside  # a run may be exported long after it was prepared
+        return None if self.found is None else FromFiles(self.files)
 
     def frozen(self) -> Mapping[str, nn.Module]:
         """VAE and text encoder, when there is no cache."""
@@ -260,11 +241,11 @@ class WanFlow(Recipe):
 
     def dataset(self, split: str) -> Any:
         """Latents and embeddings, or frames and captions."""
-        from unisono.recipes.wan_flow.checks import check_positions
+        from unisono.recipes.wan.checks import check_positions
 
         data = self._data.dataset(split)
         if data is not None and hasattr(data, "shapes_there"):
-            check_positions(data.shapes_there, self._transformer, self.companions.geometry.space)
+            check_positions(data.shapes_there, self.transformer, self.companions.geometry.space)
         self.remarks = self._data.remarks
         return data
 
@@ -317,19 +298,22 @@ class WanFlow(Recipe):
 
     def loss(self, model: nn.Module, batch: Any, noise: Noise) -> Loss:
         """The error of the velocity: of each sample the mean over its elements, summed over samples."""
-        from unisono.recipes.wan_flow.flow import compute_type
+        from unisono.recipes.wan.models.islands import compute_type
 
         latent, text = self._encoded(batch)
-        self.settle_kernel(model, latent.device.type, compute_type(latent))
+        self.kernel.settle(model, latent.device.type, compute_type(latent))
+        if self._base is not None:
+            self._base.note()
+            self._base = None
         return self.flow.loss(model, latent, text, self.without_caption(text), noise)  # type: ignore[arg-type]
 
     def evaluate(self, model: nn.Module, batch: Any, noise: Noise) -> Mapping[str, Any]:
         """The loss at fixed noise levels; of the built-in shapes also whether what is drawn is what was asked for."""
-        from unisono.recipes.wan_flow.flow import compute_type
+        from unisono.recipes.wan.models.islands import compute_type
         from unisono.recipes.wan_flow.previews import judged
 
         latent, text = self._encoded(batch)
-        self.settle_kernel(model, latent.device.type, compute_type(latent))
+        self.kernel.settle(model, latent.device.type, compute_type(latent))
         found = dict(self.flow.held_out(model, latent, text, noise, self.config.eval_levels))  # type: ignore[arg-type]
         if "colour" in batch:
             found |= judged(self, model, batch, text, noise)  # type: ignore[arg-type]
@@ -343,28 +327,11 @@ class WanFlow(Recipe):
 
     def export(self, model: nn.Module, folder: Path) -> None:
         """A folder for `WanPipeline.from_pretrained`, or LoRAs for `load_lora_weights`."""
-        from unisono.recipes.wan.models.companions import Tiny
-        from unisono.recipes.wan.models.experts import HIGH, LOW
-        from unisono.recipes.wan.models.load import describe
-        from unisono.recipes.wan.models.lora import lora_state, save_lora
-        from unisono.recipes.wan.models.pipeline import write_pipeline
+        from unisono.recipes.wan_flow.out import write
 
-        transformers = dict(model.named_children())
-        if self.config.lora_rank:
-            states = {name: lora_state(transformer) for name, transformer in transformers.items()}
-            told = save_lora(folder, states.get(HIGH), states.get(LOW))
-        else:
-            companions, source = self.companions, self._found
-            if self.config.parts_path:  # which has all other parts, and perhaps a transformer that this is not
-                parts = describe(self.config.parts_path)
-                others = {name: kind for name, kind in parts.components.items() if name not in (HIGH, LOW)}
-                source = replace(parts, transformers={}, components=others, boundary_ratio=None)
-            two = self._boundary if len(transformers) > 1 or self._found is not None else None
-            told = write_pipeline(
-                folder,
-                transformers.get(HIGH),
-                transformers.get(LOW),
-                source=companions.parts() if isinstance(companions, Tiny) else source,
-                boundary_ratio=two,
-            )
-        print(f"unisono: {told}", file=sys.stderr)
+        print(f"unisono: {write(self, dict(model.named_children()), folder)}", file=sys.stderr)
+
+
+def _is_whole(found: WanFolder) -> bool:
+    """Whether what was found is all of a model, and no expert in a file of its own."""
+    return found.kind == "pipeline" or found.expand_timesteps

@@ -59,6 +59,8 @@ class Config(Recipe.Config):
     """Where in a longer film its window begins; random needs no_cache."""
     leave_out_bad: bool = False
     """Leave out files that cannot be used, and say which, instead of stopping."""
+    latents: Literal["normalised", "raw"] = "normalised"
+    """What name.latent.safetensors beside the data hold: latents as the transformer takes them, or as the VAE gave them (raw), which are normalised here."""
     cache_dir: str | None = None
     """Where latents and embeddings are kept, for several runs. Default: in the run's folder."""
     no_cache: bool = False
@@ -77,7 +79,7 @@ class Config(Recipe.Config):
     caption_dropout: float = 0.1
     """How often a sample is learned without its caption, which guidance needs."""
     first_frame: float = 0.0
-    """TI2V: how often a film's first frame is given, and only what follows is learned."""
+    """TI2V-5B only: how often a film's first frame is given, and only what follows is learned."""
 
     lora_rank: int = 0
     """Train a LoRA of this rank instead of all weights; 0: all weights."""
@@ -86,7 +88,7 @@ class Config(Recipe.Config):
     lora_targets: str = ""
     """Ends of the names of layers that get one, separated by commas. Default: attention and feed-forward layers."""
     lora_path: str | None = None
-    """A LoRA to go on from."""
+    """A LoRA to go on from, with its own rank and layers."""
     attention: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"
     """The kernel that computes attention on a GPU; auto measures which is fastest."""
 

@@ -1,8 +1,8 @@
 """Latents and embeddings computed once and kept on disk; training then needs neither VAE nor text encoder.
 
-Everything is kept under a key that names all it was computed from: the model's weights, size, frames, window, and the
-file. What changes is computed anew, what comes back is found again, and several runs, ranks and settings may share one
-folder. Nothing in it has a name that comes from the data.
+Everything is kept under a key that names all it was computed from: the model's weights, the size, of films also frames
+and window, and the file. What changes is computed anew, what comes back is found again, and several runs, ranks and
+settings may share one folder. Nothing in it has a name that comes from the data.
 
     latents/<hash>.safetensors   packs of latents
     text/<hash>.safetensors      packs of the rows of captions, each distinct caption once
@@ -22,15 +22,14 @@ from torch import Tensor
 
 from unisono.engine.recipe import Work
 from unisono.errors import ConfigError
-from unisono.recipes.wan.data.bad import BadFiles, usable
+from unisono.recipes.common.bad_files import BadFiles, BadMedia, usable
+from unisono.recipes.common.fingerprint import Keys
+from unisono.recipes.common.packs import Kept, Packs, Shelf
 from unisono.recipes.wan.data.cached import Cached
-from unisono.recipes.wan.data.cut import Cut, media_of, short_films
+from unisono.recipes.wan.data.cut import Cut, MediaKeys, media_of, short_films
 from unisono.recipes.wan.data.filling import Finish, borrowed, fill
-from unisono.recipes.wan.data.media import BadMedia
-from unisono.recipes.wan.data.packs import Kept, Packs, Shelf
 from unisono.recipes.wan.data.precomputed import read_embedding, read_latent
 from unisono.recipes.wan.data.sources import Source
-from unisono.recipes.wan.models.fingerprint import Keys
 from unisono.recipes.wan.models.text import TextEncoder, pad
 from unisono.recipes.wan.models.vae import Geometry, Latents
 
@@ -52,6 +51,8 @@ class CacheSettings:
     text_dtype: torch.dtype = torch.bfloat16
     half: bool = False
     """Keep latents in bfloat16: half the space, and no longer exactly what the VAE gave."""
+    statistics: tuple[Tensor, Tensor] | None = None
+    """Latents that lie beside the data are raw, and normalised with this mean and deviation. None: they are already."""
 
 
 class Cache:
@@ -109,7 +110,7 @@ class Cache:
     def _read_latent(self, vae: Callable[[], Latents], source: Source) -> Finish:
         settings, dtype = self._settings, self._dtype
         if source.latent is not None:
-            latent = read_latent(source.latent, settings.geometry)
+            latent = read_latent(source.latent, settings.geometry, settings.statistics)
             return lambda: latent.to(dtype)
         path = media_of(source)
         frames = settings.cut.read(path, settings.cut.fit(path, settings.geometry.multiple))
@@ -143,6 +144,11 @@ class Cache:
         data.remarks = remarks + short_films(data.sources, frames, self._settings.cut.num_frames)
         return data
 
+    def num_reaching(self, rows: int) -> int:
+        """How many of `captions` have so many rows: the text length cuts them off, or just does not."""
+        there = self._texts.find()
+        return sum(there[key].shape[0] >= rows for key in self._further if key in there)
+
     def text(self, caption: str) -> Tensor:
         """[text length, width] what the transformer gets for one of `captions`."""
         key = self._of_caption.of_text(caption)
@@ -154,12 +160,15 @@ class Cache:
     @cached_property
     def _latent_keys(self) -> list[str]:
         settings, geometry = self._settings, self._settings.geometry
-        of_media = Keys("media", _FORMAT, settings.vae, geometry.multiple, asdict(settings.cut), settings.half)
-        of_latent = Keys("latent", _FORMAT, geometry.channels, geometry.patch, settings.half)
+        of_media = MediaKeys(
+            settings.cut,
+            lambda cut: Keys("media", _FORMAT, settings.vae, geometry.multiple, asdict(cut), settings.half),
+        )
+        raw = settings.statistics and [part.flatten().tolist() for part in settings.statistics]
+        told = [geometry.channels, geometry.patch, settings.half, *([raw] if raw else [])]
+        of_latent = Keys("latent", _FORMAT, *told)
         return [
-            of_media.of_file(source.name, media_of(source))
-            if source.latent is None
-            else of_latent.of_file(source.name, source.latent)
+            of_media.of(source) if source.latent is None else of_latent.of_file(source.name, source.latent)
             for source in self._sources
         ]
 

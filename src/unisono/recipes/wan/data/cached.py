@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from unisono.recipes.wan.data.packs import Shelf
+from unisono.recipes.common.packs import Shelf
 from unisono.recipes.wan.data.sources import Source
 from unisono.recipes.wan.models.text import pad
 from unisono.recipes.wan.models.vae import Geometry

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from torch import Tensor
 
 from unisono.errors import ConfigError
+from unisono.recipes.common.fingerprint import Keys
 from unisono.recipes.wan.data import media
-from unisono.recipes.wan.data.media import FILMS, Fit
+from unisono.recipes.wan.data.decode import is_still
+from unisono.recipes.wan.data.media import FILMS, Fit, MediaFacts
 from unisono.recipes.wan.data.sources import Source
 
 
@@ -30,10 +33,21 @@ class Cut:
     start: str = "head"
     """Where in a longer film the window begins: head, middle, random."""
 
+    def of(self, path: Path) -> Cut:
+        """What of it matters for a file: a still picture has no window, whatever that is for films."""
+        return replace(self, num_frames=1, fps=0.0, start="head") if is_still(path) else self
+
+    def check(self, multiple: int) -> None:
+        """Refuses (ConfigError) sizes that no sample can be cut to."""
+        self._fit(MediaFacts(1, multiple, multiple, 0.0), multiple)
+
     def fit(self, path: Path, multiple: int) -> Fit:
         """What a file is cut to, with sides that `multiple` divides."""
+        return self._fit(media.probe(path), multiple)
+
+    def _fit(self, facts: MediaFacts, multiple: int) -> Fit:
         size = {"height": self.height, "width": self.width, "max_pixels": self.max_pixels, "multiple": multiple}
-        return media.fit(media.probe(path), num_frames=self.num_frames, fps=self.fps, **size)
+        return media.fit(facts, num_frames=self.num_frames, fps=self.fps, **size)
 
     def read(self, path: Path, fit: Fit) -> Tensor:
         """uint8 [F, H, W, 3] the frames of a sample."""
@@ -45,6 +59,18 @@ def media_of(source: Source) -> Path:
     if source.media is None:
         raise ConfigError(f"{source.name}: there is neither a picture nor a film, nor a latent of it")
     return source.media
+
+
+class MediaKeys:
+    """Names for what is computed from pictures and films, each as it is cut."""
+
+    def __init__(self, cut: Cut, like: Callable[[Cut], Keys]) -> None:
+        self._cut, self._like = cut, cache(like)
+
+    def of(self, source: Source) -> str:
+        """The key of a sample."""
+        path = media_of(source)
+        return self._like(self._cut.of(path)).of_file(source.name, path)
 
 
 def short_films(sources: Sequence[Source], frames: Iterable[int], full: int) -> list[str]:

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from unisono.recipes.wan.data.tree import one_line
+from unisono.recipes.common import streams
+from unisono.recipes.common.bad_files import BadMedia, check_file, faults
+from unisono.recipes.common.streams import FILMS, MOST_PIXELS
 
 if TYPE_CHECKING:
     from av.container import InputContainer
@@ -27,26 +28,12 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
-FILMS = (".mp4", ".avi", ".mov", ".mkv", ".webm")
 
-_MOST_PIXELS = 2**27  # of one picture; a small file can claim any size
 _MOST_TO_DECODE = 2**32  # pixels of an animation, which is decoded from its beginning whatever is wanted of it
 _PICTURE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")  # Pillow also knows formats that start other programs
-# A playlist or a script that is called film.mp4 would make FFmpeg open whatever it names, also over the network.
-_FILM_FORMATS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg"
 _WORTH_SEEKING = 1.0  # seconds
+_ANIMATED = 2  # the flag in an extended WebP's header
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # the EXIF tag, and its values that swap height and width
-
-
-class BadMedia(Exception):
-    """A file that cannot be used as a picture or a film; the message names it and says what is wrong."""
-
-    def __init__(self, path: Path, what: str) -> None:
-        super().__init__(one_line(f"{path}: {what}"))
-        self.path, self.what = path, what
-
-    def __reduce__(self) -> tuple[type[BadMedia], tuple[Path, str]]:
-        return type(self), (self.path, self.what)  # a loader's worker sends it to the main process
 
 
 @dataclass(frozen=True)
@@ -69,10 +56,7 @@ class Shown:
 
 def opened(path: Path) -> StillOrAnimation | Film:
     """The file, looked at and ready to be read."""
-    if not path.is_file():
-        raise BadMedia(path, "there is no such file")
-    if not path.stat().st_size:
-        raise BadMedia(path, "it is empty")
+    check_file(path)
     if path.suffix.lower() in PICTURES:
         return StillOrAnimation(path)
     if path.suffix.lower() in FILMS:
@@ -80,16 +64,18 @@ def opened(path: Path) -> StillOrAnimation | Film:
     raise BadMedia(path, f"files of this kind are not read; those that are: {' '.join((*FILMS, *PICTURES))}")
 
 
-@contextmanager
-def _faults(path: Path, kind: str) -> Iterator[None]:
-    # Given hostile bytes, the decoders raise nearly anything; little but their calls stands inside this.
+def is_still(path: Path) -> bool:
+    """Whether a file is one picture for sure, by its first bytes: an animation may have any picture's suffix."""
     try:
-        yield
-    except BadMedia:
-        raise
-    except Exception as error:
-        told = " ".join(str(getattr(error, "strerror", None) or error).replace(str(path), "it").split())
-        raise BadMedia(path, f"cannot be read as a {kind} ({told[:200] or type(error).__name__})") from error
+        if path.suffix.lower() not in PICTURES or not path.is_file():  # a pipe would be waited for, for ever
+            return False
+        with path.open("rb") as file:
+            head = file.read(21)
+    except OSError:  # whoever reads it will say what is wrong with it
+        return False
+    if head[:4] == b"RIFF" and head[8:12] == b"WEBP":
+        return head[12:15] == b"VP8" and not (head[15:16] == b"X" and int.from_bytes(head[20:]) & _ANIMATED)
+    return head.startswith((b"\xff\xd8", b"\x89PNG", b"BM"))
 
 
 class StillOrAnimation:
@@ -99,7 +85,7 @@ class StillOrAnimation:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with _faults(path, "picture"), self._open() as image:
+        with faults(path, "picture"), self._open() as image:
             height, width = image.height, image.width
             if image.getexif().get(_ORIENTATION) in _TURNED:
                 height, width = width, height
@@ -129,8 +115,8 @@ class StillOrAnimation:
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit is ours
             opened_image = Image.open(self._path, formats=_PICTURE_FORMATS)
         with opened_image as image:
-            if image.height * image.width > _MOST_PIXELS:
-                raise BadMedia(self._path, f"{image.height}×{image.width} is more than {_MOST_PIXELS:,} pixels")
+            if image.height * image.width > MOST_PIXELS:
+                raise BadMedia(self._path, f"{image.height}×{image.width} is more than {MOST_PIXELS:,} pixels")
             yield image
 
     def frames(self, start: float) -> Iterator[Shown]:
@@ -138,7 +124,7 @@ class StillOrAnimation:
         from PIL import ImageOps
 
         time = 0.0
-        with _faults(self._path, "picture"), self._open() as image:
+        with faults(self._path, "picture"), self._open() as image:
             for number in range(self.facts.frames):
                 image.seek(number)
                 image.load()
@@ -147,7 +133,7 @@ class StillOrAnimation:
 
     def picture(self, shown: Shown) -> NDArray[np.uint8]:
         """[height, width, 3] as 8-bit RGB; what is transparent becomes white."""
-        with _faults(self._path, "picture"):
+        with faults(self._path, "picture"):
             return np.array(_rgb(shown.frame))
 
 
@@ -168,18 +154,17 @@ class Film:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with _faults(path, "film"):
-            with self._open() as (container, stream):
-                rate = float(stream.average_rate or stream.guessed_rate or 0)
-                times = self._times_by_index(container, stream)
-                first = next(container.decode(stream), None)
-                if first is None:
-                    raise BadMedia(path, "there is not one frame in it")
-                self._begin = first.time if first.pts is not None else None
-                self._quarter_turns = round(first.rotation / 90) % 4  # counter-clockwise
-                aspect = float(stream.sample_aspect_ratio or 1)
-                height, width = first.height, first.width
-            times = times or self._times_by_counting()
+        with self._open() as (container, stream):
+            rate = float(stream.average_rate or stream.guessed_rate or 0)
+            times = self._times_by_index(container, stream)
+            first = next(container.decode(stream), None)
+            if first is None:
+                raise BadMedia(path, "there is not one frame in it")
+            self._begin = first.time if first.pts is not None else None
+            self._quarter_turns = round(first.rotation / 90) % 4  # counter-clockwise
+            aspect = float(stream.sample_aspect_ratio or 1)
+            height, width = first.height, first.width
+        times = times or self._times_by_counting()
         aspect = aspect if 0.1 < aspect < 10 else 1.0
         self.pixel_aspect = 1 / aspect if self._quarter_turns % 2 else aspect
         if self._quarter_turns % 2:
@@ -197,25 +182,10 @@ class Film:
 
     @contextmanager
     def _open(self) -> Iterator[tuple[InputContainer, VideoStream]]:
-        import av
-        from av.stream import Disposition
-
-        # An absolute path: `http:film.mp4` is a file here, and an address to FFmpeg.
-        options = {"format_whitelist": _FILM_FORMATS, "protocol_whitelist": "file"}
-        # Titles in odd encodings are no reason to refuse a film; from PyAV 19 on they never are.
-        lenient: dict[str, Any] = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
-        with av.open(str(self._path.absolute()), mode="r", options=options, **lenient) as container:
-            films = [each for each in container.streams.video if Disposition.attached_pic not in each.disposition]
-            if not films:
+        with streams.opened(self._path, "film") as container:
+            stream = streams.video_of(self._path, container)
+            if stream is None:
                 raise BadMedia(self._path, "there is no film in it, only sound or a cover")
-            stream = films[0]
-            if stream.codec_context is None:
-                raise BadMedia(self._path, "this installation of PyAV has no decoder for it")
-            if stream.width * stream.height > _MOST_PIXELS:
-                raise BadMedia(self._path, f"{stream.height}×{stream.width} is more than {_MOST_PIXELS:,} pixels")
-            stream.codec_context.options = {"max_pixels": str(_MOST_PIXELS)}  # frames may be larger than announced
-            stream.thread_type = "AUTO"
-            stream.thread_count = min(4, torch.get_num_threads())  # one in a loader's worker; each decodes ahead
             yield container, stream
 
     def _times_by_index(self, container: InputContainer, stream: VideoStream) -> list[float]:
@@ -261,7 +231,7 @@ class Film:
         yield from self._decoded(0)
 
     def _decoded(self, start: float) -> Iterator[Shown]:
-        with _faults(self._path, "film"), self._open() as (container, stream):
+        with self._open() as (container, stream):
             if start:
                 assert self._begin is not None
                 container.seek(int((self._begin + start) / _seconds(stream.time_base)), stream=stream)
@@ -274,7 +244,7 @@ class Film:
     def picture(self, shown: Shown) -> NDArray[np.uint8]:
         """[height, width, 3] as 8-bit RGB, upright."""
         frame: VideoFrame = shown.frame
-        with _faults(self._path, "film"):
+        with faults(self._path, "film"):
             pixels = np.asarray(frame.to_ndarray(format="rgb24"), dtype=np.uint8)
             return np.ascontiguousarray(np.rot90(pixels, self._quarter_turns))
 

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from unisono.engine.recipe import Work
-from unisono.recipes.wan.data.bad import BadFiles
-from unisono.recipes.wan.data.media import BadMedia
-from unisono.recipes.wan.data.packs import Packing, Packs
+from unisono.recipes.common.bad_files import BadFiles, BadMedia
+from unisono.recipes.common.packs import Packing, Packs
 
 _READERS = 4  # threads that decode while the device encodes; so many samples wait, at most
 _SAY_EVERY_S = 10.0

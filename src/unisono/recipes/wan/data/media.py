@@ -19,7 +19,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from unisono.errors import ConfigError
-from unisono.recipes.wan.data.decode import FILMS, PICTURES, BadMedia, Film, MediaFacts, Shown, StillOrAnimation, opened
+from unisono.recipes.common.bad_files import BadMedia
+from unisono.recipes.common.streams import FILMS
+from unisono.recipes.wan.data.decode import PICTURES, Film, MediaFacts, Shown, StillOrAnimation, opened
 from unisono.recipes.wan.data.show import grid, write_film
 
 __all__ = [

@@ -17,7 +17,7 @@ from typing import Any
 
 from unisono.config.values import shown
 from unisono.errors import ConfigError
-from unisono.recipes.wan.data.tree import Tree
+from unisono.recipes.common.tree import Tree
 
 TABLES = ("metadata.csv", "metadata.jsonl", "metadata.json", "videos2caption.json")
 MEDIA_LISTS = ("videos.txt", "video.txt", "images.txt", "image.txt")

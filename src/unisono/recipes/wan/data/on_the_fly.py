@@ -15,14 +15,14 @@ import torch
 
 from unisono.engine.recipe import Work
 from unisono.errors import ConfigError
-from unisono.recipes.wan.data.bad import BadFiles, usable
+from unisono.recipes.common.bad_files import BadFiles, usable
+from unisono.recipes.common.fingerprint import Keys
+from unisono.recipes.common.packs import Packs, Shelf
 from unisono.recipes.wan.data.cached import ShapedSamples
-from unisono.recipes.wan.data.cut import Cut, media_of, short_films
+from unisono.recipes.wan.data.cut import Cut, MediaKeys, media_of, short_films
 from unisono.recipes.wan.data.filling import Finish, fill
 from unisono.recipes.wan.data.media import Fit
-from unisono.recipes.wan.data.packs import Packs, Shelf
 from unisono.recipes.wan.data.sources import Source
-from unisono.recipes.wan.models.fingerprint import Keys
 from unisono.recipes.wan.models.vae import Geometry
 
 
@@ -80,5 +80,5 @@ class Measured:
 
     @cached_property
     def _keys(self) -> list[str]:
-        keys = Keys("size", self._geometry.multiple, asdict(self._cut))
-        return [keys.of_file(source.name, media_of(source)) for source in self._sources]
+        keys = MediaKeys(self._cut, lambda cut: Keys("size", self._geometry.multiple, asdict(cut)))
+        return [keys.of(source) for source in self._sources]

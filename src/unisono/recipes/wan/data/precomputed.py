@@ -1,7 +1,7 @@
 """Latents and embeddings that people computed before and keep beside their pictures and films.
 
-They are somebody's files: each is checked before anything is trained on it. A latent is taken to be normalised, as the
-transformer takes it; an embedding may have its padding with it, which is cut off.
+They are somebody's files: each is checked before anything is trained on it. A latent is normalised, as the transformer
+takes it, or as the VAE gave it, which a user has to say; an embedding may have its padding with it, which is cut off.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from unisono.recipes.wan.data.media import BadMedia
-from unisono.recipes.wan.models.vae import Geometry
+from unisono.recipes.common.bad_files import BadMedia
+from unisono.recipes.wan.models.vae import Geometry, normalised
 
 
-def read_latent(path: Path, geometry: Geometry) -> Tensor:
-    """[C, f, h, w] the latent in a file (key "latent"), as float32."""
+def read_latent(path: Path, geometry: Geometry, statistics: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """[C, f, h, w] the latent in a file (key "latent"), as float32; normalised with `statistics`, if it is raw."""
     latent = _read(path, "latent")
     if latent.dim() == 5 and len(latent) == 1:
         latent = latent[0]
@@ -34,7 +34,7 @@ def read_latent(path: Path, geometry: Geometry) -> Tensor:
         )
     if height % geometry.patch or width % geometry.patch:
         raise BadMedia(path, f"a latent of {height} × {width}; both must be divisible by {geometry.patch}")
-    return latent
+    return latent if statistics is None else normalised(latent, statistics)
 
 
 def read_embedding(path: Path, width: int, max_length: int) -> Tensor:

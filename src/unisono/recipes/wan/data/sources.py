@@ -14,9 +14,10 @@ from os.path import splitext
 from pathlib import Path
 
 from unisono.errors import ConfigError
-from unisono.recipes.wan.data.decode import FILMS, PICTURES
+from unisono.recipes.common.streams import FILMS
+from unisono.recipes.common.tree import Outside, Tree, one_line
+from unisono.recipes.wan.data.decode import PICTURES
 from unisono.recipes.wan.data.metadata import CAPTION_LISTS, MEDIA_LISTS, TABLES, rows_of, rows_of_lists
-from unisono.recipes.wan.data.tree import Outside, Tree, one_line
 
 LATENT, EMBEDDING = ".latent.safetensors", ".safetensors"
 _MEDIA = (*FILMS, *PICTURES)

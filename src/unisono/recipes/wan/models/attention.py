@@ -6,12 +6,19 @@ attention code stays as it is.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from unisono.engine.recipe import Work
+from unisono.errors import ConfigError
+from unisono.recipes.common.whole_files import write_whole
 
 KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -22,6 +29,55 @@ KERNELS = {
 _TIMED = ("cudnn", "flash", "efficient")
 _TRIES = 5
 _CLEARLY = 0.97  # another kernel than torch's own choice must need so much less time to be taken
+
+
+class Kernel:
+    """The kernel of a run: the one that was asked for, or the fastest."""
+
+    def __init__(self, asked: str) -> None:
+        self._asked = asked
+        self._file: Path | None = None
+        self._is_sure = False
+
+    def measure(self, work: Work, transformer: Mapping[str, Any], tokens: int) -> None:
+        """In prepare(): finds the fastest for so many tokens, once for each kind of GPU."""
+        if self._asked != "auto" or not work.device.startswith("cuda"):
+            return
+        # Another kind of GPU, on which a run may go on, has other kernels.
+        gpu = "".join(sign if sign.isalnum() else "_" for sign in torch.cuda.get_device_name(work.device))
+        self._file = work.folder / f"attention_{gpu}.json"
+        for file in work.share([self._file]):
+            if file.exists():
+                continue
+            heads, head_width = int(transformer["num_attention_heads"]), int(transformer["attention_head_dim"])
+            times = measure(heads, head_width, tokens, torch.bfloat16, work.device)
+            chosen = choose(times)
+            write_whole(file, json.dumps({"kernel": chosen, "milliseconds": times, "tokens": tokens}).encode())
+            told = ", ".join(f"{kernel} {ms:.2f}" for kernel, ms in times.items())
+            work.message(f"attention of {tokens:,} tokens in ms: {told}; taking {chosen}")
+
+    @property
+    def name(self) -> str:
+        """What it is called; `auto` is torch's own choice."""
+        if self._file is None or not self._file.exists():
+            return self._asked
+        return str(json.loads(self._file.read_text())["kernel"])
+
+    def settle(self, model: nn.Module, device_type: str, dtype: torch.dtype) -> None:
+        """Before the first forward pass, when it is known in which type a run computes: leaves one that cannot."""
+        if self._is_sure:
+            return
+        self._is_sure = True
+        if can_compute(self.name, device_type, dtype):
+            return
+        if self._asked != "auto":
+            type_name = str(dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"attention {self._asked} does not compute in {type_name} on a {device_type} device; use "
+                "--mixed_precision bf16 on a GPU, or --attention auto"
+            )
+        for transformer in model.children():
+            transformer.reset_attention_backend()  # type: ignore[operator]
 
 
 def use(kernel: str, transformer: nn.Module) -> None:

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from unisono.errors import ConfigError
-from unisono.recipes.wan.models.fingerprint import of_folders
-from unisono.recipes.wan.models.load import WanFolder, read_json
+from unisono.recipes.common.fingerprint import of_folders
+from unisono.recipes.common.model_files import read_json
+from unisono.recipes.wan.models.load import WanFolder
 from unisono.recipes.wan.models.text import TextEncoder, check_width
-from unisono.recipes.wan.models.vae import Geometry, Latents, check_channels
+from unisono.recipes.wan.models.vae import Geometry, Latents, check_channels, statistics
 from unisono.recipes.wan.sample import euler
 
 if TYPE_CHECKING:
@@ -31,6 +33,9 @@ class Companions(ABC):
     text_length: int
     text_dtype: torch.dtype = torch.bfloat16
 
+    def check_files(self) -> None:  # noqa: B027 (most have none)
+        """Says (ConfigError) what is missing or damaged, without loading anything."""
+
     @abstractmethod
     def vae(self) -> Latents:
         """Loads the VAE, on the CPU."""
@@ -43,6 +48,10 @@ class Companions(ABC):
     def fingerprints(self) -> tuple[str, str]:
         """Names of the VAE and of the text encoder by what they compute."""
 
+    def statistics(self) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of the VAE's latents, each [C, 1, 1, 1]."""
+        return self.vae().statistics
+
     def scheduler(self, shift: float) -> Any:
         """What previews are sampled with."""
         return euler(shift)
@@ -53,11 +62,36 @@ class FromFolder(Companions):
 
     def __init__(self, folder: WanFolder, transformer: Mapping[str, Any]) -> None:
         self._folder = folder
-        vae, text = (read_json(self._part(name) / "config.json") for name in ("vae", "text_encoder"))
+        vae, text = (read_json(self._part(name) / "config.json", dict) for name in ("vae", "text_encoder"))
         check_channels(vae, transformer)
         check_width(text, transformer)
         self.geometry = Geometry.of(vae, int(transformer["patch_size"][1]))
         self.text_width, self.text_length = int(text["d_model"]), folder.text_length
+
+    def check_files(self) -> None:
+        """The headers of the weights, the VAE's statistics, and the tokenizer's files."""
+        from safetensors import SafetensorError, safe_open
+
+        for name in ("vae", "text_encoder"):
+            files = sorted(self._part(name).glob("*.safetensors"))
+            if not files:
+                raise ConfigError(f"{self._part(name)} has no .safetensors file; use a complete copy of the model")
+            for file in files:
+                try:
+                    safe_open(str(file), framework="pt")
+                except (SafetensorError, OSError) as error:
+                    raise ConfigError(
+                        f"{file} cannot be read as safetensors ({error}); copy or download it again"
+                    ) from None
+        self.statistics()
+        tokenizer = self._part("tokenizer")
+        # Without them transformers makes a tokenizer that knows no word, and says nothing.
+        words = [tokenizer / name for name in ("tokenizer.json", "spiece.model")]
+        if not any(file.is_file() for file in words) or not (tokenizer / "tokenizer_config.json").is_file():
+            raise ConfigError(
+                f"{tokenizer} lacks tokenizer_config.json, or tokenizer.json (or spiece.model); use a complete copy of "
+                "the model"
+            )
 
     def vae(self) -> Latents:
         """Loads the VAE in 32 bit, on the CPU."""
@@ -72,6 +106,11 @@ class FromFolder(Companions):
         text = [self._part("tokenizer"), self._part("text_encoder")]
         return of_folders([self._part("vae")]), of_folders(text, str(self.text_dtype))
 
+    def statistics(self) -> tuple[Tensor, Tensor]:
+        """From the VAE's config: its weights are not needed for that."""
+        told = read_json(self._part("vae") / "config.json", dict)
+        return statistics({**told, "z_dim": self.geometry.channels})
+
     def scheduler(self, shift: float) -> Any:
         """The one that comes with the model."""
         import diffusers
@@ -79,7 +118,7 @@ class FromFolder(Companions):
         place = self._folder.part("scheduler")
         if place is None:
             return euler(shift)
-        told = read_json(place / "scheduler_config.json")
+        told = read_json(place / "scheduler_config.json", dict)
         if told.get("_class_name") not in _SCHEDULERS:
             return euler(shift)
         kind = getattr(diffusers, str(told["_class_name"]))
@@ -153,6 +192,13 @@ class Missing(Companions):
         raise ConfigError(
             "there is no text encoder for captions; give --parts_path FOLDER, a Wan model in diffusers' layout, or "
             "an embedding (name.safetensors) for every sample, --caption_dropout 0 and --guidance 1"
+        )
+
+    def statistics(self) -> tuple[Tensor, Tensor]:
+        """Refuses."""
+        raise ConfigError(
+            "latents raw: they are normalised with the VAE's statistics, and there is no VAE; give --parts_path "
+            "FOLDER, a Wan model in diffusers' layout"
         )
 
     def fingerprints(self) -> tuple[str, str]:

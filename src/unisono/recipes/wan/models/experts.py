@@ -16,8 +16,12 @@ HIGH, LOW = "transformer", "transformer_2"  # as diffusers calls them
 class Experts(nn.Module):
     """Transformers by diffusers' names, and which noise levels each of them knows."""
 
-    def __init__(self, transformers: Mapping[str, nn.Module], boundary: float | None) -> None:
+    def __init__(
+        self, transformers: Mapping[str, nn.Module], boundary: float | None, *, meets_others: bool = True
+    ) -> None:
+        """`meets_others`: other ranks may wait for a forward pass of each transformer."""
         super().__init__()
+        self._meets_others = meets_others
         for name, transformer in transformers.items():
             self.add_module(name, transformer)
         self.boundary = boundary
@@ -51,6 +55,8 @@ class Experts(nn.Module):
         for name, mine in ((HIGH, high), (LOW, ~high)):
             rows = mine.nonzero()[:, 0]
             anyway = len(rows) == 0
+            if anyway and not self._meets_others:
+                continue
             rows = rows.new_zeros(1) if anyway else rows
             part = _velocity(self._modules[name], noisy[rows], times[rows], text[rows])  # type: ignore[arg-type]
             said = said.index_add(0, rows, (part * 0 if anyway else part).to(said.dtype))

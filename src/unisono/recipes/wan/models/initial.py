@@ -10,6 +10,20 @@ from unisono.recipes.wan.models.native import base_name
 from unisono.recipes.wan.models.weights import Weights
 
 
+class FromFile:
+    """The weights of one transformer in a file."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """The rows of a weight; only these are read."""
+        theirs = base_name(name)
+        if theirs is None:
+            raise ValueError(f"{name} belongs to a LoRA, and is in no file")
+        return self._weights.slice(theirs, start, stop)
+
+
 class FromFiles:
     """The weights of one transformer, or of two experts, in files."""
 
@@ -19,7 +33,4 @@ class FromFiles:
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """The rows of a weight; only these are read."""
         transformer, _, inside = name.partition(".")
-        theirs = base_name(inside)
-        if theirs is None:
-            raise ValueError(f"{name} belongs to a LoRA, and is in no file")
-        return self._files[transformer].slice(theirs, start, stop)
+        return FromFile(self._files[transformer]).rows(inside, start, stop)

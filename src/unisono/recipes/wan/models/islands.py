@@ -34,3 +34,9 @@ def _exact(plain: type[nn.Module]) -> type[nn.Module]:
             return plain.forward(self, sample.to(next(self.parameters()).dtype), *arguments, **keywords)
 
     return type(plain.__name__, (plain,), {"forward": forward, "__module__": plain.__module__})
+
+
+def compute_type(latent: Tensor) -> torch.dtype:
+    """The type that the transformer computes in, for inputs like these."""
+    kind = latent.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else latent.dtype

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ import torch
 
 from unisono.config.values import shown
 from unisono.errors import ConfigError
+from unisono.recipes.common.model_files import read_json
 from unisono.recipes.wan.models.native import config_of
 from unisono.recipes.wan.models.weights import open_weights, refuse_pickle
 
@@ -70,28 +70,31 @@ class WanFolder:
         return place if name in self.components and place.is_dir() else None
 
 
-def describe(model_path: str | Path) -> WanFolder:
-    """Finds out what a model_path is; a hub id is downloaded first, unless it is here already."""
-    path = _local(model_path)
+def describe(model_path: str | Path, setting: str = "model_path") -> WanFolder:
+    """Finds out what a model_path is; a hub id is downloaded first, unless it is here already.
+
+    `setting` is what the user knows it as.
+    """
+    path = _local(model_path, setting)
     if path.is_file():
         return _described_by_weights("file", path, {"transformer": path})
     if (path / "model_index.json").is_file():
-        return _pipeline(path)
+        return _pipeline(path, setting)
     experts = {name: path / theirs for name, theirs in _EXPERTS.items() if (path / theirs).is_dir()}
     if experts:
         return _described_by_weights("native", path, experts)
-    config = read_json(path / "config.json") if (path / "config.json").is_file() else {}
+    config = read_json(path / "config.json", dict) if (path / "config.json").is_file() else {}
     kind = {"WanTransformer3DModel": "transformer", "WanModel": "native"}.get(str(config.get("_class_name")))
     if kind is None:
         what = f"a {shown(config['_class_name'])}" if "_class_name" in config else "it has no model_index.json"
         raise ConfigError(
-            f"model_path {path} is not a Wan transformer ({what}); expected a diffusers folder, its transformer "
+            f"{setting} {path} is not a Wan transformer ({what}); expected a diffusers folder, its transformer "
             "folder, a folder of the Wan repository or a .safetensors file"
         )
     return _described_by_weights(kind, path, {"transformer": path})
 
 
-def _local(model_path: str | Path) -> Path:
+def _local(model_path: str | Path, setting: str) -> Path:
     path = Path(model_path).expanduser()
     if path.exists():
         if path.is_file():
@@ -99,7 +102,7 @@ def _local(model_path: str | Path) -> Path:
         return path
     if not _HUB_ID.fullmatch(str(model_path)):
         raise ConfigError(
-            f"model_path {model_path}: there is no such file or folder; give one, or a hub id such as "
+            f"{setting} {model_path}: there is no such file or folder; give one, or a hub id such as "
             "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
         )
     from huggingface_hub import snapshot_download
@@ -111,13 +114,13 @@ def _local(model_path: str | Path) -> Path:
     except Exception as error:  # a network fails in many ways, and each library names them differently
         why = str(error).strip().split("\n")[0] or type(error).__name__
         raise ConfigError(
-            f"model_path {model_path}: there is no such folder, and the hub did not give it ({why}); check the name "
+            f"{setting} {model_path}: there is no such folder, and the hub did not give it ({why}); check the name "
             "and the network, log in where the model asks for it, or download it elsewhere and give its folder"
         ) from None
 
 
-def _pipeline(path: Path) -> WanFolder:
-    index = read_json(path / "model_index.json")
+def _pipeline(path: Path, setting: str) -> WanFolder:
+    index = read_json(path / "model_index.json", dict)
     listed = {
         name: (str(value[0]), str(value[1]))
         for name, value in index.items()
@@ -126,13 +129,13 @@ def _pipeline(path: Path) -> WanFolder:
     kinds = {listed[name][1] for name in _EXPERTS if name in listed}
     if kinds != {"WanTransformer3DModel"}:
         raise ConfigError(
-            f"model_path {path} is a {shown(index.get('_class_name'))} with "
+            f"{setting} {path} is a {shown(index.get('_class_name'))} with "
             f"{', '.join(sorted(kinds)) or 'no transformer'}; expected a Wan pipeline with a WanTransformer3DModel"
         )
     transformers = {name: path / name for name in _EXPERTS if name in listed}
     for name, place in transformers.items():
         if not place.is_dir():
-            raise ConfigError(f"model_path {path} lists {name}, but has no such folder; copy or download it again")
+            raise ConfigError(f"{setting} {path} lists {name}, but has no such folder; copy or download it again")
     boundary = index.get("boundary_ratio")
     if boundary is not None and not (isinstance(boundary, int | float) and 0 <= boundary <= 1):
         raise ConfigError(
@@ -158,22 +161,9 @@ def _described_by_weights(kind: str, path: Path, transformers: Mapping[str, Path
 
 def _text_length(path: Path) -> int:
     told = path / "tokenizer" / "tokenizer_config.json"
-    length = read_json(told).get("model_max_length") if told.is_file() else None
+    length = read_json(told, dict).get("model_max_length") if told.is_file() else None
     # Tokenizers without a limit say 10^30.
     return length if type(length) is int and 0 < length < TEXT_LENGTH else TEXT_LENGTH
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of a model."""
-    if not path.is_file():  # a pipe would be waited for, for ever
-        raise ConfigError(f"{path} is missing; copy or download the model again")
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} does not hold a JSON object; it is not the configuration of a model")
-    return value
 
 
 def transformer_config(
@@ -191,9 +181,9 @@ def transformer_config(
         raise ConfigError(f"model_path {found.path} has no {part}; it has {', '.join(found.transformers)}")
     place = found.transformers[part]
     if found.kind in ("pipeline", "transformer"):
-        return _checked(read_json(place / "config.json"), str(place / "config.json"), strict=False)
+        return checked_config(read_json(place / "config.json", dict), str(place / "config.json"), strict=False)
     weights = open_weights(place)
-    return _checked(config_of(weights.shapes(), weights.told), weights.told)
+    return checked_config(config_of(weights.shapes(), weights.told), weights.told)
 
 
 def _named_config(model_config: str) -> dict[str, Any]:
@@ -207,10 +197,10 @@ def _named_config(model_config: str) -> dict[str, Any]:
     path = Path(model_config).expanduser()
     if not path.is_file():
         raise ConfigError(f"model_config {model_config}: expected tiny, {', '.join(CONFIGS)} or a JSON file")
-    return _checked(read_json(path), str(path))
+    return checked_config(read_json(path, dict), str(path))
 
 
-def _checked(values: Mapping[str, Any], where: str, strict: bool = True) -> dict[str, Any]:
+def checked_config(values: Mapping[str, Any], where: str, strict: bool = True) -> dict[str, Any]:
     """Only what the constructor knows, and numbers that it can build a model of."""
     from diffusers import WanTransformer3DModel
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -18,13 +19,15 @@ from torch import Tensor, nn
 
 from unisono.data.bits import Purpose, key_of
 from unisono.errors import ConfigError, UserError
-from unisono.recipes.wan.models.native import plain_name
+from unisono.recipes.wan.models.native import COMFY, native_name, plain_name
 from unisono.recipes.wan.models.weights import refuse_pickle
 
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2")
 """Ends of the names of the layers that get a LoRA: all projections of both attentions, and the feed-forward layers."""
 FILE = "pytorch_lora_weights.safetensors"
 SECOND = "transformer_2"  # the folder beside FILE for the low-noise expert
+COMFY_FILE = {"transformer": "comfyui_lora.safetensors", SECOND: "comfyui_lora_low_noise.safetensors"}
+"""The same in the names that ComfyUI knows; in its folder of LoRAs, both experts' lie beside each other."""
 _ADAPTER = "default"
 _LARGEST_RANK = 2**14
 
@@ -40,7 +43,7 @@ def add_lora(transformer: Any, rank: int, alpha: float | None = None, targets: S
     alpha = rank if alpha is None else alpha
     if not 0 < alpha < math.inf:
         raise ConfigError(f"lora_alpha: expected a number above 0, got {alpha}")
-    layers = _layers(transformer, targets)
+    layers = targeted(transformer, targets)
     from peft import LoraConfig
 
     transformer.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=layers), adapter_name=_ADAPTER)  # type: ignore[arg-type]
@@ -48,7 +51,7 @@ def add_lora(transformer: Any, rank: int, alpha: float | None = None, targets: S
         _draw(layer, name)
 
 
-def _layers(transformer: nn.Module, targets: Sequence[str]) -> list[str]:
+def targeted(transformer: nn.Module, targets: Sequence[str]) -> list[str]:
     """The full names of the layers that targets are the ends of."""
     linear = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)]
     found: list[str] = []
@@ -102,26 +105,49 @@ def save_lora(folder: Path, high: Mapping[str, Tensor] | None, low: Mapping[str,
     `high` is for `transformer` (the only one, or the high-noise expert), `low` for `transformer_2`.
     """
     from diffusers import WanPipeline
+    from safetensors.torch import save_file
 
-    states = {folder: high, folder / SECOND: low}
-    for place, state in states.items():
-        if state is not None and (place / FILE).exists():
-            raise UserError(f"{place / FILE} is there already and will not be overwritten; choose another folder")
-    how = []
-    for place, state in states.items():
-        if state is None:
-            continue
+    parts = {"transformer": (folder, high), SECOND: (folder / SECOND, low)}
+    states = {part: (place, state) for part, (place, state) in parts.items() if state is not None}
+    for part, (place, _) in states.items():
+        for file in (place / FILE, place / COMFY_FILE[part]):
+            if file.exists():
+                raise UserError(f"{file} is there already and will not be overwritten; choose another folder")
+    how, comfy = [], []
+    for part, (place, state) in states.items():
         # One call knows one transformer; both files call theirs "transformer", as load_into_transformer_2 expects.
         WanPipeline.save_lora_weights(str(place), transformer_lora_layers=dict(state))
-        how.append(f"load_lora_weights({str(place)!r}{', load_into_transformer_2=True' if place != folder else ''})")
-    return f"LoRA: load it with pipeline.{' and pipeline.'.join(how)}"
+        save_file(_for_comfy(state), str(place / COMFY_FILE[part]), {"format": "pt"})
+        how.append(f"load_lora_weights({str(place)!r}{', load_into_transformer_2=True' if part == SECOND else ''})")
+        comfy.append(str(place / COMFY_FILE[part]))
+    return f"LoRA: load it with pipeline.{' and pipeline.'.join(how)}; for ComfyUI: {' and '.join(comfy)}"
 
 
-def load_lora(transformer: Any, path: Path, alpha: float | None = None, part: str = "transformer") -> None:
-    """Adds the LoRA in a file, or in a folder of `save_lora`, to go on training it.
+def _for_comfy(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    named = {}
+    for name, tensor in state.items():
+        layer, _, half = name.partition(".lora_")
+        if (theirs := native_name(layer)) is None:
+            raise RuntimeError(f"{layer} has a LoRA, and we do not know what the Wan repository calls it")
+        named[f"{COMFY}{theirs}.lora_{half}"] = tensor
+    return named
 
-    Files of diffusers, ComfyUI and musubi are understood. `alpha` (the rank unless given) changes how fast it learns
-    from here on, not what it does.
+
+@dataclass(frozen=True)
+class LoraFile:
+    """A LoRA that fits a transformer."""
+
+    state: Mapping[str, Tensor]
+    """By the names of the transformer's layers, with the scale inside B."""
+    layers: Sequence[str]
+    rank: int
+    """Of the layer that has most."""
+
+
+def open_lora(transformer: nn.Module, path: Path, rank: int = 0, part: str = "transformer") -> LoraFile:
+    """Reads the LoRA in a file, or in a folder of `save_lora`; refuses one that is not of this transformer.
+
+    Files of diffusers, ComfyUI and musubi are understood. `rank` is the one that was asked for, or 0.
     """
     file = _file(path, part)
     state = _read(file, part)
@@ -146,8 +172,23 @@ def load_lora(transformer: Any, path: Path, alpha: float | None = None, part: st
                 f"{file} was trained for another architecture: {name} is {tuple(second.shape)} · {tuple(first.shape)} "
                 f"in it and {shape or 'not there'} in the model"
             )
+    found = max(len(state[f"{name}.lora_A.weight"]) for name in pairs)
+    if rank not in (0, found):
+        raise ConfigError(f"lora_rank {rank}: the LoRA in {file} has rank {found} and keeps it; leave lora_rank out")
+    return LoraFile(state, sorted(pairs), found)
+
+
+def load_lora(
+    transformer: Any, path: Path, alpha: float | None = None, part: str = "transformer", rank: int = 0
+) -> None:
+    """Adds the LoRA in a file (see `open_lora`) to go on training it, with the rank that it has.
+
+    `alpha` (the rank unless given) changes how fast it learns from here on, not what it does.
+    """
+    lora = open_lora(transformer, path, rank, part)
+    state = lora.state
     # Layers of a smaller rank get further directions that do nothing yet.
-    add_lora(transformer, max(len(state[f"{name}.lora_A.weight"]) for name in pairs), alpha, sorted(pairs))
+    add_lora(transformer, lora.rank, alpha, lora.layers)
     with torch.no_grad():
         for name, layer in _lora_layers(transformer).items():
             first, second = state[f"{name}.lora_A.weight"], state[f"{name}.lora_B.weight"]

@@ -17,7 +17,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 _WRAPPERS = ("module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 _WRAPPER = re.compile(rf"(?:^|(?<=\.))(?:{'|'.join(_WRAPPERS)})\.")
-_PREFIXES = ("model.diffusion_model.", "diffusion_model.")
+COMFY = "diffusion_model."  # what ComfyUI puts before native names
+_PREFIXES = (f"model.{COMFY}", COMFY)
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 _EMBEDDER = "condition_embedder"
 _OUTSIDE = {
@@ -44,6 +45,7 @@ _INSIDE = {
     **{"norm1": "norm1", "norm2": "norm3", "norm3": "norm2"},
     **{"ffn.0": "ffn.net.0.proj", "ffn.2": "ffn.net.2"},
 }
+_TO_OUTSIDE, _TO_INSIDE = ({ours: theirs for theirs, ours in names.items()} for names in (_OUTSIDE, _INSIDE))
 _UNUSED = ".norm_added_q."  # in published image-to-video files, but in no model
 
 
@@ -102,6 +104,14 @@ def _from_native(name: str) -> str | None:
         return f"blocks.{number}.scale_shift_table"
     layer, _, kind = rest.rpartition(".")
     return f"blocks.{number}.{_INSIDE[layer]}.{kind}" if layer in _INSIDE else None
+
+
+def native_name(layer: str) -> str | None:
+    """What the Wan repository calls a layer of diffusers' transformer; None for one that it does not have."""
+    if (inside := _BLOCK.fullmatch(layer)) is None:
+        return _TO_OUTSIDE.get(layer)
+    number, rest = inside.groups()
+    return f"blocks.{number}.{_TO_INSIDE[rest]}" if rest in _TO_INSIDE else None
 
 
 def config_of(shapes: Shapes, told: str = "the file") -> dict[str, Any]:

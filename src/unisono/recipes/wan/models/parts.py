@@ -31,9 +31,9 @@ def part_of(model_path: str | Path, name: str) -> Path:
 
 def part_config(model_path: str | Path, name: str) -> dict[str, Any]:
     """The config of a part of a model."""
-    from unisono.recipes.wan.models.load import read_json
+    from unisono.recipes.common.model_files import read_json
 
-    return read_json(part_of(model_path, name) / "config.json")
+    return read_json(part_of(model_path, name) / "config.json", dict)
 
 
 def load_part(kind: Any, model_path: str | Path, name: str, **options: Any) -> Any:
@@ -53,11 +53,11 @@ def load_part(kind: Any, model_path: str | Path, name: str, **options: Any) -> A
 
 def _refuse_code(folder: Path) -> None:
     """Refuses what would make the libraries fetch and run programs, or models from other places."""
-    from unisono.recipes.wan.models.load import read_json
+    from unisono.recipes.common.model_files import read_json
 
     if (adapter := folder / "adapter_config.json").exists():
         raise ConfigError(f"{adapter}: an adapter, which can name code and other models; remove it, or merge it first")
-    config = read_json(folder / "config.json")
+    config = read_json(folder / "config.json", dict)
     for key, value in config.items():
         if key.endswith("attn_implementation") and value not in (None, *_OWN_ATTENTION):
             raise ConfigError(

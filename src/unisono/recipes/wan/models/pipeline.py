@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 
 from unisono.config.values import shown
 from unisono.errors import ConfigError, UserError
-from unisono.recipes.wan.models.load import WanFolder, build_meta, read_json, transformer_config
+from unisono.recipes.common.model_files import read_json
+from unisono.recipes.wan.models.load import BOUNDARY, WanFolder, build_meta, transformer_config
 from unisono.recipes.wan.models.weights import fill, refuse_pickle
 
 if TYPE_CHECKING:
@@ -24,6 +26,22 @@ _LIBRARIES = ("diffusers", "transformers")
 _KINDS = {".json", ".safetensors", ".model", ".txt"}  # no pickles, no code
 
 Trained = nn.Module | Mapping[str, Tensor]
+
+
+def other_parts(pipeline: WanFolder, trained: Sequence[str], expert: str) -> WanFolder:
+    """All of a pipeline but its transformers: these are not what was trained, nor belong to it.
+
+    Only beside an expert that was trained alone, a pipeline that has two gives the other one.
+    """
+    alone = expert != "both" and len(trained) == 1 and len(pipeline.transformers) == 2
+    kept = {name: place for name, place in pipeline.transformers.items() if alone and name not in trained}
+    others = {
+        name: kind
+        for name, kind in pipeline.components.items()
+        if name not in ("transformer", "transformer_2") or name in kept
+    }
+    boundary = pipeline.boundary_ratio if kept else BOUNDARY if trained == ["transformer_2"] else None
+    return replace(pipeline, transformers=kept, components=others, boundary_ratio=boundary)
 
 
 def write_pipeline(
@@ -93,7 +111,7 @@ def _beside_source(folder: Path, models: Mapping[str, Any], source: WanFolder, s
             models = {**models, name: untrained}
     if source.kind != "pipeline":
         return _alone(folder, models, f"{source.path} has no VAE, text encoder and tokenizer in diffusers' layout")
-    index = read_json(source.path / "model_index.json")
+    index = read_json(source.path / "model_index.json", dict)
     # A second transformer that is not written must not be looked for; this is how diffusers says so.
     index |= {
         name: [None, None]
@@ -110,7 +128,10 @@ def _beside_source(folder: Path, models: Mapping[str, Any], source: WanFolder, s
         index[name] = ["diffusers", "WanTransformer3DModel"]
     # Last: without it, what a full disk has cut short does not look like a pipeline.
     (folder / "model_index.json").write_text(json.dumps({**index, **settings}, indent=2) + "\n", encoding="utf-8")
-    return f"a pipeline for {index.get('_class_name')}.from_pretrained"
+    told = f"a pipeline for {index.get('_class_name')}.from_pretrained"
+    if "transformer" not in (*models, *others):
+        told += "; it lacks the high-noise expert: give it that as transformer"
+    return told
 
 
 def _alone(folder: Path, models: Mapping[str, Any], why: str) -> str:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from unisono.errors import ConfigError
-from unisono.recipes.wan.models.fingerprint import of_module, of_tokenizer, together
+from unisono.recipes.common.fingerprint import of_module, of_tokenizer, together
 from unisono.recipes.wan.models.parts import count_in, load_part, loading, part_of
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from unisono.config.values import shown
 from unisono.errors import ConfigError
+from unisono.recipes.common.fingerprint import of_module
 from unisono.recipes.wan.data.media import to_unit
-from unisono.recipes.wan.models.fingerprint import of_module
 from unisono.recipes.wan.models.parts import count_in, load_part
 
 _CHUNK = 4  # frames that the VAE takes at a time, after the first one
@@ -78,7 +78,7 @@ class Latents:
     def __init__(self, vae: Any) -> None:  # an AutoencoderKLWan, whose types are not told
         self.vae = vae.eval().requires_grad_(False)
         self.geometry = Geometry.of(vae.config)
-        self._mean, self._std = _statistics(vae.config)
+        self.statistics = statistics(vae.config)
 
     @classmethod
     def load(cls, model_path: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Latents:
@@ -110,7 +110,7 @@ class Latents:
         frames = frames.to(self.vae.device, self.vae.dtype)
         with torch.autocast(frames.device.type, enabled=False):  # a run may compute in 16 bit around us
             mean: Tensor = self.vae.encode(frames[None]).latent_dist.mode()[0].float()
-        return (mean - self._mean.to(mean.device)) / self._std.to(mean.device)
+        return normalised(mean, self.statistics)
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
@@ -119,7 +119,8 @@ class Latents:
 
     def _decode(self, latent: Tensor) -> Tensor:
         latent = latent.to(self.vae.device, torch.float32)
-        latent = (latent * self._std.to(latent.device) + self._mean.to(latent.device)).to(self.vae.dtype)
+        mean, std = (part.to(latent.device) for part in self.statistics)
+        latent = (latent * std + mean).to(self.vae.dtype)
         with torch.autocast(latent.device.type, enabled=False):
             frames: Tensor = self.vae.decode(latent[None]).sample[0].float()
         return frames
@@ -143,7 +144,13 @@ def check_channels(vae_config: Mapping[str, Any], transformer_config: Mapping[st
     )
 
 
-def _statistics(config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+def normalised(latent: Tensor, statistics: tuple[Tensor, Tensor]) -> Tensor:
+    """A latent [C, f, h, w] of the VAE with zero mean and unit variance, as far as its statistics know."""
+    mean, std = (part.to(latent.device) for part in statistics)
+    return (latent - mean) / std
+
+
+def statistics(config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of the latents, each [C, 1, 1, 1]."""
     channels, found = int(config["z_dim"]), []
     for name in ("latents_mean", "latents_std"):

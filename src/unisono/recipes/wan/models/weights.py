@@ -6,6 +6,7 @@ Only safetensors files are read: other formats are pickles, which can run code w
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,10 @@ class Weights:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of all weights."""
         return {name: self.shape(name) for name in self._places}
+
+    def num_weights(self) -> int:
+        """How many numbers there are."""
+        return sum(math.prod(self.shape(name)) for name in self._places)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """A weight, in memory of its own; in the file's type unless told otherwise."""

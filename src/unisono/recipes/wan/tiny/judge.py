@@ -62,7 +62,9 @@ class Judge(nn.Module):
         pictures = frames.transpose(1, 2).flatten(0, 1).float()
         if pictures.shape[-2:] != (_SIZE, _SIZE):
             pictures = F.interpolate(pictures, (_SIZE, _SIZE), mode="bilinear", antialias=True)
-        heads = (logits.log_softmax(1).view(num_samples, num_frames, -1) for logits in self(pictures))
+        with torch.autocast(pictures.device.type, enabled=False):  # a run may compute in 16 bit around us
+            seen = self(pictures)
+        heads = (logits.log_softmax(1).view(num_samples, num_frames, -1) for logits in seen)
         colours, shapes = (scores.mean(1).argmax(1) for scores in heads)
         return colours, shapes
 
@@ -79,7 +81,9 @@ class Judge(nn.Module):
 def trained_judge(seed: int = 0) -> Judge:
     """A judge that has learned from drawings; takes some seconds, once."""
     pictures, colours, shapes = _lessons(seed)
-    with torch.random.fork_rng(devices=[]):
+    # A run may evaluate in 16 bit around us: autocast would cast the weights once, keep the copies, and never see them
+    # learn.
+    with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False):
         torch.manual_seed(seed)
         judge = Judge()
         optimizer = torch.optim.AdamW(judge.parameters(), lr=3e-3)

@@ -1,0 +1,235 @@
+"""Does a language model learn which page answers a query, and how fast beside the usual trainer?
+
+    python benchmarks/seo.py learning              # Debian's package descriptions: MiniLM, fine-tuned, plain and hard
+    python benchmarks/seo.py speed                 # the same pairs and steps beside sentence-transformers' trainer
+    python benchmarks/seo.py speed --quick --output /tmp/x     # does it work? Few steps; the numbers mean nothing
+
+learning: every run is `unisono train seo` as a user starts it. 1,000 queries are held out, and their pages are the
+candidates; beside the model stand random order, TF-IDF, BM25 and the model as it was before. `hard`: all candidates are
+of one section, and the words that a query shares with its page are taken out of the page.
+
+speed: unisono and the other trainer take turns, each a process of its own; samples per second after the first steps,
+and what both have learned after as many steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from machine import depends_on
+from parts import ROOT, Parts, Row, kept, unisono
+
+sys.path.insert(0, str(ROOT / "src"))
+PARTS = Parts("seo", ["torch", "transformers", "sentence-transformers"])
+BARS = {"MRR@10": 0.93, "minutes_cpu": 30.0, "minutes_gpu": 2.0, "times_cpu": 1.0, "times_gpu": 1.5}
+
+
+def devices() -> list[str]:
+    """Of a run: one GPU where there is one, else two processes on the CPU."""
+    import torch
+
+    return ["--gpus", "1", "--mixed_precision", "bf16"] if torch.cuda.is_available() else ["--nproc", "2"]
+
+
+def suffix() -> str:
+    """Of the names of results: both machines have theirs."""
+    import torch
+
+    return "_cuda" if torch.cuda.is_available() else "_cpu"
+
+
+def lines_of(folder: Path) -> list[Row]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def learned(folder: Path) -> Row:
+    """What the last evaluation of a run found, and how long its steps took."""
+    lines = lines_of(folder)
+    last = [line for line in lines if "eval/MRR@10" in line][-1]
+    times = [line["step_ms"] for line in lines if "step_ms" in line]
+    found = {name.removeprefix("eval/"): value for name, value in last.items() if name.startswith("eval/")}
+    return {"measures": found, "steps": last["step"], "training_s": statistics.mean(times) * last["step"] / 1e3}
+
+
+def measured(model: str, run: Path) -> Row:
+    """The held-out figures of a model as it is, on the queries and candidates of a run."""
+    import torch
+
+    from unisono.engine.export import load_trained
+    from unisono.recipes.seo.ranking import TopPages
+    from unisono.recipes.seo.using import open_ranker
+
+    task = load_trained(run)[0].task  # type: ignore[attr-defined]
+    queries, pages = task.held_out_texts()
+    matching = task.matching("eval")
+    ranker = open_ranker(model)
+    ranker.config.max_length, ranker.config.query_length = 256, 64
+    ranker.to("cuda" if torch.cuda.is_available() else "cpu")
+    top = TopPages(matching.judged(), len(queries))
+    top.update(ranker.scores(queries, pages), torch.from_numpy(matching.candidates.astype("int64")))
+    return top.compute()
+
+
+def learning(given: argparse.Namespace, place: Path) -> Row:
+    result = PARTS.begin("learning", given, suffix())
+    cache = Path(given.cache).expanduser() if given.cache else place / "cache"
+    forms = {"plain": [], "hard": ["--hard_candidates"]}
+    result["rows"] = {name: {"failed": "did not come to its turn"} for name in forms}
+    before = given.output / f"{result['file']}.json"
+    if given.keep and before.exists():
+        result["rows"] |= {name: row for name, row in json.loads(before.read_text())["rows"].items() if name in forms}
+    for name, flags in forms.items():
+        if name not in given.forms.split(","):
+            continue
+        folder, began = place / name, time.monotonic()
+        words = ["train", "seo", "--data_path", "debian", "--model_name", "minilm", *devices(), *flags]
+        long = ["--max_steps", str(given.max_steps)] if given.max_steps else ["--num_epochs", given.epochs]
+        words += [*long, "--global_batch_size", given.batch, "--eval_every", "0"]
+        words += ["--max_steps", "3", "--num_eval", "40"] if given.quick else ["--num_eval", "1000"]
+        told = shlex.join(["unisono", *words])
+        failed = unisono([*words, "--cache_dir", str(cache), "--output_dir", str(folder)], given.patience_s)
+        row: Row = {"failed": failed, "command": told, "wall_s": time.monotonic() - began}
+        if not failed:
+            row |= learned(folder) | {"before": measured("minilm", folder)}
+        result["rows"][name] = row
+        PARTS.write(result, given)
+        print(time.strftime("%H:%M:%S"), name, failed or "done", flush=True)
+    return result
+
+
+def speed(given: argparse.Namespace, place: Path) -> Row:
+    import torch
+
+    from unisono.recipes.seo.folders import locate
+
+    result = PARTS.begin("speed", given, suffix())
+    cuda = torch.cuda.is_available()
+    cache = Path(given.cache).expanduser() if given.cache else place / "cache"
+    pairs = write_pairs(place / "pairs.jsonl", cache, 200 if given.quick else None)
+    steps = 12 if given.quick else given.steps
+    rows: Row = {"unisono": {"rates": []}, "sentence-transformers": {"rates": []}}
+    result |= {"rows": rows, "steps": steps, "batch": given.batch, "cuda": cuda}
+    common = ["--num_eval", "100" if given.quick else "1000", "--cache_dir", str(place / "tokens")]
+    for number in range(given.rounds):
+        folder = place / f"ours{number}"
+        words = ["train", "seo", "--data_path", str(pairs), "--model_name", "minilm", "--max_steps", str(steps)]
+        words += ["--batch_size", given.batch, "--warmup_steps", "50", "--learning_rate", "5e-5", "--log_every", "1"]
+        words += ["--eval_every", "0", "--gpus", "1", "--mixed_precision", "bf16"] if cuda else ["--eval_every", "0"]
+        failed = unisono([*words, *common, "--output_dir", str(folder)], given.patience_s)
+        if failed:
+            rows["unisono"]["failed"] = failed
+            break
+        times = [line["step_ms"] for line in lines_of(folder) if "step_ms" in line][5:]
+        rows["unisono"]["rates"].append(int(given.batch) * len(times) / sum(times) * 1e3)
+        rows["unisono"]["measures"] = learned(folder)["measures"]
+        trained = place / f"usual{number}"
+        usual = str(ROOT / "benchmarks" / "seo_usual.py")
+        command = [sys.executable, usual, "--pairs", str(left_of(pairs, folder)), "--model", str(locate("minilm"))]
+        command += ["--batch", given.batch, "--steps", str(steps), "--output", str(trained)]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=given.patience_s)
+        if ended.returncode:
+            rows["sentence-transformers"]["failed"] = (ended.stderr.strip().splitlines() or ["no word"])[-1][:300]
+            break
+        rows["sentence-transformers"]["rates"].append(json.loads(ended.stdout.splitlines()[-1])["samples_per_s"])
+        rows["sentence-transformers"]["measures"] = measured(str(trained), folder)
+        PARTS.write(result, given)
+        print(time.strftime("%H:%M:%S"), {name: row["rates"] for name, row in rows.items()}, flush=True)
+    return result
+
+
+def write_pairs(file: Path, cache: Path, most: int | None) -> Path:
+    """Queries and pages as a file, which both trainers read."""
+    from unisono.recipes.seo.data.debian import packages
+
+    found = packages(cache)[:most]
+    lines = [json.dumps({"query": each.synopsis, "positive": each.body}) + "\n" for each in found]
+    file.write_text("".join(lines))
+    return file
+
+
+def left_of(pairs: Path, run: Path) -> Path:
+    """Those pairs that a run has learned from: without the ones it has held out."""
+    from unisono.recipes.seo.data.ranking import read_ranking
+    from unisono.recipes.seo.matching import load
+
+    data, train = read_ranking(pairs), load(run / "prepared", "train")
+    queries, pages = [text for _, text in data.queries()], [text for _, text in data.pages()]
+    file = run / "left.jsonl"
+    with file.open("w") as out:
+        for place, query in enumerate(train.queries.tolist()):
+            for page in train.of(place).tolist():
+                out.write(json.dumps({"query": queries[query], "positive": pages[page]}) + "\n")
+    return file
+
+
+def learning_page(result: Row) -> list[str]:
+    lines = ["# seo: which page answers a query", "", *depends_on(result), ""]
+    lines += [
+        "Debian's package descriptions: the line of a package is the query, its description the page; 1,000 held-out",
+        "queries, 1,000 candidates. `hard`: all of one section, words shared with the query taken out.",
+        "",
+        "| form | random | TF-IDF | BM25 | MiniLM as it is | trained | NDCG@10 | Recall@10 | steps | training | all |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, row in result["rows"].items():
+        if row.get("failed"):
+            lines.append(f"| {name} | {row['failed']} |" + " |" * 9)
+            continue
+        found, before = row["measures"], row["before"]
+        beside = " | ".join(f"{found[f'MRR@10_{line}']:.3f}" for line in ("random", "tfidf", "bm25"))
+        lines.append(
+            f"| {name} | {beside} | {before['MRR@10']:.3f} | **{found['MRR@10']:.3f}** | {found['NDCG@10']:.3f} | "
+            f"{found['Recall@10']:.3f} | {row['steps']} | {row['training_s']:.0f} s | {row['wall_s']:.0f} s |"
+        )
+    lines += ["", "MRR@10 in the first columns.", ""]
+    plain, minutes = result["rows"]["plain"], BARS["minutes_gpu" if result["machine"]["gpus"] else "minutes_cpu"]
+    if not plain.get("failed") and not result["quick"]:
+        found = plain["measures"]["MRR@10"]
+        lines += [f"- plain: at least {BARS['MRR@10']} was asked for: {kept(found >= BARS['MRR@10'])}"]
+        lines += [f"- in at most {minutes:.0f} minutes, all in all: {kept(plain['wall_s'] <= 60 * minutes)}"]
+    return lines
+
+
+def speed_page(result: Row) -> list[str]:
+    lines = ["# seo: the same pairs and steps beside sentence-transformers' trainer", "", *depends_on(result), ""]
+    lines += ["| | samples/s (each round) | median | MRR@10 after as many steps |", "|---|---|---|---|"]
+    middle = {}
+    for name, row in result["rows"].items():
+        rates = row.get("rates") or [0.0]
+        middle[name] = statistics.median(rates)
+        told = row.get("failed") or ", ".join(f"{rate:.1f}" for rate in rates)
+        lines.append(f"| {name} | {told} | {middle[name]:.1f} | {row.get('measures', {}).get('MRR@10', 0):.4f} |")
+    if middle.get("sentence-transformers"):
+        ratios = [a / b for a, b in zip(*(result["rows"][name]["rates"] for name in middle), strict=False)]
+        bar = BARS["times_gpu" if result["cuda"] else "times_cpu"]
+        lines += ["", f"Ratio of each round: {', '.join(f'{ratio:.3f}' for ratio in ratios)}; median "]
+        lines[-1] += f"**{statistics.median(ratios):.3f} ×**. Batch {result['batch']}, {result['steps']} steps."
+        found = [result["rows"][name]["measures"]["MRR@10"] for name in middle]
+        lines += ["", f"- at least {bar} × was asked for: {kept(statistics.median(ratios) >= bar)}"]
+        lines += [f"- and no worse an MRR@10, within 0.005: {kept(found[0] >= found[1] - 0.005)}"]
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--cache", help="where debian-packages.jsonl.gz is, or will be kept")
+    parser.add_argument("--epochs", default="2", help="learning")
+    parser.add_argument("--max_steps", type=int, help="learning, instead of epochs")
+    parser.add_argument("--forms", default="plain,hard", help="learning")
+    parser.add_argument("--keep", action="store_true", help="learning: other forms stay as they are in --output")
+    parser.add_argument("--batch", default="64", help="samples in a step")
+    parser.add_argument("--steps", type=int, default=60, help="speed")
+    parser.add_argument("--rounds", type=int, default=3, help="speed")
+    parser.add_argument("--patience_s", type=float, default=3600)
+    return PARTS.main(parser, {"learning": (learning, learning_page), "speed": (speed, speed_page)})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

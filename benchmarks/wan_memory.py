@@ -1,0 +1,297 @@
+"""How much memory does `unisono train wan-flow` need on a GPU?
+
+    python benchmarks/wan_memory.py             # a GPU
+    python benchmarks/wan_memory.py --quick     # does it work? Tiny, anywhere; the numbers mean nothing
+
+Each case is a real run of a few steps with the blocks of the real model, but only two and three of them: memory grows
+by the same amount with each further block, so the whole model follows, also one that no single GPU holds. Where
+results/wan_step.json has a run of the whole model, the two are compared. Bytes are torch's peak of allocated memory.
+Cases share the GPU; all are forked from one process, which has imported everything once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from machine import depends_on, machine, versions, without_folders
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+RESULTS = HERE / "results"
+sys.path.insert(0, str(ROOT / "src"))
+DEPTHS = (2, 3)
+STEPS = 3
+GPUS = 8  # what the sharded columns are for
+LORA = {"lora_rank": 32}
+# name -> model_config, further settings
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "1.3B": ("1.3b", {}),
+    "TI2V-5B": ("ti2v-5b", {}),
+    "14B, LoRA of rank 32": ("14b", LORA),
+    "14B": ("14b", {}),
+}
+# name -> batch, frames, height, width
+SHAPES = {
+    "512x512x1": (1, 1, 512, 512),
+    "512x512x1, batch 16": (16, 1, 512, 512),
+    "480x832x17": (1, 17, 480, 832),
+    "480x832x81": (1, 81, 480, 832),
+}
+QUICK_SHAPES = {"32x32x1": (1, 1, 32, 32)}
+RECOMPUTE = {"none": {}, "all": {"activation_checkpointing": True}}
+SAME = {"480x832x17": "480x832x17", "480x832x81": "480x832x81", "512x512x1, batch 16": "512x512x1"}  # in wan_step.json
+Row = dict[str, Any]
+GIB = 2**30
+
+
+def config_of(model: str, layers: int, quick: bool) -> Row:
+    from unisono.recipes.wan.models.load import CONFIGS
+
+    config = dict(CONFIGS[MODELS[model][0]]) | {"num_layers": layers}
+    small = {"num_attention_heads": 2, "attention_head_dim": 12, "ffn_dim": 32, "text_dim": 32, "freq_dim": 32}
+    return config | (small if quick else {})
+
+
+def latent_of(model: str, shape: tuple[int, int, int, int], channels: int) -> tuple[int, int, int, int]:
+    space = 16 if model == "TI2V-5B" else 8
+    return channels, 1 + (shape[1] - 1) // 4, shape[2] // space, shape[3] // space
+
+
+def size(config: Row, layers: int) -> tuple[int, int]:
+    """Weights of one block and of all else, counted on a model of no memory."""
+    import torch
+    from diffusers import WanTransformer3DModel
+
+    with torch.device("meta"):
+        one, two = (WanTransformer3DModel(**config | {"num_layers": number}) for number in (1, 2))
+    counts = [sum(part.numel() for part in model.parameters()) for model in (one, two)]
+    return counts[1] - counts[0], 2 * counts[0] - counts[1]
+
+
+def estimate(config: Row, tokens: int, lora: bool) -> float:
+    """GiB that a case may take, to let so many run at a time as fit."""
+    width = config["num_attention_heads"] * config["attention_head_dim"]
+    block, rest = size(config, 1)
+    weights = (config["num_layers"] * block + rest) * (4 if lora else 16)
+    return (weights + config["num_layers"] * tokens * 2 * (20 * width + 3 * config["ffn_dim"])) / GIB + 2
+
+
+def write_data(folder: Path, batch: int, latent: tuple[int, ...], text_width: int) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True)
+    for number in range(batch):
+        save_file({"latent": torch.randn(latent)}, folder / f"{number:03d}.latent.safetensors")
+        save_file({"embeddings": torch.randn(64, text_width).bfloat16()}, folder / f"{number:03d}.safetensors")
+
+
+def start(folder: Path, settings: Row) -> int:
+    """Forks a run; its process."""
+    process = os.fork()
+    if process:
+        return process
+    try:
+        os.setsid()
+        with (folder / "log").open("w") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+            import unisono
+
+            unisono.train("wan-flow", **settings)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def peak_of(folder: Path) -> float | None:
+    """The peak after enough steps, if there were so many."""
+    file = folder / "run" / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
+    rows = [row for row in rows if "step_ms" in row]
+    return rows[-1]["mem_gib"] if len(rows) >= STEPS else None
+
+
+def measure(cases: list[Row], room: float, at_once: int, patience: float) -> None:
+    """Runs all cases, so many at a time as have room, and writes into each what it took."""
+    waiting, running, begun = list(cases), {}, time.monotonic()
+    while waiting or running:
+        late = time.monotonic() > begun + patience
+        for process, case in list(running.items()):
+            peak, gone = peak_of(case["folder"]), os.waitpid(process, os.WNOHANG)[0] == process
+            if peak is None and not gone and not late:
+                continue
+            if not gone:
+                os.killpg(process, signal.SIGKILL)
+                os.waitpid(process, 0)
+            case["gib"] = peak
+            said = (case["folder"] / "log").read_text().strip().splitlines() or ["no word"]
+            case["failed"] = "" if peak is not None else "took too long" if not gone else said[-1][:300]
+            told = f"{peak:.2f} GiB" if peak is not None else case["failed"]
+            print(f"{time.monotonic() - begun:4.0f} s  {case['name']}: {told}", flush=True)
+            del running[process]
+        used = sum(case["estimate"] for case in running.values())
+        for case in list(waiting):
+            if late:
+                case |= {"gib": None, "failed": "did not come to its turn"}
+                waiting.remove(case)
+            elif len(running) < at_once and (not running or used + case["estimate"] <= room):
+                running[start(case["folder"], case["settings"])] = case
+                used += case["estimate"]
+                waiting.remove(case)
+        time.sleep(0.2)
+
+
+def cases_in(scratch: Path, shapes: dict[str, tuple[int, int, int, int]], models: list[str], quick: bool) -> list[Row]:
+    cases = []
+    for layers in DEPTHS:  # the second depth finds its kernels compiled
+        for model in models:
+            config = config_of(model, layers, quick)
+            file = scratch / f"{len(cases)}.json"
+            file.write_text(json.dumps(config))
+            for shape, (batch, frames, height, width) in shapes.items():
+                latent = latent_of(model, (batch, frames, height, width), config["in_channels"])
+                data = scratch / f"{config['in_channels']}-{shape}"
+                if not data.exists():
+                    write_data(data, batch, latent, config["text_dim"])
+                for recompute, flags in RECOMPUTE.items():
+                    folder = scratch / f"case{len(cases)}"
+                    folder.mkdir()
+                    settings = {"dataset_path": str(data), "batch_size": batch, "model_config": str(file)}
+                    settings |= {"max_steps": 1000, "log_every": 1, "ema_decay": 0, "caption_dropout": 0, "guidance": 1}
+                    settings |= {"save_every": 0, "eval_every": -1, "preview_every": -1, "tensorboard": False}
+                    settings |= {"num_workers": 0, "strategy": "single", "output_dir": str(folder / "run")}
+                    settings |= {"num_frames": frames, "height": height, "width": width, "gpus": "1"}
+                    tokens = batch * latent[1] * latent[2] * latent[3] // 4
+                    case = {"model": model, "shape": shape, "recompute": recompute, "layers": layers, "tokens": tokens}
+                    case |= {"name": f"{model}, {shape}, recompute {recompute}, {layers} blocks", "folder": folder}
+                    case["estimate"] = estimate(config, tokens, bool(MODELS[model][1]))
+                    cases.append(case | {"settings": settings | flags | MODELS[model][1]})
+    return sorted(cases, key=lambda case: (case["layers"], -case["estimate"]))
+
+
+def finished(cases: list[Row], quick: bool) -> list[Row]:
+    """A row for each model and shape: GiB of the whole model, on one GPU and sharded."""
+    found = {(case["model"], case["shape"], case["recompute"], case["layers"]): case for case in cases}
+    rows = []
+    for model, shape in dict.fromkeys((case["model"], case["shape"]) for case in cases):
+        config = config_of(model, 30, quick)
+        from unisono.recipes.wan.models.load import CONFIGS
+
+        layers, lora = CONFIGS[MODELS[model][0]]["num_layers"], bool(MODELS[model][1])
+        block, rest = size(config, layers)
+        row: Row = {"model": model, "shape": shape, "layers": layers, "weights": layers * block + rest}
+        row["tokens"] = found[model, shape, "none", DEPTHS[0]]["tokens"]
+        for recompute in RECOMPUTE:
+            few, more = (found[model, shape, recompute, depth] for depth in DEPTHS)
+            if few["failed"] or more["failed"]:
+                row |= {recompute: None, f"{recompute}_failed": few["failed"] or more["failed"]}
+                continue
+            each = (more["gib"] - few["gib"]) / (DEPTHS[1] - DEPTHS[0])
+            row[recompute] = few["gib"] + (layers - DEPTHS[0]) * each
+        if row["none"] and row["all"]:
+            row["every 2nd"] = (row["none"] + row["all"]) / 2
+        for name in ("none", "every 2nd", "all"):
+            if row.get(name):
+                # Weights, gradients and AdamW's two averages in 32 bit are sharded (of a LoRA the frozen weights
+                # alone count); two blocks at a time are there whole, weights and gradients in 16 bit.
+                sharded = row["weights"] * (4 if lora else 16) * (1 - 1 / GPUS)
+                row[f"{name}, fsdp"] = row[name] - (sharded - 2 * block * 2 * 2) / GIB
+        rows.append(row)
+    return rows
+
+
+def check(rows: list[Row], file: Path) -> list[Row]:
+    """What wan_step.py measured of the whole 1.3B model, beside what follows from a few blocks."""
+    if not file.exists():
+        return []
+    measured, found = json.loads(file.read_text())["rows"], []
+    for row in rows:
+        whole = measured.get(SAME.get(row["shape"], ""), {})
+        for recompute, loop in (("none", "unisono"), ("all", "unisono, --activation_checkpointing")):
+            peak = whole.get(loop, {}).get("mem_gib")
+            if row["model"] == "1.3B" and peak and row.get(recompute):
+                found.append({"shape": row["shape"], "recompute": recompute, "whole": peak, "said": row[recompute]})
+    return found
+
+
+def table(result: Row) -> list[str]:
+    lines = ["# Wan: the memory of a step", "", *depends_on(result)]
+    lines += [
+        f"- Runs of {DEPTHS[0]} and {DEPTHS[1]} blocks of the real size, as `unisono train wan-flow` does by itself "
+        "(bf16, compiled, fused AdamW), without the averaged weights (`--ema_decay 0`; they add 4 bytes per weight)",
+        "- **One GPU**: those two runs continued to all blocks. Every 2nd block recomputed (`--recompute_every 2`) is "
+        "the middle of none and all",
+        f"- **fsdp on {GPUS} GPUs** is calculated, not run: from the column for one GPU, with weights, gradients and "
+        "optimizer state shared out, and two blocks whole in 16 bit",
+    ]
+    for row in result["check"]:
+        lines.append(
+            f"- Checked: 1.3B, {row['shape']}, recompute {row['recompute']}: the whole model took {row['whole']:.1f} "
+            f"GiB, {row['said']:.1f} is said here"
+        )
+    columns = ["model", "shape", "tokens", "none", "every 2nd", "all"]
+    columns += [f"fsdp × {GPUS}: none", "every 2nd", "all"]
+    lines += ["", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for row in result["rows"]:
+        cells = [row["model"], row["shape"], f"{row['tokens']:,}"]
+        for name in ("none", "every 2nd", "all", "none, fsdp", "every 2nd, fsdp", "all, fsdp"):
+            failed = f"FAILED: {row[f'{name}_failed']}".replace("|", " ") if f"{name}_failed" in row else ""
+            cells.append(f"{row[name]:.1f}" if row.get(name) else failed)
+        lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, "", "GiB per GPU."]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--at_once", type=int, default=12)
+    parser.add_argument("--models", default="", help="separated by / (default all)")
+    parser.add_argument("--room_gib", type=float, default=110, help="memory of the GPU to use")
+    parser.add_argument("--patience_s", type=float, default=1200)
+    parser.add_argument("--quick", action="store_true", help="does it work? Never into results")
+    given = parser.parse_args()
+    if given.quick and given.output.resolve() == RESULTS:
+        parser.error("--quick needs --output, another folder than benchmarks/results")
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asks without CUDA, for what is forked later
+    os.environ["OMP_NUM_THREADS"] = "1"  # threads do not live on in what is forked, and a dozen cases share the cores
+    from diffusers import WanTransformer3DModel  # noqa: F401  # once, for all that are forked
+
+    import unisono.recipes.wan_flow.recipe  # noqa: F401
+
+    result: Row = {
+        "command": shlex.join(["python", "benchmarks/wan_memory.py", *without_folders(sys.argv[1:])]),
+        "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+        "quick": given.quick,
+    }
+    models = [name for name in given.models.split("/") if name] or list(MODELS)
+    given.output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as place:
+        shapes = QUICK_SHAPES if given.quick else SHAPES
+        cases = cases_in(Path(place), shapes, models, given.quick)
+        measure(cases, given.room_gib, given.at_once, given.patience_s)
+        rows = finished(cases, given.quick)
+    # Not before: it asks torch about GPUs, and what is forked from a process with CUDA has none.
+    result |= {"machine": machine(), "versions": versions(["torch", "triton", "diffusers"])}
+    kept = ("model", "shape", "recompute", "layers", "gib", "failed")
+    result |= {"cases": [{name: case[name] for name in kept} for case in cases], "rows": rows}
+    result["check"] = check(rows, RESULTS / "wan_step.json")
+    (given.output / "wan_memory.json").write_text(json.dumps(result, indent=1) + "\n")
+    (given.output / "wan_memory.md").write_text("\n".join(table(result)) + "\n")
+    print("\n".join(table(result)))
+    return int(any(case["failed"] for case in cases))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""The three usage examples, and a training with them. Run it in any of these ways:
+
+python multi_gpu_training.py                          one GPU, several from one process, or the CPU
+torchrun --nproc_per_node=2 multi_gpu_training.py     a process per GPU, or two on the CPU: the same training
+python multi_gpu_training.py --model_name minilm      the real MiniLM with a LoRA instead of a tiny model
+
+pages.csv has short pages with a label each: 1 where the page answers its question, 0 where it only promises to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from advanced_llm_seo_engine import AdvancedLLMSEOEngine, SEOConfig
+
+from unisono.errors import UnisonoError
+
+PAGES = Path(__file__).parent / "pages.csv"
+
+
+def basic_dataparallel() -> AdvancedLLMSEOEngine:
+    """1. All GPUs from one process."""
+    config = SEOConfig(
+        use_multi_gpu=True,
+        multi_gpu_strategy="dataparallel",
+        num_gpus=2,
+        batch_size=16
+    )  # fmt: skip
+
+    engine = AdvancedLLMSEOEngine(config)
+    # Automatic setup and model wrapping
+    return engine
+
+
+def advanced_distributed() -> AdvancedLLMSEOEngine:
+    """2. A process per GPU."""
+    config = SEOConfig(
+        use_multi_gpu=True,
+        multi_gpu_strategy="distributed",
+        num_gpus=4,
+        distributed_backend="nccl",
+        distributed_master_addr="192.168.1.100",
+        distributed_master_port="12355",
+        find_unused_parameters=True,
+        bucket_cap_mb=50
+    )  # fmt: skip
+
+    engine = AdvancedLLMSEOEngine(config)
+    # Full distributed training setup
+    return engine
+
+
+def status_monitoring(engine: AdvancedLLMSEOEngine) -> None:
+    """3. What it trains on."""
+    # Get current multi-GPU status
+    status = engine.get_multi_gpu_status()
+    print(f"Strategy: {status['strategy']}")
+    print(f"Active GPUs: {status['num_gpus']}")
+    print(f"Device: {status['device']}")
+
+    # Synchronize GPUs during training
+    engine.synchronize_gpus()
+
+    # Cleanup after training
+    engine.cleanup_multi_gpu()
+
+
+def read_pages(path: Path = PAGES) -> tuple[list[str], list[int]]:
+    """Texts and labels of a csv file."""
+    with open(path, encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    return [row["text"] for row in rows], [int(row["label"]) for row in rows]
+
+
+def train(model_name: str, epochs: int) -> None:
+    """Trains a score from the labels, and says what it is worth and what it says of a new page."""
+    tiny = model_name == "tiny"
+    config = SEOConfig(
+        model_name=model_name,
+        use_lora=not tiny,
+        learning_rate=1e-3,
+        num_epochs=epochs,
+        warmup_steps=4,
+        max_length=64,
+        batch_size=4,
+        num_gpus=2,
+        use_multi_gpu=True,
+        multi_gpu_strategy="auto",
+        dataloader_num_workers=0,
+        early_stopping_patience=3,
+        checkpoint_dir="checkpoints/pages",
+    )
+    engine = AdvancedLLMSEOEngine(config)
+    train_loader, val_loader = engine.create_distributed_dataloaders(*read_pages())
+    found = engine.train_with_early_stopping(train_loader, val_loader)
+    measured = engine.evaluate_model(val_loader)
+    status = engine.get_multi_gpu_status()
+    if status["rank"] == 0:
+        print(f"effective batch {status['effective_batch_size']} on {status['num_devices']} device(s)")
+        print(f"{found['epochs_completed']} epochs, validation loss {found['best_val_loss']:.4f}")
+        print(
+            f"accuracy {measured['accuracy']:.2f}; always the same answer would be {measured['baseline_accuracy']:.2f}"
+        )
+        page = "To descale a kettle, boil equal parts of water and vinegar, wait 20 minutes, and rinse it twice."
+        analysis = engine.analyze_seo_score(page, ["descale a kettle"])
+        print(f"learned score of a new page: {analysis['seo_score']:.2f}")
+        for check in analysis["checks"]:
+            print(f"  {check['name']}: {check['found']}")
+    engine.cleanup_multi_gpu()
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Runs the examples; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model_name", default="tiny", help="tiny, minilm, a folder or a hub id")
+    parser.add_argument("--epochs", type=int, default=8, help="epochs to train")
+    arguments = parser.parse_args(words)
+    try:
+        if "RANK" not in os.environ:  # these are of one process, and of four machines' GPUs that may not be here
+            status_monitoring(basic_dataparallel())
+            status_monitoring(advanced_distributed())
+        train(arguments.model_name, arguments.epochs)
+    except UnisonoError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

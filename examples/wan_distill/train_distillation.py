@@ -1,0 +1,59 @@
+"""Distils a Wan model into a smaller one, from prompts alone. Run it from this folder, in any of these ways:
+
+python train_distillation.py --teacher_path tiny --student_config config/tiny_student.json --data_path shapes
+python train_distillation.py --teacher_path "Wan-AI/Wan2.1-T2V-1.3B-Diffusers" \
+    --student_config "config/student_config.json" --data_path "data/static_prompts.txt" \
+    --output_dir "./outputs/wan_t2i" --batch_size 4                 one GPU, or the CPU; --gpus all takes every GPU
+    ... --multi_gpu                                                 all GPUs from one process (DataParallel)
+torchrun --nproc_per_node=4 train_distillation.py ... --distributed one process for each GPU (faster)
+sbatch train_distillation.slurm ...
+
+It is `unisono train wan-distill`, and takes the flags of the script that people know; where one of them means something
+else here, a line says so. --help lists all settings. Then: python run_inference.py --model_path ./outputs/wan_t2i ...
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import NoReturn
+
+from known_flags import completed, help_text, settings_of
+
+from unisono.cli import main as unisono
+from unisono.cluster.join import cleanup_distributed, is_main_process, setup_distributed
+from unisono.cluster.lifetime import end_process
+from unisono.errors import EXIT_DONE, UnisonoError
+
+__all__ = ["cleanup_distributed", "is_main_process", "setup_distributed"]
+
+_LOOKS_ONLY = {"-h", "--help", "--print_config", "--print-config"}
+
+
+def say(line: str) -> None:
+    """One line for the user."""
+    print(f"train_distillation.py: {line}", file=sys.stderr)
+
+
+def main() -> NoReturn:
+    """Trains as the command line says, and ends the process with the exit code."""
+    words = sys.argv[1:]
+    output = None
+    if {"-h", "--help"} & set(words):
+        print(help_text())
+    else:
+        try:
+            words, remarks = completed(words)
+            output = settings_of(words).values["output_dir"]
+            for remark in remarks if is_main_process() else []:
+                say(remark)
+        except UnisonoError as error:
+            say(str(error))
+            sys.exit(error.exit_code)
+    code = unisono.main(["train", "wan-distill", *words])
+    if code == EXIT_DONE and is_main_process() and not _LOOKS_ONLY & set(words):
+        say(f'draw with the student: python run_inference.py --model_path {output} --prompt "..." --output picture.png')
+    end_process(code)
+
+
+if __name__ == "__main__":
+    main()

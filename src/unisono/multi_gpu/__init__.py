@@ -1,0 +1,82 @@
+"""Bring your own model: it, data sets and a loss function, on as many GPUs as there are.
+
+    from unisono.multi_gpu import MultiGPUConfig, MultiGPUTrainingManager
+
+    manager = MultiGPUTrainingManager(MultiGPUConfig(batch_size=32))
+    trainer = manager.create_trainer(model, train_dataset, val_dataset, loss_fn=loss_fn, optimizer=optimizer)
+    for epoch in range(10):
+        print(trainer.train_epoch(epoch), trainer.validate(epoch))
+
+The same script runs on the CPU, on one GPU, on several (`torchrun --nproc_per_node=4 script.py`), and in a notebook.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from unisono.multi_gpu.benchmark import benchmark_multi_gpu_performance, get_optimal_batch_size
+    from unisono.multi_gpu.config import MultiGPUConfig
+    from unisono.multi_gpu.gpus import (
+        cleanup_distributed_training,
+        get_gpu_info,
+        select_optimal_gpus,
+        setup_cuda_environment,
+        setup_distributed_training,
+    )
+    from unisono.multi_gpu.launch import launch_distributed_training, launch_multi_gpu_training
+    from unisono.multi_gpu.manager import MultiGPUTrainingManager
+    from unisono.multi_gpu.trainers import (
+        DataParallelTrainer,
+        DistributedDataParallelTrainer,
+        OptimizedDataParallel,
+        TrainingError,
+        load_weights,
+    )
+
+_HOME = {
+    "MultiGPUConfig": "config",
+    "get_gpu_info": "gpus",
+    "select_optimal_gpus": "gpus",
+    "setup_cuda_environment": "gpus",
+    "setup_distributed_training": "gpus",
+    "cleanup_distributed_training": "gpus",
+    "OptimizedDataParallel": "trainers",
+    "DataParallelTrainer": "trainers",
+    "DistributedDataParallelTrainer": "trainers",
+    "TrainingError": "trainers",
+    "load_weights": "trainers",
+    "MultiGPUTrainingManager": "manager",
+    "launch_distributed_training": "launch",
+    "launch_multi_gpu_training": "launch",
+    "get_optimal_batch_size": "benchmark",
+    "benchmark_multi_gpu_performance": "benchmark",
+}
+
+__all__ = [
+    "DataParallelTrainer",
+    "DistributedDataParallelTrainer",
+    "MultiGPUConfig",
+    "MultiGPUTrainingManager",
+    "OptimizedDataParallel",
+    "TrainingError",
+    "benchmark_multi_gpu_performance",
+    "cleanup_distributed_training",
+    "get_gpu_info",
+    "get_optimal_batch_size",
+    "launch_distributed_training",
+    "launch_multi_gpu_training",
+    "load_weights",
+    "select_optimal_gpus",
+    "setup_cuda_environment",
+    "setup_distributed_training",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # On first use: asking which GPUs there are does not wait for torch.
+    if name not in _HOME:
+        raise AttributeError(f"module 'unisono.multi_gpu' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"unisono.multi_gpu.{_HOME[name]}"), name)

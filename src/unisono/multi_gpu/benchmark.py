@@ -1,0 +1,230 @@
+"""How fast a model trains here, on all devices and on one; and how many samples fit at once."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import Dataset, default_collate
+
+from unisono.devices import visible_gpus
+from unisono.errors import ConfigError
+from unisono.multi_gpu.config import MultiGPUConfig
+from unisono.multi_gpu.gpus import get_gpu_info
+from unisono.multi_gpu.loss import loss_of
+from unisono.multi_gpu.manager import MultiGPUTrainingManager
+
+_LARGEST = 4096
+_PART_OF_HOST = 0.5  # of the free memory of the host: others need some, too
+_BESIDE_SAVED = 2.0  # gradients of activations and work space, next to what is kept for the backward pass
+_STATE_PER_WEIGHT = 4  # weight, gradient, and Adam's two moments
+
+
+class _Repeated(Dataset[Any]):
+    """The first samples of a data set over and over: as many as a measurement needs."""
+
+    def __init__(self, data: Any, size: int) -> None:
+        self._data, self._size = data, size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> Any:
+        return self._data[index % len(self._data)]
+
+
+def benchmark_multi_gpu_performance(
+    model: nn.Module,
+    dataset: Dataset[Any],
+    config: MultiGPUConfig | None = None,
+    *,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    steps: int = 20,
+    warmup_steps: int = 5,
+) -> dict[str, Any]:
+    """Trains a copy of the model for some steps, and another one on one device: seconds, samples per second, memory.
+
+    Under torchrun every process calls it, and gets the same answer. Nothing is left behind; the model stays as it is.
+    """
+    config = config or MultiGPUConfig()
+    found = _from_main(_measured(model, dataset, config, loss_fn, steps, warmup_steps))
+    one: dict[str, Any] | None = None
+    if found["num_devices"] > 1:
+        with _alone() as main:
+            if main:  # the others wait
+                single = replace(config, strategy="single", num_gpus=min(1, get_gpu_info()["count"]), gpu_ids=None)
+                single = replace(single, world_size=None, rank=None)
+                one = _measured(model, dataset, single, loss_fn, steps, warmup_steps, alone=True)
+        one = _from_main(one)
+    one = one or {name: value for name, value in found.items() if name != "single_device"}
+    speedup = found["samples_per_second"] / one["samples_per_second"]
+    return {**found, "single_device": one, "speedup": speedup, "efficiency": speedup / found["num_devices"]}
+
+
+def _measured(
+    model: nn.Module,
+    dataset: Any,
+    config: MultiGPUConfig,
+    loss_fn: Any,
+    steps: int,
+    warmup_steps: int,
+    *,
+    alone: bool = False,
+) -> dict[str, Any]:
+    model = copy.deepcopy(model)
+    with tempfile.TemporaryDirectory(prefix="unisono-bench-") as folder, redirect_stderr(StringIO()):
+        quiet = {**config.settings, "tensorboard": False, "log_every": 2**30, "save_every": 0, "keep_last": 0}
+        shared = folder if alone else _from_main(folder)
+        run = replace(config, output_dir=shared, persistent_workers=True, settings=quiet)
+        trainer = MultiGPUTrainingManager(run).create_trainer(model, _Repeated(dataset, 2**40), loss_fn=loss_fn)
+        batch = trainer.get_performance_stats()["global_batch_size"]
+        trainer.run_steps(warmup_steps)
+        began = time.perf_counter()
+        trainer.run_steps(steps)
+        seconds = time.perf_counter() - began
+        stats = trainer.get_performance_stats()
+        trainer.close()
+    samples = steps * batch
+    loads = {gpu.index: gpu.utilization for gpu in visible_gpus()}
+    return {
+        "training_time": seconds,
+        "samples": samples,
+        "samples_per_second": samples / seconds,
+        "strategy": stats["strategy"],
+        "num_devices": stats["num_devices"],
+        "global_batch_size": batch,
+        "gpu_utilization": {"gpu_info": get_gpu_info(), "percent": loads, "memory_usage": stats["memory"]},
+        "memory": stats["memory"],
+    }
+
+
+@contextmanager
+def _alone() -> Iterator[bool]:
+    """Whether this is the process that goes on alone; while it does, no launcher is seen."""
+    main = not dist.is_initialized() or dist.get_rank() == 0
+    hidden = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE", "UNISONO_JOB") if name in os.environ}
+    try:
+        yield main
+    finally:
+        os.environ.update(hidden)
+
+
+def _from_main(value: Any) -> Any:
+    """What the main process has, on every one of them."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def get_optimal_batch_size(
+    model: nn.Module,
+    num_gpus: int | None = None,
+    memory_per_sample: float | None = None,
+    *,
+    dataset: Dataset[Any] | None = None,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    config: MultiGPUConfig | None = None,
+    max_batch_size: int = _LARGEST,
+) -> int:
+    """How many samples fit on each device at once: a `batch_size`.
+
+    With a `dataset` it is measured: on a GPU by trying sizes, on the CPU by what one forward and backward pass keeps
+    per sample. Without one, `memory_per_sample` in GB says how much a sample takes (0.1 if it is not given either).
+    """
+    if max_batch_size < 1:
+        raise ConfigError(f"max_batch_size: expected at least 1, got {max_batch_size}")
+    gpus = [] if num_gpus == 0 else visible_gpus()
+    if dataset is not None and len(dataset) == 0:  # type: ignore[arg-type]
+        raise ConfigError("dataset is empty; give one with at least one sample")
+    if dataset is not None and gpus:
+        return _by_trying(model, dataset, loss_fn, config or MultiGPUConfig(), max_batch_size)
+    if dataset is not None:
+        per_sample = _kept_per_sample(model, dataset, loss_fn) * _BESIDE_SAVED
+    else:
+        per_sample = (0.1 if memory_per_sample is None else memory_per_sample) * 1e9
+        if per_sample <= 0:
+            raise ConfigError(f"memory_per_sample: expected a number of GB above 0, got {memory_per_sample}")
+    state = sum(weight.numel() * weight.element_size() for weight in model.parameters()) * _STATE_PER_WEIGHT
+    free = min(gpu.free_bytes for gpu in gpus[:num_gpus]) if gpus else _free_of_host()
+    room = free * _PART_OF_HOST * (1.6 if gpus else 1.0) - state
+    return max(1, min(max_batch_size, int(room / per_sample)))
+
+
+def _by_trying(model: nn.Module, dataset: Any, loss_fn: Any, config: MultiGPUConfig, largest: int) -> int:
+    """The engine tries sizes, forward and backward, until memory runs out; weights and optimizer are in place."""
+    home = next(model.parameters()).device
+    with tempfile.TemporaryDirectory(prefix="unisono-size-") as folder, redirect_stderr(StringIO()):
+        settings = {**config.settings, "micro_batch": "auto", "tensorboard": False}
+        run = replace(
+            config, strategy="single", num_gpus=1, gpu_ids=None, num_workers=0, output_dir=folder, settings=settings
+        )
+        run = replace(run, batch_size=largest, global_batch_size=None, gradient_accumulation_steps=1)
+        trainer = MultiGPUTrainingManager(run).create_trainer(model, _Repeated(dataset, 2**40), loss_fn=loss_fn)
+        size = trainer.most_at_once()
+        trainer.close()
+        del trainer
+    model.to(home)
+    gc.collect()
+    torch.cuda.empty_cache()
+    return size
+
+
+def _kept_per_sample(model: nn.Module, dataset: Any, loss_fn: Any) -> float:
+    """Bytes that the graph keeps for the backward pass, per sample: of two samples less of one."""
+    was_training = model.training
+    model.train()
+    first = min(2, len(dataset))
+    kept = [_kept(model, default_collate([dataset[i % first] for i in range(num)]), loss_fn) for num in (1, 2)]
+    model.train(was_training)
+    return max(float(kept[1] - kept[0]), 1.0)
+
+
+def _kept(model: nn.Module, batch: Any, loss_fn: Any) -> int:
+    weights = {weight.untyped_storage().data_ptr() for weight in [*model.parameters(), *model.buffers()]}
+    seen: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            seen[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss = loss_of(model, batch, loss_fn)
+        torch.autograd.grad(loss.total, [w for w in model.parameters() if w.requires_grad], allow_unused=True)
+    with torch.no_grad():  # batch norm has counted these samples
+        for buffer, before in zip(model.buffers(), buffers, strict=True):
+            buffer.copy_(before)
+    return sum(seen.values())
+
+
+def _free_of_host() -> int:
+    """What the system would still give out, or the container it runs in."""
+    available = 0
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            available = min(available, int(Path(limit).read_text()) - int(Path(used).read_text()))
+        except (OSError, ValueError):  # no limit: "max"
+            continue
+    return max(available, 1)

@@ -1,0 +1,77 @@
+"""Chooses the trainer that fits the hardware, and trains with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.utils.data import Dataset
+
+from unisono.errors import ConfigError
+from unisono.multi_gpu.config import MultiGPUConfig
+from unisono.multi_gpu.gpus import get_gpu_info, world_for
+from unisono.multi_gpu.trainers import DataParallelTrainer, DistributedDataParallelTrainer, OwnTrainer
+
+
+class MultiGPUTrainingManager:
+    """From a config to a trainer: 0, 1 or many GPUs, in a script, under torchrun or in a notebook."""
+
+    def __init__(self, config: MultiGPUConfig | None = None) -> None:
+        self.config = config or MultiGPUConfig()
+        self.trainer: OwnTrainer | None = None
+
+    def create_trainer(
+        self,
+        model: nn.Module,
+        train_dataset: Dataset[Any],
+        val_dataset: Dataset[Any] | None = None,
+        *,
+        loss_fn: Callable[[Any, Any], Any] | None = None,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        batch_size: int | None = None,
+        **fields: Any,
+    ) -> OwnTrainer:
+        """The trainer for this model and data. `fields` are the config's (learning_rate=…), for this trainer."""
+        config = self.config
+        if fields or batch_size is not None:
+            own = {} if batch_size is None else {"batch_size": batch_size}
+            config = MultiGPUConfig.from_dict({**config.to_dict(), **own, **fields})
+        config.check()
+        if self.trainer is not None:
+            self.trainer.close()
+        strategy = config.strategy
+        if strategy == "dataparallel" or (strategy == "auto" and world_for(config).size == 1) or strategy == "single":
+            self.trainer = DataParallelTrainer(
+                model, config, train_dataset, val_dataset, optimizer, scheduler, loss_fn, collate_fn, strategy=strategy
+            )
+        else:
+            self.trainer = DistributedDataParallelTrainer(
+                model,
+                config,
+                train_dataset,
+                val_dataset,
+                optimizer=optimizer,
+                scheduler=scheduler,
+                loss_fn=loss_fn,
+                collate_fn=collate_fn,
+                strategy=strategy,
+            )
+        return self.trainer
+
+    def train(self, epochs: int, save_path: str | Path | None = "checkpoints") -> dict[str, Any]:
+        """Trains so many epochs with the trainer that was created; see OwnTrainer.train."""
+        return self._trainer.train(epochs, save_path)
+
+    def get_performance_stats(self) -> dict[str, Any]:
+        """How fast the training was so far, on what, and the GPUs that there are."""
+        return {**self._trainer.get_performance_stats(), "gpu_info": get_gpu_info()}
+
+    @property
+    def _trainer(self) -> OwnTrainer:
+        if self.trainer is None:
+            raise ConfigError("there is no trainer yet; call create_trainer(model, train_dataset) first")
+        return self.trainer

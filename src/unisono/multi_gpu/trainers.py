@@ -1,0 +1,379 @@
+"""Trainers with the methods people know: train_epoch, validate, save_checkpoint, load_checkpoint.
+
+They are a front door: what happens behind it is the engine's loop, with its exact batch, its order of samples, its
+answer to a lack of memory and its checkpoints. Each method is called by every process of the run.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from unisono.checkpoint.export import load_whole
+from unisono.engine.driven import DrivenRun, DrivenTrainer
+from unisono.engine.folders import default_folder
+from unisono.engine.resume import named_checkpoint
+from unisono.engine.run import configure
+from unisono.engine.session import Start
+from unisono.errors import EXIT_STOPPED, ConfigError, TrainingFailed
+from unisono.multi_gpu.config import STRATEGIES, MultiGPUConfig
+from unisono.multi_gpu.gpus import cleanup_distributed_training, memory_of, take_devices, world_for
+from unisono.multi_gpu.loaders import Loaded
+from unisono.multi_gpu.own_model import Given, OwnModel
+
+T = TypeVar("T")
+
+job_start: Start | None = None
+"""How this process came to run, where launch_multi_gpu_training started it."""
+
+
+class TrainingError(TrainingFailed, RuntimeError):
+    """Training cannot go on; also a RuntimeError, which loops of one's own catch."""
+
+
+class OptimizedDataParallel(nn.DataParallel[nn.Module]):
+    """`nn.DataParallel` that tells how much memory each device uses; without GPUs, simply the model."""
+
+    def get_device_memory_usage(self) -> dict[str, dict[str, int]]:
+        """Bytes on each device: allocated, reserved, max_allocated, total."""
+        devices = [torch.device("cuda", index) for index in self.device_ids] or [torch.device("cpu")]
+        return memory_of(devices)
+
+
+class OwnTrainer:
+    """What both trainers are: a model of the user's, trained epoch by epoch."""
+
+    def __init__(
+        self, given: Given, config: MultiGPUConfig, strategy: str, batch: dict[str, int], **settings: Any
+    ) -> None:
+        """`strategy` and `batch` are the engine's words; so are `settings`, which win over the config's."""
+        self.config, self.model = config, given.model
+        world = job_start.world if job_start is not None else world_for(config)
+        self._devices = taken = take_devices(config, strategy, world, whole_batch=batch.get("global_batch_size"))
+        given.ranks, given.every_step = world.size, config.scheduler_interval == "step"
+        kind = type("OwnModel", (OwnModel,), {"given": given, "__module__": OwnModel.__module__})
+        chosen = {"strategy": taken.strategy, "gpus": taken.gpus, **batch}
+        if config.output_dir is None:
+            chosen["output_dir"] = _new_folder()
+        resolved = configure(kind, overrides={**config.engine_settings(), **chosen, **settings})
+        remarks = list(taken.remarks) + (job_start.remarks if job_start is not None else [])
+        start = Start(world, taken.asked, remarks=remarks)
+        if job_start is not None:
+            start = Start(world, job_start.asked_devices, job_start.job_folder, remarks, job_start.trained)
+        with taken.visible():
+            self._run = DrivenRun(kind, resolved, start)
+        self._engine = self._run.trainer
+        self._recipe: OwnModel = self._engine.parts.recipe  # type: ignore[assignment]
+        self._engine.on_report = self._note
+        self._resumed = len(self._recipe.story.epochs)  # epochs that an earlier start of this run has done
+        self._resumable = config.output_dir is not None or job_start is not None
+        self._seconds, self._samples, self._closed = 0.0, 0, False
+        # A script ends when its loop does: nobody closes a trainer.
+        self._at_exit = weakref.ref(self)
+        atexit.register(_close, self._at_exit)
+
+    def _note(self, report: Any) -> None:
+        self._recipe.story.add(report)
+
+    @property
+    def strategy(self) -> str:
+        """single, dataparallel, distributed or sharded: what auto has become, too."""
+        name = self._engine.parts.strategy.name
+        return next(known for known, ours in STRATEGIES.items() if ours == name)
+
+    @property
+    def world_size(self) -> int:
+        """How many processes train."""
+        return self._engine.parts.strategy.place.world
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the process that should talk to the user."""
+        return self._engine.parts.strategy.place.rank == 0
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder: metrics.jsonl, events.jsonl, and checkpoints where output_dir was given."""
+        return self._run.folder
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """What each epoch has brought: epoch, train_loss, and val_loss where it was validated."""
+        return [dict(row) for row in self._recipe.story.epochs]
+
+    def train_epoch(self, epoch: int) -> dict[str, float]:
+        """Trains on every sample once; {"train_loss": the mean over the epoch}, the same on every process.
+
+        In a run that goes on (same output_dir), an epoch that is done already returns at once with what it brought.
+        """
+        story = self._recipe.story
+        for row in story.epochs[: self._resumed]:
+            if row["epoch"] == epoch:
+                return {"train_loss": float(row["train_loss"])}
+        began, before = time.perf_counter(), self._engine.state.samples
+        stopped = self._do(lambda engine: engine.train_epoch(keep_reading=self.config.persistent_workers))
+        self._seconds += time.perf_counter() - began
+        self._samples += self._engine.state.samples - before
+        if stopped:
+            self._stop_here()
+        found = story.end_epoch(epoch)
+        self._recipe.epoch_over(found["train_loss"], validated=False)
+        if self._resumable:
+            self._do(lambda engine: engine.keep())
+        return found
+
+    def validate(self, epoch: int) -> dict[str, float]:
+        """The mean loss over the validation data, each sample once: {"val_loss": …}; {} without such data."""
+        story = self._recipe.story
+        known = next((row for row in story.epochs[: self._resumed] if row["epoch"] == epoch), {})
+        if "val_loss" in known:
+            return {name: value for name, value in known.items() if name.startswith("val_")}
+        metrics = self._do(lambda engine: engine.evaluate())
+        if metrics is None:
+            if self._run.stop_requested is not None:
+                self._stop_here()
+            return {}
+        found = {name.replace("eval/", "val_"): value for name, value in metrics.items() if isinstance(value, float)}
+        for row in story.epochs[::-1]:
+            if row["epoch"] == epoch:
+                row.update(found)
+                break
+        self._recipe.epoch_over(found["val_loss"], validated=True)
+        return found
+
+    def train(self, epochs: int, save_path: str | Path | None = "checkpoints") -> dict[str, Any]:
+        """Trains so many epochs, validates each, and keeps the best as `save_path`/best_model.pth.
+
+        Returns when the last checkpoint is on disk: the history, the best epoch and loss, and where its checkpoint is.
+        The best is the one with the lowest val_loss, or train_loss without validation data.
+        """
+        if not isinstance(epochs, int) or epochs < 1:
+            raise ConfigError(f"epochs: expected a whole number of at least 1, got {epochs!r}")
+        best, best_epoch, kept = math.inf, None, None
+        for epoch in range(epochs):
+            passed = epoch < self._resumed - 1  # the last one that is done may not have been validated and kept
+            found = {**self.train_epoch(epoch), **self.validate(epoch)}
+            loss = found.get("val_loss", found["train_loss"])
+            if loss < best:
+                best, best_epoch = loss, epoch
+                if save_path is not None:
+                    path = Path(save_path, "best_model.pth")
+                    kept = path if passed and path.is_dir() else self.save_checkpoint(epoch, path)
+        # Whoever gets the result may take the folder away, which a save under way still writes to.
+        self._do(lambda engine: engine.finish_saves())
+        return {
+            "history": self.history,
+            "best_epoch": best_epoch,
+            "best_loss": best,
+            "checkpoint": None if kept is None else str(kept),
+            "folder": str(self.folder),
+        }
+
+    def save_checkpoint(self, epoch: int, path: str | Path) -> Path:
+        """Saves weights, optimizer, scheduler and place in the data; returns when it is on disk.
+
+        `path` becomes a folder, also when it ends in .pth: safetensors and JSON, nothing pickled. Saved again, it holds
+        the new one, and the old one is deleted after that; a checkpoint of another run is set aside.
+        """
+        folder = Path(path)
+        self._run.decide(lambda: _check_place(folder))
+        self._recipe.story.saved_epoch = epoch
+        self._do(lambda engine: engine.save_to(folder))
+        return folder
+
+    def load_checkpoint(self, path: str | Path) -> int:
+        """Goes on from a checkpoint, of any strategy and number of GPUs; the epoch that it was saved with."""
+        found = self._run.checkpoint_at(str(path))
+        self._do(lambda engine: engine.go_on_from(found))
+        self._resumed = 0
+        return self._recipe.story.saved_epoch
+
+    def run_steps(self, steps: int) -> None:
+        """Trains so many optimizer steps, and waits for the devices: for measurements."""
+        self._do(lambda engine: engine.train_steps(steps))
+
+    def most_at_once(self) -> int:
+        """The most samples at once that fit on every device, found by trying (settings={"micro_batch": "auto"})."""
+        return self._do(lambda engine: engine.find_micro_batch())
+
+    def get_memory_stats(self) -> dict[str, dict[str, int]]:
+        """Bytes of this process on each of its devices: allocated, reserved, max_allocated, total."""
+        return memory_of(list(self._engine.parts.strategy.place.devices))
+
+    def get_performance_stats(self) -> dict[str, Any]:
+        """How fast the training was so far, on what, and what it has reached."""
+        place, story = self._engine.parts.strategy.place, self._recipe.story
+        last = story.epochs[-1] if story.epochs else {}
+        losses = [row["val_loss"] for row in story.epochs if "val_loss" in row]
+        return {
+            "strategy": self.strategy,
+            "world_size": self.world_size,
+            "num_devices": self.world_size * len(place.devices),
+            "global_batch_size": self._engine.state.global_batch,
+            "epochs": len(story.epochs),
+            "steps": self._engine.state.step,
+            "samples": self._samples,
+            "training_time": self._seconds,
+            "samples_per_second": self._samples / self._seconds if self._seconds else 0.0,
+            "train_loss": last.get("train_loss"),
+            "val_loss": last.get("val_loss"),
+            "best_val_loss": min(losses, default=None),
+            "learning_rate": self._recipe.learning_rate(self._engine.state.step),
+            "memory": self.get_memory_stats(),
+        }
+
+    def close(self) -> None:
+        """Waits for checkpoints under way and ends the loader's processes; done by itself when the script ends."""
+        if not self._closed:
+            self._closed = True
+            self._run.close()
+
+    def __enter__(self) -> OwnTrainer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+
+    def _do(self, work: Callable[[DrivenTrainer], T]) -> T:
+        if self._closed:
+            raise ConfigError("this trainer is closed; make a new one")
+        try:
+            return self._run.do(work)
+        except TrainingFailed as error:
+            if isinstance(error, TrainingError):
+                raise
+            raise TrainingError(str(error)) from None
+
+    def _stop_here(self) -> None:
+        """A signal asked to stop: what is there is saved, and the loop of the user's ends."""
+        self._do(lambda engine: engine.keep())
+        self.close()
+        if hasattr(sys, "ps1") or "ipykernel" in sys.modules:
+            raise KeyboardInterrupt
+        if self.is_main:
+            print(f"unisono: saved in {self.folder}; with output_dir={str(self.folder)!r} it goes on", file=sys.stderr)
+        raise SystemExit(EXIT_STOPPED)
+
+
+class DataParallelTrainer(OwnTrainer):
+    """Trains with all GPUs from one process; with one device, or none, likewise."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: MultiGPUConfig,
+        train_loader: DataLoader[Any] | Dataset[Any],
+        val_loader: DataLoader[Any] | Dataset[Any] | None = None,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        loss_fn: Callable[[Any, Any], Any] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        *,
+        strategy: str = "dataparallel",
+    ) -> None:
+        """Of the loaders, data, batch size, order and collate_fn are taken; a loader's batch is cut over all GPUs."""
+        train, val = Loaded.of(train_loader, "train_loader"), Loaded.of(val_loader, "val_loader")
+        assert train.data is not None
+        collate = collate_fn or train.collate or val.collate
+        given = Given(model, train.data, val.data, loss_fn, optimizer, scheduler, collate)
+        settings: dict[str, Any] = {} if train.shuffle is None else {"shuffle": train.shuffle}
+        batch = {"batch_size": config.batch_size, "gradient_accumulation_steps": config.gradient_accumulation_steps}
+        if train.batch_size is not None:  # as nn.DataParallel cuts it
+            whole = train.batch_size * config.gradient_accumulation_steps
+            batch = {"batch_size": train.batch_size, "global_batch_size": whole}
+        if config.global_batch_size is not None:
+            batch = {"batch_size": batch["batch_size"], "global_batch_size": config.global_batch_size}
+        if val.batch_size is not None:
+            settings["eval_batch_size"] = val.batch_size
+        super().__init__(given, config, STRATEGIES[strategy], batch, **settings)
+
+
+class DistributedDataParallelTrainer(OwnTrainer):
+    """Trains with a process per GPU: each process of the run makes this trainer and calls its methods."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: MultiGPUConfig,
+        train_dataset: Dataset[Any],
+        val_dataset: Dataset[Any] | None = None,
+        batch_size: int | None = None,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        loss_fn: Callable[[Any, Any], Any] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        *,
+        strategy: str = "distributed",
+    ) -> None:
+        """`batch_size` is per process, as the config's, which it replaces."""
+        train, val = Loaded.of(train_dataset, "train_dataset"), Loaded.of(val_dataset, "val_dataset")
+        assert train.data is not None
+        given = Given(
+            model, train.data, val.data, loss_fn, optimizer, scheduler, collate_fn or train.collate or val.collate
+        )
+        batch = {
+            "batch_size": batch_size or train.batch_size or config.batch_size,
+            "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        }
+        if config.global_batch_size is not None:
+            batch = {"batch_size": batch["batch_size"], "global_batch_size": config.global_batch_size}
+        super().__init__(given, config, STRATEGIES[strategy], batch)
+
+
+_folders: set[str] = set()  # of this process's runs, which need not be there yet
+
+
+def _new_folder() -> str:
+    """runs/ownmodel-<time>, with a number where several trainers are made in one second."""
+    name = wanted = default_folder(OwnModel.__name__)
+    number = 1
+    while name in _folders or Path(name).exists():
+        number += 1
+        name = f"{wanted}-{number}"
+    _folders.add(name)
+    return name
+
+
+def _check_place(folder: Path) -> None:
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise ConfigError(
+            f"{folder} is a file, and a checkpoint is a folder (safetensors and JSON); choose another name, or move "
+            "the file away"
+        )
+    strange = [each.name for each in folder.iterdir() if not _is_ours(each.name)] if folder.is_dir() else []
+    if strange:
+        raise ConfigError(f"{folder} holds {sorted(strange)[0]}, which is no checkpoint; choose another name")
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith(("step_", ".staging-", ".trash-", "best.json", ".best"))
+
+
+def _close(trainer: weakref.ref[OwnTrainer]) -> None:
+    """When the script ends; not when it failed on one of several ranks, which would wait here for the others."""
+    found = trainer()
+    if found is None:
+        return
+    failed = getattr(sys, "last_value", None) is not None
+    if not failed or found.world_size == 1:
+        found.close()
+        cleanup_distributed_training()
+
+
+def load_weights(path: str | Path) -> dict[str, torch.Tensor]:
+    """The model's weights in a checkpoint, or in the newest one of a run, for `model.load_state_dict`; needs no GPU."""
+    return load_whole(named_checkpoint(Path(path), {"recipe": OwnModel.__name__}), "model.")

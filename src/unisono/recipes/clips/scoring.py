@@ -1,0 +1,99 @@
+"""Scores of a whole video: each clip is encoded by itself, then windows of them are judged together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from unisono.errors import UserError
+from unisono.recipes.clips.data import windows_of
+from unisono.recipes.clips.features import BUILTIN, FILES, STATS, model_of, read_blocks
+from unisono.recipes.clips.video import clips
+from unisono.recipes.common.bad_files import BadMedia
+
+if TYPE_CHECKING:
+    from unisono.recipes.clips.model import Scorer
+    from unisono.recipes.clips.recipe import Clips
+
+_AT_ONCE = 64  # clips that are encoded together
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What a model thinks of the clips of a video."""
+
+    scores: NDArray[np.float64]
+    """[T] from 0 to 1."""
+    clip_seconds: float
+    stats: NDArray[np.float16]
+    """[T, len(names)] what can be said of each clip without a model."""
+    names: Sequence[str]
+    duration: float
+    has_sound: bool
+
+
+@torch.no_grad()
+def score(recipe: Clips, model: Scorer, video: Path, device: torch.device | str) -> Scored:
+    """The scores of a video of any length; memory grows by less than a kilobyte per clip."""
+    settings = recipe.extraction_settings
+    if settings.features == FILES:
+        raise UserError(
+            "this run was trained on features from files, and there are none of a new video; to cut videos, train with "
+            "--features builtin, transformers:FOLDER or module:function"
+        )
+    model.eval()
+    given = None if settings.features == BUILTIN else model_of(settings.features, str(device))
+    size: tuple[int, int] | int = settings.feature_size if given else (settings.size, settings.size)
+    encoded: list[Tensor] = []
+    stats: list[NDArray[np.float16]] = []
+    try:
+        reading = clips(video, settings.clip_seconds, settings.frames_per_clip, size, settings.sample_rate)
+        with closing(reading):
+            for block in read_blocks(reading, settings, given):
+                stats.append(block["stats"])
+                inputs = {kind: torch.from_numpy(np.array(block[kind])).to(device) for kind in model.encoders}
+                encoded.append(model.encode({kind: values[None] for kind, values in inputs.items()})[0])
+    except BadMedia as error:
+        raise UserError(str(error)) from None
+    judged = torch.sigmoid(over_time(model, torch.cat(encoded)[None], recipe.config.window))[0]
+    return Scored(
+        judged.double().cpu().numpy(),
+        settings.clip_seconds,
+        np.concatenate(stats),
+        STATS,
+        reading.duration,
+        reading.has_sound,
+    )
+
+
+def logits_of(model: Scorer, inputs: Mapping[str, Tensor], window: int) -> Tensor:
+    """[videos, clips] logits of whole videos."""
+    length = next(iter(inputs.values())).shape[1]
+    parts = [
+        model.encode({kind: values[:, start : start + _AT_ONCE] for kind, values in inputs.items()})
+        for start in range(0, length, _AT_ONCE)
+    ]
+    return over_time(model, torch.cat(parts, 1), window)
+
+
+def over_time(model: Scorer, encoded: Tensor, window: int) -> Tensor:
+    """[videos, clips] logits of [videos, clips, width].
+
+    Where windows overlap, the one counts most in whose middle a clip is.
+    """
+    length = encoded.shape[1]
+    total, weight = encoded.new_zeros(encoded.shape[:2]), encoded.new_zeros(length)
+    for start, stop in windows_of(length, window):
+        place = torch.arange(1, stop - start + 1, device=encoded.device, dtype=encoded.dtype)
+        near = torch.minimum(place, place.flip(0))
+        total[:, start:stop] += near * model.judge(encoded[:, start:stop])
+        weight[start:stop] += near
+    return total / weight

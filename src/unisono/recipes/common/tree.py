@@ -1,0 +1,117 @@
+"""The files of a data folder, and never a file outside it.
+
+Data folders are passed around, and what is written in them is not trusted: a line may say `../../etc/passwd`, and so
+may a link. Everything here goes by the listing of the folder, and a link counts only if its end is in the folder too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from unisono.config.values import shown
+from unisono.errors import ConfigError
+
+
+class Outside(ConfigError):
+    """A path that leads out of the folder."""
+
+    def __init__(self, path: object, folder: Path) -> None:
+        super().__init__(f"{path} leads out of {folder}; only files in that folder are read: copy it there")
+
+
+class Tree:
+    """A data folder. Paths in it are given as text with `/`, relative to it; hidden files are left out."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._root = folder.resolve()
+        # The hub's cache keeps files apart and fills its folders with links to them.
+        self._allowed = [self._root]
+        if self._root.parent.name == "snapshots":
+            self._allowed.append(self._root.parent.parent / "blobs")
+        self.not_followed: list[str] = []  # links to folders that `walk` came by
+        self._listings: dict[str, dict[str, os.DirEntry[str]]] = {}
+
+    def walk(self) -> Iterator[str]:
+        """The files, folder by folder; links to folders are not followed."""
+        folders = [""]
+        while folders:
+            folder = folders.pop()
+            for name, entry in self._listing(folder).items():
+                path = f"{folder}/{name}" if folder else name
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(path)
+                elif _leads_to(entry.is_dir):
+                    self.not_followed.append(path)
+                elif _leads_to(entry.is_file):
+                    yield path
+
+    def relative(self, path: str) -> str:
+        """The path, as somebody wrote it, relative to the folder; Outside if it is not in it."""
+        for root in (self._root, self.folder.absolute()) if os.path.isabs(path) else ("",):
+            inside = os.path.relpath(path, root) if root else os.path.normpath(path)
+            if inside != ".." and not inside.startswith("../"):
+                return inside
+        raise Outside(shown(path), self.folder)
+
+    def __contains__(self, path: str) -> bool:
+        """Whether there is such a file; Outside if it is a link that leads out."""
+        *folders, name = path.split("/")
+        for depth, folder in enumerate(folders):
+            entry = self._listing("/".join(folders[:depth])).get(folder)
+            if entry is None or not entry.is_dir(follow_symlinks=False):
+                return False
+        entry = self._listing("/".join(folders)).get(name)
+        if entry is None:
+            return False
+        if not _leads_to(entry.is_file):
+            return False
+        if entry.is_symlink():
+            end = Path(entry.path).resolve()
+            if not any(end.is_relative_to(root) for root in self._allowed):
+                raise Outside(f"the link {self.path(path)}", self.folder)
+        return True
+
+    def path(self, path: str) -> Path:
+        """Where a file of the folder is on the disk."""
+        return self.folder / path
+
+    def lines(self, path: str, most_bytes: int) -> Iterator[tuple[int, str]]:
+        """The lines of a text file with their numbers, from 1; ConfigError where they are not UTF-8."""
+        where = self.path(path)
+        try:
+            size = where.stat().st_size
+            if size > most_bytes:
+                raise ConfigError(f"{where} has {size:,} bytes, more than the {most_bytes:,} that such a file may have")
+            with where.open("rb") as file:
+                for number, line in enumerate(file, 1):
+                    # Only the ends of lines that people mean: str.splitlines knows eight more.
+                    yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+        except UnicodeDecodeError:
+            raise ConfigError(f"{where}, line {number}: not UTF-8 text; save the file as UTF-8") from None
+        except OSError as error:
+            raise ConfigError(f"{where} cannot be read ({error.strerror})") from None
+
+    def _listing(self, folder: str) -> dict[str, os.DirEntry[str]]:
+        if folder not in self._listings:
+            try:
+                with os.scandir(self.folder / folder) as entries:
+                    self._listings[folder] = {entry.name: entry for entry in entries if entry.name[0] != "."}
+            except OSError as error:
+                raise ConfigError(f"{self.folder / folder} cannot be listed ({error.strerror})") from None
+        return self._listings[folder]
+
+
+def _leads_to(kind: Callable[[], bool]) -> bool:
+    """Whether an entry is of this kind; a link that leads to itself is of none."""
+    try:
+        return kind()
+    except OSError:
+        return False
+
+
+def one_line(text: str) -> str:
+    """The text for a message, whatever is in it: names of files may hold line ends, and commands to the terminal."""
+    return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)

@@ -1,0 +1,1 @@
+"""Language models that rank, score and write pages for search."""

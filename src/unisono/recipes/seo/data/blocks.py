@@ -1,0 +1,134 @@
+"""Blocks of tokens on disk, and how they become one file."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from array import array
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono.checkpoint.manifest import sync_folder
+from unisono.errors import UserError
+from unisono.recipes.common.whole_files import partial_name, write_whole
+
+DONE, TOKENS, STARTS = "texts.json", "tokens.npy", "starts.npy"
+
+BLOCK_TEXTS = 8192
+BLOCK_CHARACTERS = 2**24
+"""A block ends with whichever comes first: it is held in memory as text."""
+
+
+class Facts(NamedTuple):
+    """What is in a folder that is filled."""
+
+    num_texts: int
+    num_tokens: int
+    num_cut: int
+    sizes: dict[str, int]
+
+
+def facts_of(folder: Path) -> Facts | None:
+    """What is in a folder; None if it is not filled, or damaged."""
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        told = json.loads((folder / DONE).read_bytes())
+        facts = Facts(int(told["num_texts"]), int(told["num_tokens"]), int(told["num_cut"]), dict(told["sizes"]))
+        if all((folder / name).stat().st_size == facts.sizes[name] for name in (TOKENS, STARTS)):
+            return facts
+    return None
+
+
+def blocks_of(texts: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
+    """The texts in blocks, which depend on the texts alone: every process cuts them alike."""
+    number, block, characters = 0, list[str](), 0
+    for text in texts:
+        block.append(text)
+        characters += len(text)
+        if len(block) >= BLOCK_TEXTS or characters >= BLOCK_CHARACTERS:
+            yield number, block
+            number, block, characters = number + 1, [], 0
+    if block:
+        yield number, block
+
+
+def block_name(number: int) -> str:
+    """The file of a block."""
+    return f"block-{number:08d}.npy"
+
+
+def packed(rows: list[list[int]], num_cut: int) -> bytes:
+    """A block as one array: how many texts, how many of them were cut, the length of each, all tokens."""
+    numbers = array("i", [len(rows), num_cut, *(len(row) for row in rows)])
+    for row in rows:
+        numbers.extend(row)
+    file = io.BytesIO()
+    np.save(file, np.frombuffer(numbers, np.int32), allow_pickle=False)
+    return file.getvalue()
+
+
+def join(folder: Path, num_blocks: int) -> None:
+    """Makes one file of all blocks, and removes them; nothing where another run has done so."""
+    if facts_of(folder) is None:
+        try:
+            _join(folder, num_blocks)
+        except FileNotFoundError:  # a run that shares the folder was faster, and has removed them
+            if facts_of(folder) is None:
+                raise UserError(f"{folder}: blocks of it are gone; start again, and they are made anew") from None
+        except OSError as error:
+            raise UserError(
+                f"{folder} cannot be written ({error.strerror}); make room, or use another folder"
+            ) from None
+    for block in folder.glob("block-*.npy"):
+        block.unlink(missing_ok=True)
+
+
+def _join(folder: Path, num_blocks: int) -> None:
+    lengths, num_cut = [np.zeros(0, np.int32)], 0
+    for number in range(num_blocks):
+        head, cut, _ = _unpacked(folder / block_name(number))
+        lengths.append(np.array(head))
+        num_cut += cut
+    starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(lengths), dtype=np.int64)])
+    file = io.BytesIO()
+    np.save(file, starts, allow_pickle=False)
+    write_whole(folder / STARTS, file.getvalue())
+    partial = partial_name(folder / TOKENS)
+    try:
+        with partial.open("xb") as new:
+            _write_tokens(new, folder, num_blocks, int(starts[-1]))
+        os.replace(partial, folder / TOKENS)
+    finally:
+        partial.unlink(missing_ok=True)
+    sizes = {name: (folder / name).stat().st_size for name in (TOKENS, STARTS)}
+    facts = Facts(len(starts) - 1, int(starts[-1]), num_cut, sizes)
+    write_whole(folder / DONE, json.dumps(facts._asdict()).encode())
+    sync_folder(folder)
+
+
+def _write_tokens(new: BinaryIO, folder: Path, num_blocks: int, num_tokens: int) -> None:
+    header = {"descr": np.dtype(np.int32).str, "fortran_order": False, "shape": (num_tokens,)}
+    np.lib.format.write_array_header_1_0(new, header)
+    for number in range(num_blocks):
+        new.write(np.ascontiguousarray(_unpacked(folder / block_name(number))[2]).data)
+    new.flush()
+    os.fsync(new.fileno())
+
+
+def _unpacked(path: Path) -> tuple[NDArray[np.int32], int, NDArray[np.int32]]:
+    """Lengths, number of cut texts and tokens of a block."""
+    try:
+        block = np.load(path, mmap_mode="r", allow_pickle=False)
+        num_texts, num_cut = (int(number) for number in block[:2])
+        lengths, tokens = block[2 : 2 + num_texts], block[2 + num_texts :]
+        if block.dtype != np.int32 or len(lengths) != num_texts or int(lengths.sum()) != len(tokens):
+            raise ValueError
+    except (ValueError, EOFError):
+        path.unlink(missing_ok=True)
+        raise UserError(f"{path} was damaged, and is removed; start again, and it is made anew") from None
+    return lengths, num_cut, tokens

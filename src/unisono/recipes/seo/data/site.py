@@ -1,0 +1,144 @@
+"""The pages of a site: a folder of HTML files, a sitemap, or a list of files.
+
+Only files are read, and only those in the folder (or beside the sitemap or list): addresses of a sitemap are looked for
+there by their path, as `wget --mirror` and static site generators lay pages out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import unquote
+
+from unisono.config.values import shown
+from unisono.errors import ConfigError
+from unisono.recipes.common.tree import Outside, Tree, one_line
+from unisono.recipes.seo.data.bad_rows import BadRows
+from unisono.recipes.seo.data.lines import lines_of, plain_suffix, read_start
+
+if TYPE_CHECKING:
+    from lxml.etree import _Element as Element
+
+PAGES = (".html", ".htm", ".xhtml")
+
+_MOST_BYTES = 2**26  # the protocol allows 50 MB
+_MOST_SITEMAPS = 1000
+_ADDRESS = re.compile(r"https?://", re.IGNORECASE)
+
+
+def pages_of(
+    path: str | Path, *, leave_out_bad: bool = False, said: Callable[[str], None] = lambda text: None
+) -> list[tuple[str, Path]]:
+    """The pages of a site, each with its name: the path in the folder, or what the sitemap or list calls it.
+
+    A page that is listed and not there is an error, or left out with `leave_out_bad`; `said` is told that.
+    """
+    place = Path(path).expanduser()
+    if place.is_dir():
+        tree = Tree(place)
+        names = sorted(name for name in tree.walk() if name.lower().endswith(PAGES) and name in tree)
+        if not names:
+            raise ConfigError(one_line(f"{place}: there is no page in it; expected files {' '.join(PAGES)}"))
+        return [(name, tree.path(name)) for name in names]
+    bad, tree = BadRows(leave_out_bad), Tree(place.parent)
+    pages: dict[str, Path] = {}
+    for where, name in _listed(place):
+        try:
+            file = _file_of(name, tree)
+        except Outside as outside:
+            raise ConfigError(one_line(f"{where}: {outside}")) from None
+        if file is None:
+            bad.add(where, f"{shown(name)} is not among the files in {place.parent}")
+        else:
+            pages.setdefault(name, file)
+    bad.tell(said, len(pages), "page", place)
+    return list(pages.items())
+
+
+def addresses_in(path: str | Path) -> list[str]:
+    """What a sitemap or a list names, as written: addresses or names of files."""
+    return list(dict.fromkeys(name for _, name in _listed(Path(path).expanduser())))
+
+
+def _listed(path: Path) -> Iterator[tuple[str, str]]:
+    """(where, name) of everything that is listed."""
+    if not path.is_file():
+        raise ConfigError(one_line(f"{path}: expected a folder of pages, a sitemap (.xml) or a list of files (.txt)"))
+    if plain_suffix(path) == ".xml":
+        yield from _sitemap(path)
+    elif plain_suffix(path) in (".txt", ".list", ".urls", ""):
+        length = 0
+        for number, line in lines_of(path):
+            length += len(line)
+            if length > _MOST_BYTES:
+                raise ConfigError(one_line(f"{path}: longer than {_MOST_BYTES // 2**20} MiB; that is no list of files"))
+            if line.strip() and not line.lstrip().startswith("#"):
+                yield f"{path}, line {number}", line.strip()
+    else:
+        raise ConfigError(one_line(f"{path}: expected a folder of pages, a sitemap (.xml) or a list of files (.txt)"))
+
+
+def _sitemap(top: Path) -> Iterator[tuple[str, str]]:
+    tree, waiting, known = Tree(top.parent), [top], {top}
+    while waiting:
+        path = waiting.pop(0)
+        kind, locations = _locations(path)
+        for location in locations:
+            if kind == "urlset":
+                yield str(path), location
+                continue
+            # A sitemap of sitemaps; they lie beside it, whatever their address is.
+            file = _file_of(location, tree) or _file_of(location.rpartition("/")[2], tree)
+            if file is None:
+                raise ConfigError(one_line(f"{path}: it lists the sitemap {shown(location)}; put that beside it"))
+            if file not in known and len(known) < _MOST_SITEMAPS:
+                known.add(file)
+                waiting.append(file)
+
+
+def _locations(path: Path) -> tuple[str, list[str]]:
+    from lxml import etree
+
+    content = read_start(path, _MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise ConfigError(one_line(f"{path}: larger than {_MOST_BYTES // 2**20} MiB; a sitemap is 50 MB at most"))
+    # No entities, no network, no documents from elsewhere: a sitemap is somebody else's file.
+    parser = etree.XMLParser(resolve_entities=False, no_network=True, load_dtd=False, huge_tree=False)
+    try:
+        root = etree.fromstring(content, parser)
+    except (etree.XMLSyntaxError, ValueError) as error:
+        raise ConfigError(one_line(f"{path}: not proper XML ({error})")) from None
+    kind = etree.QName(root).localname
+    if kind not in ("urlset", "sitemapindex"):
+        raise ConfigError(one_line(f"{path}: expected a sitemap, <urlset> or <sitemapindex>, found <{kind}>"))
+    return kind, [text for each in root.iter("{*}loc") if _is_entry(each) and (text := (each.text or "").strip())]
+
+
+def _is_entry(loc: Element) -> bool:
+    """Not <image:loc> and <video:loc>, which stand deeper and are no pages."""
+    from lxml import etree
+
+    parent = loc.getparent()
+    return parent is not None and etree.QName(parent).localname in ("url", "sitemap")
+
+
+def _file_of(name: str, tree: Tree) -> Path | None:
+    """The file that a name or an address means; None if it is not there."""
+    if _ADDRESS.match(name):
+        host, _, inside = re.split("[?#]", _ADDRESS.sub("", name), maxsplit=1)[0].partition("/")
+        inside = unquote(inside).lstrip("/")
+        starts = [f"{host}/{inside}", inside]  # wget makes a folder for the host
+    else:
+        starts = [unquote(name), name] if "%" in name else [name]
+    for start in starts:
+        if "\0" in start:
+            continue
+        relative = tree.relative(start) if start else "."
+        base = "" if relative == "." else relative
+        for ending in ("", ".html", "/index.html", "/index.htm", ".htm"):
+            candidate = f"{base}{ending}".lstrip("/")
+            if candidate and candidate in tree:
+                return tree.path(candidate)
+    return None

@@ -1,0 +1,39 @@
+"""Texts become tokens, and what tokens depend on becomes a name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+_VERSION = 1
+
+
+class Tokenize:
+    """Turns texts into tokens, special ones included unless told, cuts them to a limit, and counts what it has cut."""
+
+    def __init__(self, tokenizer: Any, limit: int, *, special_tokens: bool = True) -> None:
+        self._tokenizer, self._limit, self._special = tokenizer, limit, special_tokens
+        self.num_cut = 0
+
+    def __call__(self, texts: Sequence[str]) -> list[list[int]]:
+        """The tokens of each text."""
+        like: dict[str, Any] = {"add_special_tokens": self._special, "return_attention_mask": False, "verbose": False}
+        made = self._tokenizer(list(texts), truncation=True, max_length=self._limit, **like)
+        rows: list[list[int]] = made["input_ids"]
+        if made.encodings is not None:
+            self.num_cut += sum(bool(each.overflowing) for each in made.encodings)
+        else:  # a tokenizer in plain Python does not tell
+            suspects = [text for text, row in zip(texts, rows, strict=True) if len(row) >= self._limit]
+            whole = self._tokenizer(suspects, **like)["input_ids"] if suspects else []
+            self.num_cut += sum(len(row) > self._limit for row in whole)
+        nothing = self._tokenizer.eos_token_id or self._tokenizer.pad_token_id or 0
+        return [row or [nothing] for row in rows]  # of a text without any sign that the tokenizer knows
+
+
+def fingerprint_of(files: Iterable[Path], *further: Any) -> str:
+    """A name for what is computed from files, by their names, sizes and dates, and from whatever else decides."""
+    from unisono.recipes.common.fingerprint import together
+
+    facts = [(path.name, (stat := path.stat()).st_size, stat.st_mtime_ns) for path in files]
+    return together("texts", _VERSION, facts, *further)

@@ -1,0 +1,157 @@
+"""How well pages are ranked for queries: MRR, NDCG and Recall over pages that come in any order, on any rank.
+
+Of each query only its best pages are kept, so a million pages take no more memory than a thousand, and the best of
+several ranks are the best of each of them. The definitions are those of BEIR (trec_eval): a grade above 0 is relevant,
+a grade is its own gain in NDCG (not 2^grade - 1), the ideal order is that of all judged pages, and the mean is over the
+queries that have a relevant page. A relevant page that is not among the best counts as missed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Self
+
+import torch
+from torch import Tensor
+
+CUT = 10
+RECALLS = (1, 10, 100)
+_EMPTY = torch.iinfo(torch.int64).min
+_LOW = 0xFFFFFFFF
+# Equal scores (of a collapsed model, or in 16 bits) must not be ordered by page number as it is: where the relevant
+# pages come first in the file, they would come first in the ranking. So ties go by a scrambled number, another
+# permutation for each query: times an odd number modulo 2^32, plus the query's own shift.
+_SCRAMBLE, _SHIFT = 0x9E3779B1, 0x85EBCA77
+_UNSCRAMBLE = pow(_SCRAMBLE, -1, 2**32)
+
+
+class TopPages:
+    """The best pages of each query so far, and what they are worth; ranks' objects are merged exactly.
+
+    The same scores give the same figures in any number of parts and in any order. Scores are compared in float32; a
+    page whose score is NaN is not found at all.
+    """
+
+    update_called = False
+    sync_on_compute = False  # the engine merges
+
+    def __init__(self, judged: Mapping[int, Mapping[int, float]], num_queries: int, keep: int = 100) -> None:
+        triples = [
+            (query, page, grade) for query in sorted(judged) for page, grade in judged[query].items() if grade > 0
+        ]
+        self._keep = keep
+        self._judged = torch.tensor([triple[:2] for triple in triples], dtype=torch.int64).reshape(-1, 2)
+        self._grades = torch.tensor([triple[2] for triple in triples], dtype=torch.float64)
+        # One number holds a page's score and, below it, its tie-breaker: no two are equal, so topk has one answer.
+        self._best = torch.full((num_queries, keep), _EMPTY, dtype=torch.int64)
+
+    def update(self, scores: Tensor, page_numbers: Tensor, queries: Tensor | None = None) -> None:
+        """Takes scores [Q, P] of pages [P], or of pages [Q, P] that differ from query to query.
+
+        Row i is of query i, or of queries[i], which may occur several times. Each pair of query and page comes once.
+        """
+        self.update_called = True
+        everyone = queries is None
+        rows = torch.arange(len(self._best), device=self._best.device) if queries is None else queries
+        rows = rows.to(self._best.device, torch.int64)
+        keys = _keys(scores.detach().to(self._best.device), page_numbers.to(self._best.device), rows)
+        if not everyone:
+            rows, keys = _by_query(rows, keys)
+        if keys.shape[1] > self._keep:
+            keys = keys.topk(self._keep).values
+        best = self._best if everyone else self._best[rows]
+        best = torch.cat([best, keys], dim=1).topk(self._keep).values
+        self._best = best if everyone else self._best.index_copy(0, rows, best)
+
+    def merge_state(self, other: Self) -> None:
+        """Adds what another rank has found."""
+        self.update_called |= other.update_called
+        both = torch.cat([self._best, other._best.to(self._best.device)], dim=1)
+        self._best = both.topk(self._keep).values
+
+    def reset(self) -> None:
+        """Forgets all pages."""
+        self._best = torch.full_like(self._best, _EMPTY)
+        self.update_called = False
+
+    def to(self, device: torch.device | str) -> Self:
+        """Keeps them on a device."""
+        self._best = self._best.to(device)
+        return self
+
+    def cpu(self) -> Self:
+        """Keeps them in main memory."""
+        return self.to("cpu")
+
+    def pages(self) -> Tensor:
+        """[num_queries, keep] the numbers of the best pages, the best first; -1 where there are no more."""
+        rows = torch.arange(len(self._best), device=self._best.device)[:, None]
+        numbers = (((self._best & _LOW) - rows * _SHIFT) * _UNSCRAMBLE) & _LOW
+        return torch.where(self._best == _EMPTY, -1, numbers)
+
+    def compute(self) -> dict[str, float]:
+        """MRR@10, NDCG@10, Recall@1, @10 and @100 (those that `keep` allows)."""
+        return measures(self.pages().cpu(), self._judged, self._grades)
+
+
+def measures(pages: Tensor, judged: Tensor, grades: Tensor) -> dict[str, float]:
+    """The figures of ranked pages [Q, K] (-1: none), given relevant pairs [N, 2] of query and page and grades [N]."""
+    num_queries, kept = pages.shape
+    gains = _gains(pages, judged, grades)  # [Q, K]
+    relevant = torch.bincount(judged[:, 0], minlength=num_queries)
+    asked = relevant > 0
+    if not bool(asked.any()):
+        return {}
+    found = gains > 0
+    places = torch.arange(1, kept + 1, dtype=torch.float64)
+    of_each: dict[str, Tensor] = {}
+    if kept >= CUT:
+        of_each[f"MRR@{CUT}"] = (found[:, :CUT] / places[:CUT]).amax(dim=1)
+        discounts = 1 / torch.log2(places[:CUT] + 1)
+        of_each[f"NDCG@{CUT}"] = gains[:, :CUT] @ discounts / _ideal(judged, grades, num_queries).clamp(min=1e-300)
+    for cut in RECALLS:
+        if kept >= cut:
+            of_each[f"Recall@{cut}"] = found[:, :cut].sum(dim=1) / relevant.double()
+    return {name: float(values[asked].mean()) for name, values in of_each.items()}
+
+
+def _gains(pages: Tensor, judged: Tensor, grades: Tensor) -> Tensor:
+    """[Q, K] the grade of each ranked page; 0 of those not judged."""
+    known, order = ((judged[:, 0] << 32) | judged[:, 1]).sort()
+    rows = torch.arange(len(pages))[:, None]
+    asked = torch.where(pages < 0, -1, (rows << 32) | pages)
+    place = torch.searchsorted(known, asked).clamp(max=len(known) - 1)
+    return torch.where(known[place] == asked, grades[order][place], 0.0) if len(known) else torch.zeros(pages.shape)
+
+
+def _ideal(judged: Tensor, grades: Tensor, num_queries: int) -> Tensor:
+    """[Q] the DCG of the judged pages in their best order."""
+    best_first = grades.argsort(descending=True, stable=True)
+    order = best_first[judged[best_first, 0].argsort(stable=True)]  # by query, the best first
+    queries = judged[order, 0]
+    place = torch.arange(len(order)) - torch.searchsorted(queries, queries)  # 0 for the best of a query
+    discounted = torch.where(place < CUT, grades[order] / torch.log2(place + 2.0), 0.0)
+    return torch.zeros(num_queries, dtype=torch.float64).index_add(0, queries, discounted)
+
+
+def _keys(scores: Tensor, pages: Tensor, rows: Tensor) -> Tensor:
+    """[Q, P] one int64 each that orders by score, then by scrambled page number."""
+    scores = scores.float() + 0.0  # -0 is 0
+    bits = scores.view(torch.int32)
+    keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()  # as integers they compare like the floats
+    keys <<= 32
+    ties = (pages.long() * _SCRAMBLE & _LOW) + (rows * _SHIFT & _LOW)[:, None]
+    keys |= ties.bitwise_and_(_LOW)
+    return keys.masked_fill_(scores.isnan(), _EMPTY)
+
+
+def _by_query(rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Each query once, with all its keys in one row."""
+    order = rows.argsort(stable=True)
+    queries, group, counts = torch.unique_consecutive(rows[order], return_inverse=True, return_counts=True)
+    if len(queries) == len(rows):
+        return queries, keys[order]
+    place = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[group]
+    wide = keys.new_full((len(queries), int(counts.max()), keys.shape[1]), _EMPTY)
+    wide[group, place] = keys[order]
+    return queries, wide.flatten(1)

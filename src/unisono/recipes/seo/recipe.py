@@ -1,0 +1,222 @@
+"""The recipe `seo`: queries, pages and labels in, language models that rank, score or write pages out.
+
+Three tasks share it, each in a file of its own: `rank.py` and `cross.py` (which page answers a query), `score.py` (a
+number or a class of a page, from labels), `snippet.py` (a page's title or description). Nothing is learned without
+labels, and every figure stands beside what plain words, or no skill at all, would give. Rules about pages, which nobody
+has learned, are in `checks.py`; `unisono seo SITE --run RUN` puts both into one report.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from unisono.engine.recipe import Loss, Recipe, Work
+from unisono.errors import ConfigError
+from unisono.recipes.common.checks import check_paths, check_range
+from unisono.recipes.seo import settings
+
+if TYPE_CHECKING:  # `unisono train seo --help` need not wait for torch
+    from torch import Tensor, nn
+
+    from unisono.data.noise import Noise
+    from unisono.parallel.materialize import Weights
+    from unisono.recipes.common.lora_base import LoraBase
+    from unisono.recipes.seo.task import Task
+    from unisono.settings import Settings
+
+
+_PAIRS_AT_ONCE = 400
+
+
+class Seo(Recipe):
+    """Language models that rank, score and write pages for search."""
+
+    many_shapes = True
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "batch_size": 64,
+        "learning_rate": 5e-5,
+        "weight_decay": 0.01,
+        "warmup_steps": 50,
+        "lr_schedule": "linear",
+        "num_epochs": 3,
+        "num_workers": 2,
+        "eval_every": 500,
+        "save_every": 500,
+    }
+    aliases: ClassVar[Mapping[str, str]] = settings.ALIASES
+    fixed: ClassVar[Sequence[str]] = (
+        *("task", "model_name", "method", "pooling", "label", "write"),
+        *("num_eval", "hard_candidates"),  # what was learned from must not be held out later
+        *("lora_rank", "lora_alpha", "lora_targets"),
+    )
+    Config = settings.Config
+
+    @classmethod
+    def presets(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Which number says what the best checkpoint is, and what suits the built-in set."""
+        best = {"rank": ("eval/MRR@10", "max"), "score": ("eval/loss", "min"), "snippet": ("eval/loss", "min")}
+        metric, mode = best.get(str(values["task"]), best["rank"])
+        found: dict[str, Any] = {"best_metric": metric, "best_mode": mode}
+        if values["model_name"] == "tiny":
+            found["learning_rate"] = 1e-3
+        if values["task"] == "rank" and values["method"] == "cross" and isinstance(values["rerank"], int):
+            # A query comes with all the pages that are put in order: a batch of them is as large as one in training.
+            found["eval_batch_size"] = max(1, _PAIRS_AT_ONCE // max(1, values["rerank"]))
+        return found
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        check_config(config)
+        self._base: LoraBase | None = None  # of a LoRA, until it is noted
+
+    @cached_property
+    def task(self) -> Task:
+        """What is learned."""
+        config = self.config
+        found: Task
+        if config.task == "score":
+            from unisono.recipes.seo.score import Score
+
+            found = Score(config)
+        elif config.task == "snippet":
+            from unisono.recipes.seo.snippet import Snippet
+
+            found = Snippet(config)
+        elif config.method == "cross":
+            from unisono.recipes.seo.cross import CrossEncoder
+
+            found = CrossEncoder(config)
+        else:
+            from unisono.recipes.seo.rank import BiEncoder
+
+            found = BiEncoder(config)
+        if self.prepared is not None:
+            found.folder = self.prepared
+        self.metrics = found.metrics  # where the engine looks for them
+        return found
+
+    @property
+    def headline(self) -> Sequence[str]:  # type: ignore[override]
+        """The figures of the task and those beside them."""
+        return self.task.headline
+
+    def check_settings(self, settings: Settings) -> None:
+        """Refuses what a contrastive loss cannot be trained with."""
+        if self.coupled and settings.parallel.strategy == "dp":
+            raise ConfigError(
+                "strategy dp cuts batches apart that are sorted by length; use ddp (or --method cross), which is faster"
+            )
+
+    # What the engine asks, the task answers --------------------------------------------------------------------------
+
+    def prepare(self, work: Work) -> None:
+        """Reads the data and keeps its tokens."""
+        self.prepared = work.folder
+        self._base = self._beside and self._beside.to_note(work)
+        self.task.folder = work.folder
+        self.task.prepare(work)
+
+    def model(self) -> nn.Module:
+        """The task's model."""
+        found, said = self.task.model(), None
+        if self.global_batch:  # it will be trained
+            self.task.get_ready(found, flash_attention=self.flash_attention)
+            said = self.task.said_at_start(self.global_batch)
+        self.remarks = [*self.task.remarks, *([said] if said else [])]
+        return found
+
+    def weights(self, model: nn.Module) -> Weights | None:
+        """Of a LoRA: those that are not trained lie in the model's folder, and need not be in every checkpoint."""
+        from unisono.recipes.common.lora_base import AsLoaded
+
+        return AsLoaded() if self._beside else None
+
+    @cached_property
+    def _beside(self) -> LoraBase | None:
+        """What a LoRA is trained beside; refused where it is not what the run began with."""
+        from unisono.recipes.common.lora_base import LoraBase
+        from unisono.recipes.seo.models import place_of
+        from unisono.recipes.seo.tiny import TINY
+
+        name = self.config.model_name
+        if not self.config.lora_rank or name == TINY or self.prepared is None:  # all weights are in the checkpoint
+            return None
+        base = LoraBase(self.prepared, [place_of(name)])
+        base.check(f"model_name {name}")
+        return base
+
+    def _trains(self) -> None:
+        if self._base is not None:
+            self._base.note()
+            self._base = None
+
+    def dataset(self, split: str) -> Any:
+        """The task's data."""
+        return self.task.dataset(split)
+
+    def collate(self, items: list[Any]) -> Any:
+        """Padded to the longest."""
+        return self.task.collate(items)
+
+    @property
+    def coupled(self) -> bool:
+        """Whether each query is compared with the pages of all others."""
+        return self.task.coupled
+
+    def loss(self, model: nn.Module, batch: Any, noise: Noise) -> Loss:
+        """The task's loss, where samples do not meet."""
+        self._trains()
+        return self.task.loss(model, batch, noise)
+
+    def embed(self, model: nn.Module, batch: Any, noise: Noise) -> Mapping[str, Tensor]:
+        """Vectors of queries and pages."""
+        self._trains()
+        return self.task.embed(model, batch, noise)
+
+    def couple(self, rows: Mapping[str, Tensor]) -> Loss:
+        """The loss of a whole global batch."""
+        return self.task.couple(rows)
+
+    def before_evaluation(self, model: nn.Module) -> None:
+        """Vectors of the held-out queries."""
+        self.task.before_evaluation(model)
+
+    def evaluate(self, model: nn.Module, batch: Any, noise: Noise) -> Mapping[str, Any]:
+        """The task's measures, beside those of plain words and of no skill."""
+        task = copy.copy(self.task)
+        task.metrics = self.metrics  # of a stand-in the engine gives us copies, which it forgets
+        return task.evaluate(model, batch, noise)
+
+    def preview(self, model: nn.Module, step: int) -> Mapping[str, Any] | None:
+        """What a person wants to look at."""
+        return self.task.preview(model, step)
+
+    def export(self, model: nn.Module, folder: Path) -> None:
+        """What transformers and sentence-transformers load."""
+        self.task.export(model, folder)
+
+
+def check_config(config: settings.Config) -> None:
+    """Refuses settings that cannot be trained with."""
+    if not config.data_path:
+        told = {"rank": "queries and pages", "score": "pages and labels", "snippet": "pages and titles"}[config.task]
+        own = "" if config.task == "score" else ", or `debian`"
+        raise ConfigError(f"data_path: expected data, for instance a .csv of {told}{own}")
+    check_paths(config, ("data_path", "eval_data_path", "cache_dir", "model_name"))
+    least: dict[str, float] = {"max_length": 8, "query_length": 4, "length_groups": 1, "num_negatives": 0}
+    least |= {"rerank": 1, "target_length": 4, "scale": 1e-3, "lora_rank": 0, "lora_dropout": 0.0}
+    most: dict[str, float] = {"max_length": 2**17, "query_length": 2**17, "length_groups": 64, "num_negatives": 1000}
+    most |= {"rerank": 100}  # so many are kept of what plain words find
+    most |= {"target_length": 1024, "scale": 1e4, "lora_rank": 4096, "lora_dropout": 0.99}
+    check_range(config, least, most)
+    if config.lora_alpha is not None and not 0 < config.lora_alpha < math.inf:
+        raise ConfigError(f"lora_alpha: expected a number above 0, got {config.lora_alpha}")
+    for name in ("num_eval", "num_candidates"):
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{name}: expected at least 1, got {value}")

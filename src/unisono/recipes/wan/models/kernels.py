@@ -1,0 +1,265 @@
+"""Triton kernels for what lies between the matrix products of a Wan block.
+
+A row is a token. The sums over tokens that the backward pass needs (of modulation, norm weights and biases) are made
+on the way, while a row is there anyway: each program takes many rows and keeps its sums in registers. That is most of
+what these kernels gain. No atomics: the same numbers give the same sums.
+"""
+
+# Triton is not there on a machine without a GPU, and what it compiles is not Python.
+# mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_PROGRAMS = 4  # at a time on each multiprocessor
+_GELU = (8, 256, 32, 4)
+
+
+@triton.jit
+def _norm(
+    x,
+    o,
+    gate,
+    weight,
+    bias,
+    h,
+    y,
+    mean,
+    rstd,
+    rows,
+    width,
+    eps,
+    ADD: tl.constexpr,
+    GATE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    there = column < width
+    at = row * width + column
+    of_group = row // rows * width + column
+    value = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
+    if ADD:
+        added = tl.load(o + at, mask=there, other=0.0).to(tl.float32)
+        if GATE:
+            added *= tl.load(gate + of_group, mask=there, other=0.0).to(tl.float32)
+        rounded = (value + added).to(h.dtype.element_ty)
+        tl.store(h + at, rounded, mask=there)
+        value = rounded.to(tl.float32)
+    middle = tl.sum(value, 0) / width
+    centred = tl.where(there, value - middle, 0.0)
+    scale = tl.rsqrt(tl.sum(centred * centred, 0) / width + eps)
+    tl.store(mean + row, middle)
+    tl.store(rstd + row, scale)
+    w = tl.load(weight + of_group, mask=there, other=0.0).to(tl.float32)
+    b = tl.load(bias + of_group, mask=there, other=0.0).to(tl.float32)
+    tl.store(y + at, (centred * scale * w + b).to(y.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _norm_backward(
+    dh, dy, h, o, gate, weight, mean, rstd, dx, do, sums, rows, width,
+    GATE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    first, step, group = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    there = column < width
+    w = tl.load(weight + group * width + column, mask=there, other=0.0).to(tl.float32)
+    sum_w, sum_b = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    if GATE:
+        g = tl.load(gate + group * width + column, mask=there, other=0.0).to(tl.float32)
+        sum_g = tl.zeros((BLOCK,), tl.float32)
+    for number in range(first, rows, step):
+        row = group * rows + number
+        at = row * width + column
+        gradient = tl.load(dy + at, mask=there, other=0.0).to(tl.float32)
+        value = tl.load(h + at, mask=there, other=0.0).to(tl.float32)
+        passed = tl.load(dh + at, mask=there, other=0.0).to(tl.float32)
+        scale = tl.load(rstd + row)
+        normed = tl.where(there, (value - tl.load(mean + row)) * scale, 0.0)
+        sum_b += gradient
+        sum_w += gradient * normed
+        gradient *= w
+        along = tl.sum(gradient * normed, 0) / width
+        middle = tl.sum(gradient, 0) / width
+        total = (passed + scale * (gradient - middle - normed * along)).to(dx.dtype.element_ty)
+        tl.store(dx + at, total, mask=there)
+        if GATE:
+            total = total.to(tl.float32)
+            sum_g += total * tl.load(o + at, mask=there, other=0.0).to(tl.float32)
+            tl.store(do + at, (total * g).to(do.dtype.element_ty), mask=there)
+    place = sums + (group * step + first) * width + column
+    every = tl.num_programs(1).to(tl.int64) * step * width
+    tl.store(place, sum_w, mask=there)
+    tl.store(place + every, sum_b, mask=there)
+    if GATE:
+        tl.store(place + 2 * every, sum_g, mask=there)
+
+
+@triton.jit
+def _gate_backward(dh, o, gate, do, sums, rows, width, BLOCK: tl.constexpr):
+    first, step, group = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    there = column < width
+    g = tl.load(gate + group * width + column, mask=there, other=0.0).to(tl.float32)
+    sum_g = tl.zeros((BLOCK,), tl.float32)
+    for number in range(first, rows, step):
+        at = (group * rows + number) * width + column
+        total = tl.load(dh + at, mask=there, other=0.0).to(tl.float32)
+        sum_g += total * tl.load(o + at, mask=there, other=0.0).to(tl.float32)
+        tl.store(do + at, (total * g).to(do.dtype.element_ty), mask=there)
+    tl.store(sums + (group * step + first) * width + column, sum_g, mask=there)
+
+
+@triton.jit
+def _turn(x, weight, cosine, sine, y, rstd, tokens, width, head, eps, TURN: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    there = column < width
+    value = tl.load(x + row * width + column, mask=there, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
+    tl.store(rstd + row, scale)
+    value *= scale * tl.load(weight + column, mask=there, other=0.0).to(tl.float32)
+    if TURN:
+        pair = tl.arange(0, BLOCK // 2)
+        at = row % tokens * head + 2 * pair % head
+        c = tl.load(cosine + at, mask=2 * pair < width, other=0.0)
+        s = tl.load(sine + at + 1, mask=2 * pair < width, other=0.0)
+        left, right = tl.split(tl.reshape(value, (BLOCK // 2, 2)))
+        value = tl.reshape(tl.join(left * c - right * s, left * s + right * c), (BLOCK,))
+    tl.store(y + row * width + column, value.to(y.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _turn_backward(
+    dy, x, weight, cosine, sine, rstd, dx, sums, rows, tokens, width, head,
+    TURN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    first, step = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    column = tl.arange(0, BLOCK)
+    there = column < width
+    w = tl.load(weight + column, mask=there, other=0.0).to(tl.float32)
+    sum_w = tl.zeros((BLOCK,), tl.float32)
+    for row in range(first, rows, step):
+        gradient = tl.load(dy + row * width + column, mask=there, other=0.0).to(tl.float32)
+        if TURN:
+            pair = tl.arange(0, BLOCK // 2)
+            at = row % tokens * head + 2 * pair % head
+            c = tl.load(cosine + at, mask=2 * pair < width, other=0.0)
+            s = tl.load(sine + at + 1, mask=2 * pair < width, other=0.0)
+            left, right = tl.split(tl.reshape(gradient, (BLOCK // 2, 2)))
+            gradient = tl.reshape(tl.join(left * c + right * s, right * c - left * s), (BLOCK,))
+        scale = tl.load(rstd + row)
+        normed = tl.load(x + row * width + column, mask=there, other=0.0).to(tl.float32) * scale
+        sum_w += gradient * normed
+        gradient *= w
+        along = tl.sum(gradient * normed, 0) / width
+        found = scale * (gradient - normed * along)
+        tl.store(dx + row * width + column, found.to(dx.dtype.element_ty), mask=there)
+    tl.store(sums + first * width + column, sum_w, mask=there)
+
+
+@triton.jit
+def _gelu_backward(dy, x, dx, sums, rows, width, share, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    begin = tl.program_id(1) * share
+    end = tl.minimum(begin + share, rows)
+    total = tl.zeros((TILE, BLOCK), tl.float32)
+    for number in range(begin, end, TILE):
+        row = number + tl.arange(0, TILE)
+        there = (row < end)[:, None] & (column < width)[None, :]
+        at = row.to(tl.int64)[:, None] * width + column[None, :]
+        value = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
+        square = value * value
+        # tanh as a sigmoid: gelu(x) = x · sigmoid(2 · √(2/π) · (x + 0.044715 x³))
+        open = tl.sigmoid(1.5957691216057308 * value * (1.0 + 0.044715 * square))
+        slope = open + value * open * (1.0 - open) * 1.5957691216057308 * (1.0 + 0.134145 * square)
+        rounded = (tl.load(dy + at, mask=there, other=0.0).to(tl.float32) * slope).to(dx.dtype.element_ty)
+        tl.store(dx + at, rounded, mask=there)
+        total += rounded.to(tl.float32)
+    tl.store(sums + tl.program_id(1) * width + column, tl.sum(total, 0), mask=column < width)
+
+
+def _block(width: int) -> dict[str, int]:
+    block = triton.next_power_of_2(width)
+    return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}
+
+
+def _programs(rows: int, groups: int, device: torch.device) -> int:
+    at_once = _PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, min(rows, at_once // groups))
+
+
+def norm(
+    x: Tensor, o: Tensor | None, gate: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """h = x + o · gate, and its layer norm · weight + bias; with h's mean and 1 / standard deviation."""
+    rows, width, groups = x.numel() // x.shape[-1], x.shape[-1], weight.shape[0]
+    y, h = torch.empty_like(x), x if o is None else torch.empty_like(x)
+    mean, rstd = (x.new_empty(rows, dtype=torch.float32) for _ in range(2))  # no views: torch refuses them here
+    flags = {"ADD": o is not None, "GATE": gate is not None}
+    _norm[(rows,)](x, o, gate, weight, bias, h, y, mean, rstd, rows // groups, width, eps, **flags, **_block(width))
+    return (x.new_empty(0) if o is None else h), y, mean, rstd
+
+
+def norm_backward(
+    dh: Tensor, dy: Tensor, h: Tensor, o: Tensor | None, gate: Tensor | None, weight: Tensor, mean: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, of o (if gated; else it is that of x), and [weight, bias(, gate)] summed over tokens."""
+    width, groups = h.shape[-1], weight.shape[0]
+    rows = h.numel() // width // groups
+    programs = _programs(rows, groups, h.device)
+    dx, do = torch.empty_like(h), h.new_empty(0) if gate is None or o is None else torch.empty_like(o)
+    sums = h.new_empty(2 if gate is None else 3, groups, programs, width, dtype=torch.float32)
+    inside = (dh, dy, h, o, gate, weight, mean, rstd, dx, do, sums, rows, width)
+    _norm_backward[(programs, groups)](*inside, GATE=gate is not None, **_block(width))
+    return dx, do, sums.sum(2)
+
+
+def gate_backward(dh: Tensor, o: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of o and of gate in x + o · gate."""
+    width, groups = o.shape[-1], gate.shape[0]
+    rows = o.numel() // width // groups
+    programs = _programs(rows, groups, o.device)
+    do, sums = torch.empty_like(o), o.new_empty(groups, programs, width, dtype=torch.float32)
+    _gate_backward[(programs, groups)](dh, o, gate, do, sums, rows, width, **_block(width))
+    return do, sums.sum(1)
+
+
+def turn(
+    x: Tensor, weight: Tensor, cosine: Tensor | None, sine: Tensor | None, head: int, eps: float
+) -> tuple[Tensor, Tensor]:
+    """RMS norm · weight, turned by each token's angles; with 1 / root mean square."""
+    rows, width = x.numel() // x.shape[-1], x.shape[-1]
+    y, rstd = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
+    inside = (x, weight, cosine, sine, y, rstd, x.shape[-2], width, head, eps)
+    _turn[(rows,)](*inside, TURN=cosine is not None, **_block(width))
+    return y, rstd
+
+
+def turn_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, cosine: Tensor | None, sine: Tensor | None, rstd: Tensor, head: int
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x and of the weight."""
+    rows, width = x.numel() // x.shape[-1], x.shape[-1]
+    programs = _programs(rows, 1, x.device)
+    dx, sums = torch.empty_like(x), x.new_empty(programs, width, dtype=torch.float32)
+    inside = (dy, x, weight, cosine, sine, rstd, dx, sums, rows, x.shape[-2], width, head)
+    _turn_backward[(programs,)](*inside, TURN=cosine is not None, **_block(width))
+    return dx, sums.sum(0)
+
+
+def gelu_backward(dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradient of x in gelu(x), and its sum over tokens."""
+    rows, width = x.numel() // x.shape[-1], x.shape[-1]
+    tile, block, parts, warps = _GELU
+    share = tile * triton.cdiv(rows, parts * tile)
+    parts = triton.cdiv(rows, share)
+    dx, sums = torch.empty_like(x), x.new_empty(parts, width, dtype=torch.float32)
+    grid = (triton.cdiv(width, block), parts)
+    _gelu_backward[grid](dy, x, dx, sums, rows, width, share, TILE=tile, BLOCK=block, num_warps=warps)
+    return dx, sums.sum(0)

@@ -1,0 +1,1 @@
+"""The recipe `wan-distill`: a small Wan from a big one, from prompts alone."""

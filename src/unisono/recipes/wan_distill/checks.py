@@ -1,0 +1,93 @@
+"""Settings of the recipe that no run can be made of, found before anything is loaded or written."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from unisono.errors import ConfigError
+from unisono.recipes.common.checks import check_paths, check_range
+from unisono.recipes.wan.checks import check_frames, check_prompts
+
+_PATHS = ("teacher_path", "parts_path", "student_config", "data_path", "eval_data_path", "cache_dir")
+_WEIGHTS = ("velocity_weight", "flow_weight", "trajectory_weight", "few_step_weight", "feature_weight")
+_AT_LEAST = {"height": 0, "width": 0, "refresh_every": 0, "num_previews": 1}
+_AT_LEAST |= dict.fromkeys(("rollouts", "eval_rollouts", "rollout_batch", "teacher_steps", "pairs", "eval_levels"), 1)
+_AT_LEAST |= dict.fromkeys(("trajectory_points", "few_steps"), 1)
+_AT_MOST = {"height": 16_384, "width": 16_384, "num_frames": 100_001, "rollout_batch": 65_536, "teacher_steps": 1000}
+_AT_MOST |= {
+    "eval_rollouts": 1_000_000,
+    "trajectory_points": 1000,
+    "pairs": 1000,
+    "eval_levels": 1000,
+    "few_steps": 1000,
+    "num_previews": 10_000,
+    "rollouts": 1_000_000,
+}
+
+
+def check_config(config: Any) -> None:
+    """Refuses numbers out of range and settings that contradict each other."""
+    if not config.teacher_path:
+        raise ConfigError(
+            "no teacher: give --teacher_path FOLDER (a Wan model in diffusers' layout, or a hub id such as "
+            "Wan-AI/Wan2.1-T2V-1.3B-Diffusers), or --teacher_path tiny to try it out with nothing downloaded"
+        )
+    check_paths(config, _PATHS)
+    if not config.data_path:
+        raise ConfigError("no prompts: give --data_path FILE, a text file with one prompt in each line")
+    if config.data_path == "shapes" and str(config.teacher_path).lower() != "tiny":
+        raise ConfigError("data_path shapes is for the tiny teacher; give a text file with one prompt in each line")
+    check_range(config, _AT_LEAST, _AT_MOST)
+    for name in _WEIGHTS:
+        if not 0 <= getattr(config, name) < math.inf:
+            raise ConfigError(f"{name}: expected a number from 0 on, got {getattr(config, name)}")
+    if not any(getattr(config, name) for name in _WEIGHTS):
+        raise ConfigError(f"all of {', '.join(_WEIGHTS)} are 0: there is nothing to learn")
+    for name in ("guidance", "guidance_2"):
+        if not math.isfinite(getattr(config, name) or 0.0):
+            raise ConfigError(f"{name}: expected a finite number, got {getattr(config, name)}")
+    if not 0 < config.shift < math.inf:
+        raise ConfigError(f"shift: expected a number above 0, got {config.shift}")
+    check_frames(config.num_frames)
+    if bool(config.height) != bool(config.width):
+        raise ConfigError("height and width: give both, or neither")
+    if config.num_eval is not None and config.num_eval < 0:
+        raise ConfigError(f"num_eval: expected at least 0, got {config.num_eval}")
+    if config.few_step_weight and config.teacher_steps % config.few_steps:
+        raise ConfigError(
+            f"few_steps {config.few_steps}: the student takes some of the teacher's {config.teacher_steps} steps; make "
+            "teacher_steps a multiple of it"
+        )
+    if config.eval_data_path and config.num_eval:
+        raise ConfigError("eval_data_path and num_eval both hold out prompts; leave one of them out")
+    if config.trajectory_weight and config.few_step_weight:
+        raise ConfigError(
+            "trajectory_weight and few_step_weight keep different points of a path; leave one of them out"
+        )
+    check_prompts(config, "sample_prompts")
+    if not config.negative_prompt.isprintable():
+        raise ConfigError("negative_prompt: expected one line of text")
+    _check_online(config)
+
+
+def _check_online(config: Any) -> None:
+    if config.refresh_every and not config.online:
+        raise ConfigError("refresh_every: new samples need the teacher; add --online")
+    if config.online and (config.trajectory_weight or config.few_step_weight):
+        raise ConfigError(
+            "online asks the teacher at new noise levels only; leave out trajectory_weight, few_step_weight"
+        )
+    if config.feature_weight and not config.online:
+        raise ConfigError("feature_weight: what layers give is not kept; add --online")
+    if config.feature_weight and config.init != "teacher":
+        raise ConfigError(
+            "feature_weight compares layers that the student has from the teacher; leave out --init fresh"
+        )
+    if config.teacher_device_strategy == "balanced" and not config.online:
+        raise ConfigError(
+            "teacher_device_strategy balanced: while samples are drawn each GPU has a teacher of its own, of which cpu "
+            "brings one block at a time; balanced is for --online"
+        )
+    if config.teacher_device_strategy == "balanced" and config.teacher_dtype == "float8":
+        raise ConfigError("teacher_device_strategy balanced and teacher_dtype float8: use one of them")

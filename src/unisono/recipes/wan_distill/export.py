@@ -1,0 +1,42 @@
+"""The student as a pipeline that diffusers loads: its own transformer, and the teacher's other parts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from unisono.recipes.wan.models.experts import HIGH, LOW, Experts
+from unisono.recipes.wan.models.pipeline import write_pipeline
+from unisono.recipes.wan_distill.settings import HOW_TO_DRAW
+
+if TYPE_CHECKING:
+    from unisono.recipes.wan_distill.setup import Setup
+
+
+def write_student(setup: Setup, model: Experts, folder: Path) -> str:
+    """Writes the pipeline to an empty folder; returns what it is and how to draw with it."""
+    config, parts, prompt = setup.config, setup.parts, setup.preview_prompts[0]
+    others = {name: kind for name, kind in parts.components.items() if name not in (HIGH, LOW, "scheduler")}
+    # The teacher's sampler may be made for two experts, or for more steps than the student takes.
+    scheduler, steps = setup.student_scheduler()
+    source = replace(parts, transformers={}, components=others, boundary_ratio=None)
+    told = write_pipeline(folder, dict(model.named_children())[HIGH], source=source, boundary_ratio=None)
+    scheduler.save_pretrained(str(folder / "scheduler"))
+    index = folder / "model_index.json"
+    content = json.loads(index.read_text(encoding="utf-8"))
+    content["scheduler"] = ["diffusers", type(scheduler).__name__]
+    index.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    shape, space = setup.shape, setup.companions.geometry.space
+    drawing = {
+        "height": shape[2] * space,
+        "width": shape[3] * space,
+        "num_frames": config.num_frames,
+        "num_inference_steps": steps,
+        "guidance_scale": 1.0,
+    }
+    # For whoever has nothing but this folder; diffusers leaves it alone.
+    (folder / HOW_TO_DRAW).write_text(json.dumps(drawing, indent=2) + "\n", encoding="utf-8")
+    flags = ", ".join(f"{name}={value}" for name, value in drawing.items())
+    return f"{told}; draw with it: WanPipeline.from_pretrained({str(folder)!r})({prompt!r}, {flags})"

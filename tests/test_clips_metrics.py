@@ -1,0 +1,244 @@
+"""The measures are the field's own: worked out by hand, with the benchmark's odd rules, and chance without skill."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from unisono.errors import ConfigError
+from unisono.recipes.clips import baselines
+from unisono.recipes.clips.metrics import (
+    average_precision,
+    hit_at_1,
+    interpolated_average_precision,
+    kendall_tau,
+    mean_of,
+    of_video,
+    segment_means,
+    spearman_rho,
+    top_share_precision,
+)
+from unisono.recipes.clips.qvhighlights import main, qvhighlights
+
+
+def test_average_precision_of_a_small_list_is_as_worked_out_by_hand() -> None:
+    # Found in the order 1 0 0 1 1: precision 1, 2/4 and 3/5 where a positive is found.
+    marks, scores = [1, 0, 0, 1, 1], [0.9, 0.8, 0.7, 0.6, 0.5]
+    assert average_precision(marks, scores) == pytest.approx((1 + 2 / 4 + 3 / 5) / 3)
+    # Interpolated: the best precision at that recall or a higher one, so 2/4 counts as 3/5.
+    assert interpolated_average_precision(marks, scores) == pytest.approx((1 + 3 / 5 + 3 / 5) / 3)
+
+
+def test_order_in_the_list_decides_nothing() -> None:
+    rng = np.random.default_rng(0)
+    marks, scores = rng.random(50) < 0.3, rng.integers(0, 8, 50) / 8
+    mixed = rng.permutation(50)
+    for measure in (average_precision, interpolated_average_precision):
+        assert measure(marks[mixed], scores[mixed]) == measure(marks, scores)
+
+
+def test_clips_of_equal_score_are_found_together() -> None:
+    marks, scores = [1, 0, 1, 0], [0.9, 0.5, 0.5, 0.5]
+    assert average_precision(marks, scores) == pytest.approx((1 + 2 / 4) / 2)
+    # Three positives at one score are one point of the benchmark's curve, not three.
+    assert interpolated_average_precision([1, 1, 1, 1, 0, 0], [0.9, 0.5, 0.5, 0.5, 0.5, 0.5]) == pytest.approx(
+        (1 + 4 / 6) / 2
+    )
+    assert interpolated_average_precision([1, 0, 0, 1], [0.3] * 4) == 0.5
+
+
+def test_nothing_or_everything_positive_is_what_the_benchmark_says() -> None:
+    assert interpolated_average_precision([0, 0], [0.1, 0.2]) == 0
+    assert interpolated_average_precision([1, 1], [0.1, 0.2]) == 1
+    assert math.isnan(average_precision([0, 0], [0.1, 0.2]))
+
+
+def test_plain_average_precision_is_that_of_torchmetrics() -> None:
+    torch = pytest.importorskip("torch")
+    reference = pytest.importorskip("torchmetrics.functional.classification").binary_average_precision
+    rng = np.random.default_rng(1)
+    for _ in range(20):
+        marks, scores = rng.random(40) < 0.4, rng.integers(0, 20, 40) / 20
+        wanted = float(reference(torch.from_numpy(scores), torch.from_numpy(marks.astype(int))))
+        assert average_precision(marks, scores) == pytest.approx(wanted, abs=1e-6)
+
+
+def test_random_scores_are_near_the_share_of_positives() -> None:
+    rng = np.random.default_rng(2)
+    marks = np.arange(1000) % 5 == 0
+    found = [(average_precision(marks, rng.random(1000)), hit_at_1(marks, rng.random(1000))) for _ in range(400)]
+    precision, hits = np.mean(found, axis=0)
+    assert precision == pytest.approx(0.2, abs=0.01)
+    assert hits == pytest.approx(0.2, abs=0.06)
+
+
+def test_the_first_of_equal_scores_is_the_hit() -> None:
+    assert hit_at_1([0, 1], [0.5, 0.5]) == 0 and hit_at_1([1, 0], [0.5, 0.5]) == 1
+
+
+def test_rank_correlations_are_as_worked_out_by_hand() -> None:
+    # 6 pairs: (1,2) turned round, the other five in order.
+    assert kendall_tau([1, 2, 3, 4], [2, 1, 3, 4]) == pytest.approx((5 - 1) / 6)
+    assert spearman_rho([1, 2, 3, 4], [2, 1, 3, 4]) == pytest.approx(1 - 6 * 2 / (4 * 15))
+    # One tie in the truth: 5 pairs left of it, all in order, so τ-b is 5 / √(5·6).
+    assert kendall_tau([1, 1, 2, 3], [1, 2, 3, 4]) == pytest.approx(5 / math.sqrt(30))
+    assert spearman_rho([1, 1, 2, 3], [1, 2, 3, 4]) == pytest.approx(np.corrcoef([1.5, 1.5, 3, 4], [1, 2, 3, 4])[0, 1])
+    assert kendall_tau([3, 2, 1], [1, 2, 3]) == spearman_rho([3, 2, 1], [1, 2, 3]) == -1
+    for measure in (kendall_tau, spearman_rho):
+        assert measure([1, 2, 3], [0.5, 0.5, 0.5]) == 0
+        assert math.isnan(measure([1, 1, 1], [1, 2, 3]))
+        assert measure([1, math.nan, 2, 3], [1, 9, 2, 3]) == pytest.approx(1)
+
+
+def test_segments_are_means_over_time() -> None:
+    assert segment_means([1, 2, 3, 4, 5, 6, 7], 1.0).tolist() == [3, 6.5]
+    # Clips of 2 s in segments of 5 s: the third clip lies half in each.
+    assert segment_means([0, 0, 1, 1, 1], 2.0) == pytest.approx([0.2, 1])
+    assert segment_means([0, math.nan, 1, math.nan, math.nan, math.nan], 2.0)[0] == pytest.approx(1 / 3)
+    assert math.isnan(segment_means([0, math.nan, 1, math.nan, math.nan, math.nan], 2.0)[2])
+
+
+def test_the_best_share_of_segments_is_what_is_looked_for() -> None:
+    truth = np.repeat([0.1, 0.9, 0.5, 0.8], 5)
+    assert top_share_precision(truth, truth, 0.5, 1.0) == 1
+    assert top_share_precision(truth, -truth, 0.5, 1.0) == pytest.approx((1 / 3 + 2 / 4) / 2)
+    assert top_share_precision(truth, -truth, 0.15, 1.0) == pytest.approx(1 / 4)  # one at least
+    assert math.isnan(top_share_precision([1, 2], [1, 2], 0.5, 2.0))
+    rng = np.random.default_rng(3)
+    curve = rng.random(4000)
+    for share in (0.5, 0.15):
+        got = np.mean([top_share_precision(curve, rng.random(4000), share, 1.0) for _ in range(20)])
+        assert got == pytest.approx(share, abs=0.02)
+
+
+def test_a_perfect_scorer_is_perfect_and_unlabelled_clips_do_not_count() -> None:
+    truth = np.array([0, 0, 1, 0.6, math.nan, 0, 0.2, 0, 0, 1, 0.7, 0.1])
+    measured = of_video(truth, np.nan_to_num(truth, nan=5.0))
+    assert {name: round(value, 9) for name, value in measured.items()} == dict.fromkeys(measured, 1.0)
+    assert of_video(np.zeros(9), np.arange(9))["mAP"] != of_video(np.zeros(9), np.arange(9))["mAP"]  # NaN
+    assert mean_of([{"mAP": 1.0}, {"mAP": math.nan}, {"mAP": 0.5}]) == {"mAP": 0.75}
+
+
+def test_a_model_that_has_lost_its_mind_is_measured_all_the_same() -> None:
+    truth = np.array([0, 1.0, 0, 0, 0, 0, 0, 0])
+    measured = of_video(truth, np.full(8, math.nan))
+    assert measured["mAP"] == 1 / 8 and measured["HIT@1"] == 0 and measured["kendall_tau"] == 0
+    assert of_video(truth, [0, 0.5, math.nan, 0, 0, math.inf, 0, 0])["mAP"] == 1
+
+
+def query(qid: Any, clips: list[int], rows: list[list[int]], duration: float = 10) -> dict[str, Any]:
+    return {
+        "qid": qid,
+        "query": "x",
+        "duration": duration,
+        "vid": "v",
+        "relevant_clip_ids": clips,
+        "saliency_scores": rows,
+    }
+
+
+def written(path: Path, lines: list[Any]) -> str:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def test_qvhighlights_by_hand() -> None:
+    # Five clips, three annotators: the first marks clip 1, the second 1 and 2, the third none.
+    saliency = np.array([[0, 0, 0], [4, 4, 3], [2, 4, 0], [0, 0, 0], [0, 0, 0]], float)
+    scores = [0.1, 0.5, 0.3, 0.9, 0.2]  # order: 3 1 2 4 0
+    got = qvhighlights({1: scores}, {1: saliency})
+    # One positive at rank 2: 1/2. Two at ranks 2 and 3: both count 2/3. None: 0.
+    assert got == {"mAP": round(100 * (1 / 2 + 2 / 3 + 0) / 3, 2), "HIT@1": 0}
+    assert qvhighlights({1: [0, 0, 1, 0, 0]}, {1: saliency})["HIT@1"] == 100  # one annotator is enough
+    assert qvhighlights({1: [0, 0.5, 0.4]}, {1: saliency})["mAP"] == pytest.approx(66.67)  # missing scores are 0
+    # The highest score behind the video's end is a miss, and counts for nothing else.
+    assert qvhighlights({1: [0, 0.5, 0.4, 0, 0, 9]}, {1: saliency}) == {"mAP": 66.67, "HIT@1": 0}
+
+
+def test_the_evaluation_runs_alone_and_prints_json(tmp_path: Path) -> None:
+    truth = written(tmp_path / "G.jsonl", [query(1, [1, 2], [[4, 4, 3], [2, 4, 0]]), query("b", [0], [[3, 2, 2]], 9.9)])
+    guess = [{"qid": "b", "pred_saliency_scores": [1, 0, 0, 0]}, {"qid": 1, "pred_saliency_scores": [0, 1, 0.5, 0, 0]}]
+    command = [sys.executable, "-m", "unisono.recipes.clips.metrics", "--predictions"]
+    words = [written(tmp_path / "P.jsonl", guess), "--ground_truth", truth]
+    done = subprocess.run([*command, *words], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    # Query 1: 1, 1 and 0; query b: nobody said 4.
+    assert (found["mAP"], found["HIT@1"], found["num_queries"]) == (33.33, 50, 2)
+    assert found["by_level"]["Fair"] == {"mAP": 100, "HIT@1": 100}
+    refused = subprocess.run([*command, truth, "--ground_truth", truth], capture_output=True, text=True, cwd=tmp_path)
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and "pred_saliency_scores" in refused.stderr
+
+
+GOOD = {"qid": 1, "pred_saliency_scores": [0.5] * 5}
+
+
+@pytest.mark.parametrize(
+    ("predictions", "truth", "said"),
+    [
+        ([], [query(1, [0], [[4, 4, 4]])], "has no scores for 1"),
+        ([GOOD, {**GOOD, "qid": 2}], [query(1, [0], [[4, 4, 4]])], "does not have: 2"),
+        ([GOOD, GOOD], [query(1, [0], [[4, 4, 4]])], "line 2: qid 1 was there before"),
+        ([{"qid": 1, "pred_saliency_scores": [math.nan]}], [query(1, [0], [[4, 4, 4]])], "finite"),
+        ([{"qid": 1, "pred_saliency_scores": ["a"]}], [query(1, [0], [[4, 4, 4]])], "finite"),
+        ([GOOD], [query(1, [5], [[4, 4, 4]])], "0 to 4"),
+        ([GOOD], [query(1, [-1], [[4, 4, 4]])], "0 to 4"),
+        ([GOOD], [query(1, [0, 1], [[4, 4, 4]])], "one entry for each"),
+        ([GOOD], [query(1, [0, 1], [[4, 4, 4], [4, 4]])], "the same number of annotators"),
+        ([GOOD], [query(1, [0], [[4, 4, 4]], 0)], "duration"),
+        ([GOOD], [query(1, [0], [[4, 4, 4]], 1e300)], "duration"),
+        ([GOOD], [], "no query"),
+        ([GOOD], [[1]], "not a JSON object"),
+        ([GOOD], [{**query(1, [0], [[4, 4, 4]]), "qid": [1]}], "qid must be"),
+    ],
+)
+def test_files_that_do_not_fit_are_refused_in_a_line(
+    predictions: list[Any], truth: list[Any], said: str, tmp_path: Path
+) -> None:
+    words = ["--predictions", written(tmp_path / "P", predictions), "--ground-truth", written(tmp_path / "G", truth)]
+    with pytest.raises(ConfigError, match=said) as told:
+        main(words)
+    assert "\n" not in str(told.value)
+
+
+def test_what_is_no_jsonl_is_refused_in_a_line(tmp_path: Path) -> None:
+    truth = written(tmp_path / "G", [query(1, [0], [[4, 4, 4]])])
+    for number, content in enumerate((b"{", b"\xff\xfe\x00", b"[" * 100_000)):
+        (tmp_path / f"P{number}").write_bytes(json.dumps(GOOD).encode() + b"\n\n" + content)
+        with pytest.raises(ConfigError, match=f"P{number}, line 3: not JSON"):
+            main(["--predictions", str(tmp_path / f"P{number}"), "--ground_truth", truth])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        main(["--predictions", str(tmp_path / "none"), "--ground_truth", truth])
+
+
+NAMES = ("luma", "frame_difference", "loudness")
+
+
+def test_scorers_without_skill_say_what_they_go_by() -> None:
+    stats = np.array([[5, 0.1, 0], [5, 0.4, 0], [5, 0.2, 0], [5, 0.3, 0]], np.float16)
+    by = {kind: baselines.scores(kind, stats, NAMES, video="a.mp4") for kind in baselines.KINDS}
+    assert all(found.shape == (4,) and np.isfinite(found).all() for found in by.values())
+    assert np.argsort(by["frame_difference"]).tolist() == [0, 2, 3, 1] and np.ptp(by["frame_difference"]) == 1
+    assert by["loudness"].tolist() == [0, 0, 0, 0]  # no sound
+    assert by["centre"][1] == by["centre"][2] > by["centre"][0] == by["centre"][3]
+    assert all(sooner > later for sooner, later in pairwise(by["earliest"]))
+    assert (
+        baselines.kinds_for(["f0"]) == ("random", "centre", "earliest")
+        and baselines.kinds_for(NAMES) == baselines.KINDS
+    )
+
+
+def test_random_scores_belong_to_the_video() -> None:
+    stats = np.zeros((1000, 3), np.float16)
+    one, again, other = (baselines.scores("random", stats, NAMES, video=name) for name in ("a", "a", "b"))
+    assert (one == again).all() and (one != other).any()
+    assert one.mean() == pytest.approx(0.5, abs=0.05) and 0 <= one.min() <= one.max() < 1
+    assert len(baselines.scores("frame_difference", np.zeros((0, 3), np.float16), NAMES)) == 0

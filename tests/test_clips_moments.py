@@ -1,0 +1,162 @@
+"""The moments of a curve are the best ones, of allowed lengths, apart from each other, and always the same."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unisono.errors import ConfigError
+from unisono.recipes.clips.edges import Edge, shots, silences, snap
+from unisono.recipes.clips.moments import Moment, overlapping, pick
+
+
+def spans(moments: list[Moment]) -> list[tuple[float, float]]:
+    return [(moment.start, moment.end) for moment in moments]
+
+
+def test_peaks_become_moments_best_first() -> None:
+    scores = np.full(40, 0.1)
+    scores[10:13] = 0.7
+    scores[30:34] = 0.9
+    found = pick(scores, 2.0, number=2)
+    assert spans(found) == [(60, 68), (20, 26)]
+    assert [moment.score for moment in found] == pytest.approx([0.9, 0.7])
+
+
+def test_a_short_peak_is_given_the_shortest_length_on_its_better_side() -> None:
+    scores = np.full(20, 0.1)
+    scores[8:11] = [0.2, 1.0, 0.4]
+    assert spans(pick(scores, 2.0, number=1, shortest=4)) == [(18, 22)]
+    assert spans(pick(scores, 2.0, number=1, shortest=5)) == [(16, 22)]  # whole clips: 6 seconds are the least above 5
+
+
+def test_a_long_plateau_is_cut_at_the_longest_length() -> None:
+    scores = np.full(100, 0.1)
+    scores[20:60] = 0.9
+    found = pick(scores, 2.0, number=3, longest=30, gap=0)
+    assert spans(found)[:2] == [(40, 70), (70, 100)]
+    assert all(moment.seconds <= 30 for moment in found)
+
+
+def test_moments_keep_their_distance() -> None:
+    scores = np.linspace(0.5, 0.6, 60)
+    found = pick(scores, 2.0, number=10, shortest=4, longest=8, gap=6)
+    ordered = sorted(found, key=lambda moment: moment.start)
+    assert len(found) > 5
+    assert min(b.start - a.end for a, b in pairwise(ordered)) >= 6
+
+
+def test_nothing_to_prefer_gives_the_shortest_ones_from_the_beginning() -> None:
+    found = pick(np.full(50, 1 / 3), 2.0, number=3, shortest=6, gap=2)
+    assert spans(found) == [(0, 6), (8, 14), (16, 22)]
+
+
+def test_rounding_decides_nothing() -> None:
+    noisy = 0.5 + 1e-9 * np.random.default_rng(0).random(50)
+    assert spans(pick(noisy, 2.0, number=3)) == spans(pick(np.full(50, 0.5), 2.0, number=3))
+
+
+@pytest.mark.parametrize(("num_clips", "duration"), [(1, 0.5), (1, 2.0), (2, 3.1)])
+def test_a_video_shorter_than_the_shortest_moment_is_one(num_clips: int, duration: float) -> None:
+    assert spans(pick(np.ones(num_clips), 2.0, shortest=4, duration=duration)) == [(0, duration)]
+
+
+def test_a_moment_at_the_end_ends_with_the_video() -> None:
+    scores = [0.1] * 10 + [0.9, 0.9]
+    assert spans(pick(scores, 2.0, number=1, shortest=3, duration=23.2)) == [(20, 23.2)]
+
+
+def test_clips_without_a_score_are_in_no_moment() -> None:
+    scores = np.full(20, 0.5)
+    scores[4:7] = math.nan
+    scores[3] = scores[7] = 0.9
+    found = pick(scores, 2.0, number=9, shortest=4, gap=0)
+    assert found and all(moment.end <= 8 or moment.start >= 14 for moment in found)
+    assert pick([math.nan] * 5, 2.0) == [] and pick([], 2.0) == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"number": 0}, {"shortest": 0}, {"shortest": 9, "longest": 8}, {"gap": -1}, {"shortest": 4.5, "longest": 5}],
+)
+def test_lengths_that_cannot_be_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=r"expected|use --longest"):
+        pick(np.ones(9), 2.0, **wrong)  # type: ignore[arg-type]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    scores=st.lists(st.one_of(st.floats(0, 1), st.sampled_from([0.5, math.nan, 1.0])), min_size=1, max_size=80),
+    number=st.integers(1, 9),
+    shortest=st.sampled_from([1.0, 4.0, 7.0]),
+    longest=st.sampled_from([8.0, 30.0]),
+    gap=st.sampled_from([0.0, 2.0, 5.0]),
+    cut=st.floats(0, 1.9),
+)
+def test_whatever_the_scores_moments_are_allowed_ones(
+    scores: list[float], number: int, shortest: float, longest: float, gap: float, cut: float
+) -> None:
+    duration = 2.0 * len(scores) - cut
+    settings = {"shortest": shortest, "longest": longest, "gap": gap, "duration": duration}
+    found = pick(scores, 2.0, number=number, **settings)  # type: ignore[arg-type]
+    assert found == pick(scores, 2.0, number=number, **settings)  # type: ignore[arg-type]
+    assert len(found) <= number and not overlapping(found)
+    for moment in found:
+        assert 0 <= moment.start < moment.end <= duration + 1e-9
+        assert min(shortest, duration) - 1e-5 <= moment.seconds <= longest + 1e-5
+        assert math.isfinite(moment.score)
+    falling = [moment.score for moment in found]
+    assert all(later <= sooner + 2e-6 for sooner, later in pairwise(falling))
+
+
+def test_a_cut_is_found_at_its_frame_and_motion_is_none() -> None:
+    rng = np.random.default_rng(0)
+    one, two = (rng.integers(0, 255, (32, 48, 3), dtype=np.uint8) for _ in range(2))
+    two //= 3
+    frames = [np.roll(one, 2 * step, axis=1) for step in range(20)] + [np.roll(two, step, axis=1) for step in range(20)]
+    times = np.arange(40) / 25
+    found = shots(np.stack(frames), times)
+    assert [(edge.kind, edge.time) for edge in found] == [("shot", 20 / 25)]
+
+
+def test_a_flash_is_no_cut() -> None:
+    still = np.random.default_rng(1).integers(0, 200, (32, 32, 3), dtype=np.uint8)
+    frames = np.stack([still] * 30)
+    frames[15] = 255
+    assert shots(frames, np.arange(30) / 25) == []
+
+
+def test_a_pause_in_speech_is_found_in_its_middle() -> None:
+    times = np.arange(200) * 0.02
+    loudness = np.where((times > 1.0) & (times < 1.4), 0.002, 0.3)
+    (pause,) = silences(loudness, times)
+    assert pause.kind == "silence" and pause.time == pytest.approx(1.2, abs=0.03)
+    assert silences(np.full(200, 0.3), times) == [] and silences(np.zeros(200), times) == []
+
+
+def test_moments_snap_to_the_nearest_edge_within_reach_and_prefer_cuts() -> None:
+    edges = [Edge(9.4, "shot", 1.0), Edge(9.9, "silence", 1.0), Edge(21.5, "silence", 1.0), Edge(40.0, "shot", 1.0)]
+    (moment,) = snap([Moment(10, 20, 0.7)], edges, 1.0)
+    assert moment == Moment(9.4, 20, 0.7)
+    (moment,) = snap([Moment(10, 20, 0.7)], edges, 2.0)
+    assert moment == Moment(9.4, 21.5, 0.7)
+    assert snap([Moment(10, 20, 0.7)], edges, 0) == [Moment(10, 20, 0.7)]
+
+
+def test_snapping_keeps_moments_apart_and_of_allowed_length() -> None:
+    edges = [Edge(9.0, "shot", 1.0), Edge(11.0, "shot", 1.0), Edge(12.0, "shot", 1.0)]
+    found = snap([Moment(4, 10, 0.9), Moment(10.5, 14, 0.5)], edges, 2.0, shortest=3.5)
+    assert not overlapping(found)
+    assert all(moment.seconds >= 3.5 for moment in found)
+    # The first may not run into the second, which may well make room.
+    assert spans(snap([Moment(4, 10, 0.9), Moment(10.5, 14, 0.5)], [Edge(11.5, "shot", 1.0)], 2.0)) == [
+        (4, 10),
+        (11.5, 14),
+    ]
+    found = snap([Moment(2, 10, 0.9)], edges, 2.0, longest=8.5)
+    assert spans(found) == [(2, 9)]

@@ -1,0 +1,263 @@
+"""`unisono clips` leaves clips, a JSON file and a page that a browser plays, and a user's mistake is one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+from urllib.parse import unquote, unquote_to_bytes
+
+import numpy as np
+import pytest
+
+from browser import Browser
+from test_clips_cutting import made, seen
+from test_report import Page
+from unisono.cli import clips
+from unisono.cli.main import main
+from unisono.errors import ConfigError, UserError
+from unisono.recipes.clips.cutting import Cut
+from unisono.recipes.clips.footage import Footage
+from unisono.recipes.clips.moments import Moment
+from unisono.recipes.clips.page import clock, write_page
+
+ATTACK = "'\"><img src=x onerror=alert(1)>&lt;#?%2e #t=1"
+
+
+@dataclass
+class Judged:
+    scores: np.ndarray
+    clip_seconds: float = 2.0
+    has_sound: bool = True
+
+    @property
+    def duration(self) -> float:
+        return len(self.scores) * self.clip_seconds
+
+
+def scorer(video: Path) -> Judged:
+    return Judged(np.array([0.1, 0.2, 0.9, 0.8, 0.1, 0.1, 0.7, 0.75, 0.1, 0.0]))
+
+
+@pytest.fixture(scope="module")
+def video(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made(tmp_path_factory.mktemp("videos") / "a talk.mp4", seconds=20, cut_at=11.6)
+
+
+@pytest.fixture(scope="module")
+def done(video: Path) -> Path:
+    """The folder of a video whose clips have been cut."""
+    assert clips.main([str(video), "--output-dir", str(video.parent / "out"), "--num-clips=2", "--exact"], scorer) == 0
+    return video.parent / "out" / "a talk"
+
+
+def test_clips_are_the_best_moments_and_end_where_a_cut_is(done: Path) -> None:
+    told = json.loads((done / "clips.json").read_text())
+    assert told["video"] == "a talk.mp4" and told["duration"] == pytest.approx(20, abs=0.1)
+    assert told["scores"] == [0.1, 0.2, 0.9, 0.8, 0.1, 0.1, 0.7, 0.75, 0.1, 0.0]
+    first, second = told["clips"]
+    assert (first["start"], first["end"]) == (4, 8)
+    assert (second["start"], second["end"]) == (11.6, 16)  # the shot changes at 11.6, and the peak begins at 12
+    assert sorted(os.listdir(done)) == sorted(["clips.json", "page.html", first["file"], second["file"]])
+    assert first["file"] == "01_00h00m04s.mp4"
+    for clip in told["clips"]:
+        assert seen(done / clip["file"]).duration == pytest.approx(clip["end"] - clip["start"], abs=1 / 25)
+
+
+def test_the_page_needs_nothing_but_the_files_beside_it(done: Path) -> None:
+    page = Page((done / "page.html").read_text())
+    links = [a[name] for _, a in page.elements for name in ("src", "href") if name in a]
+    outside = [link for link in links if not link.startswith("data:image/jpeg;base64,")]
+    assert {(done / unquote(link.split("#")[0])).resolve() for link in outside} == {
+        done.parent.parent.joinpath("a talk.mp4").resolve(),
+        *(file.resolve() for file in done.glob("*.mp4")),
+    }
+    assert len(page.all("image")) == 12 and len(page.all("video")) == 3
+    assert not {tag for tag, _ in page.elements} & {"link", "iframe", "object", "base", "form"}
+
+
+def test_a_name_is_text_whatever_is_in_it(video: Path, tmp_path: Path) -> None:
+    odd = tmp_path / (ATTACK.replace("/", "") + "\n\udcff.mp4")
+    shutil.copy(video, odd)
+    out = tmp_path / "out"
+    assert clips.main([str(odd), "--output_dir", str(out), "--num_clips", "1"], scorer) == 0
+    (folder,) = out.iterdir()
+    page = Page((folder / "page.html").read_text())
+    assert len(page.all("script")) == 1 and not page.all("img")
+    assert all(not name.startswith("on") for _, attributes in page.elements for name in attributes)
+    assert "onerror=alert(1)" in page.text
+    whole = next(a["src"] for a in page.all("video") if a.get("id") == "whole")
+    assert whole is not None
+    assert os.path.samefile(os.fsencode(folder) + b"/" + unquote_to_bytes(whole), os.fsencode(odd))
+
+
+def test_a_page_without_clips_or_scores_is_still_a_page(video: Path, tmp_path: Path) -> None:
+    text = write_page(tmp_path / "a.html", Footage(video), [float("nan")] * 10, 2.0, []).read_text()
+    assert "No clip was found." in text and "nan" not in text.split("<main>")[1].split("<script>")[0]
+    with pytest.raises(UserError, match="nothing is overwritten"):
+        write_page(tmp_path / "a.html", Footage(video), [0.5] * 10, 2.0, [])
+    many = write_page(tmp_path / "b.html", Footage(video), np.random.default_rng(0).random(20_000), 0.001, [])
+    assert len(many.read_text()) < 200_000
+
+
+def test_a_copy_that_begins_early_says_so(video: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [str(video), "--output_dir", str(tmp_path), "--num_clips", "1", "--snap", "0", "--no_page"]
+    assert clips.main(words, lambda video: Judged(np.array([0.1, 0.9, 0.9, 0.1, 0.1]), 2.5)) == 0
+    assert "begin up to 0.5 s early" in capsys.readouterr().out
+    told = json.loads((tmp_path / "a talk" / "clips.json").read_text())
+    assert (told["clips"][0]["start"], told["clips"][0]["file_start"]) == (2.5, 2.0)
+    assert not (tmp_path / "a talk" / "page.html").exists()
+    cut = Cut(tmp_path / "x.mp4", 2.0, 7.5)
+    page = write_page(tmp_path / "p.html", Footage(video), [0.5] * 8, 2.5, [(Moment(2.5, 7.5, 0.9), cut)])
+    assert "The file begins 0.5 s earlier" in page.read_text()
+
+
+def test_a_crop_is_cut_upright(video: Path, tmp_path: Path) -> None:
+    words = [str(video), "--output_dir", str(tmp_path), "--num_clips", "1", "--crop", "9:16", "--no-page"]
+    assert clips.main(words, scorer) == 0
+    assert seen(next((tmp_path / "a talk").glob("*.mp4"))).size == (90, 50)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["none.mp4"], "no such file"),
+        (["{video}", "--num_clips", "0"], "num_clips 0"),
+        (["{video}", "--shortest", "9", "--longest", "3"], "shortest"),
+        (["{video}", "--shortest", "nan"], "shortest"),
+        (["{video}", "--gap", "-1"], "gap"),
+        (["{video}", "--snap", "inf"], "snap"),
+        (["{video}", "--crop", "tall"], "expected width:height"),
+        (["{video}", "{video}"], "two videos are called"),
+        (["{video}", "--output_dir", "{taken}"], "not an empty folder"),
+    ],
+)
+def test_a_mistake_is_one_line_and_nothing_is_written(
+    words: list[str], said: str, video: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taken = tmp_path / "taken"
+    (taken / "a talk").mkdir(parents=True)
+    (taken / "a talk" / "mine.txt").write_text("mine")
+    run = tmp_path / "run"
+    words = [word.format(video=video, taken=taken) for word in words]
+    words += [] if "--output_dir" in words else ["--output_dir", str(tmp_path / "out")]
+    assert main(["clips", *words, "--run", str(run)]) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and told.err.count("\n") == 1 and said in told.err
+    assert os.listdir(tmp_path) == ["taken"] and os.listdir(taken / "a talk") == ["mine.txt"]
+
+
+def test_a_video_that_cannot_be_read_is_named_and_the_others_are_made(
+    video: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken, good = tmp_path / "broken.mp4", tmp_path / "good.mp4"
+    broken.write_bytes(b"\0" * 5000)
+    shutil.copy(video, good)
+    words = [str(broken), str(good), "--output_dir", str(tmp_path / "out"), "--num_clips", "1", "--no_page"]
+    assert clips.main(words, scorer) == 2
+    assert "broken.mp4" in capsys.readouterr().err
+    assert os.listdir(tmp_path / "out") == ["good"]
+    with pytest.raises(UserError, match=r"broken\.mp4"):
+        clips.main([str(broken), "--output_dir", str(tmp_path / "out")], scorer)
+
+
+def test_what_fails_half_way_leaves_nothing(video: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("unisono.recipes.clips.page.write_page", full)
+    with pytest.raises(UserError, match="No space left"):
+        clips.main([str(video), "--output_dir", str(tmp_path)], scorer)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_run_that_is_none_is_refused(video: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["clips", str(video), "--run", str(tmp_path), "--output_dir", str(tmp_path / "out")]) == 2
+    assert "run.json" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    with pytest.raises(ConfigError, match="--device nonsense"):
+        clips.main([str(video), "--run", str(tmp_path), "--output_dir", str(tmp_path / "o"), "--device", "nonsense"])
+
+
+def test_times_are_written_as_on_a_clock() -> None:
+    assert [clock(seconds) for seconds in (0, 7.4, 59.6, 754, 3723)] == ["0:00", "0:07", "1:00", "12:34", "1:02:03"]
+
+
+LOADED = (
+    "document.readyState == 'complete' && "
+    "[...document.querySelectorAll('video')].filter(v => v.readyState >= 1).length == 3"
+)
+
+
+def test_a_browser_plays_the_clips_and_the_keyboard_reaches_them(browser: Browser, done: Path) -> None:
+    address = (done / "page.html").as_uri()
+    browser.events.clear()
+    browser("Page.navigate", url=address)
+    browser.wait(LOADED)
+    told = json.loads((done / "clips.json").read_text())
+    lengths = browser.ask("[...document.querySelectorAll('.clips video')].map(v => v.duration)")
+    assert lengths == pytest.approx([clip["end"] - clip["start"] for clip in told["clips"]], abs=0.04)
+    played = browser.ask(
+        "(async () => { const v = document.querySelector('.clips video'); v.muted = true; await v.play(); "
+        "await new Promise(done => v.addEventListener('timeupdate', () => v.currentTime > 0.2 && done())); v.pause(); "
+        "return [v.videoWidth, v.videoHeight, v.error]; })()"
+    )
+    assert played == [160, 90, None]
+    # It must not come to the place by playing up to it.
+    browser.ask("document.getElementById('whole').play = async () => {}; document.getElementById('whole').focus()")
+    for _ in range(20):
+        browser.press("Tab")
+        if browser.ask("document.activeElement.classList.contains('band')"):
+            break
+    assert browser.ask("document.activeElement.getAttribute('aria-label')").startswith("Clip 1: 0:04 to 0:08")
+    browser.press("Enter")
+    browser.wait("document.getElementById('whole').currentTime == 4")
+    assert browser.ask("location.href") == address  # it was sought, not left
+    browser.ask(
+        "(() => { const s = document.querySelector('svg'), b = s.getBoundingClientRect(); s.dispatchEvent(new "
+        "MouseEvent('click', {clientX: b.left + b.width * 0.5, clientY: b.bottom - 5, bubbles: true})); })()"
+    )
+    browser.wait("Math.abs(document.getElementById('whole').currentTime - 10) < 0.1")
+    asked = [e["params"]["request"]["url"] for e in browser.events if e["method"] == "Network.requestWillBeSent"]
+    assert len(asked) > 3 and all(url.startswith((done.parent.parent.as_uri(), "data:")) for url in asked), asked
+    wrong = [e["params"]["entry"]["text"] for e in browser.events if e["method"] == "Log.entryAdded"]
+    assert not wrong  # the page's own policy forbids nothing of it
+
+
+def test_the_page_has_a_dark_and_a_light_side_and_fits_a_phone(browser: Browser, done: Path) -> None:
+    browser("Page.navigate", url=(done / "page.html").as_uri())
+    browser.wait("document.readyState == 'complete' && !!document.querySelector('.clips')")
+    grounds = []
+    for scheme in ("light", "dark"):
+        browser("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        grounds.append(browser.ask("getComputedStyle(document.body).backgroundColor"))
+    assert grounds == ["rgb(246, 247, 249)", "rgb(16, 19, 24)"]
+    browser("Emulation.setDeviceMetricsOverride", width=360, height=740, deviceScaleFactor=1, mobile=True)
+    assert browser.ask("document.documentElement.scrollWidth") <= 360
+    browser("Emulation.clearDeviceMetricsOverride")
+
+
+def test_a_server_can_serve_it(browser: Browser, done: Path) -> None:
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(done.parent.parent)))
+    Thread(target=server.serve_forever, daemon=True).start()
+    browser("Page.navigate", url=f"http://127.0.0.1:{server.server_port}/out/a%20talk/page.html")
+    browser.wait(f"location.protocol == 'http:' && {LOADED}")
+    browser("Page.navigate", url="about:blank")
+    server.shutdown()
+
+
+def test_without_scripts_the_links_lead_into_the_video(done: Path) -> None:
+    page = Page((done / "page.html").read_text())
+    bands = [a["href"] or "" for a in page.all("a") if a.get("class") == "band"]
+    assert [link.split("#")[1] for link in bands] == ["t=4.000,8.000", "t=11.600,16.000"]
+    assert {(done / unquote(link.split("#")[0])).resolve().name for link in bands} == {"a talk.mp4"}
+    assert next(a for a in page.all("span") if a.get("id") == "how").keys() == {"id", "hidden"}

@@ -1,0 +1,168 @@
+"""The mirror set is what it says: real videos, the same every time, and no statistic tells highlights from decoys."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from unisono.errors import ConfigError
+from unisono.recipes.clips import synthetic
+from unisono.recipes.clips.features import STATS, column, log_mel, stats
+from unisono.recipes.clips.labels import read_labels
+from unisono.recipes.clips.synthetic import CALM, DECOY, HIGHLIGHT, frames_of, make, plan, sound_of
+from unisono.recipes.clips.video import clips, facts
+
+
+def auc(left: NDArray[np.floating], right: NDArray[np.floating]) -> float:
+    """How often a value of the left is above one of the right."""
+    difference = np.asarray(left, float)[:, None] - np.asarray(right, float)[None]
+    return float(((difference > 0) + 0.5 * (difference == 0)).mean())
+
+
+@pytest.fixture(scope="module")
+def mirror(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mirror") / "set"
+    make(folder, 8, seed=3)
+    return folder
+
+
+def table(folder: Path, num_videos: int, seed: int, pattern: str = "motion") -> tuple[NDArray[np.floating], ...]:
+    """The statistics of all clips as they come out of the files, and their kinds."""
+    rows, kinds = [], []
+    for number in range(num_videos):
+        for frames, sound in clips(folder / f"train_{number:04d}.mp4", 2.0, 8, (32, 32), 16_000):
+            rows.append(stats(frames, sound, 16_000))
+        kinds.append(plan(seed, "train", number, pattern=pattern).kinds)
+    return np.stack(rows).astype(float), np.concatenate(kinds)
+
+
+def test_the_files_are_videos_with_sound_and_their_labels_fit(mirror: Path) -> None:
+    assert sorted(path.name for path in mirror.iterdir()) == ["labels.csv", *(f"train_{n:04d}.mp4" for n in range(8))]
+    told = facts(mirror / "train_0000.mp4")
+    assert (told.duration, told.fps, told.height, told.width, told.has_sound) == (60.0, 4.0, 32, 32, True)
+    with av.open(str(mirror / "train_0000.mp4")) as container:
+        assert container.streams.video[0].codec_context.name in ("h264", "mpeg4")
+        assert container.streams.audio[0].codec_context.name == "aac"
+    for number, labelled in enumerate(read_labels(mirror, 2.0)):
+        np.testing.assert_array_equal(labelled.scores_for(30), plan(3, "train", number).scores)
+
+
+@pytest.fixture(scope="module")
+def measured(mirror: Path) -> tuple[NDArray[np.floating], ...]:
+    return table(mirror, 8, 3)
+
+
+def test_no_statistic_tells_highlights_from_decoys(measured: tuple[NDArray[np.floating], ...]) -> None:
+    values, kinds = measured
+    assert (kinds == HIGHLIGHT).sum() == (kinds == DECOY).sum() == 48
+    for name in STATS:
+        separation = auc(values[kinds == HIGHLIGHT, column(name)], values[kinds == DECOY, column(name)])
+        room = 0.05 if name in ("luma", "frame_difference", "loudness") else 0.1  # 48 pairs: chance alone is 0.06
+        assert abs(separation - 0.5) < room, (name, separation)
+
+
+def test_motion_tells_both_from_calm_and_loudness_tells_nothing(measured: tuple[NDArray[np.floating], ...]) -> None:
+    # So that half of what a scorer by motion points at is right, and of one by loudness what chance makes right.
+    values, kinds = measured
+    motion, loudness = (values[:, column(name)] for name in ("frame_difference", "loudness"))
+    assert auc(motion[kinds != CALM], motion[kinds == CALM]) > 0.99
+    assert 0.38 < auc(loudness[kinds != CALM], loudness[kinds == CALM]) < 0.62
+
+
+def test_the_direction_of_the_motion_tells_them_apart(mirror: Path) -> None:
+    """The pattern is there to be found: the angle by which the dot goes on, from the pictures in the files."""
+    x, y = np.meshgrid(*[np.arange(32) - 15.5] * 2)
+    for number in range(3):
+        kinds = plan(3, "train", number).kinds
+        video = list(clips(mirror / f"train_{number:04d}.mp4", 2.0, 8, (32, 32), 16_000))
+        ground = np.median(np.concatenate([frames for frames, _ in video]).astype(float), axis=0)
+        for kind, (frames, _) in zip(kinds, video, strict=True):
+            bright = np.abs(frames - ground).sum(-1) ** 3
+            across, down = ((bright * side).sum((1, 2)) / bright.sum((1, 2)) for side in (x, y))
+            angle = np.unwrap(np.arctan2(down - down.mean(), across - across.mean()))
+            if kind != CALM:
+                assert (angle[-1] > angle[0]) == (kind == HIGHLIGHT)
+
+
+def test_a_decoy_is_the_mirror_image_of_its_highlight() -> None:
+    shown = plan(0, "train", 0)
+    flat = synthetic.Plan(**{**shown.__dict__, "background": np.full((4, 4, 3), 70.0)})
+    frames = frames_of(flat).reshape(30, 8, 32, 32, 3)
+    decoys = {frames[clip].tobytes() for clip in np.flatnonzero(shown.kinds == DECOY)}
+    for clip in np.flatnonzero(shown.kinds == HIGHLIGHT):
+        assert np.ascontiguousarray(frames[clip][:, :, ::-1]).tobytes() in decoys
+    for of in (shown.loudness, shown.pitches, shown.sweeps):  # and they sound alike
+        assert sorted(of[shown.kinds == HIGHLIGHT]) == sorted(of[shown.kinds == DECOY])
+
+
+def test_the_same_seed_gives_the_same_set_and_another_one_another(tmp_path: Path) -> None:
+    assert make(tmp_path / "a", 2, seed=5).read_text() == make(tmp_path / "b", 2, seed=5).read_text()
+    assert make(tmp_path / "c", 2, seed=6).read_text() != (tmp_path / "a" / "labels.csv").read_text()
+    same, again = (plan(5, "test", 1) for _ in range(2))
+    np.testing.assert_array_equal(frames_of(same), frames_of(again))
+    np.testing.assert_array_equal(sound_of(same), sound_of(again))
+    assert not np.array_equal(same.kinds, plan(5, "train", 1).kinds)
+    assert not np.array_equal(same.kinds, plan(5, "test", 2).kinds)
+    # As it is today, on every machine and with every numpy.
+    assert np.flatnonzero(plan(0, "train", 0).kinds == HIGHLIGHT).tolist() == [0, 13, 14, 19, 25, 29]
+
+
+def test_with_the_pattern_in_the_sound_only_the_sound_tells(tmp_path: Path) -> None:
+    make(tmp_path / "s", 4, seed=2, pattern="sound")
+    values, kinds = table(tmp_path / "s", 4, 2, "sound")
+    for name in STATS:
+        assert 0.35 < auc(values[kinds == HIGHLIGHT, column(name)], values[kinds == DECOY, column(name)]) < 0.65, name
+    rising = []
+    for number in range(4):
+        for _, sound in clips(tmp_path / "s" / f"train_{number:04d}.mp4", 2.0, 8, (32, 32), 16_000):
+            pitch = log_mel(sound, 16_000, 20, 32).argmax(1)
+            rising.append(float(pitch[12:19].mean()) - float(pitch[1:8].mean()))
+    assert auc(np.array(rising)[kinds == HIGHLIGHT], np.array(rising)[kinds == DECOY]) == 1.0
+
+
+def test_with_no_pattern_neither_motion_nor_sound_tells() -> None:
+    turned, swept = [], []
+    for number in range(40):
+        shown = plan(0, "train", number, pattern="none")
+        highlights, decoys = shown.kinds == HIGHLIGHT, shown.kinds == DECOY
+        assert np.abs(shown.turns[highlights | decoys]).min() >= 0.7 > np.abs(shown.turns[shown.kinds == CALM]).max()
+        assert sorted(shown.turns[highlights]) == sorted(-shown.turns[decoys])  # twins are mirror images all the same
+        turned += [*(shown.turns[highlights] > 0)]
+        swept += [*(shown.sweeps[highlights] > 0)]
+    assert 0.4 < np.mean(turned) < 0.6 and 0.4 < np.mean(swept) < 0.6
+
+
+def test_noise_hides_the_dot() -> None:
+    shown = plan(0, "train", 0)
+    clear, light, heavy = (frames_of(shown, noise=noise).astype(float) for noise in (0.0, 0.05, 2.0))
+    assert np.std(light - clear) == pytest.approx(7, rel=0.05)  # 0.05 of 140, and the dot stays as it is
+    ground = np.median(clear, axis=0)
+    spread = np.std(heavy - ground)
+    assert 25 < spread < 32
+    # Averaged over the frames of the same picture, the dot that is left: about a tenth of what it was.
+    dot = clear - ground
+    left = float((dot * (heavy - ground)).sum() / (dot * dot).sum())
+    assert left == pytest.approx(30 / (2 * 140), abs=0.03)
+    np.testing.assert_array_equal(frames_of(shown, noise=2.0), heavy)
+
+
+def test_nothing_is_overwritten_and_mistakes_are_said(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="nothing is overwritten"):
+        make(tmp_path, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+    for wrong in ({"num_videos": 0}, {"num_clips": 2}, {"pattern": "x"}, {"size": 7}, {"noise": -1}):
+        with pytest.raises(ConfigError):
+            make(tmp_path / "new", **{"num_videos": 1, **wrong})  # type: ignore[arg-type]
+        assert not (tmp_path / "new").exists()
+
+
+def test_a_video_takes_less_than_half_a_second(tmp_path: Path) -> None:
+    began = time.process_time()
+    make(tmp_path / "a", 4)
+    assert (time.process_time() - began) / 4 < 0.5

@@ -1,0 +1,263 @@
+"""Losses that compare the samples of a global batch: any ranks and micro-batches give what one big batch does."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import unisono
+from many_runs import Copy, Outcome, Run, identical, largest_difference, many_runs
+from recipes_for_tests import Pairs, SentenceData
+from unisono.checkpoint.export import load_whole
+from unisono.engine.coupled import CoupledGradient
+from unisono.engine.gradient import Try
+from unisono.errors import ConfigError, RecipeError
+
+BATCH = 14
+EXACT = {
+    "dtype": "float64",
+    "global_batch_size": BATCH,
+    "num_samples": 33,  # an epoch ends inside a step
+    "max_steps": 5,
+    "save_every": 2,
+    "keep_last": 9,
+    "lr_schedule": "constant",
+}
+LAYOUTS = {
+    f"{ranks} x {parts}{' by length' * by_length}{' fsdp' * (strategy == 'fsdp')}": (ranks, parts, by_length, strategy)
+    for ranks in (1, 2, 3)
+    for parts in (1, 4)
+    for by_length in (False, True)
+    for strategy in (("single",) if ranks == 1 else ("ddp", "fsdp"))
+}
+ONE = "1 x 1"
+TORN = {"torn": "4,9", "max_bad_samples": 9}
+
+
+def settings(ranks: int, parts: int, by_length: bool, strategy: str) -> dict[str, Any]:
+    micro = -(-BATCH // (ranks * parts))
+    return EXACT | {"batch_size": micro, "by_length": by_length, "strategy": strategy}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    """Every layout, and what can happen to one."""
+    two = settings(2, 4, False, "ddp")
+    wanted = [Run(name, name, layout[0], settings(*layout), recipe="Pairs") for name, layout in LAYOUTS.items()]
+    one, few = settings(1, 4, False, "single"), {"num_samples": 2, "global_batch_size": 2}
+    others = {
+        "never guarded": (2, two | {"guard_steps": 0}),
+        "out of memory": (2, two | {"inject": "oom@rank1:step2:forward"}),
+        "out of memory later": (2, two | {"inject": "oom@rank0:step3:backward"}),
+        "not a number": (2, two | {"inject": "nan@rank0:step2"}),
+        "static graph": (2, two | {"static_graph": True}),
+        "recomputed": (1, one | {"activation_checkpointing": True}),
+        "torn 1": (1, one | TORN),
+        "torn 2": (2, two | TORN),
+        "dropout once": (1, one | {"dropout": 0.3}),
+        "dropout again": (1, one | {"dropout": 0.3}),
+        "few samples": (3, settings(3, 1, False, "ddp") | few),
+        "few samples on one": (1, settings(1, 1, False, "single") | few),
+    }
+    wanted += [Run(name, name, world, each, recipe="Pairs") for name, (world, each) in others.items()]
+    wanted.append(Run("went on", "went on", 3, settings(3, 1, False, "ddp"), Copy("2 x 4", 2), recipe="Pairs"))
+    return many_runs(wanted, tmp_path_factory.mktemp("coupled"))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_is_the_same_run(name: str, runs: dict[str, Outcome]) -> None:
+    one, other = runs[ONE], runs[name]
+    assert other.main.get("status") == "done", other.main
+    assert len(one.losses()) == 5 and one.losses()[-1] < one.losses()[0]
+    torch.testing.assert_close(other.losses(), one.losses(), rtol=0, atol=1e-10)
+    assert largest_difference(one.weights(), other.weights()) < 1e-10
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_only_one_micro_batch_keeps_its_graph(name: str, runs: dict[str, Outcome]) -> None:
+    """Each has two: of its left and its right end."""
+    for rank in range(LAYOUTS[name][0]):
+        assert int((runs[name].record / f"graphs.{rank}").read_text()) == 2
+
+
+def test_with_one_micro_batch_nothing_is_computed_twice(runs: dict[str, Outcome]) -> None:
+    assert len((runs[ONE].record / "train.0").read_text().splitlines()) == 5
+    assert len((runs["1 x 4"].record / "train.0").read_text().splitlines()) == 5 * (4 + 3)
+
+
+def test_metrics_are_those_of_the_whole_batch(runs: dict[str, Outcome]) -> None:
+    for one, other in zip(runs[ONE].steps(), runs["3 x 4 by length fsdp"].steps(), strict=True):
+        assert one["ids"] == other["ids"] and 0 < one["even"] == other["even"] < 1
+
+
+@pytest.mark.parametrize(
+    "name", ["went on", "never guarded", "out of memory", "out of memory later", "static graph", "recomputed"]
+)
+def test_what_happens_to_a_run_does_not_change_it(name: str, runs: dict[str, Outcome]) -> None:
+    assert runs[name].main.get("status") == "done", runs[name].main
+    torch.testing.assert_close(runs[name].losses(), runs[ONE].losses(), rtol=0, atol=1e-10)
+    assert largest_difference(runs[ONE].weights(), runs[name].weights()) < 1e-10
+
+
+def test_memory_ran_out_and_smaller_micro_batches_did_it(runs: dict[str, Outcome]) -> None:
+    assert len(runs["out of memory"].events("oom")) == len(runs["out of memory later"].events("oom")) == 1
+
+
+def test_a_step_that_is_not_finite_is_left_out(runs: dict[str, Outcome]) -> None:
+    skipped = [line["skipped"] for line in runs["not a number"].steps()]
+    assert skipped == [0, 1, 1, 1, 1]  # so far
+
+
+def test_samples_that_cannot_be_read_are_nobodys_neighbours(runs: dict[str, Outcome]) -> None:
+    one, two = runs["torn 1"], runs["torn 2"]
+    torch.testing.assert_close(two.losses(), one.losses(), rtol=0, atol=1e-10)
+    assert largest_difference(one.weights(), two.weights()) < 1e-10
+    assert (one.losses() - runs[ONE].losses()).abs().max() > 1e-3
+
+
+def test_rows_come_in_the_type_they_were_given(tmp_path: Path) -> None:
+    """A truth that came as a number would be another one after `~`."""
+    AsGiven.found = {}
+    unisono.train(AsGiven, batch_size=2, global_batch_size=4, max_steps=1, gpus="0", output_dir=str(tmp_path / "run"))
+    assert AsGiven.found == {"even": torch.bool, "ids": torch.int64, "left": torch.float32, "right": torch.float32}
+
+
+class AsGiven(Pairs):
+    """Notes the types of rows."""
+
+    found: ClassVar[dict[str, torch.dtype]] = {}
+
+    def couple(self, rows: Any) -> Any:
+        self.found.update({name: each.dtype for name, each in rows.items()})
+        return super().couple(rows)
+
+
+def test_memory_that_runs_out_while_rows_are_exchanged_is_not_kept_to_oneself() -> None:
+    """Others wait for this rank's rows: going on to the next question would leave them there."""
+    gradient = CoupledGradient.__new__(CoupledGradient)
+
+    def runs_out(*arguments: Any) -> Any:
+        raise torch.OutOfMemoryError("out of memory")
+
+    gradient._gather = runs_out  # type: ignore[method-assign]
+    gradient._strategy = SimpleNamespace(collective=True, guardable=True)  # type: ignore[assignment]
+    with pytest.raises(torch.OutOfMemoryError):
+        gradient._couple([], [], Try(guarded=True), False)
+
+
+def test_dropout_is_the_same_in_both_passes(runs: dict[str, Outcome]) -> None:
+    """Otherwise the gradient would be of other rows than the loss; two runs of the same layout agree to the bit."""
+    once, again = runs["dropout once"], runs["dropout again"]
+    assert identical(once.weights(), again.weights())
+    assert (once.losses() - runs[ONE].losses()).abs().max() > 1e-3
+
+
+def test_a_rank_without_samples_joins_in(runs: dict[str, Outcome]) -> None:
+    few, one = runs["few samples"], runs["few samples on one"]
+    assert few.main.get("status") == "done", few.main
+    torch.testing.assert_close(few.losses(), one.losses(), rtol=0, atol=1e-10)
+    assert largest_difference(one.weights(), few.weights()) < 1e-10
+
+
+def test_dropouts_gradient_is_that_of_the_loss(tmp_path: Path) -> None:
+    """A small step down the gradient lowers the loss of the same dropout by the gradient's square times the rate."""
+    common = {"global_batch_size": 12, "batch_size": 3, "num_samples": 12, "dropout": 0.4, "dtype": "float64"}
+    common |= {"optimizer": "sgd", "beta1": 0.0, "weight_decay": 0.0, "grad_clip": 0.0, "lr_schedule": "constant"}
+    common |= {"augment": False, "warmup_steps": 0, "gpus": "0", "noise": 0.0, "shuffle": False}
+    rate, lines = 1e-6, []
+    for number in range(2):
+        folder = tmp_path / str(number)
+        start = {"max_steps": 1, "learning_rate": rate}
+        unisono.train(SameDropout, **common, **start, output_dir=str(folder))
+        lines.append(json.loads((folder / "metrics.jsonl").read_text().splitlines()[0]))
+        SameDropout.begin_with = load_whole(folder / "checkpoints" / "step_00000001", "model.")
+    fell = lines[0]["loss"] - lines[1]["loss"]
+    assert fell == pytest.approx(rate * lines[0]["grad_norm"] ** 2, rel=1e-3)
+
+
+class SameDropout(Pairs):
+    """Begins with weights that were trained before."""
+
+    begin_with: ClassVar[dict[str, torch.Tensor] | None] = None
+
+    def model(self) -> Any:
+        model = super().model()
+        if self.begin_with is not None:
+            model.double().load_state_dict(self.begin_with)
+        return model
+
+
+@dataclass
+class _Config(Pairs.Config):
+    flaw: str = ""
+    """What is wrong."""
+
+
+class Flawed(Pairs):
+    """A recipe of which something is wrong."""
+
+    Config = _Config
+
+    def embed(self, model: Any, batch: Any, noise: Any) -> Any:
+        rows = super().embed(model, batch, noise)
+        flawed = {
+            "list": list(rows.values()),
+            "short": {"left": rows["left"][:1]},
+            "scalar": {"left": rows["left"].sum()},
+        }
+        return flawed.get(self.config.flaw, rows)
+
+    def couple(self, rows: Any) -> Any:
+        loss = super().couple(rows)
+        return {"number": loss.total, "detached": unisono.Loss(loss.total.detach(), 1)}.get(self.config.flaw, loss)
+
+
+class WithoutEmbed(Pairs):
+    """Has one of the two only."""
+
+    embed = unisono.Recipe.embed
+
+
+class Measured(Pairs):
+    """Evaluates nothing that it says how."""
+
+    evaluate = unisono.Recipe.evaluate
+
+    def dataset(self, split: str) -> Any:
+        return SentenceData(8, False)
+
+
+@pytest.mark.parametrize(
+    ("flaw", "said"),
+    [
+        ("list", r"embed\(\) must return a mapping of tensors"),
+        ("short", r"embed\(\): left is 1 rows for 4 samples"),
+        ("scalar", r"embed\(\): left is a single number for 4 samples"),
+        ("number", r"loss\(\) returned Tensor"),
+        ("detached", r"total does not depend"),
+    ],
+)
+def test_a_recipe_that_is_wrong_is_told_how(flaw: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=said):
+        unisono.train(Flawed, flaw=flaw, batch_size=4, max_steps=1, gpus="0", output_dir=str(tmp_path / "run"))
+
+
+def test_embed_and_couple_come_together(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"has no embed\(\)"):
+        unisono.train(WithoutEmbed, max_steps=1, gpus="0", output_dir=str(tmp_path / "run"))
+
+
+def test_such_a_recipe_says_itself_how_it_is_evaluated(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"evaluate\(\)"):
+        unisono.train(Measured, batch_size=4, max_steps=1, gpus="0", output_dir=str(tmp_path / "run"))
+
+
+def test_such_a_step_is_not_recorded(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cuda_graph"):
+        unisono.train(Pairs, batch_size=4, max_steps=1, gpus="0", cuda_graph=True, output_dir=str(tmp_path / "run"))

@@ -1,0 +1,866 @@
+"""unisono.multi_gpu: one's own model, data and loop, on one device and on several, with the same result."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import os
+import pickle
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
+
+from ranks import run_ranks
+from unisono import Loss, multi_gpu
+from unisono.checkpoint.shards import write_shards
+from unisono.cluster.environment import World
+from unisono.data.order import Order, Strides
+from unisono.devices import Gpu, visible_gpus
+from unisono.errors import ConfigError, RecipeError, UserError
+from unisono.multi_gpu import (
+    DataParallelTrainer,
+    DistributedDataParallelTrainer,
+    MultiGPUConfig,
+    MultiGPUTrainingManager,
+    OptimizedDataParallel,
+    TrainingError,
+    benchmark_multi_gpu_performance,
+    cleanup_distributed_training,
+    get_gpu_info,
+    get_optimal_batch_size,
+    launch_distributed_training,
+    launch_multi_gpu_training,
+    load_weights,
+    select_optimal_gpus,
+    setup_distributed_training,
+)
+from unisono.multi_gpu.gpus import take_devices
+
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+NUM, BATCH = 20, 6  # the last batch of an epoch has 2 samples
+EXACT = {"dtype": "float64", "tensorboard": False}
+KNOWN = {
+    "num_gpus": None,
+    "gpu_ids": None,
+    "min_memory_gb": 4.0,
+    "strategy": "auto",
+    "backend": "nccl",
+    "world_size": None,
+    "rank": None,
+    "local_rank": None,
+    "master_addr": "localhost",
+    "master_port": "12355",
+    "pin_memory": True,
+    "num_workers": 4,
+    "persistent_workers": True,
+    "find_unused_parameters": False,
+    "broadcast_buffers": True,
+    "bucket_cap_mb": 25,
+    "gradient_as_bucket_view": False,
+    "static_graph": False,
+    "memory_efficient_find_unused_parameters": False,
+}
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for room in ("gpus", "launch", "benchmark"):
+        monkeypatch.setattr(f"unisono.multi_gpu.{room}.visible_gpus", lambda: [])
+
+
+def create_model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def create_datasets() -> tuple[Dataset[Any], Dataset[Any]]:
+    draw = torch.Generator().manual_seed(2)
+    x = torch.randn(NUM + 10, 3, generator=draw)
+    y = (x[:, 0] * x[:, 1] > 0).long()
+    return TensorDataset(x[:NUM], y[:NUM]), TensorDataset(x[NUM:], y[NUM:])
+
+
+def config(**fields: Any) -> MultiGPUConfig:
+    fields = {"num_workers": 0, "global_batch_size": BATCH, "settings": EXACT, **fields}
+    return MultiGPUConfig(**fields)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.2, momentum=0.9)
+
+
+def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
+def make(settings: MultiGPUConfig, **more: Any) -> Any:
+    """A trainer of the tiny model."""
+    more = {"optimizer": sgd, "scheduler": halving, **more}
+    return MultiGPUTrainingManager(settings).create_trainer(create_model(), *create_datasets(), **more)
+
+
+def losses(trainer: Any, epochs: int, first: int = 0) -> list[float]:
+    found: list[float] = []
+    for epoch in range(first, first + epochs):
+        found += [trainer.train_epoch(epoch)["train_loss"], trainer.validate(epoch)["val_loss"]]
+    return found
+
+
+def by_hand(epochs: int) -> list[float]:
+    """The same training, in plain PyTorch."""
+    model = create_model().double()
+    (x, y), (vx, vy) = (data.tensors for data in create_datasets())  # type: ignore[attr-defined]
+    optimizer = sgd(model.parameters())
+    found = []
+    for epoch in range(epochs):
+        order, total = Order(NUM, seed=0), 0.0
+        indices = [order[epoch * NUM + offset] for offset in range(NUM)]
+        for start in range(0, NUM, BATCH):
+            batch = indices[start : start + BATCH]
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x[batch].double()), y[batch])
+            loss.backward()
+            optimizer.step()
+            total += loss.item() * len(batch)
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+        found += [total / NUM, nn.functional.cross_entropy(model(vx.double()), vy).item()]
+    return found
+
+
+# --- one device
+
+
+def test_an_epoch_is_what_a_hand_written_loop_does() -> None:
+    with make(config()) as trainer:
+        assert losses(trainer, 3) == pytest.approx(by_hand(3), abs=1e-12)
+        assert trainer.strategy == "single" and trainer.world_size == 1
+        assert [row["epoch"] for row in trainer.history] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"batch_size": 2},
+        {"batch_size": 1},
+        {"num_workers": 1, "persistent_workers": False},
+        {"num_workers": 2},
+        {"activation_checkpointing": True},
+        {"strategy": "distributed"},
+        {"settings": {**EXACT, "inject": "oom@rank0:step2,oom@rank0:step5"}},
+    ],
+)
+def test_micro_batches_workers_and_a_lack_of_memory_do_not_change_the_run(how: dict[str, Any]) -> None:
+    with make(config(output_dir="run", **how)) as trainer:
+        assert losses(trainer, 2) == pytest.approx(by_hand(2), abs=1e-12)
+    events = Path("run/events.jsonl").read_text()
+    assert events.count('"kind": "oom"') == (2 if "settings" in how else 0)
+    cleanup_distributed_training()
+
+
+def test_the_known_classes_take_loaders_data_sets_and_objects() -> None:
+    train, val = create_datasets()
+    model = create_model()
+    optimizer = sgd(model.parameters())
+    scheduler = halving(optimizer)
+    loader = DataLoader(train, batch_size=BATCH, shuffle=True)
+    settings = config(global_batch_size=None)
+    wrapped = OptimizedDataParallel(model)
+    assert wrapped.get_device_memory_usage()["cpu"]["allocated"] > 2**20
+    trainer: Any = DataParallelTrainer(
+        model=wrapped,
+        config=settings,
+        train_loader=loader,
+        val_loader=DataLoader(val, batch_size=4),
+        optimizer=optimizer,
+        scheduler=scheduler,
+        loss_fn=nn.CrossEntropyLoss(),
+    )
+    expected = by_hand(2)
+    assert losses(trainer, 2) == pytest.approx(expected, abs=1e-12)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05) and optimizer.state  # it is the user's own
+    assert trainer.get_memory_stats()["cpu"]["total"] > 2**30
+    stats = trainer.get_performance_stats()
+    assert stats["samples"] == 2 * NUM and stats["samples_per_second"] > 0 and stats["steps"] == 8
+    assert stats["train_loss"] == pytest.approx(expected[2]) and stats["best_val_loss"] == pytest.approx(
+        min(expected[1::2])
+    )
+    trainer.close()
+    with DistributedDataParallelTrainer(
+        create_model(), settings, train, val, batch_size=BATCH, optimizer=sgd, scheduler=halving
+    ) as other:
+        assert losses(other, 2) == pytest.approx(expected, abs=1e-12)
+    cleanup_distributed_training()
+
+
+def test_in_the_order_of_the_data_where_the_loader_does_not_shuffle() -> None:
+    class Noted(Dataset[Any]):
+        def __init__(self) -> None:
+            self.read: list[int] = []
+
+        def __len__(self) -> int:
+            return 5
+
+        def __getitem__(self, index: int) -> Any:
+            self.read.append(index)
+            return torch.ones(3), 1
+
+    data = Noted()
+    loader = DataLoader(data, batch_size=2)
+    with DataParallelTrainer(create_model(), config(global_batch_size=None), loader) as trainer:
+        trainer.train_epoch(0)
+        assert trainer.validate(0) == {}
+    assert data.read == [0, 1, 2, 3, 4]
+
+
+# --- losses
+
+WEIGHTS = torch.tensor([1.0, 3.0])
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        nn.CrossEntropyLoss(weight=WEIGHTS, ignore_index=0),
+        nn.CrossEntropyLoss(ignore_index=1, label_smoothing=0.1),
+        nn.CrossEntropyLoss(reduction="none"),
+        lambda out, y: Loss(nn.functional.cross_entropy(out, y, reduction="sum"), len(y)),
+        lambda out, y: (
+            (nn.functional.cross_entropy(out[y == 1], y[y == 1]), (y == 1).sum())
+            if (y == 1).any()
+            else (out.sum() * 0, 0)
+        ),
+        nn.functional.cross_entropy,
+    ],
+)
+def test_a_mean_over_micro_batches_is_the_mean_over_the_batch(loss_fn: Any) -> None:
+    loss_fn = copy.deepcopy(loss_fn).double() if isinstance(loss_fn, nn.Module) else loss_fn
+    found = []
+    for size in (BATCH, 1):
+        with make(config(batch_size=size), loss_fn=loss_fn) as trainer:
+            found.append(losses(trainer, 2))
+    assert found[0] == pytest.approx(found[1], abs=1e-12)
+
+
+def test_torch_s_mean_over_weighted_targets_is_what_is_reported() -> None:
+    loss_fn = nn.CrossEntropyLoss(weight=WEIGHTS.double())
+    x, y = create_datasets()[1].tensors  # type: ignore[attr-defined]
+    with make(config(batch_size=3), loss_fn=loss_fn) as trainer:
+        before = loss_fn(create_model().double()(x.double()), y).item()
+        assert trainer.validate(0)["val_loss"] == pytest.approx(before, abs=1e-12)
+
+
+class Gives(nn.Module):
+    """Takes its inputs by name and computes its loss itself, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
+        logits = self.layer(x)
+        return {"logits": logits, "loss": None if labels is None else nn.functional.cross_entropy(logits, labels)}
+
+
+class Named(Dataset[Any]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return {"x": torch.full((3,), float(index)), "labels": index % 2}
+
+
+def test_batches_by_name_and_models_with_a_loss_of_their_own() -> None:
+    torch.manual_seed(0)
+    model = Gives()
+    with MultiGPUTrainingManager(config()).create_trainer(copy.deepcopy(model), Named(), Named()) as trainer:
+        own = trainer.validate(0)["val_loss"]
+
+    def from_logits(output: Any, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output["logits"], target)
+
+    with MultiGPUTrainingManager(config()).create_trainer(model, Named(), Named(), loss_fn=from_logits) as trainer:
+        assert trainer.validate(0)["val_loss"] == pytest.approx(own, abs=1e-12)
+
+
+def test_numbers_that_are_no_classes_are_fitted_by_least_squares() -> None:
+    x = torch.randn(12, 3)
+    model = nn.Linear(3, 1)
+    data = TensorDataset(x, x.sum(1, keepdim=True))
+    with MultiGPUTrainingManager(config()).create_trainer(model, data, data) as trainer:
+        mean = nn.functional.mse_loss(model(x.double()), x.sum(1, keepdim=True).double()).item()
+        assert trainer.validate(0)["val_loss"] == pytest.approx(mean, abs=1e-12)
+
+
+# --- optimizers and schedulers
+
+
+def test_a_scheduler_of_steps_is_stepped_after_every_step() -> None:
+    seen: list[float] = []
+
+    def linear(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+    settings = config(scheduler_interval="step", output_dir="run", settings={**EXACT, "log_every": 1})
+    with make(settings, scheduler=linear) as trainer:
+        trainer.train_epoch(0)
+    for line in Path("run/metrics.jsonl").read_text().splitlines():
+        seen.append(json.loads(line)["lr"])
+    assert seen == pytest.approx([0.2, 0.1, 0.2 / 3, 0.05])
+
+
+def test_a_scheduler_with_a_function_of_the_script_s_goes_on_after_a_checkpoint() -> None:
+    def linear(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch))
+
+    with make(config(output_dir="whole"), scheduler=linear) as trainer:
+        expected = losses(trainer, 3)
+    with make(config(), scheduler=linear) as trainer:
+        losses(trainer, 1)
+        trainer.save_checkpoint(0, "kept")
+    with make(config(), scheduler=linear) as trainer:
+        trainer.load_checkpoint("kept")
+        assert losses(trainer, 2, first=1) == pytest.approx(expected[2:], abs=1e-12)
+
+
+def test_a_scheduler_that_watches_the_loss_gets_the_validation_loss() -> None:
+    def plateau(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(
+            optimizer, patience=0, factor=0.1, threshold=1e9, threshold_mode="abs"
+        )
+
+    with make(config(), scheduler=plateau) as trainer:
+        trainer.train_epoch(0)
+        assert trainer.get_performance_stats()["learning_rate"] == pytest.approx(0.2)
+        trainer.validate(0)
+        losses(trainer, 1, first=1)
+        assert trainer.get_performance_stats()["learning_rate"] == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize("optimizer", [None, "sgd", torch.optim.Adam])
+def test_optimizers_by_name_by_class_and_by_default(optimizer: Any) -> None:
+    with make(config(learning_rate=0.05), optimizer=optimizer, scheduler=None) as trainer:
+        before = trainer.validate(0)["val_loss"]
+        trainer.train_epoch(0)
+        assert trainer.validate(0)["val_loss"] != before
+        assert trainer.get_performance_stats()["learning_rate"] == 0.05
+
+
+# --- checkpoints
+
+
+def test_the_loop_of_the_guide_keeps_the_best_and_takes_it_up_again() -> None:
+    manager = MultiGPUTrainingManager(config(batch_size=32))
+    trainer = manager.create_trainer(create_model(), *create_datasets(), optimizer=sgd, learning_rate=0.1)
+    best_loss, best_epoch = float("inf"), -1
+    for epoch in range(3):
+        train_metrics = trainer.train_epoch(epoch)
+        val_metrics = trainer.validate(epoch)
+        assert set(train_metrics) == {"train_loss"}
+        if val_metrics["val_loss"] < best_loss:
+            best_loss, best_epoch = val_metrics["val_loss"], epoch
+            trainer.save_checkpoint(epoch, "best_model.pth")
+    trainer.train_epoch(3)
+    assert trainer.load_checkpoint("best_model.pth") == best_epoch
+    assert trainer.validate(9)["val_loss"] == pytest.approx(best_loss, abs=1e-12)
+    files = sorted(path.name for path in Path("best_model.pth").rglob("*") if path.is_file())
+    assert files == ["manifest.json", "shard-00001-of-00001.safetensors", "state.json"]  # one, and nothing pickled
+    weights = load_weights("best_model.pth")
+    assert set(weights) == set(create_model().state_dict())
+    trainer.close()
+
+
+def test_train_returns_when_its_last_checkpoint_is_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slowly(*given: Any, **named: Any) -> Any:
+        time.sleep(0.5)
+        return write_shards(*given, **named)
+
+    monkeypatch.setattr("unisono.checkpoint.save.write_shards", slowly)
+    manager = MultiGPUTrainingManager(config(output_dir="run"))
+    with manager.create_trainer(create_model(), *create_datasets()):
+        manager.train(1, save_path=None)
+        assert load_weights("run")
+
+
+def test_a_checkpoint_goes_on_in_another_trainer_as_if_nothing_had_happened() -> None:
+    with make(config()) as trainer:
+        losses(trainer, 1)
+        trainer.save_checkpoint(0, "one")
+    with make(config(batch_size=2, global_batch_size=None)) as other:  # of another batch: it keeps the run's
+        assert other.load_checkpoint("one") == 0
+        assert losses(other, 2, first=1) == pytest.approx(by_hand(3)[2:], abs=1e-12)
+        other.save_checkpoint(2, "one")
+        assert len(list(Path("one").glob("step_*"))) == 2  # the other run's is not this one's to delete
+        other.load_checkpoint("one")
+        assert other.get_performance_stats()["steps"] == 12
+
+
+def test_a_checkpoint_of_the_very_beginning_begins_again() -> None:
+    with make(config()) as trainer:
+        trainer.save_checkpoint(-1, "beginning")
+        losses(trainer, 2)
+        assert trainer.load_checkpoint("beginning") == -1
+        assert losses(trainer, 2) == pytest.approx(by_hand(2), abs=1e-12)
+
+
+def test_a_run_that_goes_on_repeats_no_epoch() -> None:
+    with make(config(output_dir="run")) as trainer:
+        first = losses(trainer, 2)
+    with make(config(output_dir="run")) as trainer:
+        assert losses(trainer, 4) == pytest.approx(by_hand(4), abs=1e-12)
+        assert trainer.get_performance_stats()["samples"] == 2 * NUM
+    assert first == pytest.approx(by_hand(2), abs=1e-12)
+
+
+class Interrupting(Dataset[Any]):
+    """Sends a signal when a certain number of samples was read."""
+
+    def __init__(self, at: int) -> None:
+        self.left, self.data = at, create_datasets()[0]
+
+    def __len__(self) -> int:
+        return NUM
+
+    def __getitem__(self, index: int) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return self.data[index]
+
+
+def test_a_signal_in_the_middle_of_an_epoch_saves_and_the_next_start_finishes_it() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    manager = MultiGPUTrainingManager(config(output_dir="run"))
+    val = create_datasets()[1]
+    more = {"optimizer": sgd, "scheduler": halving}
+    trainer = manager.create_trainer(create_model(), Interrupting(NUM + 8), val, **more)
+    losses(trainer, 1)
+    with pytest.raises(SystemExit) as stopped:
+        trainer.train_epoch(1)
+    assert stopped.value.code == 75
+    assert signal.getsignal(signal.SIGTERM) is before
+    with make(config(output_dir="run")) as other:
+        assert losses(other, 2) == pytest.approx(by_hand(2), abs=1e-12)
+        assert 0 < other.get_performance_stats()["samples"] < NUM
+
+
+def test_nothing_of_the_user_s_is_overwritten() -> None:
+    Path("best_model.pth").write_bytes(b"years of work")
+    Path("folder").mkdir()
+    Path("folder/notes.txt").write_text("mine")
+    with make(config()) as trainer:
+        trainer.train_epoch(0)
+        with pytest.raises(UserError, match=r"best_model.pth is a file"):
+            trainer.save_checkpoint(0, "best_model.pth")
+        with pytest.raises(UserError, match=r"folder holds notes.txt"):
+            trainer.save_checkpoint(0, "folder")
+        with pytest.raises(UserError, match="no_such is not a folder"):
+            trainer.load_checkpoint("no_such")
+    assert Path("best_model.pth").read_bytes() == b"years of work"
+
+
+def test_a_checkpoint_s_story_may_say_anything_and_does_no_harm() -> None:
+    with make(config()) as trainer:
+        trainer.train_epoch(0)
+        recipe = trainer._recipe
+        recipe.recall(
+            {"epochs": [{"epoch": "x"}, 3], "total": "many", "rates": ["fast"], "schedules": [{"step": 1}, 2]}
+        )
+        assert recipe.story.epochs == [] and recipe.story.total == 0.0
+        recipe.recall([1])
+        trainer.train_epoch(1)
+        assert callable(recipe._scheduler.step)
+
+
+# --- config
+
+
+def test_a_field_that_there_is_not_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="unknown field batchsize of MultiGPUConfig; did you mean batch_size"):
+        MultiGPUConfig(batchsize=3)  # type: ignore[call-arg]
+    whole = config(batch_size=3)
+    assert pickle.loads(pickle.dumps(copy.deepcopy(whole))) == whole
+    assert "batch_size" in inspect.signature(MultiGPUConfig).parameters  # what a notebook shows
+
+
+def test_every_known_field_is_there_with_its_known_default() -> None:
+    found = MultiGPUConfig()
+    assert {name: getattr(found, name) for name in KNOWN} == KNOWN
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"strategy": "distribute"}, "did you mean distributed"),
+        ({"backend": "mpi"}, "backend: expected nccl, gloo"),
+        ({"memory_efficient_find_unused_parameters": True}, "PyTorch has no such option"),
+        ({"num_gpus": -1}, "num_gpus: expected a whole number"),
+        ({"num_gpus": 2, "gpu_ids": [0]}, "contradicts"),
+        ({"gpu_ids": [0, 0]}, "gpu_ids: expected different"),
+        ({"rank": 2, "world_size": 2}, "rank 2 needs a world_size above"),
+        ({"batch_size": 0}, "batch_size: expected"),
+        ({"master_port": "http"}, "master_port"),
+        ({"scheduler_interval": "week"}, "scheduler_interval"),
+        ({"settings": {"gpus": "2"}}, "num_gpus or gpu_ids"),
+    ],
+)
+def test_what_cannot_act_is_refused_with_the_reason(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        MultiGPUConfig(**fields)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"optimizer": sgd([nn.Parameter(torch.zeros(1))])}, "not the model's"),
+        ({"optimizer": 3}, "optimizer: expected"),
+        ({"scheduler": 3}, "scheduler: expected"),
+        ({"loss_fn": nn.CrossEntropyLoss}, r"CrossEntropyLoss\(\)"),
+        ({"loss_fn": 0.5}, "loss_fn: expected a function"),
+        ({"learning_rat": 0.1}, "did you mean learning_rate"),
+        ({"mixed_precision": "int4"}, "mixed_precision"),
+    ],
+)
+def test_what_cannot_be_trained_with_is_refused_before_anything_is_written(more: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        make(config(), **more)
+    assert not list(Path.cwd().iterdir())
+
+
+def test_data_that_cannot_be_ordered_is_refused() -> None:
+    train, _ = create_datasets()
+    weighted = DataLoader(train, batch_size=2, sampler=WeightedRandomSampler([1.0] * NUM, NUM))
+    with pytest.raises(ConfigError, match="WeightedRandomSampler"):
+        DataParallelTrainer(create_model(), config(), weighted)
+    with pytest.raises(RecipeError, match="empty"):
+        DataParallelTrainer(create_model(), config(), TensorDataset(torch.zeros(0, 3)))
+    with pytest.raises(RecipeError, match="model: expected"):
+        DataParallelTrainer("resnet", config(), train)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="create_trainer"):
+        MultiGPUTrainingManager().train(1)
+
+
+def test_training_that_cannot_go_on_raises_what_loops_catch() -> None:
+    with pytest.raises(RuntimeError) as caught, make(config(), loss_fn=lambda out, y: out.sum() * float("nan")) as it:
+        it.train_epoch(0)
+    assert isinstance(caught.value, TrainingError) and "learning_rate" in str(caught.value)
+
+
+def test_a_config_file_holds_the_fields(tmp_path: Path) -> None:
+    (tmp_path / "it.yaml").write_text("batch_size: 4\nstrategy: single\n")
+    assert MultiGPUConfig.from_file(tmp_path / "it.yaml").batch_size == 4
+    (tmp_path / "it.yaml").write_text("batchsize: 4\n")
+    with pytest.raises(ConfigError, match="did you mean batch_size"):
+        MultiGPUConfig.from_file(tmp_path / "it.yaml")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        MultiGPUConfig.from_file(tmp_path / "none.yaml")
+
+
+# --- GPUs
+
+TWO_GPUS = [
+    Gpu(0, "GPU-a", "Small", 8 * 10**9, 3 * 10**9, capability="8.6"),
+    Gpu(1, "GPU-b", "Large", 80 * 10**9, 70 * 10**9, capability="9.0"),
+]
+
+
+def test_gpus_are_described_and_the_emptiest_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert get_gpu_info() == {"count": 0, "devices": [], "memory": {}, "capabilities": {}}
+    assert select_optimal_gpus(num_gpus=4, min_memory_gb=8.0) == []
+    monkeypatch.setattr("unisono.multi_gpu.gpus.visible_gpus", lambda: TWO_GPUS)
+    info = get_gpu_info()
+    assert info["count"] == 2 and info["capabilities"] == {0: "8.6", 1: "9.0"}
+    assert info["devices"][0]["memory_allocated"] == 5 * 10**9 and info["memory"][1]["total"] == 80 * 10**9
+    assert {"id", "name", "memory_total", "memory_allocated", "compute_capability"} <= set(info["devices"][0])
+    assert select_optimal_gpus() == [1] and select_optimal_gpus(1, 1.0) == [1] and select_optimal_gpus(2, 1.0) == [0, 1]
+
+
+def test_which_gpus_a_process_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    free = [Gpu(number, f"GPU-{number}", "Large", 80 * 10**9, 79 * 10**9) for number in range(3)]
+    monkeypatch.setattr("unisono.multi_gpu.gpus.visible_gpus", lambda: free)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # of the locks
+    plain, rank = World("plain"), World(launcher="torchrun", rank=1, size=2, local_rank=1, local_size=2)
+    all_of_them = take_devices(MultiGPUConfig(), "auto", plain)
+    assert all_of_them.strategy == "dp" and all_of_them.asked == 3 and "torchrun" in all_of_them.remarks[0]
+    assert all_of_them.environ is not None
+    assert all_of_them.environ["CUDA_VISIBLE_DEVICES"] == "GPU-0,GPU-1,GPU-2"
+    del all_of_them  # lets go of them
+    two = take_devices(MultiGPUConfig(gpu_ids=[0, 2]), "dp", plain)
+    assert two.environ is not None and two.environ["CUDA_VISIBLE_DEVICES"] == "GPU-0,GPU-2"
+    del two
+    one = take_devices(MultiGPUConfig(num_gpus=1), "auto", plain)
+    assert (one.strategy, one.asked, one.environ, one.device) == ("auto", 1, None, "GPU-0")  # nobody asked for single
+    del one
+    fewer = take_devices(MultiGPUConfig(num_gpus=4), "dp", plain)
+    assert "accumulation keeps the effective batch" in fewer.remarks[0]
+    del fewer
+    fewer = take_devices(MultiGPUConfig(num_gpus=4), "dp", plain, whole_batch=6)
+    assert fewer.remarks[0].endswith("a step takes 6 samples all the same")
+    del fewer
+    ddp = take_devices(MultiGPUConfig(gpu_ids=[1, 2]), "ddp", plain)
+    assert (ddp.asked, ddp.device) == (2, "GPU-1") and "accumulation keeps" in ddp.remarks[-1]
+    mine = take_devices(MultiGPUConfig(gpu_ids=[1, 2]), "ddp", rank)
+    assert mine.environ is not None and mine.environ["CUDA_VISIBLE_DEVICES"] == "GPU-1,GPU-2"
+    assert take_devices(MultiGPUConfig(num_gpus=0), "auto", plain).gpus == "0"
+    with pytest.raises(UserError, match="min_memory_gb 90"):
+        take_devices(MultiGPUConfig(min_memory_gb=90), "auto", plain)
+
+
+def test_a_gpu_that_is_not_there_is_refused_and_a_number_of_them_keeps_the_batch() -> None:
+    with pytest.raises(ConfigError, match="there is no GPU here"):
+        make(config(gpu_ids=[0]))
+    with make(config(num_gpus=4, batch_size=2, global_batch_size=None)) as trainer:
+        assert trainer.get_performance_stats()["global_batch_size"] == 8
+
+
+def test_the_banner_says_what_becomes_of_a_strategy_and_of_devices_that_are_not_there(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    train, _ = create_datasets()
+    settings = config(strategy="dataparallel", num_gpus=4, global_batch_size=None)
+    with DataParallelTrainer(create_model(), settings, DataLoader(train, batch_size=BATCH)) as trainer:
+        assert trainer.get_performance_stats()["global_batch_size"] == BATCH
+    said = "".join(capsys.readouterr())
+    assert "single (dp on one device is single)" in said and "as asked" not in said
+    assert f"one CPU: a step takes {BATCH} samples all the same" in said and "accumulation keeps" not in said
+    with make(settings):
+        assert "one CPU: accumulation keeps the effective batch" in "".join(capsys.readouterr())
+
+
+def test_the_batch_size_that_fits_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (data, _) = create_model(), create_datasets()
+    before = copy.deepcopy(model.state_dict())
+    # Of a sample the graph keeps its 3 inputs, 8 values of the middle layer and 2 logarithms (float32), and its class.
+    for megabytes in (1, 2):
+        monkeypatch.setattr("unisono.multi_gpu.benchmark._free_of_host", lambda free=megabytes * 10**6: free)
+        size = get_optimal_batch_size(model, dataset=data, loss_fn=nn.CrossEntropyLoss(), max_batch_size=10**6)
+        assert 4_000 * megabytes < size < 6_000 * megabytes
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(weight.grad is None for weight in model.parameters())
+    assert get_optimal_batch_size(model, dataset=data, max_batch_size=16) == 16
+    assert get_optimal_batch_size(model, 0, memory_per_sample=1e-4) == 9  # 1 MB free to use, 0.1 MB each, less weights
+    with pytest.raises(ConfigError, match="memory_per_sample"):
+        get_optimal_batch_size(model, memory_per_sample=0)
+
+
+def test_a_benchmark_leaves_the_model_and_the_folder_alone() -> None:
+    model, (data, _) = create_model(), create_datasets()
+    before = copy.deepcopy(model.state_dict())
+    found = benchmark_multi_gpu_performance(model, data, config(batch_size=4), steps=3, warmup_steps=1)
+    assert found["samples"] == 3 * BATCH
+    assert found["samples_per_second"] == pytest.approx(3 * BATCH / found["training_time"])
+    assert found["gpu_utilization"]["gpu_info"]["count"] == 0 and found["memory"]["cpu"]["max_allocated"] > 0
+    assert found["single_device"]["samples_per_second"] > 0 and found["speedup"] == 1.0
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not list(Path.cwd().iterdir())
+
+
+# --- two real ranks
+
+
+def everything_on_two_ranks(folder: str, port: int) -> dict[str, Any]:
+    """Runs in each rank: by hand without a launcher first, then with what a launcher says."""
+    os.chdir(folder)
+    rank = int(os.environ["RANK"])
+    told = {
+        name: os.environ.pop(name) for name in list(os.environ) if name.startswith(("RANK", "WORLD", "TORCHELASTIC"))
+    }
+    found: dict[str, Any] = {}
+    setup_distributed_training(rank, 2, "127.0.0.1", port)
+    found["group"] = torch.distributed.get_world_size()
+    result = launch_distributed_training(
+        rank, 2, create_model, create_datasets, config(), epochs=2, optimizer=sgd, scheduler=halving, save_path="hand"
+    )
+    found["by hand"] = [row[name] for row in result["history"] for name in ("train_loss", "val_loss")]
+    cleanup_distributed_training()
+    found["clean"] = "RANK" not in os.environ and not torch.distributed.is_initialized()
+    os.environ.update(told)
+    torch.manual_seed(rank)  # ranks that begin with weights of their own
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+    if rank == 0:
+        model.load_state_dict(create_model().state_dict())
+    trainer: Any = DistributedDataParallelTrainer(
+        model, config(), *create_datasets(), batch_size=3, optimizer=sgd, scheduler=halving
+    )
+    found["distributed"] = losses(trainer, 3)
+    found["epoch"] = trainer.train_epoch(3) and trainer.load_checkpoint("one_device.pth")
+    found["taken up"] = losses(trainer, 1, first=1)
+    stats = trainer.get_performance_stats()
+    found["stats"] = [stats["strategy"], stats["world_size"], stats["num_devices"]]
+    try:
+        trainer.save_checkpoint(0, "a_file.pth")
+    except UserError as error:
+        found["refused"] = str(error)
+    trainer.close()
+    tiny = {"bucket_cap_mb": 0.001, "gradient_as_bucket_view": True}
+    for name, fields in {"sharded": {"strategy": "sharded"}, "auto": tiny, "static": {"static_graph": True}}.items():
+        model = create_model()
+        optimizer = sgd(model.parameters())
+        more = {"optimizer": optimizer, "scheduler": halving(optimizer)}
+        with MultiGPUTrainingManager(config(**fields)).create_trainer(model, *create_datasets(), **more) as trainer:
+            found[name] = losses(trainer, 3)
+            found[f"{name} strategy"] = trainer.strategy
+            if name == "sharded":
+                trainer.save_checkpoint(2, "sharded.pth")
+    measured = benchmark_multi_gpu_performance(create_model(), create_datasets()[0], config(), steps=2, warmup_steps=1)
+    found["devices"] = [measured["num_devices"], measured["single_device"]["num_devices"]]
+    found["speeds"] = [measured["samples_per_second"], measured["single_device"]["samples_per_second"]]
+    return found
+
+
+def test_two_ranks_train_like_one_device_whatever_the_strategy() -> None:
+    Path("a_file.pth").write_bytes(b"mine")
+    with make(config(strategy="dataparallel")) as trainer:
+        expected = losses(trainer, 1)
+        trainer.save_checkpoint(0, "one_device.pth")
+        expected += losses(trainer, 2, first=1)
+    assert expected == pytest.approx(by_hand(3), abs=1e-12)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    both = run_ranks("everything_on_two_ranks", __file__, 2, {"folder": str(Path.cwd()), "port": port})
+    for found in both:
+        assert found["group"] == 2 and found["clean"]
+        assert found["by hand"] == pytest.approx(expected[:4], abs=1e-12)
+        for name, strategy in (("sharded", "sharded"), ("auto", "distributed"), ("static", "distributed")):
+            assert found[name] == pytest.approx(expected, abs=1e-12)
+            assert found[f"{name} strategy"] == strategy
+        assert found["distributed"] == pytest.approx(expected, abs=1e-12)
+        assert found["epoch"] == 0 and found["taken up"] == pytest.approx(expected[2:4], abs=1e-12)
+        assert found["stats"] == ["distributed", 2, 2]
+        assert "a_file.pth is a file" in found["refused"]
+        assert found["devices"] == [2, 1] and found["speeds"] == both[0]["speeds"]
+    with make(config()) as trainer:  # what two ranks have saved in parts, on one device
+        assert trainer.load_checkpoint("sharded.pth") == 2
+        assert trainer.validate(2)["val_loss"] == pytest.approx(expected[5], abs=1e-12)
+
+
+@pytest.mark.parametrize("deaths", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_launched_ranks_survive_the_death_of_one_and_the_run_is_the_same(deaths: int) -> None:
+    inject = {"inject": "kill@rank1:step6"} if deaths else {}
+    settings = config(world_size=2, output_dir="run", settings={**EXACT, **inject})
+    more = {"loss_fn": nn.CrossEntropyLoss(), "optimizer": sgd, "scheduler": halving, "save_path": "best"}
+    found = launch_multi_gpu_training(create_model, create_datasets, settings, epochs=3, **more)
+    history = [row[name] for row in found["history"] for name in ("train_loss", "val_loss")]
+    assert history == pytest.approx(by_hand(3), abs=1e-12)
+    assert found["best_epoch"] == min(range(3), key=lambda epoch: history[2 * epoch + 1])
+    assert Path(found["checkpoint"]) == Path.cwd() / "best/best_model.pth" and load_weights(found["checkpoint"])
+    events = [json.loads(line) for line in Path("run/events.jsonl").read_text().splitlines()]
+    assert [event["kind"] for event in events].count("restart") == deaths
+    assert all(event["world"] == 2 for event in events if event["kind"] in ("start", "resume"))
+
+
+def test_functions_that_other_processes_cannot_import_train_on_one_device(capsys: pytest.CaptureFixture[str]) -> None:
+    more = {"optimizer": sgd, "scheduler": halving, "save_path": None}
+    settings = config(world_size=2)
+    found = launch_multi_gpu_training(lambda: create_model(), create_datasets, settings, epochs=1, **more)
+    assert found["history"][0]["train_loss"] == pytest.approx(by_hand(1)[0], abs=1e-12)
+    assert "cannot be imported by other processes" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="model_fn"):
+        launch_multi_gpu_training(create_model(), create_datasets, settings, epochs=1)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="epochs"):
+        launch_multi_gpu_training(create_model, create_datasets, settings, epochs=0)
+
+
+def test_asking_for_gpus_does_not_wait_for_torch() -> None:
+    import subprocess
+
+    code = "import sys; from unisono.multi_gpu import get_gpu_info, MultiGPUConfig; get_gpu_info(); MultiGPUConfig(); "
+    result = subprocess.run([sys.executable, "-c", code + "sys.exit('torch' in sys.modules)"], check=False)
+    assert result.returncode == 0
+    assert all(hasattr(multi_gpu, name) for name in multi_gpu.__all__)
+
+
+def test_steps_that_end_with_an_epoch_add_up() -> None:
+    for epoch, batch in ((20, 6), (5, 8), (12, 4), (7, 1)):
+        strides = Strides(batch, epoch)
+        position, ends = 0, [0]
+        for _ in range(3 * -(-epoch // batch)):
+            position = strides.end(position)
+            ends.append(position)
+        assert position == 3 * epoch
+        for start, here in enumerate(ends):
+            for steps, there in enumerate(ends[start:]):
+                assert strides.after(here, steps) == there and strides.between(here, there) == steps
+
+
+# --- on a GPU
+
+
+@pytest.fixture
+def real_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    for room in ("gpus", "launch", "benchmark"):
+        monkeypatch.setattr(f"unisono.multi_gpu.{room}.visible_gpus", visible_gpus)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("strategy", ["auto", "dataparallel", "distributed", "sharded"])
+def test_a_gpu_trains_like_the_cpu(strategy: str, real_gpus: None) -> None:
+    with make(config(num_gpus=1, strategy=strategy, min_memory_gb=0.1)) as trainer:
+        assert losses(trainer, 2) == pytest.approx(by_hand(2), abs=1e-9)
+        assert trainer.get_memory_stats()["gpu_0"]["max_allocated"] > 0
+    cleanup_distributed_training()
+
+
+@on_a_gpu
+def test_the_largest_batch_that_fits_a_gpu_is_found_by_trying(real_gpus: None) -> None:
+    torch.cuda.set_per_process_memory_fraction(0.02)
+    try:
+        wide = nn.Sequential(nn.Linear(3, 2**18), nn.Tanh(), nn.Linear(2**18, 2))
+        size = get_optimal_batch_size(wide, dataset=create_datasets()[0], max_batch_size=4096)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert 32 < size < 4096 and next(wide.parameters()).device.type == "cpu"
+    info = get_gpu_info()
+    assert info["count"] >= 1 and "." in info["devices"][0]["compute_capability"]
+    found = benchmark_multi_gpu_performance(create_model(), create_datasets()[0], MultiGPUConfig(num_workers=0))
+    assert found["memory"]["gpu_0"]["max_allocated"] > 0
+
+
+@on_a_gpu
+def test_every_name_works_on_a_gpu(real_gpus: None) -> None:
+    """What people type, on one GPU: the same losses as in plain PyTorch."""
+    assert select_optimal_gpus(num_gpus=1, min_memory_gb=0.1) == [0]
+    settings, expected = config(num_gpus=1, min_memory_gb=0.1, global_batch_size=None), by_hand(3)
+    train, val = create_datasets()
+    model = create_model().double()
+    wrapped, optimizer = OptimizedDataParallel(model), sgd(model.parameters())
+    loaders = {"train_loader": DataLoader(train, batch_size=BATCH, shuffle=True), "val_loader": DataLoader(val, 4)}
+    more = {"optimizer": optimizer, "scheduler": halving(optimizer), "loss_fn": nn.CrossEntropyLoss()}
+    trainer: Any = DataParallelTrainer(model=wrapped, config=settings, **loaders, **more)
+    found = losses(trainer, 2)
+    trainer.save_checkpoint(1, "two.pth")
+    assert wrapped.get_device_memory_usage()["gpu_0"]["allocated"] > 0
+    assert trainer.get_performance_stats()["samples"] == 2 * NUM
+    trainer.close()
+    with DistributedDataParallelTrainer(
+        create_model(), settings, train, val, batch_size=BATCH, optimizer=sgd, scheduler=halving
+    ) as other:
+        other.load_checkpoint("two.pth")
+        assert found + losses(other, 1, first=2) == pytest.approx(expected, abs=1e-9)
+    assert next(iter(load_weights("two.pth").values())).device.type == "cpu"
+    cleanup_distributed_training()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    setup_distributed_training(0, 1, "127.0.0.1", port)
+    by_name = {"epochs": 3, "optimizer": sgd, "scheduler": halving, "save_path": None}
+    one = config(num_gpus=1, min_memory_gb=0.1)
+    results = [launch_distributed_training(0, 1, create_model, create_datasets, one, **by_name)]  # type: ignore[arg-type]
+    cleanup_distributed_training()
+    results.append(launch_multi_gpu_training(create_model, create_datasets, one, **by_name))  # type: ignore[arg-type]
+    for result in results:
+        told = [row[name] for row in result["history"] for name in ("train_loss", "val_loss")]
+        assert told == pytest.approx(expected, abs=1e-9)

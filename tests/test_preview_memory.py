@@ -1,0 +1,118 @@
+"""Memory runs out while a preview is drawn: it is left out, on all ranks, and the run goes on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from command_line import lines, losses, unisono
+from ranks import run_ranks
+
+RECIPE = """
+from dataclasses import dataclass
+import torch
+from torch import nn
+from unisono import Loss, Recipe
+
+class Drawn(Recipe):
+    defaults = {"batch_size": 2, "global_batch_size": 4, "num_workers": 0, "log_every": 1, "tensorboard": False,
+                "max_steps": 3, "preview_every": 1, "save_every": 1}
+
+    @dataclass
+    class Config:
+        fails: str = ""
+
+    def model(self):
+        return nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def dataset(self, split):
+        return [torch.tensor([i / 7, 1 - i / 5]) for i in range(12)] if split == "train" else None
+
+    def loss(self, model, batch, noise):
+        return Loss((model(batch) - 1).square().sum(), len(batch))
+
+    def preview(self, model, step):
+        def draw(number):
+            if self.config.fails == "drawing" and number == 1:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB.")
+            return float(model(torch.tensor([0.5, float(number)])))
+        return {"seen.txt": " ".join(map(str, self.over_ranks(draw, range(3))))}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    (tmp_path / "drawn.py").write_text(RECIPE)
+    return f"{tmp_path / 'drawn.py'}:Drawn"
+
+
+def test_the_run_goes_on_without_the_preview(recipe: str, tmp_path: Path) -> None:
+    done = unisono("train", recipe, "--nproc", 1, "--fails", "drawing", "--output_dir", "run", cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert done.err.count("preview left out, rank 0 ran out of memory: CUDA out of memory. Tried to allocate") == 3
+    found = lines(tmp_path / "run", "events.jsonl")
+    assert [event["step"] for event in found if event["kind"] == "preview_left_out"] == [1, 2, 3]
+    assert not any(event["kind"] == "restart" for event in found)
+    assert not (tmp_path / "run" / "previews").exists() and len(losses(tmp_path / "run")) == 3
+
+
+def test_a_sharded_run_starts_again_once_and_then_without_previews(recipe: str, tmp_path: Path) -> None:
+    """A rank that fails leaves the others inside a forward pass, and every further preview would do so again."""
+    words = ["train", recipe, "--nproc", 2, "--strategy", "fsdp", "--output_dir", "run"]
+    done = unisono(*words, "--fails", "drawing", cwd=tmp_path)
+    assert done.code == 0, done.err
+    found = lines(tmp_path / "run", "events.jsonl")
+    assert sum(event["kind"] == "restart" for event in found) == 1
+    assert [event["step"] for event in found if event["kind"] == "preview_left_out"] == [1, 2, 3]
+    assert len(losses(tmp_path / "run")) == 3
+
+
+# ---- run in each rank ----
+
+
+def draw_together(cases: list[str]) -> list[Any]:
+    import torch
+
+    from unisono.cluster.agree import Agreement
+    from unisono.cluster.environment import detect
+    from unisono.cluster.processes import join, leave
+    from unisono.engine.preview import Drawing, LeftOut
+    from unisono.parallel.strategy import Placement
+
+    world, cpu = detect(os.environ), torch.device("cpu")
+    join(world, cpu, timeout_s=30)
+    agreement, place, found = Agreement(), Placement(cpu, world.rank, world.size, [cpu], None), []
+
+    def memory(when: bool) -> None:
+        if when and world.rank == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    for case in cases:
+        drawing = Drawing(place, False, agreement, Path("nowhere"))
+
+        def preview(case: str = case, drawing: Drawing = drawing) -> dict[str, Any]:
+            def draw(item: int) -> int:
+                memory(case == "inside")
+                return 10 * item
+
+            memory(case == "before")
+            seen = drawing.each_once(draw, range(5))
+            memory(case == "after")
+            return {"seen": seen}
+
+        try:
+            found.append(drawing.run(preview))
+        except LeftOut as why:
+            found.append([why.rank, str(why)])
+    leave()
+    return found
+
+
+def test_no_rank_waits_for_one_that_ran_out_of_memory() -> None:
+    drawn, left_out = {"seen": [0, 10, 20, 30, 40]}, [1, "CUDA out of memory."]
+    expected = [drawn, left_out, left_out, left_out, drawn]
+    cases = ["well", "inside", "before", "after", "well"]
+    assert run_ranks("draw_together", __file__, 2, {"cases": cases}, timeout_s=60) == [expected, expected]

@@ -1,0 +1,232 @@
+"""The rules over a page find what is wrong and nothing else, and pages that repeat each other are found."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from unisono.recipes.seo.checks import Check, check_text, num_sentences, num_syllables, reading_ease, words_of
+from unisono.recipes.seo.data.pages import Page, parse_page
+from unisono.recipes.seo.onpage import Repeats, check_page
+from unisono.recipes.seo.site import open_site
+
+WORDS = (
+    "soil",
+    "water",
+    "seeds",
+    "plant",
+    "roots",
+    "tomato",
+    "basil",
+    "compost",
+    "mulch",
+    "sun",
+    "shade",
+    "rain",
+    "bees",
+)
+PROSE = " ".join(["The cat sat on the mat."] * 25)
+GOOD = f"""<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Growing tomatoes</title>
+<meta name="description" content="Tomatoes on a balcony."><link rel="canonical" href="https://a.example/tomatoes">
+</head><body><h1>Tomatoes</h1><p>{PROSE}</p><h2>Soil</h2><h3>Compost</h3><h2>Water</h2>
+<a href="#soil">Soil</a> <img src="x.png" alt=""> <img src="y.png" alt="A tomato"></body></html>"""
+
+
+def checks_of(html: str, *keywords: str) -> dict[str, Check]:
+    return {check.name: check for check in check_page(parse_page(html, "a.html"), keywords)}
+
+
+def failing(html: str, *keywords: str) -> set[str]:
+    return {name for name, check in checks_of(html, *keywords).items() if check.failed}
+
+
+def prose(number: int, seed: int) -> str:
+    drawn = random.Random(seed)
+    return " ".join(drawn.choice(WORDS) for _ in range(number))
+
+
+def test_a_good_page_fails_nothing_and_a_passed_check_has_no_advice() -> None:
+    checks = checks_of(GOOD)
+    assert {name for name, check in checks.items() if not check.passed} == set()
+    assert all(check.found and not check.advice for check in checks.values())
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "name", "found"),
+    [
+        ("<title>Growing tomatoes</title>", "", "title", "missing"),
+        ("Growing tomatoes", "  ", "title", "empty"),
+        ("Growing tomatoes", "x" * 61, "title", "61 characters"),
+        ('content="Tomatoes on a balcony."', f'content="{"y" * 156}"', "description", "156 characters"),
+        ('content="Tomatoes on a balcony."', 'content=""', "description", "empty"),
+        ('name="description"', 'name="other"', "description", "missing"),
+        ("<h1>Tomatoes</h1>", "", "one h1", "no h1"),
+        ("<h2>Soil</h2>", "<h1>Soil</h1><h2>x</h2>", "one h1", "2 h1: Tomatoes; Soil"),
+        ("<h2>Soil</h2>", "", "heading order", "h1 is followed by h3 “Compost”"),
+        ("<h2>Water</h2>", "<h2> </h2>", "heading order", "an h2 without text"),
+        ('href="#soil"', 'href=" "', "links", "1 lead nowhere of 1"),
+        ('href="#soil"', 'href="JavaScript:go()"', "links", "1 run a script"),
+        ('<img src="x.png" alt="">', '<img src="x.png">', "image texts", "1 of 2 without alt: x.png"),
+        (PROSE, "The cat sat on the mat.", "text length", "words"),
+        ('lang="en"', "", "language", "missing"),
+        ('lang="en"', 'lang="my own"', "language", "'my own'"),
+        ('<link rel="canonical" href="https://a.example/tomatoes">', "", "canonical", "missing"),
+        ("https://a.example/tomatoes", "/tomatoes", "canonical", "not a whole address: /tomatoes"),
+        ("<h1>", "</b><h1>", "HTML", "end tags without a beginning"),
+    ],
+)
+def test_each_fault_fails_its_own_check_and_says_what_to_do(old: str, new: str, name: str, found: str) -> None:
+    assert old in GOOD
+    check = checks_of(GOOD.replace(old, new))[name]
+    assert check.failed and found in check.found and check.advice
+    assert failing(GOOD.replace(old, new)) == {name}
+
+
+def test_lengths_at_the_limit_pass() -> None:
+    page = GOOD.replace("Growing tomatoes", "x" * 60).replace("Tomatoes on a balcony.", "y" * 155)
+    assert failing(page) == set()
+
+
+def test_a_page_of_ten_thousand_faults_is_still_one_short_line() -> None:
+    page = GOOD.replace('<img src="x.png" alt="">', '<img src="data:image/png;base64,AAAA' + "A" * 500 + '">' * 10_000)
+    check = checks_of(page)["image texts"]
+    assert check.failed and len(check.found) < 500
+
+
+def test_keywords_are_found_by_whole_words_wherever_they_stand() -> None:
+    check = checks_of(GOOD, "Growing TOMATOES")["keyword: Growing TOMATOES"]
+    assert check.failed  # `Tomatoes` alone is in the h1, and `growing` nowhere else
+    assert check.found == "in title; not in description, h1, first 100 words; 0 times, 0.0 % of the words"
+    assert checks_of(GOOD, "tomatoes")["keyword: tomatoes"].passed
+    assert checks_of(GOOD, "tomato")["keyword: tomato"].failed  # no stemming
+    assert checks_of(GOOD, "cat sat")["keyword: cat sat"].found.startswith("in first 100 words; not in title")
+    assert "25 times" in checks_of(GOOD, "cat sat")["keyword: cat sat"].found
+    assert [name for name in checks_of(GOOD, " ", "?") if name.startswith("keyword")] == []
+
+
+def test_a_keyword_said_too_often_is_called_repetition() -> None:
+    stuffed = GOOD.replace(PROSE, "Tomatoes are tomatoes and so tomatoes. " * 30)
+    assert "less often" in checks_of(stuffed, "tomatoes")["keyword: tomatoes"].advice
+
+
+def test_readability_is_flesch_by_hand_and_only_for_english() -> None:
+    text = "The cat sat on the mat. The water is cold."  # 10 words, 2 sentences, 11 syllables
+    assert reading_ease(text) == pytest.approx(206.835 - 1.015 * 10 / 2 - 84.6 * 11 / 10)
+    hard = "Organisational considerations necessitate comprehensive administrative interpretation. " * 20
+    assert checks_of(GOOD.replace(PROSE, hard))["readability"].failed
+    german = checks_of(GOOD.replace(PROSE, hard).replace('lang="en"', 'lang="de"'))["readability"]
+    assert german.passed is None and not german.failed and "for English" in german.found and "'de'" in german.found
+    assert checks_of(GOOD.replace('lang="en"', 'lang="en-GB"'))["readability"].passed
+    # A menu is no prose: it does not make a hard page easy.
+    menu = "".join(f"<li>Item {number}</li>" for number in range(300))
+    assert checks_of(GOOD.replace(PROSE, hard + f"</p><ul>{menu}</ul><p>"))["readability"].failed
+
+
+def test_syllables_are_counted_about_right() -> None:
+    known = {
+        1: "the cat dogs strength make takes liked jumped house great friend time page world cause rules",
+        2: "table tables water open little people useful likely wanted boxes changes being going garden nation special",
+        3: "video radio media completely beautiful family important example computer element following industry",
+        4: "information application especially available community technology category environment",
+        5: "university opportunity electricity international representative",
+    }
+    wrong = {word: num_syllables(word) for number, words in known.items() for word in words.split()
+             if num_syllables(word) != number}  # fmt: skip
+    assert wrong == {}
+    assert num_syllables("2024") == num_syllables("мир") == 1
+
+
+def test_sentences_end_where_a_reader_stops() -> None:
+    assert num_sentences("One. Two! Three?") == 3
+    assert num_sentences("Version 2.13 of a.example is here.") == 1
+    assert num_sentences("A heading\n\nA sentence") == 2
+    assert num_sentences('He said "stop." She did.') == 2
+    assert num_sentences("") == 1
+
+
+def test_words_of_any_script_are_words() -> None:
+    assert words_of("Don't stop: Café-Bar") == ["don't", "stop", "café", "bar"]
+    assert words_of("日本語 text") == ["日", "本", "語", "text"]
+
+
+def test_a_plain_text_has_checks_too() -> None:
+    checks = {check.name: check for check in check_text(PROSE, ["cat", "dog"])}
+    assert checks["text length"].passed and checks["readability"].passed
+    assert checks["keyword: cat"].failed and "less often" in checks["keyword: cat"].advice  # one word in six
+    assert checks["keyword: dog"].failed and "not in the first 100 words; 0 times" in checks["keyword: dog"].found
+    assert [check.passed for check in check_text("")] == [False, None]
+
+
+def test_links_within_the_site_are_looked_for_and_others_are_not(tmp_path: Path) -> None:
+    (tmp_path / "site" / "blog").mkdir(parents=True)
+    (tmp_path / "outside.html").write_text(GOOD)
+    for name in ("about.html", "blog/index.html", "ä b.html"):
+        (tmp_path / "site" / name).write_text(GOOD)
+    page = tmp_path / "site" / "blog" / "a.html"
+    page.write_text("<p>x</p>")
+    site = open_site(str(tmp_path / "site"))
+    exists = site.exists_from(page)
+    assert exists is not None
+    there = ["/about.html", "../about", "../about.html?x=1#y", "index.html", "/blog/", "/blog", "/%C3%A4%20b.html", "."]
+    assert {link: exists(link) for link in there} == dict.fromkeys(there, True)
+    gone = ["gone.html", "/gone/", "/..%2foutside.html", "/%2e%2e/outside.html", "a%00b", "x" * 999]
+    assert {link: exists(link) for link in gone} == dict.fromkeys(gone, False)
+    elsewhere = ["https://a.example/", "//a.example/x", "mailto:a@b.example", "#top", "?page=2", "tel:1", "data:,x"]
+    # What lies above the folder is not looked for: it may be there or not.
+    elsewhere += ["../../outside.html", "../../gone.html", "..%2f..%2foutside.html", "../%2e%2e/gone.html"]
+    assert {link: exists(link) for link in elsewhere} == dict.fromkeys(elsewhere, None)
+    links = Page("a", links=["/about.html", "gone.html", "https://a.example/"])
+    check = next(check for check in check_page(links, exists=exists) if check.name == "broken links")
+    assert check.failed and check.found == "not there: gone.html"
+
+
+def test_pages_that_repeat_each_other_are_found() -> None:
+    repeats = Repeats()
+    texts = [prose(300, 1), prose(300, 2), prose(300, 1).upper(), prose(300, 3)]
+    texts.append(texts[1].replace(" soil ", " ", 3))  # a few words differ
+    texts.append(texts[1][: len(texts[1]) // 2] + prose(150, 9))  # half of it is another text
+    for number, text in enumerate(texts):
+        title = "The same" if number in (0, 3) else f"Title {number}"
+        repeats.add(Page(str(number), title=title.upper() if number else title, description="D" if number < 2 else "",
+                         text=text))  # fmt: skip
+    assert repeats.same_texts() == [[0, 2]]
+    assert repeats.same_titles() == [[0, 3]] and repeats.same_descriptions() == [[0, 1]]
+    [(pages, share)] = repeats.alike()
+    assert pages == [1, 4] and 0.8 <= share < 1
+
+
+def test_pages_that_name_the_same_canonical_address_are_no_duplicates() -> None:
+    repeats = Repeats()
+    for canonical in ("https://a.example/1", "https://a.example/1", None, ""):
+        repeats.add(Page("x", title="T", text=prose(100, 1), canonical=canonical))
+    assert repeats.same_titles() == repeats.same_texts() == [[0, 2, 3]]  # the second is declared to be the first
+
+
+def test_empty_pages_are_not_duplicates_of_each_other() -> None:
+    repeats = Repeats()
+    for _ in range(3):
+        repeats.add(Page("x", title=" ", description="", text="  \n"))
+    assert (repeats.same_titles(), repeats.same_texts(), repeats.alike()) == ([], [], [])
+
+
+def test_the_share_of_two_texts_is_measured_about_right() -> None:
+    first = [f"word{number}" for number in range(1000)]
+    for changed in (50, 100):  # at one end: so many runs of five words are other ones
+        repeats = Repeats()
+        repeats.add(Page("a", text=" ".join(first)))
+        repeats.add(Page("b", text=" ".join([*first[changed:], *(f"other{number}" for number in range(changed))])))
+        [(_, share)] = repeats.alike()
+        assert share == pytest.approx((996 - changed) / (996 + changed), abs=0.08)
+
+
+def test_thousands_of_pages_of_one_template_take_seconds() -> None:
+    repeats, template = Repeats(), prose(60, 0)
+    began = time.process_time()
+    for number in range(2000):
+        repeats.add(Page(str(number), text=f"{template} {prose(40, number + 1 if number != 1999 else 7)}"))
+    groups = repeats.alike()
+    assert time.process_time() - began < 10
+    assert repeats.same_texts() == [[6, 1999]] and groups == []

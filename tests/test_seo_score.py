@@ -1,0 +1,441 @@
+"""A score is learned from labels only, measured beside scorers without skill, and means what it says."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import json
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from command_line import lines, unisono
+from unisono.data.noise import Noise
+from unisono.data.order import Order
+from unisono.data.shapes import Shapes
+from unisono.engine.export import load_trained
+from unisono.engine.recipe import Work
+from unisono.errors import ConfigError, UserError
+from unisono.recipes.seo import calibration as calibrating
+from unisono.recipes.seo import marks as measures
+from unisono.recipes.seo.calibration import Calibration, fit, fit_isotonic, fit_temperature
+from unisono.recipes.seo.marks import Marks, Unskilled
+from unisono.recipes.seo.score import Score
+from unisono.recipes.seo.settings import Config
+
+GOOD, BAD = ("clear", "fast", "useful", "short"), ("spam", "casino", "pills", "winner")
+OTHER = ("page", "about", "the", "garden", "with", "water", "and", "stone", "under", "trees")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# The measures -------------------------------------------------------------------------------------------------------
+
+
+def test_marks_of_classes_are_those_of_scikit_learn() -> None:
+    theirs = pytest.importorskip("sklearn.metrics")
+    rng = np.random.default_rng(0)
+    for classes in (2, 4):
+        labels = rng.integers(0, classes, 200)
+        logits = (rng.standard_normal((200, classes)) + 1.5 * np.eye(classes)[labels]).round(1)  # with ties
+        probabilities = calibrating.softmax(logits)
+        predicted = probabilities.argmax(1)
+        found = measures.marks_of_classes(probabilities, labels)
+        wanted = (
+            theirs.roc_auc_score(labels, probabilities[:, 1])
+            if classes == 2
+            else theirs.roc_auc_score(labels, probabilities, multi_class="ovr", average="macro")
+        )
+        assert found["AUC"] == pytest.approx(wanted)
+        assert found["F1"] == pytest.approx(theirs.f1_score(labels, predicted, average="macro"))
+        assert found["accuracy"] == pytest.approx(theirs.accuracy_score(labels, predicted))
+        assert found["log_loss"] == pytest.approx(theirs.log_loss(labels, probabilities))
+
+
+def test_marks_of_numbers_are_those_of_scipy() -> None:
+    stats = pytest.importorskip("scipy.stats")
+    rng = np.random.default_rng(1)
+    labels = rng.integers(0, 9, 100).astype(float)
+    values = labels + rng.standard_normal(100).round()
+    found = measures.marks_of_numbers(values, labels)
+    assert found["Spearman"] == pytest.approx(stats.spearmanr(values, labels).statistic)
+    assert found["RMSE"] == pytest.approx(np.sqrt(np.mean((values - labels) ** 2)))
+    assert measures.spearman(np.zeros(5), np.arange(5.0)) == 0
+
+
+def test_f1_of_the_majority_is_as_worked_out_by_hand() -> None:
+    # All said to be 0: precision 3/4 and recall 1 there, nothing of the other class.
+    assert measures.macro_f1(np.zeros(4, int), np.array([0, 0, 0, 1])) == pytest.approx((2 * 3 / 7 + 0) / 2)
+
+
+def test_calibration_error_is_as_worked_out_by_hand() -> None:
+    probabilities = np.array([[0.9, 0.1], [0.9, 0.1], [0.35, 0.65], [0.3, 0.7]])
+    labels = np.array([0, 1, 1, 1])
+    # 0.9 twice and right once; 0.65 and 0.7 are in ranges of their own, and right.
+    wanted = (2 * abs(0.9 - 0.5) + 0.35 + 0.3) / 4
+    assert calibrating.expected_calibration_error(probabilities, labels) == pytest.approx(wanted)
+    rows = calibrating.reliability(probabilities, labels)
+    assert [row["pages"] for row in rows] == [1, 1, 2]
+    assert rows[-1]["accuracy"] == 0.5
+
+
+def test_marks_are_the_same_over_any_number_of_ranks() -> None:
+    rng = np.random.default_rng(2)
+    number = 101
+    labels = torch.from_numpy(rng.integers(0, 3, number))
+    logits = torch.from_numpy(rng.standard_normal((number, 3))).float() + 2 * torch.eye(3)[labels]
+    lengths = torch.from_numpy(rng.integers(10, 500, number))
+    unskilled = Unskilled.of(lengths.numpy(), labels.numpy(), 3)
+
+    def empty() -> Marks:
+        return Marks(Calibration(names=["a", "b", "c"]), unskilled)
+
+    whole = empty()
+    whole.update(torch.arange(number), logits, labels, lengths)
+    found = whole.compute()
+    assert {"AUC", "F1", "accuracy", "log_loss", "ECE", "ECE_calibrated"} <= found.keys()
+    assert {"accuracy_majority", "F1_majority", "AUC_length", "log_loss_length"} <= found.keys()
+    for ranks in (2, 3):
+        parts = [empty() for _ in range(ranks)]
+        for turn, batch in enumerate(torch.from_numpy(rng.permutation(number)).split(7)):
+            parts[turn % ranks].update(batch, logits[batch], labels[batch], lengths[batch])
+        parts[0].update(batch, logits[batch], labels[batch], lengths[batch])  # a page computed twice counts once
+        merged = copy.deepcopy(parts[-1]).cpu()
+        for part in parts[:-1]:
+            merged.merge_state(pickle.loads(pickle.dumps(part)))
+        assert merged.compute() == found
+    whole.reset()
+    assert not whole.update_called
+
+
+def test_length_alone_is_credited_with_what_length_explains_and_no_more() -> None:
+    rng = np.random.default_rng(3)
+    lengths, other = rng.integers(10, 1000, 2000), rng.integers(10, 1000, 1000)
+    long, chance = (lengths > 300).astype(int), rng.integers(0, 2, 2000)
+    knows = Unskilled.of(lengths, long, 2).from_length(other)
+    assert measures.auc(knows[:, 1], other > 300) > 0.95
+    guesses = Unskilled.of(lengths, chance, 2).from_length(other)
+    assert measures.auc(guesses[:, 1], rng.random(1000) > 0.5) == pytest.approx(0.5, abs=0.06)
+    numbers = Unskilled.of(lengths, np.sqrt(lengths)).from_length(other)[:, 0]
+    assert measures.spearman(numbers, np.sqrt(other)) > 0.95
+    assert Unskilled.of(np.array([5, 5, 5]), np.array([0, 1, 1]), 2).from_length(np.array([1, 9])).shape == (2, 2)
+
+
+# Calibration --------------------------------------------------------------------------------------------------------
+
+
+def overconfident(number: int, factor: float) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(4)
+    logits = rng.standard_normal((number, 3)) * 1.5
+    labels = np.array([rng.choice(3, p=row) for row in calibrating.softmax(logits)])
+    return logits * factor, labels
+
+
+def test_temperature_undoes_overconfidence_and_changes_no_decision() -> None:
+    logits, labels = overconfident(4000, factor=3)
+    found = fit(logits, labels, Calibration(names=["a", "b", "c"]))
+    assert found.temperature == pytest.approx(3, rel=0.1)
+    assert found.measured["ECE_calibrated"] < 0.04 < found.measured["ECE"]
+    assert found.measured["log_loss_calibrated"] < found.measured["log_loss"]
+    assert found.measured["pages"] == 2000
+    assert (found.probabilities(logits).argmax(1) == logits.argmax(1)).all()
+
+
+def test_temperature_is_the_one_with_the_least_log_loss() -> None:
+    logits, labels = overconfident(300, factor=0.5)
+    found = fit_temperature(logits, labels)
+
+    def loss(temperature: float) -> float:
+        return calibrating.log_loss(calibrating.softmax(logits / temperature), labels)
+
+    assert all(loss(found) <= loss(found * factor) for factor in (0.5, 0.9, 0.97, 1.03, 1.1, 2))
+    assert fit_temperature(np.zeros((30, 2)), np.arange(30) % 2) == 1
+
+
+def test_a_model_that_is_always_right_is_not_made_certain() -> None:
+    labels = np.arange(100) % 2
+    found = fit(np.eye(2)[labels] * 3, labels, Calibration(names=["a", "b"]))
+    assert 0.95 < found.probabilities(np.array([[3.0, 0.0]]))[0, 0] < 0.99
+
+
+def test_isotonic_curve_is_that_of_scikit_learn() -> None:
+    isotonic = pytest.importorskip("sklearn.isotonic")
+    rng = np.random.default_rng(5)
+    numbers = rng.standard_normal(200).round(1)  # with ties
+    labels = numbers**3 + rng.standard_normal(200)
+    reference = isotonic.IsotonicRegression(out_of_bounds="clip").fit(numbers, labels)
+    curve = Calibration(numbers=(corners := fit_isotonic(numbers, labels))[0], becomes=corners[1])
+    asked = np.linspace(-5, 5, 501)
+    np.testing.assert_allclose(curve.values(asked), reference.predict(asked), atol=1e-9)
+
+
+def test_isotonic_curve_takes_a_lean_out_of_numbers() -> None:
+    rng = np.random.default_rng(6)
+    outputs = rng.standard_normal(1000)
+    labels = 100 + 20 * np.tanh(2 * outputs) + rng.standard_normal(1000)
+    found = fit(outputs, labels, Calibration(mean=100, std=20))
+    assert found.measured["RMSE_calibrated"] < 2 < found.measured["RMSE"]
+
+
+def test_too_few_pages_and_pages_in_turn_are_no_trouble() -> None:
+    plain = Calibration(names=["a", "b"])
+    logits = np.tile([[0.0, 4.0], [4.0, 0.0]], (50, 1))
+    labels = np.arange(100) % 2  # in turn: every other page would be of one class
+    assert fit(logits[:30], labels[:30], plain) is plain
+    assert fit(logits, labels, plain).temperature > 5  # always wrong: the hotter the better
+    assert fit(np.full((100, 2), np.nan), labels, plain) is plain
+
+
+def test_calibration_comes_back_from_its_file_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
+    assert Calibration.read(tmp_path) is None
+    logits, labels = overconfident(200, factor=2)
+    found = fit(logits, labels, Calibration(names=["a", "b", "c"]))
+    found.write(tmp_path)
+    assert Calibration.read(tmp_path) == found
+    for content in (
+        "{",
+        "[]",
+        '{"temperature": 0}',
+        '{"temperature": "1"}',
+        '{"temperature": NaN}',
+        '{"numbers": [1, 0], "becomes": [1, 2]}',
+        '{"numbers": 3}',
+        '{"names": [1]}',
+    ):
+        (tmp_path / "calibration.json").write_text(content)
+        with pytest.raises(ConfigError, match=r"calibration\.json"):
+            Calibration.read(tmp_path)
+
+
+# The task -----------------------------------------------------------------------------------------------------------
+
+
+def write_pages(file: Path, number: int, kind: str, seed: int = 0) -> Path:
+    """Pages whose label follows from their words: three good ones or three bad ones, or how many good ones."""
+    rng = np.random.default_rng(seed)
+    with file.open("w", newline="", encoding="utf-8") as out:
+        writer = csv.writer(out)
+        writer.writerow(["text", "label"])
+        for _ in range(number):
+            good = int(rng.choice([0, 3] if kind == "class" else 4))
+            told = [*rng.choice(GOOD, good), *rng.choice(BAD, 3 - good), *rng.choice(OTHER, rng.integers(2, 40))]
+            rng.shuffle(told)
+            labels = {"class": "good" if good >= 2 else "spam", "number": 100.5 + 10 * good}
+            writer.writerow([" ".join(told), labels[kind]])
+    return file
+
+
+def prepared(folder: Path, **settings: Any) -> Score:
+    task = Score(Config(task="score", model_name="tiny", **settings))
+    (folder / "prepared").mkdir(exist_ok=True)
+    task.prepare(Work(folder / "prepared"))
+    return task
+
+
+def trained(task: Score, steps: int) -> torch.nn.Module:
+    torch.manual_seed(0)
+    model, data = task.model(), task.dataset("train")
+    assert data is not None
+    optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
+    order = Order(len(data), 0)
+    for step in range(steps):
+        batch = task.collate([data[order[position]] for position in range(step * 32, step * 32 + 32)])
+        loss = task.loss(model, batch, Noise(0, torch.arange(32)))
+        optimizer.zero_grad()
+        (loss.total / loss.count).backward()
+        optimizer.step()
+    return model.eval()
+
+
+@torch.no_grad()
+def evaluated(task: Score, model: torch.nn.Module) -> dict[str, float]:
+    data = task.dataset("eval")
+    assert data is not None
+    for start in range(0, len(data), 16):
+        items = [data[index] for index in range(start, min(start + 16, len(data)))]
+        found = task.evaluate(model, task.collate(items), Noise(0, torch.arange(len(items))))
+    return found["marks"].compute()
+
+
+@pytest.fixture(scope="module")
+def classes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Score, torch.nn.Module, Path]:
+    folder = tmp_path_factory.mktemp("classes")
+    task = prepared(folder, data_path=str(write_pages(folder / "pages.csv", 700, "class")), num_eval=120)
+    return task, trained(task, 30), folder
+
+
+def test_classes_are_learned_and_beat_scorers_that_have_not_read(classes: Any) -> None:
+    task, model, _ = classes
+    found = evaluated(task, model)
+    assert found["AUC"] > 0.97
+    assert found["accuracy"] > 0.9 > 0.7 > found["accuracy_majority"]
+    assert found["AUC_length"] < 0.7
+    assert "ECE_calibrated" in found
+
+
+def test_an_exported_classifier_loads_and_says_the_same(classes: Any, tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    task, model, folder = classes
+    # As `unisono export` does it: from what the run has left, without the data.
+    again = Score(task.config)
+    again.folder = folder / "prepared"
+    again.export(model, tmp_path / "out")
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert loaded.config.id2label == {0: "good", 1: "spam"}
+    texts = ["fast clear useful water", "casino winner pills and stone under trees"]
+    with torch.no_grad():
+        given = tokenizer(texts, padding=True, return_tensors="pt")
+        logits = loaded(input_ids=given["input_ids"], attention_mask=given["attention_mask"]).logits
+        ours = model(input_ids=given["input_ids"], attention_mask=given["attention_mask"]).logits
+    torch.testing.assert_close(logits, ours)
+    assert [loaded.config.id2label[int(number)] for number in logits.argmax(1)] == ["good", "spam"]
+    calibration = Calibration.read(tmp_path / "out")
+    assert calibration is not None and calibration.names == ["good", "spam"]
+    assert calibration.temperature != 1
+    assert calibration.measured["reliability"]
+    with pytest.raises(UserError, match="already"):
+        again.export(model, tmp_path / "out")
+
+
+def test_export_calibrates_as_the_evaluation_does(classes: Any) -> None:
+    task, model, _ = classes
+    found = evaluated(task, model)
+    assert task.calibration(model).measured["ECE_calibrated"] == pytest.approx(found["ECE_calibrated"], abs=1e-5)
+
+
+def test_loss_is_a_sum_that_padding_does_not_change(classes: Any) -> None:
+    task, model, _ = classes
+    data = task.dataset("train")
+    items = [data[index] for index in range(12)]
+    assert len({len(item["ids"]) for item in items}) > 5
+    with torch.no_grad():
+        whole = task.loss(model, task.collate(items), Noise(0, torch.arange(12)))
+        single = [task.loss(model, task.collate([item]), Noise(0, torch.arange(1))) for item in items]
+    assert whole.count == 12
+    assert float(whole.total) == pytest.approx(sum(float(loss.total) for loss in single), rel=1e-5)
+    assert int(whole.metrics["accuracy"]) == sum(int(loss.metrics["accuracy"]) for loss in single)
+
+
+def test_two_ranks_measure_what_one_process_measures(tmp_path: Path) -> None:
+    file = write_pages(tmp_path / "pages.csv", 200, "number")
+    words = ["train", "seo", "--task", "score", "--model_name", "tiny", "--data_path", file, "--num_eval", 51]
+    words += ["--nproc", 2, "--global_batch_size", 16, "--max_steps", 3, "--num_workers", 0, "--eval_batch_size", 8]
+    ended = unisono(*words, "--output_dir", tmp_path / "run", cwd=tmp_path, OMP_NUM_THREADS="1")
+    assert ended.code == 0, ended.err
+    told = [line for line in lines(tmp_path / "run") if "eval/RMSE" in line][-1]
+    again = prepared(tmp_path, data_path=str(file), num_eval=51)
+    _, model, _ = load_trained(tmp_path / "run")
+    for name, value in evaluated(again, model).items():
+        assert told[f"eval/{name}"] == pytest.approx(value, abs=1e-4), name
+
+
+def test_pages_of_similar_length_come_together(classes: Any) -> None:
+    task, _, _ = classes
+    data = task.dataset("train")
+    groups = Shapes(data, Order(len(data), 0)).groups(range(256))
+    assert 1 < len(groups) <= 4
+    for group in groups:
+        lengths = [len(data[Order(len(data), 0)[position]]["ids"]) for position in group.positions]
+        assert max(lengths) <= group.shape
+        assert group.shape == 32 or min(lengths) > group.shape // 2
+    longest = task.collate([data[index] for index in range(8)])["ids"].shape[1]
+    assert longest - max(len(data[index]["ids"]) for index in range(8)) < 8
+
+
+def test_numbers_are_learned_in_a_unit_of_their_own_and_come_back_in_the_users(tmp_path: Path) -> None:
+    task = prepared(tmp_path, data_path=str(write_pages(tmp_path / "pages.csv", 700, "number")), num_eval=120)
+    kept = json.loads((tmp_path / "prepared" / "calibration.json").read_text())
+    assert kept["mean"] == pytest.approx(115.5, abs=1.5) and kept["std"] == pytest.approx(11, abs=1)
+    model = trained(task, 50)
+    found = evaluated(task, model)
+    assert found["Spearman"] > 0.85 > 0.4 > found["Spearman_length"]
+    assert found["RMSE"] < 0.6 * found["RMSE_mean"]
+    assert found["RMSE_mean"] == pytest.approx(11, abs=1.5)
+    task.export(model, tmp_path / "out")
+    calibration = Calibration.read(tmp_path / "out")
+    assert calibration is not None and calibration.numbers
+    values = calibration.values(np.array([-1.5, 0.0, 1.5]))
+    assert 95 < values[0] < values[1] < values[2] < 135
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["problem_type"] == "regression"
+
+
+def test_held_out_pages_are_not_learned_from_even_where_a_text_comes_twice(tmp_path: Path) -> None:
+    file = write_pages(tmp_path / "pages.csv", 60, "class")
+    rows = file.read_text().splitlines()
+    file.write_text("\n".join([*rows, *rows[1:], *rows[1:]]) + "\n")
+    task = prepared(tmp_path, data_path=str(file), num_eval=20)
+    tokens = {
+        split: {item["ids"].tobytes() for item in map(task.dataset(split).__getitem__, range(len(task.dataset(split))))}
+        for split in ("train", "eval")
+    }
+    assert len(tokens["eval"]) == 20
+    assert len(task.dataset("eval")) == 60
+    assert not tokens["train"] & tokens["eval"]
+
+
+def test_other_data_to_evaluate_with_has_the_same_classes(tmp_path: Path) -> None:
+    train = write_pages(tmp_path / "train.csv", 80, "class")
+    held_out = write_pages(tmp_path / "held_out.csv", 40, "class", seed=1)
+    task = prepared(tmp_path, data_path=str(train), eval_data_path=str(held_out))
+    assert len(task.dataset("train")) == 80 and len(task.dataset("eval")) == 40
+    with held_out.open() as file:
+        wanted = [["good", "spam"].index(row["label"]) for row in csv.DictReader(file)]
+    assert task.dataset("eval").labels.tolist() == wanted
+    strange = tmp_path / "strange.csv"
+    strange.write_text("text,label\n" + "some words,good\nother words,awful\n" * 5)
+    with pytest.raises(ConfigError, match="'awful' is not among those of data_path"):
+        prepared(tmp_path, data_path=str(train), eval_data_path=str(strange))
+
+
+def test_pages_that_are_learned_and_evaluated_are_told_of(tmp_path: Path) -> None:
+    data = write_pages(tmp_path / "pages.csv", 60, "class")
+    task = prepared(tmp_path, data_path=str(data), eval_data_path=str(data))
+    assert "60 of 60 pages to evaluate with are learned from too" in task.remarks
+
+
+def test_long_pages_are_cut_and_counted(tmp_path: Path) -> None:
+    task = prepared(tmp_path, data_path=str(write_pages(tmp_path / "pages.csv", 80, "class")), max_length=16)
+    assert max(len(task.dataset("train")[index]["ids"]) for index in range(64)) == 16
+    assert any("only 16 pages are held out" in remark for remark in task.remarks)
+    assert any("were cut" in remark for remark in task.remarks)
+
+
+@pytest.mark.parametrize(
+    ("settings", "content", "told"),
+    [
+        ({"data_path": None}, None, "no labels"),
+        ({}, "text,label\n" + "words,same\nother,same\n" * 10, "all 20 labels are"),
+        ({}, "text,label\n" + "words,3.5\nother,3.5\n" * 10, "all 20 labels are"),
+        ({"num_eval": 60}, None, "has 60 different pages; some must be left"),
+        ({"num_eval": 59}, None, "all labels are the same"),
+    ],
+)
+def test_what_cannot_be_learned_from_is_refused(tmp_path: Path, settings: Any, content: str | None, told: str) -> None:
+    file = write_pages(tmp_path / "pages.csv", 60, "class")
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ConfigError, match=told):
+        prepared(tmp_path, **({"data_path": str(file)} | settings))
+    assert not list((tmp_path / "prepared").iterdir())
+
+
+def test_a_run_does_not_go_on_with_other_classes(tmp_path: Path) -> None:
+    file = write_pages(tmp_path / "pages.csv", 60, "class")
+    prepared(tmp_path, data_path=str(file))
+    prepared(tmp_path, data_path=str(file))
+    file.write_text(file.read_text().replace("spam\n", "rubbish\n"))
+    with pytest.raises(ConfigError, match="began with good, spam"):
+        prepared(tmp_path, data_path=str(file))

@@ -1,0 +1,179 @@
+"""Our Wan block computes what diffusers' does: outputs, gradients, names; with adapters, recomputed and compiled."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from unisono.parallel.blocks import recompute_activations
+from unisono.recipes.wan.models import block as our_block
+from unisono.recipes.wan.models.block import make_fast
+from unisono.recipes.wan.models.lora import TARGETS, add_lora
+from wan_models import SMALL, model
+
+CLOSE = 1e-5  # relative, of each gradient: sums in another order
+
+
+def fast_copy(plain: Any) -> Any:
+    fast = copy.deepcopy(plain)
+    for block in fast.blocks:
+        make_fast(block, ("cpu",))
+    return fast
+
+
+def step(model: Any, timestep: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    drawn = torch.Generator().manual_seed(1)
+    noisy = torch.randn(2, model.config.in_channels, 3, 8, 4, generator=drawn)
+    text = torch.randn(2, 7, model.config.text_dim, generator=drawn)
+    with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+        said = model(noisy, timestep, text, return_dict=False)[0]
+    (said.float() * torch.randn(said.shape, generator=drawn)).sum().backward()
+    return said.detach(), {name: part.grad for name, part in model.named_parameters() if part.grad is not None}
+
+
+def assert_same(fast: Any, plain: Any, timestep: Tensor, close: float = CLOSE, dtype: Any = None) -> None:
+    ours, our_gradients = step(fast, timestep, dtype)
+    theirs, their_gradients = step(plain, timestep, dtype)
+    torch.testing.assert_close(ours, theirs, rtol=close, atol=close)
+    assert our_gradients.keys() == their_gradients.keys()
+    whole = sum(gradient.norm() ** 2 for gradient in their_gradients.values()) ** 0.5
+    for name, gradient in their_gradients.items():
+        off = (our_gradients[name] - gradient).norm()
+        assert off <= close * max(gradient.norm(), 1e-3 * whole), (name, off / gradient.norm())
+
+
+def plain_model(**changed: Any) -> Any:
+    made = model({**SMALL, "num_attention_heads": 3, **changed})
+    with torch.no_grad():  # as they are made, many are 0 or 1, and much would not show
+        for parameter in made.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    return made
+
+
+LEVELS = torch.tensor([100.0, 900.0])
+
+
+def was_fast(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    calls, forward = [], our_block._forward
+
+    def noted(*given: Any) -> Tensor:
+        calls.append(1)
+        return forward(*given)
+
+    monkeypatch.setattr(our_block, "_forward", noted)
+    return calls
+
+
+def test_outputs_and_gradients_are_those_of_diffusers(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, plain = was_fast(monkeypatch), plain_model()
+    assert_same(fast_copy(plain), plain, LEVELS)
+    assert len(calls) == SMALL["num_layers"]
+
+
+def test_in_16_bit_they_agree_to_rounding() -> None:
+    plain = plain_model()
+    exact = step(copy.deepcopy(plain), LEVELS)[1]
+    ours, theirs = (step(one, LEVELS, torch.bfloat16)[1] for one in (fast_copy(plain), plain))
+
+    def off(gradients: dict[str, Tensor]) -> float:
+        squares = [((gradients[name] - exact[name]).norm() ** 2, exact[name].norm() ** 2) for name in exact]
+        return float(sum(error for error, _ in squares) / sum(size for _, size in squares)) ** 0.5
+
+    assert off(ours) < 1.2 * off(theirs)
+
+
+def test_a_time_for_each_token_goes_the_way_of_diffusers(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, plain = was_fast(monkeypatch), plain_model()
+    times = torch.rand(2, 3 * 4 * 2, generator=torch.Generator().manual_seed(2)) * 1000
+    assert_same(fast_copy(plain), plain, times, close=0)
+    assert not calls
+
+
+def test_a_lora_trains_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, plain = was_fast(monkeypatch), plain_model()
+    add_lora(plain, 2, None, TARGETS)
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            if "lora_B" in name:  # which begins at zero, and hides what reaches lora_A
+                parameter.normal_()
+    fast = fast_copy(plain)
+    assert_same(fast, plain, LEVELS)
+    assert calls and all("lora" in name for name, part in fast.named_parameters() if part.grad is not None)
+
+
+def test_recomputed_blocks_train_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, plain = was_fast(monkeypatch), plain_model()
+    fast = fast_copy(plain)
+    for block in fast.blocks:
+        recompute_activations(block)
+    assert_same(fast, plain, LEVELS)
+    assert len(calls) == 2 * SMALL["num_layers"]
+
+
+def test_compiled_in_one_graph_they_train_the_same() -> None:
+    plain = plain_model()
+    fast = fast_copy(plain)
+    for block in fast.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    assert_same(fast, plain, LEVELS)
+
+
+def test_weights_keep_their_names_and_blocks_their_class_name() -> None:
+    plain = plain_model()
+    fast = fast_copy(plain)
+    assert list(fast.state_dict()) == list(plain.state_dict())
+    assert {type(block) for block in fast.blocks} == {type(fast.blocks[0])}
+    assert type(fast.blocks[0]).__name__ == "WanTransformerBlock"
+
+
+def test_blocks_with_image_input_or_without_norms_stay_as_they_are() -> None:
+    image = plain_model(image_dim=8, added_kv_proj_dim=36)
+    bare = plain_model(cross_attn_norm=False)
+    for one in (image, bare):
+        kind = type(one.blocks[0])
+        make_fast(one.blocks[0], ("cpu",))
+        assert type(one.blocks[0]) is kind
+
+
+def test_on_a_cpu_nothing_changes_to_the_bit() -> None:
+    plain = plain_model()
+    fast = copy.deepcopy(plain)
+    for block in fast.blocks:
+        make_fast(block)
+    assert type(fast.blocks[0]) is not type(plain.blocks[0])
+    assert_same(fast, plain, LEVELS, close=0)
+
+
+def in_pieces(given: Any) -> Any:
+    """The same tensor laid out another way, as attention's backward pass leaves it on some machines."""
+    return given.mT.contiguous().mT if isinstance(given, Tensor) and given.ndim > 1 else given
+
+
+@pytest.mark.parametrize("lay", [lambda given: given, in_pieces])
+def test_the_operations_say_what_shapes_come_out(lay: Any) -> None:
+    """What torch.compile relies on: shapes, and how they lie in memory."""
+    from unisono.recipes.wan.models import operations
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape)
+
+    x, o, weight, row = random(2, 5, 24), random(2, 5, 24), random(2, 24), random(10)
+    angles = (random(5, 12), random(5, 12))
+    given: dict[str, list[tuple[Any, ...]]] = {
+        "norm": [(x, o, weight, weight, weight, 1e-6), (x, None, None, weight, weight, 1e-6)],
+        "norm_backward": [(x, x, x, o, weight, weight, row, row), (x, x, x, None, None, weight, row, row)],
+        "gate_backward": [(x, o, weight)],
+        "turn": [(x, weight[0], *angles, 12, 1e-6), (x, weight[0], None, None, 12, 1e-6)],
+        "turn_backward": [(x, x, weight[0], *angles, row, 12), (x, x, weight[0], None, None, row, 12)],
+        "gelu_backward": [(x, x)],
+    }
+    for name, cases in given.items():
+        for inside in cases:
+            laid = tuple(map(lay, inside))
+            torch.library.opcheck(getattr(operations, name), laid, test_utils=("test_schema", "test_faketensor"))
+            for alone, whole in zip(getattr(operations, name)(*laid), getattr(operations, name)(*inside), strict=True):
+                assert alone.is_contiguous() and torch.equal(alone, whole)

@@ -1,0 +1,699 @@
+"""The recipe wan-distill from end to end: real small Wan teachers, real ranks, what they draw and what is learned."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import WanPipeline
+from torch import Tensor
+
+import unisono
+from command_line import environment
+from command_line import unisono as command
+from many_runs import Outcome, Run, many_runs
+from unisono.engine.export import export_run, load_trained
+from unisono.engine.recipe import Work
+from unisono.errors import ConfigError, UnisonoError, UserError
+from unisono.recipes.wan.objective import TIMESTEPS, noised
+from unisono.recipes.wan_distill import losses
+from unisono.recipes.wan_distill.data import HeldOut, Kept
+from unisono.recipes.wan_distill.measure import draw
+from unisono.recipes.wan_distill.prompts import labels, prompts_of, read_prompts
+from unisono.recipes.wan_distill.recipe import WanDistill
+from unisono.recipes.wan_distill.rollouts import Rollouts
+from unisono.recipes.wan_distill.settings import Config
+from unisono.recipes.wan_distill.teacher import Guidance, load_teacher
+from wan_models import SMALL, save_pipelines
+
+PROMPTS = ["a red ball", "a ball", "a red red ball", "ball a", "a a ball", "red"]
+RUN: dict[str, Any] = {
+    **{"mixed_precision": "no", "compile": False, "num_workers": 0, "log_every": 1, "warmup_steps": 0},
+    **{"learning_rate": 1e-3, "tensorboard": False, "ema_decay": 0.9, "global_batch_size": 4, "batch_size": 4},
+    **{"height": 16, "width": 32, "num_eval": 2, "rollouts": 2, "rollout_batch": 3, "teacher_steps": 3, "pairs": 3},
+    **{"eval_levels": 2, "num_previews": 2, "max_steps": 6, "save_every": 3, "eval_every": 3, "preview_every": 6},
+}
+ONLINE = {"online": True, "refresh_every": 2, "flow_weight": 0.5}
+TWO = {"batch_size": 2}
+SHORT = {"max_steps": 3}
+# name -> teacher, ranks, settings
+RUNS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "one": ("2.1", 1, {}),
+    "2 ranks ddp": ("2.1", 2, {"strategy": "ddp"} | TWO),
+    "2 ranks fsdp": ("2.1", 2, {"strategy": "fsdp"} | TWO),
+    "online": ("2.1", 1, ONLINE),
+    "never refreshed": ("2.1", 1, ONLINE | {"refresh_every": 0}),
+    "online, 2 ranks": ("2.1", 2, {"strategy": "ddp"} | ONLINE | TWO),
+    "online, shared out": ("2.1", 2, {"strategy": "ddp", "teacher_device_strategy": "balanced"} | ONLINE | TWO),
+    "experts": ("a14b", 1, {"guidance": 4.0, "guidance_2": 3.0} | ONLINE | SHORT),
+    "experts, shared out": (
+        "a14b",
+        2,
+        {"guidance": 4.0, "guidance_2": 3.0, "strategy": "fsdp", "teacher_device_strategy": "balanced"}
+        | ONLINE
+        | TWO
+        | SHORT,
+    ),
+    "film": ("5b", 1, {"num_frames": 5, "height": 32} | SHORT),
+    "paths": ("2.1", 1, {"trajectory_weight": 1.0, "trajectory_points": 2} | SHORT),
+    "few steps": (
+        "2.1",
+        1,
+        {"few_step_weight": 1.0, "velocity_weight": 0.0, "few_steps": 3} | SHORT,
+    ),
+    "features": ("2.1", 1, {"online": True, "feature_weight": 0.1} | SHORT),
+    "fresh": ("2.1", 1, {"init": "fresh"} | SHORT),
+    "last batch": (
+        "2.1",
+        1,
+        {"num_epochs": 1, "max_steps": None, "velocity_weight": 0.0, "flow_weight": 1.0, "rollouts": 3},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with teachers and prompts."""
+    root = tmp_path_factory.mktemp("distill")
+    save_pipelines(root)
+    (root / "prompts.txt").write_text("\n".join(PROMPTS))
+    return root
+
+
+def told(root: Path, teacher: str, **changes: Any) -> dict[str, Any]:
+    paths = {"teacher_path": str(root / teacher), "data_path": str(root / "prompts.txt")}
+    return {**RUN, **paths, **changes}
+
+
+@pytest.fixture(scope="module")
+def runs(root: Path) -> dict[str, Outcome]:
+    """All runs of this module, by name."""
+    asked = [
+        Run(name, f"runs/{name}", world, told(root, teacher, **changes), recipe="wan-distill")
+        for name, (teacher, world, changes) in RUNS.items()
+    ]
+    before = {"strategy": "ddp", "max_steps": 3} | ONLINE | TWO
+    asked.append(Run("moved, before", "runs/moved", 2, told(root, "2.1", **before), recipe="wan-distill"))
+    asked.append(Run("moved", "runs/moved", 1, told(root, "2.1", **ONLINE), recipe="wan-distill"))
+    found = many_runs(asked, root)
+    for name, outcome in found.items():
+        assert "error" not in outcome.main, (name, outcome.main)
+    return found
+
+
+def recipe_of(root: Path, teacher: str = "2.1", folder: str = "by hand", **changes: Any) -> WanDistill:
+    """A recipe that has prepared by itself."""
+    values = {name: value for name, value in told(root, teacher, **changes).items() if name in vars(Config())}
+    recipe = WanDistill(Config(**values))
+    recipe.prepare(Work(root / folder))
+    return recipe
+
+
+def bytes_of(folder: Path) -> dict[str, str]:
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.glob("*.safetensors")}
+
+
+def close(some: Outcome, other: Outcome, rtol: float = 2e-5) -> None:
+    torch.testing.assert_close(some.losses(), other.losses(), rtol=rtol, atol=0)
+
+
+@pytest.mark.parametrize("name", ["2 ranks ddp", "2 ranks fsdp"])
+def test_two_ranks_find_the_same_samples_and_learn_the_same(name: str, runs: dict[str, Outcome], root: Path) -> None:
+    close(runs[name], runs["one"])
+    one, two = (bytes_of(root / "runs" / each / "prepared" / "rollouts") for each in ("one", name))
+    assert len(one) == 3 + 1 + 1  # blocks to learn from, to evaluate with, to show
+    assert one == two
+
+
+@pytest.mark.parametrize("name", ["online, 2 ranks", "online, shared out"])
+def test_a_teacher_that_stays_is_the_same_on_two_ranks_and_in_parts(name: str, runs: dict[str, Outcome]) -> None:
+    close(runs[name], runs["online"])
+
+
+def test_two_experts_shared_out_over_two_ranks_teach_like_one_process(runs: dict[str, Outcome]) -> None:
+    close(runs["experts, shared out"], runs["experts"])
+
+
+def test_a_run_goes_on_in_the_middle_of_a_stage_with_another_number_of_ranks(runs: dict[str, Outcome]) -> None:
+    assert runs["moved, before"].main["step"] == 3
+    close(runs["moved"], runs["online"])
+
+
+def test_new_samples_come_every_so_many_steps(runs: dict[str, Outcome], root: Path) -> None:
+    blocks, once = (bytes_of(root / "runs" / name / "prepared" / "rollouts") for name in ("online", "never refreshed"))
+    assert (len(blocks), len(once)) == (3 * 3 + 1 + 1, 3 + 1 + 1)
+    always, never = runs["online"].losses(), runs["never refreshed"].losses()
+    torch.testing.assert_close(always[:2], never[:2], rtol=1e-5, atol=0)
+    assert not torch.isclose(always[2:], never[2:], rtol=1e-4).any()
+
+
+def test_held_out_prompts_are_evaluated(runs: dict[str, Outcome]) -> None:
+    first, last = runs["one"].evaluations()
+    assert first["eval/sigma_by_level"] == last["eval/sigma_by_level"] == pytest.approx([0.5, 0.9])
+    assert last["eval/velocity_error"] < first["eval/velocity_error"]
+    assert last["eval/velocity_error"] == pytest.approx(sum(last["eval/velocity_error_by_level"]) / 2)
+    assert 0 < last["eval/latent_error"] < 1
+
+
+def test_how_much_faster_is_told_where_enough_blocks_of_the_teacher_were_timed(runs: dict[str, Outcome]) -> None:
+    told = {name: runs[name].evaluations()[-1] for name in ("one", "last batch", "2 ranks fsdp")}
+    student, teacher, ratio = "eval/seconds_per_sample", "eval/teacher_seconds_per_sample", "eval/times_as_fast"
+    assert told["one"][student] > 0 and told["one"][teacher] > 0
+    assert ratio not in told["one"], "two blocks after the first one"
+    line = told["last batch"]  # four blocks to learn from
+    assert line[ratio] == pytest.approx(line[teacher] / line[student])
+    assert not {student, ratio} & told["2 ranks fsdp"].keys(), "gathering weights would be timed too"
+
+
+def test_a_ratio_needs_three_blocks_of_the_teacher() -> None:
+    from unisono.recipes.wan_distill.measure import Took, speed
+
+    assert speed(None, None) == {}
+    assert speed(Took(6.0, 2), Took(2.0, 3)) == {"seconds_per_sample": 2.0, "teacher_seconds_per_sample": 6.0}
+    assert speed(Took(6.0, 3), Took(2.0, 1))["times_as_fast"] == 3.0
+
+
+def test_a_student_is_timed_once_and_as_many_at_once_as_the_teacher_drew(root: Path) -> None:
+    recipe = recipe_of(root, folder="timed", rollouts=4)
+    model = recipe.model()
+    model.to_empty(device="cpu")
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.02)
+    passes: list[int] = []
+    next(model.children()).register_forward_pre_hook(lambda module, given: passes.append(len(given[0])))
+    recipe.before_evaluation(model)
+    assert recipe.student_took is not None
+    assert recipe.student_took.number == 3
+    assert passes == [3] * (1 + 3) * 3  # a draw to warm up, three that are timed, each of three steps
+    recipe.before_evaluation(model)
+    assert len(passes) == 12
+    note = json.loads(recipe.setup.times_file.read_text())
+    assert note["blocks"] == 6 - 1  # four prompts, four samples each, three at once; the first block is left out
+
+
+def test_the_teachers_time_is_that_of_most_blocks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    took = iter([90.0, 3.0, 3.3, 60.0, 2.7, 3.0])  # the first compiles, another meets a busy moment
+    drawn = Rollouts._draw
+
+    def busy(self: Rollouts, number: int, *rest: Any) -> tuple[dict[str, Tensor], float]:
+        return drawn(self, number, *rest)[0], next(took, 1.0) * len(self._blocks[number])
+
+    monkeypatch.setattr(Rollouts, "_draw", busy)
+    setup = recipe_of(root, folder="busy", rollouts=4).setup
+    found = setup.teacher_took()
+    assert found is not None
+    assert (found.seconds, found.number) == (pytest.approx(3.0), 5)
+    setup.processes = 2
+    assert setup.teacher_took() is None, "other company, another time"
+
+
+def test_a_last_batch_that_is_not_full_is_learned_from_too(runs: dict[str, Outcome]) -> None:
+    assert [line["samples"] for line in runs["last batch"].steps()] == [4, 8, 12]
+    assert runs["few steps"].main["step"] == runs["paths"].main["step"] == runs["features"].main["step"] == 3
+
+
+def test_losses_of_other_kinds_are_told_apart(runs: dict[str, Outcome]) -> None:
+    line = runs["paths"].steps()[0]
+    assert line["loss"] == pytest.approx(line["velocity_loss"] + line["trajectory_loss"], rel=1e-5)
+    assert "few_step_loss" in runs["few steps"].steps()[0]
+    features = runs["features"].steps()[0]
+    assert features["loss"] == pytest.approx(features["velocity_loss"] + 0.1 * features["feature_loss"], rel=1e-5)
+
+
+# What the teacher draws ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("teacher", ["2.1", "a14b"])
+def test_the_teacher_draws_what_its_pipeline_draws(teacher: str, root: Path) -> None:
+    recipe = recipe_of(root, teacher, f"pipeline {teacher}", guidance=4.0, guidance_2=3.0, teacher_steps=8)
+    samples = recipe.setup.rollouts("train").open()
+    pipeline = WanPipeline.from_pretrained(root / teacher)
+    pipeline.set_progress_bar_config(disable=True)
+    for number in (0, 3):
+        prompt, _ = samples.items[number]
+        two = {"guidance_scale_2": 3.0} if teacher == "a14b" else {}
+        theirs = pipeline(
+            prompt_embeds=recipe.setup.rows(prompt)[None].float(),
+            negative_prompt_embeds=recipe.setup.rows("")[None].float(),
+            latents=samples.drawing.begin(*samples.items[number])[None],
+            **{"height": 16, "width": 32, "num_frames": 1, "num_inference_steps": 8, "guidance_scale": 4.0, **two},
+            output_type="latent",
+        ).frames
+        torch.testing.assert_close(samples.data(number)[None], theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_kept_answers_are_those_of_the_guided_teacher(root: Path) -> None:
+    recipe = recipe_of(root, folder="answers", guidance=4.0)
+    samples, setup = recipe.setup.rollouts("train").open(), recipe.setup
+    teacher, _ = load_teacher(setup.teacher, setup.guidance, "float32", "auto", "cpu", compiled=False)
+    transformer = next(teacher.experts.children())
+    data = Kept(samples, setup.rows)
+    assert len(data) == 8 * 3
+    for index in (0, 4, 23):
+        item = data[index]
+        noise = setup.drawing.noise(item["position"][None])
+        at, time = noised(item["data"][None], noise, item["sigma"][None]), item["sigma"][None] * TIMESTEPS
+        with torch.no_grad():
+            with_prompt = transformer(at, time, item["text"][None].float(), return_dict=False)[0]
+            without = transformer(at, time, setup.rows("")[None].float(), return_dict=False)[0]
+        torch.testing.assert_close(item["velocity"][None], without + 4 * (with_prompt - without), rtol=1e-4, atol=1e-4)
+
+
+def test_each_sample_meets_all_noise_levels(root: Path) -> None:
+    samples = recipe_of(root, folder="answers", guidance=4.0).setup.rollouts("train").open()
+    levels = torch.stack(
+        [torch.stack([samples.pair(number, place)["sigma"] for place in range(3)]) for number in range(8)]
+    )
+    thirds = [3 * share / (1 + 2 * share) for share in (0, 1 / 3, 2 / 3, 1)]  # shifted by 3
+    for place in range(3):
+        assert (levels[:, place] >= thirds[place]).all()
+        assert (levels[:, place] < thirds[place + 1]).all()
+    assert len(set(levels.flatten().tolist())) == 24
+
+
+def test_points_of_a_path_lead_to_its_end(root: Path) -> None:
+    settings = {"trajectory_weight": 1.0, "trajectory_points": 4, "teacher_steps": 4, "teacher_sampler": "euler"}
+    samples = recipe_of(root, folder="path", **settings).setup.rollouts("train").open()
+    assert samples.drawing.points == (0, 1, 2, 3)
+    torch.testing.assert_close(samples.point(1, 0)["point"], samples.drawing.begin(*samples.items[1]))
+    assert samples.drawing.sigmas[0] == pytest.approx(0.9997, abs=1e-3)
+    sigmas = [samples.point(1, place)["point_sigma"] for place in range(4)] + [torch.tensor(0.0)]
+    reached = samples.point(1, 0)["point"]
+    for place in range(4):
+        point = samples.point(1, place)
+        torch.testing.assert_close(point["point"], reached, rtol=1e-3, atol=1e-3)
+        reached = point["point"] + (sigmas[place + 1] - sigmas[place]) * point["point_velocity"]
+    torch.testing.assert_close(samples.data(1), reached, rtol=1e-3, atol=1e-3)
+
+
+def test_noise_belongs_to_seed_prompt_and_number(root: Path) -> None:
+    drawing = recipe_of(root, folder="answers", guidance=4.0).setup.drawing
+    some = drawing.begin("a", 0)
+    assert torch.equal(some, drawing.begin("a", 0))
+    others = [drawing.begin("a", 1), drawing.begin("b", 0), replace(drawing, seed=1).begin("a", 0)]
+    assert all((some - other).abs().mean() > 0.5 for other in others)
+    assert abs(float(some.mean())) < 0.2
+    assert abs(float(some.std()) - 1) < 0.2
+
+
+def test_what_decides_a_sample_is_in_its_name(root: Path) -> None:
+    def names(work: Work | None = None, **changes: Any) -> set[str]:
+        recipe = recipe_of(root, folder="names", **changes)
+        if work is not None:
+            recipe.setup.seed = work.seed
+            del recipe.setup.drawing
+        return set(recipe.setup.rollouts("train")._keys)
+
+    base = names()
+    assert names() == base
+    assert not names(Work(root, seed=1)) & base
+    for change in (
+        {"guidance": 3.0},
+        {"teacher_steps": 4},
+        {"shift": 5.0},
+        {"negative_prompt": "ball"},
+        {"rollout_batch": 4},
+        {"teacher_sampler": "euler"},
+        {"width": 16},
+        {"teacher_dtype": "bfloat16"},
+        {"num_frames": 5},
+        {"teacher": "a14b", "guidance_2": 3.0},
+        {"sigma_sampling": "mode"},
+        {"pairs": 4},
+    ):
+        assert not names(**change) & base, change  # type: ignore[arg-type]
+
+
+def test_added_prompts_leave_what_is_drawn_as_it_is(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "more.txt").write_text("\n".join([*PROMPTS, "red red"]))
+    before = recipe_of(root, folder="added", num_eval=0).setup.rollouts("train")._keys
+    after = (
+        recipe_of(root, folder="added", num_eval=0, data_path=str(tmp_path / "more.txt")).setup.rollouts("train")._keys
+    )
+    assert (len(before), len(after), len(set(before) & set(after))) == (4, 5, 4)
+
+
+@pytest.mark.parametrize(("prompts", "rollouts", "blocks"), [(1, 18, 5), (5, 3, 4), (4, 2, 2), (3, 1, 1), (9, 3, 7)])
+def test_there_are_no_more_blocks_than_the_samples_fill(prompts: int, rollouts: int, blocks: int, root: Path) -> None:
+    drawing = replace(recipe_of(root, folder="answers", guidance=4.0).setup.drawing, block=4)
+    names = [f"prompt {number}" for number in range(prompts)]
+    found = Rollouts(root, drawing, names, rollouts)
+    assert [len(block) for block in found._blocks[:-1]] == [4] * (blocks - 1)
+    assert sorted(item for block in found._blocks for item in block) == sorted(found.items)
+    assert found.items[: prompts + 1] == [(name, 0) for name in names] + [(names[0], 1)][: rollouts - 1]
+
+
+def test_a_block_of_several_numbers_gives_each_sample_its_own(root: Path) -> None:
+    samples = recipe_of(root, folder="one prompt", rollouts=5, num_eval=5).setup.rollouts("train").open()
+    alone = recipe_of(root, folder="one at a time", rollouts=5, num_eval=5, rollout_batch=1).setup
+    assert len(bytes_of(root / "one prompt" / "rollouts")) == 2 + 2 + 1
+    assert [number for _, number in samples.items] == [0, 1, 2, 3, 4]
+    for number in range(5):
+        same = alone.rollouts("train").open().data(number)
+        torch.testing.assert_close(samples.data(number), same, rtol=1e-4, atol=1e-4)
+
+
+def test_a_small_last_block_has_the_bits_of_a_full_one(root: Path) -> None:
+    recipe = recipe_of(root, folder="filled", rollout_batch=3, rollouts=1)  # four prompts: blocks of 3 and of 1
+    setup, prompt = recipe.setup, recipe.setup.prompts.train[3]
+    full = Rollouts(root / "full", setup.drawing, [prompt], 1)
+    full._blocks = [[(prompt, 0)] * 3]
+    teacher, _ = load_teacher(setup.teacher, setup.guidance, "float32", "auto", "cpu", compiled=False)
+    drawn, _ = full._draw(0, teacher, setup.rows, Work(root / "full"))
+    assert torch.equal(setup.rollouts("train").open().data(3), drawn["data"][0])
+
+
+def test_samples_that_are_gone_are_missed_in_one_line(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unisono.recipes.wan_distill.rollouts._PATIENCE_S", 0.1)
+    rollouts = recipe_of(root, folder="gone").setup.rollouts("train")
+    rollouts._file(1).unlink()
+    with pytest.raises(UserError, match="one folder that all machines see"):
+        rollouts.open()
+
+
+def test_a_killed_run_draws_nothing_twice(root: Path, tmp_path: Path) -> None:
+    values = told(
+        root, "2.1", rollouts=12, rollout_batch=2, teacher_steps=12, max_steps=2, eval_every=-1, preview_every=-1
+    )
+    flags = [f"--{name}={value}" for name, value in values.items()]
+    words = [sys.executable, "-m", "unisono", "train", "wan-distill", *flags, "--output_dir", str(tmp_path / "killed")]
+    blocks = tmp_path / "killed" / "prepared" / "rollouts"
+    process = subprocess.Popen(
+        words, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    deadline = time.monotonic() + 90
+    while len(bytes_of(blocks)) < 3:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    before = {file.name: (file.stat().st_mtime_ns, file.stat().st_ino) for file in blocks.glob("*.safetensors")}
+    assert 3 <= len(before) < 24
+    done = command("train", "wan-distill", *flags, "--output_dir", "killed", cwd=tmp_path)
+    assert done.code == 0, done.err
+    after = {file.name: (file.stat().st_mtime_ns, file.stat().st_ino) for file in blocks.glob("*.safetensors")}
+    assert len(after) == 24 + 1 + 1
+    assert {name: after[name] for name in before} == before
+    again = command("train", "wan-distill", *flags, "--output_dir", "whole", cwd=tmp_path)
+    assert again.code == 0, again.err
+    assert bytes_of(tmp_path / "whole" / "prepared" / "rollouts") == bytes_of(blocks)
+
+
+# Losses --------------------------------------------------------------------------------------------------------------
+
+
+def test_losses_are_their_formulas() -> None:
+    torch.manual_seed(0)
+    said, teacher, data, noise, point = torch.randn(5, 2, 3, 1, 2, 2)
+    sigma = torch.tensor([0.25, 1.0])
+
+    def mean(value: Tensor) -> Tensor:
+        return value.square().flatten(1).mean(1)
+
+    torch.testing.assert_close(losses.velocity_matching(said, teacher), mean(said - teacher))
+    torch.testing.assert_close(losses.flow_matching(said, data, noise), mean(said - (noise - data)))
+    torch.testing.assert_close(losses.trajectory_matching(said, teacher), mean(said - teacher))
+    reached = point - sigma.view(2, 1, 1, 1, 1) * said
+    torch.testing.assert_close(losses.few_step_regression(point, said, sigma, data), mean(reached - data) / 2)
+    ours, theirs = [torch.randn(2, 4, 3) for _ in range(2)], [torch.randn(2, 4, 3) for _ in range(2)]
+    expected = sum(((a - b) ** 2).sum((1, 2)) / (b**2).sum((1, 2)) for a, b in zip(ours, theirs, strict=True)) / 2
+    torch.testing.assert_close(losses.feature_matching(ours, theirs), expected)
+
+
+def test_guidance_changes_at_the_boundary() -> None:
+    scales = Guidance(4.0, 3.0).at(torch.tensor([0.0, 0.874, 0.875, 1.0]), 0.875)
+    assert scales.tolist() == [3.0, 3.0, 4.0, 4.0]
+    assert Guidance(4.0, 3.0).at(torch.tensor([0.0, 1.0]), None).tolist() == [4.0, 4.0]
+
+
+def test_a_student_that_is_its_teacher_has_nothing_to_learn(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "same.json").write_text(json.dumps({"num_layers": 2}))
+    values = told(root, "2.1", guidance=1.0, student_config=str(tmp_path / "same.json"), max_steps=1, learning_rate=0.0)
+    values |= {"online": True, "feature_weight": 1.0, "rollouts": 4, "output_dir": str(tmp_path / "run")}
+    result = unisono.train("wan-distill", **values)
+    assert result.metrics["loss"] < 1e-10
+    assert result.metrics["eval/latent_error"] < 1e-9
+    assert 0.2 < result.metrics["eval/times_as_fast"] < 5, "it is as fast, on a machine that may do other things"
+    guided = unisono.train("wan-distill", **{**values, "guidance": 3.0, "output_dir": str(tmp_path / "guided")})
+    assert guided.metrics["loss"] > 1e-5
+
+
+def test_an_8_bit_teacher_says_nearly_the_same_and_is_smaller(root: Path) -> None:
+    setup = recipe_of(root, folder="answers", guidance=4.0).setup
+    item = HeldOut(setup.rollouts("eval").open(), setup.rows, judged=False)[0]
+    text, empty = item["text"][None].float(), setup.rows("")[None].float()
+    found = {}
+    for kind in ("bfloat16", "float8"):
+        teacher, line = load_teacher(setup.teacher, setup.guidance, kind, "auto", "cpu", compiled=False)
+        found[kind] = teacher.velocity(item["data"][None], torch.tensor([0.5]), text, empty)
+        assert f"{sum(it.numel() for it in teacher.experts.parameters()):,} weights in" in line
+        size = {it.dtype for it in teacher.experts.parameters()}
+        assert (torch.float8_e4m3fn in size) == (kind == "float8")
+    difference = (found["float8"] - found["bfloat16"]).norm() / found["bfloat16"].norm()
+    assert 0 < difference < 0.2
+
+
+# Out -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["one", "film", "few steps", "experts"])
+def test_an_exported_student_draws_in_a_pipeline_what_it_drew_here(
+    name: str, runs: dict[str, Outcome], root: Path, tmp_path: Path
+) -> None:
+    run = root / "runs" / name
+    export_run(run, tmp_path / "out")
+    pipeline = WanPipeline.from_pretrained(tmp_path / "out")
+    pipeline.set_progress_bar_config(disable=True)
+    assert pipeline.transformer_2 is None
+    recipe, model, _ = load_trained(run)
+    setup = recipe.setup  # type: ignore[attr-defined]
+    setup.folder = run / "prepared"
+    begin, text = setup.drawing.begin("x", 0)[None], setup.rows(PROMPTS[0])[None].float()
+    steps = setup.student_scheduler()[1]
+    assert steps == 3
+    assert pipeline.scheduler.config.solver_order == (1 if name == "few steps" else 2)
+    frames = 5 if name == "film" else 1
+    theirs = pipeline(
+        prompt_embeds=text,
+        latents=begin,
+        **{"height": setup.config.height, "width": 32, "num_frames": frames, "guidance_scale": 1.0},
+        num_inference_steps=steps,
+        output_type="latent",
+    ).frames
+    torch.testing.assert_close(draw(setup, model, begin, text), theirs, rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
+
+
+def test_previews_show_teacher_and_student(runs: dict[str, Outcome], root: Path) -> None:
+    from PIL import Image
+
+    folder = root / "runs" / "one" / "previews"
+    picture = Image.open(folder / "step_00000006_teacher_student.png")
+    assert picture.size == (4 * 128 + 3 * 2, 64)
+    assert (folder / "step_00000006_prompts.txt").read_text().splitlines() == ["a ball", "a a ball"]
+    films = sorted(file.name for file in (root / "runs" / "film" / "previews").glob("*.mp4"))
+    assert films == ["step_00000003_teacher_student_00.mp4", "step_00000003_teacher_student_01.mp4"]
+
+
+def test_few_steps_are_steps_of_the_teacher(root: Path) -> None:
+    told = {"few_step_weight": 1.0, "velocity_weight": 0.0, "few_steps": 4, "teacher_steps": 12, "shift": 5.0}
+    samples = recipe_of(root, folder="few", **told).setup.rollouts("train").open()
+    levels = [float(samples.point(0, place)["point_sigma"]) for place in range(4)]
+    expected = [5 * share / (1 + 4 * share) for share in (1, 0.75, 0.5, 0.25)]
+    assert levels == pytest.approx(expected, abs=2e-3)
+    scheduler, steps = recipe_of(root, folder="few", **told).setup.student_scheduler()
+    scheduler.set_timesteps(steps)
+    assert scheduler.sigmas[:4].tolist() == pytest.approx(levels, abs=1e-6)
+    begin, velocity = samples.drawing.begin("x", 0)[None], torch.ones(1, *samples.drawing.shape)
+    reached = begin
+    for step in scheduler.timesteps:
+        reached = scheduler.step(velocity, step, reached, return_dict=False)[0]
+    torch.testing.assert_close(reached, begin - levels[0] * velocity, rtol=1e-4, atol=1e-4)  # straight steps
+
+
+def test_a_rank_out_of_memory_beside_a_shared_out_teacher_keeps_nobody_waiting(root: Path, tmp_path: Path) -> None:
+    values = told(root, "2.1", **ONLINE, strategy="ddp", teacher_device_strategy="balanced", batch_size=2, save_every=1)
+    values |= {"inject": "oom@rank1:step3:forward", "eval_every": -1, "preview_every": -1}
+    flags = [f"--{name}={value}" for name, value in values.items()]
+    done = command("train", "wan-distill", *flags, "--nproc", "2", "--output_dir", "run", cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert "restarting all ranks" in done.err or "out of memory" in done.err
+
+
+def test_a_fresh_student_begins_with_nothing_to_say(runs: dict[str, Outcome], root: Path) -> None:
+    weights = runs["fresh"].weights(3)
+    assert weights["transformer.proj_out.weight"].abs().max() < 0.01  # it was zero three steps ago
+    assert weights["transformer.blocks.0.ffn.net.0.proj.weight"].abs().max() > 0.05
+
+
+# Input ---------------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_are_lines_each_once(tmp_path: Path) -> None:
+    file = tmp_path / "p.txt"
+    file.write_bytes(b"\xef\xbb\xbfa red ball\r\n\r\n  \r\nzwei B\xc3\xa4lle\na red ball\n")
+    found, remarks = read_prompts(str(file), "data_path")
+    assert found == ["a red ball", "zwei Bälle"]
+    assert remarks == ["data_path: 1 prompts stand there more than once, and count once"]
+
+
+def test_held_out_prompts_are_not_learned_from(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("\n".join(f"prompt {number}" for number in range(20)))
+    (tmp_path / "e.txt").write_text("prompt 3\nsomething else\n")
+    spread = prompts_of(str(tmp_path / "p.txt"), None, 4)
+    assert spread.held_out == ["prompt 2", "prompt 7", "prompt 12", "prompt 17"]
+    assert len(spread.train) == 16
+    assert not set(spread.train) & set(spread.held_out)
+    other = prompts_of(str(tmp_path / "p.txt"), str(tmp_path / "e.txt"), 0)
+    assert other.held_out == ["prompt 3", "something else"]
+    assert "prompt 3" not in other.train
+
+
+def test_of_the_built_in_prompts_as_many_are_held_out_as_one_says(tmp_path: Path) -> None:
+    usual = prompts_of("shapes", None, None)
+    assert (len(usual.train), len(usual.held_out)) == (72, 24)
+    assert len(set(labels(usual.held_out))) == 24
+    for number in (0, 1, 6, 24):
+        found = prompts_of("shapes", None, number)
+        assert len(found.held_out) == number and set(found.held_out) <= set(usual.held_out)
+        assert {*found.train, *found.held_out} == {*usual.train, *usual.held_out}
+        assert len(found.train) == 96 - number
+    with pytest.raises(ConfigError, match="num_eval 25: of the built-in prompts at most 24"):
+        prompts_of("shapes", None, 25)
+    (tmp_path / "e.txt").write_text(f"{usual.train[0]}\na grey dot\n")
+    other = prompts_of("shapes", str(tmp_path / "e.txt"), None)
+    assert (len(other.train), other.held_out) == (95, [usual.train[0], "a grey dot"])
+
+
+def test_prompts_that_the_tiny_teacher_does_not_know_are_told_of_before_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNISONO_CACHE", str(tmp_path / "cache"))
+
+    def said(prompts: str) -> list[str]:
+        found: list[str] = []
+        (tmp_path / "p.txt").write_text(prompts)
+        recipe = WanDistill(Config(teacher_path="tiny", data_path=str(tmp_path / "p.txt")))
+        recipe.prepare(Work(tmp_path / "work", _asked_to_stop=lambda: True, _say=found.append))
+        return found
+
+    strange, making = said("a red circle\na cat\na blue dog\n")
+    assert strange.startswith("2 of 3 prompts mean nothing to the tiny teacher ('a ")
+    assert "making the tiny teacher" in making
+    assert len(said("a red circle\na blue square\n")) == 1
+
+
+def refused(root: Path, **changes: Any) -> str:
+    with pytest.raises(UnisonoError) as caught:
+        recipe_of(root, **changes)
+    assert isinstance(caught.value, ConfigError)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_what_cannot_be_is_refused_with_what_to_do(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("\n  \n")
+    (tmp_path / "picture.txt").write_bytes(b"\x89PNG\xff\xfe\x00")
+    assert "has no prompts" in refused(root, data_path=str(tmp_path / "empty.txt"))
+    assert "UTF-8" in refused(root, data_path=str(tmp_path / "picture.txt"))
+    assert "there is no such file" in refused(root, data_path=str(tmp_path / "nothing.txt"))
+    assert "6 different prompts" in refused(root, num_eval=6)
+    assert "nothing to learn" in refused(root, velocity_weight=0.0)
+    assert "add --online" in refused(root, refresh_every=3)
+    assert "add --online" in refused(root, feature_weight=1.0)
+    assert "balanced is for --online" in refused(root, teacher_device_strategy="balanced")
+    assert "multiples of 16" in refused(root, width=24)
+    assert "1, 5, 9" in refused(root, num_frames=4)
+    assert "is for the tiny teacher" in refused(root, data_path="shapes")
+    assert "no teacher" in refused(root, teacher_path="")
+    assert "multiple of it" in refused(root, few_step_weight=1.0, few_steps=2)
+    assert "two experts" in refused(root, teacher="a14b", online=True, feature_weight=1.0)
+    (tmp_path / "narrow.json").write_text(json.dumps({"num_attention_heads": 1}))
+    narrow = refused(root, online=True, feature_weight=1.0, student_config=str(tmp_path / "narrow.json"))
+    assert "the student has 12, the teacher 24" in narrow
+
+
+def test_mistakes_are_told_before_anything_is_drawn(root: Path, tmp_path: Path) -> None:
+    def early(**changes: Any) -> str:
+        said = refused(root, folder="early", **changes)
+        assert not (root / "early" / "rollouts").exists()
+        return said
+
+    assert "expected even, importance, or numbers" in early(layers="foo")
+    (tmp_path / "deep.json").write_text(json.dumps({"num_layers": 9}))
+    assert "use --init fresh" in early(student_config=str(tmp_path / "deep.json"))
+    for part, file, expected in (
+        ("vae", "diffusion_pytorch_model.safetensors", "cannot be read as safetensors"),
+        ("transformer", "diffusion_pytorch_model.safetensors", "cannot be read as safetensors"),
+        ("tokenizer", "tokenizer.json", "lacks tokenizer_config.json, or tokenizer.json"),
+    ):
+        broken = tmp_path / f"broken {part}"
+        shutil.copytree(root / "2.1", broken)
+        (broken / part / file).unlink()
+        if part != "tokenizer":
+            (broken / part / file).write_bytes(b"nothing")
+        assert expected in early(teacher_path=str(broken))
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", "null", '{"layers": [9]}', '{"seconds_per_sample": "x"}'])
+def test_damaged_notes_are_made_anew(content: str, root: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(root, folder=str(tmp_path / "notes"))
+    plan, took = recipe.setup.inheritance(), recipe.setup.teacher_took()
+    assert took is not None
+    for file in (recipe.setup.inheritance_file, recipe.setup.times_file):
+        file.write_text(content)
+    assert recipe.setup.teacher_took() is None
+    again = recipe_of(root, folder=str(tmp_path / "notes"))
+    assert again.setup.inheritance() == plan
+
+
+def test_a_run_does_not_go_on_with_another_student(root: Path, tmp_path: Path) -> None:
+    file = tmp_path / "student.json"
+    file.write_text(json.dumps({"num_layers": 1}))
+    recipe_of(root, folder="other student", student_config=str(file))
+    file.write_text(json.dumps({"num_layers": 2}))
+    with pytest.raises(ConfigError, match="another student than the one this run began with"):
+        recipe_of(root, folder="other student", student_config=str(file))
+
+
+def test_a_teacher_without_a_part_says_which(root: Path, tmp_path: Path) -> None:
+    for part in ("vae", "text_encoder", "tokenizer"):
+        folder = tmp_path / part
+        folder.mkdir()
+        for file in (root / "2.1").iterdir():
+            if file.name != part:
+                (folder / file.name).symlink_to(file)
+        with pytest.raises(ConfigError, match=f"has no {part}"):
+            recipe_of(root, teacher_path=str(folder), folder=f"without {part}")
+
+
+def test_a_teacher_that_is_only_a_transformer_takes_its_parts_from_elsewhere(root: Path) -> None:
+    folder = root / "2.1" / "transformer"
+    with pytest.raises(ConfigError, match="--parts_path FOLDER"):
+        recipe_of(root, teacher_path=str(folder))
+    recipe = recipe_of(root, teacher_path=str(folder), parts_path=str(root / "2.1"), folder="file")
+    whole = recipe_of(root, folder="names").setup.rollouts("train").open()
+    torch.testing.assert_close(recipe.setup.rollouts("train").open().data(0), whole.data(0), rtol=1e-4, atol=1e-5)
+
+
+def test_prompts_that_are_too_long_are_cut_and_that_is_said_once(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text("a red ball " * 40 + "\na ball\nred\n")
+    said: list[str] = []
+    values = told(root, "2.1", data_path=str(tmp_path / "long.txt"), num_eval=0)
+    recipe = WanDistill(Config(**{name: value for name, value in values.items() if name in vars(Config())}))
+    recipe.prepare(Work(tmp_path / "work", _say=said.append))
+    assert [line for line in said if "cut off" in line] == [
+        "1 prompts have 24 tokens or more; what is beyond is cut off"
+    ]
+    assert recipe.setup.rows("red").shape == (24, SMALL["text_dim"])
