@@ -49,7 +49,7 @@ class Run:
     def __init__(self, folder: Path, machines: list[Machine]) -> None:
         self.folder, self.machines = folder, machines
         self.hold = folder / "hold"
-        self.hold.write_text("0.5")  # until a test removes it, steps take long enough for things to happen
+        self.hold.write_text("1")  # until a test removes it, steps take long enough for things to happen
 
     def launch(self, number: int, nnodes: str, *more: object) -> subprocess.Popen[str]:
         """Our launcher on one of the machines."""

@@ -106,7 +106,7 @@ def test_submit_and_follow_a_job_whose_rank_is_killed(slurm: Slurm, tmp_path: Pa
 
 def test_a_signal_saves_requeues_and_goes_on_by_itself(slurm: Slurm, tmp_path: Path, one_rank: list[float]) -> None:
     hold, ours, run = tmp_path / "hold", mark(), tmp_path / "run"
-    hold.write_text("0.3")
+    hold.write_text("2 after 4")
     job = submit(slurm, tmp_path, "--output_dir", "run", **{HOLD: str(hold)}, **ours)
     wait_until(lambda: len(lines(run)) >= 3, "three steps")
     answer = slurm.run("scancel", "--signal=USR1", job)  # what --signal=USR1@120 does near the time limit
@@ -167,7 +167,7 @@ def test_preemption_saves_within_the_grace_time_and_the_job_goes_on(
     slurm: Slurm, tmp_path: Path, one_rank: list[float]
 ) -> None:
     hold, ours, run = tmp_path / "hold", mark(), tmp_path / "run"
-    hold.write_text("0.3")
+    hold.write_text("2 after 4")
     job = submit(slurm, tmp_path, "--output_dir", "run", "--save_every", 0, **{HOLD: str(hold)}, **ours)
     wait_until(lambda: len(lines(run)) >= 3, "three steps")
     answer = slurm.run("scontrol", "requeue", job)  # SIGTERM to all, as preemption does
@@ -184,7 +184,7 @@ def test_preemption_saves_within_the_grace_time_and_the_job_goes_on(
 @pytest.mark.slow
 def test_scancel_ends_the_job_for_good_with_a_checkpoint(slurm: Slurm, tmp_path: Path) -> None:
     hold, ours, run = tmp_path / "hold", mark(), tmp_path / "run"
-    hold.write_text("0.3")
+    hold.write_text("2 after 4")
     job = submit(slurm, tmp_path, "--output_dir", "run", "--save_every", 0, **{HOLD: str(hold)}, **ours)
     wait_until(lambda: len(lines(run)) >= 3, "three steps")
     assert slurm.run("scancel", job).code == 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,22 @@ from typing import Any
 from unisono import Loss, Recipe
 
 HOLD = "TINY_HOLD"
-"""Variable with the path of a file: as long as it is there, every micro-batch takes the seconds that stand in it."""
+"""Variable with the path of a file: as long as it is there, every micro-batch takes the seconds that stand in it.
+
+`30 after 3` holds from a process's fourth micro-batch on, so that a test knows where the run stands however slow the
+test itself is. A file that is gone, or says another thing, is noticed at once.
+"""
+
+
+def hold(micro_batches: int) -> None:
+    """Waits as the file says, if there is one; so many micro-batches were computed before."""
+    began, path = time.monotonic(), os.environ.get(HOLD)
+    while path and Path(path).exists():
+        with suppress(FileNotFoundError, ValueError):  # it has just gone, or is being written
+            seconds, _, after = Path(path).read_text().partition(" after ")
+            if time.monotonic() - began >= float(seconds) or micro_batches < int(after or 0):
+                return
+        time.sleep(0.02)
 
 
 class Tiny(Recipe):
@@ -31,6 +47,9 @@ class Tiny(Recipe):
         slope: float = 2.0
         """Slope of the line that is to be found."""
 
+    micro_batches = 0
+    """Computed by this process."""
+
     def model(self) -> Any:
         from torch import nn
 
@@ -42,9 +61,8 @@ class Tiny(Recipe):
         return [(i / 10, self.config.slope * i / 10) for i in range(self.config.num_samples)]
 
     def loss(self, model: Any, batch: Any, noise: Any) -> Any:
-        hold = os.environ.get(HOLD)
-        if hold and Path(hold).exists():
-            time.sleep(float(Path(hold).read_text()))
+        hold(self.micro_batches)
+        self.micro_batches += 1
         weight = next(model.parameters())
         x, y = (column.to(weight.dtype).unsqueeze(1) for column in batch)
         each = (model(x) - y).square()
