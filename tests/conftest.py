@@ -44,9 +44,9 @@ def ranks_alive() -> dict[int, str]:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_rank_outlives_the_tests() -> Iterator[None]:
-    """Fails the session when a rank that a test started is still alive 5 s after the last test."""
+    """Fails the session when a rank that a test started is still alive 15 s after the last test."""
     yield
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 15
     while (alive := ranks_alive()) and time.monotonic() < deadline:
         time.sleep(0.1)
     for pid in alive:

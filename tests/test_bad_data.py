@@ -293,7 +293,7 @@ def test_a_loader_that_hangs_can_be_interrupted_and_closed() -> None:
     loader = open_loader(Hangs(after=2), cursor(), 2)
     next(loader)
     before = signal.signal(signal.SIGUSR2, ring)
-    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGUSR2))
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGUSR2))
     timer.start()
     try:
         with pytest.raises(TimeoutError):
@@ -304,7 +304,7 @@ def test_a_loader_that_hangs_can_be_interrupted_and_closed() -> None:
         signal.signal(signal.SIGUSR2, before)
         start = time.monotonic()
         loader.close()
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 30
     assert not active_children()
 
 

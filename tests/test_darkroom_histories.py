@@ -380,9 +380,11 @@ def test_what_cannot_be_collected_is_said(tmp_path: Path) -> None:
 def test_a_kill_in_the_middle_costs_one_block(tmp_path: Path) -> None:
     folder = tmp_path / "histories"
     code = (
-        "import sys, torch; from pathlib import Path; torch.set_num_threads(1)\n"
-        "from unisono.recipes.darkroom.rooms import Darkroom; from unisono.recipes.darkroom.collect import collect\n"
-        "collect(Darkroom(), 'explorer', range(24), 30, 400, 7, Path(sys.argv[1]))"
+        "import sys, time, torch; from pathlib import Path; torch.set_num_threads(1)\n"
+        "from unisono.recipes.darkroom.rooms import Darkroom; from unisono.recipes.darkroom import collect\n"
+        "write = collect.write_histories\n"
+        "collect.write_histories = lambda *given, **named: (write(*given, **named), time.sleep(1))\n"
+        "collect.collect(Darkroom(), 'explorer', range(24), 30, 400, 7, Path(sys.argv[1]))"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(folder)])
     try:

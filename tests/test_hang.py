@@ -6,6 +6,7 @@ Run as a program, this file is a rank that goes through the phases of a few step
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -158,7 +159,7 @@ def test_a_hanging_rank_is_named_with_its_step_phase_and_stack(
     assert [(kind, event["rank"], event["step"]) for kind, event in events] == [("hang", 1, 2), ("restart", 1, 2)]
     assert events[0][1]["phase"] == "backward"
     said = capfd.readouterr().err
-    assert "unisono: rank 1, step 2: no progress for 2 s in backward (hang_timeout 1.5)" in said
+    assert re.search(r"unisono: rank 1, step 2: no progress for \d s in backward \(hang_timeout 1.5\)", said)
     assert "in _hang\n" in said and "restarting all ranks from the last checkpoint (1 of 1)" in said
     [kept] = (tmp_path / "run/stacks").iterdir()
     assert kept.name == "step_00000002-attempt0"
@@ -181,15 +182,18 @@ def test_a_stopped_process_is_named_although_it_writes_no_stack(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     code, events = run(tmp_path, stop_itself, max_restarts=1, limits=Limits(1, 30))
-    assert code == 0 and events[0] == ("hang", {"step": 2, "rank": 0, "phase": "data", "seconds": 1})
+    kind, details = events[0]
+    assert code == 0 and kind == "hang" and 1 <= details.pop("seconds") < 10
+    assert details == {"step": 2, "rank": 0, "phase": "data"}
     assert "no stack: it is stopped (SIGSTOP" in capfd.readouterr().err
 
 
 def test_the_start_has_a_limit_of_its_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    code, events = run(tmp_path, never_start, max_restarts=0, limits=Limits(0.1, 2))
+    code, events = run(tmp_path, never_start, max_restarts=0, limits=Limits(0.1, 4))
     assert code == 3 and events[0][1]["phase"] == "start"
     said = capfd.readouterr().err
-    assert "unisono: rank 1: no progress for 2 s in the start (start_timeout 2)" in said and "in never_start" in said
+    assert re.search(r"unisono: rank 1: no progress for \d s in the start \(start_timeout 4\)", said)
+    assert "in never_start" in said
 
 
 def test_every_kind_of_death_is_told_with_its_rank_and_step(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -309,7 +313,7 @@ def test_torchrun_starts_again_after_a_hang(tmp_path: Path, undisturbed: list[fl
 def test_a_single_process_that_hangs_says_where_and_ends(tmp_path: Path) -> None:
     ended = unisono(*TRAIN, "--inject", "hang@step3", "--hang_timeout", 3, cwd=tmp_path)
     assert ended.code == 3, ended.err
-    assert "unisono: rank 0, step 3: no progress for 3 s in forward (hang_timeout 3)" in ended.err
+    assert re.search(r"unisono: rank 0, step 3: no progress for \d s in forward \(hang_timeout 3\)", ended.err)
     assert "in _hang" in ended.err
     assert (tmp_path / "run/stacks/step_00000003-attempt0/rank0.txt").exists()
 

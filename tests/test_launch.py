@@ -234,7 +234,7 @@ def test_a_users_mistake_is_told_once_and_not_tried_again(tmp_path, capfd):
     restarts = []
     start = time.monotonic()
     assert run(make_a_user_error, tmp_path, note=lambda *event: restarts.append(event)) == 2
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 25, "the agent waited out its grace of 30 s"
     assert restarts == []
     assert capfd.readouterr().err == "unisono: batch_size 3 does not fit; use 2\n"
 
@@ -249,7 +249,7 @@ def test_a_survivor_deep_in_a_computation_does_not_hold_up_the_restart(tmp_path,
     restarts = []
     start = time.monotonic()
     assert run(die_while_the_other_computes, tmp_path, note=lambda *event: restarts.append(event)) == 0
-    assert time.monotonic() - start < 10, "the agent waited out its grace of 30 s"
+    assert time.monotonic() - start < 25, "the agent waited out its grace of 30 s"
     cause = "rank 0: killed by SIGKILL (by hand, or by the system because memory ran out)"
     assert restarts == [("restart", {"attempt": 1, "rank": 0, "step": None, "cause": cause})]
     assert capfd.readouterr().err.count("\n") == 1
@@ -341,7 +341,7 @@ def test_a_second_signal_kills_all_ranks_at_once(tmp_path):
     send(tmp_path, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
     start = time.monotonic()
     assert run(never_stop, tmp_path) == 130
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 25
     assert (tmp_path / "stop").read_text() == "SIGUSR1"
     assert not any(is_alive(int((tmp_path / f"pid{rank}").read_text())) for rank in (0, 1))
 
@@ -418,7 +418,7 @@ def test_nothing_outlives_a_launcher_killed_with_kill_9(tmp_path):
     finally:
         launcher.kill()
         launcher.wait()
-    wait_until(lambda: not any(map(is_alive, pids)), 5, f"all of {pids} gone")
+    wait_until(lambda: not any(map(is_alive, pids)), 20, f"all of {pids} gone")
 
 
 def test_a_rank_whose_launcher_is_already_gone_ends_at_once(tmp_path):

@@ -627,22 +627,22 @@ def filling(folder: Path, seconds: float) -> subprocess.Popen[str]:
 
 
 def test_a_killed_fill_goes_on_where_it_was(tmp_path: Path) -> None:
-    process = filling(tmp_path, 0.1)
-    deadline = time.monotonic() + 25
+    process = filling(tmp_path, 0.5)
+    deadline = time.monotonic() + 60
     while len(list(tmp_path.glob("*/block-*"))) < 3 and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     there = len(list(tmp_path.glob("*/block-*")))
     assert 3 <= there < 10
-    told, _ = filling(tmp_path, 0).communicate(timeout=30)
+    told, _ = filling(tmp_path, 0).communicate(timeout=90)
     assert told.split() == ["begin", "calls", str(10 - there)]
     assert tokens(tmp_path) == by_letters(some_texts())
 
 
 def test_two_runs_that_fill_the_same_folder_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
     both = [filling(tmp_path, 0.03), filling(tmp_path, 0.05)]
-    assert [process.communicate(timeout=30) and process.returncode for process in both] == [0, 0]
+    assert [process.communicate(timeout=90) and process.returncode for process in both] == [0, 0]
     assert tokens(tmp_path) == by_letters(some_texts())
     assert not list(tmp_path.glob("*/block-*")) and not list(tmp_path.glob("*/.*"))
 

@@ -439,8 +439,8 @@ def test_after_a_kill_only_the_rest_is_computed(
 ) -> None:
     monkeypatch.setattr(packs, "_MOST_TENSORS", 1)
     folder = tmp_path / "cache"
-    processes = in_two_processes(folder, many, models, 0.1)
-    deadline = time.monotonic() + 30
+    processes = in_two_processes(folder, many, models, 0.5)
+    deadline = time.monotonic() + 60
     while len(list(folder.glob("latents/*.safetensors"))) < 5 and time.monotonic() < deadline:
         time.sleep(0.01)
     for process in processes:

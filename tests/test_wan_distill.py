@@ -384,7 +384,7 @@ def test_samples_that_are_gone_are_missed_in_one_line(root: Path, monkeypatch: p
 
 def test_a_killed_run_draws_nothing_twice(root: Path, tmp_path: Path) -> None:
     values = told(
-        root, "2.1", rollouts=12, rollout_batch=2, teacher_steps=12, max_steps=2, eval_every=-1, preview_every=-1
+        root, "2.1", rollouts=12, rollout_batch=2, teacher_steps=6, max_steps=2, eval_every=-1, preview_every=-1
     )
     flags = [f"--{name}={value}" for name, value in values.items()]
     words = [sys.executable, "-m", "unisono", "train", "wan-distill", *flags, "--output_dir", str(tmp_path / "killed")]
