@@ -190,11 +190,21 @@ def darkroom_demo(result: dict[str, Any]) -> str:
     return text + "them training"
 
 
+def darkroom_choices(result: dict[str, Any]) -> str:
+    rows = {name: row["unseen_of_optimum"] for name, row in result["rows"].items() if not row["failed"]}
+    if not rows:
+        return ""
+    text = f"**Why the defaults are what they are**: the demo on {result['machine']['cores']} CPU cores with one thing "
+    text += "changed, unseen goals, of the optimum, after the same steps: "
+    return text + "; ".join(f"{name} {share:.0%}" for name, share in rows.items())
+
+
 DARKROOM: dict[str, Callable[[dict[str, Any]], str]] = {
     "learning": darkroom_learning,
     "speed": darkroom_speed,
     "end_to_end": darkroom_end_to_end,
     "demo": darkroom_demo,
+    "choices": darkroom_choices,
 }
 
 

@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import time
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,7 @@ from unisono.recipes.seo.data.store import fill_texts, open_texts
 from unisono.recipes.seo.folders import read_layout
 from unisono.recipes.seo.rank import BiEncoder
 from unisono.recipes.seo.recipe import Seo
-from unisono.recipes.seo.settings import Config
+from unisono.recipes.seo.settings import FOR, Config
 from unisono.recipes.seo.tiny import train_tokenizer
 
 # Settings -----------------------------------------------------------------------------------------------------------
@@ -51,6 +52,29 @@ from unisono.recipes.seo.tiny import train_tokenizer
 def test_settings_that_nothing_can_be_trained_with_are_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"^{name}: expected"):
         Seo(Config(**{"data_path": "x.csv", name: value}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"task": "score", "method": "cross"}, "method does something for task rank only, and this is task score"),
+        (
+            {"task": "snippet", "num_negatives": 2},
+            "num_negatives does something for task rank only, and this is task sn",
+        ),
+        ({"rerank": 9}, "rerank does something for task rank, method cross only, and this is task rank, method bi"),
+        ({"method": "cross", "pooling": "cls"}, "pooling does something for task rank, method bi only"),
+        ({"label": "class"}, "label does something for task score only"),
+        ({"task": "score", "target_length": 9}, "target_length does something for task snippet only"),
+    ],
+)
+def test_a_setting_of_another_task_is_refused(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{told}"):
+        Seo(Config(data_path="data.csv", **settings))
+
+
+def test_every_setting_of_one_task_is_there() -> None:
+    assert set(FOR) <= {field.name for field in fields(Config)}
 
 
 def test_what_is_not_a_number_is_within_no_bounds() -> None:

@@ -20,7 +20,7 @@ from diffusers import WanPipeline
 from torch import Tensor
 
 import unisono
-from command_line import environment
+from command_line import environment, marked, start, wait_until
 from command_line import unisono as command
 from many_runs import Outcome, Run, many_runs
 from unisono.engine.export import export_run, load_trained
@@ -574,6 +574,21 @@ def test_of_the_built_in_prompts_as_many_are_held_out_as_one_says(tmp_path: Path
     (tmp_path / "e.txt").write_text(f"{usual.train[0]}\na grey dot\n")
     other = prompts_of("shapes", str(tmp_path / "e.txt"), None)
     assert (len(other.train), other.held_out) == (95, [usual.train[0], "a grey dot"])
+
+
+def test_nobody_goes_on_making_the_tiny_teacher_of_a_run_that_was_killed(tmp_path: Path) -> None:
+    ours = {"A_MARK": tmp_path.name}  # what begins with UNISONO_ is not for those who make it
+    words = ["-m", "unisono", "train", "wan-distill", "--teacher_path", "tiny", "--output_dir", "run"]
+    process = start(words, cwd=tmp_path, UNISONO_CACHE=str(tmp_path / "cache"), **ours)
+    try:
+        wait_until(lambda: len(marked(ours)) >= 3 or process.poll() is not None, "the run, its child, and a rank of it")
+        assert process.poll() is None, process.communicate()
+        process.kill()
+        process.communicate()
+        wait_until(lambda: not marked(ours), "no process is left", seconds=15)
+    finally:
+        for pid in marked(ours):
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_prompts_that_the_tiny_teacher_does_not_know_are_told_of_before_it_is_made(

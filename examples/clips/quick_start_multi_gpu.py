@@ -206,12 +206,15 @@ def run_benchmark(config: MultiGPUConfig) -> dict[str, Any]:
     model, train, _ = create_demo_model_and_dataset()
     found = benchmark_multi_gpu_performance(model, train, config, loss_fn=nn.CrossEntropyLoss())
     print(f"{'':16}{'devices':>10}{'samples/s':>12}{'seconds':>10}{'memory MiB':>12}")
-    for name, row in ((found["strategy"], found), ("one device", found["single_device"])):
+    alone = found["num_devices"] == 1
+    rows = [(found["strategy"], found), ("one device", found["single_device"])]
+    for name, row in rows[alone:]:
         most = max(device["max_allocated"] for device in row["memory"].values()) / 2**20
         print(
             f"{name:16}{row['num_devices']:>10}{row['samples_per_second']:>12.1f}{row['training_time']:>10.2f}{most:>12.0f}"
         )
-    print(f"speed-up {found['speedup']:.2f}, efficiency {found['efficiency']:.0%}")
+    if not alone:
+        print(f"speed-up {found['speedup']:.2f}, efficiency {found['efficiency']:.0%}")
     return found
 
 

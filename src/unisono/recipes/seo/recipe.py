@@ -214,6 +214,10 @@ def check_config(config: settings.Config) -> None:
     most |= {"rerank": 100}  # so many are kept of what plain words find
     most |= {"target_length": 1024, "scale": 1e4, "lora_rank": 4096, "lora_dropout": 0.99}
     check_range(config, least, most)
+    for name, kinds in settings.FOR.items():
+        if config.kind not in kinds and getattr(config, name) != getattr(settings.Config, name):
+            told = kinds[0] if len(kinds) == 1 else "task rank"
+            raise ConfigError(f"{name} does something for {told} only, and this is {config.kind}; leave it out")
     if config.lora_alpha is not None and not 0 < config.lora_alpha < math.inf:
         raise ConfigError(f"lora_alpha: expected a number above 0, got {config.lora_alpha}")
     for name in ("num_eval", "num_candidates"):

@@ -10,6 +10,17 @@ from unisono.engine.recipe import Recipe
 ALIASES = {"lr": "learning_rate", "epochs": "num_epochs", "model": "model_name", "max_seq_length": "max_length"}
 """Names that people know from other scripts."""
 
+_BI, _CROSS, _SCORE, _SNIPPET = "task rank, method bi", "task rank, method cross", "task score", "task snippet"
+FOR = {
+    **dict.fromkeys(("pooling", "scale", "both_ways", "padding"), (_BI,)),
+    **dict.fromkeys(("rerank", "cross_loss"), (_CROSS,)),
+    **dict.fromkeys(("method", "query_length", "length_groups", "num_negatives", "num_candidates"), (_BI, _CROSS)),
+    "hard_candidates": (_BI, _CROSS),
+    "label": (_SCORE,),
+    **dict.fromkeys(("write", "target_length"), (_SNIPPET,)),
+}
+"""Settings that do something for these tasks only."""
+
 
 @dataclass
 class Config(Recipe.Config):
@@ -72,3 +83,8 @@ class Config(Recipe.Config):
     """In it."""
     lora_targets: str = ""
     """Layers that get one, separated by commas. Default: all linear ones of the blocks."""
+
+    @property
+    def kind(self) -> str:
+        """The task, and the method if there is a choice."""
+        return f"task rank, method {self.method}" if self.task == "rank" else f"task {self.task}"

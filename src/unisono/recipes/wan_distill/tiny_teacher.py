@@ -28,6 +28,12 @@ _OF_A_LAUNCHER = (
     *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC", "SLURM_", "PMI_", "PMIX_", "OMPI_"),
     *("MPI_", "ACCELERATE_", "UNISONO_"),
 )
+_PROGRAM = """
+from unisono.cluster.lifetime import die_with_parent
+die_with_parent()
+from unisono.cli.main import program
+program()
+"""
 _STEPS = "UNISONO_TINY_TEACHER_STEPS"  # fewer than it takes to learn anything: for tests
 
 
@@ -67,9 +73,9 @@ def make(work: Work, cache: Path | None = None) -> None:
 def _unisono(folder: Path, words: list[str], lock: int, work: Work) -> bool:
     """Runs a command of unisono's; False when it was stopped, and goes on another time."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(_OF_A_LAUNCHER)}
-    command = [sys.executable, "-m", "unisono", *words]
+    command = [sys.executable, "-c", _PROGRAM, *words]
     with (folder / "log.txt").open("ab") as log:
-        # The lock stays with the child: if this process is killed, nobody else begins before it has ended.
+        # The child ends with this process, and has the lock too: nobody else begins before it has really ended.
         child = subprocess.Popen(command, env=own, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[lock])
         while child.poll() is None:
             time.sleep(_LOOK_EVERY_S)
