@@ -116,15 +116,23 @@ def write_previews(found: Mapping[str, Any], folder: Path, step: int) -> list[Pa
         if Path(name).name != name or name.startswith("."):
             raise RecipeError(f"preview(): {name!r} is not a plain file name")
         path = folder / f"step_{step:08d}_{name}"
-        if isinstance(value, str):
-            path.write_text(value)
-        elif isinstance(value, bytes):
-            path.write_bytes(value)
-        elif hasattr(value, "savefig"):
-            value.savefig(path)
-        elif hasattr(value, "save"):
-            value.save(path)
-        else:
-            raise RecipeError(f"preview(): {name} is {type(value).__name__}; return text, bytes, an image or a figure")
+        try:
+            _write(path, name, value)
+        except OSError:
+            path.unlink(missing_ok=True)  # half a picture helps nobody
+            raise
         written.append(path)
     return written
+
+
+def _write(path: Path, name: str, value: Any) -> None:
+    if isinstance(value, str):
+        path.write_text(value)
+    elif isinstance(value, bytes):
+        path.write_bytes(value)
+    elif hasattr(value, "savefig"):
+        value.savefig(path)
+    elif hasattr(value, "save"):
+        value.save(path)
+    else:
+        raise RecipeError(f"preview(): {name} is {type(value).__name__}; return text, bytes, an image or a figure")

@@ -336,8 +336,12 @@ class Trainer:
             self._watch.message(f"step {step}: preview left out, rank {why.rank} ran out of memory: {why}")
         strategy.weights_changed()
         if found and self._main:
-            for path in write_previews(found, self._folder.path / "previews", step):
-                self._folder.event("preview", step=step, file=path.name)
+            try:
+                for path in write_previews(found, self._folder.path / "previews", step):
+                    self._folder.event("preview", step=step, file=path.name)
+            except OSError as error:  # a full disk: as with a checkpoint, the next one may be written
+                self._folder.event("preview_left_out", step=step, rank=0, error=str(error))
+                self._watch.message(f"step {step}: preview left out, it cannot be written: {error}")
 
     def _keep_best(self, metrics: Mapping[str, float | list[float]]) -> None:
         settings = self.settings.eval

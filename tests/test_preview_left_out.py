@@ -1,4 +1,4 @@
-"""Memory runs out while a preview is drawn: it is left out, on all ranks, and the run goes on."""
+"""A preview that cannot be drawn (memory runs out) or written is left out, on all ranks, and the run goes on."""
 
 from __future__ import annotations
 
@@ -57,6 +57,19 @@ def test_the_run_goes_on_without_the_preview(recipe: str, tmp_path: Path) -> Non
     assert [event["step"] for event in found if event["kind"] == "preview_left_out"] == [1, 2, 3]
     assert not any(event["kind"] == "restart" for event in found)
     assert not (tmp_path / "run" / "previews").exists() and len(losses(tmp_path / "run")) == 3
+
+
+def test_the_run_goes_on_when_a_preview_cannot_be_written(recipe: str, tmp_path: Path) -> None:
+    words = ["train", recipe, "--output_dir", "run", "--preview_every", 2]
+    done = unisono(*words, "--max_steps", 1, cwd=tmp_path)
+    assert done.code == 0, done.err
+    (tmp_path / "run/previews/step_00000002_seen.txt").mkdir(parents=True)  # where a file cannot be
+    done = unisono(*words, "--nproc", 2, "--max_steps", 4, cwd=tmp_path)
+    assert done.code == 0 and "Traceback" not in done.err, done.err
+    assert done.err.count("step 2: preview left out, it cannot be written: [Errno 21] Is a directory") == 1
+    found = [(event["kind"], event["step"]) for event in lines(tmp_path / "run", "events.jsonl")]
+    assert ("preview_left_out", 2) in found and ("preview", 4) in found
+    assert (tmp_path / "run/previews/step_00000004_seen.txt").read_text() and len(losses(tmp_path / "run")) == 4
 
 
 def test_a_sharded_run_starts_again_once_and_then_without_previews(recipe: str, tmp_path: Path) -> None:
