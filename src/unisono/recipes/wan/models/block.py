@@ -35,6 +35,8 @@ def _is_known(block: Any) -> bool:
     norms = (block.norm2, *(norm for attention in attentions for norm in (attention.norm_q, attention.norm_k)))
     return (
         all(getattr(norm, "weight", None) is not None for norm in norms)
+        and all(attention.norm_q.eps == attention.norm_k.eps for attention in attentions)
+        and all(attention.to_out[1].p == 0 for attention in attentions)  # or its bias would get another gradient
         and all(attention.add_k_proj is None and not attention.fused_projections for attention in attentions)
         and all(getattr(attention.processor, "_parallel_config", None) is None for attention in attentions)
     )
@@ -56,24 +58,27 @@ def _forward(block: Any, x: Tensor, text: Tensor, time: Tensor, angles: Any) -> 
     x, seen = fused.normed(x, 1 + scale, shift, block.norm1.eps)
     said = _attention(block.attn1, seen, seen, tuple(part.flatten(0, -2) for part in angles))
     weight, bias = (part.float().expand(len(gate), -1) for part in (block.norm2.weight, block.norm2.bias))
-    x, seen = fused.added_and_normed(x, said, gate, weight, bias, block.norm2.eps)
+    x, seen = fused.added_and_normed(x, said[0], gate, weight, bias, block.norm2.eps, said[1])
     said = _attention(block.attn2, seen, text, None)
-    x, seen = fused.added_and_normed(x, said, None, 1 + late_scale, late_shift, block.norm3.eps)
+    x, seen = fused.added_and_normed(x, said[0], None, 1 + late_scale, late_shift, block.norm3.eps, said[1])
     widen, dropout, narrow = block.ffn.net
     said = fused.linear(narrow, dropout(fused.linear_gelu(widen.proj, seen)))
-    return fused.gated(x, said, late_gate)
+    return fused.gated(x, said[0], late_gate, said[1])
 
 
-def _attention(attention: Any, x: Tensor, other: Tensor, angles: tuple[Tensor, ...] | None) -> Tensor:
+def _attention(attention: Any, x: Tensor, other: Tensor, angles: Any) -> tuple[Tensor, Tensor | None]:
+    """What it says; and the bias of its last layer, if who uses that gives the bias its gradient."""
     from diffusers.models.attention_dispatch import dispatch_attention_fn
 
     head = attention.inner_dim // attention.heads
-    query, key, value = (
-        fused.linear(layer, given)
-        for layer, given in ((attention.to_q, x), (attention.to_k, other), (attention.to_v, other))
-    )
-    query = fused.turned(query, attention.norm_q.weight, angles, head, attention.norm_q.eps)
-    key = fused.turned(key, attention.norm_k.weight, angles, head, attention.norm_k.eps)
-    split: Any = [part.view(*part.shape[:2], attention.heads, head) for part in (query, key, value)]
+    layers, norms = [attention.to_q, attention.to_k, attention.to_v], [attention.norm_q, attention.norm_k]
+    if other is x:
+        parts = fused.turned(layers, x, norms, angles, head)
+    else:
+        parts = fused.turned(layers[:1], x, norms[:1], angles, head)
+        parts += fused.turned(layers[1:], other, norms[1:], angles, head)
+    split: Any = [part.view(*part.shape[:2], attention.heads, head) for part in parts]
     said = dispatch_attention_fn(*split, backend=attention.processor._attention_backend).flatten(2, 3)
-    return attention.to_out[1](fused.linear(attention.to_out[0], said.type_as(query)))  # type: ignore[no-any-return]
+    last, dropout = attention.to_out
+    said, bias = fused.linear(last, said.type_as(parts[0]))
+    return dropout(said), bias

@@ -1,11 +1,13 @@
 """Parts of a Wan block with backward passes of their own: norms, gates, turns and linear layers.
 
 The same mathematics as diffusers' modules, cut differently: what a backward pass adds up over all tokens is added up
-where the numbers are anyway, and gradients that meet do so in one kernel.
+where the numbers are anyway, and gradients that meet do so in one kernel. So the gradient of a layer's bias comes from
+whoever uses what the layer says: that one gets the bias too (`made`), and the layer itself leaves it out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +17,9 @@ from torch.autograd import Function
 
 from unisono.recipes.wan.models import operations
 
-_ONES = 16  # rows: fewer are no faster for a matrix product
+
+def _type(bias: Tensor | None) -> torch.dtype | None:
+    return None if bias is None else bias.dtype
 
 
 class _Normed(Function):
@@ -28,15 +32,15 @@ class _Normed(Function):
     @staticmethod
     def backward(ctx: Any, dh: Tensor, dy: Tensor) -> Any:
         x, weight, mean, rstd = ctx.saved_tensors
-        dx, _, sums = operations.norm_backward(dh, dy, x, None, None, weight, mean, rstd)
+        dx, _, sums = operations.norm_backward(dh, dy, x, None, None, weight, mean, rstd, False)
         return dx, sums[0], sums[1], None
 
 
 class _Added(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, o: Tensor, gate: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> Any:
+    def forward(ctx: Any, x: Tensor, o: Tensor, gate: Any, weight: Tensor, bias: Tensor, eps: float, made: Any) -> Any:
         h, y, mean, rstd = operations.norm(x, o, gate, weight, bias, eps)
-        ctx.gated, ctx.type = gate is not None, o.dtype
+        ctx.gated, ctx.type, ctx.made = gate is not None, o.dtype, _type(made)
         ctx.save_for_backward(h, weight, mean, rstd, *((o, gate) if gate is not None else ()))
         return h, y
 
@@ -44,42 +48,47 @@ class _Added(Function):
     def backward(ctx: Any, dh: Tensor, dy: Tensor) -> Any:
         h, weight, mean, rstd, *more = ctx.saved_tensors
         o, gate = more if ctx.gated else (None, None)
-        dx, do, sums = operations.norm_backward(dh, dy, h, o, gate, weight, mean, rstd)
+        dx, do, sums = operations.norm_backward(dh, dy, h, o, gate, weight, mean, rstd, ctx.made is not None)
+        made = sums[-1].sum(0).to(ctx.made) if ctx.made else None
         if ctx.gated:
-            return dx, do, sums[2], sums[0], sums[1], None
-        return dx, dx.to(ctx.type), None, sums[0], sums[1], None
+            return dx, do, sums[2], sums[0], sums[1], None, made
+        return dx, dx.to(ctx.type), None, sums[0], sums[1], None, made
 
 
 class _Gated(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, o: Tensor, gate: Tensor) -> Any:
+    def forward(ctx: Any, x: Tensor, o: Tensor, gate: Tensor, made: Any) -> Any:
         ctx.save_for_backward(o, gate)
+        ctx.made = _type(made)
         rows = (len(gate), -1, x.shape[-1])
         return (x.float().view(rows) + o.float().view(rows) * gate[:, None]).view(x.shape).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dh: Tensor) -> Any:
-        return dh, *operations.gate_backward(dh, *ctx.saved_tensors)
+        do, sums = operations.gate_backward(dh, *ctx.saved_tensors)
+        return dh, do, sums[0], sums[1].sum(0).to(ctx.made) if ctx.made else None
 
 
 class _Turned(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, cosine: Any, sine: Any, head: int, eps: float) -> Any:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, cosine: Any, sine: Any, head: int, eps: float, made: Any) -> Any:
         y, rstd = operations.turn(x, weight, cosine, sine, head, eps)
-        ctx.turned, ctx.head = cosine is not None, head
+        ctx.turned, ctx.head, ctx.made = cosine is not None, head, _type(made)
         ctx.save_for_backward(x, weight, rstd, *((cosine, sine) if cosine is not None else ()))
-        return y
+        rest = x[..., weight.numel() :]
+        return (*y.unbind(0), rest) if rest.shape[-1] else y.unbind(0)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
+    def backward(ctx: Any, *dy: Tensor) -> Any:
         x, weight, rstd, *more = ctx.saved_tensors
         cosine, sine = more if ctx.turned else (None, None)
-        dx, summed = operations.turn_backward(dy, x, weight, cosine, sine, rstd, ctx.head)
-        return dx, summed.to(weight.dtype), None, None, None, None
+        dx, sums = operations.turn_backward(list(dy), x, weight, cosine, sine, rstd, ctx.head)
+        made = sums[len(weight) :].flatten().to(ctx.made) if ctx.made else None
+        return dx, sums[: len(weight)].to(weight.dtype), None, None, None, None, made
 
 
 class _Linear(Function):
-    """Its bias gradient is a matrix product: the compiler's own sums over tokens are slow."""
+    """Without its bias gradient: that is a sum over tokens, and another one has the numbers anyway."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Any:
@@ -90,8 +99,7 @@ class _Linear(Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         rows = dy.flatten(0, -2)
-        summed = (rows.new_ones(_ONES, len(rows)) @ rows)[0]
-        return (rows @ weight).view(x.shape), rows.t() @ x.flatten(0, -2), summed
+        return (rows @ weight).view(x.shape), rows.t() @ x.flatten(0, -2), None
 
 
 class _LinearGelu(Function):
@@ -116,25 +124,27 @@ def _is_plain(layer: Any) -> bool:
     )
 
 
-def _in_type(layer: Any, x: Tensor) -> list[Tensor]:
-    kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    return [tensor.to(dtype) for tensor in (x, layer.weight, layer.bias)]
+def _in_type(*given: Tensor) -> list[Tensor]:
+    kind = given[0].device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else given[0].dtype
+    return [tensor.to(dtype) for tensor in given]
 
 
 def _apply(function: Any, *given: Any) -> Any:
     return function.apply(*given)
 
 
-def linear(layer: Any, x: Tensor) -> Tensor:
-    """What the layer says."""
-    return _apply(_Linear, *_in_type(layer, x)) if _is_plain(layer) else layer(x)  # type: ignore[no-any-return]
+def linear(layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What the layer says; and its bias, if who uses that gives the bias its gradient (`made`)."""
+    if not _is_plain(layer):
+        return layer(x), None
+    return _apply(_Linear, *_in_type(x, layer.weight, layer.bias.detach())), layer.bias
 
 
 def linear_gelu(layer: Any, x: Tensor) -> Tensor:
     """GELU of what the layer says."""
     if _is_plain(layer):
-        return _apply(_LinearGelu, *_in_type(layer, x))  # type: ignore[no-any-return]
+        return _apply(_LinearGelu, *_in_type(x, layer.weight, layer.bias))  # type: ignore[no-any-return]
     return F.gelu(layer(x), approximate="tanh")
 
 
@@ -144,17 +154,28 @@ def normed(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor,
 
 
 def added_and_normed(
-    x: Tensor, o: Tensor, gate: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+    x: Tensor, o: Tensor, gate: Tensor | None, weight: Tensor, bias: Tensor, eps: float, made: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """h = x + o · gate, and layer_norm(h) · weight + bias."""
-    return _apply(_Added, x, o, gate, weight, bias, eps)  # type: ignore[no-any-return]
+    """h = x + o · gate, and layer_norm(h) · weight + bias; `made` is the bias of the layer that made o."""
+    return _apply(_Added, x, o, gate, weight, bias, eps, made)  # type: ignore[no-any-return]
 
 
-def gated(x: Tensor, o: Tensor, gate: Tensor) -> Tensor:
-    """x + o · gate."""
-    return _apply(_Gated, x, o, gate)  # type: ignore[no-any-return]
+def gated(x: Tensor, o: Tensor, gate: Tensor, made: Tensor | None) -> Tensor:
+    """x + o · gate; `made` is the bias of the layer that made o."""
+    return _apply(_Gated, x, o, gate, made)  # type: ignore[no-any-return]
 
 
-def turned(x: Tensor, weight: Tensor, angles: Any, head: int, eps: float) -> Tensor:
-    """rms_norm(x) · weight, each head turned by the angles of its token: (cosine, sine), each [tokens, head]."""
-    return _apply(_Turned, x, weight, *(angles or (None, None)), head, eps)  # type: ignore[no-any-return]
+def turned(layers: Sequence[Any], x: Tensor, norms: Sequence[Any], angles: Any, head: int) -> list[Tensor]:
+    """What each layer says of x: those with a norm as rms_norm · weight, each head turned by the angles of its token.
+
+    Angles are (cosine, sine), each [tokens, head]. Layers that are all trained are one matrix product.
+    """
+    weights, rest = [norm.weight for norm in norms], (*(angles or (None, None)), head, norms[0].eps)
+    if all(map(_is_plain, layers)):
+        weight, bias = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
+        said = _apply(_Linear, *_in_type(x, weight, bias.detach()))
+        return list(_apply(_Turned, said, torch.stack(weights), *rest, bias))
+    found = [layer(x) for layer in layers]
+    for number, weight in enumerate(weights):
+        [found[number]] = _apply(_Turned, found[number], weight[None], *rest, None)
+    return found

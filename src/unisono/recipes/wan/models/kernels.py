@@ -63,7 +63,7 @@ def _norm(
 @triton.jit
 def _norm_backward(
     dh, dy, h, o, gate, weight, mean, rstd, dx, do, sums, rows, width,
-    GATE: tl.constexpr, BLOCK: tl.constexpr,
+    GATE: tl.constexpr, ADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     first, step, group = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -73,6 +73,8 @@ def _norm_backward(
     if GATE:
         g = tl.load(gate + group * width + column, mask=there, other=0.0).to(tl.float32)
         sum_g = tl.zeros((BLOCK,), tl.float32)
+    if ADDED:
+        sum_o = tl.zeros((BLOCK,), tl.float32)
     for number in range(first, rows, step):
         row = group * rows + number
         at = row * width + column
@@ -91,13 +93,18 @@ def _norm_backward(
         if GATE:
             total = total.to(tl.float32)
             sum_g += total * tl.load(o + at, mask=there, other=0.0).to(tl.float32)
-            tl.store(do + at, (total * g).to(do.dtype.element_ty), mask=there)
+            total = (total * g).to(do.dtype.element_ty)
+            tl.store(do + at, total, mask=there)
+        if ADDED:
+            sum_o += total.to(tl.float32)
     place = sums + (group * step + first) * width + column
     every = tl.num_programs(1).to(tl.int64) * step * width
     tl.store(place, sum_w, mask=there)
     tl.store(place + every, sum_b, mask=there)
     if GATE:
         tl.store(place + 2 * every, sum_g, mask=there)
+    if ADDED:
+        tl.store(place + (2 + GATE) * every, sum_o, mask=there)
 
 
 @triton.jit
@@ -106,21 +113,28 @@ def _gate_backward(dh, o, gate, do, sums, rows, width, BLOCK: tl.constexpr):
     column = tl.arange(0, BLOCK)
     there = column < width
     g = tl.load(gate + group * width + column, mask=there, other=0.0).to(tl.float32)
-    sum_g = tl.zeros((BLOCK,), tl.float32)
+    sum_g, sum_o = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     for number in range(first, rows, step):
         at = (group * rows + number) * width + column
         total = tl.load(dh + at, mask=there, other=0.0).to(tl.float32)
         sum_g += total * tl.load(o + at, mask=there, other=0.0).to(tl.float32)
-        tl.store(do + at, (total * g).to(do.dtype.element_ty), mask=there)
-    tl.store(sums + (group * step + first) * width + column, sum_g, mask=there)
+        rounded = (total * g).to(do.dtype.element_ty)
+        tl.store(do + at, rounded, mask=there)
+        sum_o += rounded.to(tl.float32)
+    place = sums + (group * step + first) * width + column
+    tl.store(place, sum_g, mask=there)
+    tl.store(place + tl.num_programs(1).to(tl.int64) * step * width, sum_o, mask=there)
 
 
 @triton.jit
-def _turn(x, weight, cosine, sine, y, rstd, tokens, width, head, eps, TURN: tl.constexpr, BLOCK: tl.constexpr):
+def _turn(
+    x, weight, cosine, sine, y, rstd, stride, tokens, width, head, eps,
+    TURN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     there = column < width
-    value = tl.load(x + row * width + column, mask=there, other=0.0).to(tl.float32)
+    value = tl.load(x + row * stride + column, mask=there, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
     tl.store(rstd + row, scale)
     value *= scale * tl.load(weight + column, mask=there, other=0.0).to(tl.float32)
@@ -136,14 +150,14 @@ def _turn(x, weight, cosine, sine, y, rstd, tokens, width, head, eps, TURN: tl.c
 
 @triton.jit
 def _turn_backward(
-    dy, x, weight, cosine, sine, rstd, dx, sums, rows, tokens, width, head,
+    dy, x, weight, cosine, sine, rstd, dx, sums, biases, stride, rows, tokens, width, head,
     TURN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     first, step = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     column = tl.arange(0, BLOCK)
     there = column < width
     w = tl.load(weight + column, mask=there, other=0.0).to(tl.float32)
-    sum_w = tl.zeros((BLOCK,), tl.float32)
+    sum_w, sum_b = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     for row in range(first, rows, step):
         gradient = tl.load(dy + row * width + column, mask=there, other=0.0).to(tl.float32)
         if TURN:
@@ -154,13 +168,28 @@ def _turn_backward(
             left, right = tl.split(tl.reshape(gradient, (BLOCK // 2, 2)))
             gradient = tl.reshape(tl.join(left * c + right * s, right * c - left * s), (BLOCK,))
         scale = tl.load(rstd + row)
-        normed = tl.load(x + row * width + column, mask=there, other=0.0).to(tl.float32) * scale
+        normed = tl.load(x + row * stride + column, mask=there, other=0.0).to(tl.float32) * scale
         sum_w += gradient * normed
         gradient *= w
         along = tl.sum(gradient * normed, 0) / width
-        found = scale * (gradient - normed * along)
-        tl.store(dx + row * width + column, found.to(dx.dtype.element_ty), mask=there)
+        found = (scale * (gradient - normed * along)).to(dx.dtype.element_ty)
+        tl.store(dx + row * stride + column, found, mask=there)
+        sum_b += found.to(tl.float32)
     tl.store(sums + first * width + column, sum_w, mask=there)
+    tl.store(biases + first * width + column, sum_b, mask=there)
+
+
+@triton.jit
+def _pass_backward(dy, dx, biases, stride, rows, width, BLOCK: tl.constexpr):
+    first, step = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    column = tl.arange(0, BLOCK)
+    there = column < width
+    sum_b = tl.zeros((BLOCK,), tl.float32)
+    for row in range(first, rows, step):
+        found = tl.load(dy + row * width + column, mask=there, other=0.0)
+        tl.store(dx + row * stride + column, found, mask=there)
+        sum_b += found.to(tl.float32)
+    tl.store(biases + first * width + column, sum_b, mask=there)
 
 
 @triton.jit
@@ -207,50 +236,69 @@ def norm(
 
 
 def norm_backward(
-    dh: Tensor, dy: Tensor, h: Tensor, o: Tensor | None, gate: Tensor | None, weight: Tensor, mean: Tensor, rstd: Tensor
+    dh: Tensor,
+    dy: Tensor,
+    h: Tensor,
+    o: Tensor | None,
+    gate: Tensor | None,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    added: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, of o (if gated; else it is that of x), and [weight, bias(, gate)] summed over tokens."""
+    """Gradients of x, of o (if gated; else it is that of x), and [weight, bias(, gate)(, o)] summed over tokens."""
     width, groups = h.shape[-1], weight.shape[0]
     rows = h.numel() // width // groups
     programs = _programs(rows, groups, h.device)
     dx, do = torch.empty_like(h), h.new_empty(0) if gate is None or o is None else torch.empty_like(o)
-    sums = h.new_empty(2 if gate is None else 3, groups, programs, width, dtype=torch.float32)
+    sums = h.new_empty(2 + (gate is not None) + added, groups, programs, width, dtype=torch.float32)
     inside = (dh, dy, h, o, gate, weight, mean, rstd, dx, do, sums, rows, width)
-    _norm_backward[(programs, groups)](*inside, GATE=gate is not None, **_block(width))
+    _norm_backward[(programs, groups)](*inside, GATE=gate is not None, ADDED=added, **_block(width))
     return dx, do, sums.sum(2)
 
 
 def gate_backward(dh: Tensor, o: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of o and of gate in x + o · gate."""
+    """Gradient of o in x + o · gate, and [gate, o] summed over tokens."""
     width, groups = o.shape[-1], gate.shape[0]
     rows = o.numel() // width // groups
     programs = _programs(rows, groups, o.device)
-    do, sums = torch.empty_like(o), o.new_empty(groups, programs, width, dtype=torch.float32)
+    do, sums = torch.empty_like(o), o.new_empty(2, groups, programs, width, dtype=torch.float32)
     _gate_backward[(programs, groups)](dh, o, gate, do, sums, rows, width, **_block(width))
-    return do, sums.sum(1)
+    return do, sums.sum(2)
 
 
 def turn(
     x: Tensor, weight: Tensor, cosine: Tensor | None, sine: Tensor | None, head: int, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """RMS norm · weight, turned by each token's angles; with 1 / root mean square."""
-    rows, width = x.numel() // x.shape[-1], x.shape[-1]
-    y, rstd = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
-    inside = (x, weight, cosine, sine, y, rstd, x.shape[-2], width, head, eps)
-    _turn[(rows,)](*inside, TURN=cosine is not None, **_block(width))
+    """Of each part of a row: RMS norm · weight, turned by each token's angles; with 1 / root mean square."""
+    (parts, width), stride = weight.shape, x.shape[-1]
+    rows = x.numel() // stride
+    y, rstd = x.new_empty(parts, *x.shape[:-1], width), x.new_empty(parts, rows, dtype=torch.float32)
+    for number in range(parts):
+        inside = (x[..., number * width :], weight[number], cosine, sine, y[number], rstd[number])
+        sizes = (stride, x.shape[-2], width, head, eps)
+        _turn[(rows,)](*inside, *sizes, TURN=cosine is not None, **_block(width))
     return y, rstd
 
 
 def turn_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, cosine: Tensor | None, sine: Tensor | None, rstd: Tensor, head: int
+    dy: list[Tensor], x: Tensor, weight: Tensor, cosine: Tensor | None, sine: Tensor | None, rstd: Tensor, head: int
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x and of the weight."""
-    rows, width = x.numel() // x.shape[-1], x.shape[-1]
+    """Gradient of x, and [weight of each turned part, x of each part] summed over tokens."""
+    (parts, width), stride = weight.shape, x.shape[-1]
+    rows = x.numel() // stride
     programs = _programs(rows, 1, x.device)
-    dx, sums = torch.empty_like(x), x.new_empty(programs, width, dtype=torch.float32)
-    inside = (dy, x, weight, cosine, sine, rstd, dx, sums, rows, x.shape[-2], width, head)
-    _turn_backward[(programs,)](*inside, TURN=cosine is not None, **_block(width))
-    return dx, sums.sum(0)
+    dx, sums = torch.empty_like(x), x.new_empty(parts + len(dy), programs, width, dtype=torch.float32)
+    for number, gradient in enumerate(dy):
+        mine, biases = dx[..., number * width :], sums[parts + number]
+        if number == parts:  # the one that nothing was done to
+            _pass_backward[(programs,)](gradient, mine, biases, stride, rows, width, **_block(width))
+        else:
+            inside = (gradient, x[..., number * width :], weight[number], cosine, sine, rstd[number], mine)
+            sizes = (stride, rows, x.shape[-2], width, head)
+            turned = cosine is not None
+            _turn_backward[(programs,)](*inside, sums[number], biases, *sizes, TURN=turned, **_block(width))
+    return dx, sums.sum(1)
 
 
 def gelu_backward(dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -33,19 +33,26 @@ def _operation(inputs: str, outputs: str) -> Callable[[Callable[..., Any]], Any]
 def _in_one_piece(compute: Callable[..., Any]) -> Callable[..., Any]:
     """Given tensors that lie in one piece, as the kernels read them: then what comes back does too, as promised."""
 
-    def computed(*given: Any) -> Any:
-        return compute(*(part.contiguous() if isinstance(part, Tensor) else part for part in given))
+    def whole(part: Any) -> Any:
+        return (
+            list(map(whole, part))
+            if isinstance(part, list)
+            else part.contiguous()
+            if isinstance(part, Tensor)
+            else part
+        )
 
-    return computed
+    return lambda *given: compute(*map(whole, given))
 
 
 def _by_kernel(name: str) -> Callable[..., Any]:
     def compute(*given: Any) -> Any:
         from unisono.recipes.wan.models import kernels
 
-        if torch.cuda.current_device() == given[0].get_device():
+        device = next(part for part in given if isinstance(part, Tensor)).device
+        if torch.cuda.current_device() == device.index:
             return getattr(kernels, name)(*given)
-        with torch.cuda.device(given[0].device):  # Triton launches on the current one
+        with torch.cuda.device(device):  # Triton launches on the current one
             return getattr(kernels, name)(*given)
 
     return compute
@@ -86,13 +93,16 @@ def _(x: Tensor, o: Tensor | None, gate: Tensor | None, weight: Tensor, bias: Te
 
 
 @_operation(
-    "Tensor dh, Tensor dy, Tensor h, Tensor? o, Tensor? gate, Tensor weight, Tensor mean, Tensor rstd",
+    "Tensor dh, Tensor dy, Tensor h, Tensor? o, Tensor? gate, Tensor weight, Tensor mean, Tensor rstd, bool added",
     "(Tensor, Tensor, Tensor)",
 )
 def norm_backward(
-    dh: Tensor, dy: Tensor, h: Tensor, o: Any, gate: Any, weight: Tensor, mean: Tensor, rstd: Tensor
+    dh: Tensor, dy: Tensor, h: Tensor, o: Any, gate: Any, weight: Tensor, mean: Tensor, rstd: Tensor, added: bool
 ) -> Any:
-    """Gradients of x, of o (nothing, without gate: then it is that of x), and of [weight, bias(, gate)]."""
+    """Gradients of x, of o (nothing, without gate: then it is that of x), and the sums over tokens.
+
+    These are gradients of weight and bias, of gate if there is one, and that of o summed (if it was `added`).
+    """
     groups = len(weight)
     scale = rstd.view(groups, -1, 1)
     normed = (_grouped(h, groups) - mean.view(groups, -1, 1)) * scale
@@ -101,39 +111,53 @@ def norm_backward(
     gradient = gradient * weight[:, None]
     along, middle = (part.mean(-1, keepdim=True) for part in (gradient * normed, gradient))
     dx = (_grouped(dh, groups) + scale * (gradient - middle - normed * along)).view(h.shape).to(h.dtype)
-    if gate is None:
-        return dx, h.new_empty(0), torch.stack(sums)
-    sums.append((_grouped(dx, groups) * _grouped(o, groups)).sum(1))
-    return dx, (_grouped(dx, groups) * gate[:, None]).view(o.shape).to(o.dtype), torch.stack(sums)
+    do = h.new_empty(0)
+    if gate is not None:
+        sums.append((_grouped(dx, groups) * _grouped(o, groups)).sum(1))
+        do = (_grouped(dx, groups) * gate[:, None]).view(o.shape).to(o.dtype)
+    if added:
+        sums.append(_grouped(dx if gate is None else do, groups).sum(1))
+    return dx, do, torch.stack(sums)
 
 
 @_shapes_of("norm_backward")  # type: ignore[untyped-decorator]
-def _(dh: Tensor, dy: Tensor, h: Tensor, o: Any, gate: Any, weight: Tensor, mean: Tensor, rstd: Tensor) -> Any:
+def _(
+    dh: Tensor, dy: Tensor, h: Tensor, o: Any, gate: Any, weight: Tensor, mean: Tensor, rstd: Tensor, added: bool
+) -> Any:
     gated = gate is not None
-    sums = h.new_empty(3 if gated else 2, *weight.shape, dtype=torch.float32)
+    sums = h.new_empty(2 + gated + added, *weight.shape, dtype=torch.float32)
     return h.new_empty(h.shape), o.new_empty(o.shape) if gated else h.new_empty(0), sums
 
 
 @_operation("Tensor dh, Tensor o, Tensor gate", "(Tensor, Tensor)")
 def gate_backward(dh: Tensor, o: Tensor, gate: Tensor) -> Any:
-    """Gradients of o and of gate in x + o · gate."""
+    """Gradient of o in x + o · gate; that of gate, and that of o summed over tokens."""
     total = _grouped(dh, len(gate))
-    return (total * gate[:, None]).view(o.shape).to(o.dtype), (total * _grouped(o, len(gate))).sum(1)
+    do = (total * gate[:, None]).view(o.shape).to(o.dtype)
+    return do, torch.stack([(total * _grouped(o, len(gate))).sum(1), _grouped(do, len(gate)).sum(1)])
 
 
 @_shapes_of("gate_backward")  # type: ignore[untyped-decorator]
 def _(dh: Tensor, o: Tensor, gate: Tensor) -> Any:
-    return o.new_empty(o.shape), gate.new_empty(gate.shape, dtype=torch.float32)
+    return o.new_empty(o.shape), gate.new_empty(2, *gate.shape, dtype=torch.float32)
 
 
 @_operation("Tensor x, Tensor weight, Tensor? cosine, Tensor? sine, int head, float eps", "(Tensor, Tensor)")
 def turn(x: Tensor, weight: Tensor, cosine: Tensor | None, sine: Tensor | None, head: int, eps: float) -> Any:
-    """RMS norm · weight, each head turned by its token's angles (if any); with 1 / root mean square."""
-    rstd = (x.float().square().mean(-1, keepdim=True) + eps).rsqrt()
-    y = x.float() * rstd * weight
+    """Of each part: RMS norm · weight, each head turned by its token's angles (if any); and 1 / root mean square.
+
+    A row of x is parts side by side, each as wide as a row of weight; there may be one more, which nothing is done to.
+    """
+    parts = _parts(x, weight)[: len(weight)]
+    rstd = torch.stack([(part.square().mean(-1, keepdim=True) + eps).rsqrt() for part in parts])
+    y = torch.stack(parts) * rstd * weight.view(len(weight), *[1] * (x.ndim - 1), -1)
     if cosine is not None and sine is not None:
         y = _turned(y, cosine, sine, head)
-    return y.to(x.dtype), rstd.flatten()
+    return y.to(x.dtype), rstd.view(len(weight), -1)
+
+
+def _parts(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    return torch.split(x.float(), weight.shape[-1], -1)
 
 
 def _turned(x: Tensor, cosine: Tensor, sine: Tensor, head: int) -> Tensor:
@@ -144,27 +168,35 @@ def _turned(x: Tensor, cosine: Tensor, sine: Tensor, head: int) -> Tensor:
 
 @_shapes_of("turn")  # type: ignore[untyped-decorator]
 def _(x: Tensor, weight: Tensor, cosine: Tensor | None, sine: Tensor | None, head: int, eps: float) -> Any:
-    return x.new_empty(x.shape), _per_token(x)
+    parts, width = weight.shape
+    y = x.new_empty(parts, *x.shape[:-1], width)
+    return y, x.new_empty(parts, x.numel() // x.shape[-1], dtype=torch.float32)
 
 
 @_operation(
-    "Tensor dy, Tensor x, Tensor weight, Tensor? cosine, Tensor? sine, Tensor rstd, int head", "(Tensor, Tensor)"
+    "Tensor[] dy, Tensor x, Tensor weight, Tensor? cosine, Tensor? sine, Tensor rstd, int head", "(Tensor, Tensor)"
 )
-def turn_backward(dy: Tensor, x: Tensor, weight: Tensor, cosine: Any, sine: Any, rstd: Tensor, head: int) -> Any:
-    """Gradients of x and of weight."""
-    gradient, scale = dy.float(), rstd.view(*x.shape[:-1], 1)
-    if cosine is not None and sine is not None:
-        gradient = _turned(gradient, cosine, -sine, head)
-    normed = x.float() * scale
-    summed = (gradient * normed).flatten(0, -2).sum(0)
-    gradient = gradient * weight
-    dx = scale * (gradient - normed * (gradient * normed).mean(-1, keepdim=True))
-    return dx.to(x.dtype), summed
+def turn_backward(dy: list[Tensor], x: Tensor, weight: Tensor, cosine: Any, sine: Any, rstd: Tensor, head: int) -> Any:
+    """Gradient of x; that of weight, part by part, and then that of x summed over tokens, part by part."""
+    dx, sums = [], []
+    for number, part in enumerate(_parts(x, weight)):
+        gradient = dy[number].float()
+        if number < len(weight):
+            if cosine is not None and sine is not None:
+                gradient = _turned(gradient, cosine, -sine, head)
+            scale = rstd[number].view(*x.shape[:-1], 1)
+            normed = part * scale
+            sums.append((gradient * normed).flatten(0, -2).sum(0))
+            gradient = gradient * weight[number]
+            gradient = scale * (gradient - normed * (gradient * normed).mean(-1, keepdim=True))
+        dx.append(gradient.to(x.dtype))
+    return torch.cat(dx, -1), torch.stack([*sums, *(part.float().flatten(0, -2).sum(0) for part in dx)])
 
 
 @_shapes_of("turn_backward")  # type: ignore[untyped-decorator]
-def _(dy: Tensor, x: Tensor, weight: Tensor, cosine: Any, sine: Any, rstd: Tensor, head: int) -> Any:
-    return x.new_empty(x.shape), x.new_empty(x.shape[-1], dtype=torch.float32)
+def _(dy: list[Tensor], x: Tensor, weight: Tensor, cosine: Any, sine: Any, rstd: Tensor, head: int) -> Any:
+    parts, width = weight.shape
+    return x.new_empty(x.shape), x.new_empty(parts + x.shape[-1] // width, width, dtype=torch.float32)
 
 
 @_operation("Tensor dy, Tensor x", "(Tensor, Tensor)")
