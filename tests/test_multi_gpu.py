@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler, default_collate
 
 from ranks import run_ranks
 from unisono import Loss, multi_gpu
@@ -391,6 +391,22 @@ def test_train_returns_when_its_last_checkpoint_is_on_disk(monkeypatch: pytest.M
     with manager.create_trainer(create_model(), *create_datasets()):
         manager.train(1, save_path=None)
         assert load_weights("run")
+
+
+def test_attention_leaves_out_cudnn_where_batches_are_put_together_in_a_way_of_ones_own() -> None:
+    enabled = torch.backends.cuda.cudnn_sdp_enabled
+    seen = set()
+
+    def noting(said: Tensor, wanted: Tensor) -> Tensor:
+        seen.add(enabled())  # type: ignore[no-untyped-call]
+        return nn.functional.cross_entropy(said, wanted)
+
+    before = enabled()  # type: ignore[no-untyped-call]
+    for collate, expected in ((None, before), (default_collate, before), (lambda items: default_collate(items), False)):
+        seen.clear()
+        with make(config(), collate_fn=collate, loss_fn=noting) as trainer:
+            trainer.train_epoch(0)
+        assert seen == {expected} and enabled() == before  # type: ignore[no-untyped-call]
 
 
 def test_a_checkpoint_goes_on_in_another_trainer_as_if_nothing_had_happened() -> None:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from unisono.checkpoint.export import load_whole
 from unisono.engine.driven import DrivenRun, DrivenTrainer
@@ -62,7 +62,9 @@ class OwnTrainer:
         world = job_start.world if job_start is not None else world_for(config)
         self._devices = taken = take_devices(config, strategy, world, whole_batch=batch.get("global_batch_size"))
         given.ranks, given.every_step = world.size, config.scheduler_interval == "step"
-        kind = type("OwnModel", (OwnModel,), {"given": given, "__module__": OwnModel.__module__})
+        # Who puts samples together in a way of his own pads them, each batch to another length.
+        pads = given.collate not in (None, default_collate)
+        kind = type("OwnModel", (OwnModel,), {"given": given, "many_shapes": pads, "__module__": OwnModel.__module__})
         chosen = {"strategy": taken.strategy, "gpus": taken.gpus, **batch}
         if config.output_dir is None:
             chosen["output_dir"] = _new_folder()
