@@ -393,6 +393,12 @@ def test_train_returns_when_its_last_checkpoint_is_on_disk(monkeypatch: pytest.M
         assert load_weights("run")
 
 
+def test_the_banner_tells_the_steps_of_an_epoch(capsys: pytest.CaptureFixture[str]) -> None:
+    with make(config()):
+        said = " ".join("".join(capsys.readouterr()).split())
+    assert f"steps {-(-NUM // BATCH)} in an epoch" in said
+
+
 def test_attention_leaves_out_cudnn_where_batches_are_put_together_in_a_way_of_ones_own() -> None:
     enabled = torch.backends.cuda.cudnn_sdp_enabled
     seen = set()

@@ -31,6 +31,9 @@ def opening(
     weights = sum(parameter.numel() for parameter in strategy.model.parameters())
     trainable = sum(parameter.numel() for parameter in strategy.model.parameters() if parameter.requires_grad)
     precision = settings.precision
+    steps = f"{length.steps:,}"
+    if parts.recipe.whole_epochs:  # how many of them is decided by a loop of the user's
+        steps = f"{-(-num_samples // batch.global_batch):,} in an epoch"
     rows = {
         "processes": f"{world.size}" + (f" on {world.num_nodes} machines" if world.num_nodes > 1 else ""),
         "launcher": world.describe(),
@@ -46,7 +49,7 @@ def opening(
         ),
         "model": f"{weights:,} parameters" + (f", {trainable:,} trained" if trainable != weights else ""),
         "data": f"{num_samples:,} samples" + (f", {len(eval_data):,} for evaluation" if eval_data is not None else ""),
-        "steps": f"{length.steps:,}" + (f", from {parts.state.step:,}" if parts.state.step else ""),
+        "steps": steps + (f", from {parts.state.step:,}" if parts.state.step else ""),
         "folder": f"{folder} ({why})",
         "in short": _in_short(strategy.name, world, place.device, precision.mixed_precision, batch.accumulation),
     }
