@@ -29,6 +29,7 @@ from unisono.recipes.seo.rank import BiEncoder
 from unisono.recipes.seo.recipe import Seo
 from unisono.recipes.seo.settings import FOR, Config
 from unisono.recipes.seo.tiny import train_tokenizer
+from unisono.settings import Settings
 
 # Settings -----------------------------------------------------------------------------------------------------------
 
@@ -69,8 +70,9 @@ def test_settings_that_nothing_can_be_trained_with_are_refused_by_name(name: str
     ],
 )
 def test_a_setting_of_another_task_is_refused(settings: dict[str, Any], told: str) -> None:
+    recipe = Seo(Config(data_path="data.csv", **settings))  # as `unisono export` makes it
     with pytest.raises(ConfigError, match=f"^{told}"):
-        Seo(Config(data_path="data.csv", **settings))
+        recipe.check_settings(Settings())
 
 
 def test_every_setting_of_one_task_is_there() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from unisono.parallel.blocks import recompute_activations
 from unisono.recipes.wan.models import block as our_block
+from unisono.recipes.wan.models import fused
 from unisono.recipes.wan.models.block import make_fast
 from unisono.recipes.wan.models.lora import TARGETS, add_lora
 from wan_models import SMALL, model
@@ -19,11 +20,18 @@ from wan_models import SMALL, model
 CLOSE = 1e-5  # relative, of each gradient: sums in another order
 
 
-def fast_copy(plain: Any) -> Any:
+def fast_copy(plain: Any, together: bool = False) -> Any:
+    """`together`: q, k and v as they are computed where weights must be copied to another type; exact nevertheless."""
     fast = copy.deepcopy(plain)
     for block in fast.blocks:
         make_fast(block, ("cpu",))
+        for attention in (block.attn1, block.attn2) if together else ():
+            for layer in (attention.to_q, attention.to_k, attention.to_v):
+                layer.double()
     return fast
+
+
+TOGETHER = pytest.mark.parametrize("together", [True, False])
 
 
 def step(model: Any, timestep: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, dict[str, Tensor]]:
@@ -69,10 +77,39 @@ def was_fast(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-def test_outputs_and_gradients_are_those_of_diffusers(monkeypatch: pytest.MonkeyPatch) -> None:
+@TOGETHER
+def test_outputs_and_gradients_are_those_of_diffusers(monkeypatch: pytest.MonkeyPatch, together: bool) -> None:
     calls, plain = was_fast(monkeypatch), plain_model()
-    assert_same(fast_copy(plain), plain, LEVELS)
+    products, compute = [], fused._Linear.apply
+
+    def noted(*given: Any) -> Any:
+        products.append(len(given[1]) // given[1].shape[-1])  # how many layers there are in it
+        return compute(*given)
+
+    monkeypatch.setattr(fused._Linear, "apply", noted)
+    assert_same(fast_copy(plain, together), plain, LEVELS)
     assert len(calls) == SMALL["num_layers"]
+    attentions = [3, 1, 1, 2, 1] if together else [1, 1, 1, 1, 1, 1, 1, 1]  # q, k, v, out; q, k, v of another, out
+    assert products[: len(attentions)] == attentions
+
+
+def test_where_weights_need_not_be_copied_none_is_kept() -> None:
+    """Or fsdp would let go of its weights after the forward pass, and they would be there all the same."""
+    made = fast_copy(plain_model()).to(torch.bfloat16)
+    own = {part.untyped_storage().data_ptr() for part in made.parameters()}
+    inner = made.blocks[0].attn1.to_q.weight.shape[0]
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.ndim == 2 and tensor.shape[-1] == inner and tensor.shape[0] % inner == 0:
+            kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        x, text, time = torch.randn(2, 5, inner), torch.randn(2, 7, inner), torch.randn(2, 6, inner)
+        angles = tuple(torch.randn(1, 5, 1, inner // 3) for _ in range(2))
+        made.blocks[0](x.bfloat16(), text.bfloat16(), time, angles)
+    assert len(kept) >= 8 and all(tensor.untyped_storage().data_ptr() in own for tensor in kept)
 
 
 def test_in_16_bit_they_agree_to_rounding() -> None:
@@ -106,18 +143,20 @@ def test_a_lora_trains_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls and all("lora" in name for name, part in fast.named_parameters() if part.grad is not None)
 
 
-def test_recomputed_blocks_train_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+@TOGETHER
+def test_recomputed_blocks_train_the_same(monkeypatch: pytest.MonkeyPatch, together: bool) -> None:
     calls, plain = was_fast(monkeypatch), plain_model()
-    fast = fast_copy(plain)
+    fast = fast_copy(plain, together)
     for block in fast.blocks:
         recompute_activations(block)
     assert_same(fast, plain, LEVELS)
     assert len(calls) == 2 * SMALL["num_layers"]
 
 
-def test_compiled_in_one_graph_they_train_the_same() -> None:
+@TOGETHER
+def test_compiled_in_one_graph_they_train_the_same(together: bool) -> None:
     plain = plain_model()
-    fast = fast_copy(plain)
+    fast = fast_copy(plain, together)
     for block in fast.blocks:
         block.compile(backend="aot_eager", fullgraph=True)
     assert_same(fast, plain, LEVELS)

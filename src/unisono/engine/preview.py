@@ -8,7 +8,8 @@ rank that fails leaves the others inside a forward pass; then the next attempt k
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -108,10 +109,9 @@ def _note(run_folder: Path, rank: int, why: str) -> None:
     draft.replace(run_folder / TOO_LARGE)
 
 
-def write_previews(found: Mapping[str, Any], folder: Path, step: int) -> list[Path]:
+def write_previews(found: Mapping[str, Any], folder: Path, step: int) -> Iterator[Path]:
     """Writes each entry to folder/step_<step>_<name>: text, bytes, PIL images and matplotlib figures."""
     folder.mkdir(parents=True, exist_ok=True)
-    written = []
     for name, value in found.items():
         if Path(name).name != name or name.startswith("."):
             raise RecipeError(f"preview(): {name!r} is not a plain file name")
@@ -119,10 +119,10 @@ def write_previews(found: Mapping[str, Any], folder: Path, step: int) -> list[Pa
         try:
             _write(path, name, value)
         except OSError:
-            path.unlink(missing_ok=True)  # half a picture helps nobody
+            with suppress(OSError):
+                path.unlink()  # half a picture helps nobody
             raise
-        written.append(path)
-    return written
+        yield path
 
 
 def _write(path: Path, name: str, value: Any) -> None:

@@ -339,7 +339,10 @@ class Trainer:
             try:
                 for path in write_previews(found, self._folder.path / "previews", step):
                     self._folder.event("preview", step=step, file=path.name)
-            except OSError as error:  # a full disk: as with a checkpoint, the next one may be written
+            except OSError as error:
+                if error.errno is None:  # not the disk's: a picture that its kind of file cannot hold
+                    raise
+                # A full disk: as with a checkpoint, the next one may be written.
                 self._folder.event("preview_left_out", step=step, rank=0, error=str(error))
                 self._watch.message(f"step {step}: preview left out, it cannot be written: {error}")
 

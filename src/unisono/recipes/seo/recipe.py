@@ -106,7 +106,8 @@ class Seo(Recipe):
         return self.task.headline
 
     def check_settings(self, settings: Settings) -> None:
-        """Refuses what a contrastive loss cannot be trained with."""
+        """Refuses what would do nothing, and what a contrastive loss cannot be trained with."""
+        check_kind(self.config)
         if self.coupled and settings.parallel.strategy == "dp":
             raise ConfigError(
                 "strategy dp cuts batches apart that are sorted by length; use ddp (or --method cross), which is faster"
@@ -201,6 +202,14 @@ class Seo(Recipe):
         self.task.export(model, folder)
 
 
+def check_kind(config: settings.Config) -> None:
+    """Refuses settings of another task. Not in a recipe's constructor: what an old run was told may be exported."""
+    for name, kinds in settings.FOR.items():
+        if config.kind not in kinds and getattr(config, name) != getattr(settings.Config, name):
+            told = kinds[0] if len(kinds) == 1 else "task rank"
+            raise ConfigError(f"{name} does something for {told} only, and this is {config.kind}; leave it out")
+
+
 def check_config(config: settings.Config) -> None:
     """Refuses settings that cannot be trained with."""
     if not config.data_path:
@@ -214,10 +223,6 @@ def check_config(config: settings.Config) -> None:
     most |= {"rerank": 100}  # so many are kept of what plain words find
     most |= {"target_length": 1024, "scale": 1e4, "lora_rank": 4096, "lora_dropout": 0.99}
     check_range(config, least, most)
-    for name, kinds in settings.FOR.items():
-        if config.kind not in kinds and getattr(config, name) != getattr(settings.Config, name):
-            told = kinds[0] if len(kinds) == 1 else "task rank"
-            raise ConfigError(f"{name} does something for {told} only, and this is {config.kind}; leave it out")
     if config.lora_alpha is not None and not 0 < config.lora_alpha < math.inf:
         raise ConfigError(f"lora_alpha: expected a number above 0, got {config.lora_alpha}")
     for name in ("num_eval", "num_candidates"):

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from unisono.cluster.lifetime import LAUNCHER_PID
 from unisono.engine.recipe import Work
 from unisono.errors import EXIT_STOPPED, TrainingFailed
 from unisono.recipes.common.fingerprint import together
@@ -73,6 +74,7 @@ def make(work: Work, cache: Path | None = None) -> None:
 def _unisono(folder: Path, words: list[str], lock: int, work: Work) -> bool:
     """Runs a command of unisono's; False when it was stopped, and goes on another time."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(_OF_A_LAUNCHER)}
+    own[LAUNCHER_PID] = str(os.getpid())  # for `die_with_parent`, should this process be gone before it is asked
     command = [sys.executable, "-c", _PROGRAM, *words]
     with (folder / "log.txt").open("ab") as log:
         # The child ends with this process, and has the lock too: nobody else begins before it has really ended.

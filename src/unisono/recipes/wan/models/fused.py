@@ -17,6 +17,8 @@ from torch.autograd import Function
 
 from unisono.recipes.wan.models import operations
 
+_ONES = 16  # rows: fewer are no faster for a matrix product
+
 
 def _type(bias: Tensor | None) -> torch.dtype | None:
     return None if bias is None else bias.dtype
@@ -71,7 +73,7 @@ class _Gated(Function):
 
 class _Turned(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, cosine: Any, sine: Any, head: int, eps: float, made: Any) -> Any:
+    def forward(ctx: Any, x: Tensor, made: Any, weight: Tensor, cosine: Any, sine: Any, head: int, eps: float) -> Any:
         y, rstd = operations.turn(x, weight, cosine, sine, head, eps)
         ctx.turned, ctx.head, ctx.made = cosine is not None, head, _type(made)
         ctx.save_for_backward(x, weight, rstd, *((cosine, sine) if cosine is not None else ()))
@@ -84,11 +86,11 @@ class _Turned(Function):
         cosine, sine = more if ctx.turned else (None, None)
         dx, sums = operations.turn_backward(list(dy), x, weight, cosine, sine, rstd, ctx.head)
         made = sums[len(weight) :].flatten().to(ctx.made) if ctx.made else None
-        return dx, sums[: len(weight)].to(weight.dtype), None, None, None, None, made
+        return dx, made, sums[: len(weight)].to(weight.dtype), None, None, None, None
 
 
 class _Linear(Function):
-    """Without its bias gradient: that is a sum over tokens, and another one has the numbers anyway."""
+    """The bias gets its gradient here only if nobody else has the numbers: the compiler's sums over tokens are slow."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Any:
@@ -99,7 +101,9 @@ class _Linear(Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         rows = dy.flatten(0, -2)
-        return (rows @ weight).view(x.shape), rows.t() @ x.flatten(0, -2), None
+        dx = (rows @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        summed = (rows.new_ones(_ONES, len(rows)) @ rows)[0] if ctx.needs_input_grad[2] else None
+        return dx, rows.t() @ x.flatten(0, -2), summed
 
 
 class _LinearGelu(Function):
@@ -124,10 +128,13 @@ def _is_plain(layer: Any) -> bool:
     )
 
 
-def _in_type(*given: Tensor) -> list[Tensor]:
-    kind = given[0].device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else given[0].dtype
-    return [tensor.to(dtype) for tensor in given]
+def _type_for(x: Tensor) -> torch.dtype:
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def _in_type(x: Tensor, *given: Tensor) -> list[Tensor]:
+    return [tensor.to(_type_for(x)) for tensor in (x, *given)]
 
 
 def _apply(function: Any, *given: Any) -> Any:
@@ -168,14 +175,19 @@ def gated(x: Tensor, o: Tensor, gate: Tensor, made: Tensor | None) -> Tensor:
 def turned(layers: Sequence[Any], x: Tensor, norms: Sequence[Any], angles: Any, head: int) -> list[Tensor]:
     """What each layer says of x: those with a norm as rms_norm · weight, each head turned by the angles of its token.
 
-    Angles are (cosine, sine), each [tokens, head]. Layers that are all trained are one matrix product.
+    Angles are (cosine, sine), each [tokens, head]. Layers that are all trained are one matrix product, if their weights
+    must be copied to another type anyhow: a copy is kept until the backward pass, where fsdp would have let go of them.
     """
     weights, rest = [norm.weight for norm in norms], (*(angles or (None, None)), head, norms[0].eps)
-    if all(map(_is_plain, layers)):
+    plain = all(map(_is_plain, layers))
+    if plain and all(layer.weight.dtype != _type_for(x) for layer in layers):
         weight, bias = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
         said = _apply(_Linear, *_in_type(x, weight, bias.detach()))
-        return list(_apply(_Turned, said, torch.stack(weights), *rest, bias))
-    found = [layer(x) for layer in layers]
-    for number, weight in enumerate(weights):
-        [found[number]] = _apply(_Turned, found[number], weight[None], *rest, None)
+        return list(_apply(_Turned, said, bias, torch.stack(weights), *rest))
+    found = []
+    for number, layer in enumerate(layers):
+        if number == len(norms):  # nothing is done to what it says, so nobody else has its bias
+            found.append(_apply(_Linear, *_in_type(x, layer.weight, layer.bias)) if plain else layer(x))
+        else:
+            found += _apply(_Turned, *linear(layer, x), weights[number][None], *rest)
     return found
