@@ -266,3 +266,18 @@ def test_a_second_ctrl_c_ends_a_run_at_once_without_a_checkpoint(name: str, stop
     assert found.seconds < 15, "it waited for the step, which takes 30 s"
     assert found.checkpoints == []
     assert "Traceback" not in found.stopped.err
+
+
+# ---- started again ----
+
+
+def test_what_is_another_setting_than_before_is_told_and_noted(tmp_path: Path) -> None:
+    words = ["train", TINY, "--output_dir", "run", "--save_every", 1]
+    assert unisono(*words, "--max_steps", 1, cwd=tmp_path).code == 0
+    again = unisono(*words, "--max_steps", 2, "--slope", 3, "--nproc", 2, "--global_batch_size", 4, cwd=tmp_path)
+    assert again.code == 0, again.err
+    assert again.err.count("note: since its last start: max_steps 1 → 2, slope 2.0 → 3.0") == 1, again.err
+    [noted] = [event for event in lines(tmp_path / "run", "events.jsonl") if event["kind"] == "resume"]
+    assert noted["changed"] == {"slope": [2.0, 3.0], "max_steps": [1, 2]}
+    last = unisono("train", TINY, "--output_dir", "run", "--max_steps", 2, cwd=tmp_path)
+    assert last.code == 0 and "since its last start" not in last.err, "what is not said stays"

@@ -51,6 +51,12 @@ def exported(run: Path, folder: Path, *words: str) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
+def test_what_is_exported_is_as_readable_as_other_files(run: Path, tmp_path: Path) -> None:
+    exported(run, tmp_path / "a")
+    (tmp_path / "usual").touch()
+    assert (tmp_path / "a/model.safetensors").stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+
 def test_the_average_is_exported_unless_the_weights_are_asked_for(run: Path, tmp_path: Path) -> None:
     average = exported(run, tmp_path / "a")
     weights = exported(run, tmp_path / "b", "--weights", "model")

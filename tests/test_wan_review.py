@@ -81,6 +81,20 @@ def test_what_stands_for_no_caption_stays_in_its_place_of_memory(root: Path, tmp
     assert made.without_caption(torch.zeros(24, 32)).data_ptr() == first.data_ptr()
 
 
+def test_films_of_one_frame_and_loras_beside_nothing_are_told_of(root: Path, tmp_path: Path) -> None:
+    data = {"dataset_path": str(root / "data"), "height": 32, "width": 32}
+    made = WanFlow(WanFlow.Config(model_config="tiny", num_frames=1, lora_rank=2, **data))
+    made.prepare(Work(tmp_path))
+    made.dataset("train")
+    films = len([file for file in (root / "data").iterdir() if file.suffix == ".mp4"])
+    assert films > 1 and sum(f"{films} films are used with a single frame" in remark for remark in made.remarks) == 1
+    assert sum("a LoRA beside weights that nobody has trained" in remark for remark in made.remarks) == 1
+    made = recipe(root, root / "2.1", lora_rank=2)
+    made.prepare(Work(tmp_path / "other"))
+    made.dataset("train")
+    assert not any("frame" in remark or "LoRA" in remark for remark in made.remarks)
+
+
 def test_a_data_set_is_opened_once_however_often_previews_ask(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

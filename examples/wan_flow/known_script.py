@@ -6,6 +6,7 @@ Most of its flags are flags of unisono by the same name, or by another one that 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,12 +52,13 @@ def completed(given: Sequence[str]) -> tuple[list[str], list[str]]:
         raise ConfigError("--use_ema and --ema_decay 0 contradict each other; leave one of them out")
     if not told.explicit("gpus") and not told.explicit("nproc"):
         words.append("--gpus=1")  # under a launcher it has no meaning: there each process has its GPU already
+    own_length = told.explicit("max_steps")
     if not told.values["model_path"] and not told.values["model_config"]:
         more, remarks = _without_a_model(told)
         words += more
         told = settings_of(words)
     if str(told.values["model_config"]).lower() == "tiny":
-        more, also = _for_the_tiny_model(told)
+        more, also = _for_the_tiny_model(told, own_length)
         return words + more, remarks + also
     if not told.explicit("num_epochs") and not told.explicit("max_steps"):
         words.append(f"--num_epochs={NUM_EPOCHS}")
@@ -84,7 +86,15 @@ def _without_a_model(told: Resolved) -> tuple[list[str], list[str]]:
     return [f"--model_path={MODEL}", *words], [remark]
 
 
-def _for_the_tiny_model(told: Resolved) -> tuple[list[str], list[str]]:
+def _effective_batch(told: Resolved) -> int:
+    """Samples of a step, as far as a command line tells; enough, where it says how many."""
+    if told.explicit("global_batch_size") or told.explicit("gradient_accumulation_steps"):
+        return int(TINY["batch_size"])
+    processes = os.environ.get("WORLD_SIZE") or told.values["nproc"] or 1
+    return int(processes) * int(told.values["batch_size"])
+
+
+def _for_the_tiny_model(told: Resolved, own_length: bool) -> tuple[list[str], list[str]]:
     """The user's data in its size if there are any, else the built-in shapes."""
     words: list[str] = []
     remarks: list[str] = []
@@ -92,7 +102,13 @@ def _for_the_tiny_model(told: Resolved) -> tuple[list[str], list[str]]:
     if path != "shapes" and Path(path) == DATASET and not DATASET.exists():
         words.append("--dataset_path=shapes")
         remarks.append(f"there is no ./{DATASET}: training on built-in shapes (--dataset_path shapes)")
-    elif path != "shapes":
+        path = "shapes"
+    if path == "shapes":
+        enough = int(TINY["batch_size"])
+        if not own_length and _effective_batch(told) < enough:
+            words.append(f"--global_batch_size={enough}")
+            remarks.append(f"a step takes {enough} samples (--global_batch_size): of fewer they would not be learned")
+    else:
         if not told.explicit("dataset_path"):
             words.append(f"--dataset_path={path}")
         if not any(told.explicit(name) for name in ("height", "width", "max_pixels")):

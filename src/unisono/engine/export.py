@@ -34,10 +34,18 @@ def export_run(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         recipe.export(model, folder)
+        _share(folder)
     except (OSError, SafetensorError) as error:  # which is what a full disk is to that library
         told = getattr(error, "strerror", None) or error
         raise UserError(f"{folder} cannot be written ({told}); make room, or export to another folder") from None
     return what
+
+
+def _share(folder: Path) -> None:
+    """Weights as readable as other files: safetensors writes them for the owner alone."""
+    os.umask(hidden := os.umask(0))
+    for file in folder.rglob("*.safetensors"):
+        file.chmod(0o666 & ~hidden)
 
 
 def load_trained(

@@ -72,3 +72,13 @@ def continue_run(
         if not resolved.explicit(name) and name not in _OF_THE_START
     }
     return resolved.with_values("run", **{**kept, "seed": record["seed"]})
+
+
+def changed(resolved: Resolved, record: Mapping[str, Any] | None, classes: Sequence[type]) -> dict[str, list[Any]]:
+    """Settings of the run that are others than at its last start, by name: what they were, and what they are."""
+    if record is None:
+        return {}
+    before = Resolved.from_json(classes, {"values": record["config"], "sources": record["sources"]}).to_json()["values"]
+    now = resolved.to_json()["values"]
+    known = [name for name in record["config"] if name not in _OF_THE_START]
+    return {name: [before[name], now[name]] for name in known if name in now and before[name] != now[name]}

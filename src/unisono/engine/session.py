@@ -33,7 +33,7 @@ from unisono.engine.checks import check_settings
 from unisono.engine.evaluate import Evaluation
 from unisono.engine.folders import default_folder, print_line, read_own, versions
 from unisono.engine.heap import kept_heap
-from unisono.engine.history import continue_run, record_of
+from unisono.engine.history import changed, continue_run, record_of
 from unisono.engine.length import Length, Result
 from unisono.engine.memory import remembered
 from unisono.engine.opening import opening
@@ -118,6 +118,7 @@ class Session:
         record = here or self.main_decides(lambda: record_of(resume))
         where = f"output_dir {path}" if here else f"resume {resume}"
         self._resolved = continue_run(resolved, record, self._name, (Settings, kind.Config), where, kind.fixed)
+        self._changed = changed(self._resolved, here, (Settings, kind.Config))
         self._settings = self._resolved.build(Settings)
         check_settings(self._settings)
         self._folder = RunFolder(path)
@@ -126,6 +127,9 @@ class Session:
         faults, memory = parse(self._settings.run.inject), Path(path, ".injected")
         pulse.injector = Injector(faults, start.world.rank, memory, self._note_fault)
         self._remarks = list(start.remarks)
+        if self._changed:
+            told = (f"{name} {before} → {now}" for name, (before, now) in self._changed.items())
+            self._remarks.append(f"since its last start: {', '.join(told)}")
         words, before = words_for(kind), (here or {}).get("recipe_from")
         if before not in (None, words):
             self._remarks.append(f"this run's recipe was {before}, now it is {words}")
@@ -379,7 +383,8 @@ class Session:
             resume=self._settings.run.resume,
         )
         kind = "start" if checkpoint is None else "resume"
-        self._folder.event(kind, step=step, rank=0, world=world.size, strategy=parts.strategy.name)
+        more = {"changed": self._changed} if self._changed else {}
+        self._folder.event(kind, step=step, rank=0, world=world.size, strategy=parts.strategy.name, **more)
         for line in opening(parts, self._settings, world, batch, length, size, eval_data, self._folder.path, why):
             print_line(line)
         for remark in [*self._remarks, *parts.remarks, *dict.fromkeys(parts.recipe.remarks)]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from unisono.engine.recipe import Work
 from unisono.errors import ConfigError
+from unisono.recipes.common.streams import FILMS
 from unisono.recipes.wan.data.cache import Cache, CacheSettings
 from unisono.recipes.wan.data.cached import Cached, ShapedSamples
 from unisono.recipes.wan.data.cut import Cut
@@ -56,9 +57,14 @@ class FolderData:
             name = "dataset_path" if split == "train" else "eval_dataset_path"
             raise ConfigError(
                 f"{name} {path}: there is no such folder; put pictures and films with a text file each into one, or "
-                "try --model_config tiny, which draws its own data"
+                "try --model_config tiny --dataset_path shapes, which draws its own data"
             )
-        return read_sources(folder, leave_out_bad=self._config.leave_out_bad, said=work.message)
+        sources = read_sources(folder, leave_out_bad=self._config.leave_out_bad, said=work.message)
+        films = sum(source.media is not None and source.media.suffix.lower() in FILMS for source in sources)
+        if films and self._config.num_frames == 1:
+            many = "1 film is" if films == 1 else f"{films:,} films are"
+            self.remarks.append(f"{path}: {many} used with a single frame (--num_frames 1; 5, 9, 13, ... take more)")
+        return sources
 
     def _of(self, sources: list[Source], place: Path, prompts: Sequence[str]) -> Cache | Measured:
         config, companions = self._config, self._companions
@@ -122,13 +128,15 @@ class ShapesData:
 
     def prepare(self, work: Work) -> None:
         """Draws and encodes them."""
-        from unisono.recipes.wan.tiny.encoded import encode
+        from unisono.recipes.wan.tiny.encoded import encode, is_encoded
 
-        work.message(f"drawing and encoding {sum(map(len, self._shapes.values())):,} shapes")
         vae = self._companions.vae()
         self._folder = work.folder / "shapes" / vae.fingerprint()
-        for split, shapes in self._shapes.items():
-            encode(work, shapes, self._folder / self._named(split), vae)
+        missing = [split for split in self._shapes if not is_encoded(self._shapes[split], self._place(split))]
+        if missing:
+            work.message(f"drawing and encoding {sum(len(self._shapes[split]) for split in missing):,} shapes")
+        for split in missing:
+            encode(work, self._shapes[split], self._place(split), vae)
 
     def dataset(self, split: str) -> Any:
         """The samples of a split."""
@@ -136,7 +144,7 @@ class ShapesData:
 
         shapes = self._shapes[split]
         captions = {shapes.plan(index).caption for index in range(len(shapes))}
-        return read(shapes, self._folder / self._named(split), self._rows(captions))
+        return read(shapes, self._place(split), self._rows(captions))
 
     def text(self, caption: str) -> Tensor:
         """[text length, width] what the transformer gets for a caption."""
@@ -147,6 +155,6 @@ class ShapesData:
 
         return rows_of(captions, self._companions.text_encoder(), self._companions.text_length)
 
-    def _named(self, split: str) -> str:
+    def _place(self, split: str) -> Path:
         shapes = self._shapes[split]
-        return f"{split}_{len(shapes)}x{shapes.num_frames}x{shapes.size}"
+        return self._folder / f"{split}_{len(shapes)}x{shapes.num_frames}x{shapes.size}"

@@ -246,7 +246,12 @@ class WanFlow(WanRecipe):
         data = self._data.dataset(split)
         if data is not None and hasattr(data, "shapes_there"):
             check_positions(data.shapes_there, self.transformer, self.companions.geometry.space)
-        self.remarks = self._data.remarks
+        self.remarks = [*self._data.remarks]
+        if self.config.model_config and self.config.lora_rank:
+            self.remarks.append(
+                "a LoRA beside weights that nobody has trained (--model_config): good for trying the commands; what it "
+                "learns fits no other model"
+            )
         return data
 
     def collate(self, items: list[Any]) -> Any:

@@ -20,6 +20,14 @@ ALIASES = {
     "discrete_flow_shift": "shift",
     "network_dim": "lora_rank",
     "network_alpha": "lora_alpha",
+    "rank": "lora_rank",
+    "ckpt_path": "model_path",
+    "resume_from_checkpoint": "resume",
+    "checkpointing_steps": "save_every",
+    "validation_steps": "preview_every",
+    "validation_prompts": "preview_prompts",
+    "timestep_sampling": "sigma_sampling",
+    "weighting_scheme": "sigma_sampling",
 }
 """Names that people know from other scripts."""
 

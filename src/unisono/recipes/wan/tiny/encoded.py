@@ -39,11 +39,20 @@ class EncodedShapes(Dataset[dict[str, Any]]):
         }
 
 
+def is_encoded(shapes: Shapes, folder: Path) -> bool:
+    """Whether all of them are there."""
+    return all(_file(folder, start).exists() for start in range(0, len(shapes), _AT_ONCE))
+
+
+def _file(folder: Path, start: int) -> Path:
+    return folder / f"{start:08d}.safetensors"
+
+
 def encode(work: Work, shapes: Shapes, folder: Path, vae: Latents) -> None:
     """Encodes this process's share, in files of some samples each."""
     folder.mkdir(parents=True, exist_ok=True)
     for start in work.share(range(0, len(shapes), _AT_ONCE)):
-        file = folder / f"{start:08d}.safetensors"
+        file = _file(folder, start)
         if file.exists() or work.stopping:
             continue
         frames = torch.stack([shapes[index]["frames"] for index in range(start, min(start + _AT_ONCE, len(shapes)))])
