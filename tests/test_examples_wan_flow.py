@@ -225,8 +225,9 @@ def test_importing_the_script_does_not_wait_for_torch(example: Path) -> None:
 def test_help_lists_the_known_flags(example: Path) -> None:
     ended = command(*PYTHON, "train_flow_matching.py", "--help", cwd=example)
     assert ended.code == 0 and not ended.err
-    for flag in ("checkpoint_dir", "gradient_checkpointing", "torch_compile", "ema_decay", "dataset_path"):
+    for flag in ("checkpoint_dir", "gradient_checkpointing", "torch_compile", "ema_decay", "dataset_path", "ckpt_path"):
         assert f"--{flag}" in ended.out
+    assert ended.out.startswith("Trains Wan 2.1 or 2.2") and ended.out.count("  --model_dtype bf16 ") == 1
 
 
 def test_examples_multigpu_lists_the_commands_of_the_guide_and_runs_one(example: Path) -> None:

@@ -33,6 +33,12 @@ REFUSED = {
     "fp8_optimizations": "there are no matrix products in 8 bit; leave it out (--model_dtype bf16 and --torch_compile "
     "are the fastest)",
 }
+KNOWN = {
+    "--device cuda:N": "the GPU of this number; cpu, or cuda for one of them (--gpus)",
+    "--model_dtype bf16": "what is computed in: fp32, fp16 or bf16 (--mixed_precision)",
+    "--use_ema": "the average of the weights, which is on unless --ema_decay is 0",
+    "--local_rank N": "taken, and not needed",
+}
 _RENAMED = {"ckpt_path": "model_path", "dataset_dir": "dataset_path"}
 _WITH_VALUE = ("local_rank", "device", "model_dtype", *_RENAMED)
 _DTYPES = {"fp32": "no", "fp16": "fp16", "bf16": "bf16"}

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from known_script import completed, settings_of
+from known_script import KNOWN, completed, settings_of
 
 from unisono.cli import main as unisono
 from unisono.cluster.join import cleanup_distributed, is_main_process, setup_distributed
@@ -32,6 +32,7 @@ def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
     """All settings by name, also by the names that people know; a mistake is one line and exit code 2."""
     words = sys.argv[1:] if words is None else words
     if {"-h", "--help"} & set(words):
+        _introduce()
         sys.exit(unisono.main(["train", "wan-flow", "--help"]))
     try:
         values = settings_of(completed(words)[0]).values
@@ -50,6 +51,14 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def _introduce() -> None:
+    print(__doc__)
+    print("Flags of that script, besides those below:")
+    for flag, what in KNOWN.items():
+        print(f"  {flag:24}{what}")
+    print()
+
+
 def _refuse(error: UnisonoError) -> NoReturn:
     print(f"train_flow_matching.py: {error}", file=sys.stderr)
     sys.exit(error.exit_code)
@@ -58,7 +67,9 @@ def _refuse(error: UnisonoError) -> NoReturn:
 def main() -> NoReturn:
     """Trains as the command line says, and ends the process with the exit code."""
     words = sys.argv[1:]
-    if not {"-h", "--help"} & set(words):
+    if {"-h", "--help"} & set(words):
+        _introduce()
+    else:
         try:
             words, remarks = completed(words)
             if remarks and is_main_process():

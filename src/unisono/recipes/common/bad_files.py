@@ -35,7 +35,8 @@ def faults(path: Path, kind: str) -> Iterator[None]:
     except BadMedia:
         raise
     except Exception as error:
-        told = " ".join(str(getattr(error, "strerror", None) or error).replace(str(path), "it").split())
+        told = str(getattr(error, "strerror", None) or error)
+        told = " ".join(told.replace(repr(str(path)), "").replace(str(path), "it").split())  # who asks names it
         raise BadMedia(path, f"cannot be read as a {kind} ({told[:200] or type(error).__name__})") from error
 
 
