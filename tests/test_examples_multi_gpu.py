@@ -137,7 +137,21 @@ def test_the_benchmark_prints_a_table(quick_start: ModuleType, capsys: pytest.Ca
     assert quick_start.main(["--benchmark"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["devices", "samples/s", "seconds", "memory", "MiB"]
-    assert lines[1].split()[0] == "single" and lines[2].startswith("one device") and "efficiency" in lines[3]
+    assert len(lines) == 2 and lines[1].startswith("one device"), "there is nothing to compare it with"
+
+
+def test_the_benchmark_compares_several_devices_with_one(
+    quick_start: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = {"num_devices": 1, "samples_per_second": 5.0, "training_time": 4.0, "memory": {0: {"max_allocated": 2**20}}}
+    two = {**one, "num_devices": 2, "samples_per_second": 9.0, "strategy": "ddp", "speedup": 1.8, "efficiency": 0.9}
+    monkeypatch.setattr(
+        quick_start, "benchmark_multi_gpu_performance", lambda *given, **more: {**two, "single_device": one}
+    )
+    assert quick_start.main(["--benchmark"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[0] for line in lines[1:]] == ["ddp", "one", "speed-up"] and lines[1][1:3] == ["2", "9.0"]
+    assert lines[3] == ["speed-up", "1.80,", "efficiency", "90%"]
 
 
 def test_check_says_what_is_there(quick_start: ModuleType, capfd: pytest.CaptureFixture[str]) -> None:
