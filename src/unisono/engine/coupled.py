@@ -25,7 +25,6 @@ from unisono.data.loader import BadSample, MicroBatch, on_device, place
 from unisono.data.noise import Noise
 from unisono.data.resident import gathered
 from unisono.engine.gradient import Gradient, Lap, Summed, Try, flatten_loss, power_of_two_near, row_of
-from unisono.engine.memory import OutOfMemoryTogether
 from unisono.engine.precision import autocast
 from unisono.errors import RecipeError
 
@@ -66,16 +65,7 @@ class CoupledGradient(Gradient):
         gradients = self._couple(micros, embedded, this, spoilt)
         del embedded[:-1]
         self._backward_all(micros, embedded, gradients, this)
-        if this.guarded:
-            self._pulse.at("reduce", step)
-            if self._agreement.start({"oom": this.failure is not None}).read()["oom"]:
-                raise OutOfMemoryTogether(this.failure)
-            self._strategy.reduce()
-        assert this.sums is not None
-        if this.guarded and self._world > 1:
-            this.arriving = dist.all_reduce(this.sums, async_op=True)
-        self._guard.passed(guarded=this.guarded)
-        return Summed(self._names, this.sums, this.arriving, agreed, lap)
+        return self._summed(this, agreed, lap)
 
     def _forward(self, micro: MicroBatch, number: int, this: Try, spoilt: bool) -> Tensor | None:
         """For its memory alone: a scaled number that depends on all rows."""

@@ -174,8 +174,12 @@ class Gradient:
             if total is not None:
                 self._backward(total, this, last=last)
             number, total = number + 1, None  # the graph is not kept while the next micro-batch is read
+        return self._summed(this, agreed, lap)
+
+    def _summed(self, this: Try, agreed: dict[str, float], lap: Lap) -> Summed:
+        """After the last backward pass: gradients and sums over all ranks, if they are not there yet."""
         if this.guarded:
-            self._pulse.at("reduce", step)
+            self._pulse.at("reduce", self._state.step + 1)
             if self._agreement.start({"oom": this.failure is not None}).read()["oom"]:
                 raise OutOfMemoryTogether(this.failure)
             self._strategy.reduce()
