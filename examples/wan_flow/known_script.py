@@ -39,8 +39,7 @@ KNOWN = {
     "--use_ema": "the average of the weights, which is on unless --ema_decay is 0",
     "--local_rank N": "taken, and not needed",
 }
-_RENAMED = {"ckpt_path": "model_path", "dataset_dir": "dataset_path"}
-_WITH_VALUE = ("local_rank", "device", "model_dtype", *_RENAMED)
+_WITH_VALUE = ("local_rank", "device", "model_dtype")
 _DTYPES = {"fp32": "no", "fp16": "fp16", "bf16": "bf16"}
 
 
@@ -137,9 +136,7 @@ def in_our_words(words: Sequence[str]) -> list[str]:
             ours.append(word)
             continue
         value = reader.value(word)
-        if name in _RENAMED:
-            ours.append(f"--{_RENAMED[name]}={value}")
-        elif name == "device":
+        if name == "device":
             ours.append(f"--gpus={_gpus(value)}")
         elif name == "model_dtype":
             ours.append(f"--mixed_precision={_precision(value)}")
