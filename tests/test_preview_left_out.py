@@ -39,6 +39,9 @@ class Drawn(Recipe):
             if self.config.fails == "drawing" and number == 1:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB.")
             return float(model(torch.tensor([0.5, float(number)])))
+        if self.config.fails == "format":
+            from PIL import Image
+            return {"seen.jpg": Image.new("RGBA", (4, 4))}
         return {"seen.txt": " ".join(map(str, self.over_ranks(draw, range(3))))}
 """
 
@@ -70,6 +73,12 @@ def test_the_run_goes_on_when_a_preview_cannot_be_written(recipe: str, tmp_path:
     found = [(event["kind"], event["step"]) for event in lines(tmp_path / "run", "events.jsonl")]
     assert ("preview_left_out", 2) in found and ("preview", 4) in found
     assert (tmp_path / "run/previews/step_00000004_seen.txt").read_text() and len(losses(tmp_path / "run")) == 4
+
+
+def test_a_picture_that_its_kind_of_file_cannot_hold_is_a_mistake_of_the_recipe(recipe: str, tmp_path: Path) -> None:
+    done = unisono("train", recipe, "--fails", "format", "--output_dir", "run", "--max_restarts", 0, cwd=tmp_path)
+    assert done.code == 3 and "cannot write mode RGBA as JPEG" in done.err, done.err
+    assert "preview left out" not in done.err
 
 
 def test_a_sharded_run_starts_again_once_and_then_without_previews(recipe: str, tmp_path: Path) -> None:
