@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from recipes_for_tests import SentenceData
-from unisono.data.loader import Cursor, Loader, place
+from unisono.data.loader import Cursor, Loader, _stream_beside, place
 from unisono.data.order import Order
 from unisono.settings import DataSettings
 
@@ -147,3 +148,24 @@ def test_a_batch_is_placed_through_any_nesting() -> None:
     assert isinstance(found["pair"], Pair) and found["pair"].b == "text"
     assert found["page"].number == 3 and found["tuple"][1] is None and found["plain"] == 1.5
     assert place(x, torch.device("cpu")).dtype == torch.float32
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_large_batch_is_copied_while_the_gpu_computes_and_stays_as_long_as_it_is_read() -> None:
+    device, batches = torch.device("cuda"), [torch.full((2**20,), float(i)).pin_memory() for i in range(20)]
+    place(batches[0], device)
+    torch.cuda.synchronize()
+    read = []
+    torch.cuda._sleep(10**9)
+    asleep = torch.cuda.Event()
+    asleep.record()
+    for batch in batches:
+        placed = place({"x": batch}, device)["x"]
+        torch.cuda._sleep(10**6)  # what reads it comes later than the next copy
+        read.append(placed.sum() / 2**20)
+        del placed
+    copied = torch.cuda.Event()
+    copied.record(_stream_beside(device))
+    copied.synchronize()
+    assert not asleep.query(), "the copies did not wait for it"
+    assert torch.stack(read).tolist() == [float(i) for i in range(20)]

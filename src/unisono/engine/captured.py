@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unisono.data.loader import place
 from unisono.data.nested import leaves, mapped
 from unisono.data.resident import Rows
 from unisono.engine.guard import shape_of
@@ -56,7 +57,7 @@ class Captured:
             if isinstance(static, Rows):
                 static.indices.copy_(given.indices, non_blocking=True)
             elif isinstance(static, Tensor):
-                static.copy_(given, non_blocking=True)
+                static.copy_(place(given, static.device), non_blocking=True)
         assert self._graph is not None and self._output is not None
         self._graph.replay()
         self.replayed = True

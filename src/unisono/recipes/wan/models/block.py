@@ -15,6 +15,9 @@ from torch import Tensor, nn
 
 from unisono.recipes.wan.models import fused
 
+_KEYS, _QUERIES = 128, 512  # of a program of attention's backward pass; and fewer are not worth a piece
+_BUSY = (0.65, 0.9)  # part of a GPU: with more there is nothing to gain, and with so much it is worth it
+
 
 def use_fast_blocks(transformer: nn.Module) -> None:
     """Lets the blocks of a diffusers Wan transformer compute by our kernels when they are on a GPU."""
@@ -80,7 +83,39 @@ def _attention(attention: Any, x: Tensor, other: Tensor, angles: Any) -> tuple[T
         parts = fused.turned(layers[:1], x, norms[:1], angles, head)
         parts += fused.turned(layers[1:], other, norms[1:], angles, head)
     split: Any = [part.view(*part.shape[:2], attention.heads, head) for part in parts]
-    said = dispatch_attention_fn(*split, backend=attention.processor._attention_backend).flatten(2, 3)
+    if other is not x and x.device.type == "cuda" and len(x) == 1:
+        split = _in_pieces(split, _pieces(attention.heads, other.shape[1], _multiprocessors()))
+    said = dispatch_attention_fn(*split, backend=attention.processor._attention_backend).reshape(parts[0].shape)
     last, dropout = attention.to_out
     said, bias = fused.linear(last, said.type_as(parts[0]))
     return dropout(said), bias
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _multiprocessors() -> int:
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+
+
+def _pieces(heads: int, keys: int, multiprocessors: int) -> tuple[int, ...]:
+    """Into how many pieces a sample's queries are cut; none, if all the GPU is busy without that."""
+
+    def busy(pieces: int) -> float:
+        programs = pieces * heads * -(-keys // _KEYS)
+        return programs / (multiprocessors * -(-programs // multiprocessors))
+
+    return () if busy(1) > _BUSY[0] else tuple(pieces for pieces in range(2, 17) if busy(pieces) > _BUSY[1])
+
+
+def _in_pieces(split: list[Tensor], numbers: tuple[int, ...]) -> list[Tensor]:
+    """Queries as several samples with the same keys and values.
+
+    The backward pass of attention has a program for each sample, head and few keys. Text has few keys, and with one
+    film at a time that is a third of a GPU.
+    """
+    queries = split[0].shape[1]
+    for pieces in numbers:
+        # A remainder is all that compiled code asks of the length: a film of another length is not compiled anew.
+        if queries % pieces == 0 and queries >= pieces * _QUERIES:
+            repeated = [part.repeat(pieces, 1, 1, 1) for part in split[1:]]
+            return [split[0].reshape(pieces, -1, *split[0].shape[2:]), *repeated]
+    return split

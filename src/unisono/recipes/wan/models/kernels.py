@@ -10,13 +10,15 @@ what these kernels gain. No atomics: the same numbers give the same sums.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_PROGRAMS = 4  # at a time on each multiprocessor
-_GELU = (8, 256, 32, 4)
+_PROGRAMS = (4, 2)  # at a time on each multiprocessor, for rows of up to 2048 numbers and for longer ones
+_GELU = (16, 128, 32, 4)
 
 
 @triton.jit
@@ -128,16 +130,17 @@ def _gate_backward(dh, o, gate, do, sums, rows, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def _turn(
-    x, weight, cosine, sine, y, rstd, stride, tokens, width, head, eps,
+    x, weight, cosine, sine, y, rstd, stride, rows, tokens, width, head, eps,
     TURN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, BLOCK)
     there = column < width
-    value = tl.load(x + row * stride + column, mask=there, other=0.0).to(tl.float32)
+    value = tl.load(x + row * stride + part * width + column, mask=there, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
-    tl.store(rstd + row, scale)
-    value *= scale * tl.load(weight + column, mask=there, other=0.0).to(tl.float32)
+    row_of_part = part.to(tl.int64) * rows + row
+    tl.store(rstd + row_of_part, scale)
+    value *= scale * tl.load(weight + part * width + column, mask=there, other=0.0).to(tl.float32)
     if TURN:
         pair = tl.arange(0, BLOCK // 2)
         at = row % tokens * head + 2 * pair % head
@@ -145,51 +148,51 @@ def _turn(
         s = tl.load(sine + at + 1, mask=2 * pair < width, other=0.0)
         left, right = tl.split(tl.reshape(value, (BLOCK // 2, 2)))
         value = tl.reshape(tl.join(left * c - right * s, left * s + right * c), (BLOCK,))
-    tl.store(y + row * width + column, value.to(y.dtype.element_ty), mask=there)
+    tl.store(y + row_of_part * width + column, value.to(y.dtype.element_ty), mask=there)
 
 
 @triton.jit
 def _turn_backward(
-    dy, x, weight, cosine, sine, rstd, dx, sums, biases, stride, rows, tokens, width, head,
-    TURN: tl.constexpr, BLOCK: tl.constexpr,
+    first_dy, second_dy, third_dy, x, weight, cosine, sine, rstd, dx, sums, stride, rows, tokens, width, head,
+    PARTS: tl.constexpr, TURN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    first, step = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    first, step, part = tl.program_id(0).to(tl.int64), tl.num_programs(0), tl.program_id(1)
+    dy = first_dy
+    if part == 1:
+        dy = second_dy
+    if part == 2:
+        dy = third_dy
     column = tl.arange(0, BLOCK)
     there = column < width
-    w = tl.load(weight + column, mask=there, other=0.0).to(tl.float32)
+    x += part * width
+    dx += part * width
     sum_w, sum_b = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
-    for row in range(first, rows, step):
-        gradient = tl.load(dy + row * width + column, mask=there, other=0.0).to(tl.float32)
-        if TURN:
-            pair = tl.arange(0, BLOCK // 2)
-            at = row % tokens * head + 2 * pair % head
-            c = tl.load(cosine + at, mask=2 * pair < width, other=0.0)
-            s = tl.load(sine + at + 1, mask=2 * pair < width, other=0.0)
-            left, right = tl.split(tl.reshape(gradient, (BLOCK // 2, 2)))
-            gradient = tl.reshape(tl.join(left * c + right * s, right * c - left * s), (BLOCK,))
-        scale = tl.load(rstd + row)
-        normed = tl.load(x + row * stride + column, mask=there, other=0.0).to(tl.float32) * scale
-        sum_w += gradient * normed
-        gradient *= w
-        along = tl.sum(gradient * normed, 0) / width
-        found = (scale * (gradient - normed * along)).to(dx.dtype.element_ty)
-        tl.store(dx + row * stride + column, found, mask=there)
-        sum_b += found.to(tl.float32)
-    tl.store(sums + first * width + column, sum_w, mask=there)
-    tl.store(biases + first * width + column, sum_b, mask=there)
-
-
-@triton.jit
-def _pass_backward(dy, dx, biases, stride, rows, width, BLOCK: tl.constexpr):
-    first, step = tl.program_id(0).to(tl.int64), tl.num_programs(0)
-    column = tl.arange(0, BLOCK)
-    there = column < width
-    sum_b = tl.zeros((BLOCK,), tl.float32)
-    for row in range(first, rows, step):
-        found = tl.load(dy + row * width + column, mask=there, other=0.0)
-        tl.store(dx + row * stride + column, found, mask=there)
-        sum_b += found.to(tl.float32)
-    tl.store(biases + first * width + column, sum_b, mask=there)
+    if part == PARTS:  # the one that nothing was done to
+        for row in range(first, rows, step):
+            found = tl.load(dy + row * width + column, mask=there, other=0.0)
+            tl.store(dx + row * stride + column, found, mask=there)
+            sum_b += found.to(tl.float32)
+    else:
+        w = tl.load(weight + part * width + column, mask=there, other=0.0).to(tl.float32)
+        for row in range(first, rows, step):
+            gradient = tl.load(dy + row * width + column, mask=there, other=0.0).to(tl.float32)
+            if TURN:
+                pair = tl.arange(0, BLOCK // 2)
+                at = row % tokens * head + 2 * pair % head
+                c = tl.load(cosine + at, mask=2 * pair < width, other=0.0)
+                s = tl.load(sine + at + 1, mask=2 * pair < width, other=0.0)
+                left, right = tl.split(tl.reshape(gradient, (BLOCK // 2, 2)))
+                gradient = tl.reshape(tl.join(left * c + right * s, right * c - left * s), (BLOCK,))
+            scale = tl.load(rstd + part.to(tl.int64) * rows + row)
+            normed = tl.load(x + row * stride + column, mask=there, other=0.0).to(tl.float32) * scale
+            sum_w += gradient * normed
+            gradient *= w
+            along = tl.sum(gradient * normed, 0) / width
+            found = (scale * (gradient - normed * along)).to(dx.dtype.element_ty)
+            tl.store(dx + row * stride + column, found, mask=there)
+            sum_b += found.to(tl.float32)
+        tl.store(sums + (part * step + first) * width + column, sum_w, mask=there)
+    tl.store(sums + ((PARTS + part) * step + first) * width + column, sum_b, mask=there)
 
 
 @triton.jit
@@ -213,13 +216,15 @@ def _gelu_backward(dy, x, dx, sums, rows, width, share, TILE: tl.constexpr, BLOC
     tl.store(sums + tl.program_id(1) * width + column, tl.sum(total, 0), mask=column < width)
 
 
+@cache
 def _block(width: int) -> dict[str, int]:
     block = triton.next_power_of_2(width)
     return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}
 
 
-def _programs(rows: int, groups: int, device: torch.device) -> int:
-    at_once = _PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count
+@cache
+def _programs(rows: int, groups: int, width: int, device: torch.device) -> int:
+    at_once = _PROGRAMS[width > 2048] * torch.cuda.get_device_properties(device).multi_processor_count
     return max(1, min(rows, at_once // groups))
 
 
@@ -249,7 +254,7 @@ def norm_backward(
     """Gradients of x, of o (if gated; else it is that of x), and [weight, bias(, gate)(, o)] summed over tokens."""
     width, groups = h.shape[-1], weight.shape[0]
     rows = h.numel() // width // groups
-    programs = _programs(rows, groups, h.device)
+    programs = _programs(rows, groups, width, h.device)
     dx, do = torch.empty_like(h), h.new_empty(0) if gate is None or o is None else torch.empty_like(o)
     sums = h.new_empty(2 + (gate is not None) + added, groups, programs, width, dtype=torch.float32)
     inside = (dh, dy, h, o, gate, weight, mean, rstd, dx, do, sums, rows, width)
@@ -261,7 +266,7 @@ def gate_backward(dh: Tensor, o: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
     """Gradient of o in x + o · gate, and [gate, o] summed over tokens."""
     width, groups = o.shape[-1], gate.shape[0]
     rows = o.numel() // width // groups
-    programs = _programs(rows, groups, o.device)
+    programs = _programs(rows, groups, width, o.device)
     do, sums = torch.empty_like(o), o.new_empty(2, groups, programs, width, dtype=torch.float32)
     _gate_backward[(programs, groups)](dh, o, gate, do, sums, rows, width, **_block(width))
     return do, sums.sum(2)
@@ -274,10 +279,8 @@ def turn(
     (parts, width), stride = weight.shape, x.shape[-1]
     rows = x.numel() // stride
     y, rstd = x.new_empty(parts, *x.shape[:-1], width), x.new_empty(parts, rows, dtype=torch.float32)
-    for number in range(parts):
-        inside = (x[..., number * width :], weight[number], cosine, sine, y[number], rstd[number])
-        sizes = (stride, x.shape[-2], width, head, eps)
-        _turn[(rows,)](*inside, *sizes, TURN=cosine is not None, **_block(width))
+    sizes = (stride, rows, x.shape[-2], width, head, eps)
+    _turn[(rows, parts)](x, weight, cosine, sine, y, rstd, *sizes, TURN=cosine is not None, **_block(width))
     return y, rstd
 
 
@@ -287,17 +290,11 @@ def turn_backward(
     """Gradient of x, and [weight of each turned part, x of each part] summed over tokens."""
     (parts, width), stride = weight.shape, x.shape[-1]
     rows = x.numel() // stride
-    programs = _programs(rows, 1, x.device)
+    programs = _programs(rows, len(dy), width, x.device)
     dx, sums = torch.empty_like(x), x.new_empty(parts + len(dy), programs, width, dtype=torch.float32)
-    for number, gradient in enumerate(dy):
-        mine, biases = dx[..., number * width :], sums[parts + number]
-        if number == parts:  # the one that nothing was done to
-            _pass_backward[(programs,)](gradient, mine, biases, stride, rows, width, **_block(width))
-        else:
-            inside = (gradient, x[..., number * width :], weight[number], cosine, sine, rstd[number], mine)
-            sizes = (stride, rows, x.shape[-2], width, head)
-            turned = cosine is not None
-            _turn_backward[(programs,)](*inside, sums[number], biases, *sizes, TURN=turned, **_block(width))
+    inside = (dy[0], dy[min(1, len(dy) - 1)], dy[-1], x, weight, cosine, sine, rstd, dx, sums)
+    sizes, flags = (stride, rows, x.shape[-2], width, head), {"PARTS": parts, "TURN": cosine is not None}
+    _turn_backward[(programs, len(dy))](*inside, *sizes, **flags, **_block(width))
     return dx, sums.sum(1)
 
 

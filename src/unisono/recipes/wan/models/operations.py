@@ -9,6 +9,7 @@ Rows of tokens come in groups: those of a group share weight, bias and gate, whi
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -34,28 +35,30 @@ def _in_one_piece(compute: Callable[..., Any]) -> Callable[..., Any]:
     """Given tensors that lie in one piece, as the kernels read them: then what comes back does too, as promised."""
 
     def whole(part: Any) -> Any:
-        return (
-            list(map(whole, part))
-            if isinstance(part, list)
-            else part.contiguous()
-            if isinstance(part, Tensor)
-            else part
-        )
+        if isinstance(part, Tensor):
+            return part.contiguous()
+        return list(map(whole, part)) if isinstance(part, list) else part
 
     return lambda *given: compute(*map(whole, given))
 
 
 def _by_kernel(name: str) -> Callable[..., Any]:
     def compute(*given: Any) -> Any:
-        from unisono.recipes.wan.models import kernels
-
-        device = next(part for part in given if isinstance(part, Tensor)).device
+        launch = _kernel(name)
+        device = (given[0] if isinstance(given[0], Tensor) else given[0][0]).device
         if torch.cuda.current_device() == device.index:
-            return getattr(kernels, name)(*given)
+            return launch(*given)
         with torch.cuda.device(device):  # Triton launches on the current one
-            return getattr(kernels, name)(*given)
+            return launch(*given)
 
     return compute
+
+
+@cache
+def _kernel(name: str) -> Any:
+    from unisono.recipes.wan.models import kernels  # not before it is needed: without a GPU there is no Triton
+
+    return getattr(kernels, name)
 
 
 def _shapes_of(name: str) -> Any:
