@@ -153,19 +153,23 @@ def test_a_batch_is_placed_through_any_nesting() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_large_batch_is_copied_while_the_gpu_computes_and_stays_as_long_as_it_is_read() -> None:
     device, batches = torch.device("cuda"), [torch.full((2**20,), float(i)).pin_memory() for i in range(20)]
-    place(batches[0], device)
-    torch.cuda.synchronize()
-    read = []
-    torch.cuda._sleep(10**9)
-    asleep = torch.cuda.Event()
+
+    def read_all() -> Tensor:
+        read = []
+        for batch in batches:
+            placed = place({"x": batch}, device)["x"]
+            torch.cuda._sleep(10**6)  # what reads it comes later than the next copy
+            read.append(placed.sum() / 2**20)
+            del placed
+        return torch.stack(read)
+
+    read_all()
+    torch.cuda.synchronize()  # all kernels are loaded, for which the GPU waits
+    torch.cuda._sleep(2 * 10**9)
+    asleep, copied = torch.cuda.Event(), torch.cuda.Event()
     asleep.record()
-    for batch in batches:
-        placed = place({"x": batch}, device)["x"]
-        torch.cuda._sleep(10**6)  # what reads it comes later than the next copy
-        read.append(placed.sum() / 2**20)
-        del placed
-    copied = torch.cuda.Event()
+    found = read_all()
     copied.record(_stream_beside(device))
     copied.synchronize()
     assert not asleep.query(), "the copies did not wait for it"
-    assert torch.stack(read).tolist() == [float(i) for i in range(20)]
+    assert found.tolist() == [float(i) for i in range(20)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from unisono.errors import RecipeError
-from unisono.parallel.blocks import recompute_activations, repeated_blocks
+from unisono.parallel.blocks import compile_blocks, recompute_activations, repeated_blocks
 from unisono.parallel.materialize import materialize
 from unisono.planning.choose import Demand, choose_strategy
 
@@ -118,6 +120,33 @@ def test_recomputing_activations_changes_neither_names_nor_values_nor_gradients(
         assert ours.grad is not None and torch.equal(ours.grad, theirs.grad)
     with torch.no_grad():
         assert torch.equal(saving(x), plain(x)) and len(calls) == 3
+
+
+def test_compiled_blocks_are_recomputed_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the compiler decides what is kept: up to torch 2.11 all that autograd functions inside save."""
+    torch.manual_seed(0)
+    plain, saving = nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block())
+    saving.load_state_dict(plain.state_dict())
+    calls, compile = [], torch.compile
+
+    def noting(function: Any, **options: Any) -> Any:
+        compiled = compile(function, backend="eager", **options)
+        return lambda *given: calls.append(1) or compiled(*given)
+
+    monkeypatch.setattr(torch, "compile", noting)
+    for block in repeated_blocks(saving):
+        recompute_activations(block)
+    compile_blocks(saving, repeated_blocks(saving))
+    x = torch.randn(5, 4)
+    for model in (plain, saving):
+        model(x).square().sum().backward()
+    assert len(calls) == 4, "each block once forward, once again in backward"
+    assert list(saving.state_dict()) == list(plain.state_dict())
+    for ours, theirs in zip(saving.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    with torch.no_grad():
+        torch.testing.assert_close(saving(x), plain(x))
+    assert len(calls) == 6
 
 
 # ---- first weights ----
