@@ -390,7 +390,7 @@ def overhead(given: argparse.Namespace, place: Path) -> Row:
     job = {"device": given.device, "told": told, "batch": 32 if cuda else 4, "workers": 2, "threads": 1}
     job["rounds"] = asdict(rounds)
     result["settings"] = {**{name: job[name] for name in ("batch", "workers", "threads", "device")}, "weights": weights}
-    result["settings"] |= {**asdict(rounds), "starts": starts}
+    result["settings"] |= {**asdict(rounds), "starts": 0}
     say("the videos are extracted")
     for heap, variables in list(HEAPS.items())[: 1 if cuda else None]:  # a GPU's memory is kept by everybody
         totals: list[Loop] = []
@@ -400,8 +400,9 @@ def overhead(given: argparse.Namespace, place: Path) -> Row:
                 total.rounds_ms += variant.rounds_ms
                 total.rounds_busy_ms += variant.rounds_busy_ms
             totals = totals or variants
-        result["rows"] |= {f"{each.name}, {heap}": numbers_of(each, totals[0]) for each in totals}
-        PARTS.write(result, given)
+            result["settings"]["starts"] = max(result["settings"]["starts"], start + 1)
+            result["rows"] |= {f"{each.name}, {heap}": numbers_of(each, totals[0]) for each in totals}
+            PARTS.write(result, given)
     return result
 
 
