@@ -3,11 +3,11 @@
     python benchmarks/wan_memory.py             # a GPU
     python benchmarks/wan_memory.py --quick     # does it work? Tiny, anywhere; the numbers mean nothing
 
-Each case is a real run of a few steps with the blocks of the real model, but only two and four of them: memory grows
-by the same amount with each further block, so the whole model follows, also one that no single GPU holds. Where
-results/wan_step.json has a run of the whole model, the two are compared. Bytes are torch's peak of allocated memory, of
-steps after the first ones, in which the compiler tries out kernels. Cases share the GPU; all are forked from one
-process, which has imported everything once.
+Each case is a real run of a few steps with the blocks of the real model, but only some of them, and the same with more:
+memory grows by the same amount with each further block, so the whole model follows, also one that no single GPU holds.
+Where results/wan_step.json has a run of the whole model, the two are compared. Bytes are torch's peak of allocated
+memory, of steps after the first ones, in which the compiler tries out kernels. Cases share the GPU; all are forked from
+one process, which has imported everything once. What is done so far is kept in a file, and taken up with --keep.
 """
 
 from __future__ import annotations
@@ -30,16 +30,15 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 RESULTS = HERE / "results"
 sys.path.insert(0, str(ROOT / "src"))
-DEPTHS = (2, 4)
 FIRST, STEPS = 2, 5  # steps whose peak does not count, and all
 GPUS = 8  # what the sharded columns are for
 LORA = {"lora_rank": 32}
-# name -> model_config, further settings
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "1.3B": ("1.3b", {}),
-    "TI2V-5B": ("ti2v-5b", {}),
-    "14B, LoRA of rank 32": ("14b", LORA),
-    "14B": ("14b", {}),
+# name -> model_config, further settings, numbers of blocks: far from each other, and so many that all else is small
+MODELS: dict[str, tuple[str, dict[str, Any], tuple[int, int]]] = {
+    "1.3B": ("1.3b", {}, (6, 18)),
+    "TI2V-5B": ("ti2v-5b", {}, (4, 12)),
+    "14B, LoRA of rank 32": ("14b", LORA, (2, 8)),
+    "14B": ("14b", {}, (2, 6)),
 }
 # name -> batch, frames, height, width
 SHAPES = {
@@ -138,9 +137,9 @@ def peak_of(folder: Path) -> float | None:
     return rows[-1]["mem_gib"] if len(rows) >= STEPS else None
 
 
-def measure(cases: list[Row], room: float, at_once: int, patience: float) -> None:
+def measure(cases: list[Row], room: float, at_once: int, patience: float, so_far: Path) -> None:
     """Runs all cases, so many at a time as have room, and writes into each what it took."""
-    waiting, running, begun = list(cases), {}, time.monotonic()
+    waiting, running, begun = [case for case in cases if case.get("gib") is None], {}, time.monotonic()
     while waiting or running:
         late = time.monotonic() > begun + patience
         for process, case in list(running.items()):
@@ -155,6 +154,7 @@ def measure(cases: list[Row], room: float, at_once: int, patience: float) -> Non
             case["failed"] = "" if peak is not None else "took too long" if not gone else said[-1][:300]
             told = f"{peak:.2f} GiB" if peak is not None else case["failed"]
             print(f"{time.monotonic() - begun:4.0f} s  {case['name']}: {told}", flush=True)
+            so_far.write_text(json.dumps({one["name"]: one["gib"] for one in cases if one.get("gib") is not None}))
             del running[process]
         used = sum(case["estimate"] for case in running.values())
         for case in list(waiting):
@@ -170,8 +170,9 @@ def measure(cases: list[Row], room: float, at_once: int, patience: float) -> Non
 
 def cases_in(scratch: Path, shapes: dict[str, tuple[int, int, int, int]], models: list[str], quick: bool) -> list[Row]:
     cases = []
-    for layers in DEPTHS:  # the second depth finds its kernels compiled
+    for turn in range(2):  # the second one finds its kernels compiled
         for model in models:
+            layers = MODELS[model][2][turn]
             config = config_of(model, layers, quick)
             file = scratch / f"{len(cases)}.json"
             file.write_text(json.dumps(config))
@@ -188,12 +189,14 @@ def cases_in(scratch: Path, shapes: dict[str, tuple[int, int, int, int]], models
                     settings |= {"save_every": 0, "eval_every": -1, "preview_every": -1, "tensorboard": False}
                     settings |= {"num_workers": 0, "strategy": "single", "output_dir": str(folder / "run")}
                     settings |= {"num_frames": frames, "height": height, "width": width, "gpus": "1"}
+                    settings |= {} if quick else {"attention": "cudnn"}  # what is chosen here; beside others it is luck
                     tokens = batch * latent[1] * latent[2] * latent[3] // 4
                     case = {"model": model, "shape": shape, "recompute": recompute, "layers": layers, "tokens": tokens}
+                    case["turn"] = turn
                     case |= {"name": f"{model}, {shape}, recompute {recompute}, {layers} blocks", "folder": folder}
                     case["estimate"] = estimate(config, tokens, bool(MODELS[model][1]))
                     cases.append(case | {"settings": settings | flags | MODELS[model][1]})
-    return sorted(cases, key=lambda case: (case["layers"], -case["estimate"]))
+    return sorted(cases, key=lambda case: (case["turn"], -case["estimate"]))
 
 
 def finished(cases: list[Row], quick: bool) -> list[Row]:
@@ -207,14 +210,15 @@ def finished(cases: list[Row], quick: bool) -> list[Row]:
         layers, lora = CONFIGS[MODELS[model][0]]["num_layers"], bool(MODELS[model][1])
         block, rest = size(config, layers)
         row: Row = {"model": model, "shape": shape, "layers": layers, "weights": layers * block + rest}
-        row["tokens"] = found[model, shape, "none", DEPTHS[0]]["tokens"]
+        depths = MODELS[model][2]
+        row["tokens"] = found[model, shape, "none", depths[0]]["tokens"]
         for recompute in RECOMPUTE:
-            few, more = (found[model, shape, recompute, depth] for depth in DEPTHS)
+            few, more = (found[model, shape, recompute, depth] for depth in depths)
             if few["failed"] or more["failed"]:
                 row |= {recompute: None, f"{recompute}_failed": few["failed"] or more["failed"]}
                 continue
-            each = (more["gib"] - few["gib"]) / (DEPTHS[1] - DEPTHS[0])
-            row[recompute] = few["gib"] + (layers - DEPTHS[0]) * each
+            each = (more["gib"] - few["gib"]) / (depths[1] - depths[0])
+            row[recompute] = few["gib"] + (layers - depths[0]) * each
         if row["none"] and row["all"]:
             row["every 2nd"] = (row["none"] + row["all"]) / 2
         for name in ("none", "every 2nd", "all"):
@@ -243,9 +247,10 @@ def check(rows: list[Row], file: Path) -> list[Row]:
 
 def table(result: Row) -> list[str]:
     lines = ["# Wan: the memory of a step", "", *depends_on(result)]
+    told = ", ".join(f"{name} {few} and {more}" for name, (_, _, (few, more)) in MODELS.items())
     lines += [
-        f"- Runs of {DEPTHS[0]} and {DEPTHS[1]} blocks of the real size, as `unisono train wan-flow` does by itself "
-        "(bf16, compiled, fused AdamW), without the averaged weights (`--ema_decay 0`; they add 4 bytes per weight)",
+        f"- Runs of some blocks of the real size ({told}), as `unisono train wan-flow` does by itself (bf16, compiled, "
+        "fused AdamW), without the averaged weights (`--ema_decay 0`; they add 4 bytes per weight)",
         "- **One GPU**: those two runs continued to all blocks. Every 2nd block recomputed (`--recompute_every 2`) is "
         "the middle of none and all",
         f"- **fsdp on {GPUS} GPUs** is calculated, not run: from the column for one GPU, with weights, gradients and "
@@ -275,6 +280,7 @@ def main() -> int:
     parser.add_argument("--models", default="", help="separated by / (default all)")
     parser.add_argument("--room_gib", type=float, default=110, help="memory of the GPU to use")
     parser.add_argument("--patience_s", type=float, default=1200)
+    parser.add_argument("--keep", action="store_true", help="goes on with what an earlier call has measured")
     parser.add_argument("--quick", action="store_true", help="does it work? Never into results")
     given = parser.parse_args()
     if given.quick and given.output.resolve() == RESULTS:
@@ -292,10 +298,15 @@ def main() -> int:
     }
     models = [name for name in given.models.split("/") if name] or list(MODELS)
     given.output.mkdir(parents=True, exist_ok=True)
+    so_far = given.output / "wan_memory_so_far.json"
     with tempfile.TemporaryDirectory() as place:
         shapes = QUICK_SHAPES if given.quick else SHAPES
         cases = cases_in(Path(place), shapes, models, given.quick)
-        measure(cases, given.room_gib, given.at_once, given.patience_s)
+        if given.keep and so_far.exists():
+            measured = json.loads(so_far.read_text())
+            for case in cases:
+                case |= {"gib": measured.get(case["name"]), "failed": ""}
+        measure(cases, given.room_gib, given.at_once, given.patience_s, so_far)
         rows = finished(cases, given.quick)
     # Not before: it asks torch about GPUs, and what is forked from a process with CUDA has none.
     result |= {"machine": machine(), "versions": versions(["torch", "triton", "diffusers"])}
@@ -305,7 +316,9 @@ def main() -> int:
     (given.output / "wan_memory.json").write_text(json.dumps(result, indent=1) + "\n")
     (given.output / "wan_memory.md").write_text("\n".join(table(result)) + "\n")
     print("\n".join(table(result)))
-    return int(any(case["failed"] for case in cases))
+    if not (failed := any(case["failed"] for case in cases)):
+        so_far.unlink()
+    return int(failed)
 
 
 if __name__ == "__main__":
