@@ -476,6 +476,18 @@ def test_names_with_a_wrappers_prefix_are_refused(tmp_path: Path, name: str) -> 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("mode", [0o750, 0o700])
+def test_who_may_look_into_the_folder_may_read_the_weights(tmp_path: Path, mode: int) -> None:
+    before = os.umask(0o777 & ~mode)
+    try:
+        assert save_now(make_saver(tmp_path), 1, trained(1)[1]).error is None
+    finally:
+        os.umask(before)
+    ((_, committed),) = list_steps(tmp_path)
+    files = list(committed.iterdir())
+    assert len(files) == 3 and {file.stat().st_mode & 0o777 for file in files} == {mode & 0o666}
+
+
 def test_a_state_without_tensors_is_saved_and_found(tmp_path: Path) -> None:
     assert save_now(make_saver(tmp_path), 1, {}).error is None
     found, _ = newest_valid(tmp_path, IDENTITY)

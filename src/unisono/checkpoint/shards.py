@@ -73,6 +73,8 @@ class _ShardWriter(HuggingFaceStorageWriter):
                 offsets[item.index.fqn] = {"saved_offsets": list(item.tensor_data.chunk.offsets)}
             if tensors:
                 save_file(tensors, self._file, metadata={SHARDING_INFO: json.dumps(offsets), "format": "pt"})
+                # It writes for the owner alone. Who may look into the folder may read what is in it.
+                self._file.chmod(self._file.parent.stat().st_mode & 0o666)
         except Exception as error:
             # DCP sends a rank's exception object to the others; one that cannot be pickled would leave them waiting.
             raise RanksFailed(in_words(error)) from None
