@@ -47,7 +47,8 @@ class Parts:
     scale: LossScale | None
     state: TrainState
     remarks: list[str]  # what the user should be told once
-    captures: bool = False  # steps are recorded as CUDA graphs
+    captures: bool  # steps are recorded as CUDA graphs
+    recordable: bool  # they are not, and could be
 
 
 def build_parts(recipe: Recipe, settings: Settings, place: Placement, batch: BatchPlan) -> Parts:
@@ -77,15 +78,9 @@ def build_parts(recipe: Recipe, settings: Settings, place: Placement, batch: Bat
         raise ConfigError(
             f"optimizer {settings.optim.optimizer} updates whole matrices and cannot run on fsdp's shards"
         )
-    if captures and name not in ("single", "ddp"):
-        raise ConfigError(f"cuda_graph works with strategy single and ddp, not with {name}; leave one of them out")
-    if captures and settings.precision.activation_checkpointing:
-        # It asks for the state of the random numbers, which a recording does not know.
-        raise ConfigError("cuda_graph cannot record activation_checkpointing; leave one of them out")
-    if settings.precision.cuda_graph and recipe.coupled:
-        raise ConfigError("cuda_graph cannot record a loss that compares samples with each other; leave it out")
-    if captures and recipe.refresh_every:
-        raise ConfigError("cuda_graph reads from the same memory for ever, and this run replaces its samples")
+    obstacle = _obstacle_to_recording(recipe, settings, name)
+    if obstacle is not None and (captures or (settings.precision.cuda_graph and recipe.coupled)):
+        raise ConfigError(obstacle)
     if weights is not None and name != "fsdp":  # which fills its shards by itself
         fill(model, weights)
     named_blocks = recipe.blocks(model)
@@ -122,7 +117,22 @@ def build_parts(recipe: Recipe, settings: Settings, place: Placement, batch: Bat
             "cuda_graph cannot record ddp with find_unused_parameters, static_graph or sync_batch_norm, nor without "
             "gradient_as_bucket_view; leave these out, or cuda_graph"
         )
-    return Parts(recipe, strategy, why, updater, ema, scale, TrainState(batch.global_batch), remarks, captures)
+    recordable = not captures and obstacle is None and place.device.type == "cuda" and not recipe.many_shapes
+    state = TrainState(batch.global_batch)
+    return Parts(recipe, strategy, why, updater, ema, scale, state, remarks, captures, recordable)
+
+
+def _obstacle_to_recording(recipe: Recipe, settings: Settings, strategy: str) -> str | None:
+    if strategy not in ("single", "ddp"):
+        return f"cuda_graph works with strategy single and ddp, not with {strategy}; leave one of them out"
+    if settings.precision.activation_checkpointing:
+        # It asks for the state of the random numbers, which a recording does not know.
+        return "cuda_graph cannot record activation_checkpointing; leave one of them out"
+    if recipe.coupled:
+        return "cuda_graph cannot record a loss that compares samples with each other; leave it out"
+    if recipe.refresh_every:
+        return "cuda_graph reads from the same memory for ever, and this run replaces its samples"
+    return None
 
 
 def _strategy_name(model: nn.Module, settings: Settings, place: Placement) -> tuple[str, str]:

@@ -226,6 +226,7 @@ class Session:
             total_steps=length.steps,
             start_step=parts.state.step,
             start_samples=parts.state.samples,
+            recordable=parts.recordable,
             open_folder=lambda: self._open(parts),
         )
         evaluation = None

@@ -47,6 +47,7 @@ class StepReport:
     learning_rate: float
     metrics: dict[str, float]
     own_seconds: float  # what this rank needed before it first waited for the others
+    waited: bool  # this rank's GPU had done it before the host had launched the next one's passes
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,10 @@ class _Unread:
     own: Lap
     numbers: Tensor  # on the host, valid once `arrived` has happened
     arrived: torch.cuda.Event | None
+
+    @property
+    def is_there(self) -> bool:
+        return self.arrived is not None and bool(self.arrived.query())  # type: ignore[no-untyped-call]
 
     def read(self) -> dict[str, float]:
         if self.arrived is not None:
@@ -161,7 +166,7 @@ class OptimizerStep:
         if self._unread is None:
             return None
         unread, self._unread = self._unread, None
-        numbers = unread.read()
+        waited, numbers = unread.is_there, unread.read()
         total, count, norm, found_inf, scale = (numbers.pop(name) for name in _FIXED)
         skipped = found_inf != 0
         if skipped:
@@ -184,6 +189,7 @@ class OptimizerStep:
             learning_rate=unread.learning_rate,
             metrics=per_item,
             own_seconds=unread.own.seconds(),
+            waited=waited,
         )
 
     def _note_skip(self, step: int, total: float, norm: float, *, overflow: bool) -> None:

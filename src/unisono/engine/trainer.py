@@ -278,7 +278,7 @@ class Trainer:
         """Notes a step; reports come one step late, with the step they belong to."""
         if report is None:
             return
-        self._watch.add_own_time(report.own_seconds)
+        self._watch.add_step(report)
         self.on_report(report)
         self._watch.first_step_done()  # the recipe is sound: from now on there is a folder
         last = report.samples == self.length.samples

@@ -11,6 +11,7 @@ from unisono.cluster.agree import Agreement
 from unisono.data.loader import MicroBatch
 from unisono.engine.step import StepReport
 from unisono.observe.folder import RunFolder
+from unisono.observe.idle import Idle
 from unisono.observe.meter import Meter, gpu_memory_gib, host_memory_gib, slowest
 from unisono.observe.progress import Progress
 from unisono.observe.straggler import Stragglers
@@ -32,6 +33,7 @@ class Watch:
         total_steps: int,
         start_step: int,
         start_samples: int,
+        recordable: bool,
         open_folder: Callable[[], None],
     ) -> None:
         self._folder, self._place, self._settings, self._agreement = folder, place, settings, agreement
@@ -39,7 +41,7 @@ class Watch:
         self._start_step, self._samples = start_step, start_samples
         self._open, self._opened = open_folder, False
         self._progress = Progress(total_steps, enabled=self._main)
-        self._meter, self._stragglers = Meter(), Stragglers()
+        self._meter, self._stragglers, self._idle = Meter(), Stragglers(), Idle(recordable=recordable)
         self._trackers: list[Tracker] = []
 
     def first_step_done(self) -> None:
@@ -59,9 +61,10 @@ class Watch:
         """Around what is not training: evaluation, previews, the stall of a save."""
         return self._meter.phase("aside")
 
-    def add_own_time(self, seconds: float) -> None:
-        """What this rank needed for a step before it waited for the others."""
-        self._meter.add("own", seconds)
+    def add_step(self, report: StepReport) -> None:
+        """What is known of this rank's part in a step."""
+        self._meter.add("own", report.own_seconds)
+        self._idle.step(waited=report.waited)
 
     def waiting(self, feed: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         """The feed's micro-batches, with the time spent waiting for them noted."""
@@ -92,6 +95,9 @@ class Watch:
             "skipped": skipped,
         }
         record |= self._per_rank(timing, report.step)
+        advice = self._idle.look(timing.get("step_ms", 0.0), timing.get("data_wait_ms", 0.0))
+        if advice is not None:
+            self.message(advice)
         if not self._main:
             return record
         memory = gpu_memory_gib(self._place.device)

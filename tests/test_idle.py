@@ -1,0 +1,62 @@
+"""A GPU that waits for the host is noticed, and what helps is said once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from unisono.engine.step import _Unread
+from unisono.observe.idle import STEPS, Idle
+
+
+def told(waited: float, data: float = 0.0, intervals: int = 2, **options: Any) -> list[str]:
+    """What is said in some intervals of enough steps, of which a part found the GPU waiting."""
+    idle, found = Idle(**{"recordable": True, **options}), []
+    for _ in range(intervals):
+        for number in range(STEPS):
+            idle.step(waited=number < waited * STEPS)
+        found.append(idle.look(10.0, 10.0 * data))
+    return [text for text in found if text is not None]
+
+
+def test_it_is_said_once_and_names_what_helps() -> None:
+    (text,) = told(0.96, intervals=3)
+    assert "48 of 50 steps" in text and "--cuda_graph" in text
+
+
+@pytest.mark.parametrize(
+    "never",
+    [{"waited": 0.8}, {"waited": 1.0, "data": 0.2}, {"waited": 1.0, "recordable": False}],
+    ids=["a busy GPU", "slow data", "a step that cannot be recorded, or is"],
+)
+def test_it_is_not_said_of(never: dict[str, Any]) -> None:
+    assert told(**never) == []
+
+
+def test_few_steps_say_nothing_until_there_are_enough() -> None:
+    idle, found = Idle(recordable=True), []
+    for number in range(STEPS):
+        idle.step(waited=True)
+        if number % 10 == 9:
+            found.append(idle.look(10.0, 0.0))
+    assert found[:-1] == [None] * (len(found) - 1) and found[-1] is not None
+
+
+class Event:
+    def __init__(self, *, done: bool) -> None:
+        self.done = done
+
+    def query(self) -> bool:
+        return self.done
+
+    def synchronize(self) -> None:
+        self.done = True
+
+
+@pytest.mark.parametrize(("event", "waited"), [(Event(done=True), True), (Event(done=False), False), (None, False)])
+def test_numbers_that_were_there_before_they_were_asked_for(event: Any, waited: bool) -> None:
+    unread = _Unread(0, 1, 0.1, ["total"], None, torch.ones(1), event)  # type: ignore[arg-type]
+    assert unread.is_there is waited
+    assert unread.read() == {"total": 1.0}
