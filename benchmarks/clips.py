@@ -400,8 +400,9 @@ def overhead(given: argparse.Namespace, place: Path) -> Row:
                 total.rounds_ms += variant.rounds_ms
                 total.rounds_busy_ms += variant.rounds_busy_ms
             totals = totals or variants
-            result["settings"]["starts"] = max(result["settings"]["starts"], start + 1)
-            result["rows"] |= {f"{each.name}, {heap}": numbers_of(each, totals[0]) for each in totals}
+            result["settings"]["starts"] = start + 1
+            rows = {f"{each.name}, {heap}": numbers_of(each, totals[0]) for each in totals}
+            result["rows"] |= {name: {**row, "starts": start + 1} for name, row in rows.items()}
             PARTS.write(result, given)
     return result
 

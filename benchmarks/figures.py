@@ -240,7 +240,7 @@ def wan_memory() -> str:
     rows = json.loads(file.read_text())["rows"]
     names = ["none", "every 2nd", "all", "none, fsdp", "every 2nd, fsdp", "all, fsdp"]
     lines = [
-        "**Memory**, GiB per GPU by how many blocks are recomputed, continued from runs of two and three blocks; "
+        "**Memory**, GiB per GPU by how many blocks are recomputed, continued from runs of some blocks; "
         "`fsdp` is calculated for 8 GPUs (how: [wan_memory.md](../benchmarks/results/wan_memory.md)):",
         "",
         f"| model | shape | {' | '.join(names)} |",

@@ -52,6 +52,7 @@ RECOMPUTE = {"none": {}, "all": {"activation_checkpointing": True}}
 SAME = {"480x832x17": "480x832x17", "480x832x81": "480x832x81", "512x512x1, batch 16": "512x512x1"}  # in wan_step.json
 Row = dict[str, Any]
 GIB = 2**30
+PACKAGES = ["torch", "triton", "diffusers"]
 
 
 def config_of(model: str, layers: int, quick: bool) -> Row:
@@ -129,6 +130,23 @@ def _forget_first_peak() -> None:
     register_optimizer_step_post_hook(count)
 
 
+def ran_out(folder: Path) -> bool:
+    file = folder / "run" / "events.jsonl"
+    return file.exists() and any(json.loads(line)["kind"] == "oom" for line in file.read_text().splitlines())
+
+
+def keep(so_far: Path, cases: list[Row]) -> None:
+    """Adds what was measured to the file, beside what other calls have measured."""
+    found = json.loads(so_far.read_text()) if so_far.exists() else {}
+    mine = {"versions": versions(PACKAGES)}
+    for case in cases:
+        if case.get("gib") is not None:
+            found[case["name"]] = {"gib": case["gib"], "date": case["date"], **mine}
+    draft = so_far.with_suffix(".new")
+    draft.write_text(json.dumps(found, indent=1) + "\n")
+    os.replace(draft, so_far)
+
+
 def peak_of(folder: Path) -> float | None:
     """The peak after enough steps, if there were so many."""
     file = folder / "run" / "metrics.jsonl"
@@ -149,12 +167,15 @@ def measure(cases: list[Row], room: float, at_once: int, patience: float, so_far
             if not gone:
                 os.killpg(process, signal.SIGKILL)
                 os.waitpid(process, 0)
-            case["gib"] = peak
             said = (case["folder"] / "log").read_text().strip().splitlines() or ["no word"]
             case["failed"] = "" if peak is not None else "took too long" if not gone else said[-1][:300]
+            if ran_out(case["folder"]):  # it went on with smaller micro-batches, which need less
+                peak, case["failed"] = None, "ran out of memory"
+            case["gib"] = peak
             told = f"{peak:.2f} GiB" if peak is not None else case["failed"]
             print(f"{time.monotonic() - begun:4.0f} s  {case['name']}: {told}", flush=True)
-            so_far.write_text(json.dumps({one["name"]: one["gib"] for one in cases if one.get("gib") is not None}))
+            case["date"] = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+            keep(so_far, cases)
             del running[process]
         used = sum(case["estimate"] for case in running.values())
         for case in list(waiting):
@@ -247,7 +268,8 @@ def check(rows: list[Row], file: Path) -> list[Row]:
 
 def table(result: Row) -> list[str]:
     lines = ["# Wan: the memory of a step", "", *depends_on(result)]
-    told = ", ".join(f"{name} {few} and {more}" for name, (_, _, (few, more)) in MODELS.items())
+    run = dict.fromkeys(row["model"] for row in result["rows"])
+    told = ", ".join(f"{name} {MODELS[name][2][0]} and {MODELS[name][2][1]}" for name in run)
     lines += [
         f"- Runs of some blocks of the real size ({told}), as `unisono train wan-flow` does by itself (bf16, compiled, "
         "fused AdamW), without the averaged weights (`--ema_decay 0`; they add 4 bytes per weight)",
@@ -256,6 +278,13 @@ def table(result: Row) -> list[str]:
         f"- **fsdp on {GPUS} GPUs** is calculated, not run: from the column for one GPU, with weights, gradients and "
         "optimizer state shared out, and two blocks whole in 16 bit",
     ]
+    lines.append(
+        "- The first steps, in which the compiler tries out kernels, may need some hundred MiB more. Attention by "
+        "cuDNN, which is what `--attention auto` chooses on this GPU"
+    )
+    if result.get("kept"):
+        kept = result["kept"]
+        lines.append(f"- {len(kept)} cases were measured by earlier calls with the same versions, from {kept[0]} on")
     for row in result["check"]:
         lines.append(
             f"- Checked: 1.3B, {row['shape']}, recompute {row['recompute']}: the whole model took {row['whole']:.1f} "
@@ -305,20 +334,21 @@ def main() -> int:
         if given.keep and so_far.exists():
             measured = json.loads(so_far.read_text())
             for case in cases:
-                case |= {"gib": measured.get(case["name"]), "failed": ""}
+                before = measured.get(case["name"], {})
+                same = before if before.get("versions") == versions(PACKAGES) else {}
+                case |= {"gib": None, "failed": "", **same}
+            result["kept"] = sorted({case["date"] for case in cases if case["gib"] is not None})
         measure(cases, given.room_gib, given.at_once, given.patience_s, so_far)
         rows = finished(cases, given.quick)
     # Not before: it asks torch about GPUs, and what is forked from a process with CUDA has none.
-    result |= {"machine": machine(), "versions": versions(["torch", "triton", "diffusers"])}
+    result |= {"machine": machine(), "versions": versions(PACKAGES)}
     kept = ("model", "shape", "recompute", "layers", "gib", "failed")
     result |= {"cases": [{name: case[name] for name in kept} for case in cases], "rows": rows}
     result["check"] = check(rows, RESULTS / "wan_step.json")
     (given.output / "wan_memory.json").write_text(json.dumps(result, indent=1) + "\n")
     (given.output / "wan_memory.md").write_text("\n".join(table(result)) + "\n")
     print("\n".join(table(result)))
-    if not (failed := any(case["failed"] for case in cases)):
-        so_far.unlink()
-    return int(failed)
+    return int(any(case["failed"] for case in cases))
 
 
 if __name__ == "__main__":

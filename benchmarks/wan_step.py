@@ -125,7 +125,7 @@ def measure(variant: str, shape: Shape, data: Path, scratch: Path, model: str, p
     # One step more than is counted: ours is logged one step late.
     common = ["--batch_size", str(shape.batch), "--max_steps", str(shape.steps + 1), "--model_config", model]
     common += ["--learning_rate", "1e-5", "--shift", "3"]
-    folder = scratch / f"{data.name}-{abs(hash(variant))}"
+    folder = Path(tempfile.mkdtemp(dir=scratch)) / "run"
     if variant == USUAL:
         words = [sys.executable, str(HERE / "wan_usual.py"), str(data), *common]
     else:
@@ -158,14 +158,28 @@ def measure(variant: str, shape: Shape, data: Path, scratch: Path, model: str, p
     row["command"] = row["command"].replace(str(scratch), "SCRATCH").replace(str(ROOT) + "/", "")
     row["wall_s"] = round(time.monotonic() - began, 1)
     if variant == USUAL:
-        return row | json.loads(out.strip().splitlines()[-1])
+        told = json.loads(out.strip().splitlines()[-1])
+        return row | told | {"rounds": [told.pop("step_ms")]}
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "step_ms" in line]
     peak = max((line.get("mem_gib") or 0.0 for line in steps), default=0.0)
     return row | {
         "losses": [line["loss"] for line in steps],
-        "step_ms": [line["step_ms"] for line in steps],
+        "rounds": [[line["step_ms"] for line in steps]],
         "mem_gib": peak,
+    }
+
+
+def joined(before: Row | None, row: Row) -> Row:
+    """A variant's row with one more round in it."""
+    if before is None or before["failed"]:
+        return row
+    if row["failed"]:
+        return before
+    return before | {
+        "rounds": before["rounds"] + row["rounds"],
+        "mem_gib": max(before["mem_gib"], row["mem_gib"]),
+        "wall_s": before["wall_s"] + row["wall_s"],
     }
 
 
@@ -175,12 +189,15 @@ def finished(rows: dict[str, Row], shape: Shape, config: Row, most: float | None
     for row in rows.values():
         if row["failed"]:
             continue
-        row["ms"] = statistics.median(row["step_ms"][FIRST:])
+        row["rounds_ms"] = [statistics.median(steps[FIRST:]) for steps in row["rounds"]]
+        row["ms"] = statistics.median(row["rounds_ms"])
         row["tokens_per_s"] = shape.tokens * shape.batch / row["ms"] * 1000
         row["mfu"] = flops(shape, config) / row["ms"] * 1000 / most if most else None
         row["times_usual"] = row["loss_difference"] = None
         if not usual["failed"]:
-            row["times_usual"] = statistics.median(usual["step_ms"][FIRST:]) / row["ms"]
+            theirs_ms = [statistics.median(steps[FIRST:]) for steps in usual["rounds"]]
+            row["times_usual"] = statistics.median(theirs_ms) / row["ms"]
+            row["times_between"] = [min(theirs_ms) / max(row["rounds_ms"]), max(theirs_ms) / min(row["rounds_ms"])]
             pairs = zip(row["losses"], usual["losses"], strict=False)
             row["loss_difference"] = max(abs(mine - theirs) / abs(theirs) for mine, theirs in pairs)
 
@@ -203,7 +220,8 @@ def table(result: Row) -> list[str]:
             f"- MFU against {result['ceiling'] / 1e12:.0f} TFLOP/s, measured here with a bf16 product of 8192³"
         )
     lines += [
-        f"- Median of the steps after the first {FIRST}; the usual loop reads its loss in every step, as it does",
+        f"- Median of the steps after the first {FIRST} (of several rounds the median, with the least and the most "
+        "that follow from any two of them); the usual loop reads its loss in every step, as it does",
         "",
     ]
     columns = ["shape", "batch", "loop", "ms/step", "× usual", "tokens/s", "MFU", "peak GiB", "largest loss difference"]
@@ -217,6 +235,8 @@ def table(result: Row) -> list[str]:
                 continue
             mfu = f"{row['mfu']:.3f}" if row["mfu"] else ""
             times = f"{row['times_usual']:.2f}" if row["times_usual"] else "not run beside it"
+            if row["times_usual"] and len(row["rounds"]) > 1 and variant != USUAL:
+                times += " ({:.2f} – {:.2f})".format(*row["times_between"])
             far = f"{row['loss_difference']:.1e}" if row["times_usual"] else ""
             cells += [f"**{row['ms']:.1f}**", times, f"{row['tokens_per_s']:,.0f}", mfu, f"{row['mem_gib']:.1f}", far]
             lines.append(f"| {' | '.join(cells)} |")
@@ -243,6 +263,7 @@ def main() -> int:
     parser.add_argument("--shapes", default="", help="separated by commas (default all)")
     parser.add_argument("--patience_s", type=float, default=600)
     parser.add_argument("--begin_none_after_s", type=float, default=86400, help="leaves out what would begin later")
+    parser.add_argument("--rounds", type=int, default=1, help="all variants so often, taking turns")
     parser.add_argument(
         "--keep", action="store_true", help="runs only shapes of which --output lacks ours or the usual"
     )
@@ -261,6 +282,7 @@ def main() -> int:
     words = ["python", "benchmarks/wan_step.py", *(["--quick"] if given.quick else [])]
     words += ["--shapes", given.shapes] if given.shapes else []
     words += ["--begin_none_after_s", f"{given.begin_none_after_s:g}"] if given.begin_none_after_s < 86400 else []
+    words += ["--rounds", str(given.rounds)] if given.rounds > 1 else []
     words += ["--keep"] if given.keep else []
     result: Row = {
         "command": shlex.join(words),
@@ -284,12 +306,13 @@ def main() -> int:
             Path(model).write_text(json.dumps(config))
         for name in names:
             write_data(scratch / name, shapes[name], config["text_dim"])
-        for turn in range(max((len(shapes[name].variants) for name in names), default=0)):
+        most = max((len(shapes[name].variants) for name in names), default=0)
+        for turn in [turn for _ in range(given.rounds) for turn in range(most)]:
             for name in names:
                 if turn < len(shapes[name].variants) and time.monotonic() < latest:
                     variant = shapes[name].variants[turn]
                     row = measure(variant, shapes[name], scratch / name, scratch, model, given.patience_s)
-                    result["rows"][name][variant] = row
+                    row = result["rows"][name][variant] = joined(result["rows"][name].get(variant), row)
                     finished(result["rows"][name], shapes[name], config, result["ceiling"])
                     (given.output / "wan_step.json").write_text(json.dumps(result, indent=1) + "\n")
                     (given.output / "wan_step.md").write_text("\n".join(table(result)) + "\n")

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from recipes_for_tests import SentenceData
-from unisono.data.loader import Cursor, Loader, _stream_beside, place
+from unisono.data.lane import Lane, is_worth_a_lane
+from unisono.data.loader import Cursor, Loader, place
 from unisono.data.order import Order
 from unisono.settings import DataSettings
 
@@ -150,26 +151,42 @@ def test_a_batch_is_placed_through_any_nesting() -> None:
     assert place(x, torch.device("cpu")).dtype == torch.float32
 
 
+def test_only_large_plain_tensors_of_the_host_are_copied_beside_a_gpu_s_work() -> None:
+    gpu, large = torch.device("cuda"), torch.empty(2**18)
+    assert is_worth_a_lane(large, gpu)
+    for other in (large[:-1], torch.nn.Parameter(large), large.to("meta")):
+        assert not is_worth_a_lane(other, gpu)
+    assert not is_worth_a_lane(large, torch.device("cpu"))
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_large_batch_is_copied_while_the_gpu_computes_and_stays_as_long_as_it_is_read() -> None:
-    device, batches = torch.device("cuda"), [torch.full((2**20,), float(i)).pin_memory() for i in range(20)]
+    device, batches = torch.device("cuda"), [torch.full((2**22,), float(i)).pin_memory() for i in range(20)]
+    lane = Lane.on(device)
 
-    def read_all() -> Tensor:
+    def read_all(asleep: int) -> Tensor:
         read = []
         for batch in batches:
+            with torch.cuda.stream(lane.stream):
+                torch.cuda._sleep(10**5)  # the copy comes late: who reads it must wait for it
             placed = place({"x": batch}, device)["x"]
-            torch.cuda._sleep(10**6)  # what reads it comes later than the next copy
-            read.append(placed.sum() / 2**20)
+            torch.cuda._sleep(asleep)  # and who reads it comes later than the next copy
+            read.append(placed.mean())
             del placed
         return torch.stack(read)
 
-    read_all()
+    for asleep in (1, 10**6):
+        assert read_all(asleep).tolist() == [float(i) for i in range(20)]
     torch.cuda.synchronize()  # all kernels are loaded, for which the GPU waits
     torch.cuda._sleep(2 * 10**9)
-    asleep, copied = torch.cuda.Event(), torch.cuda.Event()
-    asleep.record()
-    found = read_all()
-    copied.record(_stream_beside(device))
+    sleeping, copied = torch.cuda.Event(), torch.cuda.Event()
+    sleeping.record()
+    placed = place(batches[3], device)
+    copied.record(lane.stream)
     copied.synchronize()
-    assert not asleep.query(), "the copies did not wait for it"
-    assert found.tolist() == [float(i) for i in range(20)]
+    assert not sleeping.query(), "the copy did not wait for it"
+    assert placed.mean().item() == 3
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_reserved()
+    read_all(10**6)
+    assert torch.cuda.max_memory_reserved() - before < 5 * batches[0].nbytes, "no more than a few are there at a time"

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler, default_collate
 
 from ranks import run_ranks
 from unisono import Loss, multi_gpu
@@ -44,6 +44,8 @@ from unisono.multi_gpu import (
     setup_distributed_training,
 )
 from unisono.multi_gpu.gpus import take_devices
+from unisono.observe.report.page import status_of
+from unisono.observe.report.reading import read_run
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -445,6 +447,70 @@ def test_a_run_that_goes_on_repeats_no_epoch() -> None:
     assert first == pytest.approx(by_hand(2), abs=1e-12)
 
 
+def test_the_best_of_an_earlier_start_stays_the_best(capfd: pytest.CaptureFixture[str]) -> None:
+    """The loop of the guide, started again: its best loss is infinite then, and all weights are later ones."""
+
+    def loop(epochs: int, place: str = "best_model.pth") -> list[float]:
+        found, best = [], float("inf")
+        with make(config(output_dir="run"), optimizer=growing) as trainer:
+            for epoch in range(epochs):
+                trainer.train_epoch(epoch)
+                found.append(trainer.validate(epoch)["val_loss"])
+                if found[-1] < best:
+                    best = found[-1]
+                    trainer.save_checkpoint(epoch, place)
+        return found
+
+    first = loop(3)
+    assert first[0] == min(first), "it gets worse, or this tests nothing"
+    best = load_weights("best_model.pth")
+    again = loop(4)
+    assert again[:3] == first
+    kept = load_weights("best_model.pth")
+    assert all(torch.equal(kept[name], best[name]) for name in best)
+    with make(config(), optimizer=growing) as trainer:
+        assert trainer.load_checkpoint("best_model.pth") == 0
+        assert trainer.validate(9)["val_loss"] == pytest.approx(first[0], abs=1e-12)
+    capfd.readouterr()
+    loop(4, "another.pth")
+    assert "epoch 0 was passed by an earlier start" in capfd.readouterr().err and not Path("another.pth").exists()
+
+
+def growing(parameters: Any) -> torch.optim.Optimizer:
+    """Climbs: each epoch is worse than the one before."""
+    return torch.optim.SGD(parameters, lr=0.5, maximize=True)
+
+
+def test_a_checkpoint_tells_the_last_epoch_that_was_done_or_what_it_was_saved_with() -> None:
+    with make(config(output_dir="run")) as trainer:
+        losses(trainer, 1)
+        trainer.save_checkpoint(0, "first.pth")
+        losses(trainer, 2, first=1)
+        trainer.save_checkpoint(30, "as I count.pth")
+    steps = sorted(Path("run/checkpoints").glob("step_*"))
+    with make(config()) as trainer:
+        found = [trainer.load_checkpoint(path) for path in ("first.pth", "run", steps[0], steps[1], "as I count.pth")]
+    assert found == [0, 2, 0, 1, 30]
+
+
+def test_an_epoch_that_is_trained_once_more_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    with make(config(output_dir="run")) as trainer:
+        losses(trainer, 2, first=1)
+    with make(config()) as trainer:
+        begin = trainer.load_checkpoint("run") + 1
+        trainer.train_epoch(begin)
+        assert begin == 3 and "train_epoch" not in capfd.readouterr().err
+        trainer.train_epoch(0)
+        trainer.train_epoch(0)
+    assert capfd.readouterr().err.count("epoch 3 is done already") == 1
+
+
+def test_the_report_of_a_loop_that_ended_says_so() -> None:
+    with make(config(output_dir="run")) as trainer:
+        losses(trainer, 1)
+    assert status_of(read_run(Path("run")))[0] == "done"
+
+
 class Interrupting(Dataset[Any]):
     """Sends a signal when a certain number of samples was read."""
 
@@ -487,7 +553,7 @@ def test_nothing_of_the_user_s_is_overwritten() -> None:
             trainer.save_checkpoint(0, "best_model.pth")
         with pytest.raises(UserError, match=r"folder holds notes.txt"):
             trainer.save_checkpoint(0, "folder")
-        with pytest.raises(UserError, match="no_such is not a folder"):
+        with pytest.raises(UserError, match="no_such is not there"):
             trainer.load_checkpoint("no_such")
     assert Path("best_model.pth").read_bytes() == b"years of work"
 
@@ -506,6 +572,40 @@ def test_a_checkpoint_s_story_may_say_anything_and_does_no_harm() -> None:
 
 
 # --- config
+
+
+def test_strategies_by_the_names_of_the_command_line() -> None:
+    found = [MultiGPUConfig(strategy=name).strategy for name in ("dp", "ddp", "DistributedDataParallel", "fsdp")]
+    assert found == ["dataparallel", "distributed", "distributed", "sharded"]
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "message"),
+    [
+        (torch.optim.lr_scheduler.StepLR, r"is the class StepLR.*lambda optimizer: StepLR"),
+        (sgd(create_model().parameters()), "SGD is an optimizer"),
+        (halving(sgd(create_model().parameters())), "of another optimizer"),
+    ],
+)
+def test_a_scheduler_that_would_do_nothing_is_refused(scheduler: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(config(), scheduler=scheduler)
+
+
+def test_data_that_cannot_be_read_by_number_are_refused() -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(())
+
+    with pytest.raises(UserError, match=r"the train data \(Stream\) cannot be read by number"):
+        MultiGPUTrainingManager(config()).create_trainer(create_model(), Stream())
+
+
+def test_a_batch_larger_than_the_data_is_no_reason_for_a_remark(capfd: pytest.CaptureFixture[str]) -> None:
+    with make(config(global_batch_size=4 * NUM)) as trainer:
+        trainer.train_epoch(0)
+        assert trainer.get_performance_stats()["samples"] == NUM
+    assert "reads on into the next epoch" not in capfd.readouterr().err
 
 
 def test_a_field_that_there_is_not_is_answered_with_the_nearest() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from unisono.errors import RecipeError
+from unisono.parallel import blocks
 from unisono.parallel.blocks import compile_blocks, recompute_activations, repeated_blocks
 from unisono.parallel.materialize import materialize
 from unisono.planning.choose import Demand, choose_strategy
@@ -122,31 +124,99 @@ def test_recomputing_activations_changes_neither_names_nor_values_nor_gradients(
         assert torch.equal(saving(x), plain(x)) and len(calls) == 3
 
 
-def test_compiled_blocks_are_recomputed_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or the compiler decides what is kept: up to torch 2.11 all that autograd functions inside save."""
-    torch.manual_seed(0)
-    plain, saving = nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block())
-    saving.load_state_dict(plain.state_dict())
-    calls, compile = [], torch.compile
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return 2 * ctx.saved_tensors[0] * gradient  # type: ignore[no-any-return]
+
+
+class OwnFunctions(Block):
+    """A block with an autograd function, which says so."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Squared.apply(super().forward(x))  # type: ignore[no-any-return,no-untyped-call]
+
+
+blocks.has_autograd_functions(OwnFunctions)
+
+
+@pytest.fixture
+def compiled_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How often what torch.compile was given is called; it computes as it is."""
+    calls, compile = list[int](), torch.compile
+    blocks._recomputing.cache_clear()
+    blocks._compiled.cache_clear()
 
     def noting(function: Any, **options: Any) -> Any:
-        compiled = compile(function, backend="eager", **options)
-        return lambda *given: calls.append(1) or compiled(*given)
+        compiled = compile(function, **{**options, "backend": "eager"})
+
+        def called(*given: Any, **named: Any) -> Any:
+            calls.append(1)
+            return compiled(*given, **named)
+
+        return called
 
     monkeypatch.setattr(torch, "compile", noting)
-    for block in repeated_blocks(saving):
-        recompute_activations(block)
-    compile_blocks(saving, repeated_blocks(saving))
-    x = torch.randn(5, 4)
-    for model in (plain, saving):
-        model(x).square().sum().backward()
-    assert len(calls) == 4, "each block once forward, once again in backward"
+    yield calls
+    blocks._recomputing.cache_clear()
+    blocks._compiled.cache_clear()
+
+
+def pair(kind: type[nn.Module]) -> tuple[nn.Sequential, nn.Sequential]:
+    torch.manual_seed(0)
+    plain, saving = nn.Sequential(kind(), kind()), nn.Sequential(kind(), kind())
+    saving.load_state_dict(plain.state_dict())
+    return plain, saving
+
+
+def assert_trains_alike(plain: nn.Module, saving: nn.Module) -> None:
+    for x in (torch.randn(5, 4), torch.randn(3, 4)):
+        for model in (plain, saving):
+            model(x).square().sum().backward()
     assert list(saving.state_dict()) == list(plain.state_dict())
     for ours, theirs in zip(saving.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize(("kind", "calls"), [(OwnFunctions, 8), (Block, 4)])
+def test_blocks_with_autograd_functions_are_compiled_first_and_recomputed_from_outside(
+    kind: type[nn.Module], calls: int, compiled_calls: list[int]
+) -> None:
+    """Or the compiler decides what is kept: up to torch 2.11 all that such functions save."""
+    plain, saving = pair(kind)
+    for block in repeated_blocks(saving):
+        recompute_activations(block)
+    compile_blocks(saving, repeated_blocks(saving))
+    assert_trains_alike(plain, saving)
+    assert len(compiled_calls) == calls, "two blocks, two batches: forward, and where it is outside, again in backward"
     with torch.no_grad():
+        x = torch.randn(2, 4)
         torch.testing.assert_close(saving(x), plain(x))
-    assert len(calls) == 6
+
+
+@pytest.mark.parametrize("kind", [OwnFunctions, Block])
+def test_recomputing_what_is_recomputed_already_changes_nothing(
+    kind: type[nn.Module], compiled_calls: list[int]
+) -> None:
+    """Two trainers of one model, one after the other."""
+    plain, saving = pair(kind)
+    for _ in range(2):
+        for block in repeated_blocks(saving):
+            recompute_activations(block)
+    assert_trains_alike(plain, saving)
+    for _ in range(2):
+        compile_blocks(saving, repeated_blocks(saving))
+    assert_trains_alike(plain, saving)
+
+
+def test_a_layer_that_is_used_several_times_is_one_block() -> None:
+    layer, other = Block(), Block()
+    assert repeated_blocks(nn.Sequential(layer, other, layer)) == [layer, other]
 
 
 # ---- first weights ----

@@ -218,15 +218,16 @@ def test_every_step_index_between_all_strategies(
 
 
 def test_a_run_says_what_it_is_too_short_for(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    def said(**settings: Any) -> str:
+    def said(folder: str = "run", **settings: Any) -> str:
         capfd.readouterr()
-        unisono.train(Tiny, nproc=1, output_dir=str(tmp_path / "run"), **settings)
+        unisono.train(Tiny, nproc=1, output_dir=str(tmp_path / folder), **settings)
         return " ".join(capfd.readouterr().err.split())
 
+    assert "max_steps 999 is not reached: num_epochs 1 is " in said("short", max_steps=999, num_epochs=1)
     assert "warmup_steps 30: the run has 20 steps and never reaches its learning rate; use --warmup_steps 2" in said(
         max_steps=20, warmup_steps=30
     )
     done = "all steps of this run are done (max_steps is 20, num_epochs None)"
     assert done in said(num_epochs=None)
     longer = said(max_steps=21, warmup_steps=21)
-    assert "are done" not in longer and "never reaches" not in longer
+    assert "are done" not in longer and "never reaches" not in longer and "not reached" not in longer

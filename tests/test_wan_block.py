@@ -249,6 +249,31 @@ def test_queries_in_pieces_see_the_same_keys() -> None:
     assert our_block._in_pieces(split, (16,)) is split, "pieces of 300 are too short"
 
 
+def test_a_block_with_queries_in_pieces_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(our_block, "_pieces", lambda *_: (4,))
+    monkeypatch.setattr(our_block, "_QUERIES", 2)
+    cut, compute = [], our_block._in_pieces
+
+    def noted(*given: Any) -> list[Tensor]:
+        found = compute(*given)
+        cut.append(len(found[0]))
+        return found
+
+    monkeypatch.setattr(our_block, "_in_pieces", noted)
+    plain = plain_model()
+    drawn = torch.Generator().manual_seed(1)
+    noisy = torch.randn(1, plain.config.in_channels, 3, 8, 4, generator=drawn)
+    text = torch.randn(1, 7, plain.config.text_dim, generator=drawn)
+    found = []
+    for one in (fast_copy(plain), plain):
+        said = one(noisy, torch.tensor([500.0]), text, return_dict=False)[0]
+        said.square().sum().backward()
+        found.append([said, *(parameter.grad for parameter in one.parameters())])
+    assert cut == [4] * SMALL["num_layers"]
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()))
+
+
 def test_queries_are_cut_where_a_gpu_would_be_idle_otherwise() -> None:
     """By what was measured on 132 multiprocessors: 12 heads with 512 keys keep 48 of them busy, 24 heads 96."""
     assert our_block._pieces(12, 512, 132)[:2] == (5, 8)

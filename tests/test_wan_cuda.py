@@ -92,6 +92,7 @@ def test_kernels_compute_what_plain_torch_does_for_the_widths_of_every_wan() -> 
                 ([dy, dh, o], three, weight, *angles, scale, head),
                 ([dy, dh], three[..., : 2 * width].contiguous(), weight[:1], *angles, scale[:1], head),
                 ([dy], x, weight[:1], *nothing, plain, head),
+                ([dy, dh], three[..., : 2 * width].contiguous(), weight[:1], *nothing, scale[:1], head),
             ],
             "gelu_backward": [(dy, x)],
         }

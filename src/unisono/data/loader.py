@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.utils.data import Dataset
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from unisono.data.cursor import Chunk, Cursor
+from unisono.data.lane import Lane, is_worth_a_lane
 from unisono.data.nested import mapped
 from unisono.data.order import Order
 from unisono.data.reading import BadSample, ChunkReader
@@ -25,8 +25,6 @@ from unisono.data.workers import Workers
 from unisono.settings import DataSettings
 
 __all__ = ["BadSample", "Chunk", "Cursor", "Loader", "MicroBatch", "on_device", "place"]
-
-_LARGE = 2**20  # bytes: less is copied faster than one changes streams
 
 
 @dataclass(frozen=True)
@@ -89,27 +87,19 @@ def place(data: Any, device: torch.device, floating: torch.dtype | None = None) 
 
     Large parts are copied beside what a GPU is doing: the host is ahead of it, by most of a step.
     """
+    lane: Lane | None = None
 
     def moved(leaf: Any) -> Any:
+        nonlocal lane
         if not isinstance(leaf, Tensor):
             return leaf.to(device) if hasattr(leaf, "to") else leaf
         dtype = floating if floating is not None and leaf.is_floating_point() else leaf.dtype
-        if device.type != "cuda" or leaf.is_cuda or leaf.layout != torch.strided or leaf.nbytes < _LARGE:
+        if not is_worth_a_lane(leaf, device):
             return leaf.to(device, dtype, non_blocking=True)
-        beside = _stream_beside(device)
-        with torch.cuda.stream(beside):
-            copied = leaf.to(device, dtype, non_blocking=True)
-        using = torch.cuda.current_stream(device)
-        using.wait_stream(beside)
-        copied.record_stream(using)  # or its memory would be given away while it is still read there
-        return copied
+        lane = lane or Lane.on(device)
+        return lane.copied(leaf, dtype)
 
     return mapped(data, moved)
-
-
-@cache
-def _stream_beside(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def on_device(positions: Sequence[int], device: torch.device) -> Tensor:

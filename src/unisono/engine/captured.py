@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unisono.data.lane import is_worth_a_lane
 from unisono.data.loader import place
 from unisono.data.nested import leaves, mapped
 from unisono.data.resident import Rows
@@ -57,7 +58,8 @@ class Captured:
             if isinstance(static, Rows):
                 static.indices.copy_(given.indices, non_blocking=True)
             elif isinstance(static, Tensor):
-                static.copy_(place(given, static.device), non_blocking=True)
+                worth = is_worth_a_lane(given, static.device)
+                static.copy_(place(given, static.device) if worth else given, non_blocking=True)
         assert self._graph is not None and self._output is not None
         self._graph.replay()
         self.replayed = True

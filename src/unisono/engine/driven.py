@@ -132,12 +132,19 @@ class DrivenTrainer(Trainer):
             set_aside_after(self._folder.path / "checkpoints", self.state.step, self._identity, {})
             self._folder.event("went_to", step=self.state.step, checkpoint=str(checkpoint))
 
-    def close(self) -> None:
-        """Ends a run that was driven: waits for its saves and ends its workers and lines."""
+    @property
+    def epoch_samples(self) -> int:
+        """How many samples an epoch has."""
+        return self._order.num_samples
+
+    def close(self, status: str) -> None:
+        """Ends a run that was driven: waits for its saves, ends its workers and lines, and notes how it ended."""
         self._settle()
         self._feed.close()
         self._report_saves(wait=True)
         self._watch.close()
+        if self.state.step > 0:  # before that there is no folder
+            self._folder.event(status, step=self.state.step)
 
 
 class DrivenRun:
@@ -204,10 +211,10 @@ class DrivenRun:
         """What the main rank finds out, or its mistake, on every rank."""
         return self._session.main_decides(decide)
 
-    def close(self) -> None:
-        """Ends the run; the ranks' group stays, for the next one."""
+    def close(self, status: str = "done") -> None:
+        """Ends the run, which is done, stopped or failed; the ranks' group stays, for the next one."""
         with self._open:
-            self.do(lambda trainer: trainer.close())
+            self.do(lambda trainer: trainer.close(status))
 
     def _rest(self) -> None:
         # As while a recipe prepares: the caller's own code may take as long as it likes.

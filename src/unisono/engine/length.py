@@ -50,9 +50,14 @@ class Length:
         if done and done >= self.steps:
             told = f"max_steps is {run.max_steps}, num_epochs {run.num_epochs}"
             return [f"all steps of this run are done ({told}); a larger one of them goes on with it"]
+        found = []
+        if run.max_steps is not None and self.steps < run.max_steps:
+            found.append(
+                f"max_steps {run.max_steps} is not reached: num_epochs {run.num_epochs} is {self.steps} steps"
+            )
         if warmup > self.steps:
-            return [
+            found.append(
                 f"warmup_steps {warmup}: the run has {self.steps} steps and never reaches its learning rate; use "
                 f"--warmup_steps {self.steps // 10}"
-            ]
-        return []
+            )
+        return found

@@ -191,7 +191,7 @@ class Session:
         size = len(data)  # type: ignore[arg-type]
         if len(set(self._agreement.agree_all(size))) > 1:
             raise RecipeError(f'dataset("train") has {size} samples here and another number on other ranks')
-        if size < batch.global_batch:
+        if size < batch.global_batch and not recipe.whole_epochs:
             self._remarks.append(
                 f"the data set has {size} samples, fewer than the effective batch of {batch.global_batch}: "
                 "a step reads on into the next epoch"

@@ -17,6 +17,7 @@ STRATEGIES = {
     "sharded": "fsdp",
 }
 """Strategies as people call them -> as the engine does."""
+_SAME = {"dp": "dataparallel", "ddp": "distributed", "distributeddataparallel": "distributed", "fsdp": "sharded"}
 
 
 @dataclass
@@ -96,6 +97,7 @@ class MultiGPUConfig(Plain):
 
     def check(self) -> None:
         """Refuses what no run can be made of; also called when a trainer is made, because fields may be set later."""
+        self.strategy = _SAME.get(str(self.strategy).lower(), self.strategy)
         check_one_of("strategy", self.strategy, STRATEGIES)
         check_one_of("backend", self.backend, ("nccl", "gloo"))
         check_one_of("scheduler_interval", self.scheduler_interval, ("epoch", "step"))

@@ -44,6 +44,12 @@ class Given:
         if not isinstance(self.model, nn.Module):
             raise RecipeError(f"model: expected a torch.nn.Module, got {type(self.model).__name__}")
         check_loss(self.loss_fn)
+        for name, data in (("train", self.train), ("validation", self.val)):
+            if data is not None and not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+                raise RecipeError(
+                    f"the {name} data ({type(data).__name__}) cannot be read by number; give a data set with __len__ "
+                    "and __getitem__ (an IterableDataset has no order that resume could go on with)"
+                )
         self.names = {id(parameter): name for name, parameter in self.model.named_parameters()}
 
 
@@ -55,7 +61,8 @@ class Story:
     total: float = 0.0  # of the epoch under way
     count: float = 0.0
     steps_scheduled: int = 0
-    saved_epoch: int = -1  # the number that the caller gave to the last checkpoint
+    saved_epoch: int = -1  # the number that the caller gave to the last checkpoint of his own
+    saved_at: int = -1  # samples consumed by then
 
     def add(self, report: StepReport) -> None:
         """Notes a step of the epoch under way."""
@@ -68,6 +75,16 @@ class Story:
         self.total = self.count = 0.0
         self.epochs.append({"epoch": number, "train_loss": loss})
         return {"train_loss": loss}
+
+    def save(self, number: int, samples: int) -> None:
+        """The caller saves a checkpoint with this number, after so many samples."""
+        self.saved_epoch, self.saved_at = number, samples
+
+    def number(self, samples: int) -> int:
+        """Of the epoch that a checkpoint after so many samples has behind it, as the caller counts; or -1."""
+        if samples == self.saved_at or not self.epochs:
+            return self.saved_epoch
+        return int(self.epochs[-1]["epoch"])
 
 
 class OwnModel(Recipe):
@@ -157,6 +174,7 @@ class OwnModel(Recipe):
 
     def _take_scheduler(self) -> None:
         own = self._given.scheduler
+        check_scheduler(own, self._given.optimizer)
         if own is None or hasattr(own, "step"):
             self._scheduler = own
             for scheduler in _all_in(own):
@@ -217,6 +235,22 @@ class OwnModel(Recipe):
             _all_in(self._scheduler), schedules if isinstance(schedules, list) else [], strict=False
         ):
             _fill(scheduler, state)
+
+
+def check_scheduler(own: Any, optimizer: Any) -> None:
+    """Refuses one that would do nothing, or something else."""
+    if isinstance(own, Optimizer):
+        raise ConfigError(f"scheduler: {type(own).__name__} is an optimizer; give it as optimizer=")
+    if isinstance(own, type):
+        raise ConfigError(
+            f"scheduler is the class {own.__name__}; give one of your optimizer, or a function that makes it: "
+            f"lambda optimizer: {own.__name__}(optimizer, …)"
+        )
+    theirs = getattr(own, "optimizer", None)
+    if isinstance(theirs, Optimizer) and theirs is not optimizer:
+        raise ConfigError(
+            "scheduler changes the rate of another optimizer; give the one it was made with as optimizer="
+        )
 
 
 def _all_in(scheduler: Any) -> list[Any]:

@@ -31,6 +31,7 @@ from unisono.multi_gpu.config import STRATEGIES, MultiGPUConfig
 from unisono.multi_gpu.gpus import cleanup_distributed_training, memory_of, take_devices, world_for
 from unisono.multi_gpu.loaders import Loaded
 from unisono.multi_gpu.own_model import Given, OwnModel
+from unisono.multi_gpu.places import check_place, check_there
 
 T = TypeVar("T")
 
@@ -80,7 +81,7 @@ class OwnTrainer:
         self._engine.on_report = self._note
         self._resumed = len(self._recipe.story.epochs)  # epochs that an earlier start of this run has done
         self._resumable = config.output_dir is not None or job_start is not None
-        self._seconds, self._samples, self._closed = 0.0, 0, False
+        self._seconds, self._samples, self._closed, self._told_number = 0.0, 0, False, False
         # A script ends when its loop does: nobody closes a trainer.
         self._at_exit = weakref.ref(self)
         atexit.register(_close, self._at_exit)
@@ -123,6 +124,12 @@ class OwnTrainer:
         for row in story.epochs[: self._resumed]:
             if row["epoch"] == epoch:
                 return {"train_loss": float(row["train_loss"])}
+        if story.epochs and epoch <= story.epochs[-1]["epoch"] and not self._told_number:
+            self._told_number = True
+            self._say(
+                f"train_epoch({epoch}): epoch {story.epochs[-1]['epoch']} is done already, and this trains one more; "
+                "after load_checkpoint, begin with the epoch it returns + 1"
+            )
         began, before = time.perf_counter(), self._engine.state.samples
         stopped = self._do(lambda engine: engine.train_epoch(keep_reading=self.config.persistent_workers))
         self._seconds += time.perf_counter() - began
@@ -164,14 +171,12 @@ class OwnTrainer:
             raise ConfigError(f"epochs: expected a whole number of at least 1, got {epochs!r}")
         best, best_epoch, kept = math.inf, None, None
         for epoch in range(epochs):
-            passed = epoch < self._resumed - 1  # the last one that is done may not have been validated and kept
             found = {**self.train_epoch(epoch), **self.validate(epoch)}
             loss = found.get("val_loss", found["train_loss"])
             if loss < best:
                 best, best_epoch = loss, epoch
                 if save_path is not None:
-                    path = Path(save_path, "best_model.pth")
-                    kept = path if passed and path.is_dir() else self.save_checkpoint(epoch, path)
+                    kept = self.save_checkpoint(epoch, Path(save_path, "best_model.pth"))
         # Whoever gets the result may take the folder away, which a save under way still writes to.
         self._do(lambda engine: engine.finish_saves())
         return {
@@ -186,20 +191,31 @@ class OwnTrainer:
         """Saves weights, optimizer, scheduler and place in the data; returns when it is on disk.
 
         `path` becomes a folder, also when it ends in .pth: safetensors and JSON, nothing pickled. Saved again, it holds
-        the new one, and the old one is deleted after that; a checkpoint of another run is set aside.
+        the new one, and the old one is deleted after that; a checkpoint of another run is set aside. In a run that
+        goes on, an epoch that was passed by an earlier start saves nothing: what was saved then stays.
         """
         folder = Path(path)
-        self._run.decide(lambda: _check_place(folder))
-        self._recipe.story.saved_epoch = epoch
+        if self._is_passed(epoch):
+            if not self._run.decide(folder.exists):
+                self._say(f"epoch {epoch} was passed by an earlier start; its weights are gone, {folder} is not saved")
+            return folder
+        self._run.decide(lambda: check_place(folder))
+        self._recipe.story.save(epoch, self._engine.state.samples)
         self._do(lambda engine: engine.save_to(folder))
         return folder
 
+    def _is_passed(self, epoch: int) -> bool:
+        """Whether an earlier start of this run has done an epoch, and the weights are those of a later moment."""
+        done = [row["epoch"] for row in self._recipe.story.epochs[: self._resumed]]
+        return epoch in done and self._engine.state.samples > (done.index(epoch) + 1) * self._engine.epoch_samples
+
     def load_checkpoint(self, path: str | Path) -> int:
-        """Goes on from a checkpoint, of any strategy and number of GPUs; the epoch that it was saved with."""
+        """Goes on from a checkpoint, of any strategy and number of GPUs; the last epoch that was done by then."""
+        self._run.decide(lambda: check_there(Path(path)))
         found = self._run.checkpoint_at(str(path))
         self._do(lambda engine: engine.go_on_from(found))
         self._resumed = 0
-        return self._recipe.story.saved_epoch
+        return self._recipe.story.number(self._engine.state.samples)
 
     def run_steps(self, steps: int) -> None:
         """Trains so many optimizer steps, and waits for the devices: for measurements."""
@@ -237,9 +253,16 @@ class OwnTrainer:
 
     def close(self) -> None:
         """Waits for checkpoints under way and ends the loader's processes; done by itself when the script ends."""
+        self._close("done")
+
+    def _close(self, status: str) -> None:
         if not self._closed:
             self._closed = True
-            self._run.close()
+            self._run.close(status)
+
+    def _say(self, text: str) -> None:
+        if self.is_main:
+            print(f"unisono: {text}", file=sys.stderr)
 
     def __enter__(self) -> OwnTrainer:
         return self
@@ -263,11 +286,10 @@ class OwnTrainer:
     def _stop_here(self) -> None:
         """A signal asked to stop: what is there is saved, and the loop of the user's ends."""
         self._do(lambda engine: engine.keep())
-        self.close()
+        self._close("stopped")
         if hasattr(sys, "ps1") or "ipykernel" in sys.modules:
             raise KeyboardInterrupt
-        if self.is_main:
-            print(f"unisono: saved in {self.folder}; with output_dir={str(self.folder)!r} it goes on", file=sys.stderr)
+        self._say(f"saved in {self.folder}; with output_dir={str(self.folder)!r} it goes on")
         raise SystemExit(EXIT_STOPPED)
 
 
@@ -350,21 +372,6 @@ def _new_folder() -> str:
     return name
 
 
-def _check_place(folder: Path) -> None:
-    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-        raise ConfigError(
-            f"{folder} is a file, and a checkpoint is a folder (safetensors and JSON); choose another name, or move "
-            "the file away"
-        )
-    strange = [each.name for each in folder.iterdir() if not _is_ours(each.name)] if folder.is_dir() else []
-    if strange:
-        raise ConfigError(f"{folder} holds {sorted(strange)[0]}, which is no checkpoint; choose another name")
-
-
-def _is_ours(name: str) -> bool:
-    return name.startswith(("step_", ".staging-", ".trash-", "best.json", ".best"))
-
-
 def _close(trainer: weakref.ref[OwnTrainer]) -> None:
     """When the script ends; not when it failed on one of several ranks, which would wait here for the others."""
     found = trainer()
@@ -372,7 +379,7 @@ def _close(trainer: weakref.ref[OwnTrainer]) -> None:
         return
     failed = getattr(sys, "last_value", None) is not None
     if not failed or found.world_size == 1:
-        found.close()
+        found._close("failed" if failed else "done")
         cleanup_distributed_training()
 
 

@@ -31,7 +31,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
                 families[kind].extend(children)
                 inside.update(part for child in children for part in child.modules())
     large = [blocks for blocks in families.values() if _num_weights(blocks) > _GOOD_PART * _num_weights([model])]
-    return [block for blocks in large for block in blocks]
+    return list(dict.fromkeys(block for blocks in large for block in blocks))  # a layer may be used several times
 
 
 def _num_weights(modules: Sequence[nn.Module]) -> int:
@@ -42,24 +42,40 @@ def recompute_activations(block: nn.Module) -> None:
     """Makes `block` keep only its input and compute its activations again in backward."""
     # A subclass of the block's own class rather than a wrapper module (which would rename the weights) or a patched
     # instance (which DataParallel's replicas would share).
-    block.__class__ = _recomputing(type(block))  # type: ignore[arg-type]  # classes are hashable
+    if not _recomputes(block):
+        block.__class__ = _recomputing(type(block))  # type: ignore[arg-type]  # classes are hashable
+
+
+def has_autograd_functions(kind: type[nn.Module]) -> None:
+    """Notes of a class of blocks that it has autograd functions of its own, which save tensors for backward.
+
+    A compiler that is given such a block together with its recomputing keeps what they save, up to torch 2.11: nine
+    tenths of a Wan block's activations. They are compiled first, and recomputed from outside.
+    """
+    kind._unisono_functions = True  # type: ignore[attr-defined]
+
+
+def _recomputes(block: nn.Module) -> bool:
+    return hasattr(type(block), "_unisono_plain")
 
 
 @cache  # one class for all blocks of a kind: torch.compile's guards look at the class
-def _recomputing(plain: type[nn.Module]) -> type[nn.Module]:
-    def forward(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return self._compute(self, *arguments, **keywords)
-        return checkpoint(self._compute, self, *arguments, use_reentrant=False, **keywords)
+def _recomputing(plain: type[nn.Module], compute: Any = None) -> type[nn.Module]:
+    """`compute`: plain.forward as it is, or compiled."""
+    compute = compute or plain.forward
 
-    parts = {"forward": forward, "_compute": staticmethod(plain.forward), "__module__": plain.__module__}
+    def forward(self: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return compute(self, *arguments, **keywords)
+        return checkpoint(compute, self, *arguments, use_reentrant=False, **keywords)
+
+    parts = {"forward": forward, "_unisono_plain": plain, "__module__": plain.__module__}
     return type(plain.__name__, (plain,), parts)
 
 
 @cache
-def _compiled_inside(recomputing: Any, dynamic: bool | None) -> type[nn.Module]:
-    compute = staticmethod(torch.compile(recomputing._compute, dynamic=dynamic))
-    return type(recomputing.__name__, (recomputing,), {"_compute": compute, "__module__": recomputing.__module__})
+def _compiled(plain: type[nn.Module], dynamic: bool | None) -> Any:
+    return torch.compile(plain.forward, dynamic=dynamic)
 
 
 def compile_blocks(model: nn.Module, blocks: Sequence[nn.Module], dynamic: bool | None = None) -> None:
@@ -72,10 +88,10 @@ def compile_blocks(model: nn.Module, blocks: Sequence[nn.Module], dynamic: bool 
     # recomputed blocks and others are one each, and by default the ninth would run uncompiled, without an error.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _COMPILATIONS)
     for module in blocks or [model]:
-        if hasattr(type(module), "_compute"):
-            # Recomputed from outside. A compiler that is given the recomputing too keeps what the autograd functions of
-            # a block save, up to torch 2.11: nine tenths of a Wan block's activations.
-            module.__class__ = _compiled_inside(type(module), dynamic)  # type: ignore[arg-type]
+        kind: Any = type(module)
+        if _recomputes(module) and hasattr(kind, "_unisono_functions"):
+            plain = kind._unisono_plain
+            module.__class__ = _recomputing(plain, _compiled(plain, dynamic))
         else:
             module.compile(dynamic=dynamic)  # in place: no `_orig_mod.` in the names
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unisono.parallel.blocks import has_autograd_functions
 from unisono.recipes.wan.models import fused
 
 _KEYS, _QUERIES = 128, 512  # of a program of attention's backward pass; and fewer are not worth a piece
@@ -55,7 +56,9 @@ def _fast(plain: type[nn.Module], devices: tuple[str, ...]) -> type[nn.Module]:
         compute = _forward if known else plain.forward
         return compute(self, hidden_states, encoder_hidden_states, temb, rotary_emb)
 
-    return type(plain.__name__, (plain,), {"forward": forward, "__module__": plain.__module__})
+    fast = type(plain.__name__, (plain,), {"forward": forward, "__module__": plain.__module__})
+    has_autograd_functions(fast)
+    return fast
 
 
 def _forward(block: Any, x: Tensor, text: Tensor, time: Tensor, angles: Any) -> Tensor:
@@ -83,7 +86,7 @@ def _attention(attention: Any, x: Tensor, other: Tensor, angles: Any) -> tuple[T
         parts = fused.turned(layers[:1], x, norms[:1], angles, head)
         parts += fused.turned(layers[1:], other, norms[1:], angles, head)
     split: Any = [part.view(*part.shape[:2], attention.heads, head) for part in parts]
-    if other is not x and x.device.type == "cuda" and len(x) == 1:
+    if other is not x and len(x) == 1:
         split = _in_pieces(split, _pieces(attention.heads, other.shape[1], _multiprocessors()))
     said = dispatch_attention_fn(*split, backend=attention.processor._attention_backend).reshape(parts[0].shape)
     last, dropout = attention.to_out
@@ -93,6 +96,8 @@ def _attention(attention: Any, x: Tensor, other: Tensor, angles: Any) -> tuple[T
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _multiprocessors() -> int:
+    if not torch.cuda.is_available():
+        return 0
     return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
 
@@ -103,7 +108,9 @@ def _pieces(heads: int, keys: int, multiprocessors: int) -> tuple[int, ...]:
         programs = pieces * heads * -(-keys // _KEYS)
         return programs / (multiprocessors * -(-programs // multiprocessors))
 
-    return () if busy(1) > _BUSY[0] else tuple(pieces for pieces in range(2, 17) if busy(pieces) > _BUSY[1])
+    if not multiprocessors or busy(1) > _BUSY[0]:
+        return ()
+    return tuple(pieces for pieces in range(2, 17) if busy(pieces) > _BUSY[1])
 
 
 def _in_pieces(split: list[Tensor], numbers: tuple[int, ...]) -> list[Tensor]:
