@@ -574,6 +574,19 @@ def test_a_checkpoint_s_story_may_say_anything_and_does_no_harm() -> None:
 # --- config
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"lr": 0.1}, "it is learning_rate here"),
+        ({"sampler": None}, "the order of samples is what makes runs the same"),
+        ({"max_bad_samples": 3}, r'settings=\{"max_bad_samples": …\}'),
+    ],
+)
+def test_names_of_other_libraries_and_of_the_engine_are_answered(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        MultiGPUConfig(**fields)
+
+
 def test_strategies_by_the_names_of_the_command_line() -> None:
     found = [MultiGPUConfig(strategy=name).strategy for name in ("dp", "ddp", "DistributedDataParallel", "fsdp")]
     assert found == ["dataparallel", "distributed", "distributed", "sharded"]

@@ -222,3 +222,14 @@ def test_gradients_of_ddp_stay_only_in_buckets(settings: dict[str, Any], guardab
     strategy = object.__new__(DDP)
     strategy.settings, strategy.guardable = ParallelSettings(**settings), guardable
     assert strategy.keep_gradients() is stay
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_copies_that_data_parallel_makes_are_not_compiled(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would all compute with the weights of the first one, which the compiled code belongs to."""
+    compiled: list[Any] = []
+    monkeypatch.setattr("unisono.engine.build.compile_blocks", lambda *given: compiled.append(given))
+    settings = Settings(precision=PrecisionSettings(compile=True), parallel=ParallelSettings(strategy="single"))
+    parts = build_parts(Tiny(Tiny.Config()), settings, Placement(CPU, 0, 1, [CPU] * devices, None), BatchPlan(8, 8, 1))
+    assert len(compiled) == (devices == 1)
+    assert any("dp makes cannot be compiled" in remark for remark in parts.remarks) == (devices > 1)

@@ -90,7 +90,10 @@ def build_parts(recipe: Recipe, settings: Settings, place: Placement, batch: Bat
             remarks.append("activation_checkpointing: the model has no repeated blocks; recomputing all of it")
         for block in blocks[:: settings.precision.recompute_every] or [model]:
             recompute_activations(block)
-    if settings.precision.compile:
+    if settings.precision.compile and len(place.devices) > 1:
+        # nn.DataParallel's copies of a compiled module would all compute with the first one's weights.
+        remarks.append("compile: copies that dp makes cannot be compiled; computing without it (ddp can)")
+    elif settings.precision.compile:
         compile_blocks(model, blocks)
     parted = recipe.sharded()
     strategy = STRATEGIES[name](

@@ -52,9 +52,7 @@ class Length:
             return [f"all steps of this run are done ({told}); a larger one of them goes on with it"]
         found = []
         if run.max_steps is not None and self.steps < run.max_steps:
-            found.append(
-                f"max_steps {run.max_steps} is not reached: num_epochs {run.num_epochs} is {self.steps} steps"
-            )
+            found.append(f"max_steps {run.max_steps} is not reached: num_epochs {run.num_epochs} is {self.steps} steps")
         if warmup > self.steps:
             found.append(
                 f"warmup_steps {warmup}: the run has {self.steps} steps and never reaches its learning rate; use "

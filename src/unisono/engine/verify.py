@@ -113,8 +113,9 @@ def verify(recipe: str, resolved: Resolved, question: Question, tell: Callable[[
     answers: list[Answer] = []
     with tempfile.TemporaryDirectory(prefix="unisono-verify-") as folder:
         first: tuple[list[float], Path] | None = None
-        for number, variant in enumerate(variants(question, batch)):
-            tell(f"running {variant.title} …")
+        asked = list(variants(question, batch))
+        for number, variant in enumerate(asked):
+            tell(f"running {variant.title} ({number + 1} of {len(asked)}) …")
             run = Path(folder) / str(number)
             losses, checkpoint = _run(recipe, resolved, question, variant, batch, run)
             first = first or (losses, checkpoint)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from unisono.config.fields import fields_by_name
 from unisono.config.plain import Plain, check_one_of, check_whole
 from unisono.errors import ConfigError
+from unisono.settings import Settings
 
 STRATEGIES = {
     "auto": "auto",
@@ -95,6 +97,17 @@ class MultiGPUConfig(Plain):
     def __post_init__(self) -> None:
         self.check()
 
+    @classmethod
+    def _check_names(cls, names: Iterable[object]) -> None:
+        """As everywhere; and names that people try, and settings that are the engine's."""
+        names, known = list(names), {field.name for field in fields(cls)}
+        for name in names:
+            if name in _TRIED:
+                raise ConfigError(f"unknown field {name} of {cls.__name__}; it is {_TRIED[str(name)]} here")
+            if name not in known and name in fields_by_name([Settings]) and name not in _OWN:
+                raise ConfigError(f'{name} is one of the further settings: settings={{"{name}": …}}')
+        super()._check_names(names)
+
     def check(self) -> None:
         """Refuses what no run can be made of; also called when a trainer is made, because fields may be set later."""
         self.strategy = _SAME.get(str(self.strategy).lower(), self.strategy)
@@ -157,6 +170,21 @@ class MultiGPUConfig(Plain):
             **self.settings,
         }
 
+
+_TRIED = {
+    "lr": "learning_rate",
+    "amp": "mixed_precision",
+    "use_amp": "mixed_precision",
+    "fp16": 'mixed_precision="fp16"',
+    "bf16": 'mixed_precision="bf16"',
+    "epochs": "train(epochs)",
+    "num_epochs": "train(epochs)",
+    "max_grad_norm": "grad_clip",
+    "accumulation_steps": "gradient_accumulation_steps",
+    "gradient_checkpointing": "activation_checkpointing",
+    "sampler": "nothing: the order of samples is what makes runs the same (shuffle and seed are there)",
+}
+"""Names of other libraries -> what is meant here."""
 
 _OWN = {
     **{f.name: f.name for f in fields(MultiGPUConfig)},
