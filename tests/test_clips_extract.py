@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -16,10 +17,10 @@ import numpy as np
 import pytest
 import torch
 
-from test_clips_video import film, tone
+from test_clips_video import damaged, film, tone
 from unisono.engine.recipe import Work
 from unisono.errors import ConfigError, UserError
-from unisono.recipes.clips.extract import Extraction
+from unisono.recipes.clips.extract import Extraction, _Megabytes
 from unisono.recipes.clips.feature_files import FeatureFile
 from unisono.recipes.clips.features import STATS, ExtractSettings, column, log_mel, stats
 from unisono.recipes.clips.video import clips
@@ -132,7 +133,7 @@ import sys, time
 from pathlib import Path
 import torch
 from unisono.engine.recipe import Work
-from unisono.recipes.clips.extract import Extraction
+from unisono.recipes.clips.extract import Extraction, _Megabytes
 from unisono.recipes.clips.features import ExtractSettings
 import unisono.recipes.clips.extract as extract
 from test_clips_extract import Video
@@ -315,4 +316,23 @@ def test_a_pure_tone_is_one_band_of_the_log_mel_and_silence_is_the_lowest_value(
 def test_progress_says_how_much_there_is_and_how_long_it_took(tmp_path: Path, films: list[Video]) -> None:
     said: list[str] = []
     filled(tmp_path, films, say=said.append)
-    assert said[0] == "MB of video to extract: 1" and said[-1].startswith("  1 in ")
+    assert said[0] == "extracting 1 MB of video" and said[-1].startswith("  1 MB in ")
+
+
+def test_a_bar_of_progress_names_its_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("unisono.recipes.clips.extract.SAY_EVERY_S", 0.0)
+    progress = _Megabytes(Work(tmp_path, _say=said.append), {"a": 3_000_000, "b": 5_000_000}, ["a", "b"])
+    progress.reached("a", 1.0)
+    progress.say()
+    assert said[0] == "extracting 8 MB of video" and "3 of 8 MB, " in said[1] and said[1].endswith(" left")
+
+
+def test_what_is_missing_of_a_damaged_video_is_said_before_training(tmp_path: Path) -> None:
+    path = damaged(tmp_path / "a.mp4")
+    extraction = filled(tmp_path / "cache", [Video("a.mp4", path)])
+    (only,) = extraction.open()
+    assert only.duration == pytest.approx(40, abs=0.5)
+    (said,) = extraction.remarks
+    assert re.search(r"[1-9]\d* of 160 frames and \d+\.\d s of 40\.\d s of sound cannot be decoded", said), said
+    assert "40.0 s can be read" not in said

@@ -8,6 +8,7 @@ import shutil
 from dataclasses import dataclass
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -18,14 +19,19 @@ import pytest
 
 from browser import Browser
 from test_clips_cutting import made, seen
+from test_clips_video import damaged
 from test_report import Page
 from unisono.cli import clips
 from unisono.cli.main import main
+from unisono.engine.registry import BUILT_IN
 from unisono.errors import ConfigError, UserError
 from unisono.recipes.clips.cutting import Cut
+from unisono.recipes.clips.damage import Damage
 from unisono.recipes.clips.footage import Footage
 from unisono.recipes.clips.moments import Moment
-from unisono.recipes.clips.page import clock, write_page
+from unisono.recipes.clips.page import write_page
+from unisono.recipes.clips.timeline import axis, clock
+from unisono.recipes.clips.video import clips as read_clips
 
 ATTACK = "'\"><img src=x onerror=alert(1)>&lt;#?%2e #t=1"
 
@@ -35,6 +41,7 @@ class Judged:
     scores: np.ndarray
     clip_seconds: float = 2.0
     has_sound: bool = True
+    damage: Damage | None = None
 
     @property
     def duration(self) -> float:
@@ -109,13 +116,86 @@ def test_a_page_without_clips_or_scores_is_still_a_page(video: Path, tmp_path: P
 def test_a_copy_that_begins_early_says_so(video: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [str(video), "--output_dir", str(tmp_path), "--num_clips", "1", "--snap", "0", "--no_page"]
     assert clips.main(words, lambda video: Judged(np.array([0.1, 0.9, 0.9, 0.1, 0.1]), 2.5)) == 0
-    assert "begin up to 0.5 s early" in capsys.readouterr().out
+    told_so = capsys.readouterr().out
+    assert "1 clip, 5 s in all, of a video of 12 s" in told_so and "1 file begins 0.5 s before the moment" in told_so
     told = json.loads((tmp_path / "a talk" / "clips.json").read_text())
     assert (told["clips"][0]["start"], told["clips"][0]["file_start"]) == (2.5, 2.0)
     assert not (tmp_path / "a talk" / "page.html").exists()
     cut = Cut(tmp_path / "x.mp4", 2.0, 7.5)
     page = write_page(tmp_path / "p.html", Footage(video), [0.5] * 8, 2.5, [(Moment(2.5, 7.5, 0.9), cut)])
-    assert "The file begins 0.5 s earlier" in page.read_text()
+    assert "The file has 5.5 s: it begins 0.5 s before the clip" in page.read_text()
+
+
+def test_what_is_missing_of_a_damaged_video_is_said_written_and_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = damaged(tmp_path / "a.mp4")
+
+    def really(video: Path) -> Judged:
+        reading = read_clips(video, 2.0, 8, (16, 16), 16_000)
+        return Judged(
+            np.array([0.9 if number == 4 else 0.1 for number, _ in enumerate(reading)]), damage=reading.damage
+        )
+
+    assert clips.main([str(path), "--output_dir", str(tmp_path / "out"), "--num_clips", "1"], really) == 0
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "frames and" in told and "s of sound cannot be decoded" in told
+    written = json.loads((tmp_path / "out/a/clips.json").read_text())
+    assert written["damage"]["frames_not_decoded"] > 10 and written["damage"]["frames"] == 160
+    assert written["damage"]["sound_seconds_not_decoded"] > 5
+    assert written["remarks"] == [told.removeprefix(f"unisono: {path}: ").rstrip()]
+    page = Page((tmp_path / "out/a/page.html").read_text())
+    assert "Damaged (" in page.text and f"{written['damage']['frames_not_decoded']} of 160 frames" in page.text
+
+
+def test_a_video_in_which_nothing_stands_out_says_so(
+    video: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flat = Judged(np.linspace(0.00056, 0.00068, 10))
+    words = [str(video), "--output_dir", str(tmp_path)]
+    assert clips.main(words, lambda video: flat) == 0
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "nothing stands out: all scores lie between 0.0006 and 0.0007" in said
+    told = json.loads((tmp_path / "a talk/clips.json").read_text())
+    assert told["nothing_stands_out"] and told["remarks"] and told["damage"] is None
+    text = (tmp_path / "a talk/page.html").read_text()
+    assert "Nothing stands out" in text and ">-0.50<" not in text and ">0.00<" in text and "score 0.0006" in text
+    assert clips.main([str(video), "--output_dir", str(tmp_path / "other")], scorer) == 0
+    assert not json.loads((tmp_path / "other/a talk/clips.json").read_text())["nothing_stands_out"]
+    assert capsys.readouterr().err == ""
+
+
+def test_no_clip_is_cut_that_scores_below_the_lowest_score(
+    video: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(video), "--output_dir", str(tmp_path), "--lowest_score", "0.8"]
+    assert clips.main(words, scorer) == 0
+    told = json.loads((tmp_path / "a talk/clips.json").read_text())
+    assert [clip["score"] for clip in told["clips"]] == [0.85]
+    said = capsys.readouterr()
+    assert "1 clip, " in said.out and "below --lowest_score 0.8 (the best of them: 0.7" in said.err
+    assert clips.main([*words[:2], str(tmp_path / "none"), "--lowest_score", "1"], scorer) == 0
+    assert "0 clips, " in capsys.readouterr().out
+    assert "No clip was found." in (tmp_path / "none/a talk/page.html").read_text()
+
+
+def test_a_clip_that_is_the_whole_video_is_explained(
+    video: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(video), "--output_dir", str(tmp_path), "--shortest", "100", "--longest", "200", "--no_page"]
+    assert clips.main(words, scorer) == 0
+    assert "it has 20.0 s, less than --shortest 100: the one clip is the whole video" in capsys.readouterr().err
+
+
+def test_the_axis_of_scores_begins_at_zero() -> None:
+    for scores, expected in (
+        ([0.0006, 0.0007], (0, 0.1)),
+        ([0.2, 0.93], (0, 1)),
+        ([0.05, 0.3], (0, 0.3)),
+        ([float("nan")], (0, 1)),
+        ([-2.0, 3.0], (-2, 3)),
+    ):
+        assert axis(np.array(scores)) == expected
 
 
 def test_a_crop_is_cut_upright(video: Path, tmp_path: Path) -> None:
@@ -128,6 +208,9 @@ def test_a_crop_is_cut_upright(video: Path, tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["none.mp4"], "no such file"),
+        (["{taken}"], "is a folder; give its videos"),
+        (["{video}", "--lowest_score", "2"], "expected a score, from 0 to 1"),
+        (["{video}", "--lowest_score", "nan"], "expected a score, from 0 to 1"),
         (["{video}", "--num_clips", "0"], "num_clips 0"),
         (["{video}", "--shortest", "9", "--longest", "3"], "shortest"),
         (["{video}", "--shortest", "nan"], "shortest"),
@@ -182,6 +265,21 @@ def test_a_run_that_is_none_is_refused(video: Path, tmp_path: Path, capsys: pyte
     assert "run.json" in capsys.readouterr().err and not (tmp_path / "out").exists()
     with pytest.raises(ConfigError, match="--device nonsense"):
         clips.main([str(video), "--run", str(tmp_path), "--output_dir", str(tmp_path / "o"), "--device", "nonsense"])
+
+
+def test_a_run_of_another_recipe_and_a_step_that_is_not_there_are_named(
+    video: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["clips", str(video), "--run", str(tmp_path), "--output_dir", str(tmp_path / "out")]
+    record = {"id": "1", "recipe": "Seo", "recipe_from": BUILT_IN["seo"], "config": {}, "sources": {}}
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    assert main(words) == 2
+    assert "is a run of seo, which judges no videos; give one of clips" in capsys.readouterr().err
+    (tmp_path / "run.json").write_text(json.dumps(record | {"recipe": "Clips", "recipe_from": BUILT_IN["clips"]}))
+    for step in (40, 80):
+        (tmp_path / f"checkpoints/step_{step:08}").mkdir(parents=True)
+    assert main([*words, "--step", "999"]) == 2
+    assert "--step 999:" in (said := capsys.readouterr().err) and "it has 40, 80 (or newest, best)" in said
 
 
 def test_times_are_written_as_on_a_clock() -> None:
@@ -239,6 +337,15 @@ def test_the_page_has_a_dark_and_a_light_side_and_fits_a_phone(browser: Browser,
     assert grounds == ["rgb(246, 247, 249)", "rgb(16, 19, 24)"]
     browser("Emulation.setDeviceMetricsOverride", width=360, height=740, deviceScaleFactor=1, mobile=True)
     assert browser.ask("document.documentElement.scrollWidth") <= 360
+    letters = browser.ask(
+        "[...document.querySelectorAll('svg text')].map(t => t.getBoundingClientRect().height).filter(h => h)"
+    )
+    assert len(letters) >= 8 and min(letters) >= 12  # as large as anywhere
+    ends = browser.ask(
+        "[...document.querySelectorAll('.timeline g text')].map(t => t.getBoundingClientRect()).filter(b => b.width)"
+        ".map(b => [b.left, b.right])"
+    )
+    assert all(right < left for (_, right), (left, _) in pairwise(ends))  # none over another
     browser("Emulation.clearDeviceMetricsOverride")
 
 

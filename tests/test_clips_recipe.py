@@ -213,3 +213,17 @@ def test_all_labels_of_a_video_are_on_one_side(root: Path) -> None:
     assert not {each.name for each in train} & {each.name for each in held_out}
     with pytest.raises(ConfigError, match="some must be left"):
         Clips(Config(data_path=str(root / "videos"), num_eval=20))._labelled([])
+
+
+def test_that_nothing_is_held_out_is_said(root: Path, tmp_path: Path) -> None:
+    lines = (root / "videos" / "labels.csv").read_text().splitlines()
+    few = [line for line in lines if line.startswith(("video,", "train_0000", "train_0001", "train_0002"))]
+    (tmp_path / "few.csv").write_text("\n".join(few) + "\n")
+    told = {"data_path": str(tmp_path / "few.csv"), "media_path": str(root / "videos")}
+    said: list[str] = []
+    train, held_out = Clips(Config(**told))._labelled(said)
+    assert (len(train), len(held_out)) == (3, 0)
+    assert len(said) == 1 and "no video is held out" in said[0] and "--num_eval 1" in said[0]
+    for chosen in (0, 1):
+        Clips(Config(**told, num_eval=chosen))._labelled(said)
+    assert len(said) == 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import random
 from collections.abc import Sequence
 from fractions import Fraction
@@ -64,6 +66,23 @@ def film(
                     said.pts = round(begin * RATE) + start - first
                     container.mux(audio.encode(said))
             container.mux(audio.encode(None))
+    return path
+
+
+def damaged(path: Path) -> Path:
+    """A video of 40 s with sound; a part in its middle is overwritten, as a failing disk does it."""
+    levels = [20 + number for number in range(160)]
+    noise = np.random.RandomState(0).uniform(-0.5, 0.5, 40 * RATE).astype(np.float32)
+    film(path, levels, sound=noise)
+    content = bytearray(path.read_bytes())
+    # Each stream lies in one piece in what `film` writes, pictures first; so both get their share.
+    with av.open(str(path)) as container:
+        places = [(packet.stream.type, packet.pos) for packet in container.demux() if packet.pos is not None]
+    for kind in ("video", "audio"):
+        own = sorted(pos for each, pos in places if each == kind)
+        start, stop = own[len(own) // 3], own[2 * len(own) // 3]
+        content[start:stop] = random.Random(0).randbytes(stop - start)
+    path.write_bytes(content)
     return path
 
 
@@ -230,6 +249,48 @@ def test_a_damaged_place_costs_a_moment_and_not_the_rest(tmp_path: Path) -> None
     reading, frames, _ = read(path)
     assert reading.duration == pytest.approx(40, abs=0.5) and len(frames) == 20
     assert near(levels_of(frames)[-16:], levels[-16:])
+
+
+def test_what_cannot_be_decoded_is_counted_in_pictures_and_in_sound(tmp_path: Path) -> None:
+    path = damaged(tmp_path / "a.mp4")
+    reading, frames, heard = read(path)
+    assert len(frames) == 20 and reading.duration == pytest.approx(40, abs=0.5)
+    damage = reading.damage
+    assert damage is not None and damage.num_frames == 160
+    with av.open(str(path)) as container:  # by hand
+        missing = 160
+        for packet in container.demux(container.streams.video[0]):
+            with contextlib.suppress(av.error.FFmpegError):
+                missing -= len(packet.decode())
+    assert damage.frames_missing == missing > 10
+    assert 5 < damage.sound_seconds_missing < 20 and damage.sound_seconds == pytest.approx(40, abs=0.5)
+    assert reading.has_sound and np.abs(heard[-1]).max() > 0.1  # what comes after the damage is heard
+    assert f"{missing} of 160 frames and {damage.sound_seconds_missing:.1f} s of" in reading.remark
+    assert str(path) in reading.remark and reading.remark.endswith("the rest is used")
+
+
+def test_one_picture_that_cannot_be_decoded_is_one(tmp_path: Path) -> None:
+    path = film(tmp_path / "a.mkv", [20 + number for number in range(160)])
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 30] = bytes(30)
+    path.write_bytes(content)
+    assert "1 frame cannot be decoded" in read(path)[0].remark
+
+
+def test_a_file_without_its_table_of_contents_is_called_incomplete(tmp_path: Path) -> None:
+    path = film(tmp_path / "a.mp4", [60] * 160)
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    with pytest.raises(BadMedia, match=r"no table of contents \(moov\).*ends too soon; copy or record it again"):
+        facts(path)
+    (tmp_path / "text.mp4").write_text("hello")
+    with pytest.raises(BadMedia) as caught:
+        facts(tmp_path / "text.mp4")
+    assert "moov" not in str(caught.value)
+    os.mkfifo(tmp_path / "pipe.mp4")
+    with pytest.raises(BadMedia, match="no such file"):
+        facts(tmp_path / "pipe.mp4")
 
 
 def test_hostile_bytes_end_in_bad_media_or_in_clips(tmp_path: Path) -> None:

@@ -21,6 +21,9 @@ from command_line import Ended, end, lines, start, unisono
 from scripts import beside
 from test_clips_video import film, tone
 from unisono.multi_gpu import MultiGPUConfig
+from unisono.recipes.clips.recipe import Clips
+from unisono.recipes.clips.remarks import LEAST_SPREAD
+from unisono.recipes.clips.settings import MIRROR
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples/clips"
@@ -60,6 +63,25 @@ def test_the_pages_say_how_long_the_built_in_set_takes() -> None:
     seconds = [row["wall_s"] for name, row in rows.items() if re.fullmatch(r"seed \d, 1 rank", name)]
     for page in (README, (ROOT / "docs/clips.md").read_text()):
         assert f"{min(seconds):.0f} to {max(seconds):.0f} s on one rank" in page
+
+
+def test_the_page_names_the_defaults_of_the_built_in_set_and_those_of_other_videos() -> None:
+    page = (ROOT / "docs/clips.md").read_text()
+    own, others = (
+        page.split("has defaults of its own:")[1].split(". `--print_config`")[0].split("where your own videos get")
+    )
+    told = dict(re.findall(r"`(\w+) (\S+)`", own))
+    assert told and {name: str(value) for name, value in MIRROR.items() if name in told} == {
+        name: str(float(value)) if name == "learning_rate" else value for name, value in told.items()
+    }
+    usual = [str(Clips.defaults.get(name, "constant")) for name in told]
+    assert [
+        str(float(each)) if "e" in each else each for each in re.findall(r"[\w.-]+", others) if each != "and"
+    ] == usual
+
+
+def test_the_page_says_when_nothing_stands_out() -> None:
+    assert f"less than {LEAST_SPREAD:g} apart" in (ROOT / "docs/clips.md").read_text()
 
 
 def test_the_table_in_noise_is_that_of_its_numbers_and_no_row_of_it_has_failed() -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from unisono.recipes.clips.cutting import Cut
+    from unisono.recipes.clips.damage import Damage
     from unisono.recipes.clips.footage import Footage
     from unisono.recipes.clips.moments import Moment
 
@@ -37,6 +38,8 @@ class Scored(Protocol):
     def duration(self) -> float: ...
     @property
     def has_sound(self) -> bool: ...
+    @property
+    def damage(self) -> Damage | None: ...
 
 
 Scorer = Callable[[Path], Scored]
@@ -77,6 +80,9 @@ def _options(words: list[str], *, needs_run: bool) -> argparse.Namespace:
     parser.add_argument("--run", type=Path, required=needs_run, help="the run's folder")
     parser.add_argument("--output_dir", type=Path, default=Path("clips"), help="where to write (default: clips)")
     parser.add_argument("--num_clips", type=int, default=5, help="at most so many of each video (default: 5)")
+    parser.add_argument(
+        "--lowest_score", type=float, help="cut no clip that scores below this, 0 to 1 (default: none is too low)"
+    )
     parser.add_argument("--shortest", type=float, default=4.0, help="seconds (default: 4)")
     parser.add_argument("--longest", type=float, default=60.0, help="seconds (default: 60)")
     parser.add_argument("--gap", type=float, default=2.0, help="seconds between two clips, at least (default: 2)")
@@ -116,6 +122,8 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(
             f"--shortest {options.shortest:g} --longest {options.longest:g}: expected 0 < shortest ≤ longest (seconds)"
         )
+    if options.lowest_score is not None and not 0 <= options.lowest_score <= 1:
+        raise ConfigError(f"--lowest_score {options.lowest_score:g}: expected a score, from 0 to 1")
     for name in ("gap", "snap"):
         if not 0 <= getattr(options, name) < math.inf:
             raise ConfigError(f"--{name} {getattr(options, name):g}: expected 0 or more seconds")
@@ -125,6 +133,8 @@ def _folders(videos: Sequence[Path], output_dir: Path) -> dict[Path, Path]:
     """A new folder for each video; said before hours of scoring that one cannot be used."""
     folders: dict[Path, Path] = {}
     for video in videos:
+        if video.is_dir():
+            raise ConfigError(f"{video} is a folder; give its videos, e.g. {video / '*.mp4'}")
         if not video.is_file():
             raise ConfigError(f"{video}: there is no such file")
         folder = output_dir / (video.stem or video.name)
@@ -142,6 +152,7 @@ def _trained(options: argparse.Namespace) -> tuple[Scorer, str]:
     from unisono.engine.export import load_trained
 
     device = usable_device(options.device)
+    _check_run(options)
     recipe, model, weights = load_trained(options.run, step=options.step, weights=options.weights, words=options.recipe)
     from unisono.recipes.clips.model import Scorer as Model
     from unisono.recipes.clips.recipe import Clips
@@ -155,6 +166,23 @@ def _trained(options: argparse.Namespace) -> tuple[Scorer, str]:
     return (lambda video: score(recipe, model, video, device)), weights
 
 
+def _check_run(options: argparse.Namespace) -> None:
+    """Refuses a run of another recipe and a step that it has not, before anything is loaded."""
+    from unisono.checkpoint.find import list_steps
+    from unisono.engine.registry import BUILT_IN
+    from unisono.observe.folder import RunFolder
+
+    record = RunFolder.read(options.run)
+    words = str((record or {}).get("recipe_from"))
+    others = {where: name for name, where in BUILT_IN.items() if name != "clips"}
+    if words in others and not options.recipe:
+        raise ConfigError(f"{options.run} is a run of {others[words]}, which judges no videos; give one of clips")
+    steps = [step for step, _ in list_steps(options.run / "checkpoints")]
+    if record and steps and options.step and options.step.isdigit() and int(options.step) not in steps:
+        there = ", ".join(map(str, steps))
+        raise ConfigError(f"--step {options.step}: {options.run} has no such step; it has {there} (or newest, best)")
+
+
 def _clip(
     video: Path, folder: Path, scorer: Scorer, options: argparse.Namespace, aspect: float | None, judged_by: str
 ) -> str:
@@ -163,6 +191,7 @@ def _clip(
     from unisono.recipes.clips.footage import Footage
     from unisono.recipes.clips.moments import pick
     from unisono.recipes.clips.page import write_page
+    from unisono.recipes.clips.remarks import summary
     from unisono.recipes.common.bad_files import BadMedia
 
     began = time.monotonic()
@@ -172,10 +201,8 @@ def _clip(
         seconds = time.monotonic() - began
         # Who has read all of it knows better than the header how long it is.
         footage.duration = scored.duration
-        if not scored.has_sound:
-            print(f"unisono: {video} has no sound; it is judged by its pictures alone", file=sys.stderr)
         lengths = {"shortest": options.shortest, "longest": options.longest}
-        moments = pick(
+        found = pick(
             scored.scores,
             scored.clip_seconds,
             number=options.num_clips,
@@ -183,6 +210,11 @@ def _clip(
             duration=footage.duration,
             **lengths,
         )
+        lowest = -math.inf if options.lowest_score is None else options.lowest_score
+        moments = [moment for moment in found if moment.score >= lowest]
+        remarks = _remarks(scored, found, moments, options)
+        for remark in remarks:
+            print(f"unisono: {video}: {remark}", file=sys.stderr)
         if options.snap:
             moments = snap(moments, edges_around(footage, moments, options.snap), options.snap, **lengths)
         with _all_or_nothing(folder) as making:
@@ -190,17 +222,31 @@ def _clip(
                 (moment, _cut(footage, moment, number, making, options, aspect))
                 for number, moment in enumerate(moments, 1)
             ]
-            _write_json(making / "clips.json", footage, scored, clips, judged_by)
+            _write_json(making / "clips.json", footage, scored, clips, judged_by, remarks)
             if options.page:
                 page = making / "page.html"
-                write_page(page, footage, scored.scores, scored.clip_seconds, clips, judged_by=judged_by)
+                write_page(page, footage, scored.scores, scored.clip_seconds, clips, judged_by, remarks)
     except BadMedia as error:
         raise UserError(str(error)) from None
     except OSError as error:
         raise UserError(f"{folder} cannot be written ({error.strerror or error}); use another --output_dir") from None
-    early = [moment.start - cut.start for moment, cut in clips if moment.start - cut.start > 0.05]
-    note = f"; {len(early)} begin up to {max(early):.1f} s early, at a key frame: --exact" if early else ""
-    return f"{folder}: {len(clips)} clips of {footage.duration:.0f} s, scored in {seconds:.1f} s{note}"
+    return f"{folder}: {summary(clips, footage.duration, seconds)}"
+
+
+def _remarks(
+    scored: Scored, found: Sequence[Moment], moments: Sequence[Moment], options: argparse.Namespace
+) -> list[str]:
+    """What is worth a word about a video, the moments found in it and those that are cut."""
+    from unisono.recipes.clips.remarks import about_length, about_lowest, about_scores
+
+    remarks = [
+        str(scored.damage) if scored.damage else "",
+        "" if scored.has_sound else "no sound was found: it is judged by its pictures alone",
+        about_scores(scored.scores),
+        about_length(scored.duration, options.shortest, moments),
+        about_lowest(found, options.lowest_score),
+    ]
+    return [remark for remark in remarks if remark]
 
 
 @contextmanager
@@ -228,12 +274,22 @@ def _cut(
 
 
 def _write_json(
-    to: Path, footage: Footage, scored: Scored, clips: Sequence[tuple[Moment, Cut]], judged_by: str
+    to: Path,
+    footage: Footage,
+    scored: Scored,
+    clips: Sequence[tuple[Moment, Cut]],
+    judged_by: str,
+    remarks: Sequence[str],
 ) -> None:
+    from unisono.recipes.clips.remarks import about_scores
+
     content = {
         "video": footage.path.name,
         "duration": round(footage.duration, 3),
         "judged_by": judged_by,
+        "damage": scored.damage.to_json() if scored.damage else None,
+        "remarks": remarks,
+        "nothing_stands_out": bool(about_scores(scored.scores)),
         "clip_seconds": scored.clip_seconds,
         "scores": [round(float(score), 5) if math.isfinite(score) else None for score in scored.scores],
         "clips": [

@@ -38,10 +38,10 @@ from unisono.recipes.clips.features import BUILTIN, FILES, ExtractSettings, Feat
 from unisono.recipes.clips.video import clips
 from unisono.recipes.common.bad_files import BadFiles, BadMedia, few, usable
 from unisono.recipes.common.fingerprint import Keys
-from unisono.recipes.common.progress import Progress
+from unisono.recipes.common.progress import SAY_EVERY_S, bar, clock
 from unisono.recipes.common.whole_files import remove_leftovers
 
-_FORMAT = 1  # of what is kept; what has another one is not found
+_FORMAT = 2  # of what is kept; what has another one is not found
 _MB = 1_000_000
 _NAMED = 3  # in a message
 
@@ -245,10 +245,12 @@ class _Megabytes:
     """How much of all files has been read: the work in a video goes with its size."""
 
     def __init__(self, work: Work, sizes: dict[str, int], mine: Sequence[str]) -> None:
-        here, total = sum(sizes[key] for key in mine), sum(sizes.values())
-        self._progress = Progress(work, "MB of video to extract", -(-here // _MB), -(-total // _MB))
-        self._sizes, self._shares = sizes, dict.fromkeys(mine, 0.0)
-        self._told, self._since = 0, time.monotonic()
+        self._work, self._sizes, self._shares = work, sizes, dict.fromkeys(mine, 0.0)
+        self._here, self._total = (_megabytes(sum(sizes[key] for key in keys)) for keys in (mine, sizes))
+        self._begun = self._said = time.monotonic()
+        if mine:
+            share = f", {self._here:,} MB of it here" if self._here < self._total else ""
+            work.message(f"extracting {self._total:,} MB of video{share}")
 
     def reached(self, key: str, share: float) -> None:
         """So much of a file is read; each is read in one thread."""
@@ -256,16 +258,24 @@ class _Megabytes:
 
     def say(self) -> None:
         """Now and then."""
-        read = math.ceil(sum(self._sizes[key] * share for key, share in self._shares.items()) / _MB)
-        now = time.monotonic()
-        self._progress.done(read - self._told, now - self._since)
-        self._told, self._since = read, now
-        self._progress.say()
+        now, read = time.monotonic(), self._read()
+        if not read or now - self._said < SAY_EVERY_S:
+            return
+        self._said = now
+        left = (now - self._begun) / read * (self._here - read)
+        self._work.message(bar(read, self._here, left, " MB"))
 
     def end(self) -> None:
         """That was all."""
-        self.say()
-        self._progress.end()
+        if self._shares:
+            self._work.message(f"  {self._read():,} MB in {clock(time.monotonic() - self._begun)}")
+
+    def _read(self) -> int:
+        return _megabytes(sum(self._sizes[key] * share for key, share in self._shares.items()))
+
+
+def _megabytes(size: float) -> int:
+    return math.ceil(size / _MB)
 
 
 def _size(path: Path | None) -> int:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from unisono.recipes.clips.damage import Faults, decoded
 from unisono.recipes.clips.video import facts
 from unisono.recipes.common.bad_files import BadMedia
-from unisono.recipes.common.streams import decoded, opened, sound_of, video_of
+from unisono.recipes.common.streams import opened, sound_of, video_of
 
 if TYPE_CHECKING:
     from av.container import InputContainer
@@ -38,7 +39,7 @@ class Footage:
             stream = video_of(path, container)
             assert stream is not None
             self.fps = known.fps or 25.0
-            first: VideoFrame = next(decoded(container, stream, []))
+            first: VideoFrame = next(decoded(container, stream, Faults()))
             self.begin = float(first.time) if first.pts is not None else 0.0
             """The time in the file at which the video begins."""
             self.quarter_turns = round(first.rotation / 90) % 4
@@ -111,7 +112,7 @@ class Footage:
             stream = video_of(self.path, container)
             assert stream is not None
             self.seek(container, stream, start)
-            for number, frame in enumerate(decoded(container, stream, [])):
+            for number, frame in enumerate(decoded(container, stream, Faults())):
                 yield (float(frame.time) - self.begin if frame.pts is not None else number / self.fps), frame
 
     def picture(self, frame: VideoFrame, size: tuple[int, int] | None = None) -> NDArray[np.uint8]:
@@ -176,7 +177,7 @@ class Footage:
                 if before > 0 and stream is not None and stream.time_base:
                     container.seek(int(before / float(stream.time_base)), stream=stream)
                 resampler = av.AudioResampler(format="fltp", layout=layout, rate=rate)
-                for frame in decoded(container, stream, []):
+                for frame in decoded(container, stream, Faults()):
                     for part in resampler.resample(frame):
                         if part.pts is not None and part.time_base:
                             time = float(part.pts * part.time_base)

@@ -1,7 +1,7 @@
 // Seeks the whole video from the timeline. Without it, the links of the page open the video at the same places.
 const whole = document.getElementById("whole"), timeline = document.querySelector("svg[data-duration]");
 if (whole && timeline) {
-  const duration = Number(timeline.dataset.duration), width = timeline.viewBox.baseVal.width;
+  const duration = Number(timeline.dataset.duration);
   const head = timeline.querySelector(".head");
   let until = Infinity;
   const seek = (start, end) => {
@@ -25,7 +25,7 @@ if (whole && timeline) {
     });
   }
   whole.addEventListener("timeupdate", () => {
-    const place = (whole.currentTime / duration) * width;
+    const place = `${(100 * whole.currentTime) / duration}%`;
     head.setAttribute("x1", place);
     head.setAttribute("x2", place);
     head.setAttribute("visibility", "visible");

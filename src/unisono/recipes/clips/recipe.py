@@ -141,6 +141,11 @@ class Clips(Recipe):
             return labelled, self._read(config.eval_data_path, said)
         names = list(dict.fromkeys(each.name for each in labelled))  # all queries about a video are on one side
         number = config.num_eval if config.num_eval is not None else len(names) // _EVERY
+        if not number and config.num_eval is None:
+            said.append(
+                f"no video is held out, so nothing will tell how good the model is: one of {_EVERY} would be, and "
+                f"data_path has only {len(names)}; give --num_eval 1, or --eval_data_path with other labels"
+            )
         if number >= len(names):
             raise ConfigError(
                 f"num_eval {number}: data_path {config.data_path} has {len(names)} videos; some must be left"

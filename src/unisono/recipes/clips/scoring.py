@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from unisono.errors import UserError
+from unisono.recipes.clips.damage import Damage
 from unisono.recipes.clips.data import windows_of
 from unisono.recipes.clips.features import BUILTIN, FILES, STATS, model_of, read_blocks
 from unisono.recipes.clips.video import clips
@@ -38,6 +39,8 @@ class Scored:
     names: Sequence[str]
     duration: float
     has_sound: bool
+    damage: Damage | None = None
+    """What of it could not be read."""
 
 
 @torch.no_grad()
@@ -71,6 +74,7 @@ def score(recipe: Clips, model: Scorer, video: Path, device: torch.device | str)
         STATS,
         reading.duration,
         reading.has_sound,
+        reading.damage,
     )
 
 

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from unisono.recipes.clips.damage import Damage, Faults, decoded
+from unisono.recipes.clips.incomplete import hint
 from unisono.recipes.common.bad_files import BadMedia
-from unisono.recipes.common.streams import FILMS, decoded, opened, sound_of, video_of
+from unisono.recipes.common.streams import FILMS, opened, sound_of, video_of
 
 if TYPE_CHECKING:
     from av.audio.frame import AudioFrame
@@ -55,13 +57,20 @@ def num_clips(duration: float, clip_seconds: float) -> int:
 
 def facts(path: Path) -> VideoFacts:
     """What a file holds; BadMedia where it cannot be read. Reads the header and one picture."""
+    try:
+        return _facts(path)
+    except BadMedia as error:
+        raise BadMedia(path, f"{error.what}{hint(path)}") from error
+
+
+def _facts(path: Path) -> VideoFacts:
     with opened(path) as container:
         stream, has_sound = video_of(path, container), sound_of(container) is not None
         if stream is None:
             if not has_sound:
                 raise BadMedia(path, "there is neither a picture nor sound in it that can be decoded")
             return VideoFacts((container.duration or 0) / 1e6, 0.0, 0, 0, has_sound, has_video=False)
-        first: VideoFrame | None = next(decoded(container, stream, []), None)
+        first: VideoFrame | None = next(decoded(container, stream, Faults()), None)
         if first is None:
             raise BadMedia(path, "there is not one picture in it that can be decoded")
         height, width = first.height, first.width
@@ -98,14 +107,15 @@ class Reading(Iterator[Clip]):
             raise BadMedia(path, "there is no video in it, only sound or a cover")
         self.duration = 0.0
         """Seconds: so far, and at the end those of the whole video."""
-        self.remark = ""
-        """What is wrong with the file, if anything; it has been read as far as it can be."""
+        self.damage: Damage | None = None
+        """What of it could not be read, once it has been read to its end."""
         self._path, self._seconds, self._num_frames = path, clip_seconds, frames_per_clip
         self._period = 1 / self.facts.fps if self.facts.fps else 0.04
         self._shrink = _Shrink(_in_proportion(self.facts, size) if isinstance(size, int) else size)
         self._sound = _Sound(path, sample_rate)
         self._begin = 0.0  # of the first picture, by the clock of the file
-        self._faults: list[str] = []
+        self._faults, self._broken = Faults(), ""  # packets that cannot be decoded; what ended it all
+        self._num_frames_told = self._num_decoded = 0
         self._clips = self._read()
 
     def __next__(self) -> Clip:
@@ -119,6 +129,11 @@ class Reading(Iterator[Clip]):
     def has_sound(self) -> bool:
         """Whether sound was found, so far."""
         return self._sound.found
+
+    @property
+    def remark(self) -> str:
+        """What is wrong with the file, if anything; it has been read as far as it can be."""
+        return f"{self._path} is {self.damage}" if self.damage else ""
 
     def _read(self) -> Generator[Clip]:
         frames: list[NDArray[np.uint8]] = []
@@ -135,7 +150,7 @@ class Reading(Iterator[Clip]):
                         number = wanted // self._num_frames
                         yield np.stack(frames), self._sound.clip(number - 1, self._seconds, self._begin)
                         frames.clear()
-            self.remark = self._judged()
+            self.damage = self._judged()
         finally:
             self._sound.close()
 
@@ -153,7 +168,7 @@ class Reading(Iterator[Clip]):
                 if time <= last[1]:  # it comes too late to be shown
                     continue
                 if time - last[1] > _LONGEST_STILL:
-                    self._faults.append(f"its times jump from {last[1]:.0f} s to {time:.0f} s")
+                    self._broken = f"its times jump from {last[1]:.0f} s to {time:.0f} s"
                     break
                 yield last[0], time
             last, self.duration = (picture, time), time
@@ -169,21 +184,35 @@ class Reading(Iterator[Clip]):
         try:
             with opened(self._path) as container:
                 stream = video_of(self._path, container)
+                self._num_frames_told = stream.frames if stream is not None else 0
                 for number, frame in enumerate(decoded(container, stream, self._faults)):
+                    self._num_decoded += 1
                     if not number and frame.pts is not None:
                         self._begin = frame.time
                     yield frame, number * self._period if frame.pts is None else frame.time - self._begin
         except BadMedia as error:  # what came before it is good
-            self._faults.append(error.what)
+            self._broken = error.what
 
-    def _judged(self) -> str:
+    def _judged(self) -> Damage | None:
         missing = self.facts.duration - self.duration
         # Where sound goes on, the pictures just end before it.
         cut_off = missing > max(_MISSED, 0.02 * self.facts.duration) and self._sound.ended
-        if not self._faults and not cut_off:
-            return ""
-        what = f"is damaged ({self._faults[0]})" if self._faults else "is cut off"
-        return f"{self._path} {what}: {self.duration:.1f} s of {self.facts.duration:.1f} s can be read, and are used"
+        short = cut_off or (bool(self._broken) and missing > _ROUNDED)
+        lost = self._faults.number
+        # Decoders drop pictures that follow a fault without a word. Without a fault, fewer of them are meant.
+        if lost and not short:
+            lost = max(lost, self._num_frames_told - self._num_decoded)
+        damage = Damage(
+            self._broken or self._faults.first or self._sound.faults.first,
+            self.duration,
+            self.facts.duration if short else self.duration,
+            lost,
+            self._faults.any_frame,
+            self._num_frames_told,
+            self._sound.missing(self.duration),
+            self._sound.seconds,
+        )
+        return damage if damage else None
 
 
 class _Shrink:
@@ -206,6 +235,10 @@ class _Sound:
 
     def __init__(self, path: Path, rate: int) -> None:
         self.found, self.ended = False, False
+        self.faults = Faults()
+        self.seconds = 0.0
+        """Of the whole sound, as the file says; 0 where it does not."""
+        self._silent_from = math.inf  # seconds, where the file could be read no further
         self._path, self._rate = path, rate
         self._chunks: Generator[tuple[int, NDArray[np.float32]]] | None = None
         self._chunk: tuple[int, NDArray[np.float32]] | None = None
@@ -231,6 +264,10 @@ class _Sound:
             self._chunk = None
         return samples
 
+    def missing(self, duration: float) -> float:
+        """Seconds that could not be decoded, of those that belong to so many seconds of video."""
+        return self.faults.seconds + max(0.0, min(self.seconds or duration, duration) - self._silent_from)
+
     def close(self) -> None:
         if self._chunks is not None:
             self._chunks.close()
@@ -241,7 +278,9 @@ class _Sound:
         try:
             with opened(self._path) as container:
                 stream = sound_of(container)
-                for frame in self._resampled(decoded(container, stream, [])) if stream else ():
+                if stream and stream.duration and stream.time_base:
+                    self.seconds = float(stream.duration * stream.time_base)
+                for frame in self._resampled(decoded(container, stream, self.faults)) if stream else ():
                     samples = np.asarray(frame.to_ndarray(), dtype=np.float32).reshape(-1)
                     told = expected or 0 if frame.time is None else round((frame.time - begin) * self._rate)
                     # Rounded times must not tear holes into sound that goes on.
@@ -249,8 +288,9 @@ class _Sound:
                     start = expected if near and expected is not None else told
                     self.found, expected = True, start + len(samples)
                     yield start, np.nan_to_num(samples, posinf=0.0, neginf=0.0).clip(-1, 1)
-        except BadMedia:  # the rest is silent; pictures that are as broken will say so
-            return
+        except BadMedia as error:  # the rest is silent
+            self.faults.first = self.faults.first or error.what
+            self._silent_from = (expected or 0) / self._rate
 
     def _resampled(self, frames: Iterator[AudioFrame]) -> Iterator[AudioFrame]:
         import av

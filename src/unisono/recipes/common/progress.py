@@ -6,7 +6,7 @@ import time
 
 from unisono.engine.recipe import Work
 
-_SAY_EVERY_S = 5.0
+SAY_EVERY_S = 5.0
 _WIDE = 20
 
 
@@ -23,12 +23,10 @@ class Progress:
             self._begun = True
             share = f", {self._mine:,} of them here" if self._mine < self._total else ""
             self._work.message(f"{self._what}: {self._total:,}{share}")
-        elif self._done and time.monotonic() - self._last >= _SAY_EVERY_S:
+        elif self._done and time.monotonic() - self._last >= SAY_EVERY_S:
             self._last = time.monotonic()
             left = self._took / self._done * (self._mine - self._done)
-            full = round(_WIDE * self._done / self._mine)
-            bar = "█" * full + "·" * (_WIDE - full)
-            self._work.message(f"  {bar} {self._done:,} of {self._mine:,}, {clock(left)} left")
+            self._work.message(bar(self._done, self._mine, left))
 
     def done(self, pieces: int, seconds: float) -> None:
         """So many more, in so many seconds."""
@@ -39,6 +37,12 @@ class Progress:
         """That was all."""
         if self._begun:
             self._work.message(f"  {self._done:,} in {clock(self._took)}")
+
+
+def bar(done: int, total: int, left_s: float, unit: str = "") -> str:
+    """A line with a bar: how much is done, and how long the rest will take."""
+    full = round(_WIDE * done / total)
+    return f"  {'█' * full + '·' * (_WIDE - full)} {done:,} of {total:,}{unit}, {clock(left_s)} left"
 
 
 def clock(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""Opening a video that comes from anywhere: its streams, and their frames as far as they can be decoded.
+"""Opening a video that comes from anywhere: its streams, ready to be decoded.
 
 What cannot be read is a BadMedia that names the file, never a crash, a hang or a read of anything but the file itself.
 """
@@ -17,7 +17,6 @@ from unisono.recipes.common.bad_files import BadMedia, check_file, faults
 if TYPE_CHECKING:
     from av.audio.stream import AudioStream
     from av.container import InputContainer
-    from av.stream import Stream
     from av.video.stream import VideoStream
 
 FILMS = (".mp4", ".avi", ".mov", ".mkv", ".webm")
@@ -25,7 +24,6 @@ FILMS = (".mp4", ".avi", ".mov", ".mkv", ".webm")
 MOST_PIXELS = 2**27  # of one picture; a small file can claim any size
 # A playlist or a script that is called film.mp4 would make FFmpeg open whatever it names, also over the network.
 _FORMATS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg"
-_MOST_FAULTS = 100  # that are noted
 
 
 @contextmanager
@@ -63,17 +61,3 @@ def video_of(path: Path, container: InputContainer) -> VideoStream | None:
 def sound_of(container: InputContainer) -> AudioStream | None:
     """The first sound of a file; None where there is none that can be decoded."""
     return next((stream for stream in container.streams.audio if stream.codec_context is not None), None)
-
-
-def decoded(container: InputContainer, stream: Stream | None, faults: list[str]) -> Iterator[Any]:
-    """What a stream holds; packets that cannot be decoded are noted and passed over."""
-    import av
-
-    for packet in container.demux(stream) if stream is not None else ():
-        try:
-            frames = packet.decode()
-        except (av.error.InvalidDataError, av.error.PatchWelcomeError, UnicodeDecodeError) as error:
-            if len(faults) < _MOST_FAULTS:
-                faults.append(str(getattr(error, "strerror", None) or error))
-            continue
-        yield from frames
