@@ -605,6 +605,15 @@ def test_a_scheduler_that_would_do_nothing_is_refused(scheduler: Any, message: s
         make(config(), scheduler=scheduler)
 
 
+def test_a_batch_without_a_target_is_answered_before_the_model_sees_it() -> None:
+    data = [{"x": torch.randn(3), "answer": torch.tensor(1)} for _ in range(8)]
+    manager = MultiGPUTrainingManager(config())
+    loss = nn.functional.cross_entropy
+    trainer = manager.create_trainer(create_model(), data, loss_fn=loss)  # type: ignore[arg-type]
+    with pytest.raises(RecipeError, match="the batch has x, answer; call one of them labels"), trainer:
+        trainer.train_epoch(0)
+
+
 def test_data_that_cannot_be_read_by_number_are_refused() -> None:
     class Stream(IterableDataset[Any]):
         def __iter__(self) -> Any:

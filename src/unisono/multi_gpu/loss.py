@@ -27,6 +27,11 @@ _TARGETS = ("labels", "label", "targets", "target", "y")
 def loss_of(model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> Loss:
     """The loss of a batch, (inputs…, target) or a dict with `labels`; without a loss_fn one that fits the target."""
     inputs, named, target = _taken_apart(batch, keep_target=loss_fn is None)
+    if loss_fn is not None and target is None:
+        raise RecipeError(
+            f"loss_fn needs a target, and the batch has {', '.join(named) or 'nothing'}; call one of them labels, "
+            "target or y"
+        )
     output = model(*inputs, **named)
     if loss_fn is None and (own := _own_loss(output)) is not None:
         return summed(own, len_of(batch))
