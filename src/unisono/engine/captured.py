@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.data.lane import is_worth_a_lane
-from unisono.data.loader import place
+from unisono.data.lane import Lane, is_worth_a_lane
 from unisono.data.nested import leaves, mapped
 from unisono.data.resident import Rows
 from unisono.engine.guard import shape_of
@@ -54,12 +53,15 @@ class Captured:
                 return self._function(*inputs)
             self._record(kind, inputs)
         self._met.clear()
+        lane: Lane | None = None
         for static, given in zip(leaves(self._inputs), leaves(inputs), strict=True):
             if isinstance(static, Rows):
                 static.indices.copy_(given.indices, non_blocking=True)
             elif isinstance(static, Tensor):
-                worth = is_worth_a_lane(given, static.device)
-                static.copy_(place(given, static.device) if worth else given, non_blocking=True)
+                if is_worth_a_lane(given, static.device):
+                    lane = lane or Lane.on(static.device)
+                    given = lane.copied(given, given.dtype)
+                static.copy_(given, non_blocking=True)
         assert self._graph is not None and self._output is not None
         self._graph.replay()
         self.replayed = True
