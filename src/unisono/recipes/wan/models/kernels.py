@@ -129,6 +129,17 @@ def _gate_backward(dh, o, gate, do, sums, rows, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _turned(value, cosine, sine, token, width, head, way: tl.constexpr, BLOCK: tl.constexpr):
+    """Each pair of numbers turned by the token's angles, or back (`way` -1)."""
+    pair = tl.arange(0, BLOCK // 2)
+    at = token * head + 2 * pair % head
+    c = tl.load(cosine + at, mask=2 * pair < width, other=0.0)
+    s = way * tl.load(sine + at + 1, mask=2 * pair < width, other=0.0)
+    left, right = tl.split(tl.reshape(value, (BLOCK // 2, 2)))
+    return tl.reshape(tl.join(left * c - right * s, left * s + right * c), (BLOCK,))
+
+
+@triton.jit
 def _turn(
     x, weight, cosine, sine, y, rstd, stride, rows, tokens, width, head, eps,
     TURN: tl.constexpr, BLOCK: tl.constexpr,
@@ -142,12 +153,7 @@ def _turn(
     tl.store(rstd + row_of_part, scale)
     value *= scale * tl.load(weight + part * width + column, mask=there, other=0.0).to(tl.float32)
     if TURN:
-        pair = tl.arange(0, BLOCK // 2)
-        at = row % tokens * head + 2 * pair % head
-        c = tl.load(cosine + at, mask=2 * pair < width, other=0.0)
-        s = tl.load(sine + at + 1, mask=2 * pair < width, other=0.0)
-        left, right = tl.split(tl.reshape(value, (BLOCK // 2, 2)))
-        value = tl.reshape(tl.join(left * c - right * s, left * s + right * c), (BLOCK,))
+        value = _turned(value, cosine, sine, row % tokens, width, head, 1.0, BLOCK)
     tl.store(y + row_of_part * width + column, value.to(y.dtype.element_ty), mask=there)
 
 
@@ -177,12 +183,7 @@ def _turn_backward(
         for row in range(first, rows, step):
             gradient = tl.load(dy + row * width + column, mask=there, other=0.0).to(tl.float32)
             if TURN:
-                pair = tl.arange(0, BLOCK // 2)
-                at = row % tokens * head + 2 * pair % head
-                c = tl.load(cosine + at, mask=2 * pair < width, other=0.0)
-                s = tl.load(sine + at + 1, mask=2 * pair < width, other=0.0)
-                left, right = tl.split(tl.reshape(gradient, (BLOCK // 2, 2)))
-                gradient = tl.reshape(tl.join(left * c + right * s, right * c - left * s), (BLOCK,))
+                gradient = _turned(gradient, cosine, sine, row % tokens, width, head, -1.0, BLOCK)
             scale = tl.load(rstd + part.to(tl.int64) * rows + row)
             normed = tl.load(x + row * stride + column, mask=there, other=0.0).to(tl.float32) * scale
             sum_w += gradient * normed
