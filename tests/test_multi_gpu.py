@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import pickle
+import shutil
 import signal
 import socket
 import sys
@@ -474,6 +475,16 @@ def test_the_best_of_an_earlier_start_stays_the_best(capfd: pytest.CaptureFixtur
     capfd.readouterr()
     loop(4, "another.pth")
     assert "epoch 0 was passed by an earlier start" in capfd.readouterr().err and not Path("another.pth").exists()
+
+
+def test_train_names_no_checkpoint_that_is_not_there() -> None:
+    def trained(epochs: int) -> Any:
+        with make(config(output_dir="run"), optimizer=growing) as trainer:
+            return trainer.train(epochs, save_path=".")["checkpoint"]
+
+    assert trained(2) == trained(3) == "best_model.pth"
+    shutil.rmtree("best_model.pth")
+    assert trained(4) is None
 
 
 def growing(parameters: Any) -> torch.optim.Optimizer:

@@ -174,7 +174,7 @@ class OwnModel(Recipe):
 
     def _take_scheduler(self) -> None:
         own = self._given.scheduler
-        check_scheduler(own, self._given.optimizer)
+        _check_scheduler(own, self._given.optimizer)
         if own is None or hasattr(own, "step"):
             self._scheduler = own
             for scheduler in _all_in(own):
@@ -237,7 +237,7 @@ class OwnModel(Recipe):
             _fill(scheduler, state)
 
 
-def check_scheduler(own: Any, optimizer: Any) -> None:
+def _check_scheduler(own: Any, optimizer: Any) -> None:
     """Refuses one that would do nothing, or something else."""
     if isinstance(own, Optimizer):
         raise ConfigError(f"scheduler: {type(own).__name__} is an optimizer; give it as optimizer=")

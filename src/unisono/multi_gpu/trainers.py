@@ -176,7 +176,8 @@ class OwnTrainer:
             if loss < best:
                 best, best_epoch = loss, epoch
                 if save_path is not None:
-                    kept = self.save_checkpoint(epoch, Path(save_path, "best_model.pth"))
+                    path = self.save_checkpoint(epoch, Path(save_path, "best_model.pth"))
+                    kept = path if path.is_dir() else None  # of an epoch that was passed, and somebody took it away
         # Whoever gets the result may take the folder away, which a save under way still writes to.
         self._do(lambda engine: engine.finish_saves())
         return {
