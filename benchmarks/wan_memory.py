@@ -79,12 +79,13 @@ def size(config: Row, layers: int) -> tuple[int, int]:
     return counts[1] - counts[0], 2 * counts[0] - counts[1]
 
 
-def estimate(config: Row, tokens: int, lora: bool) -> float:
+def estimate(config: Row, tokens: int, lora: bool, recomputed: bool) -> float:
     """GiB that a case may take, to let so many run at a time as fit."""
-    width = config["num_attention_heads"] * config["attention_head_dim"]
+    width, layers = config["num_attention_heads"] * config["attention_head_dim"], config["num_layers"]
     block, rest = size(config, 1)
-    weights = (config["num_layers"] * block + rest) * (2 if lora else 16)
-    return (weights + config["num_layers"] * tokens * 2 * (20 * width + 3 * config["ffn_dim"])) / GIB + 2
+    weights = (layers * block + rest) * (2 if lora else 16)
+    each = tokens * 2 * (20 * width + 3 * config["ffn_dim"])
+    return (weights + (2 * each + layers * tokens * 2 * width if recomputed else layers * each)) / GIB + 2
 
 
 def write_data(folder: Path, batch: int, latent: tuple[int, ...], text_width: int) -> None:
@@ -109,12 +110,24 @@ def start(folder: Path, settings: Row) -> int:
             os.dup2(log.fileno(), 2)
             import unisono
 
+            _begin_at_once()
             _forget_first_peak()
             unisono.train("wan-flow", **settings)
     except BaseException:
         traceback.print_exc()
     finally:
         os._exit(1)
+
+
+def _begin_at_once() -> None:
+    """Weights of any value: to draw them takes longer than the steps, and no value needs more memory than another."""
+    import torch
+
+    def fill(tensor: Any, *_: Any, **__: Any) -> Any:
+        with torch.no_grad():
+            return tensor.fill_(1e-3)
+
+    torch.nn.init.kaiming_uniform_ = torch.nn.init.uniform_ = fill
 
 
 def _forget_first_peak() -> None:
@@ -215,7 +228,7 @@ def cases_in(scratch: Path, shapes: dict[str, tuple[int, int, int, int]], models
                     case = {"model": model, "shape": shape, "recompute": recompute, "layers": layers, "tokens": tokens}
                     case["turn"] = turn
                     case |= {"name": f"{model}, {shape}, recompute {recompute}, {layers} blocks", "folder": folder}
-                    case["estimate"] = estimate(config, tokens, bool(MODELS[model][1]))
+                    case["estimate"] = estimate(config, tokens, bool(MODELS[model][1]), bool(flags))
                     cases.append(case | {"settings": settings | flags | MODELS[model][1]})
     return sorted(cases, key=lambda case: (case["turn"], -case["estimate"]))
 
@@ -224,7 +237,10 @@ def finished(cases: list[Row], quick: bool) -> list[Row]:
     """A row for each model and shape: GiB of the whole model, on one GPU and sharded."""
     found = {(case["model"], case["shape"], case["recompute"], case["layers"]): case for case in cases}
     rows = []
-    for model, shape in dict.fromkeys((case["model"], case["shape"]) for case in cases):
+    measured = {(case["model"], case["shape"]) for case in cases}
+    for model, shape in ((model, shape) for model in MODELS for shape in SHAPES | QUICK_SHAPES):
+        if (model, shape) not in measured:
+            continue
         config = config_of(model, 30, quick)
         from unisono.recipes.wan.models.load import CONFIGS
 
@@ -307,7 +323,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--at_once", type=int, default=12)
     parser.add_argument("--models", default="", help="separated by / (default all)")
-    parser.add_argument("--room_gib", type=float, default=110, help="memory of the GPU to use")
+    parser.add_argument("--room_gib", type=float, default=120, help="memory of the GPU to use")
     parser.add_argument("--patience_s", type=float, default=1200)
     parser.add_argument("--keep", action="store_true", help="goes on with what an earlier call has measured")
     parser.add_argument("--quick", action="store_true", help="does it work? Never into results")

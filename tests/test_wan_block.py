@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from unisono.parallel.blocks import recompute_activations
+from unisono.recipes.wan.models import attention, fused
 from unisono.recipes.wan.models import block as our_block
-from unisono.recipes.wan.models import fused
+from unisono.recipes.wan.models.attention import use
 from unisono.recipes.wan.models.block import make_fast
 from unisono.recipes.wan.models.lora import TARGETS, add_lora
 from wan_models import SMALL, model
@@ -26,8 +28,8 @@ def fast_copy(plain: Any, together: bool = False) -> Any:
     fast = copy.deepcopy(plain)
     for block in fast.blocks:
         make_fast(block, ("cpu",))
-        for attention in (block.attn1, block.attn2) if together else ():
-            for layer in (attention.to_q, attention.to_k, attention.to_v):
+        for part in (block.attn1, block.attn2) if together else ():
+            for layer in (part.to_q, part.to_k, part.to_v):
                 layer.double()
     return fast
 
@@ -62,6 +64,21 @@ def plain_model(**changed: Any) -> Any:
         for parameter in made.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape))
     return made
+
+
+@pytest.mark.parametrize("name", ["auto", "math"])
+def test_attention_is_computed_by_the_kernel_that_was_chosen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, given = plain_model(), []
+    fast = fast_copy(plain)
+    use(name, fast)
+
+    def kernel(chosen: Any) -> Any:
+        given.append(chosen)
+        return sdpa_kernel(chosen)
+
+    monkeypatch.setattr(attention, "sdpa_kernel", kernel)
+    assert_same(fast, plain, torch.tensor([300.0, 700.0]))
+    assert given == ([] if name == "auto" else [SDPBackend.MATH] * 2 * len(fast.blocks))
 
 
 LEVELS = torch.tensor([100.0, 900.0])

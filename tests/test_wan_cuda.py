@@ -12,6 +12,7 @@ from diffusers import WanTransformer3DModel
 import unisono
 from many_runs import Run, many_runs
 from unisono.parallel.blocks import compile_blocks
+from unisono.recipes.wan.models.attention import use
 from unisono.recipes.wan.models.block import use_fast_blocks
 from wan_models import save_data, save_pipelines
 
@@ -60,6 +61,33 @@ def test_compiled_gradients_are_the_eager_ones(latent: tuple[int, ...], batch: i
         assert_same(gradients(model, latent, batch), eager)
     compile_blocks(model, list(model.blocks))
     assert_same(gradients(model, latent, batch), eager)
+
+
+@SHAPES
+@pytest.mark.parametrize("kernel", ["cudnn", "flash"])
+def test_a_kernel_by_name_is_given_what_torchs_own_choice_is_given(
+    latent: tuple[int, ...], batch: int, kernel: str
+) -> None:
+    """Diffusers copies queries, keys and values for cuDNN."""
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = WanTransformer3DModel(**BLOCKS)
+    eager = gradients(model, latent, batch)
+    use_fast_blocks(model)
+    compile_blocks(model, list(model.blocks))
+    peaks = []
+    for name in ("auto", kernel):
+        use(name, model)
+        gradients(model, latent, batch)
+        torch.cuda.reset_peak_memory_stats()
+        found = gradients(model, latent, batch)
+        peaks.append(torch.cuda.max_memory_allocated())
+        assert_same(found, eager)
+        del found
+    width = BLOCKS["num_attention_heads"] * BLOCKS["attention_head_dim"]
+    tokens = batch * latent[1] * latent[2] * latent[3] // 4
+    copy = tokens * width * 2  # bytes, of one of the three
+    assert peaks[1] < peaks[0] + copy, f"{(peaks[1] - peaks[0]) / copy:.1f} copies more"
 
 
 def test_kernels_compute_what_plain_torch_does_for_the_widths_of_every_wan() -> None:

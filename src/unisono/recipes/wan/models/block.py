@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from unisono.parallel.blocks import has_autograd_functions
 from unisono.recipes.wan.models import fused
+from unisono.recipes.wan.models.attention import attend
 
 _KEYS, _QUERIES = 128, 512  # of a program of attention's backward pass; and fewer are not worth a piece
 _BUSY = (0.65, 0.9)  # part of a GPU: with more there is nothing to gain, and with so much it is worth it
@@ -76,8 +77,6 @@ def _forward(block: Any, x: Tensor, text: Tensor, time: Tensor, angles: Any) -> 
 
 def _attention(attention: Any, x: Tensor, other: Tensor, angles: Any) -> tuple[Tensor, Tensor | None]:
     """What it says; and the bias of its last layer, if who uses that gives the bias its gradient."""
-    from diffusers.models.attention_dispatch import dispatch_attention_fn
-
     head = attention.inner_dim // attention.heads
     layers, norms = [attention.to_q, attention.to_k, attention.to_v], [attention.norm_q, attention.norm_k]
     if other is x:
@@ -85,10 +84,11 @@ def _attention(attention: Any, x: Tensor, other: Tensor, angles: Any) -> tuple[T
     else:
         parts = fused.turned(layers[:1], x, norms[:1], angles, head)
         parts += fused.turned(layers[1:], other, norms[1:], angles, head)
-    split: Any = [part.view(*part.shape[:2], attention.heads, head) for part in parts]
+    split = [part.view(*part.shape[:2], attention.heads, head) for part in parts]
     if other is not x and len(x) == 1:
         split = _in_pieces(split, _pieces(attention.heads, other.shape[1], _multiprocessors()))
-    said = dispatch_attention_fn(*split, backend=attention.processor._attention_backend).reshape(parts[0].shape)
+    query, key, value = split
+    said = attend(query, key, value, attention.processor._attention_backend).reshape(parts[0].shape)
     last, dropout = attention.to_out
     said, bias = fused.linear(last, said.type_as(parts[0]))
     return dropout(said), bias
