@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from wan_memory import COLUMNS, cell
+
 HERE = Path(__file__).resolve().parent
 README = HERE.parent / "README.md"
 RESULTS = HERE / "results"
@@ -237,17 +239,18 @@ def wan_memory() -> str:
     file = RESULTS / "wan_memory.json"
     if not file.exists():
         return ""
-    rows = json.loads(file.read_text())["rows"]
-    names = ["none", "every 2nd", "all", "none, fsdp", "every 2nd, fsdp", "all, fsdp"]
+    result = json.loads(file.read_text())
     lines = [
-        "**Memory**, GiB per GPU by how many blocks are recomputed, continued from runs of some blocks; "
-        "`fsdp` is calculated for 8 GPUs (how: [wan_memory.md](../benchmarks/results/wan_memory.md)):",
+        f"**Memory**, GiB per GPU ({', '.join(result['machine']['gpus'])}), by how many blocks are recomputed, without "
+        "the averaged weights (`--ema_decay 0`). Upright: two runs of some blocks, continued to all; *slanted*: "
+        f"predicted, because it is more than that GPU's {result['gpu_gib']:.1f} GiB or was not run (`fsdp` is for 8 GPUs; "
+        "how: [wan_memory.md](../benchmarks/results/wan_memory.md)):",
         "",
-        f"| model | shape | {' | '.join(names)} |",
-        "|---" * (len(names) + 2) + "|",
+        f"| model | shape | {' | '.join(COLUMNS)} |",
+        "|---" * (len(COLUMNS) + 2) + "|",
     ]
-    for row in rows:
-        cells = [f"{row[name]:.1f}" if row.get(name) else "" for name in names]
+    for row in result["rows"]:
+        cells = [cell(row, name, result["gpu_gib"]) for name in COLUMNS]
         lines.append(f"| {' | '.join([row['model'], row['shape'], *cells])} |")
     return "\n".join([*lines, "", ""])
 

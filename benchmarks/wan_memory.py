@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ RECOMPUTE = {"none": {}, "all": {"activation_checkpointing": True}}
 SAME = {"480x832x17": "480x832x17", "480x832x81": "480x832x81", "512x512x1, batch 16": "512x512x1"}  # in wan_step.json
 Row = dict[str, Any]
 GIB = 2**30
+COLUMNS = ["none", "every 2nd", "all", "none, fsdp", "every 2nd, fsdp", "all, fsdp"]
 PACKAGES = ["torch", "triton", "diffusers"]
 
 
@@ -233,38 +235,104 @@ def cases_in(scratch: Path, shapes: dict[str, tuple[int, int, int, int]], models
     return sorted(cases, key=lambda case: (case["turn"], -case["estimate"]))
 
 
+@dataclass(frozen=True)
+class Fullest:
+    """GiB at the two moments of a step at which memory is fullest."""
+
+    forward: float  # at the end of the forward pass: all is there that blocks keep for the backward pass
+    backward: float  # at the end of the backward pass: all gradients are there, and what one block keeps
+
+    @property
+    def peak(self) -> float:
+        return max(self.forward, self.backward)
+
+    def between(self, other: Fullest) -> Fullest:
+        return Fullest((self.forward + other.forward) / 2, (self.backward + other.backward) / 2)
+
+
+class Whole:
+    """Memory of a whole model for one shape, from cases with some of its blocks."""
+
+    def __init__(self, model: str, found: dict[tuple[str, str, str, int], Row], quick: bool) -> None:
+        from unisono.recipes.wan.models.load import CONFIGS
+
+        self.model, self.found, config = model, found, config_of(model, 30, quick)
+        self.layers, self.depths = CONFIGS[MODELS[model][0]]["num_layers"], MODELS[model][2]
+        self.width = config["num_attention_heads"] * config["attention_head_dim"]
+        self.block, rest = size(config, self.layers)
+        self.weights = self.layers * self.block + rest
+        self.is_trained = not MODELS[model][1]  # or a LoRA: its weights are few, all others lie in 16 bit
+        self.state, self.gradient = (12, 4) if self.is_trained else (2, 0)  # bytes per weight
+        self.copied = 2 if self.is_trained else 0  # by blocks that keep what they compute; not under fsdp
+
+    def failed(self, shape: str, recompute: str) -> str:
+        return next((case["failed"] for case in self._cases(shape, recompute) if case["failed"]), "")
+
+    def tokens(self, shape: str) -> int:
+        return int(self._cases(shape, "none")[0]["tokens"])
+
+    def on_one(self, shape: str, recompute: str) -> Fullest:
+        """On one GPU: what was measured, continued to all blocks; and what follows for the other moment."""
+        few, each = self._cases(shape, recompute)[0]["gib"], self._each(shape, recompute)
+        continued = few + (self.layers - self.depths[0]) * each
+        if not self.is_trained:
+            return Fullest(continued, 0)
+        with_gradients = (self.state + self.gradient) * self.block / GIB
+        if each < 1.01 * with_gradients:  # a block more is its gradients more
+            kept = self.layers * self._kept(shape, recompute) - self.gradient * self.weights / GIB
+            return Fullest(continued + kept, continued)
+        one_block = self._cases(shape, "all")[0]["gib"] - self._with_gradients(self.depths[0])
+        return Fullest(continued, self._with_gradients(self.layers) + one_block)
+
+    def sharded(self, shape: str, recompute: str) -> Fullest:
+        """By fsdp: weights, gradients and the optimizer's averages in 32 bit shared out, two blocks whole in 16 bit."""
+        one, away = self.on_one(shape, recompute), self.weights * (1 - 1 / GPUS) / GIB
+        copies = self.copied * self.layers * self.block / GIB if recompute == "none" else 0
+        two = 2 * self.block * 2 / GIB
+        forward = one.forward - self.state * away - copies + two
+        return Fullest(forward, one.backward - (self.state + self.gradient) * away + 2 * two)
+
+    def _cases(self, shape: str, recompute: str) -> list[Row]:
+        return [self.found[self.model, shape, recompute, depth] for depth in self.depths]
+
+    def _each(self, shape: str, recompute: str) -> float:
+        """GiB that a further block adds."""
+        few, more = self._cases(shape, recompute)
+        return float(more["gib"] - few["gib"]) / (self.depths[1] - self.depths[0])
+
+    def _with_gradients(self, layers: int) -> float:
+        weights = self.weights + (layers - self.layers) * self.block
+        return (self.state + self.gradient) * weights / GIB
+
+    def _kept(self, shape: str, recompute: str) -> float:
+        """GiB that a block keeps for the backward pass, where gradients hide it: its input, or by the largest shape."""
+        if recompute == "all":
+            return self.tokens(shape) * self.width * 2 / GIB
+        shapes = {shape for model, shape, *_ in self.found if model == self.model and not self.failed(shape, "none")}
+        largest = max(shapes, key=self.tokens)
+        copied = self.copied * self.block / GIB
+        each = self._each(largest, "none") - self.state * self.block / GIB - copied
+        return copied + each * self.tokens(shape) / self.tokens(largest)
+
+
 def finished(cases: list[Row], quick: bool) -> list[Row]:
     """A row for each model and shape: GiB of the whole model, on one GPU and sharded."""
     found = {(case["model"], case["shape"], case["recompute"], case["layers"]): case for case in cases}
-    rows = []
     measured = {(case["model"], case["shape"]) for case in cases}
-    for model, shape in ((model, shape) for model in MODELS for shape in SHAPES | QUICK_SHAPES):
-        if (model, shape) not in measured:
-            continue
-        config = config_of(model, 30, quick)
-        from unisono.recipes.wan.models.load import CONFIGS
-
-        layers, lora = CONFIGS[MODELS[model][0]]["num_layers"], bool(MODELS[model][1])
-        block, rest = size(config, layers)
-        row: Row = {"model": model, "shape": shape, "layers": layers, "weights": layers * block + rest}
-        depths = MODELS[model][2]
-        row["tokens"] = found[model, shape, "none", depths[0]]["tokens"]
-        for recompute in RECOMPUTE:
-            few, more = (found[model, shape, recompute, depth] for depth in depths)
-            if few["failed"] or more["failed"]:
-                row |= {recompute: None, f"{recompute}_failed": few["failed"] or more["failed"]}
-                continue
-            each = (more["gib"] - few["gib"]) / (depths[1] - depths[0])
-            row[recompute] = few["gib"] + (layers - depths[0]) * each
-        if row["none"] and row["all"]:
-            row["every 2nd"] = (row["none"] + row["all"]) / 2
-        for name in ("none", "every 2nd", "all"):
-            if row.get(name):
-                # Weights, gradients and AdamW's two averages in 32 bit are sharded; two blocks at a time are there
-                # whole, weights and gradients in 16 bit. Of a LoRA the frozen weights alone count, in 16 bit.
-                sharded = row["weights"] * (2 if lora else 16) * (1 - 1 / GPUS)
-                row[f"{name}, fsdp"] = row[name] - (sharded - 2 * block * (2 if lora else 4)) / GIB
-        rows.append(row)
+    rows = []
+    for model in dict.fromkeys(model for model in MODELS for known, _ in measured if known == model):
+        whole = Whole(model, found, quick)
+        for shape in (shape for shape in SHAPES | QUICK_SHAPES if (model, shape) in measured):
+            row: Row = {"model": model, "shape": shape, "layers": whole.layers, "weights": whole.weights}
+            row["tokens"] = whole.tokens(shape)
+            failed = {recompute: whole.failed(shape, recompute) for recompute in RECOMPUTE}
+            row |= {f"{recompute}_failed": told for recompute, told in failed.items() if told}
+            if not any(failed.values()):
+                for suffix, fullest in (("", whole.on_one), (", fsdp", whole.sharded)):
+                    none, all_ = (fullest(shape, recompute) for recompute in ("none", "all"))
+                    every = {"none": none, "every 2nd": none.between(all_), "all": all_}
+                    row |= {name + suffix: moments.peak for name, moments in every.items()}
+            rows.append(row)
     return rows
 
 
@@ -282,6 +350,14 @@ def check(rows: list[Row], file: Path) -> list[Row]:
     return found
 
 
+def cell(row: Row, name: str, gpu_gib: float) -> str:
+    """GiB; slanted, if that was not measured: in part recomputed, sharded, or more than the GPU has."""
+    if name not in row:
+        return f"FAILED: {row[f'{name}_failed']}".replace("|", " ") if f"{name}_failed" in row else ""
+    is_measured = name in RECOMPUTE and row[name] <= gpu_gib
+    return f"{row[name]:.1f}" if is_measured else f"*{row[name]:.1f}*"
+
+
 def table(result: Row) -> list[str]:
     lines = ["# Wan: the memory of a step", "", *depends_on(result)]
     run = dict.fromkeys(row["model"] for row in result["rows"])
@@ -289,15 +365,16 @@ def table(result: Row) -> list[str]:
     lines += [
         f"- Runs of some blocks of the real size ({told}), as `unisono train wan-flow` does by itself (bf16, compiled, "
         "fused AdamW), without the averaged weights (`--ema_decay 0`; they add 4 bytes per weight)",
-        "- **One GPU**: those two runs continued to all blocks. Every 2nd block recomputed (`--recompute_every 2`) is "
-        "the middle of none and all",
-        f"- **fsdp on {GPUS} GPUs** is calculated, not run: from the column for one GPU, with weights, gradients and "
-        "optimizer state shared out, and two blocks whole in 16 bit",
-    ]
-    lines.append(
+        "- **One GPU**: those two runs continued to all blocks. *Slanted* is predicted: what is more than this GPU has "
+        f"({result['gpu_gib']:.1f} GiB), every 2nd block recomputed (`--recompute_every 2`), and all of fsdp",
+        "- Memory is fullest at the end of the forward pass (12 bytes per weight, 2 more in blocks that are not "
+        "recomputed, and what blocks keep) or at the end of the backward pass (16 bytes per weight, and what one block "
+        "keeps); with every 2nd block recomputed there is half as much kept",
+        f"- **fsdp on {GPUS} GPUs**: the same with weights, gradients and optimizer state shared out, and two blocks "
+        "whole in 16 bit. Of a LoRA the frozen weights alone are counted, 2 bytes each",
         "- The first steps, in which the compiler tries out kernels, may need some hundred MiB more. Attention by "
-        "cuDNN, which is what `--attention auto` chooses on this GPU"
-    )
+        "cuDNN, which is what torch itself takes on this GPU",
+    ]
     if result.get("kept"):
         kept = result["kept"]
         lines.append(f"- {len(kept)} cases were measured by earlier calls with the same versions, from {kept[0]} on")
@@ -311,11 +388,18 @@ def table(result: Row) -> list[str]:
     lines += ["", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for row in result["rows"]:
         cells = [row["model"], row["shape"], f"{row['tokens']:,}"]
-        for name in ("none", "every 2nd", "all", "none, fsdp", "every 2nd, fsdp", "all, fsdp"):
-            failed = f"FAILED: {row[f'{name}_failed']}".replace("|", " ") if f"{name}_failed" in row else ""
-            cells.append(f"{row[name]:.1f}" if row.get(name) else failed)
+        cells += [cell(row, name, result["gpu_gib"]) for name in COLUMNS]
         lines.append(f"| {' | '.join(cells)} |")
     return [*lines, "", "GiB per GPU."]
+
+
+def write(folder: Path, result: Row, quick: bool) -> None:
+    """The rows that follow from the cases, and the page."""
+    result["rows"] = finished(result["cases"], quick)
+    result["check"] = check(result["rows"], RESULTS / "wan_step.json")
+    (folder / "wan_memory.json").write_text(json.dumps(result, indent=1) + "\n")
+    (folder / "wan_memory.md").write_text("\n".join(table(result)) + "\n")
+    print("\n".join(table(result)))
 
 
 def main() -> int:
@@ -326,17 +410,22 @@ def main() -> int:
     parser.add_argument("--room_gib", type=float, default=120, help="memory of the GPU to use")
     parser.add_argument("--patience_s", type=float, default=1200)
     parser.add_argument("--keep", action="store_true", help="goes on with what an earlier call has measured")
+    parser.add_argument("--again", action="store_true", help="measures nothing; rows and page anew from what was")
     parser.add_argument("--quick", action="store_true", help="does it work? Never into results")
     given = parser.parse_args()
     if given.quick and given.output.resolve() == RESULTS:
         parser.error("--quick needs --output, another folder than benchmarks/results")
+    if given.again:
+        result = json.loads((given.output / "wan_memory.json").read_text())
+        write(given.output, result, result["quick"])
+        return 0
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asks without CUDA, for what is forked later
     os.environ["OMP_NUM_THREADS"] = "1"  # threads do not live on in what is forked, and a dozen cases share the cores
     from diffusers import WanTransformer3DModel  # noqa: F401  # once, for all that are forked
 
     import unisono.recipes.wan_flow.recipe  # noqa: F401
 
-    result: Row = {
+    result = {
         "command": shlex.join(["python", "benchmarks/wan_memory.py", *without_folders(sys.argv[1:])]),
         "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         "quick": given.quick,
@@ -355,15 +444,14 @@ def main() -> int:
                 case |= {"gib": None, "failed": "", **same}
             result["kept"] = sorted({case["date"] for case in cases if case["gib"] is not None})
         measure(cases, given.room_gib, given.at_once, given.patience_s, so_far)
-        rows = finished(cases, given.quick)
+    import torch
+
     # Not before: it asks torch about GPUs, and what is forked from a process with CUDA has none.
     result |= {"machine": machine(), "versions": versions(PACKAGES)}
-    kept = ("model", "shape", "recompute", "layers", "gib", "failed")
-    result |= {"cases": [{name: case[name] for name in kept} for case in cases], "rows": rows}
-    result["check"] = check(rows, RESULTS / "wan_step.json")
-    (given.output / "wan_memory.json").write_text(json.dumps(result, indent=1) + "\n")
-    (given.output / "wan_memory.md").write_text("\n".join(table(result)) + "\n")
-    print("\n".join(table(result)))
+    result["gpu_gib"] = torch.cuda.mem_get_info()[1] / GIB if torch.cuda.is_available() else 0.0
+    kept = ("model", "shape", "recompute", "layers", "tokens", "gib", "failed")
+    result["cases"] = [{name: case[name] for name in kept} for case in cases]
+    write(given.output, result, given.quick)
     return int(any(case["failed"] for case in cases))
 
 

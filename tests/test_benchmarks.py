@@ -48,6 +48,64 @@ def test_the_readme_tells_what_was_measured_about_faults_and_nothing_else(tmp_pa
     assert "1 billion parameters (12 GB) on NVIDIA X" in second and "0.20 s, 1.0 % of the 20.0 s" in second
 
 
+@pytest.fixture()
+def memory() -> Any:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        import wan_memory
+
+        return wan_memory
+    finally:
+        sys.path.pop(0)
+
+
+@pytest.mark.parametrize("model", ["1.3B", "14B", "14B, LoRA of rank 32"])
+def test_memory_of_a_whole_wan_follows_from_two_of_its_depths(memory: Any, model: str) -> None:
+    """Cases of a machine that needs exactly so many bytes: weights, what blocks keep, and a block at work."""
+    config = memory.config_of(model, 30, False)
+    block, rest = memory.size(config, 1)
+    width, lora = config["num_attention_heads"] * config["attention_head_dim"], "LoRA" in model
+    state, gradient, copied = (2, 0, 0) if lora else (12, 4, 2)
+    layers = 30 if model == "1.3B" else 40
+    tokens = {"512x512x1": 1024, "480x832x17": 7800, "480x832x81": 32760}
+
+    def gib(shape: str, blocks: list[str], gpus: int = 1) -> float:
+        kept = {"none": 28 * tokens[shape] * width * 2, "all": tokens[shape] * width * 2}
+        kept["none"] += copied * block if gpus == 1 else 0
+        weights, work = (len(blocks) * block + rest) / gpus, 30 * tokens[shape] * width * 2
+        forward = state * weights + sum(kept[one] for one in blocks)
+        backward = (state + gradient) * weights
+        if gpus > 1:
+            forward, backward = forward + 4 * block, backward + 8 * block
+        return float(max(forward, 0 if lora else backward) + work) / 2**30
+
+    cases = [
+        {"model": model, "shape": shape, "recompute": recompute, "layers": depth, "tokens": count}
+        | {"failed": "", "gib": gib(shape, [recompute] * depth)}
+        for shape, count in tokens.items()
+        for recompute in ("none", "all")
+        for depth in memory.MODELS[model][2]
+    ]
+    for row in memory.finished(cases, False):
+        for name, blocks in (("none", ["none"]), ("all", ["all"]), ("every 2nd", ["none", "all"])):
+            whole = blocks * (layers // len(blocks))
+            assert row[name] == pytest.approx(gib(row["shape"], whole), rel=0.01), (row["shape"], name)
+            predicted = row[f"{name}, fsdp"]
+            assert predicted == pytest.approx(gib(row["shape"], whole, gpus=8), rel=0.02), (row["shape"], name)
+    cases[0] |= {"gib": None, "failed": "ran out of memory"}
+    first = memory.finished(cases, False)[0]
+    assert first["none_failed"] == "ran out of memory" and "none" not in first and "all, fsdp" not in first
+    assert memory.cell(first, "none", 100.0) == "FAILED: ran out of memory" and memory.cell(first, "all", 100.0) == ""
+
+
+def test_the_memory_table_is_what_follows_from_its_cases(memory: Any) -> None:
+    result = json.loads((ROOT / "benchmarks" / "results" / "wan_memory.json").read_text())
+    assert result["rows"] == memory.finished(result["cases"], False) and len(result["rows"]) == 16
+    first = result["rows"][0] | {"none": 21.3, "every 2nd": 21.25}
+    assert memory.cell(first, "none", 139.8) == "21.3" and memory.cell(first, "none", 20.0) == "*21.3*"
+    assert memory.cell(first, "every 2nd", 139.8) == "*21.2*"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # a minute on an idle machine
 def test_the_overhead_benchmark_compares_loops_that_train_the_same(tmp_path: Path) -> None:
