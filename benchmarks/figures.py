@@ -243,8 +243,8 @@ def wan_memory() -> str:
     lines = [
         f"**Memory**, GiB per GPU ({', '.join(result['machine']['gpus'])}), by how many blocks are recomputed, without "
         "the averaged weights (`--ema_decay 0`). Upright: two runs of some blocks, continued to all; *slanted*: "
-        f"predicted, because it is more than that GPU's {result['gpu_gib']:.1f} GiB or was not run (`fsdp` is for 8 GPUs; "
-        "how: [wan_memory.md](../benchmarks/results/wan_memory.md)):",
+        f"predicted, because it is more than that GPU's {result['gpu_gib']:.1f} GiB or was not run. `fsdp` is for 8 "
+        "GPUs (how: [wan_memory.md](../benchmarks/results/wan_memory.md)):",
         "",
         f"| model | shape | {' | '.join(COLUMNS)} |",
         "|---" * (len(COLUMNS) + 2) + "|",
