@@ -313,6 +313,18 @@ def test_the_choice_of_a_kernel_is_written_whole_or_not_at_all(tmp_path: Path, m
     assert json.loads(file.read_text())["kernel"] == "flash"
 
 
+@pytest.mark.parametrize("changed", [{"num_frames": 9}, {"num_frames": 1}, {"num_frames": 9, "no_cache": True}])
+def test_attention_is_measured_at_the_largest_sample(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]
+) -> None:
+    measured: list[int] = []
+    monkeypatch.setattr(attention.Kernel, "measure", lambda self, work, transformer, tokens: measured.append(tokens))
+    told = {"model_path": str(root / "2.1"), "dataset_path": str(root / "data"), "cache_dir": str(tmp_path / "cache")}
+    unisono.train("wan-flow", output_dir=str(tmp_path / "run"), **{**COMMON, **told, "max_steps": 1, **changed})
+    # Three times 2 x 2, of nine frames of 32 x 32; or once 2 x 4, of a picture of 32 x 64.
+    assert measured == [12 if changed["num_frames"] == 9 else 8]
+
+
 def test_losses_by_noise_level_are_in_tensorboard(root: Path, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -103,6 +103,11 @@ class FolderData:
             self.remarks += [remark for remark in data.remarks if remark not in self.remarks]
         return self._opened[split]
 
+    def most_tokens(self) -> int:
+        """Of a sample, in the transformer; after everybody's prepare()."""
+        there = self._open("train").shapes_there
+        return max(self._companions.geometry.tokens(shape) for shape in there)
+
     def text(self, caption: str) -> Tensor | None:
         """[text length, width] what the transformer gets for a caption that was named before; None without a cache."""
         cache = self._parts["train"]
@@ -145,6 +150,12 @@ class ShapesData:
         shapes = self._shapes[split]
         captions = {shapes.plan(index).caption for index in range(len(shapes))}
         return read(shapes, self._place(split), self._rows(captions))
+
+    def most_tokens(self) -> int:
+        """Of each sample, in the transformer."""
+        geometry, shapes = self._companions.geometry, self._shapes["train"]
+        side = shapes.size // geometry.space
+        return geometry.tokens((0, 1 + shapes.num_frames // geometry.time, side, side))
 
     def text(self, caption: str) -> Tensor:
         """[text length, width] what the transformer gets for a caption."""

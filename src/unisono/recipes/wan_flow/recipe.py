@@ -173,11 +173,8 @@ class WanFlow(WanRecipe):
         check_model(self)
         self._base = self._beside and self._beside.to_note(work)
         self._data.prepare(work)
-        geometry = self.companions.geometry
-        height, width = self.config.height or 480, self.config.width or 832
-        frames = 1 + self.config.num_frames // geometry.time
-        tokens = geometry.tokens((0, frames, height // geometry.space, width // geometry.space))
-        self.kernel.measure(work, self.transformer, tokens)
+        if not work.meet():
+            self.kernel.measure(work, self.transformer, self._data.most_tokens())
 
     @cached_property
     def _beside(self) -> LoraBase | None:

@@ -30,6 +30,7 @@ _PREFIX = "_native_"  # of these kernels' names in diffusers
 _NATIVE = {_PREFIX + name: kernel for name, kernel in KERNELS.items()}
 _TIMED = ("cudnn", "flash", "efficient")
 _TRIES = 5
+_BUSY = 8192  # tokens: with fewer a GPU waits, and the kernel is chosen that is launched fastest
 _CLEARLY = 0.97  # another kernel than torch's own choice must need so much less time to be taken
 
 
@@ -119,7 +120,8 @@ def choose(times: dict[str, float]) -> str:
 
 def measure(heads: int, head_width: int, tokens: int, dtype: torch.dtype, device: str) -> dict[str, float]:
     """Milliseconds of attention forwards and backwards by each kernel that can compute it; `auto` is torch's choice."""
-    inside = [torch.randn(1, heads, tokens, head_width, device=device, dtype=dtype) for _ in range(3)]
+    samples = -(-_BUSY // tokens)
+    inside = [torch.randn(samples, heads, tokens, head_width, device=device, dtype=dtype) for _ in range(3)]
     for tensor in inside:
         tensor.requires_grad_()
     found = {}
