@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +221,54 @@ def test_every_step_index_between_all_strategies(
         assert largest_difference(run.weights(prefix=""), whole.weights(prefix="")) < 1e-10
 
 
+def test_a_start_without_a_folder_says_that_the_same_run_could_go_on(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = iter(f"runs/tiny-20260101-00000{number}" for number in range(9))
+    monkeypatch.setattr("unisono.engine.folders.default_folder", lambda recipe: next(names))
+
+    def said(**settings: Any) -> str:
+        capfd.readouterr()
+        unisono.train(Tiny, nproc=1, save_every=2, **{"max_steps": 4, **settings})
+        return " ".join(capfd.readouterr().err.split())
+
+    def is_told(words: str) -> bool:
+        return "is the same run, unfinished" in words
+
+    assert not is_told(first := said())
+    assert "done after step 4; its weights: unisono export runs/tiny-20260101-000000 FOLDER" in first
+    assert not is_told(said())  # that one is done
+    events = Path("runs/tiny-20260101-000001/events.jsonl")
+    events.write_text("".join(line for line in events.read_text().splitlines(True) if '"done"' not in line))
+    one = "runs/tiny-20260101-000001"
+    assert f"{one} is the same run, unfinished; to go on with it: --output_dir {one}" in said()
+    shutil.rmtree("runs/tiny-20260101-000002")
+    assert not is_told(said(max_steps=6))  # another run
+    assert not is_told(said(output_dir="elsewhere")) and not is_told(said(resume="never"))
+    shutil.rmtree("runs/tiny-20260101-000004")
+    lock = os.open(one, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    assert not is_told(said())  # it is under way
+    os.close(lock)
+    shutil.rmtree("runs/tiny-20260101-000005")
+    Path(one, "run.json").write_text("{")
+    assert not is_told(said())  # and nobody asked for a damaged one
+
+
+def test_what_takes_long_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: Any) -> None:
+    class Slow(Tiny):
+        def preview(self, model: Any, step: int) -> Any:
+            time.sleep(0.5)
+            return {"picture.txt": "drawn"}
+
+    monkeypatch.setattr("unisono.engine.watch._SLOW_S", 0.1)
+    unisono.train(Slow, nproc=1, max_steps=2, preview_every=2, output_dir=str(tmp_path / "slow"))
+    assert "step 2: drawing a preview" in capfd.readouterr().err
+    unisono.train(Tiny, nproc=1, max_steps=2, preview_every=2, output_dir=str(tmp_path / "fast"))
+    assert "drawing a preview" not in capfd.readouterr().err
+
+
 def test_a_run_says_what_it_is_too_short_for(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def said(folder: str = "run", **settings: Any) -> str:
         capfd.readouterr()
@@ -227,6 +279,8 @@ def test_a_run_says_what_it_is_too_short_for(tmp_path: Path, capfd: pytest.Captu
     assert "warmup_steps 30: the run has 20 steps and never reaches its learning rate; use --warmup_steps 2" in said(
         max_steps=20, warmup_steps=30
     )
+    one_epoch = said("one epoch", warmup_steps=999, max_steps=None)
+    assert "steps, one epoch, and warmup_steps is 999" in one_epoch and "--max_steps or --num_epochs" in one_epoch
     done = "all steps of this run are done (max_steps is 20, num_epochs None)"
     assert done in said(num_epochs=None)
     longer = said(max_steps=21, warmup_steps=21)

@@ -313,6 +313,20 @@ def test_the_choice_of_a_kernel_is_written_whole_or_not_at_all(tmp_path: Path, m
     assert json.loads(file.read_text())["kernel"] == "flash"
 
 
+@pytest.mark.parametrize("name", ["dataset_path", "eval_dataset_path"])
+def test_a_folder_that_is_not_there_is_named_before_a_model_is_fetched(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def fetch(*_: Any, **__: Any) -> None:
+        raise AssertionError("fetches a model")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    told = {"model_path": "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "dataset_path": str(root / "data")}
+    told |= {name: str(tmp_path / "nowhere"), "output_dir": str(tmp_path / "run")}
+    with pytest.raises(ConfigError, match=f"{name} .*nowhere: there is no such folder"):
+        unisono.train("wan-flow", **{**COMMON, **told})
+
+
 @pytest.mark.parametrize("changed", [{"num_frames": 9}, {"num_frames": 1}, {"num_frames": 9, "no_cache": True}])
 def test_attention_is_measured_at_the_largest_sample(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]

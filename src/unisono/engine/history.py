@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from unisono.checkpoint.find import list_steps
 from unisono.checkpoint.manifest import CheckpointError, read_manifest
 from unisono.config.resolve import Resolved
-from unisono.errors import UserError
-from unisono.observe.folder import RunFolder
+from unisono.errors import UnisonoError, UserError
+from unisono.observe.folder import EVENTS, RunFolder, is_held
 from unisono.settings import LaunchSettings, ParallelSettings
 
 # Where and how a run is carried out belongs to a start, not to the run.
@@ -19,6 +22,9 @@ _OF_THE_START -= {"sync_batch_norm", "find_unused_parameters"}  # these belong t
 _OF_THE_START |= {"output_dir", "resume", "batch_size", "gradient_accumulation_steps", "global_batch_size"}
 _OF_THE_START |= {"micro_batch", "guard_steps", "inject"}
 _OF_THE_START |= {"num_workers", "prefetch_factor", "pin_memory"}
+
+_LOOKED_AT = 20  # runs
+_TURNS = ("start", "resume", "done")  # events: begun, begun again, at its end
 
 
 def record_of(resume: str) -> Mapping[str, Any] | None:
@@ -82,3 +88,22 @@ def changed(resolved: Resolved, record: Mapping[str, Any] | None, classes: Seque
     now = resolved.to_json()["values"]
     known = [name for name in record["config"] if name not in _OF_THE_START]
     return {name: [before[name], now[name]] for name in known if name in now and before[name] != now[name]}
+
+
+def unfinished(resolved: Resolved, recipe: str, classes: Sequence[type]) -> str | None:
+    """The newest run beside the folder that a start has chosen for itself, if it is the same and came to no end."""
+    folder = Path(resolved.values["output_dir"])
+    with suppress(OSError, UnisonoError, ValueError, KeyError, TypeError):  # nobody has asked for it
+        others = sorted(folder.parent.glob(f"{recipe.lower()}-*"), reverse=True)
+        for other in others[:_LOOKED_AT]:
+            record = RunFolder.read(other)
+            if record is None or record["recipe"] != recipe or changed(resolved, record, classes):
+                continue
+            return None if _has_ended(other) or not list_steps(other / "checkpoints") else str(other)
+    return None
+
+
+def _has_ended(folder: Path) -> bool:
+    """Whether the run in a folder is done, or under way."""
+    kinds = [json.loads(line)["kind"] for line in (folder / EVENTS).read_text().splitlines() if line.endswith("}")]
+    return is_held(folder) or next((kind for kind in reversed(kinds) if kind in _TURNS), "") == "done"

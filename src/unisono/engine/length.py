@@ -53,7 +53,12 @@ class Length:
         found = []
         if run.max_steps is not None and self.steps < run.max_steps:
             found.append(f"max_steps {run.max_steps} is not reached: num_epochs {run.num_epochs} is {self.steps} steps")
-        if warmup > self.steps:
+        if warmup > self.steps and run.max_steps is None and run.num_epochs is None:
+            found.append(
+                f"the run has {self.steps} steps, one epoch, and warmup_steps is {warmup}: it never reaches its "
+                "learning rate; say how long to train, by --max_steps or --num_epochs"
+            )
+        elif warmup > self.steps:
             found.append(
                 f"warmup_steps {warmup}: the run has {self.steps} steps and never reaches its learning rate; use "
                 f"--warmup_steps {self.steps // 10}"

@@ -33,7 +33,7 @@ from unisono.engine.checks import check_settings
 from unisono.engine.evaluate import Evaluation
 from unisono.engine.folders import default_folder, print_line, read_own, versions
 from unisono.engine.heap import kept_heap
-from unisono.engine.history import changed, continue_run, record_of
+from unisono.engine.history import changed, continue_run, record_of, unfinished
 from unisono.engine.length import Length, Result
 from unisono.engine.memory import remembered
 from unisono.engine.opening import opening
@@ -85,6 +85,7 @@ def run_session(kind: type[Recipe], resolved: Resolved, start: Start) -> Result:
         try:
             with StopRequest(world.launcher, start.job_folder) as stop:
                 session = Session(kind, resolved, start, stop, pulse)
+                session.note_unfinished()
                 folder = path = watchdog.run_folder = session.folder
                 watchdog.note = lambda kind, details: append_event(path, kind, **details)
                 result = session.run()
@@ -148,6 +149,14 @@ class Session:
             result = trainer.train()
             self._folder.event(result.status, step=result.step)
             return result
+
+    def note_unfinished(self) -> None:
+        """Where a start has chosen a folder of its own: says that the same run could go on."""
+        if self._record is not None or self._resolved.explicit("output_dir") or self._resolved.explicit("resume"):
+            return
+        other = self.main_decides(lambda: unfinished(self._resolved, self._name, (Settings, self._kind.Config)))
+        if other is not None:
+            self._remarks.append(f"{other} is the same run, unfinished; to go on with it: --output_dir {other}")
 
     @contextmanager
     def computing(self) -> Iterator[None]:

@@ -131,13 +131,15 @@ class Trainer:
             self._save()  # first: evaluation and preview are the recipe's code and may fail
         if not stopped:
             self._saver.let_finish(math.inf)
+            self._report_saves()
             stopped = self._evaluate_and_preview(last=True)
         self._report_saves(wait=True)
         self._saver.tidy(self.state.step)
         self._watch.close()
-        return Result(
-            self._folder.path, "stopped" if stopped else "done", self.state.step, dict(self.state.last_metrics)
-        )
+        folder, step = self._folder.path, self.state.step
+        if not stopped:
+            self._watch.message(f"done after step {step}; its weights: unisono export {folder} FOLDER")
+        return Result(folder, "stopped" if stopped else "done", step, dict(self.state.last_metrics))
 
     def _loop(self) -> bool:
         """Steps until the end; True when a signal ended it earlier."""
@@ -311,7 +313,8 @@ class Trainer:
 
     def _evaluate(self) -> dict[str, float | list[float]] | None:
         assert self._evaluation is not None
-        metrics = self._evaluation.run(self.state.step)
+        with self._watch.saying_if_slow(f"step {self.state.step}: evaluating"):
+            metrics = self._evaluation.run(self.state.step)
         self._note_bad(self._evaluation.bad, evaluating=True)
         if metrics:
             self.state.last_metrics |= {k: v for k, v in metrics.items() if not isinstance(v, list)}
@@ -329,7 +332,8 @@ class Trainer:
         found: Mapping[str, Any] | None = None
         try:
             # As in training: weights that are 16 bit (frozen ones, gathered ones) need inputs of their type.
-            with strategy.evaluating(), autocast(strategy.place.device, self.settings.precision):
+            computing = autocast(strategy.place.device, self.settings.precision)
+            with self._watch.saying_if_slow(f"step {step}: drawing a preview"), strategy.evaluating(), computing:
                 found = drawing.run(lambda: strategy.infer(lambda model: recipe.preview(model, step)))
         except LeftOut as why:
             self._folder.event("preview_left_out", step=step, rank=why.rank, error=str(why))

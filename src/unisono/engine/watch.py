@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
+from threading import Timer
 from typing import Any
 
 from unisono.cluster.agree import Agreement
@@ -18,6 +19,8 @@ from unisono.observe.straggler import Stragglers
 from unisono.observe.trackers import Tracker, open_trackers, points_of
 from unisono.parallel.strategy import Placement
 from unisono.settings import ObserveSettings
+
+_SLOW_S = 10.0
 
 
 class Watch:
@@ -76,6 +79,17 @@ class Watch:
     def message(self, text: str) -> None:
         """A line for the user, once (from the main rank)."""
         self._progress.message(text) if self._main else None
+
+    @contextmanager
+    def saying_if_slow(self, text: str) -> Iterator[None]:
+        """Around what may take long: says what is going on, where nothing else would tell it from a hang."""
+        timer = Timer(_SLOW_S, lambda: self.message(text))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def step_record(self, report: StepReport, num_samples: int, skipped: int) -> dict[str, Any]:
         """Writes down a logged step; every rank calls it, because each lends its timings."""

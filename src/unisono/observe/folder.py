@@ -53,6 +53,24 @@ def check_writable(path: str | Path) -> None:
             shutil.rmtree(probe, ignore_errors=True)
 
 
+def is_held(folder: Path) -> bool:
+    """Whether a run is writing to the folder now: it holds a lock on it."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    else:
+        return False
+    finally:
+        os.close(handle)
+
+
 def append_event(
     path: str | Path, kind: str, *, step: int | None = None, rank: int | None = None, **details: Any
 ) -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from unisono.errors import UserError
-from unisono.observe.folder import EVENTS, METRICS, RUN
+from unisono.observe.folder import EVENTS, METRICS, RUN, is_held
 from unisono.observe.report.lines import JsonLines
 from unisono.observe.report.series import Curves, Series, number
 from unisono.observe.report.timeline import Timeline
@@ -111,7 +109,7 @@ def read_run(folder: Path) -> Run:
     for line in event_lines:
         timeline.add(line)
     damaged = {METRICS: metric_lines.damaged + metrics.damaged, EVENTS: event_lines.damaged + timeline.damaged}
-    return Run(folder, record, metrics, timeline, damaged, running=_is_held(folder))
+    return Run(folder, record, metrics, timeline, damaged, running=is_held(folder))
 
 
 def _read_record(folder: Path) -> dict[str, Any]:
@@ -127,21 +125,3 @@ def _read_record(folder: Path) -> dict[str, Any]:
     if not isinstance(record, dict) or "recipe" not in record:
         raise UserError(f"{file} does not describe a run of unisono's; give the output_dir of a run")
     return record
-
-
-def _is_held(folder: Path) -> bool:
-    """Whether a run is writing to the folder now: it holds a lock on it."""
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # a file system without locks
-        return False
-    else:
-        return False
-    finally:
-        os.close(handle)

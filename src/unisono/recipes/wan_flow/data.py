@@ -23,6 +23,17 @@ TINY_SIZE = 32
 NUM_EVAL_SHAPES = 96  # four of each pair of colour and shape
 
 
+def check_there(config: Any) -> None:
+    """Refuses folders that are not there, before a model is fetched from afar."""
+    for name in ("dataset_path", "eval_dataset_path"):
+        path = getattr(config, name)
+        if path and path != SHAPES and not Path(path).expanduser().exists():
+            raise ConfigError(
+                f"{name} {path}: there is no such folder; put pictures and films with a text file each into one, or "
+                "try --model_config tiny --dataset_path shapes, which draws its own data"
+            )
+
+
 class FolderData:
     """Pictures and films of a folder, with what is held out for evaluation."""
 
@@ -52,14 +63,7 @@ class FolderData:
                 part.fill(work)
 
     def _sources(self, path: str, split: str, work: Work) -> list[Source]:
-        folder = Path(path).expanduser()
-        if not folder.exists():
-            name = "dataset_path" if split == "train" else "eval_dataset_path"
-            raise ConfigError(
-                f"{name} {path}: there is no such folder; put pictures and films with a text file each into one, or "
-                "try --model_config tiny --dataset_path shapes, which draws its own data"
-            )
-        sources = read_sources(folder, leave_out_bad=self._config.leave_out_bad, said=work.message)
+        sources = read_sources(Path(path).expanduser(), leave_out_bad=self._config.leave_out_bad, said=work.message)
         films = sum(source.media is not None and source.media.suffix.lower() in FILMS for source in sources)
         if films and self._config.num_frames == 1:
             many = "1 film is" if films == 1 else f"{films:,} films are"

@@ -167,9 +167,11 @@ class WanFlow(WanRecipe):
 
     def prepare(self, work: Work) -> None:
         """Encodes pictures, films and captions that are not in the cache yet, and finds the fastest kernel."""
+        from unisono.recipes.wan_flow.data import check_there
         from unisono.recipes.wan_flow.early import check_model
 
         self.prepared = work.folder  # also for those who call it by themselves
+        check_there(self.config)
         check_model(self)
         self._base = self._beside and self._beside.to_note(work)
         self._data.prepare(work)
