@@ -33,6 +33,8 @@ RESULTS = HERE / "results"
 sys.path.insert(0, str(ROOT / "src"))
 FIRST, STEPS = 2, 5  # steps whose peak does not count, and all
 GPUS = 8  # what the sharded columns are for
+COMMON_GIB, FREE_GIB, COMMON_GPUS = 79.0, 6.0, (1, 2, 8)  # of a GPU of 80 GB; to be left; and how many there are
+FLAGS = {"none": "", "every 2nd": "--activation_checkpointing --recompute_every 2", "all": "--activation_checkpointing"}
 LORA = {"lora_rank": 32}
 # name -> model_config, further settings, numbers of blocks: far from each other, and so many that all else is small
 MODELS: dict[str, tuple[str, dict[str, Any], tuple[int, int]]] = {
@@ -284,13 +286,33 @@ class Whole:
         one_block = self._cases(shape, "all")[0]["gib"] - self._with_gradients(self.depths[0])
         return Fullest(continued, self._with_gradients(self.layers) + one_block)
 
-    def sharded(self, shape: str, recompute: str) -> Fullest:
+    def sharded(self, shape: str, recompute: str, gpus: int) -> Fullest:
         """By fsdp: weights, gradients and the optimizer's averages in 32 bit shared out, two blocks whole in 16 bit."""
-        one, away = self.on_one(shape, recompute), self.weights * (1 - 1 / GPUS) / GIB
+        one, away = self.on_one(shape, recompute), self.weights * (1 - 1 / gpus) / GIB
         copies = self.copied * self.layers * self.block / GIB if recompute == "none" else 0
         two = 2 * self.block * 2 / GIB
         forward = one.forward - self.state * away - copies + two
         return Fullest(forward, one.backward - (self.state + self.gradient) * away + 2 * two)
+
+    def peak(self, shape: str, recompute: str, gpus: int = 1) -> float:
+        """GiB per GPU; of more than one, under fsdp. `recompute` may be "every 2nd" too."""
+        kinds = ("none", "all") if recompute == "every 2nd" else (recompute, recompute)
+        one, other = (self.sharded(shape, kind, gpus) if gpus > 1 else self.on_one(shape, kind) for kind in kinds)
+        return one.between(other).peak
+
+    def averages(self, gpus: int = 1) -> float:
+        """GiB of the averaged weights, of a LoRA next to nothing."""
+        return 4 * self.weights / gpus / GIB if self.is_trained else 0.0
+
+    def flags(self, shape: str, gpus: int) -> str:
+        """What to say so that a run fits on so many GPUs of the common size: what is fastest of all that does."""
+        for recompute, flags in FLAGS.items():
+            for shards in (1, gpus) if gpus > 1 else (1,):
+                needed = self.peak(shape, recompute, shards) + self.averages(shards)
+                if needed <= COMMON_GIB - FREE_GIB:
+                    said = " ".join(filter(None, ["--strategy fsdp" if shards > 1 else "", flags]))
+                    return f"`{said}`: {needed:.0f}" if said else f"{needed:.0f}"
+        return "no"
 
     def _cases(self, shape: str, recompute: str) -> list[Row]:
         return [self.found[self.model, shape, recompute, depth] for depth in self.depths]
@@ -328,12 +350,21 @@ def finished(cases: list[Row], quick: bool) -> list[Row]:
             failed = {recompute: whole.failed(shape, recompute) for recompute in RECOMPUTE}
             row |= {f"{recompute}_failed": told for recompute, told in failed.items() if told}
             if not any(failed.values()):
-                for suffix, fullest in (("", whole.on_one), (", fsdp", whole.sharded)):
-                    none, all_ = (fullest(shape, recompute) for recompute in ("none", "all"))
-                    every = {"none": none, "every 2nd": none.between(all_), "all": all_}
-                    row |= {name + suffix: moments.peak for name, moments in every.items()}
+                for suffix, gpus in (("", 1), (", fsdp", GPUS)):
+                    row |= {name + suffix: whole.peak(shape, name, gpus) for name in FLAGS}
+                row["fits"] = {str(gpus): whole.flags(shape, gpus) for gpus in COMMON_GPUS}
             rows.append(row)
     return rows
+
+
+def fits(rows: list[Row]) -> list[str]:
+    """The table of what to say on GPUs of 80 GB, for one sample at a time."""
+    lines = [f"| model | shape | {' | '.join(f'{gpus} × 80 GB' for gpus in COMMON_GPUS)} |"]
+    lines.append("|---" * (2 + len(COMMON_GPUS)) + "|")
+    for row in rows:
+        if "fits" in row and "batch" not in row["shape"]:
+            lines.append(f"| {' | '.join([row['model'], row['shape'], *row['fits'].values()])} |")
+    return lines
 
 
 def check(rows: list[Row], file: Path) -> list[Row]:
@@ -390,7 +421,14 @@ def table(result: Row) -> list[str]:
         cells = [row["model"], row["shape"], f"{row['tokens']:,}"]
         cells += [cell(row, name, result["gpu_gib"]) for name in COLUMNS]
         lines.append(f"| {' | '.join(cells)} |")
-    return [*lines, "", "GiB per GPU."]
+    lines += ["", "GiB per GPU.", "", "## What to say on GPUs of 80 GB", ""]
+    lines += [
+        f"One sample at a time on each, with the averaged weights, {FREE_GIB:.0f} GiB left free: flags, and GiB. "
+        "Predicted.",
+        "",
+        *fits(result["rows"]),
+    ]
+    return lines
 
 
 def write(folder: Path, result: Row, quick: bool) -> None:

@@ -122,16 +122,17 @@ def test_without_a_model_a_tiny_one_learns_built_in_shapes_and_that_is_said(know
         assert values["max_steps"] == TINY["max_steps"], "50 epochs were meant for another model"
         assert f"{TINY['max_steps']} steps at most" in said
     assert settings(known, "--num_epochs", 50, "--max_steps", 7)[0]["max_steps"] == 7
-    for words, samples in {
-        ("--batch_size", 1, "--num_epochs", 50): TINY["batch_size"],  # of one in a step it would learn nothing
-        ("--batch_size", 2): TINY["batch_size"],
-        ("--nproc", 2, "--batch_size", 16): None,
-        (): None,
-        ("--batch_size", 2, "--max_steps", 7): None,
-        ("--batch_size", 2, "--gradient_accumulation_steps", 2): None,
+    for words, is_few in {
+        ("--batch_size", 1, "--num_epochs", 50): True,
+        ("--batch_size", 2): True,
+        ("--nproc", 2, "--batch_size", 16): False,
+        (): False,
+        ("--batch_size", 2, "--max_steps", 7): True,
+        ("--batch_size", 2, "--gradient_accumulation_steps", 2): False,
     }.items():
         values, said = settings(known, *words)
-        assert values["global_batch_size"] == samples and ("a step takes 32 samples" in said) == bool(samples), words
+        assert values["global_batch_size"] is None, "what the user says is done"
+        assert ("shapes are learned with 32 samples in a step" in said) == is_few, words
     assert settings(known, "--num_epochs", 50, "--model_config", "tiny")[0]["max_steps"] is None, "it was asked for"
 
 

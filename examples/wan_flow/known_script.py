@@ -57,13 +57,12 @@ def completed(given: Sequence[str]) -> tuple[list[str], list[str]]:
         raise ConfigError("--use_ema and --ema_decay 0 contradict each other; leave one of them out")
     if not told.explicit("gpus") and not told.explicit("nproc"):
         words.append("--gpus=1")  # under a launcher it has no meaning: there each process has its GPU already
-    own_length = told.explicit("max_steps")
     if not told.values["model_path"] and not told.values["model_config"]:
         more, remarks = _without_a_model(told)
         words += more
         told = settings_of(words)
     if str(told.values["model_config"]).lower() == "tiny":
-        more, also = _for_the_tiny_model(told, own_length)
+        more, also = _for_the_tiny_model(told)
         return words + more, remarks + also
     if not told.explicit("num_epochs") and not told.explicit("max_steps"):
         words.append(f"--num_epochs={NUM_EPOCHS}")
@@ -99,7 +98,7 @@ def _effective_batch(told: Resolved) -> int:
     return int(processes) * int(told.values["batch_size"])
 
 
-def _for_the_tiny_model(told: Resolved, own_length: bool) -> tuple[list[str], list[str]]:
+def _for_the_tiny_model(told: Resolved) -> tuple[list[str], list[str]]:
     """The user's data in its size if there are any, else the built-in shapes."""
     words: list[str] = []
     remarks: list[str] = []
@@ -110,9 +109,10 @@ def _for_the_tiny_model(told: Resolved, own_length: bool) -> tuple[list[str], li
         path = "shapes"
     if path == "shapes":
         enough = int(TINY["batch_size"])
-        if not own_length and _effective_batch(told) < enough:
-            words.append(f"--global_batch_size={enough}")
-            remarks.append(f"a step takes {enough} samples (--global_batch_size): of fewer they would not be learned")
+        if _effective_batch(told) < enough:
+            remarks.append(
+                f"shapes are learned with {enough} samples in a step, hardly with fewer: --batch_size {enough}"
+            )
     else:
         if not told.explicit("dataset_path"):
             words.append(f"--dataset_path={path}")

@@ -90,17 +90,20 @@ def changed(resolved: Resolved, record: Mapping[str, Any] | None, classes: Seque
     return {name: [before[name], now[name]] for name in known if name in now and before[name] != now[name]}
 
 
-def unfinished(resolved: Resolved, recipe: str, classes: Sequence[type]) -> str | None:
-    """The newest run beside the folder that a start has chosen for itself, if it is the same and came to no end."""
-    folder = Path(resolved.values["output_dir"])
+def unfinished(resolved: Resolved, recipe: str, classes: Sequence[type]) -> list[str]:
+    """Where a start has chosen its folder by itself: a remark, if the newest run of the same settings came to no end."""
+    if resolved.explicit("output_dir") or resolved.explicit("resume"):
+        return []
     with suppress(OSError, UnisonoError, ValueError, KeyError, TypeError):  # nobody has asked for it
-        others = sorted(folder.parent.glob(f"{recipe.lower()}-*"), reverse=True)
+        others = sorted(Path(resolved.values["output_dir"]).parent.glob(f"{recipe.lower()}-*"), reverse=True)
         for other in others[:_LOOKED_AT]:
             record = RunFolder.read(other)
             if record is None or record["recipe"] != recipe or changed(resolved, record, classes):
                 continue
-            return None if _has_ended(other) or not list_steps(other / "checkpoints") else str(other)
-    return None
+            if not _has_ended(other) and list_steps(other / "checkpoints"):
+                return [f"{other} is the same run, unfinished; to go on with it: --output_dir {other}"]
+            break
+    return []
 
 
 def _has_ended(folder: Path) -> bool:

@@ -74,13 +74,8 @@ def run_session(kind: type[Recipe], resolved: Resolved, start: Start) -> Result:
     with Watchdog(pulse, world, limits) as watchdog:
         place = find_placement(world, settings)
         find_s = limits.start_s or PATIENCE.total_seconds()
-        join(
-            world,
-            place.device,
-            alone=settings.parallel.strategy in ("ddp", "fsdp"),
-            timeout_s=find_s,
-            gloo=settings.launch.backend == "gloo",
-        )
+        alone, gloo = settings.parallel.strategy in ("ddp", "fsdp"), settings.launch.backend == "gloo"
+        join(world, place.device, alone=alone, timeout_s=find_s, gloo=gloo)
         watchdog.joined()
         try:
             with StopRequest(world.launcher, start.job_folder) as stop:
@@ -152,11 +147,9 @@ class Session:
 
     def note_unfinished(self) -> None:
         """Where a start has chosen a folder of its own: says that the same run could go on."""
-        if self._record is not None or self._resolved.explicit("output_dir") or self._resolved.explicit("resume"):
-            return
-        other = self.main_decides(lambda: unfinished(self._resolved, self._name, (Settings, self._kind.Config)))
-        if other is not None:
-            self._remarks.append(f"{other} is the same run, unfinished; to go on with it: --output_dir {other}")
+        if self._record is None:
+            classes = (Settings, self._kind.Config)
+            self._remarks += self.main_decides(lambda: unfinished(self._resolved, self._name, classes))
 
     @contextmanager
     def computing(self) -> Iterator[None]:
