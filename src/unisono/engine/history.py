@@ -91,7 +91,7 @@ def changed(resolved: Resolved, record: Mapping[str, Any] | None, classes: Seque
 
 
 def unfinished(resolved: Resolved, recipe: str, classes: Sequence[type]) -> list[str]:
-    """Where a start has chosen its folder by itself: a remark, if the newest run of the same settings came to no end."""
+    """Where a start has chosen its folder by itself: a remark, if the newest run of the same settings is unfinished."""
     if resolved.explicit("output_dir") or resolved.explicit("resume"):
         return []
     with suppress(OSError, UnisonoError, ValueError, KeyError, TypeError):  # nobody has asked for it
