@@ -24,6 +24,7 @@ from browser import Browser
 from test_report import Page
 from unisono.cli import seo
 from unisono.cli.main import main
+from unisono.errors import ConfigError
 from unisono.recipes.seo import fetching, looking
 from unisono.recipes.seo.checks import Check
 from unisono.recipes.seo.fetching import Fetcher, Unreadable
@@ -483,6 +484,15 @@ def test_redirects_on_the_same_host_are_followed_and_the_servers_encoding_is_tak
 def test_addresses_that_are_refused(url: str, said: str) -> None:
     with pytest.raises(Unreadable, match=said):
         Fetcher().get(url)
+
+
+def test_an_address_with_a_password_is_refused_without_repeating_it(tmp_path: Path) -> None:
+    listed = tmp_path / "pages.txt"
+    listed.write_text("http://a.example/\nhttp://bob:hunter2@a.example/\n")
+    for site in ("http://bob:hunter2@a.example/", str(listed)):
+        with pytest.raises(ConfigError, match="a name or a password") as refused:
+            open_site(site, Fetcher())
+        assert "hunter2" not in str(refused.value)
 
 
 def test_a_name_that_leads_into_the_local_network_is_refused(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,8 @@ from torch import nn
 from command_line import Ended, lines, unisono
 from unisono.checkpoint.export import load_whole
 from unisono.data.loader import place
-from unisono.errors import RecipeError
+from unisono.errors import RecipeError, UserError
+from unisono.observe.folder import RunFolder
 from unisono.parallel.blocks import recompute_activations
 from unisono.parallel.materialize import materialize
 from unisono.parallel.strategy import cast_weights
@@ -97,6 +101,66 @@ def test_going_back_sets_later_checkpoints_aside_and_going_on_stays_on_the_new_b
     new = load_whole(checkpoints / "step_00000006", "model.")
     assert not torch.equal(old["0.weight"], new["0.weight"])
     assert [line["step"] for line in lines(folder / "back")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_what_somebody_put_into_a_checkpoint_is_not_deleted(folder: Path) -> None:
+    flags = ["--save_every", "2", "--keep_last", "1", "--eval_every", "-1"]
+    assert train(folder, "notes", "--max_steps", "2", *flags).code == 0
+    (folder / "notes/checkpoints/step_00000002/notes.txt").write_text("precious")
+    assert train(folder, "notes", "--max_steps", "6", *flags).code == 0
+    names = sorted(path.name for path in (folder / "notes/checkpoints").iterdir())
+    assert names == ["step_00000002", "step_00000006"]
+    assert (folder / "notes/checkpoints/step_00000002/notes.txt").read_text() == "precious"
+
+
+@pytest.mark.parametrize(("closed", "words", "code"), [(">&-", "", 0), ("2>&-", "", 0), (">&-", "--max_steps nope", 2)])
+def test_a_closed_stream_changes_neither_the_run_nor_its_exit_code(
+    folder: Path, closed: str, words: str, code: int
+) -> None:
+    run = f"closed-{closed.replace('>&-', '')}-{code}"
+    train = f"-m unisono train trap.py:Trap --output_dir {run} --max_steps 3 --log_every 1 --eval_every -1 {words}"
+    ended = subprocess.run(
+        ["bash", "-c", f"exec {shlex.quote(sys.executable)} {train} {closed}"], cwd=folder, capture_output=True
+    )
+    assert ended.returncode == code, ended.stderr
+    assert len(lines(folder / run)) == (0 if code else 3)
+
+
+def test_odd_folders_are_answered_before_anything_begins(folder: Path) -> None:
+    home = folder / "home"
+    home.mkdir()
+    settings = folder / "home.yaml"
+    settings.write_text("output_dir: ~/runs/a\n")
+    words = ["train", "trap.py:Trap", "--max_steps", "1", "--eval_every", "-1"]
+    assert unisono(*words, "--config", settings, cwd=folder, HOME=str(home)).code == 0
+    assert (home / "runs/a/run.json").exists() and not (folder / "~").exists()
+    for name, said in (
+        ("~nobody-of-this-name/a", "no such user"),
+        (b"e_\xff".decode(errors="surrogateescape"), "UTF-8"),
+    ):
+        ended = unisono(*words, "--output_dir", name, cwd=folder)
+        assert ended.code == 2 and said in ended.err and len(ended.err.splitlines()) == 1, ended.err
+
+
+def test_a_record_of_odd_starts_is_gone_on_with(folder: Path) -> None:
+    assert train(folder, "odd", "--max_steps", "1", "--eval_every", "-1").code == 0
+    file = folder / "odd/run.json"
+    record = json.loads(file.read_text())
+    record["starts"][0]["resume"] = []
+    file.write_text(json.dumps(record))
+    assert train(folder, "odd", "--max_steps", "2", "--eval_every", "-1").code == 0
+
+
+def test_a_record_that_cannot_be_written_is_one_line_and_leaves_no_draft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("unisono.observe.folder.os.fsync", full)
+    with pytest.raises(UserError, match=r"run.json cannot be written \(No space left on device\); make room"):
+        RunFolder(tmp_path / "run").open({"recipe": "Trap"})
+    assert list((tmp_path / "run").iterdir()) == []
 
 
 @pytest.mark.parametrize(("names", "ranks"), [("later", 1), ("by_rank", 2)])

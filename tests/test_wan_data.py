@@ -67,6 +67,30 @@ def test_subfolders_are_read_in_the_order_of_the_names(tmp_path: Path) -> None:
     assert pairs(read_sources(tmp_path)) == [(name, name) for name in ("a/deep/er/x", "a/z", "b", "c.d/e.f")]
 
 
+def test_what_a_run_has_written_into_the_folder_is_no_data(tmp_path: Path) -> None:
+    for name in ("a", "runs/mine/previews/step_00000002_samples", "runs/other/b"):
+        put(tmp_path, f"{name}.png")
+    put(tmp_path, "a.txt", "mine")
+    put(tmp_path, "runs/other/b.txt", "mine too")
+    for name in ("run.json", "events.jsonl"):
+        put(tmp_path, f"runs/mine/{name}", "{}")
+    assert pairs(read_sources(tmp_path)) == [("a", "mine"), ("runs/other/b", "mine too")]
+
+
+@pytest.mark.parametrize(
+    ("table", "text"),
+    [
+        ("metadata.csv", "file_name,caption,Caption\na.mp4,x,y\n"),
+        ("metadata.jsonl", '{"file_name": "a.mp4", "caption": "x", "caption": "y"}\n'),
+        ("metadata.json", '[{"file_name": "a.mp4", "caption": "x", "caption": "y"}]'),
+    ],
+)
+def test_a_name_that_stands_there_twice_is_refused(clips: Path, table: str, text: str) -> None:
+    put(clips, table, text)
+    with pytest.raises(ConfigError, match="caption stands there 2 times"):
+        read_sources(clips)
+
+
 def test_an_empty_text_file_is_the_empty_caption_and_said(tmp_path: Path) -> None:
     put(tmp_path, "a.mp4")
     put(tmp_path, "a.txt", "\n")

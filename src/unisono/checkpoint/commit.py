@@ -25,6 +25,7 @@ from unisono.checkpoint.manifest import (
     FileEntry,
     Manifest,
     hash_file,
+    read_manifest,
     sync_folder,
     write_json,
 )
@@ -96,7 +97,8 @@ def commit(
 def prune(folder: Path, *, keep_last: int, committed: Path, identity: Mapping[str, Any]) -> None:
     """Deletes all but the `keep_last` newest checkpoints; the best one and the one just committed always stay.
 
-    What is not a complete checkpoint of this run neither counts nor is deleted: it may be somebody's.
+    What is not a complete checkpoint of this run neither counts nor is deleted: it may be somebody's. Nor is one
+    deleted into which somebody has put more than a save does.
     """
     if keep_last <= 0:
         return
@@ -107,8 +109,12 @@ def prune(folder: Path, *, keep_last: int, committed: Path, identity: Mapping[st
     if best is not None:
         keep.add(folder / step_folder(best["step"]))
     for path in complete:
-        if path not in keep and not path.is_symlink():  # a link is somebody's own arrangement
+        if path not in keep and not path.is_symlink() and _is_all_ours(path):  # a link is somebody's own arrangement
             discard(path)
+
+
+def _is_all_ours(checkpoint: Path) -> bool:
+    return set(os.listdir(checkpoint)) <= {MANIFEST, *read_manifest(checkpoint).files}
 
 
 def discard(path: Path) -> None:

@@ -42,16 +42,20 @@ def die_with_parent() -> None:
         os._exit(128 + signal.SIGKILL)
 
 
+def flush_streams() -> None:
+    """Brings out what was printed, where there is still somewhere to print to."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # AttributeError: closed before python began
+            stream.flush()
+
+
 def end_process(status: int) -> NoReturn:
     """Ends this process with `status`, also when a thread of somebody's would keep it, or its end would crash.
 
     A thread that is not a daemon keeps python from ending for ever; one that is still in C++ code (a save that was
     interrupted) makes it abort.
     """
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-    with contextlib.suppress(OSError, ValueError):
-        sys.stderr.flush()
+    flush_streams()
     if threading.active_count() == 1 and "torch" not in sys.modules:  # whose threads python does not count
         sys.exit(status)
     atexit._run_exitfuncs()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from unisono.cluster.lifetime import die_with_parent, end_process
+from unisono.cluster.lifetime import die_with_parent, end_process, flush_streams
 from unisono.cluster.signals import note_signals_early
 from unisono.cluster.stacks import write_stacks_on_signal
 
@@ -16,7 +16,6 @@ if __name__ == "__main__":
     write_stacks_on_signal(Path(os.environ["UNISONO_JOB"]), int(os.environ["RANK"]))
 
 import json
-import sys
 import traceback
 from dataclasses import asdict, replace
 from threading import Event
@@ -50,7 +49,7 @@ def main() -> int:
     else:
         write(folder, Outcome(status, rank=rank))
         return 0
-    sys.stderr.flush()
+    flush_streams()
     os._exit(1)  # not by way of destructors, which may wait for a peer that is gone
 
 

@@ -19,7 +19,7 @@ from unisono.devices import GpuLock, child_environment, take, visible_gpus
 from unisono.engine.checks import check_settings, machines
 from unisono.engine.recipe import Recipe
 from unisono.engine.registry import check_recipe, load_recipe, words_for
-from unisono.errors import EXIT_DONE, EXIT_STOPPED, TrainingFailed, TryAgain, UnisonoError, UserError
+from unisono.errors import EXIT_DONE, EXIT_STOPPED, ConfigError, TrainingFailed, TryAgain, UnisonoError, UserError
 from unisono.settings import Settings
 
 # torch is imported by whoever trains, not by whoever starts ranks or reads help.
@@ -77,6 +77,12 @@ def configure(
         aliases=kind.aliases,
         translate=kind.translate,
     )
+    for name in ("output_dir", "resume"):
+        if str(resolved.values[name] or "").startswith("~"):
+            place = os.path.expanduser(resolved.values[name])
+            if place.startswith("~"):
+                raise ConfigError(f"{name} {resolved.values[name]}: there is no such user; write the path in full")
+            resolved = resolved.with_values(resolved.sources[name], **{name: place})
     follow = {name: value for name, value in kind.presets(resolved.values).items() if not resolved.explicit(name)}
     return resolved.with_values("recipe", **follow) if follow else resolved
 

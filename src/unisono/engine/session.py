@@ -110,7 +110,7 @@ class Session:
         check_shared(path, start.world, self._agreement)
         here = self._record = self.main_decides(lambda: read_own(path))
         self._stored_batch = None if here is None else here.get("global_batch")
-        self._begun_from = {start.get("resume") for start in here.get("starts", [])} if here is not None else set()
+        self._begun_from = {str(start.get("resume")) for start in (here or {}).get("starts", [])}
         record = here or self.main_decides(lambda: record_of(resume))
         where = f"output_dir {path}" if here else f"resume {resume}"
         self._resolved = continue_run(resolved, record, self._name, (Settings, kind.Config), where, kind.fixed)

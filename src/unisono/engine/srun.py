@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+from unisono.cluster.lifetime import flush_streams
 from unisono.cluster.outcome import Kind, Outcome, first_cause, read_all, write
 from unisono.cluster.sbatch import EXIT_AGAIN, OUTCOMES
 from unisono.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USER_ERROR, TryAgain, UnisonoError, UserError
@@ -46,8 +47,7 @@ def with_outcome(train: Callable[[], int]) -> int:
             message = f"{type(error).__name__}: {message}"
         trace = "" if isinstance(error, UnisonoError) else traceback.format_exc()
         write(folder, Outcome(kind, message, rank, traceback=trace))
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_streams()
         os._exit(getattr(error, "exit_code", EXIT_FAILED))  # destructors may wait for a peer that is gone
     write(folder, Outcome("stopped" if code == EXIT_STOPPED else "done", rank=rank))
     return code

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from threading import Timer
 from typing import Any
 
 from unisono.cluster.agree import Agreement
+from unisono.cluster.lifetime import flush_streams
 from unisono.data.loader import MicroBatch
 from unisono.engine.step import StepReport
 from unisono.observe.folder import RunFolder
@@ -167,4 +167,4 @@ class Watch:
         self._progress.close()
         for tracker in self._trackers:
             tracker.close()
-        sys.stderr.flush()
+        flush_streams()

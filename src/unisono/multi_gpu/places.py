@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from unisono.errors import ConfigError
+from unisono.observe.folder import RUN
 
 
 def check_there(path: Path) -> None:
@@ -21,6 +22,8 @@ def check_place(folder: Path) -> None:
             f"{folder} is a file, and a checkpoint is a folder (safetensors and JSON); choose another name, or move "
             "the file away"
         )
+    if (folder.parent / RUN).exists() and folder.name == "checkpoints":
+        raise ConfigError(f"{folder} is where a run keeps its own checkpoints; choose another name")
     strange = [each.name for each in folder.iterdir() if not _is_ours(each.name)] if folder.is_dir() else []
     if strange:
         raise ConfigError(f"{folder} holds {sorted(strange)[0]}, which is no checkpoint; choose another name")

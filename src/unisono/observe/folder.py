@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
@@ -32,6 +33,10 @@ RUN, METRICS, EVENTS = "run.json", "metrics.jsonl", "events.jsonl"
 def check_writable(path: str | Path) -> None:
     """Says (UserError) if a run's folder could not be made or written at `path`; leaves nothing behind."""
     target = Path(os.path.abspath(path))
+    try:
+        str(target).encode()
+    except UnicodeEncodeError:
+        raise UserError(f"output_dir {path!r} is not UTF-8; choose another --output_dir") from None
     nearest = next(folder for folder in (target, *target.parents) if os.path.lexists(folder))
     if not nearest.is_dir():
         raise UserError(f"output_dir {path}: {nearest} is not a folder; choose another --output_dir")
@@ -306,11 +311,18 @@ def _is_upto(line: bytes, step: int, evaluated: bool) -> bool:
 def _replace(file: Path, chunks: Iterable[bytes]) -> None:
     """Writes `file` anew so that at any moment the old or the new one is there in full."""
     new = file.with_name(f".{file.name}.new")
-    with open(new, "wb") as out:
-        out.writelines(chunks)
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(new, file)
+    try:
+        with open(new, "wb") as out:
+            out.writelines(chunks)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(new, file)
+    except OSError as error:
+        with suppress(OSError):
+            new.unlink()  # it may have taken the last of the disk
+        raise UserError(
+            f"{file} cannot be written ({error.strerror}); make room, or choose another --output_dir"
+        ) from None
     folder = os.open(file.parent, os.O_RDONLY)
     try:
         os.fsync(folder)  # a crash of the machine may undo the rename otherwise

@@ -103,7 +103,7 @@ class Progress:
         try:
             self._stream.write(text)
             self._stream.flush()
-        except (OSError, ValueError):  # the terminal or the pipe is gone; the run goes on
+        except (OSError, ValueError, AttributeError):  # the terminal or the pipe is gone; the run goes on
             self._enabled = self._live = False
 
 

@@ -12,6 +12,9 @@ from pathlib import Path
 
 from unisono.config.values import shown
 from unisono.errors import ConfigError
+from unisono.observe.folder import EVENTS, RUN
+
+_OF_A_RUN = {RUN, EVENTS}  # what a run's folder has from its first step on
 
 
 class Outside(ConfigError):
@@ -35,10 +38,12 @@ class Tree:
         self._listings: dict[str, dict[str, os.DirEntry[str]]] = {}
 
     def walk(self) -> Iterator[str]:
-        """The files, folder by folder; links to folders are not followed."""
+        """The files, folder by folder; links to folders are not followed, and what runs have written is no data."""
         folders = [""]
         while folders:
             folder = folders.pop()
+            if folder and self._listing(folder).keys() >= _OF_A_RUN:
+                continue
             for name, entry in self._listing(folder).items():
                 path = f"{folder}/{name}" if folder else name
                 if entry.is_dir(follow_symlinks=False):

@@ -119,6 +119,8 @@ def _only_web(names: list[str], where: str) -> list[str]:
     for name in names:
         if not name.lower().startswith(("http://", "https://")):
             raise ConfigError(one_line(f"{where}: {name[:100]} is no http(s) address; leave out --fetch for files"))
+        if "@" in name.partition("://")[2].partition("/")[0]:
+            raise ConfigError(f"{where}: an address holds a name or a password; take it out: reports name addresses")
     return names
 
 

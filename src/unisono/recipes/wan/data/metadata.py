@@ -71,6 +71,7 @@ def _csv(tree: Tree, table: str) -> Iterator[Row]:
     reader = csv.reader((f"{line}\n" for _, line in tree.lines(table, _MOST_BYTES)), strict=True)
     try:
         header = [name.strip().lower() for name in next(reader, [])]
+        _refuse_twice(header, str(where))
         if not set(header) & set(_MEDIA) or not set(header) & set(_CAPTION):
             raise ConfigError(
                 f"{where}: its columns are {shown(', '.join(header))}; expected one of "
@@ -108,12 +109,24 @@ def _json(tree: Tree, table: str) -> Iterator[Row]:
 
 def _parsed(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=lambda pairs: _once(pairs, where))
     except json.JSONDecodeError as error:
         place = f" (line {error.lineno}, column {error.colno})" if error.lineno > 1 else f" (column {error.colno})"
         raise ConfigError(f"{where}: not proper JSON: {error.msg}{place}") from None
     except (ValueError, RecursionError) as error:  # a number of a million digits, a million brackets
         raise ConfigError(f"{where}: not proper JSON: {type(error).__name__}") from None
+
+
+def _once(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
+    _refuse_twice([name for name, _ in pairs], where)
+    return dict(pairs)
+
+
+def _refuse_twice(names: list[str], where: str) -> None:
+    """What stands there twice is read in different ways by different programs."""
+    twice = next((name for name in (*_MEDIA, *_CAPTION) if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"{where}: {twice} stands there {names.count(twice)} times; leave one of them")
 
 
 def _row(where: str, entry: Any) -> Row:
