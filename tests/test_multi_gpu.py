@@ -431,6 +431,16 @@ def test_a_checkpoint_goes_on_in_another_trainer_as_if_nothing_had_happened() ->
         assert other.get_performance_stats()["steps"] == 12
 
 
+def test_the_checkpoints_of_a_run_are_no_place_for_another_one() -> None:
+    with make(config(output_dir="run")) as trainer:
+        losses(trainer, 2)
+    before = sorted(path.name for path in Path("run/checkpoints").glob("step_*"))
+    kept = pytest.raises(UserError, match="where a run keeps its own checkpoints")
+    with make(config(output_dir="run")) as trainer, kept:
+        trainer.save_checkpoint(1, "run/checkpoints")
+    assert before and sorted(path.name for path in Path("run/checkpoints").glob("step_*")) == before
+
+
 def test_a_checkpoint_of_the_very_beginning_begins_again() -> None:
     with make(config()) as trainer:
         trainer.save_checkpoint(-1, "beginning")
