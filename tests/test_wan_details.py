@@ -139,6 +139,10 @@ def test_a_lora_goes_on_with_the_rank_of_its_file(root: Path, tmp_path: Path) ->
     values = {"model_config": None, "num_epochs": None, "lora_rank": 0, "lora_path": None}
     assert WanFlow.presets({**values, "lora_path": "x"}) == WanFlow.presets({**values, "lora_rank": 8}) != {}
     assert WanFlow.presets(values) == {}
+    tiny = {**values, "model_config": "tiny", "num_epochs": None, "dataset_path": "./dataset"}
+    assert WanFlow.presets(tiny)["num_previews"] == 24 and "max_steps" in WanFlow.presets(tiny)
+    assert "num_previews" not in WanFlow.presets({**tiny, "dataset_path": "mine"})
+    assert "max_steps" not in WanFlow.presets({**tiny, "num_epochs": 3})
 
 
 def test_a_lora_is_also_written_in_the_names_that_comfyui_knows(root: Path, tmp_path: Path) -> None:

@@ -56,8 +56,12 @@ class WanFlow(WanRecipe):
     def presets(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """What suits the tiny model on a CPU, and a LoRA."""
         if str(values["model_config"]).lower() == "tiny":
-            by_epochs = values["num_epochs"] is not None  # then the number of steps is the user's choice
-            return {name: value for name, value in settings.TINY.items() if not (by_epochs and name == "max_steps")}
+            left_out = set()
+            if values["num_epochs"] is not None:  # then the number of steps is the user's choice
+                left_out.add("max_steps")
+            if values["dataset_path"] not in (cls.Config.dataset_path, settings.TINY["dataset_path"]):
+                left_out.add("num_previews")  # of small pictures there are many
+            return {name: value for name, value in settings.TINY.items() if name not in left_out}
         return settings.LORA if values["lora_rank"] or values["lora_path"] else {}
 
     def __init__(self, config: Any) -> None:
