@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from wan_memory import COLUMNS, FREE_GIB, cell, fits
+from wan_fits import COLUMNS, FREE_GIB, cell, fits
 
 HERE = Path(__file__).resolve().parent
 README = HERE.parent / "README.md"
@@ -241,8 +241,9 @@ def wan_memory() -> str:
         return ""
     result = json.loads(file.read_text())
     lines = [
-        f"**Measured**: GiB per GPU ({', '.join(result['machine']['gpus'])}), by how many blocks are recomputed, "
-        "without the averaged weights (`--ema_decay 0`). Upright: two runs of some blocks, continued to all; "
+        f"**All shapes**: GiB per GPU ({', '.join(result['machine']['gpus'])}), by how many blocks are recomputed, "
+        "without the averaged weights (`--ema_decay 0`), one micro-batch in a step. Upright: two runs of some blocks, "
+        "continued to all; "
         f"*slanted*: predicted, because it is more than that GPU's {result['gpu_gib']:.1f} GiB or was not run. "
         "`fsdp` is for 8 GPUs (how: [wan_memory.md](../benchmarks/results/wan_memory.md)):",
         "",
@@ -252,8 +253,10 @@ def wan_memory() -> str:
     for row in result["rows"]:
         cells = [cell(row, name, result["gpu_gib"]) for name in COLUMNS]
         lines.append(f"| {' | '.join([row['model'], row['shape'], *cells])} |")
-    told = "Flags, and GiB per GPU (predicted; with the averaged weights, one sample at a time on each GPU, "
-    told += f"{FREE_GIB:.0f} GiB left free):"
+    told = (
+        "Flags, and GiB per GPU: predicted, with the averaged weights, one sample at a time on each GPU, any number of "
+    )
+    told += f"micro-batches in a step, {FREE_GIB:.0f} GiB left for CUDA, NCCL and fragments:"
     return "\n".join(["### What fits on 80 GB", "", told, "", *fits(result["rows"]), "", *lines, "", ""])
 
 

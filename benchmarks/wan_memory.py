@@ -13,6 +13,7 @@ one process, which has imported everything once. What is done so far is kept in 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import shlex
@@ -21,50 +22,34 @@ import sys
 import tempfile
 import time
 import traceback
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from machine import depends_on, machine, versions, without_folders
+from wan_fits import (
+    COLUMNS,
+    FREE_GIB,
+    GIB,
+    GPUS,
+    MODELS,
+    QUICK_SHAPES,
+    RECOMPUTE,
+    SHAPES,
+    Row,
+    cell,
+    config_of,
+    finished,
+    fits,
+    size,
+)
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 RESULTS = HERE / "results"
 sys.path.insert(0, str(ROOT / "src"))
 FIRST, STEPS = 2, 5  # steps whose peak does not count, and all
-GPUS = 8  # what the sharded columns are for
-COMMON_GIB, FREE_GIB, COMMON_GPUS = 79.0, 6.0, (1, 2, 8)  # of a GPU of 80 GB; to be left; and how many there are
-FLAGS = {"none": "", "every 2nd": "--activation_checkpointing --recompute_every 2", "all": "--activation_checkpointing"}
-LORA = {"lora_rank": 32}
-# name -> model_config, further settings, numbers of blocks: far from each other, and so many that all else is small
-MODELS: dict[str, tuple[str, dict[str, Any], tuple[int, int]]] = {
-    "1.3B": ("1.3b", {}, (6, 18)),
-    "TI2V-5B": ("ti2v-5b", {}, (4, 12)),
-    "14B, LoRA of rank 32": ("14b", LORA, (2, 8)),
-    "14B": ("14b", {}, (2, 6)),
-}
-# name -> batch, frames, height, width
-SHAPES = {
-    "512x512x1": (1, 1, 512, 512),
-    "512x512x1, batch 16": (16, 1, 512, 512),
-    "480x832x17": (1, 17, 480, 832),
-    "480x832x81": (1, 81, 480, 832),
-}
-QUICK_SHAPES = {"32x32x1": (1, 1, 32, 32)}
-RECOMPUTE = {"none": {}, "all": {"activation_checkpointing": True}}
 SAME = {"480x832x17": "480x832x17", "480x832x81": "480x832x81", "512x512x1, batch 16": "512x512x1"}  # in wan_step.json
-Row = dict[str, Any]
-GIB = 2**30
-COLUMNS = ["none", "every 2nd", "all", "none, fsdp", "every 2nd, fsdp", "all, fsdp"]
 PACKAGES = ["torch", "triton", "diffusers"]
-
-
-def config_of(model: str, layers: int, quick: bool) -> Row:
-    from unisono.recipes.wan.models.load import CONFIGS
-
-    config = dict(CONFIGS[MODELS[model][0]]) | {"num_layers": layers}
-    small = {"num_attention_heads": 2, "attention_head_dim": 12, "ffn_dim": 32, "text_dim": 32, "freq_dim": 32}
-    return config | (small if quick else {})
 
 
 def latent_of(model: str, shape: tuple[int, int, int, int], channels: int) -> tuple[int, int, int, int]:
@@ -72,21 +57,10 @@ def latent_of(model: str, shape: tuple[int, int, int, int], channels: int) -> tu
     return channels, 1 + (shape[1] - 1) // 4, shape[2] // space, shape[3] // space
 
 
-def size(config: Row, layers: int) -> tuple[int, int]:
-    """Weights of one block and of all else, counted on a model of no memory."""
-    import torch
-    from diffusers import WanTransformer3DModel
-
-    with torch.device("meta"):
-        one, two = (WanTransformer3DModel(**config | {"num_layers": number}) for number in (1, 2))
-    counts = [sum(part.numel() for part in model.parameters()) for model in (one, two)]
-    return counts[1] - counts[0], 2 * counts[0] - counts[1]
-
-
 def estimate(config: Row, tokens: int, lora: bool, recomputed: bool) -> float:
     """GiB that a case may take, to let so many run at a time as fit."""
     width, layers = config["num_attention_heads"] * config["attention_head_dim"], config["num_layers"]
-    block, rest = size(config, 1)
+    block, rest = size(config)
     weights = (layers * block + rest) * (2 if lora else 16)
     each = tokens * 2 * (20 * width + 3 * config["ffn_dim"])
     return (weights + (2 * each + layers * tokens * 2 * width if recomputed else layers * each)) / GIB + 2
@@ -147,6 +121,12 @@ def _forget_first_peak() -> None:
     register_optimizer_step_post_hook(count)
 
 
+def code() -> str:
+    """A fingerprint of unisono's own code: what other code needs is not what this needs."""
+    files = sorted((ROOT / "src").rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
 def ran_out(folder: Path) -> bool:
     file = folder / "run" / "events.jsonl"
     return file.exists() and any(json.loads(line)["kind"] == "oom" for line in file.read_text().splitlines())
@@ -155,7 +135,7 @@ def ran_out(folder: Path) -> bool:
 def keep(so_far: Path, cases: list[Row]) -> None:
     """Adds what was measured to the file, beside what other calls have measured."""
     found = json.loads(so_far.read_text()) if so_far.exists() else {}
-    mine = {"versions": versions(PACKAGES)}
+    mine = {"versions": versions(PACKAGES), "code": code()}
     for case in cases:
         if case.get("gib") is not None:
             found[case["name"]] = {"gib": case["gib"], "date": case["date"], **mine}
@@ -237,136 +217,6 @@ def cases_in(scratch: Path, shapes: dict[str, tuple[int, int, int, int]], models
     return sorted(cases, key=lambda case: (case["turn"], -case["estimate"]))
 
 
-@dataclass(frozen=True)
-class Fullest:
-    """GiB at the two moments of a step at which memory is fullest."""
-
-    forward: float  # at the end of the forward pass: all is there that blocks keep for the backward pass
-    backward: float  # at the end of the backward pass: all gradients are there, and what one block keeps
-
-    @property
-    def peak(self) -> float:
-        return max(self.forward, self.backward)
-
-    def between(self, other: Fullest) -> Fullest:
-        return Fullest((self.forward + other.forward) / 2, (self.backward + other.backward) / 2)
-
-
-class Whole:
-    """Memory of a whole model for one shape, from cases with some of its blocks."""
-
-    def __init__(self, model: str, found: dict[tuple[str, str, str, int], Row], quick: bool) -> None:
-        from unisono.recipes.wan.models.load import CONFIGS
-
-        self.model, self.found, config = model, found, config_of(model, 30, quick)
-        self.layers, self.depths = CONFIGS[MODELS[model][0]]["num_layers"], MODELS[model][2]
-        self.width = config["num_attention_heads"] * config["attention_head_dim"]
-        self.block, rest = size(config, self.layers)
-        self.weights = self.layers * self.block + rest
-        self.is_trained = not MODELS[model][1]  # or a LoRA: its weights are few, all others lie in 16 bit
-        self.state, self.gradient = (12, 4) if self.is_trained else (2, 0)  # bytes per weight
-        self.copied = 2 if self.is_trained else 0  # by blocks that keep what they compute; not under fsdp
-
-    def failed(self, shape: str, recompute: str) -> str:
-        return next((case["failed"] for case in self._cases(shape, recompute) if case["failed"]), "")
-
-    def tokens(self, shape: str) -> int:
-        return int(self._cases(shape, "none")[0]["tokens"])
-
-    def on_one(self, shape: str, recompute: str) -> Fullest:
-        """On one GPU: what was measured, continued to all blocks; and what follows for the other moment."""
-        few, each = self._cases(shape, recompute)[0]["gib"], self._each(shape, recompute)
-        continued = few + (self.layers - self.depths[0]) * each
-        if not self.is_trained:
-            return Fullest(continued, 0)
-        with_gradients = (self.state + self.gradient) * self.block / GIB
-        if each < 1.01 * with_gradients:  # a block more is its gradients more
-            kept = self.layers * self._kept(shape, recompute) - self.gradient * self.weights / GIB
-            return Fullest(continued + kept, continued)
-        one_block = self._cases(shape, "all")[0]["gib"] - self._with_gradients(self.depths[0])
-        return Fullest(continued, self._with_gradients(self.layers) + one_block)
-
-    def sharded(self, shape: str, recompute: str, gpus: int) -> Fullest:
-        """By fsdp: weights, gradients and the optimizer's averages in 32 bit shared out, two blocks whole in 16 bit."""
-        one, away = self.on_one(shape, recompute), self.weights * (1 - 1 / gpus) / GIB
-        copies = self.copied * self.layers * self.block / GIB if recompute == "none" else 0
-        two = 2 * self.block * 2 / GIB
-        forward = one.forward - self.state * away - copies + two
-        return Fullest(forward, one.backward - (self.state + self.gradient) * away + 2 * two)
-
-    def peak(self, shape: str, recompute: str, gpus: int = 1) -> float:
-        """GiB per GPU; of more than one, under fsdp. `recompute` may be "every 2nd" too."""
-        kinds = ("none", "all") if recompute == "every 2nd" else (recompute, recompute)
-        one, other = (self.sharded(shape, kind, gpus) if gpus > 1 else self.on_one(shape, kind) for kind in kinds)
-        return one.between(other).peak
-
-    def averages(self, gpus: int = 1) -> float:
-        """GiB of the averaged weights, of a LoRA next to nothing."""
-        return 4 * self.weights / gpus / GIB if self.is_trained else 0.0
-
-    def flags(self, shape: str, gpus: int) -> str:
-        """What to say so that a run fits on so many GPUs of the common size: what is fastest of all that does."""
-        for recompute, flags in FLAGS.items():
-            for shards in (1, gpus) if gpus > 1 else (1,):
-                needed = self.peak(shape, recompute, shards) + self.averages(shards)
-                if needed <= COMMON_GIB - FREE_GIB:
-                    said = " ".join(filter(None, ["--strategy fsdp" if shards > 1 else "", flags]))
-                    return f"`{said}`: {needed:.0f}" if said else f"{needed:.0f}"
-        return "no"
-
-    def _cases(self, shape: str, recompute: str) -> list[Row]:
-        return [self.found[self.model, shape, recompute, depth] for depth in self.depths]
-
-    def _each(self, shape: str, recompute: str) -> float:
-        """GiB that a further block adds."""
-        few, more = self._cases(shape, recompute)
-        return float(more["gib"] - few["gib"]) / (self.depths[1] - self.depths[0])
-
-    def _with_gradients(self, layers: int) -> float:
-        weights = self.weights + (layers - self.layers) * self.block
-        return (self.state + self.gradient) * weights / GIB
-
-    def _kept(self, shape: str, recompute: str) -> float:
-        """GiB that a block keeps for the backward pass, where gradients hide it: its input, or by the largest shape."""
-        if recompute == "all":
-            return self.tokens(shape) * self.width * 2 / GIB
-        shapes = {shape for model, shape, *_ in self.found if model == self.model and not self.failed(shape, "none")}
-        largest = max(shapes, key=self.tokens)
-        copied = self.copied * self.block / GIB
-        each = self._each(largest, "none") - self.state * self.block / GIB - copied
-        return copied + each * self.tokens(shape) / self.tokens(largest)
-
-
-def finished(cases: list[Row], quick: bool) -> list[Row]:
-    """A row for each model and shape: GiB of the whole model, on one GPU and sharded."""
-    found = {(case["model"], case["shape"], case["recompute"], case["layers"]): case for case in cases}
-    measured = {(case["model"], case["shape"]) for case in cases}
-    rows = []
-    for model in dict.fromkeys(model for model in MODELS for known, _ in measured if known == model):
-        whole = Whole(model, found, quick)
-        for shape in (shape for shape in SHAPES | QUICK_SHAPES if (model, shape) in measured):
-            row: Row = {"model": model, "shape": shape, "layers": whole.layers, "weights": whole.weights}
-            row["tokens"] = whole.tokens(shape)
-            failed = {recompute: whole.failed(shape, recompute) for recompute in RECOMPUTE}
-            row |= {f"{recompute}_failed": told for recompute, told in failed.items() if told}
-            if not any(failed.values()):
-                for suffix, gpus in (("", 1), (", fsdp", GPUS)):
-                    row |= {name + suffix: whole.peak(shape, name, gpus) for name in FLAGS}
-                row["fits"] = {str(gpus): whole.flags(shape, gpus) for gpus in COMMON_GPUS}
-            rows.append(row)
-    return rows
-
-
-def fits(rows: list[Row]) -> list[str]:
-    """The table of what to say on GPUs of 80 GB, for one sample at a time."""
-    lines = [f"| model | shape | {' | '.join(f'{gpus} × 80 GB' for gpus in COMMON_GPUS)} |"]
-    lines.append("|---" * (2 + len(COMMON_GPUS)) + "|")
-    for row in rows:
-        if "fits" in row and "batch" not in row["shape"]:
-            lines.append(f"| {' | '.join([row['model'], row['shape'], *row['fits'].values()])} |")
-    return lines
-
-
 def check(rows: list[Row], file: Path) -> list[Row]:
     """What wan_step.py measured of the whole 1.3B model, beside what follows from a few blocks."""
     if not file.exists():
@@ -381,14 +231,6 @@ def check(rows: list[Row], file: Path) -> list[Row]:
     return found
 
 
-def cell(row: Row, name: str, gpu_gib: float) -> str:
-    """GiB; slanted, if that was not measured: in part recomputed, sharded, or more than the GPU has."""
-    if name not in row:
-        return f"FAILED: {row[f'{name}_failed']}".replace("|", " ") if f"{name}_failed" in row else ""
-    is_measured = name in RECOMPUTE and row[name] <= gpu_gib
-    return f"{row[name]:.1f}" if is_measured else f"*{row[name]:.1f}*"
-
-
 def table(result: Row) -> list[str]:
     lines = ["# Wan: the memory of a step", "", *depends_on(result)]
     run = dict.fromkeys(row["model"] for row in result["rows"])
@@ -401,8 +243,13 @@ def table(result: Row) -> list[str]:
         "- Memory is fullest at the end of the forward pass (12 bytes per weight, 2 more in blocks that are not "
         "recomputed, and what blocks keep) or at the end of the backward pass (16 bytes per weight, and what one block "
         "keeps); with every 2nd block recomputed there is half as much kept",
-        f"- **fsdp on {GPUS} GPUs**: the same with weights, gradients and optimizer state shared out, and two blocks "
-        "whole in 16 bit. Of a LoRA the frozen weights alone are counted, 2 bytes each",
+        f"- **fsdp on {GPUS} GPUs**: the same with weights, gradients and optimizer state shared out; whole are the "
+        "weights in 32 bit, those outside blocks in 16 bit, and 10 bytes per weight of one block (its weights and "
+        "gradients, the next one's weights, the gradients of the one before). Of a LoRA the frozen weights alone are "
+        "counted, 2 bytes each",
+        "- One micro-batch in a step: with more (`--gradient_accumulation_steps`) all gradients lie there in the "
+        "forward pass too, 4 bytes per weight. ddp needs 4 bytes per weight more than one GPU alone",
+        "- GiB are those that torch has allocated. Fragments that it holds besides, CUDA and NCCL are not in them",
         "- The first steps, in which the compiler tries out kernels, may need some hundred MiB more. Attention by "
         "cuDNN, which is what torch itself takes on this GPU",
     ]
@@ -423,8 +270,9 @@ def table(result: Row) -> list[str]:
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "GiB per GPU.", "", "## What to say on GPUs of 80 GB", ""]
     lines += [
-        f"One sample at a time on each, with the averaged weights, {FREE_GIB:.0f} GiB left free: flags, and GiB. "
-        "Predicted.",
+        "One sample at a time on each, any number of micro-batches in a step, with the averaged weights, "
+        f"{FREE_GIB:.0f} GiB left for CUDA, NCCL and fragments: flags, and GiB. Predicted; without fsdp several GPUs "
+        "mean ddp.",
         "",
         *fits(result["rows"]),
     ]
@@ -478,9 +326,10 @@ def main() -> int:
             measured = json.loads(so_far.read_text())
             for case in cases:
                 before = measured.get(case["name"], {})
-                same = before if before.get("versions") == versions(PACKAGES) else {}
+                is_same = (before.get("versions"), before.get("code")) == (versions(PACKAGES), code())
+                same = before if is_same else {}
                 case |= {"gib": None, "failed": "", **same}
-            result["kept"] = sorted({case["date"] for case in cases if case["gib"] is not None})
+            result["kept"] = sorted(case["date"] for case in cases if case["gib"] is not None)
         measure(cases, given.room_gib, given.at_once, given.patience_s, so_far)
     import torch
 

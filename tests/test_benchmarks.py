@@ -61,22 +61,22 @@ def memory() -> Any:
 
 @pytest.mark.parametrize("model", ["1.3B", "14B", "14B, LoRA of rank 32"])
 def test_memory_of_a_whole_wan_follows_from_two_of_its_depths(memory: Any, model: str) -> None:
-    """Cases of a machine that needs exactly so many bytes: weights, what blocks keep, and a block at work."""
+    """Cases of a machine that needs exactly so many bytes: weights, what blocks keep, and a block at work.
+
+    Sharded models are held to what is really allocated, in the next test.
+    """
     config = memory.config_of(model, 30, False)
-    block, rest = memory.size(config, 1)
+    block, rest = memory.size(config)
     width, lora = config["num_attention_heads"] * config["attention_head_dim"], "LoRA" in model
     state, gradient, copied = (2, 0, 0) if lora else (12, 4, 2)
     layers = 30 if model == "1.3B" else 40
     tokens = {"512x512x1": 1024, "480x832x17": 7800, "480x832x81": 32760}
 
-    def gib(shape: str, blocks: list[str], gpus: int = 1) -> float:
-        kept = {"none": 28 * tokens[shape] * width * 2, "all": tokens[shape] * width * 2}
-        kept["none"] += copied * block if gpus == 1 else 0
-        weights, work = (len(blocks) * block + rest) / gpus, 30 * tokens[shape] * width * 2
+    def gib(shape: str, blocks: list[str]) -> float:
+        kept = {"none": 28 * tokens[shape] * width * 2 + copied * block, "all": tokens[shape] * width * 2}
+        weights, work = len(blocks) * block + rest, 30 * tokens[shape] * width * 2
         forward = state * weights + sum(kept[one] for one in blocks)
         backward = (state + gradient) * weights
-        if gpus > 1:
-            forward, backward = forward + 4 * block, backward + 8 * block
         return float(max(forward, 0 if lora else backward) + work) / 2**30
 
     cases = [
@@ -90,12 +90,31 @@ def test_memory_of_a_whole_wan_follows_from_two_of_its_depths(memory: Any, model
         for name, blocks in (("none", ["none"]), ("all", ["all"]), ("every 2nd", ["none", "all"])):
             whole = blocks * (layers // len(blocks))
             assert row[name] == pytest.approx(gib(row["shape"], whole), rel=0.01), (row["shape"], name)
-            predicted = row[f"{name}, fsdp"]
-            assert predicted == pytest.approx(gib(row["shape"], whole, gpus=8), rel=0.02), (row["shape"], name)
     cases[0] |= {"gib": None, "failed": "ran out of memory"}
     first = memory.finished(cases, False)[0]
     assert first["none_failed"] == "ran out of memory" and "none" not in first and "all, fsdp" not in first
     assert memory.cell(first, "none", 100.0) == "FAILED: ran out of memory" and memory.cell(first, "all", 100.0) == ""
+
+
+def test_memory_of_a_sharded_wan_is_what_is_allocated(memory: Any) -> None:
+    """Against steps of the real strategies on a Wan of a tenth of the width, with ranks that are not there."""
+    from wan_fits import Whole
+
+    def allocated(*words: object) -> float:
+        program = [sys.executable, str(ROOT / "tests" / "wan_memory_of.py"), *map(str, words)]
+        done = subprocess.run(program, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return float(done.stdout)
+
+    shape, frames, found = "480x832x17", 17, {}
+    for recompute in ("none", "all"):
+        for depth in (2, 4):
+            case = {"tokens": 7800, "failed": "", "gib": allocated("single", depth, recompute, frames)}
+            found["14B", shape, recompute, depth] = case
+    whole = Whole("14B", found, False)
+    whole.depths, whole.layers = (2, 4), 6
+    for recompute in ("none", "all"):
+        assert whole.peak(shape, recompute, 8) == pytest.approx(allocated("fsdp", 6, recompute, frames), abs=0.7)
 
 
 def test_the_memory_table_is_what_follows_from_its_cases(memory: Any) -> None:

@@ -154,7 +154,7 @@ def test_a_batch_is_placed_through_any_nesting() -> None:
 def test_only_large_plain_tensors_of_the_host_are_copied_beside_a_gpu_s_work() -> None:
     gpu, large = torch.device("cuda"), torch.empty(2**18)
     assert is_worth_a_lane(large, gpu)
-    for other in (large[:-1], torch.nn.Parameter(large), large.to("meta")):
+    for other in (large[:-1], torch.nn.Parameter(large), large.to("meta"), torch.eye(2**10).to_sparse()):
         assert not is_worth_a_lane(other, gpu)
     assert not is_worth_a_lane(large, torch.device("cpu"))
 

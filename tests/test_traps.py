@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from unisono.checkpoint.export import load_whole
 from unisono.data.loader import place
 from unisono.errors import RecipeError, UserError
 from unisono.observe.folder import RunFolder
+from unisono.parallel import blocks
 from unisono.parallel.blocks import recompute_activations
 from unisono.parallel.materialize import materialize
 from unisono.parallel.strategy import cast_weights
@@ -213,6 +215,36 @@ def test_blocks_of_a_kind_share_one_class_so_that_one_compilation_serves_all() -
     for block in blocks:
         recompute_activations(block)
     assert len({type(block) for block in blocks}) == 1 and type(blocks[0]) is not nn.Linear
+
+
+class Named(nn.Module):
+    """A block whose inputs come by name, one of them by a name that checkpoint has too."""
+
+    def forward(self, x: torch.Tensor, *, early_stop: float = 1.0, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return x * early_stop if mask is None else x * mask * early_stop
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_recomputed_blocks_get_what_they_are_given_by_name(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    block, x, mask = Named(), torch.ones(3, requires_grad=True), torch.tensor([1.0, 0.0, 2.0])
+    recompute_activations(block)
+    if compiled:
+        block.compile(backend="eager")
+    said = block(x, early_stop=3.0, mask=mask)
+    said.sum().backward()
+    assert said.tolist() == [3.0, 0.0, 6.0] and x.grad is not None and x.grad.tolist() == [3.0, 0.0, 6.0]
+    assert block(x, early_stop=2.0).tolist() == [2.0, 2.0, 2.0] and block(x=x).tolist() == [1.0, 1.0, 1.0]
+    seen: list[Any] = []
+    plain = blocks.checkpoint
+
+    def looking(function: Any, *given: Any, **more: Any) -> Any:
+        seen.append(([each for each in given if isinstance(each, torch.Tensor)], more))
+        return plain(function, *given, **more)
+
+    if not compiled:  # by the devices of what has no name, it knows whose random state to keep
+        monkeypatch.setattr(blocks, "checkpoint", looking)
+        block(x=x, mask=mask)
+        assert len(seen[0][0]) == 2 and seen[0][1] == {"use_reentrant": False}
 
 
 def test_compiled_and_recomputed_blocks_train_like_plain_ones() -> None:

@@ -2,7 +2,7 @@
 
 The host launches work ahead of the GPU. A batch that is copied in between waits for all that was launched before it;
 copied in a stream of its own it arrives meanwhile. Its memory can be used again only when the GPU has read it: so that
-no more than two batches are there, one more than that is copied in between after all.
+no more than three batches are there, one that would come after two in the lane is copied in between after all.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ _LARGE = 2**20  # bytes: less is copied faster than one changes streams
 
 def is_worth_a_lane(leaf: Tensor, device: torch.device) -> bool:
     """Whether a tensor should be copied to the device beside its work: plain, on the host, and large."""
-    return device.type == "cuda" and type(leaf) is Tensor and leaf.device.type == "cpu" and leaf.nbytes >= _LARGE
+    is_plain = type(leaf) is Tensor and leaf.layout is torch.strided and leaf.device.type == "cpu"
+    return device.type == "cuda" and is_plain and leaf.nbytes >= _LARGE
 
 
 class Lane:

@@ -67,7 +67,17 @@ def _recomputing(plain: type[nn.Module], compute: Any = None) -> type[nn.Module]
     def forward(self: nn.Module, *arguments: Any, **keywords: Any) -> Any:
         if not torch.is_grad_enabled():
             return compute(self, *arguments, **keywords)
-        return checkpoint(compute, self, *arguments, use_reentrant=False, **keywords)
+        if not keywords:
+            return checkpoint(compute, self, *arguments, use_reentrant=False)
+        # Not by their names: some are checkpoint's own, and it looks for tensors' devices, whose random state it keeps,
+        # only among what has none.
+        names = tuple(keywords)
+
+        def named(*given: Any) -> Any:
+            first = len(given) - len(names)
+            return compute(*given[:first], **dict(zip(names, given[first:], strict=True)))
+
+        return checkpoint(named, self, *arguments, *keywords.values(), use_reentrant=False)
 
     parts = {"forward": forward, "_unisono_plain": plain, "__module__": plain.__module__}
     return type(plain.__name__, (plain,), parts)

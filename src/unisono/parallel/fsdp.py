@@ -127,6 +127,7 @@ class FSDP(Strategy):
     def clear_gradients(self) -> None:
         """Frees the gradients."""
         super().clear_gradients()
+        self._on_every_rank = []
         for _, local in self.parameters:
             local.grad = None
 
