@@ -131,7 +131,6 @@ class Trainer:
             self._save()  # first: evaluation and preview are the recipe's code and may fail
         if not stopped:
             self._saver.let_finish(math.inf)
-            self._report_saves()
             stopped = self._evaluate_and_preview(last=True)
         self._report_saves(wait=True)
         self._saver.tidy(self.state.step)
