@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
@@ -14,6 +13,8 @@ from unisono.checkpoint.manifest import CheckpointError, read_manifest
 from unisono.config.resolve import Resolved
 from unisono.errors import UnisonoError, UserError
 from unisono.observe.folder import EVENTS, RunFolder, is_held
+from unisono.observe.report.lines import JsonLines
+from unisono.observe.report.timeline import Timeline
 from unisono.settings import LaunchSettings, ParallelSettings
 
 # Where and how a run is carried out belongs to a start, not to the run.
@@ -24,7 +25,6 @@ _OF_THE_START |= {"micro_batch", "guard_steps", "inject"}
 _OF_THE_START |= {"num_workers", "prefetch_factor", "pin_memory"}
 
 _LOOKED_AT = 20  # runs
-_TURNS = ("start", "resume", "done")  # events: begun, begun again, at its end
 
 
 def record_of(resume: str) -> Mapping[str, Any] | None:
@@ -108,5 +108,7 @@ def unfinished(resolved: Resolved, recipe: str, classes: Sequence[type]) -> list
 
 def _has_ended(folder: Path) -> bool:
     """Whether the run in a folder is done, or under way."""
-    kinds = [json.loads(line)["kind"] for line in (folder / EVENTS).read_text().splitlines() if line.endswith("}")]
-    return is_held(folder) or next((kind for kind in reversed(kinds) if kind in _TURNS), "") == "done"
+    timeline = Timeline()
+    for event in JsonLines(folder / EVENTS):
+        timeline.add(event)
+    return is_held(folder) or timeline.status == "done"
