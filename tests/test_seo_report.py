@@ -27,7 +27,7 @@ from unisono.cli.main import main
 from unisono.errors import ConfigError
 from unisono.recipes.seo import fetching, looking
 from unisono.recipes.seo.checks import Check
-from unisono.recipes.seo.fetching import Fetcher, Unreadable
+from unisono.recipes.seo.fetching import Fetcher, Unreadable, names_somebody
 from unisono.recipes.seo.report import Findings, PageFindings, write_report
 from unisono.recipes.seo.site import open_site
 
@@ -489,10 +489,11 @@ def test_addresses_that_are_refused(url: str, said: str) -> None:
 def test_an_address_with_a_password_is_refused_without_repeating_it(tmp_path: Path) -> None:
     listed = tmp_path / "pages.txt"
     listed.write_text("http://a.example/\nhttp://bob:hunter2@a.example/\n")
-    for site in ("http://bob:hunter2@a.example/", str(listed)):
+    for site in ("http://bob:hunter2@a.example/", "http://bob:hunter2@[::1/", str(listed)):
         with pytest.raises(ConfigError, match="a name or a password") as refused:
             open_site(site, Fetcher())
         assert "hunter2" not in str(refused.value)
+    assert not names_somebody("http://a.example?mail=bob@b.example") and names_somebody("http://:secret@a.example/")
 
 
 def test_a_name_that_leads_into_the_local_network_is_refused(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:

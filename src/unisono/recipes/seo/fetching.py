@@ -75,12 +75,20 @@ class Fetcher:
         return parts.getvalue()
 
 
+def names_somebody(url: str) -> bool:
+    """Whether an address holds the name or the password of somebody."""
+    try:
+        return urlsplit(url.strip()).username is not None
+    except ValueError:
+        return "@" in url
+
+
 def _clean(url: str) -> str:
     """The address with every sign allowed in a request; refuses what is no web address."""
     parts = urlsplit(url.strip())
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise Unreadable("no http(s) address")
-    if parts.username is not None or parts.password is not None:
+    if names_somebody(url):
         raise Unreadable("holds a name or a password; take it out")
     host = parts.hostname.encode("idna").decode()
     where = f"[{host}]" if ":" in host else host

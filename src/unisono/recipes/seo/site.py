@@ -19,7 +19,7 @@ from unisono.errors import ConfigError
 from unisono.recipes.common.tree import one_line
 from unisono.recipes.seo.data.lines import plain_suffix
 from unisono.recipes.seo.data.site import PAGES, addresses_in, pages_of
-from unisono.recipes.seo.fetching import Fetcher, Unreadable
+from unisono.recipes.seo.fetching import Fetcher, Unreadable, names_somebody
 
 if TYPE_CHECKING:
     from unisono.recipes.seo.onpage import Exists
@@ -119,7 +119,7 @@ def _only_web(names: list[str], where: str) -> list[str]:
     for name in names:
         if not name.lower().startswith(("http://", "https://")):
             raise ConfigError(one_line(f"{where}: {name[:100]} is no http(s) address; leave out --fetch for files"))
-        if "@" in name.partition("://")[2].partition("/")[0]:
+        if names_somebody(name):
             raise ConfigError(f"{where}: an address holds a name or a password; take it out: reports name addresses")
     return names
 
