@@ -83,9 +83,10 @@ class Watch:
     @contextmanager
     def saying_if_slow(self, text: str) -> Iterator[None]:
         """Around what may take long: says what is going on, where nothing else would tell it from a hang."""
-        timer = Timer(_SLOW_S, lambda: self.message(text))
+        timer = Timer(_SLOW_S, self.message, [text])
         timer.daemon = True
-        timer.start()
+        if self._main:
+            timer.start()
         try:
             yield
         finally:
