@@ -11,6 +11,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName
 from torch import Tensor, nn
 
 from unisono.data.noise import Noise
+from unisono.recipes.wan.models import attention
 from unisono.recipes.wan.models.attention import choose, use
 from unisono.recipes.wan.models.experts import Experts, range_of
 from unisono.recipes.wan.models.islands import full_precision_weights, keep_time_embedding_exact
@@ -210,6 +211,19 @@ def test_a_kernel_is_taken_only_if_it_is_clearly_faster_than_torchs_choice() -> 
     assert choose({"auto": 1.0, "cudnn": 0.99, "flash": 1.5}) == "auto"
     assert choose({"auto": 1.0, "cudnn": 0.9, "flash": 1.5}) == "cudnn"
     assert choose({"flash": 1.5}) == "flash" and choose({}) == "auto"
+
+
+@pytest.mark.parametrize(("tokens", "samples"), [(8, 1024), (1024, 8), (8192, 1), (32760, 1)])
+def test_kernels_are_timed_with_enough_to_do(tokens: int, samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def timed(inside: list[torch.Tensor], kernel: str) -> float:
+        seen.append((kernel, *inside[0].shape))
+        return 1.0
+
+    monkeypatch.setattr(attention, "_milliseconds", timed)
+    attention.measure(2, 4, tokens, torch.float32, "cpu")
+    assert seen == [(kernel, samples, 2, tokens, 4) for kernel in ("auto", "cudnn", "flash", "efficient")]
 
 
 @pytest.mark.parametrize("kernel", ["auto", "math"])
