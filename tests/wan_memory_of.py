@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import weakref
 from typing import Any
 
 import torch
@@ -79,8 +80,10 @@ def main(strategy: str, blocks: int, recompute: str, frames: int) -> float:
         found = made.gradients()
         made.norm(found)
         updater.step(found, torch.ones((), dtype=torch.float64), torch.zeros((), dtype=torch.float64))
+        gradients = [weakref.ref(gradient) for gradient in found]
         del found
         made.clear_gradients()
+        assert not any(gradient() is not None for gradient in gradients), "somebody keeps gradients"
 
     step()
     gc.collect()
