@@ -1,23 +1,23 @@
-# Two commands do everything on a fresh machine with python3 and make: `make demo` and `make test`.
-# Both build the environment in .venv first, and again only when pyproject.toml has changed.
+# `make demo` and `make test` work on a fresh machine with python3 and make.
+# All targets create the environment in .venv, and rebuild it only when pyproject.toml changes.
 
 PYTHON ?= python3
 # Two at a time: most tests wait for processes that start. loadfile: a file's tests share what they have made.
 PYTEST_ARGS ?= -n 2 --dist loadfile
 NOW := $(shell date +%Y%m%d-%H%M%S)
 DEMO_DIR ?= runs/demo-$(NOW)
-# All GPUs where there are any, otherwise two processes on the CPU.
+# All GPUs if there are any, otherwise two CPU processes.
 DEMO_DEVICES ?= $(if $(shell nvidia-smi --list-gpus 2>/dev/null),--gpus all,--nproc 2)
 
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint bench faults faults-quick setup clean
+.PHONY: help demo test test-slow lint docs bench faults faults-quick setup clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: .venv/.ready-dev ## Distil a learning algorithm in minutes: collect, train on all devices, play unseen goals, report
+demo: .venv/.ready-dev ## Train darkroom in minutes: collect histories, train on all devices, evaluate unseen goals, write a report
 	$(BIN)/unisono train darkroom --config examples/darkroom/demo.yaml $(DEMO_DEVICES) --output_dir "$(DEMO_DIR)"
 	@echo
 	@cat "$$(ls "$(DEMO_DIR)"/previews/*_in_context.txt | tail -n 1)"
@@ -29,7 +29,7 @@ demo: .venv/.ready-dev ## Distil a learning algorithm in minutes: collect, train
 test: lint ## Run everything a change must pass: ruff, mypy, import-linter, pytest (without the slow tests)
 	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
 
-test-slow: .venv/.ready-dev ## Run the tests that take minutes
+test-slow: .venv/.ready-dev ## Run the slow tests: larger forms of what `make test` checks
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 lint: .venv/.ready-dev ## Run ruff, mypy and import-linter
@@ -38,27 +38,32 @@ lint: .venv/.ready-dev ## Run ruff, mypy and import-linter
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+docs: .venv/.ready-dev ## Build the documentation site into site/ (open site/index.html)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "open site/index.html"
+
 bench: .venv/.ready-dev .venv/.ready-bench ## Compare the overhead with a hand-written loop, Accelerate and Lightning Fabric
 	$(BIN)/python benchmarks/overhead.py
 
-faults: .venv/.ready-dev ## Disturb runs by hundreds of real faults and compare what is left (about 40 minutes)
+faults: .venv/.ready-dev ## Inject hundreds of real faults into runs and compare the results (about 40 minutes)
 	$(BIN)/python benchmarks/faults.py --output benchmarks/results
 
-faults-quick: .venv/.ready-dev ## The same with a few faults of each kind (some minutes)
+faults-quick: .venv/.ready-dev ## The same with a few faults of each kind (a few minutes)
 	$(BIN)/python benchmarks/faults.py --quick
 
-setup: .venv/.ready-dev ## Make the environment in .venv
+setup: .venv/.ready-dev ## Create the environment in .venv
 
 clean: ## Remove .venv and caches; runs/ stays
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# torch and what depends on it come in one pip command, so that the range in pyproject.toml holds for all of them.
+# torch and its dependents are installed by one pip command, so that the version range in pyproject.toml applies to all.
 .venv/.ready-%: pyproject.toml | .venv/bin/pip
+	@echo "Installing unisono, torch and the other packages into .venv (several GB); this takes minutes"
 	$(BIN)/python -m pip install --quiet --editable ".[$*]"
 	@touch $@
 
-# pip is the last thing venv installs: where it is missing, the environment is missing or half made.
+# venv installs pip last: if it is missing, the environment is missing or incomplete.
 .venv/bin/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "unisono needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1); name another one: make PYTHON=python3.12 ..." >&2; \

@@ -1,14 +1,14 @@
-"""Does clips learn what no statistic tells, how fast is it, and how long may a video be?
+"""Does clips learn what simple statistics cannot tell, how fast is it, and how long can videos be?
 
     python benchmarks/clips.py learning              # two CPU ranks: the mirror set, three seeds, and controls
-    python benchmarks/clips.py harder                # the same in noise, until it fails
-    python benchmarks/clips.py extraction            # 1 and 2 workers, 1 and 2 processes, taking turns
-    python benchmarks/clips.py overhead              # a step beside a loop by hand, taking turns; --device cuda
-    python benchmarks/clips.py long                  # an hour of 1280 x 720: memory, and seconds for each minute
-    python benchmarks/clips.py learning --quick --output FOLDER    # does it work? The numbers mean nothing
+    python benchmarks/clips.py harder                # the same with increasing noise, until it fails
+    python benchmarks/clips.py extraction            # 1 and 2 workers, 1 and 2 processes, interleaved
+    python benchmarks/clips.py overhead              # step time next to a hand-written loop, interleaved; --device cuda
+    python benchmarks/clips.py long                  # an hour of 1280 x 720: memory, and seconds per minute of video
+    python benchmarks/clips.py learning --quick --output FOLDER    # smoke test; the numbers mean nothing
 
-learning: every run is `unisono train` as a user starts it, measured on held-out videos. In the mirror set a highlight
-and its decoy are mirror images of each other; the controls take away, one at a time, what could give it away.
+learning: every run is a plain `unisono train`, evaluated on held-out videos. In the mirror set a highlight and its
+decoy are mirror images of each other; each control removes one cue that could reveal the difference.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from typing import Any
 from gate import Rounds
 from machine import depends_on
 from overhead import Case, Variant, numbers_of
-from parts import ROOT, Parts, Row, kept, unisono
+from parts import ROOT, Parts, Row, unisono, verdict
 
 sys.path.insert(0, str(ROOT / "src"))
 PARTS = Parts("clips", ["torch", "av", "numpy"])
@@ -56,16 +56,16 @@ def say(*words: object) -> None:
 
 @dataclass(frozen=True)
 class MirrorSet:
-    """A mirror set; the plain one is what `--data_path mirror` makes by itself."""
+    """A variant of the mirror set; the default is what `--data_path mirror` generates."""
 
     pattern: str = "motion"
     noise: float = 0.0
     num_videos: int = 120
 
     def words(self, place: Path, quick: bool) -> list[str]:
-        """The flags that train on it; it is made if it is not there."""
-        from unisono.recipes.clips.settings import MIRROR
-        from unisono.recipes.clips.synthetic import make
+        """The flags that train on it; generates it if it does not exist."""
+        from unisono.recipes.clips.data.synthetic import make
+        from unisono.recipes.clips.settings import MIRROR_PRESETS
 
         number = 8 if quick else self.num_videos
         few = ["--num_epochs", "1"] if quick else []
@@ -75,12 +75,12 @@ class MirrorSet:
         for split, videos in (("train", number), ("eval", max(2, number // 4))):
             if not (folder / split).exists():
                 make(folder / split, videos, split=split, pattern=self.pattern, noise=self.noise)
-        told = {"data_path": folder / "train", "eval_data_path": folder / "eval", **MIRROR}
+        told = {"data_path": folder / "train", "eval_data_path": folder / "eval", **MIRROR_PRESETS}
         return [*(str(word) for name, value in told.items() for word in (f"--{name}", value)), *few]
 
 
 def train(name: str, given: argparse.Namespace, place: Path, words: list[str]) -> Row:
-    """Runs `unisono train clips`; what its last evaluation found."""
+    """Runs `unisono train clips`; returns the metrics of its last evaluation."""
     folder, started = place / f"run {name}", time.monotonic()
     words = ["train", "clips", *words]
     further = ["--log_every", "5", "--cache_dir", str(place / "cache"), "--output_dir", str(folder)]
@@ -108,12 +108,12 @@ def learning(given: argparse.Namespace, place: Path) -> Row:
     for seed in seeds:
         asked[f"seed {seed}, labels shuffled"] = (plain, 1, ["--seed", str(seed), "--shuffle_labels"])
     asked["no pattern: highlights go either way"] = (MirrorSet("none"), 1, [])
-    asked["pictures only"] = (plain, 1, ["--use", "frames"])
+    asked["frames only"] = (plain, 1, ["--use", "frames"])
     asked["sound only"] = (plain, 1, ["--use", "mel"])
     asked["pattern in the sound"] = (MirrorSet("sound"), 1, [])
-    asked["pattern in the sound, pictures only"] = (MirrorSet("sound"), 1, ["--use", "frames"])
+    asked["pattern in the sound, frames only"] = (MirrorSet("sound"), 1, ["--use", "frames"])
     asked["pattern in the sound, sound only"] = (MirrorSet("sound"), 1, ["--use", "mel"])
-    result["rows"] = {name: {"failed": "did not come to its turn"} for name in asked}
+    result["rows"] = {name: {"failed": "not run"} for name in asked}
     for name, (which, ranks, further) in asked.items():
         words = [*which.words(place, given.quick), "--nproc", str(ranks), "--global_batch_size", "4", *further]
         result["rows"][name] = {"ranks": ranks, **train(name, given, place, words)}
@@ -129,15 +129,16 @@ def apart(one: Row, two: Row) -> float:
 
 def learning_table(result: Row) -> list[str]:
     rows = result["rows"]
-    lines = ["# clips: what is learned from the mirror set", "", *depends_on(result)]
+    lines = ["# clips: learning the mirror set", "", *depends_on(result)]
     lines += [
-        "- 120 videos of 60 s to learn from, 30 others to measure with; 8 epochs, a batch of 4 videos whatever the "
-        "number of ranks; the last evaluation, not the best",
-        "- *no pattern*: the same set, but highlights go round either way, so that only calm clips can be told from "
-        "moving ones. *pattern in the sound*: tones that rise are highlights, and the motion says nothing.",
-        "- With shuffled labels, what is said of moving clips is more extreme than what is said of calm ones, for "
-        "highlights and decoys alike; so the best clip of a video is a highlight more often than one of all clips is "
-        "(0.2), while τ and ρ stay at 0.",
+        "- 120 training videos of 60 s and 30 held-out ones; 8 epochs, a batch of 4 videos on any number of ranks; "
+        "results of the last evaluation, not the best",
+        "- *no pattern*: the same set, but highlights move in either direction, so only clips with and without motion "
+        "can be told apart. *pattern in the sound*: rising tones are highlights, and the motion carries no "
+        "information.",
+        "- With shuffled labels, clips with motion get more extreme scores than clips without, for highlights and "
+        "decoys alike. So the top clip of a video is a highlight more often than a random clip (0.2), while τ and ρ "
+        "stay at 0.",
         "",
         f"| | ranks | {' | '.join(MEASURES)} | training | process |",
         "|---" * (len(MEASURES) + 4) + "|",
@@ -153,10 +154,10 @@ def learning_table(result: Row) -> list[str]:
         return lines
     for kind in BASELINES:
         cells = [f"{first[f'{measure}_{kind}']:.3f}" for measure in MEASURES]
-        lines.append(f"| without skill: {kind.replace('_', ' ')} | | {' | '.join(cells)} | | |")
+        lines.append(f"| baseline: {kind.replace('_', ' ')} | | {' | '.join(cells)} | | |")
     if result["quick"] or any(row["failed"] for row in rows.values()):
         return lines
-    return [*lines, "", "Asked for:", "", *learning_checks(result)]
+    return [*lines, "", "Targets:", "", *learning_checks(result)]
 
 
 def learning_checks(result: Row) -> Iterator[str]:
@@ -169,28 +170,27 @@ def learning_checks(result: Row) -> Iterator[str]:
     furthest = max(apart(rows[f"{seed}, 1 rank"], rows[f"{seed}, 2 ranks"]) for seed in seeds)
     best = max(BASELINES, key=lambda kind: first[f"mAP_{kind}"])
     nothing, deaf = rows["no pattern: highlights go either way"], rows["sound only"]
-    lame = rows["pattern in the sound, pictures only"]
+    lame = rows["pattern in the sound, frames only"]
     checks = {
         f"mAP at least {BARS['mAP']} in {len(trained) // 2} seeds on 1 and 2 ranks (lowest {min(trained):.3f})": (
             min(trained) >= BARS["mAP"]
         ),
-        "1 and 2 ranks train alike (losses of the first 40 steps differ by at most "
-        f"{furthest:.0e} of themselves)": furthest < 0.01,
-        f"shuffled labels at random level (highest {max(shuffled):.3f}, random {chance:.3f})": (
+        "1 and 2 ranks train the same (largest relative difference of the losses of the first 40 steps: "
+        f"{furthest:.0e})": furthest < 0.01,
+        f"shuffled labels at chance level (highest {max(shuffled):.3f}, random {chance:.3f})": (
             max(shuffled) <= chance + BARS["above_random"]
         ),
-        f"no scorer without skill comes near (best: {best.replace('_', ' ')}, {first[f'mAP_{best}']:.3f})": (
+        f"every baseline is far below (best: {best.replace('_', ' ')}, {first[f'mAP_{best}']:.3f})": (
             first[f"mAP_{best}"] <= 0.7
         ),
-        f"without a pattern no better than frame difference ({nothing['mAP']:.3f}, "
+        f"no better than frame difference without a pattern ({nothing['mAP']:.3f}, "
         f"{nothing['mAP_frame_difference']:.3f})": (
             nothing["mAP"] <= nothing["mAP_frame_difference"] + BARS["above_motion"]
         ),
-        f"without what carries the pattern likewise (sound only {deaf['mAP']:.3f}, pictures only {lame['mAP']:.3f})": (
-            max(deaf["mAP"], lame["mAP"]) <= motion + BARS["above_motion"]
-        ),
+        f"the same without the modality that carries the pattern (sound only {deaf['mAP']:.3f}, frames only "
+        f"{lame['mAP']:.3f})": (max(deaf["mAP"], lame["mAP"]) <= motion + BARS["above_motion"]),
     }
-    return (f"- {what}: {kept(ok)}" for what, ok in checks.items())
+    return (f"- {what}: {verdict(ok)}" for what, ok in checks.items())
 
 
 HARDER = (0.5, 1.0, 1.2, 1.4)
@@ -199,7 +199,7 @@ HARDER = (0.5, 1.0, 1.2, 1.4)
 def harder(given: argparse.Namespace, place: Path) -> Row:
     result = PARTS.begin("harder", given)
     asked = {f"noise {noise}, 120 videos": MirrorSet(noise=noise) for noise in HARDER[: 1 if given.quick else None]}
-    result["rows"] = {name: {"failed": "did not come to its turn"} for name in asked}
+    result["rows"] = {name: {"failed": "not run"} for name in asked}
     for name, which in asked.items():
         words = [*which.words(place, given.quick), "--nproc", "1"]
         told = {"noise": which.noise, "videos": which.num_videos}
@@ -209,10 +209,10 @@ def harder(given: argparse.Namespace, place: Path) -> Row:
 
 
 def harder_table(result: Row) -> list[str]:
-    lines = ["# clips: the mirror set in noise", "", *depends_on(result)]
+    lines = ["# clips: the mirror set with noise", "", *depends_on(result)]
     lines += [
-        "- Noise is the spread of each pixel's grain as a share of what the dot stands out by: from 0.2 on, the grain "
-        "stays and the dot is made fainter. 8 epochs, as without noise.",
+        "- Noise is the standard deviation of each pixel's noise relative to the contrast of the dot: above 0.2, the "
+        "noise stays the same and the dot gets fainter. 8 epochs, as without noise.",
         "",
         "| noise | videos | mAP | HIT@1 | last loss | frame difference, mAP | random, mAP | training |",
         "|---|---|---|---|---|---|---|---|",
@@ -232,10 +232,10 @@ def harder_table(result: Row) -> list[str]:
 
 
 def film(path: Path, seconds: float, size: tuple[int, int], fps: int = 25, seed: int = 0) -> Any:
-    """Writes a video with planted highlights of any length and size, two seconds at a time; what is in it."""
+    """Writes a video with planted highlights of any length and size, two seconds at a time; returns its plan."""
     import av
 
-    from unisono.recipes.clips.synthetic import frames_of, plan, sound_of
+    from unisono.recipes.clips.data.synthetic import frames_of, plan, sound_of
 
     shown, rate = plan(seed, "film", 0, max(4, round(seconds / 2))), 44_100
     with av.open(str(path), mode="w") as container:
@@ -263,7 +263,7 @@ _OF_CLIPS = ("kinds", "turns", "phases", "centres", "loudness", "pitches", "swee
 
 @dataclass(frozen=True)
 class Video:
-    """A source of the extraction."""
+    """A video to extract."""
 
     name: str
     video: Path
@@ -271,12 +271,12 @@ class Video:
 
 
 def fill(folder: str, videos: list[str], part: int, parts: int, workers: int) -> float:
-    """A process's share of an extraction, as `prepare` does it; seconds."""
+    """Runs one process's share of an extraction as `prepare` does; returns seconds."""
     import torch
 
     from unisono.engine.recipe import Work
-    from unisono.recipes.clips.extract import Extraction
-    from unisono.recipes.clips.features import ExtractSettings
+    from unisono.recipes.clips.data.extract import Extraction
+    from unisono.recipes.clips.data.features import ExtractSettings
 
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // parts))  # as the launcher does
     sources = [Video(Path(each).name, Path(each)) for each in videos]
@@ -290,7 +290,7 @@ WAYS = {"1 process, 1 worker": (1, 1), "1 process, 2 workers": (1, 2), "2 proces
 
 
 def extraction(given: argparse.Namespace, place: Path) -> Row:
-    from unisono.recipes.clips.synthetic import make
+    from unisono.recipes.clips.data.synthetic import make
 
     result = PARTS.begin("extraction", given)
     number, seconds = (2, 4) if given.quick else (8, 30)
@@ -298,7 +298,7 @@ def extraction(given: argparse.Namespace, place: Path) -> Row:
     (place / "films").mkdir()
     for seed in range(number):
         film(place / "films" / f"{seed}.mp4", seconds, (1280, 720), seed=seed)
-    say("the videos are made")
+    say("generated the videos")
     cases = {
         "1280 × 720, 25 frames per second": (sorted((place / "films").glob("*.mp4")), seconds),
         "mirror set: 32 × 32, 4 frames per second": (sorted((place / "mirror").glob("*.mp4")), 60),
@@ -331,12 +331,13 @@ def extraction(given: argparse.Namespace, place: Path) -> Row:
 
 
 def extraction_table(result: Row) -> list[str]:
-    lines = ["# clips: how fast videos are extracted", "", *depends_on(result)]
+    lines = ["# clips: speed of feature extraction", "", *depends_on(result)]
     lines += [
-        "- The ways take turns, in an order that rotates; medians. Ratios are of neighbours in time. One worker may "
-        "use all cores for decoding; two processes share the cores. Waiting for the disk counts.",
+        "- The configurations are interleaved in rotating order; medians. Each ratio compares neighbouring "
+        "measurements. One worker may use all cores for decoding; two processes share the cores. Times include "
+        "waiting for the disk.",
         "",
-        "| videos | | videos per s | seconds of video per s | times the first |",
+        "| videos | configuration | videos per s | seconds of video per s | relative to the first |",
         "|---|---|---|---|---|",
     ]
     for case, row in result["rows"].items():
@@ -356,7 +357,7 @@ class Loop(Variant):
     """A loop of clips_loops.py, in a process of its own."""
 
     def start(self, case: Case, job: dict[str, Any]) -> None:
-        """Starts it; it waits before its first step."""
+        """Starts the process, which waits before its first step."""
         self.folder.mkdir()
         ours, theirs = Pipe()
         told = json.dumps({**job, "folder": str(self.folder)})
@@ -391,8 +392,8 @@ def overhead(given: argparse.Namespace, place: Path) -> Row:
     job["rounds"] = asdict(rounds)
     result["settings"] = {**{name: job[name] for name in ("batch", "workers", "threads", "device")}, "weights": weights}
     result["settings"] |= {**asdict(rounds), "starts": 0}
-    say("the videos are extracted")
-    for heap, variables in list(HEAPS.items())[: 1 if cuda else None]:  # a GPU's memory is kept by everybody
+    say("extracted the videos")
+    for heap, variables in list(HEAPS.items())[: 1 if cuda else None]:  # the heap does not matter for GPU memory
         totals: list[Loop] = []
         for start in range(starts):
             variants = in_turns({**job, "heap": variables}, rounds, place / f"{heap} {start}")
@@ -409,13 +410,13 @@ def overhead(given: argparse.Namespace, place: Path) -> Row:
 
 STARTS = 4
 HEAPS: dict[str, dict[str, str]] = {
-    "heap as it comes": {},
-    "heap kept": {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**40)},
+    "default heap": {},
+    "retained heap": {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**40)},
 }
 
 
 def in_turns(job: dict[str, Any], rounds: Rounds, place: Path) -> list[Loop]:
-    """Starts the loops, and lets them take turns to their end."""
+    """Starts the loops and interleaves their rounds until they end."""
     place.mkdir()
     variants = [Loop(name, place / name.replace(" ", "-")) for name in ("hand", "unisono", "hand again")]
     try:
@@ -440,21 +441,21 @@ def in_turns(job: dict[str, Any], rounds: Rounds, place: Path) -> list[Loop]:
 
 def overhead_table(result: Row) -> list[str]:
     rows, told = result["rows"], result["settings"]
-    lines = ["# clips: a step beside a loop written by hand", "", *depends_on(result)]
+    lines = ["# clips: step time compared with a hand-written loop", "", *depends_on(result)]
     lines += [
         f"- The recipe's model ({told['weights']:,} weights) and its windows of 30 clips, batches of {told['batch']}, "
         f"{told['workers']} loader workers, {'bf16' if told['device'] == 'cuda' else 'float32, one thread'}",
-        f"- The programs are started {told['starts']} times; then {told['rounds']} rounds of {told['steps']} steps of "
-        f"each in turns, the first {told['dropped']} of a round not timed. Ratios are medians over all rounds, with "
-        "quartiles; *hand again* is the same program a second time and shows the noise. The processor's time is what "
-        "other programs on the machine disturb least.",
-        "- *heap as it comes*: by hand, the C library gives memory back to the system and asks for it again, up to "
-        "20,000 pages in each step, and how often is a matter of luck of the process; unisono keeps it. *heap kept*: "
-        f"all three do ({', '.join(HEAPS['heap kept'])}), so that loops are compared and not their heaps.",
-        "- Weights differ because the bias of attention's keys has no gradient but rounding, which Adam makes as large "
-        "as any other: 1e-7 after the first step, 1e-5 after the second, and more from there on.",
+        f"- Each program is started {told['starts']} times and runs {told['rounds']} rounds of {told['steps']} steps, "
+        f"interleaved with the others; the first {told['dropped']} steps of a round are not timed. Ratios are medians "
+        "over all rounds, with quartiles; *hand again* is the same program a second time and shows the noise. CPU "
+        "time is what other programs on the machine disturb least.",
+        "- *default heap*: in the hand-written loop, the C library returns memory to the system and requests it "
+        "again, up to 20,000 pages per step, varying between processes; unisono retains it. *retained heap*: all "
+        f"three retain it ({', '.join(HEAPS['retained heap'])}), which compares the loops and not their heaps.",
+        "- Weights differ because the gradient of the attention keys' bias is pure rounding error, which Adam scales "
+        "up like any other gradient: 1e-7 after the first step, 1e-5 after the second, and more from there on.",
         "",
-        "| | ms per step | ratio to hand | quartiles | processor time | fastest rounds | weights differ by |",
+        "| | ms per step | ratio to hand | quartiles | CPU time | fastest rounds | weights differ by |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, row in rows.items():
@@ -465,11 +466,11 @@ def overhead_table(result: Row) -> list[str]:
             f"| {row['fastest_ms'] / hand['fastest_ms']:.4f} | {row['weights_max_difference']:.1e} |"
         )
     if not result["quick"]:
-        lines += ["", f"At most {BARS['overhead']} was asked for:", ""]
+        lines += ["", f"Target: at most {BARS['overhead']}.", ""]
         for heap in HEAPS:
             if f"unisono, {heap}" in rows:
                 ratio, again = rows[f"unisono, {heap}"]["ratio"], rows[f"hand again, {heap}"]["ratio"]
-                lines.append(f"- {heap}: {ratio:.3f} ({kept(ratio <= BARS['overhead'])}); by hand again {again:.3f}")
+                lines.append(f"- {heap}: {ratio:.3f} ({verdict(ratio <= BARS['overhead'])}); hand again {again:.3f}")
     return lines
 
 
@@ -477,19 +478,19 @@ def overhead_table(result: Row) -> list[str]:
 
 
 def long(given: argparse.Namespace, place: Path) -> Row:
-    from unisono.recipes.clips.metrics import of_video
+    from unisono.recipes.clips.metrics.highlights import of_video
 
     result, minutes = PARTS.begin("long", given), (0.2, 0.4) if given.quick else (5, 20, 60)
     size = (160, 90) if given.quick else (1280, 720)
     result |= {
         "size": size,
-        "rows": {f"{length:g} minutes": {"failed": "did not come to its turn"} for length in minutes},
+        "rows": {f"{length:g} minutes": {"failed": "not run"} for length in minutes},
     }
     words = [*MirrorSet().words(place, given.quick), "--nproc", "1", "--output_dir", str(place / "run")]
     failed = unisono(["train", "clips", *words], given.patience_s)
     if failed:
         raise SystemExit(f"training failed: {failed}")
-    say("a model is trained")
+    say("trained the model")
     for length in minutes:
         name, began = f"{length:g} minutes", time.monotonic()
         path = place / f"{length:g}.mp4"
@@ -514,7 +515,7 @@ def long(given: argparse.Namespace, place: Path) -> Row:
 
 
 def peak_of(command: list[str], log: Path) -> tuple[int, str, float]:
-    """Runs a command; its exit code, what it said, and the most memory (RSS) it had."""
+    """Runs a command; returns its exit code, its output and its peak memory (RSS)."""
     with log.open("wb") as out:
         environ = os.environ | {"PYTHONPATH": str(ROOT / "src")}
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environ)
@@ -527,11 +528,11 @@ def long_table(result: Row) -> list[str]:
     width, height = result["size"]
     lines = ["# clips: long videos", "", *depends_on(result)]
     lines += [
-        f"- Videos of {width} × {height} at 25 frames per second, with sound, made by code with planted highlights; "
-        "`unisono clips VIDEO --run RUN --longest 20` with a model that has learned the mirror set. Memory is the "
-        "largest RSS of the whole command: scoring, cutting five clips, the page.",
+        f"- Videos of {width} × {height} at 25 frames per second, with sound, generated with planted highlights; "
+        "`unisono clips VIDEO --run RUN --longest 20` with a model trained on the mirror set. Memory is the "
+        "peak RSS of the whole command: scoring, cutting five clips, the page.",
         "",
-        "| video | file | clips | peak memory | scoring, s per minute of video | the whole command | mAP | HIT@1 |",
+        "| video | file | clips | peak memory | scoring, s per minute of video | whole command | mAP | HIT@1 |",
         "|---|---|---|---|---|---|---|---|",
     ]
     good = {name: row for name, row in result["rows"].items() if not row["failed"]}
@@ -547,8 +548,8 @@ def long_table(result: Row) -> list[str]:
     if not result["quick"] and len(good) == len(result["rows"]) > 1:
         first, *_, last = good.values()
         grew = last["peak_mib"] - first["peak_mib"]
-        bounded = kept(grew <= BARS["growth_mib"])
-        lines += ["", f"Bounded memory was asked for: it grew by {grew:.0f} MiB over {list(good)[-1]}: {bounded}."]
+        bounded = verdict(grew <= BARS["growth_mib"])
+        lines += ["", f"Target: bounded memory (it grew by {grew:.0f} MiB over {list(good)[-1]}): {bounded}."]
     return lines
 
 
@@ -557,9 +558,9 @@ def long_table(result: Row) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="overhead: where it trains")
-    parser.add_argument("--rounds", type=int, help="extraction, overhead: of each (default 7, 12)")
-    parser.add_argument("--patience_s", type=float, default=1800, help="for each run of unisono's")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="overhead: device to train on")
+    parser.add_argument("--rounds", type=int, help="extraction, overhead: rounds per configuration (default 7, 12)")
+    parser.add_argument("--patience_s", type=float, default=1800, help="time limit of each unisono run, in seconds")
     parts = {
         "learning": (learning, learning_table),
         "harder": (harder, harder_table),

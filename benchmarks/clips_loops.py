@@ -1,7 +1,7 @@
-"""The same training of clips twice: by hand, and in unisono.
+"""The same training of clips twice: in a hand-written loop and in unisono.
 
 `clips.py overhead` starts this file once per variant. Both loops train the recipe's own model on the recipe's own
-windows, read by as many workers, with fused AdamW, clipping, and the loss logged every 10 steps.
+windows, with the same number of loader workers, fused AdamW, clipping, and the loss logged every 10 steps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # torch and unisono import it at different moments: memory that is not the training's
+import torch._dynamo  # here, because the variants would import it at different times and count it as training memory
 from gate import Gate, Rounds
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ def by_hand(job: dict[str, Any]) -> nn.Module:
     """Plain PyTorch."""
     device = torch.device(job["device"])
     recipe = Clips(Config(**job["told"]))
-    recipe.prepare(Work(Path(job["folder"])))  # what was extracted is found
+    recipe.prepare(Work(Path(job["folder"])))  # reuses the extracted features
     data = recipe.dataset("train")
     torch.manual_seed(0)
     GATE.model_starts()
@@ -73,24 +73,24 @@ def by_hand(job: dict[str, Any]) -> nn.Module:
 
 
 class Gated(Clips):
-    """The recipe as it is, but for the gate at which it waits for its turn."""
+    """The unchanged recipe, plus the gate at which it waits for its turn."""
 
     trained: nn.Module
 
     def model(self) -> nn.Module:
-        """The recipe's."""
+        """As in the recipe."""
         GATE.model_starts()
         Gated.trained = super().model()
         return Gated.trained
 
     def loss(self, model: nn.Module, batch: Any, noise: Any) -> Loss:
-        """The recipe's."""
+        """As in the recipe."""
         GATE.step_starts()
         return super().loss(model, batch, noise)
 
 
 def in_unisono(job: dict[str, Any]) -> nn.Module:
-    """unisono's real loop, in this process, with a run's folder, metrics and progress as a user has them."""
+    """unisono's real loop in this process, with the run folder, metrics and progress that users get."""
     cuda = job["device"] == "cuda"
     unisono.train(
         Gated,
@@ -120,7 +120,7 @@ LOOPS = {"hand": by_hand, "hand again": by_hand, "unisono": in_unisono}
 
 
 def main() -> None:
-    """Trains one variant, and leaves its weights in the folder."""
+    """Trains one variant and writes its weights to the folder."""
     global GATE
     parser = argparse.ArgumentParser()
     parser.add_argument("variant", choices=LOOPS)

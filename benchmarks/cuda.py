@@ -2,9 +2,9 @@
 
     python benchmarks/cuda.py --output benchmarks/results
 
-For each strategy and precision: an uninterrupted run of 20 steps, a run of 10 steps, the same folder continued to 20;
-the losses of the two must agree (exactly, where nothing is random). Then `unisono verify` with two ranks that share the
-GPU. One GPU cannot show nn.DataParallel over two; its replicas are checked on the same GPU twice.
+For each strategy and precision, this compares an uninterrupted run of 20 steps with a run of 10 steps that continues to
+20; their losses must agree (exactly, unless something is random). Then `unisono verify` runs with two ranks that share
+the GPU. nn.DataParallel is tested with the same GPU used twice.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def verify_case(precision: str) -> dict:
 
 
 def never_waits_case() -> dict:
-    """40 steps in which torch raises if the host waits for the GPU (logging steps excepted)."""
+    """Trains 40 steps in which torch raises if the host waits for the GPU (except in logging steps)."""
     recipe = f"{HERE / 'cuda_recipe.py'}:NeverWaits"
     flags = [
         "--gpus",
@@ -91,12 +91,12 @@ def never_waits_case() -> dict:
 
 
 def replicas_case() -> dict:
-    """nn.DataParallel's replicas, gathering and summing, on one GPU used twice, against the plain model."""
+    """Compares nn.DataParallel on one GPU used twice with the plain model."""
     sys.path.insert(0, str(HERE))
     from cuda_recipe import TinyGpt
 
     from unisono.data.noise import Noise
-    from unisono.engine.gradient import flatten_loss
+    from unisono.engine.step.accumulate import flatten_loss
     from unisono.parallel.data_parallel import DataParallel
     from unisono.parallel.single import Single
     from unisono.parallel.strategy import Placement
@@ -157,7 +157,7 @@ def main() -> int:
 def as_markdown(report: dict) -> str:
     machine = " · ".join(f"{key} {value}" for key, value in report["machine"].items())
     lines = ["# On CUDA: train, resume, verify", "", machine, "", f"Made by `{report['command']}`.", ""]
-    lines += ["20 steps in one go against 10 + 10 in two starts; two ranks share the GPU over gloo.", ""]
+    lines += ["20 steps in one run compared with 10 + 10 steps in two; two ranks share the GPU over gloo.", ""]
     lines += [
         "| strategy | ranks | precision | flags | loss 1 → 20 | resume difference | |",
         "|---|---|---|---|---|---|---|",
@@ -175,7 +175,8 @@ def as_markdown(report: dict) -> str:
         lines += ["", f"## verify --precision {row['precision']}: {'same' if row['ok'] else 'DIFFERS'}", ""]
         lines += ["```", row["output"].strip(), "```"]
     difference = report["data_parallel_replicas"]["relative_gradient_difference"]
-    lines += ["", f"nn.DataParallel with one GPU used twice, gradient against the plain model: {difference:.1e}.", ""]
+    against = "nn.DataParallel with one GPU used twice, difference of the gradient from the plain model"
+    lines += ["", f"{against}: {difference:.1e}.", ""]
     waits = "none" if report["never_waits"]["ok"] else "FOUND"
     lines += [f"Host waits for the GPU in 40 steps (torch.cuda.set_sync_debug_mode): {waits}.", ""]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""A small language model on made-up text of varying length: what benchmarks/cuda.py and memory.py train."""
+"""A small language model on synthetic text of varying length, trained by benchmarks/cuda.py and memory.py."""
 
 import os
 from dataclasses import dataclass
@@ -64,11 +64,11 @@ class TinyGpt(Recipe):
         depth: int = 4
         """Number of blocks."""
         length: int = 64
-        """Longest text."""
+        """Longest text, in tokens."""
         vocabulary: int = 97
-        """Number of tokens."""
+        """Vocabulary size."""
         num_samples: int = 512
-        """Size of the data set."""
+        """Number of training samples."""
         dropout: float = 0.1
         """Dropout in the blocks."""
 
@@ -92,7 +92,7 @@ class TinyGpt(Recipe):
 
 
 class NeverWaits(TinyGpt):
-    """From its fifth to its fortieth micro-batch, anything that makes the host wait for the GPU is an error."""
+    """Raises if the host waits for the GPU between the fifth and the fortieth micro-batch."""
 
     def __init__(self, config: TinyGpt.Config) -> None:
         super().__init__(config)
@@ -100,26 +100,26 @@ class NeverWaits(TinyGpt):
 
     def loss(self, model: nn.Module, batch: torch.Tensor, noise) -> Loss:
         self.calls += 1
-        if self.calls in (5, 40):  # after that the run saves, which has to wait
+        if self.calls in (5, 40):  # after that the run saves, which must synchronize
             torch.cuda.set_sync_debug_mode("error" if self.calls == 5 else "default")
         return super().loss(model, batch, noise)
 
 
 class Cramped(TinyGpt):
-    """Some ranks have little memory, and from some micro-batch on even less."""
+    """Limits the memory of some ranks, and further from some micro-batch on."""
 
     @dataclass
     class Config(TinyGpt.Config):
         limit_gib: float = 0.0
-        """What a cramped rank may allocate; 0 is no limit."""
+        """Memory limit of a cramped rank in GiB; 0: no limit."""
         cramped_rank: int = -1
-        """The rank that has little memory; -1 all of them."""
+        """The rank with limited memory; -1: all ranks."""
         fixed_length: bool = False
-        """Texts of one length, so that every micro-batch has the same shape."""
+        """Use texts of one length, so that every micro-batch has the same shape."""
         hog_after: int = 0
-        """After this many micro-batches a cramped rank loses another hog_gib for good; 0 never."""
+        """Number of micro-batches after which a cramped rank permanently loses another hog_gib; 0: never."""
         hog_gib: float = 0.0
-        """How much it loses then."""
+        """Memory lost after hog_after micro-batches, in GiB."""
 
     def __init__(self, config: "Cramped.Config") -> None:
         super().__init__(config)

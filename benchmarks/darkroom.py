@@ -1,16 +1,16 @@
 """Does `unisono train darkroom` learn, and how fast?
 
     python benchmarks/darkroom.py learning               # a GPU: seeds of the full configuration, then other choices
-    python benchmarks/darkroom.py speed                  # a GPU: ms per step beside the known model and loops by hand
-    python benchmarks/darkroom.py speed --end_to_end     # a GPU: 50,000 steps with everything around them
+    python benchmarks/darkroom.py speed                  # a GPU: ms per step of unisono and of hand-written loops
+    python benchmarks/darkroom.py speed --end_to_end     # a GPU: 50,000 steps, including everything else
     python benchmarks/darkroom.py demo                   # the CPU: what `make demo` trains, on two ranks, five seeds
-    python benchmarks/darkroom.py choices                # the CPU: the demo's form with one thing changed, one seed
-    python benchmarks/darkroom.py figure                 # draws the figure of `learning` once more
-    python benchmarks/darkroom.py learning --quick       # does it work? Tiny, anywhere; the numbers mean nothing
+    python benchmarks/darkroom.py choices                # the CPU: the demo with one setting changed, one seed
+    python benchmarks/darkroom.py figure                 # redraws the figure of `learning`
+    python benchmarks/darkroom.py learning --quick       # smoke test on any machine; the numbers mean nothing
 
-Every run is a process of its own, as a user starts it; what is told here stands in its metrics.jsonl. The model of a
-run is always the one chosen by the validation tasks. Flags after `--` go to all runs. Files are written anew after each
-run, and a run that fails or does not come to its turn is a row that says so. With `--keep` only such rows run again.
+Every run is a separate process, started as a user does; all numbers come from its metrics.jsonl. The model of a run is
+always the one selected on the validation tasks. Flags after `--` go to all runs. Files are rewritten after each run;
+failed runs and runs that have not started have a row that says so. With `--keep` only such rows run again.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ VARIANTS = {
     "compressed context": ["--use_compressed_context", "true"],
     "explorer with 2 % noise": ["--source_noise", "0.02"],
 }
-AS_IT_IS = "the demo as it is"
+AS_IT_IS = "the unchanged demo"
 LONGER = ["--total_source_timesteps", "100000", "--train_source_timesteps", "1000"]
 CHOICES = {
     AS_IT_IS: [],
@@ -80,7 +80,7 @@ TINY += ["--total_source_timesteps", "400", "--eval_episodes", "12", "--eval_rep
 TINY_RUN = [*TINY, "--max_steps", "20", "--eval_every", "10", "--save_every", "10", "--log_every", "5"]
 LEARNED = 0.9
 EPISODES = (1, 5, 10, 20, 50, 100)
-# What the recipe promises: of the optimum on unseen tasks, of its own optimum on the worst one, seconds.
+# Targets: fraction of the optimum on unseen tasks, the same for the worst task, seconds.
 BARS = {"of_optimum": 0.95, "worst": 0.8, "seconds_to_learn": 30.0, "end_to_end_s": 300.0}
 DEMO_BARS = {"of_optimum": 0.85, "training_s": 180.0, "wall_s": 300.0}
 LAST_WORDS_S = 60.0
@@ -90,7 +90,7 @@ Row = dict[str, Any]
 
 @dataclass
 class Run:
-    """A process that was run, and what it left behind."""
+    """A finished process and its output."""
 
     wall_s: float
     failed: str | None
@@ -109,11 +109,11 @@ class Run:
 
     @property
     def chosen(self) -> Row | None:
-        """The evaluation with the best validation tasks; of equal ones the earliest."""
+        """The evaluation with the best validation return; the earliest in case of a tie."""
         return max(self.evaluations, key=lambda row: row["eval/validation_of_optimum"], default=None)
 
     def training_s(self, until: float = float("inf")) -> float:
-        """Seconds of training up to a step, from the first one on, with compiling; evaluations are not in it."""
+        """Seconds of training from the first step up to `step`, including compilation, without evaluations."""
         rows = [{"samples": 0}, *(row for row in self.metrics if "loss" in row)]
         return sum(
             (row["samples"] - before["samples"]) / row["samples_per_s"]
@@ -122,19 +122,19 @@ class Run:
         )
 
     def step_ms(self, after: int = 0) -> float | None:
-        """The middle one of the logged times of a step."""
+        """The median of the logged step times."""
         found = [row["step_ms"] for row in self.steps if row["step"] > after]
         return statistics.median(found) if found else None
 
     @property
     def beginning_s(self) -> float:
-        """What the first logged steps took longer than later ones: compiling, recording, warming up."""
+        """Extra time of the first logged steps: compilation, graph recording, warm-up."""
         usual = self.step_ms(self.steps[0]["step"]) if self.steps else None
         return max(0.0, self.training_s(self.steps[0]["step"]) - self.steps[0]["step"] * usual / 1e3) if usual else 0.0
 
 
 def run(command: Sequence[str], folder: Path, patience_s: float) -> Run:
-    """Runs a command, whose run is in `folder`, to its end."""
+    """Runs a command until it ends; its run folder is `folder`."""
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "src"), environment.get("PYTHONPATH")]))
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -146,7 +146,7 @@ def run(command: Sequence[str], folder: Path, patience_s: float) -> Run:
         try:
             process.wait(patience_s)
         except subprocess.TimeoutExpired:
-            failed = f"not done in {patience_s:.0f} s"
+            failed = f"took more than {patience_s:.0f} s"
         finally:
             end(process)
     wall = time.perf_counter() - start
@@ -168,7 +168,7 @@ def run(command: Sequence[str], folder: Path, patience_s: float) -> Run:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Stops a process that is still there; asked politely, unisono stops its ranks too."""
+    """Stops a running process, with SIGTERM first, on which unisono stops its ranks too."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -179,7 +179,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def lines_of(file: Path) -> list[Row]:
-    """The lines of a file of JSON lines; the last one of a killed process may be torn."""
+    """The records of a JSON Lines file; ignores an incomplete last line of a killed process."""
     found = []
     for line in file.read_text().splitlines() if file.exists() else []:
         try:
@@ -190,7 +190,7 @@ def lines_of(file: Path) -> list[Row]:
 
 
 def without_paths(text: str) -> str:
-    """What a process said, without the folders of somebody's machine."""
+    """The output of a process without paths of this machine."""
     return re.sub(r"(?<![\w.])/(?:[^\s/'\":]+/)+", "…/", text)
 
 
@@ -199,7 +199,7 @@ def darkroom(folder: Path, *flags: str) -> list[str]:
 
 
 class Report:
-    """The result of a part: JSON and a table, written whenever there is something new."""
+    """The result of a part, as JSON and as a table, rewritten after every row."""
 
     def __init__(self, given: argparse.Namespace, name: str, table: Callable[[Row], list[str]]) -> None:
         self.folder, self.name, self._table = given.output, f"darkroom_{name}", table
@@ -214,7 +214,7 @@ class Report:
         self._earlier = self._read() if given.keep else {}
 
     def _read(self) -> dict[str, Row]:
-        """The good rows of the result that is there, if it is of the same kind of machine."""
+        """The successful rows of an existing result from the same kind of machine."""
         file = self.folder / f"{self.name}.json"
         if not file.exists():
             return {}
@@ -225,7 +225,7 @@ class Report:
         return {name: row | {"kept_from": row.get("kept_from", before["date"])} for name, row in rows.items()}
 
     def begin(self, empty: dict[str, Row], same: Sequence[str]) -> list[str]:
-        """Starts with empty rows; those that are there already, and alike in `same`, stay. The names of the others."""
+        """Starts with empty rows, keeps existing ones that agree in `same`, and returns the names of the others."""
         for name, row in empty.items():
             old = self._earlier.get(name, {})
             alike = bool(old) and all(old.get(key) == row[key] for key in same)
@@ -249,15 +249,15 @@ class Report:
         print(f"{time.strftime('%H:%M:%S')}  {name}: {said} ({row.get('wall_s', 0):.0f} s)", flush=True)
 
     def finish(self) -> int:
-        """Shows the table; the exit status of the program."""
+        """Prints the table; returns the exit status of the program."""
         self.write()
         print(self.text())
-        print(f"written: {self.folder / self.name}.json, .md")
+        print(f"wrote {self.folder / self.name}.json, .md")
         return 1 if any(row.get("failed") for row in self.result["rows"].values()) else 0
 
 
 def header(result: Row, title: str, *told: str) -> list[str]:
-    quick = ["", "**A quick trial with a tiny model and a few steps: it shows that the program works, nothing else.**"]
+    quick = ["", "**A smoke test with a tiny model and a few steps; the numbers mean nothing.**"]
     return [
         f"# {title}",
         *(quick if result["quick"] else []),
@@ -269,21 +269,21 @@ def header(result: Row, title: str, *told: str) -> list[str]:
 
 
 def kept_rows(result: Row) -> list[str]:
-    """Which rows are of an earlier date."""
+    """Names the rows that were measured at an earlier date."""
     dates: dict[str, list[str]] = {}
     for name, row in result["rows"].items():
         if "kept_from" in row:
             dates.setdefault(row["kept_from"], []).append(name)
-    return [f"Kept from {date}: {', '.join(names)}" for date, names in dates.items()]
+    return [f"Measured on {date}: {', '.join(names)}" for date, names in dates.items()]
 
 
 # learning ----------------------------------------------------------------------------------------------------------
 
 
 def learned(run: Run, flags: Sequence[str]) -> Row:
-    """What a run learned, and when."""
+    """The results of a run and when it reached them."""
     chosen = run.chosen
-    failed = run.failed or (None if chosen else "there is no evaluation in metrics.jsonl")
+    failed = run.failed or (None if chosen else "metrics.jsonl has no evaluation")
     row: Row = {"flags": shlex.join(flags), "failed": failed, "wall_s": run.wall_s}
     row |= {"training_s": run.training_s(), "beginning_s": run.beginning_s, "step_ms": run.step_ms()}
     if chosen is None:
@@ -310,7 +310,7 @@ def learned(run: Run, flags: Sequence[str]) -> Row:
 
 
 def when_learned(run: Run, group: str) -> Row | None:
-    """When a group of tasks first came to nine tenths of the optimum; training seconds, without evaluations."""
+    """Step and training seconds (without evaluations) at which tasks first reached 90 % of the optimum."""
     for found in run.evaluations:
         if found[f"eval/{group}_of_optimum"] >= LEARNED:
             return {"step": found["step"], "training_s": run.training_s(found["step"])}
@@ -325,7 +325,7 @@ def recipe_of(config: Row) -> Any:
 
 
 def name_of_unseen(config: Row, number: int) -> str:
-    """The goal of an unseen task in words."""
+    """Describes the goal of an unseen task."""
     task, size = recipe_of(config).split.unseen[number], config["grid_size"]
     return f"goal ({task // size}, {task % size})" if config["env"] == "darkroom" else f"task {task}"
 
@@ -342,14 +342,14 @@ def learning(given: argparse.Namespace, scratch: Path) -> int:
     seeds = {f"seed {seed}": ["--seed", str(seed)] for seed in range(given.seeds)}
     every = {name: [*base, *speed, *flags, *given.flags] for name, flags in (seeds | VARIANTS).items()}
     report.result |= {"at_once": given.at_once, "seeds": list(seeds), "flags": shlex.join([*base, *speed])}
-    empty = {name: {"flags": shlex.join(flags), "failed": "did not come to its turn"} for name, flags in every.items()}
+    empty = {name: {"flags": shlex.join(flags), "failed": "not run"} for name, flags in every.items()}
     missing = report.begin(empty, same=["flags"])
 
     def train(name: str) -> Row:
         folder = scratch / re.sub(r"\W+", "_", name)
         return learned(run(darkroom(folder, *every[name]), folder, given.patience_s), every[name])
 
-    for name in seeds:  # alone on the machine: their seconds are told
+    for name in seeds:  # alone on the machine, because their times are reported
         if name in missing:
             report.note(name, train(name))
     with ThreadPoolExecutor(given.at_once) as pool:
@@ -367,25 +367,25 @@ def learning_table(result: Row) -> list[str]:
     seeds, others = ({name: rows[name] for name in rows if (name in result["seeds"]) is mine} for mine in (True, False))
     lines = header(
         result,
-        "Darkroom: what is learned",
-        f"Runs: `unisono train darkroom {result['flags']}`, one process each. The seeds ran alone, one by one; "
-        f"the other choices, with seed 0, {result['at_once']} at a time, so their seconds are not shown.",
-        "The weights are those of the step at which the validation tasks were best; neither these nor the unseen tasks "
-        "are trained on. A share of the optimum is the mean over the unseen tasks in the last 10 in-context episodes; "
-        "a task is solved from 80 % of its own optimum on.",
-        "Seconds of training run from the first step and contain compiling, not evaluations; they are known to within "
-        "the steps between two evaluations.",
+        "Darkroom: learning",
+        f"Runs: `unisono train darkroom {result['flags']}`, one process each. The seeds ran one at a time; "
+        f"the other configurations (seed 0) ran {result['at_once']} at a time, so their times are not shown.",
+        "The weights are those of the step with the best validation return; neither validation nor unseen tasks are "
+        "trained on. The fraction of the optimum is a mean over the unseen tasks in the last 10 in-context episodes; "
+        "a task counts as solved from 80 % of its own optimum.",
+        "Training time starts at the first step and includes compilation but not evaluations; its resolution is the "
+        "interval between two evaluations.",
     )
     lines += ["## The full configuration", "", *shares(seeds, seconds=True), ""]
     whole = [row for row in seeds.values() if not row["failed"]]
     if whole and not result["quick"]:
         lines += [*verdict(whole, len(seeds)), ""]
-    lines += ["## Other choices, one seed each", "", *shares(others, seconds=False), ""]
+    lines += ["## Other configurations, one seed each", "", *shares(others, seconds=False), ""]
     return [*lines, *curves(rows)]
 
 
 def curves(rows: dict[str, Row]) -> list[str]:
-    """How the return grows in context, run by run."""
+    """The in-context learning curve of each run."""
     found = {name: row for name, row in rows.items() if "curve" in row}
     if not found:
         return []
@@ -401,9 +401,17 @@ def curves(rows: dict[str, Row]) -> list[str]:
 
 
 def shares(rows: dict[str, Row], *, seconds: bool) -> list[str]:
-    columns = ["run", "chosen step", "validation", "unseen, of the optimum", "return", "worst unseen task", "solved"]
+    columns = [
+        "run",
+        "selected step",
+        "validation",
+        "unseen / optimum",
+        "return",
+        "worst unseen task",
+        "solved",
+    ]
     if seconds:
-        columns += ["validation ≥ 90 % after", "unseen ≥ 90 % after", "of that, compiling", "ms per step", "process"]
+        columns += ["validation ≥ 90 % after", "unseen ≥ 90 % after", "of which compilation", "ms per step", "process"]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name, row in rows.items():
         cells = [name]
@@ -426,26 +434,26 @@ def when(found: Row | None) -> str:
 
 
 def verdict(rows: Sequence[Row], number: int) -> list[str]:
-    """The promises, and whether every seed keeps them."""
+    """The targets, and whether every seed meets them."""
     share, worst = min(row["unseen_of_optimum"] for row in rows), min(row["worst_of_optimum"] for row in rows)
     mean = statistics.mean(row["unseen_of_optimum"] for row in rows)
     seconds = [row["learned"]["unseen"]["training_s"] if row["learned"]["unseen"] else float("inf") for row in rows]
-    slowest = f"in the slowest seed after {max(seconds):.1f} s of training, compiling included"
-    slowest = "in one seed never" if max(seconds) == float("inf") else slowest
-    missing = [f"- **{number - len(rows)} of {number} seeds failed**, and what follows is only about the others."]
+    slowest = f"in the slowest seed after {max(seconds):.1f} s of training, including compilation"
+    slowest = "never in one seed" if max(seconds) == float("inf") else slowest
+    missing = [f"- **{number - len(rows)} of {number} seeds failed**; the figures below exclude them."]
     return [
         *(missing if len(rows) < number else []),
         f"- Unseen tasks at {mean:.1%} of the optimum on average, {share:.1%} in the worst seed; "
-        f"at least {BARS['of_optimum']:.0%} was asked for: {kept(share >= BARS['of_optimum'])}.",
+        f"target at least {BARS['of_optimum']:.0%}: {verdict_of(share >= BARS['of_optimum'])}.",
         f"- The worst unseen task of any seed reaches {worst:.1%} of its own optimum; "
-        f"at least {BARS['worst']:.0%} was asked for: {kept(worst >= BARS['worst'])}.",
+        f"target at least {BARS['worst']:.0%}: {verdict_of(worst >= BARS['worst'])}.",
         f"- {LEARNED:.0%} on unseen tasks: {slowest}; "
-        f"at most {BARS['seconds_to_learn']:.0f} s was asked for: {kept(max(seconds) <= BARS['seconds_to_learn'])}.",
+        f"target at most {BARS['seconds_to_learn']:.0f} s: {verdict_of(max(seconds) <= BARS['seconds_to_learn'])}.",
     ]
 
 
-def kept(yes: bool) -> str:
-    return "kept" if yes else "**not kept**"
+def verdict_of(met: bool) -> str:
+    return "met" if met else "**missed**"
 
 
 # the figure --------------------------------------------------------------------------------------------------------
@@ -456,12 +464,12 @@ COLOURS = dict(zip(VARIANTS, ("#0e7490", "#4d7c0f", "#7c3aed", "#475569", "#a162
 
 
 def figure(result: Row, folder: Path) -> str:
-    """Draws return per in-context episode; says what came of it."""
+    """Draws the return per in-context episode; returns a message about the result."""
     found = {name: row for name, row in result["rows"].items() if not row["failed"]}
     if not found:
-        return "no figure: no run came to its end"
+        return "no figure: no run finished"
     if find_spec("matplotlib") is None:
-        return "no figure: matplotlib is not installed; `python benchmarks/darkroom.py figure` draws it elsewhere"
+        return "no figure: matplotlib is not installed; run `python benchmarks/darkroom.py figure` elsewhere"
     import matplotlib
 
     matplotlib.use("Agg", force=False)
@@ -509,18 +517,18 @@ def figure(result: Row, folder: Path) -> str:
     axes.set_xlim(1, episodes)
     axes.set_ylim(0, most * 1.1)
     axes.set_yticks(range(0, int(most) + 1, 5))
-    axes.set_xlabel("episode in context, weights frozen", color=INK)
-    axes.set_ylabel("return of an episode, mean over the unseen tasks", color=INK)
-    trial = " — a quick trial, nothing is learned" if result["quick"] else ""
+    axes.set_xlabel("in-context episode, weights frozen", color=INK)
+    axes.set_ylabel("return per episode, mean over the unseen tasks", color=INK)
+    trial = " — a smoke test, nothing is learned" if result["quick"] else ""
     axes.set_title(
-        f"Darkroom, 9 × 9: learning goals never trained on, in context{trial}",
+        f"Darkroom, 9 × 9: in-context learning of unseen goals{trial}",
         loc="left",
         color=INK,
         fontweight="bold",
         pad=12,
     )
     axes.text(
-        1.015, 1.0, "share of the optimum,\nlast 10 episodes", transform=axes.transAxes, color=FAINT, fontsize=8.5
+        1.015, 1.0, "fraction of the optimum,\nlast 10 episodes", transform=axes.transAxes, color=FAINT, fontsize=8.5
     )
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color=GRID, linewidth=0.8)
@@ -529,7 +537,7 @@ def figure(result: Row, folder: Path) -> str:
     file = folder / "darkroom_learning.png"
     folder.mkdir(parents=True, exist_ok=True)
     drawing.savefig(file, format="png")
-    return f"written: {file}"
+    return f"wrote {file}"
 
 
 def end_of(curve: Sequence[float]) -> float:
@@ -537,7 +545,7 @@ def end_of(curve: Sequence[float]) -> float:
 
 
 def spread(labels: Sequence[tuple[float, str, str, bool]], most: float) -> list[float]:
-    """Heights for the labels in ascending order, near the ends of their curves but not on each other."""
+    """Heights of the labels in ascending order, close to the ends of their curves without overlap."""
     gap, places = most * 0.055, []
     for wanted, *_ in sorted(labels):
         places.append(max(wanted, places[-1] + gap if places else gap / 2))
@@ -551,7 +559,7 @@ def spread(labels: Sequence[tuple[float, str, str, bool]], most: float) -> list[
 def draw_again(given: argparse.Namespace, _: Path) -> int:
     file = given.output / "darkroom_learning.json"
     if not file.exists():
-        raise SystemExit(f"figure: {file} is not there; run `python benchmarks/darkroom.py learning` first")
+        raise SystemExit(f"figure: {file} does not exist; run `python benchmarks/darkroom.py learning` first")
     print(figure(json.loads(file.read_text()), given.output))
     return 0
 
@@ -560,7 +568,7 @@ def draw_again(given: argparse.Namespace, _: Path) -> int:
 
 
 def speed_commands(given: argparse.Namespace) -> dict[str, tuple[str, Callable[[Path, Path], list[str]]]]:
-    """Name of each variant -> what it is, and its command for the folder of its run and that of the histories."""
+    """Maps the name of each variant to its description and a function that returns its command."""
     quick, steps = given.quick, 40 if given.quick else given.steps
     small = ["--quick", "--bouts", "2", "--steps", "5", "--warm_up", "5"] if quick else []
     small = small or ["--bouts", str(max(1, (steps - 100) // 50)), "--steps", "50"]
@@ -573,16 +581,16 @@ def speed_commands(given: argparse.Namespace) -> dict[str, tuple[str, Callable[[
         size += ["--max_steps", str(steps), "--mixed_precision", "bf16"]
         return lambda folder, histories: darkroom(folder, *size, *flags, *given.flags, "--traj_dir", str(histories))
 
-    compiles = ["--compile", "true"] if has_gpu() else []  # on the CPU of a quick trial it would take minutes
+    compiles = ["--compile", "true"] if has_gpu() else []  # takes minutes on the CPU of a smoke test
     records = ["--cuda_graph", "true"]
-    left_out = "" if has_gpu() else " (neither of them happens without a GPU)"
+    left_out = "" if has_gpu() else " (not without a GPU)"
     return {
-        "known model": ("loop by hand, Accelerate, fp16, eager", by_hand("known")),
-        "our model": ("loop by hand, bf16, eager", by_hand("plain")),
+        "reference model": ("hand-written loop, Accelerate, fp16, eager", by_hand("known")),
+        "unisono's model": ("hand-written loop, bf16, eager", by_hand("plain")),
         "unisono": ("bf16, eager", unisono()),
         "unisono, compiled": (f"bf16, --compile{left_out}", unisono(*compiles)),
-        "unisono, recorded": (f"bf16, --cuda_graph{left_out}", unisono(*records)),
-        "unisono, compiled and recorded": (f"bf16, --compile --cuda_graph{left_out}", unisono(*compiles, *records)),
+        "unisono, CUDA graph": (f"bf16, --cuda_graph{left_out}", unisono(*records)),
+        "unisono, compiled, CUDA graph": (f"bf16, --compile --cuda_graph{left_out}", unisono(*compiles, *records)),
     }
 
 
@@ -592,7 +600,7 @@ def speed(given: argparse.Namespace, scratch: Path) -> int:
     report = Report(given, "speed", speed_table)
     commands = speed_commands(given)
     report.result |= {"rounds": given.rounds, "steps": 40 if given.quick else given.steps}
-    empty = {name: {"what": what, "failed": "did not come to its turn"} for name, (what, _) in commands.items()}
+    empty = {name: {"what": what, "failed": "not run"} for name, (what, _) in commands.items()}
     names = report.begin({name: row | {"rounds_ms": []} for name, row in empty.items()}, same=["what"])
     for number in range(given.rounds if names else 0):
         turn = number % len(names)
@@ -606,14 +614,14 @@ def speed(given: argparse.Namespace, scratch: Path) -> int:
 
 
 def timed(done: Run, what: str, rounds_ms: list[float], problem: str | None, quick: bool) -> Row:
-    """A variant after one more round."""
+    """Adds one round to the row of a variant."""
     ms, precision = None, "bf16"
     if done.failed is None and done.steps:
         ms = done.step_ms(after=10 if quick else 100)
-    elif done.failed is None and done.printed.rstrip().endswith("}"):  # a loop by hand
+    elif done.failed is None and done.printed.rstrip().endswith("}"):  # a hand-written loop
         told = json.loads(done.printed.splitlines()[-1])
         ms, precision = statistics.median(told["step_ms"]), told["precision"]
-    problem = done.failed or (problem if ms else "no time of a step was logged")
+    problem = done.failed or (problem if ms else "no step time was logged")
     rounds_ms = [*rounds_ms, ms] if ms else rounds_ms
     row: Row = {"what": what, "precision": precision, "wall_s": done.wall_s, "rounds_ms": rounds_ms}
     row |= {"problem": problem, "failed": None if rounds_ms else problem}
@@ -623,15 +631,16 @@ def timed(done: Run, what: str, rounds_ms: list[float], problem: str | None, qui
 def speed_table(result: Row) -> list[str]:
     told = [
         "Sizes: context of 240 transitions, width 64, 4 layers, 4 heads, batch 512; 236 GFLOP per step",
-        f"Measured: {result['rounds']} rounds in turns, in each a process per variant with {result['steps']} steps, "
-        "the first 100 of which are not counted; of each round the median over every 50 steps, of these the median.",
-        "The known model (nn.TransformerEncoder, normalised after each layer, a mask of floats, loss at the last "
-        "token) is written anew in `darkroom_known.py` and has its data on the GPU, which the known loop has not.",
+        f"Measured: {result['rounds']} rounds, interleaved; in each round one process per variant with "
+        f"{result['steps']} steps, of which the first 100 do not count. A round's time is the median over every 50 "
+        "steps; the table shows the median of the rounds.",
+        "The reference model (nn.TransformerEncoder, post-norm, float mask, loss at the last token) is reimplemented "
+        "in `darkroom_known.py`. Its data is on the GPU, unlike in the usual loop.",
     ]
-    lines = header(result, "Darkroom: the time of a step", *([] if result["quick"] else told))
-    columns = ["variant", "", "ms per step", "rounds", "times as fast as the known model", "50,000 steps take"]
+    lines = header(result, "Darkroom: step time", *([] if result["quick"] else told))
+    columns = ["variant", "", "ms per step", "rounds", "speed-up over the reference model", "time of 50,000 steps"]
     lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    known = result["rows"]["known model"].get("step_ms")
+    known = result["rows"]["reference model"].get("step_ms")
     for name, row in result["rows"].items():
         ms = row.get("step_ms")
         if not ms:
@@ -669,12 +678,12 @@ def end_to_end_table(result: Row) -> list[str]:
     evaluations = row["evaluations"]
     lines += ["| | |", "|---|---|"]
     lines += [
-        f"| **the process, from start to end** | **{row['wall_s']:.1f} s** |",
-        f"| of that, {row['last_step']:,} steps, with compiling | {row['training_s']:.1f} s |",
-        f"| compiling and recording | {row['beginning_s']:.1f} s |",
-        f"| the rest: start, histories, {len(evaluations)} evaluations, {row['saves']} checkpoints, figure "
+        f"| **whole process** | **{row['wall_s']:.1f} s** |",
+        f"| of which {row['last_step']:,} steps, with compilation | {row['training_s']:.1f} s |",
+        f"| compilation and graph recording | {row['beginning_s']:.1f} s |",
+        f"| rest: start, histories, {len(evaluations)} evaluations, {row['saves']} checkpoints, figure "
         f"| {row['wall_s'] - row['training_s']:.1f} s |",
-        f"| a step, median | {row['step_ms']:.2f} ms |",
+        f"| step, median | {row['step_ms']:.2f} ms |",
         f"| unseen tasks, weights of step {row['step']:,} | {row['unseen_of_optimum']:.1%} of the optimum |",
     ]
     lines += ["", "| step | validation | unseen | training |", "|---|---|---|---|"]
@@ -683,7 +692,7 @@ def end_to_end_table(result: Row) -> list[str]:
         lines.append(f"| {found['step']:,} | {shown} |")
     if not result["quick"]:
         fast = row["wall_s"] <= BARS["end_to_end_s"]
-        lines += ["", f"At most {BARS['end_to_end_s']:.0f} s was asked for: {kept(fast)}."]
+        lines += ["", f"Target at most {BARS['end_to_end_s']:.0f} s: {verdict_of(fast)}."]
     return lines
 
 
@@ -695,7 +704,7 @@ def demo(given: argparse.Namespace, scratch: Path) -> int:
     base = [*DEMO, *(TINY_RUN if given.quick else []), *given.flags]
     report.result["flags"] = shlex.join(base)
     for seed in range(given.seeds):
-        report.result["rows"][f"seed {seed}"] = {"failed": "did not come to its turn"}
+        report.result["rows"][f"seed {seed}"] = {"failed": "not run"}
     report.write()
     for seed in range(given.seeds):
         folder, flags = scratch / f"seed{seed}", [*base, "--seed", str(seed)]
@@ -704,12 +713,12 @@ def demo(given: argparse.Namespace, scratch: Path) -> int:
 
 
 def choices(given: argparse.Namespace, scratch: Path) -> int:
-    """The demo with one thing changed: why the defaults are what they are."""
+    """The demo with one setting changed at a time, as evidence for the defaults."""
     report = Report(given, "choices", choices_table)
     small = TINY_RUN if given.quick else []
     report.result["flags"] = shlex.join([*DEMO, *small, *given.flags])
     every = {name: [*DEMO, "--seed", "0", *flags, *small, *given.flags] for name, flags in CHOICES.items()}
-    empty = {name: {"flags": shlex.join(flags), "failed": "did not come to its turn"} for name, flags in every.items()}
+    empty = {name: {"flags": shlex.join(flags), "failed": "not run"} for name, flags in every.items()}
     for number, name in enumerate(report.begin(empty, same=["flags"])):
         folder = scratch / f"choice{number}"
         report.note(name, learned(run(darkroom(folder, *every[name]), folder, given.patience_s), every[name]))
@@ -719,11 +728,11 @@ def choices(given: argparse.Namespace, scratch: Path) -> int:
 def choices_table(result: Row) -> list[str]:
     lines = header(
         result,
-        "Darkroom: the demo with one thing changed",
-        f"Runs: `unisono train darkroom {result['flags']} --seed 0` and what the row names, one after the other; the "
-        "same number of steps of training. A learner of the demo takes 400 steps, 20 episodes.",
-        "The weights are those chosen by the validation tasks; the share is that of the last 10 of 40 in-context "
-        "episodes on unseen tasks, and a task is solved from 80 % of its own optimum on.",
+        "Darkroom: the demo with one setting changed",
+        f"Runs: `unisono train darkroom {result['flags']} --seed 0` plus the change that the row names, one at a "
+        "time, all with the same number of training steps. A source learner of the demo takes 400 steps, 20 episodes.",
+        "The weights are selected on the validation tasks; the fraction of the optimum is that of the last 10 of 40 "
+        "in-context episodes on unseen tasks, and a task counts as solved from 80 % of its own optimum.",
     )
     lines += [*shares(result["rows"], seconds=False), ""]
     return [*lines, *curves(result["rows"])]
@@ -733,17 +742,17 @@ def demo_table(result: Row) -> list[str]:
     lines = header(
         result,
         "Darkroom: the demo",
-        f"Runs: `unisono train darkroom {result['flags']} --seed S`, one after the other",
-        "The process is everything from its start to its end: histories, training, evaluations, figure. The weights "
-        "are those chosen by the validation tasks; the share is that of the last 10 in-context episodes.",
+        f"Runs: `unisono train darkroom {result['flags']} --seed S`, one at a time",
+        "*Process* is the whole process: histories, training, evaluations, figure. The weights are selected on the "
+        "validation tasks; the fraction of the optimum is that of the last 10 in-context episodes.",
     )
     columns = [
         "seed",
         "process",
         "training",
-        "chosen step",
+        "selected step",
         "validation",
-        "unseen, of the optimum",
+        "unseen / optimum",
         "worst unseen task",
     ]
     columns += ["solved", "episode 1", "5", "10", "20"]
@@ -766,12 +775,12 @@ def demo_table(result: Row) -> list[str]:
         failed = len(result["rows"]) - len(whole)
         lines += [
             "",
-            *([f"**{failed} seeds failed**, and what follows is only about the others.", ""] if failed else []),
-            f"Asked for, in every seed: unseen tasks at {DEMO_BARS['of_optimum']:.0%} of the optimum or more "
-            f"({share:.1%} in the worst: {kept(share >= DEMO_BARS['of_optimum'])}), training in at most "
+            *([f"**{failed} seeds failed**; the figures below exclude them.", ""] if failed else []),
+            f"Targets for every seed: unseen tasks at {DEMO_BARS['of_optimum']:.0%} of the optimum or more "
+            f"({share:.1%} in the worst: {verdict_of(share >= DEMO_BARS['of_optimum'])}), training in at most "
             f"{DEMO_BARS['training_s']:.0f} s ({training:.0f} s in the slowest: "
-            f"{kept(training <= DEMO_BARS['training_s'])}), everything in at most {DEMO_BARS['wall_s']:.0f} s "
-            f"({wall:.0f} s in the slowest: {kept(wall <= DEMO_BARS['wall_s'])}).",
+            f"{verdict_of(training <= DEMO_BARS['training_s'])}), everything in at most {DEMO_BARS['wall_s']:.0f} s "
+            f"({wall:.0f} s in the slowest: {verdict_of(wall <= DEMO_BARS['wall_s'])}).",
         ]
     return lines
 
@@ -798,14 +807,18 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("part", choices=list(PARTS))
     parser.add_argument("--output", type=Path, help="folder for JSON, table and figure (default benchmarks/results)")
-    parser.add_argument("--seeds", type=int, help="seeds of the full configuration (default 3) or of the demo (5)")
-    parser.add_argument("--at_once", type=int, default=1, help="learning: other choices that share the GPU (default 1)")
-    parser.add_argument("--rounds", type=int, help="speed: how often each variant has its turn (default 3)")
-    parser.add_argument("--steps", type=int, default=1000, help="speed: steps of a turn, the first 100 not counted")
-    parser.add_argument("--end_to_end", action="store_true", help="speed: instead, 50,000 steps with all around them")
-    parser.add_argument("--patience_s", type=float, default=1800, help="a run that takes longer has failed")
-    parser.add_argument("--keep", action="store_true", help="run only what is not in --output yet (not: demo)")
-    parser.add_argument("--quick", action="store_true", help="does it work? Tiny, on the CPU too; never into results")
+    parser.add_argument("--seeds", type=int, help="number of seeds (default 3, demo 5)")
+    parser.add_argument("--at_once", type=int, default=1, help="learning: configurations that share the GPU")
+    parser.add_argument("--rounds", type=int, help="speed: rounds per variant (default 3)")
+    parser.add_argument("--steps", type=int, default=1000, help="speed: steps per round; 100 are warm-up")
+    parser.add_argument(
+        "--end_to_end",
+        action="store_true",
+        help="speed: measure a whole run of 50,000 steps",
+    )
+    parser.add_argument("--patience_s", type=float, default=1800, help="time limit of a run in seconds")
+    parser.add_argument("--keep", action="store_true", help="run only what --output lacks (not for demo)")
+    parser.add_argument("--quick", action="store_true", help="smoke test, also on the CPU; cannot write to results/")
     given = parser.parse_args(words)
     given.flags = flags
     if given.quick and given.output and given.output.resolve() == RESULTS:
@@ -828,8 +841,8 @@ def split_at(words: Sequence[str], mark: str) -> tuple[Sequence[str], Sequence[s
 def main() -> int:
     given = arguments()
     if given.part in ("learning", "speed") and not given.quick and not has_gpu():
-        raise SystemExit(f"{given.part}: torch finds no GPU; --quick shows on the CPU that the program works")
-    sys.path.insert(0, str(ROOT / "src"))  # for the lines to compare with, where unisono is not installed
+        raise SystemExit(f"{given.part}: torch finds no GPU; --quick runs on the CPU")
+    sys.path.insert(0, str(ROOT / "src"))  # for the baselines, if unisono is not installed
     with tempfile.TemporaryDirectory(prefix="darkroom-") as scratch:
         return PARTS[given.part](given, Path(scratch))
 

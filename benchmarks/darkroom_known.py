@@ -1,11 +1,11 @@
-"""Two loops written by hand, to stand beside `unisono train darkroom` (see darkroom.py).
+"""Two hand-written loops to compare with `unisono train darkroom` (see darkroom.py).
 
-    python benchmarks/darkroom_known.py known         # the known model of Algorithm Distillation, under Accelerate
+    python benchmarks/darkroom_known.py known         # a reference model of Algorithm Distillation, with Accelerate
     python benchmarks/darkroom_known.py plain         # unisono's model in an eager loop, bf16
 
-The known model is written anew from a description of it. Its loop is kinder than the one people have: the data lies on
-the GPU already, nothing waits for a loader, for other processes, or for the loss of every step to be shown. What the
-histories say does not matter for the time of a step; they are random bytes. The last line printed is JSON.
+The reference model is reimplemented from a description. Its loop is faster than the usual one: the data is already on
+the GPU, and nothing waits for a loader, for other processes, or to print the loss of every step. The histories are
+random bytes, because their content does not affect the step time. The last line printed is JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WARMUP, LENGTH_OF_RUN = 1000, 50_000
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large everything is."""
+    """Sizes of the model and the data."""
 
     transitions: int = 240
     width: int = 64
@@ -40,7 +40,7 @@ class Sizes:
 
 
 class Context(NamedTuple):
-    """A batch of contexts of the known model: what happened, where the agent stands now, what was done there."""
+    """A batch of the reference model: past transitions, the current cell, and the action taken there."""
 
     states: Tensor  # [batch, transitions, 2]
     actions: Tensor  # [batch, transitions]
@@ -51,7 +51,7 @@ class Context(NamedTuple):
 
 
 class KnownModel(nn.Module):
-    """One token per transition, the current cell as the last one, and only that one is asked what to do."""
+    """One token per transition plus the current cell as the last token, which alone predicts the action."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -79,13 +79,13 @@ class KnownModel(nn.Module):
 
 
 class KnownData:
-    """Histories on the device, as bytes; contexts may begin anywhere."""
+    """Histories on the device, as bytes; contexts may start at any step."""
 
     def __init__(self, cells: Tensor, actions: Tensor, rewards: Tensor, length: int) -> None:
         self.cells, self.actions, self.rewards, self.length = cells, actions, rewards, length
 
     def draw(self, batch: int) -> Context:
-        """A random batch; with the query it has `length` tokens."""
+        """A random batch of `length` tokens, including the query."""
         histories, steps = self.cells.shape
         device = self.cells.device
         rows = torch.randint(histories, (batch, 1), device=device)
@@ -107,10 +107,10 @@ def random_bytes(sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor, Te
 
 
 def known(sizes: Sizes, device: torch.device) -> tuple[Callable[[], None], str]:
-    """A step of the known model under Accelerate, and its precision."""
+    """Returns a training step of the reference model with Accelerate, and its precision."""
     from accelerate import Accelerator
 
-    # fp16 needs a GPU; without one this only shows that the loop works.
+    # fp16 needs a GPU; without one this is only a smoke test.
     precision = "fp16" if device.type == "cuda" else "bf16"
     accelerator = Accelerator(mixed_precision=precision, cpu=device.type == "cpu")
     data = KnownData(*random_bytes(sizes, accelerator.device), sizes.transitions)
@@ -133,10 +133,10 @@ def known(sizes: Sizes, device: torch.device) -> tuple[Callable[[], None], str]:
 
 
 def plain(sizes: Sizes, device: torch.device) -> tuple[Callable[[], None], str]:
-    """A step of unisono's model as one would write it without unisono, and its precision."""
+    """Returns a training step of unisono's model in plain PyTorch, and its precision."""
+    from unisono.recipes.darkroom.data.windows import Windows
     from unisono.recipes.darkroom.recipe import Darkroom
     from unisono.recipes.darkroom.sources.source import Histories
-    from unisono.recipes.darkroom.windows import Windows
 
     config = Darkroom.Config(
         n_transit=sizes.transitions, tf_n_embd=sizes.width, tf_n_layer=sizes.layers, tf_n_head=sizes.heads
@@ -169,7 +169,7 @@ def warm_up_then_cosine(step: int) -> float:
 
 
 def measure(step: Callable[[], None], device: torch.device, *, warm_up: int, bouts: int, steps: int) -> list[float]:
-    """Milliseconds per step of each bout of `steps` steps."""
+    """Returns the milliseconds per step of each bout of `steps` steps."""
     found = []
     for number in range(-1, bouts):
         if device.type == "cuda":
@@ -188,10 +188,10 @@ def measure(step: Callable[[], None], device: torch.device, *, warm_up: int, bou
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("loop", choices=["known", "plain"])
-    parser.add_argument("--bouts", type=int, default=10, help="measured bouts")
-    parser.add_argument("--steps", type=int, default=50, help="steps of a bout")
-    parser.add_argument("--warm_up", type=int, default=100, help="steps before the first measured bout")
-    parser.add_argument("--quick", action="store_true", help="a tiny model: does it work? The numbers mean little")
+    parser.add_argument("--bouts", type=int, default=10, help="number of timed bouts")
+    parser.add_argument("--steps", type=int, default=50, help="steps per bout")
+    parser.add_argument("--warm_up", type=int, default=100, help="steps before the first timed bout")
+    parser.add_argument("--quick", action="store_true", help="smoke test with a tiny model; the numbers mean nothing")
     given = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     sizes = Sizes(40, 16, 1, 4, 8, histories=50, steps=100) if given.quick else Sizes()

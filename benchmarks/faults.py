@@ -1,11 +1,11 @@
-"""Faults by the hundred, in real processes: the loss curve does not show them.
+"""Injects hundreds of faults into real processes and checks that the loss curve does not change.
 
     python benchmarks/faults.py --output benchmarks/results        # all of it, about 40 minutes on 2 cores
     python benchmarks/faults.py --quick                            # a few of each kind
 
-Every row of the table trains the same small run and disturbs it. What is left is compared with the undisturbed run:
-the final weights, optimizer state and average (bit by bit, or to rounding where the arithmetic is another one), the
-loss of every step, and which samples each step has seen: none lost, none twice. At the end no process may be left.
+Every row of the table trains the same small run and disturbs it, then compares the result with the undisturbed run: the
+final weights, optimizer state and average (bit by bit, or up to rounding if the arithmetic differs), the loss of every
+step, and the samples of every step (none lost, none twice). At the end no process may be left.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ PHASES = ("data", "forward", "backward", "reduce", "optimizer")
 RUN = ["--global_batch_size", "12", "--batch_size", "6", "--max_steps", str(STEPS), "--save_every", "4"]
 RUN += ["--deterministic", "--eval_every", "15", "--max_restarts", "100", "--seed", "5"]
 ROUNDING = 1e-10
-IN_FLOAT64 = ("--disable_dropout", "--dtype", "float64")  # where only rounding may differ, it is made small
+IN_FLOAT64 = ("--disable_dropout", "--dtype", "float64")  # where only rounding may differ, float64 makes it small
 EXACT = 0.0
 
 
 class Failed(Exception):
-    """A run did not end as it should."""
+    """A run ended in an unexpected way."""
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Row:
 
 
 class Rehearsal:
-    """Runs, what they left behind, and the undisturbed runs they are compared with."""
+    """Starts runs and keeps the undisturbed reference runs to compare them with."""
 
     def __init__(self, root: Path, quick: bool) -> None:
         self.root, self.quick = root, quick
@@ -81,7 +81,7 @@ class Rehearsal:
         self._of_row = threading.local()
 
     def begin_row(self, number: int) -> None:
-        """What a row draws does not depend on the rows beside it."""
+        """A random generator per row, independent of the other rows."""
         self._of_row.random = random.Random(number)
 
     @property
@@ -109,7 +109,7 @@ class Rehearsal:
         except subprocess.TimeoutExpired:
             for pid in self.pids(folder):
                 os.kill(pid, signal.SIGKILL)
-            raise Failed(f"hangs: not done after {seconds:.0f} s") from None
+            raise Failed(f"hangs: still running after {seconds:.0f} s") from None
         if code not in (expected or (0,)):
             log = folder.with_suffix(".log").read_text().splitlines()
             raise Failed(f"exit code {code}: {log[-1] if log else ''}")
@@ -122,7 +122,7 @@ class Rehearsal:
         return f"{self.root.name}-{folder.name}"
 
     def pids(self, folder: Path, rank: int | None = None) -> list[int]:
-        """The living processes of a run; those of one rank (without its loader workers) if asked."""
+        """The live processes of a run, or only those of one rank (without its loader workers)."""
         found = []
         for path in Path("/proc").iterdir():
             if not path.name.isdecimal():
@@ -134,12 +134,12 @@ class Rehearsal:
                 continue
             if f"{MARK}={self.mark(folder)}".encode() not in environ:
                 continue
-            if rank is None or (f"RANK={rank}".encode() in environ and b"unisono.engine.rank" in command):
+            if rank is None or (f"RANK={rank}".encode() in environ and b"unisono.engine.start.rank" in command):
                 found.append(int(path.name))
         return sorted(found)
 
     def reference(self, world: int, *flags: str) -> Path:
-        """The undisturbed run in this world."""
+        """The undisturbed run with this world size."""
         key = (str(world), *flags)
         with self._making_references:
             if key not in self._references:
@@ -152,16 +152,16 @@ class Rehearsal:
         return self.root / f"{name}-{uuid.uuid4().hex[:6]}"
 
     def compare(self, row: Row, folder: Path, reference: Path) -> None:
-        """Adds what a disturbed run left to its row."""
+        """Compares a disturbed run with its reference and adds the result to its row."""
         ours, theirs = weights(folder), weights(reference)
         if ours.keys() != theirs.keys():
-            raise Failed("the checkpoints hold other tensors")
+            raise Failed("the checkpoints contain different tensors")
         row.difference = max(
             row.difference, *(float((ours[name].double() - theirs[name].double()).abs().max()) for name in ours)
         )
         a, b = steps(folder), steps(reference)
         if [line["step"] for line in a] != list(range(1, STEPS + 1)):
-            raise Failed("metrics.jsonl does not have each step once")
+            raise Failed("metrics.jsonl does not contain each step once")
         for mine, other in zip(a, b, strict=True):
             same = all(mine[key] == other[key] for key in ("samples", "print", "squares", "count"))
             row.samples_right = row.samples_right and same
@@ -189,7 +189,7 @@ def events(folder: Path, kind: str) -> list[dict]:
 
 
 def kill_at_points(rehearsal: Rehearsal, world: int, rank: int, times: int) -> Row:
-    """Kills at random steps and phases, also within saves, one after the other in one run."""
+    """Kills a rank at random steps and phases, also during saves, repeatedly in one run."""
     row = Row(f"kill rank {rank} of {world} at {times} random points of steps and saves")
     faults = []
     for step in sorted(rehearsal.random.sample(range(2, STEPS), times)):
@@ -209,7 +209,7 @@ def happened(folder: Path) -> int:
 
 
 def kill_at_instants(rehearsal: Rehearsal, world: int, rank: int, times: int) -> Row:
-    """SIGKILL from outside at random instants: while starting, training, saving, evaluating."""
+    """Sends SIGKILL at random instants: while starting, training, saving, evaluating."""
     row = Row(f"kill rank {rank} of {world} at {times} random instants (SIGKILL from outside)")
     flags = ["--pace", "0.03"]
     reference = rehearsal.reference(world, *flags)
@@ -228,7 +228,7 @@ def kill_at_instants(rehearsal: Rehearsal, world: int, rank: int, times: int) ->
 
 
 def kill_launcher(rehearsal: Rehearsal, times: int) -> Row:
-    """SIGKILL to the launcher: its ranks end too, and the same command goes on."""
+    """Kills the launcher: its ranks must end too, and the same command must continue."""
     row = Row(f"kill the launcher {times} times (SIGKILL), start again")
     flags = ["--pace", "0.03"]
     reference, folder = rehearsal.reference(2, *flags), rehearsal.new("launcher")
@@ -267,7 +267,7 @@ def out_of_memory(rehearsal: Rehearsal, phase: str, runs: int) -> Row:
         first = rehearsal.random.randint(1, 3) if in_place else rehearsal.random.randint(8, 12)
         faults = f"oom@rank{number % 2}:step{first}:{phase},oom@rank{(number + 1) % 2}:step{first + 2}:{phase}"
         folder = rehearsal.new("oom")
-        # Guarded throughout: the fast path is the next row.
+        # All steps are guarded; the next row tests the fast path.
         rehearsal.run(folder, 2, "--inject", faults, "--guard_steps", "-1", *IN_FLOAT64)
         found = events(folder, "oom")
         if len(found) != 2 or any(event["in_place"] != in_place for event in found):
@@ -291,7 +291,7 @@ def out_of_memory_fast(rehearsal: Rehearsal, runs: int) -> Row:
 
 
 def not_a_number(rehearsal: Rehearsal, times: int) -> Row:
-    row = Row(f"loss not a number on one rank, {times} times: as a run in which the other rank's was")
+    row = Row(f"nan loss on one rank, {times} times (reference: nan on the other rank)")
     chosen = sorted(rehearsal.random.sample(range(2, STEPS), times))
     reference, folder = rehearsal.new("nan0"), rehearsal.new("nan1")
     rehearsal.run(reference, 2, "--inject", ",".join(f"nan@rank0:step{step}" for step in chosen))
@@ -306,21 +306,21 @@ def not_a_number(rehearsal: Rehearsal, times: int) -> Row:
 
 def hangs(rehearsal: Rehearsal, times: int) -> Row:
     row = Row(f"a rank hangs, {times} times (hang_timeout 3 s)")
-    # Not in steps that follow each other: both ranks would hang at once, and only one of them be named.
+    # Not in consecutive steps: both ranks would hang at once, and only one would be reported.
     chosen = sorted(rehearsal.random.sample(range(2, STEPS, 3), times))
     faults = [f"hang@rank{i % 2}:step{step}:{PHASES[i % 5]}" for i, step in enumerate(chosen)]
     folder = rehearsal.new("hang")
     rehearsal.run(folder, 2, "--inject", ",".join(faults), "--hang_timeout", "3")
     if len(events(folder, "hang")) != times:
-        raise Failed(f"{len(events(folder, 'hang'))} hangs noticed of {times}")
+        raise Failed(f"{len(events(folder, 'hang'))} of {times} hangs detected")
     row.faults = happened(folder)
     rehearsal.compare(row, folder, rehearsal.reference(2))
     return row
 
 
 def signals(rehearsal: Rehearsal, names: list[str], to: str) -> Row:
-    row = Row(f"{', '.join(names)} to {to}: stops with a checkpoint (75), started again")
-    flags = ["--pace", "0.2"]  # long enough for a signal to arrive before the end, on a busy machine too
+    row = Row(f"{', '.join(names)} to {to}: stops with a checkpoint (75), then resumed")
+    flags = ["--pace", "0.2"]  # long enough for a signal to arrive before the end, even on a busy machine
     reference, folder = rehearsal.reference(2, *flags), rehearsal.new("signal")
     for name in names:
         process = rehearsal.start(folder, 2, *flags)
@@ -344,8 +344,8 @@ def wait_until(condition: Callable[[], bool], file: Path, seconds: float = 60) -
 
 
 def damage(rehearsal: Rehearsal, quick: bool) -> Row:
-    """Each file of the newest checkpoint: a bit flipped, cut short, gone."""
-    row = Row("newest checkpoint damaged: each file with a flipped bit, cut short, gone")
+    """Damages each file of the newest checkpoint: flips a bit, truncates it, deletes it."""
+    row = Row("newest checkpoint damaged: each file with a flipped bit, truncated, deleted")
     half = rehearsal.new("half")
     rehearsal.run(half, 2, "--max_steps", "26", "--lr_schedule", "constant")
     newest = list_steps(half / "checkpoints")[-1][1]
@@ -359,7 +359,7 @@ def damage(rehearsal: Rehearsal, quick: bool) -> Row:
             rehearsal.run(folder, 2)
             aside = list((folder / "checkpoints").glob(f"{newest.name}.bad-*"))
             if len(aside) != 1:
-                raise Failed(f"{name}, {how}: not set aside")
+                raise Failed(f"{name}, {how}: not renamed")
             row.faults += 1
             rehearsal.compare(row, folder, rehearsal.reference(2))
     return row
@@ -398,13 +398,13 @@ def workers(rehearsal: Rehearsal, times: int) -> Row:
     rehearsal.run(folder, 2, "--num_workers", "2", "--inject", ",".join(faults))
     row.faults = len(events(folder, "worker_died"))
     if row.faults != times:
-        raise Failed(f"{row.faults} deaths noticed of {times}")
+        raise Failed(f"{row.faults} of {times} deaths detected")
     rehearsal.compare(row, folder, rehearsal.reference(2))
     return row
 
 
 def worlds(rehearsal: Rehearsal, pairs: list[tuple[int, int]]) -> Row:
-    row = Row("killed on N ranks, gone on with M: " + ", ".join(f"{n}→{m}" for n, m in pairs), tolerance=ROUNDING)
+    row = Row("killed on N ranks, resumed on M: " + ", ".join(f"{n}→{m}" for n, m in pairs), tolerance=ROUNDING)
     for before, after in pairs:
         folder = rehearsal.new("worlds")
         fault = f"kill@rank{before - 1}:step{rehearsal.random.randint(6, 34)}"
@@ -425,7 +425,7 @@ def worlds(rehearsal: Rehearsal, pairs: list[tuple[int, int]]) -> Row:
 
 
 def recovery(rehearsal: Rehearsal, times: int) -> Row:
-    """From the kill of a rank to the first new step after it, at the driver's clock."""
+    """Measures the time from the kill of a rank to the first new step, on this process's clock."""
     row = Row(f"time to recover, {times} kills")
     flags = ["--pace", "0.1"]
     reference, folder = rehearsal.reference(2, *flags), rehearsal.new("recovery")
@@ -438,7 +438,7 @@ def recovery(rehearsal: Rehearsal, times: int) -> Row:
         before = number_of_starts(folder)
         os.kill(rehearsal.pids(folder, rank=1)[0], signal.SIGKILL)
         killed = time.monotonic()
-        # run.json gets the new start when its first step is done.
+        # run.json records the new start when its first step is complete.
         wait_until(lambda before=before: number_of_starts(folder) > before, metrics)
         row.recoveries.append(time.monotonic() - killed)
         row.faults += 1
@@ -455,7 +455,7 @@ def number_of_starts(folder: Path) -> int:
 
 
 def plan(rehearsal: Rehearsal) -> Iterator[Callable[[], Row]]:
-    """The rows, in order; with --quick a few faults of each kind."""
+    """The rows in order; with --quick only a few faults of each kind."""
     quick = rehearsal.quick
     every = [(n, m) for n in (1, 2, 3) for m in (1, 2, 3)]
     for world, rank in [(2, 1)] if quick else [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2)]:
@@ -509,7 +509,7 @@ def table(rows: list[Row], results: dict) -> str:
     out[-1] += f"{results['versions']['torch']}, {results['seconds'] / 60:.0f} minutes."
     out += [
         "",
-        "| what happened | faults | largest difference to the undisturbed run | bar | samples | left over | ok |",
+        "| fault | count | largest difference from the undisturbed run | tolerance | samples | processes left | ok |",
     ]
     out += ["|---|---|---|---|---|---|---|"]
     for row in rows:
@@ -521,14 +521,14 @@ def table(rows: list[Row], results: dict) -> str:
         )
     out += [
         "",
-        "The difference is the largest over weights, optimizer state, moving average and the loss of every step.",
+        "The difference is the largest over weights, optimizer state, EMA and the loss of every step.",
     ]
     if recoveries:
         out += [
             "",
             f"Time to recover (a rank killed → first new step, 2 CPU ranks): median "
             f"{statistics.median(recoveries):.1f} s of {len(recoveries)} "
-            f"({min(recoveries):.1f}–{max(recoveries):.1f}), most of it python and torch starting.",
+            f"({min(recoveries):.1f}–{max(recoveries):.1f}), most of it the start of Python and torch.",
         ]
     return "\n".join([*out, ""])
 
@@ -537,13 +537,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a few faults of each kind")
     parser.add_argument("--output", type=Path, help="folder for faults.json and faults.md")
-    parser.add_argument("--only", default="", help="rows whose function's name contains this")
-    parser.add_argument("--at_once", type=int, default=1, help="rows at the same time")
+    parser.add_argument("--only", default="", help="run only rows whose function name contains this")
+    parser.add_argument("--at_once", type=int, default=1, help="number of rows to run in parallel")
     parser.add_argument("--keep", type=Path, help="keep the runs in this folder")
     options = parser.parse_args()
     signal.signal(
         signal.SIGHUP, signal.SIG_DFL
-    )  # under nohup runs would inherit that it is ignored, and rightly ignore it
+    )  # under nohup the runs would inherit the ignored SIGHUP and ignore it too
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="unisono-faults-") as temporary:
         root = options.keep or Path(temporary)

@@ -1,4 +1,4 @@
-"""A small language model that does not hurry, for benchmarks/faults.py: it notes which samples each step has seen."""
+"""A small, slowed-down language model for benchmarks/faults.py that records the samples of each step."""
 
 import time
 from dataclasses import dataclass
@@ -36,14 +36,14 @@ class Sequences(torch.utils.data.Dataset):
 
 
 class Patient(Recipe):
-    """What is trained while faults happen."""
+    """The recipe that is trained while faults happen."""
 
     defaults = {"tensorboard": False, "log_every": 1, "learning_rate": 3e-3, "num_workers": 0, "ema_decay": 0.9}
 
     @dataclass
     class Config:
         pace: float = 0.0
-        """Seconds that each micro-batch takes longer."""
+        """Seconds to sleep in each micro-batch."""
 
     def model(self) -> nn.Module:
         return Reader()
@@ -56,6 +56,6 @@ class Patient(Recipe):
         tokens, ids = batch["tokens"], batch["id"]
         scores = model(tokens[:, :-1], noise.normal(24) * 0.1)
         total = cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
-        # Two sums of scrambled numbers tell any two batches apart: which samples, and how often each.
+        # Two sums of hashed sample numbers identify the batch: which samples, and how often each occurs.
         scrambled = (ids * 2654435761) % 2**31
         return Loss(total, tokens[:, 1:].numel(), metrics={"print": scrambled.sum(), "squares": ids.square().sum()})

@@ -1,4 +1,4 @@
-"""Writes the figures of our pages from benchmarks/results/*.json, so that no number is typed by hand.
+"""Writes the figures in the documentation from benchmarks/results/*.json, so that no number is typed by hand.
 
 python benchmarks/figures.py
 """
@@ -14,7 +14,6 @@ from typing import Any
 from wan_fits import COLUMNS, FREE_GIB, cell, fits
 
 HERE = Path(__file__).resolve().parent
-README = HERE.parent / "README.md"
 RESULTS = HERE / "results"
 
 
@@ -38,30 +37,31 @@ def overhead_rows(device: str) -> list[str]:
 
 
 def costs() -> str:
-    """What unisono costs beside a loop written by hand."""
+    """The overhead of unisono over a hand-written loop."""
     lines = [
-        "Step time beside a loop written by hand, everything taking turns in one run: median ratio, and in brackets",
-        "the ratio of the fastest rounds. *By hand again* is the same program twice: how far to trust the others.",
+        "Step time relative to a hand-written loop, interleaved in one run: the median ratio, and in brackets",
+        "the ratio of the fastest rounds. *By hand again* is the same loop a second time; its distance from 1 shows "
+        "the noise.",
         "",
         "| | by hand | unisono | Accelerate | Fabric | by hand again | peak memory, unisono / by hand |",
         "|---|---|---|---|---|---|---|",
         *overhead_rows("cuda"),
         *overhead_rows("cpu"),
         "",
-        "Machines, versions and commands: [benchmarks/results](benchmarks/results). On one H200 every strategy trains,",
-        "resumes to the bit and verifies in bf16 and fp16 (by its losses): [cuda.md](benchmarks/results/cuda.md).",
+        "On one H200 every strategy trains, resumes bit-identically and passes `verify` in bf16 and fp16",
+        "(losses only): [cuda.md](../benchmarks/results/cuda.md).",
         "",
     ]
     return "\n".join(lines)
 
 
 def survived(results: Path = RESULTS) -> str:
-    """What was measured about faults, one line per benchmark; a benchmark without results is left out."""
+    """The results about faults, one line per benchmark; skips benchmarks without results."""
     lines = []
     for name, in_words in MEASURED.items():
         file = results / f"{name}.json"
         if file.exists():
-            lines.append(f"- {in_words(json.loads(file.read_text()))} ([{name}.md](benchmarks/results/{name}.md)).")
+            lines.append(f"- {in_words(json.loads(file.read_text()))} ([{name}.md](../benchmarks/results/{name}.md)).")
     return "\n".join([*lines, ""]) if lines else ""
 
 
@@ -71,12 +71,12 @@ def faults(result: dict[str, Any]) -> str:
     exact = [row for row in rows if row["tolerance"] == 0]
     rounded = [row for row in rows if row["tolerance"] > 0]
     recoveries = [seconds for row in rows for seconds in row["recoveries"]]
-    text = f"**{total} faults on purpose, {'no run' if not lost else f'{lost} of {len(rows)} rows'} lost.** "
-    text += f"{_faults(exact)} of them must leave weights, optimizer state, average and losses as in a run that "
-    text += f"nothing happened to, to the bit: {_difference(exact)}. {_faults(rounded)} (out of memory, another number "
-    text += f"of ranks) to rounding: {_difference(rounded)}"
+    text = f"**{total} injected faults, {'no run' if not lost else f'{lost} of {len(rows)} rows'} lost.** "
+    text += f"After {_faults(exact)} of them weights, optimizer state, average and losses must equal those of an "
+    text += f"undisturbed run bit by bit: {_difference(exact)}. After {_faults(rounded)} (out of memory, another "
+    text += f"number of ranks) they must agree up to rounding: {_difference(rounded)}"
     if recoveries:
-        text += f". From the kill of a rank to the first new step: {statistics.median(recoveries):.1f} s"
+        text += f". Median time from the kill of a rank to the next step: {statistics.median(recoveries):.1f} s"
     return text
 
 
@@ -96,8 +96,8 @@ def memory(result: dict[str, Any]) -> str:
     restarts = sum(row["restarts"] for row in cases)
     worst = max((row["difference"] for row in cases if row["precision"] == "no"), default=0.0)
     text = f"**Real out-of-memory** on {', '.join(result['machine']['gpus'])}: {good} of {len(result['cases'])} cases "
-    text += f"as they should be ({in_place} times in place, {restarts} by a restart); losses within {worst:.0e} "
-    return text + "(relative, float32) of a run that had the small micro-batch from the start"
+    text += f"recovered as designed ({in_place} times in place, {restarts} by a restart); losses within {worst:.0e} "
+    return text + "(relative, float32) of a run that used the smaller micro-batch from the start"
 
 
 def save_stall(result: dict[str, Any]) -> str:
@@ -106,8 +106,8 @@ def save_stall(result: dict[str, Any]) -> str:
     text = (
         f"**A checkpoint** of {result['parameters'] / 1e9:.2g} billion parameters ({result['bytes'] / 1e9:.0f} GB) on "
     )
-    text += f"{where} holds up training for {medians['stall_s']:.2f} s, {100 * result['stall_share']:.1f} % of the "
-    return text + f"{medians['synchronous_s']:.1f} s that saving on the spot takes"
+    text += f"{where} stalls training for {medians['stall_s']:.2f} s, {100 * result['stall_share']:.1f} % of the "
+    return text + f"{medians['synchronous_s']:.1f} s that a synchronous save takes"
 
 
 def guard(result: dict[str, Any]) -> str:
@@ -117,9 +117,9 @@ def guard(result: dict[str, Any]) -> str:
     for case in result["cases"]:
         ratios = {name: row["ratio"] for name, row in case.get("variants", {}).items() if "ratio" in row}
         if {"unisono", "never guarded", "always guarded"} <= ratios.keys():
-            told = f"{case['case']}: {ratios['unisono']:.3f} once the guard is down, {ratios['never guarded']:.3f} "
-            shown.append(told + f"without any, {ratios['always guarded']:.3f} while it is up")
-    begin = f"**The guard against running out of memory**, step time beside plain DDP by hand on {where}"
+            text = f"{case['case']}: {ratios['unisono']:.3f} with the default guard, {ratios['never guarded']:.3f} "
+            shown.append(text + f"without it, {ratios['always guarded']:.3f} when every step is guarded")
+    begin = f"**The out-of-memory guard**, step time relative to hand-written DDP on {where}"
     return f"{begin}: {'; '.join(shown)}"
 
 
@@ -133,13 +133,13 @@ MEASURED: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def darkroom() -> str:
-    """What was measured of the recipe, a line per part; a part without results is left out."""
+    """The results of the recipe, one line per part; skips parts without results."""
     lines = []
     for name, in_words in DARKROOM.items():
         file = RESULTS / f"darkroom_{name}.json"
         if file.exists() and (text := in_words(json.loads(file.read_text()))):
             lines.append(f"- {text} ([darkroom_{name}.md](../benchmarks/results/darkroom_{name}.md)).")
-    return "\n".join(["", "## What was measured", "", *lines, "", ""]) if lines else ""
+    return "\n".join(["", "## Figures", "", *lines, "", ""]) if lines else ""
 
 
 def darkroom_learning(result: dict[str, Any]) -> str:
@@ -151,10 +151,10 @@ def darkroom_learning(result: dict[str, Any]) -> str:
     text = f"**Learning**, full configuration on {', '.join(result['machine']['gpus'])}, {len(seeds)} seeds: "
     text += "unseen goals at "
     text += f"{', '.join(f'{share:.1%}' for share in shares)} of the optimum, no goal below {worst:.0%} of its own; "
-    text += f"90 % after {slowest:.1f} s of training at most"
+    text += f"90 % after at most {slowest:.1f} s of training"
     others = {name: row for name, row in result["rows"].items() if name not in result["seeds"] and not row["failed"]}
     if others:
-        text += ". Other choices: " + ", ".join(
+        text += ". Other configurations: " + ", ".join(
             f"{name} {row['unseen_of_optimum']:.0%}" for name, row in others.items()
         )
     return text
@@ -162,9 +162,9 @@ def darkroom_learning(result: dict[str, Any]) -> str:
 
 def darkroom_speed(result: dict[str, Any]) -> str:
     rows = {name: row["step_ms"] for name, row in result["rows"].items() if row.get("step_ms")}
-    if "known model" not in rows or len(rows) < 2:
+    if "reference model" not in rows or len(rows) < 2:
         return ""
-    known = rows["known model"]
+    known = rows["reference model"]
     text = f"**Step time** on {', '.join(result['machine']['gpus'])}: "
     text += ", ".join(f"{name} {ms:.2f} ms ({known / ms:.2f} ×)" for name, ms in rows.items())
     missing = [name for name in result["rows"] if name not in rows]
@@ -175,8 +175,8 @@ def darkroom_end_to_end(result: dict[str, Any]) -> str:
     row = result["rows"]["end to end"]
     if row["failed"]:
         return ""
-    text = f"**50,000 steps from start to end** on {', '.join(result['machine']['gpus'])}: {row['wall_s']:.0f} s with "
-    return text + f"collecting, compiling, evaluations and checkpoints; {row['step_ms']:.2f} ms a step"
+    text = f"**A whole run of 50,000 steps** on {', '.join(result['machine']['gpus'])}: {row['wall_s']:.0f} s with "
+    return text + f"collection, compilation, evaluations and checkpoints; {row['step_ms']:.2f} ms per step"
 
 
 def darkroom_demo(result: dict[str, Any]) -> str:
@@ -186,18 +186,16 @@ def darkroom_demo(result: dict[str, Any]) -> str:
     shares, slowest = [row["unseen_of_optimum"] for row in seeds], max(row["wall_s"] for row in seeds)
     training = max(row["training_s"] for row in seeds)
     text = f"**The demo** on {result['machine']['cores']} CPU cores, {len(seeds)} seeds: unseen goals at "
-    text += (
-        f"{', '.join(f'{share:.1%}' for share in shares)} of the optimum; at most {slowest:.0f} s, {training:.0f} s of "
-    )
-    return text + "them training"
+    text += f"{', '.join(f'{share:.1%}' for share in shares)} of the optimum; at most {slowest:.0f} s, of which "
+    return text + f"{training:.0f} s are training"
 
 
 def darkroom_choices(result: dict[str, Any]) -> str:
     rows = {name: row["unseen_of_optimum"] for name, row in result["rows"].items() if not row["failed"]}
     if not rows:
         return ""
-    text = f"**Why the defaults are what they are**: the demo on {result['machine']['cores']} CPU cores with one thing "
-    text += "changed, unseen goals, of the optimum, after the same steps: "
+    text = f"**Evidence for the defaults**: the demo on {result['machine']['cores']} CPU cores with one setting "
+    text += "changed; fraction of the optimum on unseen goals after the same number of steps: "
     return text + "; ".join(f"{name} {share:.0%}" for name, share in rows.items())
 
 
@@ -211,14 +209,14 @@ DARKROOM: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def wan_step() -> str:
-    """A step of wan-flow beside the loop that people write, for each shape."""
+    """The step time of wan-flow and of the usual loop, for each shape."""
     file = RESULTS / "wan_step.json"
     if not file.exists():
         return ""
     result = json.loads(file.read_text())
     lines = [
         f"**Step time**, 1.3B, full fine-tune in bf16 on {', '.join(result['machine']['gpus'])} (machine, versions, "
-        "bars, command: [wan_step.md](../benchmarks/results/wan_step.md)):",
+        "targets, command: [wan_step.md](../benchmarks/results/wan_step.md)):",
         "",
         "| shape | batch | loop | ms per step | × usual | MFU | peak GiB |",
         "|---|---|---|---|---|---|---|",
@@ -227,7 +225,7 @@ def wan_step() -> str:
         for loop, row in sorted(rows.items(), key=lambda item: not item[0].startswith("usual")):
             if row["failed"]:
                 continue
-            times = f"{row['times_usual']:.2f}" if row["times_usual"] else "not run beside it"
+            times = f"{row['times_usual']:.2f}" if row["times_usual"] else "not measured"
             mfu = f"{row['mfu']:.3f}" if row["mfu"] else ""
             cells = [shape, str(result["shapes"][shape]["batch"]), loop, f"{row['ms']:.1f}", times, mfu]
             lines.append(f"| {' | '.join([*cells, format(row['mem_gib'], '.1f')])} |")
@@ -241,11 +239,11 @@ def wan_memory() -> str:
         return ""
     result = json.loads(file.read_text())
     lines = [
-        f"**All shapes**: GiB per GPU ({', '.join(result['machine']['gpus'])}), by how many blocks are recomputed, "
-        "without the averaged weights (`--ema_decay 0`), one micro-batch in a step. Upright: two runs of some blocks, "
-        "continued to all; "
-        f"*slanted*: predicted, because it is more than that GPU's {result['gpu_gib']:.1f} GiB or was not run. "
-        "`fsdp` is for 8 GPUs (how: [wan_memory.md](../benchmarks/results/wan_memory.md)):",
+        f"**All shapes**: GiB per GPU ({', '.join(result['machine']['gpus'])}) by the number of recomputed blocks, "
+        "without EMA (`--ema_decay 0`) and with one micro-batch per step. Numbers are extrapolated from two runs with "
+        "fewer blocks; those in *italics* are predicted, because they exceed the GPU's "
+        f"{result['gpu_gib']:.1f} GiB or were not run. `fsdp` is for 8 GPUs "
+        "(details: [wan_memory.md](../benchmarks/results/wan_memory.md)):",
         "",
         f"| model | shape | {' | '.join(COLUMNS)} |",
         "|---" * (len(COLUMNS) + 2) + "|",
@@ -253,15 +251,13 @@ def wan_memory() -> str:
     for row in result["rows"]:
         cells = [cell(row, name, result["gpu_gib"]) for name in COLUMNS]
         lines.append(f"| {' | '.join([row['model'], row['shape'], *cells])} |")
-    told = (
-        "Flags, and GiB per GPU: predicted, with the averaged weights, one sample at a time on each GPU, any number of "
-    )
-    told += f"micro-batches in a step, {FREE_GIB:.0f} GiB left for CUDA, NCCL and fragments:"
+    told = "Flags, and predicted GiB per GPU, with EMA, one sample at a time on each GPU, any number of "
+    told += f"micro-batches per step, and {FREE_GIB:.0f} GiB left for CUDA, NCCL and fragmentation:"
     return "\n".join(["### What fits on 80 GB", "", told, "", *fits(result["rows"]), "", *lines, "", ""])
 
 
 def tables_of(name: str, what: str) -> Callable[[], str]:
-    """The tables of a result as they are, and what was asked for."""
+    """The tables of a result as they are, and its targets."""
 
     def written() -> str:
         result, page = RESULTS / f"{name}.json", RESULTS / f"{name}.md"
@@ -278,35 +274,35 @@ def tables_of(name: str, what: str) -> Callable[[], str]:
 
 
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
-    README: {"figures": costs, "faults": survived},
+    HERE.parent / "docs" / "benchmarks.md": {"figures": costs, "faults": survived},
     HERE.parent / "docs" / "darkroom.md": {"darkroom": darkroom},
     HERE.parent / "docs" / "wan.md": {
-        "wan_learning": tables_of("wan_learning", "What it learns with `--nproc 2`, 64 samples in a step,"),
+        "wan_learning": tables_of("wan_learning", "Results with `--nproc 2`, 64 samples per step,"),
         "wan_step": wan_step,
         "wan_memory": wan_memory,
     },
     HERE.parent / "docs" / "wan_distill.md": {
-        "wan_distill_learning": tables_of("wan_distill_learning", "What students of the tiny teacher learn"),
-        "wan_distill_speed": tables_of("wan_distill_speed", "How fast"),
+        "wan_distill_learning": tables_of("wan_distill_learning", "Students of the tiny teacher"),
+        "wan_distill_speed": tables_of("wan_distill_speed", "Speed"),
     },
     HERE.parent / "docs" / "clips.md": {
-        "clips_learning": tables_of("clips_learning", "What is learned from the mirror set"),
-        "clips_harder": tables_of("clips_harder", "The mirror set in noise"),
+        "clips_learning": tables_of("clips_learning", "Results on the mirror set"),
+        "clips_harder": tables_of("clips_harder", "The mirror set with noise"),
         "clips_long": tables_of("clips_long", "Long videos of 1280 × 720"),
-        "clips_extraction": tables_of("clips_extraction", "Extracting"),
-        "clips_overhead": tables_of("clips_overhead", "A training step beside a loop written by hand,"),
+        "clips_extraction": tables_of("clips_extraction", "Feature extraction"),
+        "clips_overhead": tables_of("clips_overhead", "Step time compared with a hand-written loop,"),
     },
     HERE.parent / "docs" / "seo.md": {
         "seo_learning_cuda": tables_of("seo_learning_cuda", "MRR@10 of 1,000 held-out queries among 1,000 pages"),
         "seo_learning_cpu": tables_of("seo_learning_cpu", "MRR@10 of 1,000 held-out queries among 1,000 pages"),
-        "seo_speed_cuda": tables_of("seo_speed_cuda", "Training beside sentence-transformers' trainer"),
-        "seo_speed_cpu": tables_of("seo_speed_cpu", "Training beside sentence-transformers' trainer"),
+        "seo_speed_cuda": tables_of("seo_speed_cuda", "Training speed compared with sentence-transformers' trainer"),
+        "seo_speed_cpu": tables_of("seo_speed_cpu", "Training speed compared with sentence-transformers' trainer"),
     },
 }
 
 
 def with_figures(page: Path) -> str:
-    """A page with its figures as they were measured."""
+    """The text of a page with current figures."""
     text = page.read_text()
     for name, written in PAGES[page].items():
         start, end = f"<!-- {name}: written by benchmarks/figures.py -->\n", f"<!-- end of {name} -->"

@@ -1,8 +1,7 @@
-"""Where a variant waits for its turn, and where it is timed: the same lines for every variant.
+"""Lets variants of a benchmark take turns and times them, with the same code for every variant.
 
-A variant calls `step_starts` at the start of every forward pass. At the end of a round it reports and blocks on a pipe,
-idle, while the others run. The loop around the call stays what it is: that is how unisono's own loop takes turns
-without knowing it.
+A variant calls `step_starts` at the start of every forward pass. At the end of a round the call reports the time and
+blocks on a pipe while the others run. The loop around the call is unchanged, so unisono's own loop can take turns too.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 
 @dataclass(frozen=True)
 class Rounds:
-    """A round is `steps` steps; the first `dropped` of them are not timed, the first round not at all."""
+    """A round has `steps` steps, of which the first `dropped` are not timed; the first round is not timed at all."""
 
     rounds: int
     steps: int
@@ -27,7 +26,7 @@ class Rounds:
 
     @property
     def total_steps(self) -> int:
-        """One step more than all rounds: its start is the end of the last round."""
+        """The steps of all rounds plus one, whose start is the end of the last round."""
         return (1 + self.rounds) * self.steps + 1
 
 
@@ -40,9 +39,9 @@ class Gate:
         self._since = self._now()
 
     def model_starts(self) -> None:
-        """Call before the model is built: from here on memory counts."""
+        """Call before the model is built; memory is measured from here on."""
         if self._device.type == "cpu":
-            Path("/proc/self/clear_refs").write_text("5")  # forgets the peak that importing left
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak caused by imports
             self._memory_before = _status_kib("VmRSS")
 
     def step_starts(self) -> None:
@@ -62,10 +61,10 @@ class Gate:
         try:
             self._pipe.recv_bytes()
         except EOFError:
-            sys.exit("the benchmark that this process belongs to is gone")
+            sys.exit("the benchmark that started this process has ended")
 
     def _now(self) -> tuple[float, float]:
-        """The clock on the wall, and the processor time of this process, which other processes disturb far less."""
+        """Wall-clock time, and the CPU time of this process, which other processes disturb far less."""
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         return perf_counter(), process_time()

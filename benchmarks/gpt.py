@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 @dataclass(frozen=True)
 class Size:
-    """How big the model is, and the batch of each rank."""
+    """Size of the model, and the batch size per rank."""
 
     layers: int
     width: int
@@ -31,14 +31,14 @@ SIZES = {
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward network, each on a residual path."""
+    """Attention and a feed-forward network, each with a residual connection."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.heads = size.heads
         self.attention_norm, self.feed_norm = nn.LayerNorm(size.width), nn.LayerNorm(size.width)
-        # No biases: a key's bias has no gradient but rounding, which AdamW blows up to full steps, and variants that
-        # only round differently would end with other weights.
+        # No biases: the gradient of a key's bias is pure rounding error, which AdamW scales up to full steps, so that
+        # variants that only round differently would end with different weights.
         self.attention_in = nn.Linear(size.width, 3 * size.width, bias=False)
         self.attention_out = nn.Linear(size.width, size.width, bias=False)
         self.feed_in = nn.Linear(size.width, 4 * size.width, bias=False)
@@ -56,7 +56,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predicts the next token; its forward pass gives the loss."""
+    """Predicts the next token; its forward pass returns the loss."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()

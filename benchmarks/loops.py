@@ -1,8 +1,8 @@
-"""The same training four times: by hand, in unisono, in Accelerate, in Lightning Fabric.
+"""The same training four times: in a hand-written loop, unisono, Accelerate and Lightning Fabric.
 
 `overhead.py` starts this file once per variant and rank. Each loop is written as a good user of that framework would
-write it: fused AdamW, gradients in DDP's buckets, clipping (to a norm that always bites here), the loss logged every 10
-steps by rank 0.
+write it: fused AdamW, gradients in DDP's buckets, clipping (to a norm that is always exceeded here). Rank 0 logs the
+loss every 10 steps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # torch and the frameworks import it at different moments: 70 MiB that are not the training's
+import torch._dynamo  # here, because the variants would import it at different times: 70 MiB
 import torch.distributed as dist
 from gate import Gate, Rounds
 from gpt import GPT, SIZES, RandomTokens
@@ -36,7 +36,7 @@ LEARNING_RATE, CLIP, LOG_EVERY = 3e-4, 0.5, 10
 
 @dataclass(frozen=True)
 class Job:
-    """What every variant is told; the same for all."""
+    """Settings, the same for every variant."""
 
     size: str
     device: str
@@ -116,7 +116,7 @@ def by_hand(job: Job) -> nn.Module:
 
 
 class Benchmark(Recipe):
-    """The benchmark's model as a recipe; everything else is unisono's own session, loop and step."""
+    """The benchmark's model as a recipe; session, loop and step are unisono's own."""
 
     trained: nn.Module
 
@@ -134,7 +134,7 @@ class Benchmark(Recipe):
 
 
 def in_unisono(job: Job, **more: Any) -> nn.Module:
-    """unisono's real loop, in this process, with a run's folder, metrics and progress as a user has them."""
+    """unisono's real loop in this process, with the run folder, metrics and progress that users get."""
     import unisono
 
     unisono.train(
@@ -200,7 +200,7 @@ def in_fabric(job: Job) -> nn.Module:
         devices=job.world,
         strategy=DDPStrategy(gradient_as_bucket_view=True) if job.ddp else "auto",
         precision="bf16-mixed" if job.on_gpu else "32-true",
-        # Named, because looking for MPI starts MPI, which aborts where no MPI daemon can be started.
+        # Set explicitly, because detection starts MPI, which aborts if no MPI daemon can be started.
         plugins=[LightningEnvironment()] if job.world == 1 else None,
     )
     fabric.launch()
@@ -213,7 +213,7 @@ def in_fabric(job: Job) -> nn.Module:
         GATE.step_starts()
         loss = model(tokens, targets)
         fabric.backward(loss)
-        # error_if_nonfinite is on by default and would make the host wait for the device, which no other variant does.
+        # error_if_nonfinite is on by default and would synchronize with the device, which no other variant does.
         fabric.clip_gradients(model, optimizer, max_norm=CLIP, error_if_nonfinite=False)
         optimizer.step()
         optimizer.zero_grad()
@@ -243,7 +243,7 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def main() -> None:
-    """Trains one variant on one rank and leaves its weights in the folder."""
+    """Trains one variant on one rank and writes its weights to the folder."""
     global GATE, JOB
     parser = argparse.ArgumentParser()
     parser.add_argument("variant", choices=LOOPS)

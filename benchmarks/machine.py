@@ -1,4 +1,4 @@
-"""What a measured number depends on: the machine and the versions."""
+"""Describes what a measurement depends on: the machine and the versions."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
 
 
 def without_folders(words: Sequence[str]) -> list[str]:
-    """A command without the folders on somebody's machine."""
+    """A command without paths of this machine."""
     folders = {"--output", "--cache"}
     return [word for before, word in zip(["", *words], words, strict=False) if not folders & {before, word}]
 
 
 def depends_on(result: Mapping[str, Any]) -> list[str]:
-    """What a result depends on, as the first points of its page."""
+    """Machine, versions, date and command of a result, as the first list of its page."""
     facts = result["machine"]
     hardware = f"{facts['processor']}, {facts['cores']} cores, {facts['memory_gib']} GiB"
     return [

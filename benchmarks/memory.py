@@ -1,10 +1,10 @@
-"""Real out-of-memory on a GPU: the run goes on with smaller micro-batches, and its loss curve does not show it.
+"""Real out-of-memory on a GPU: checks that runs continue with smaller micro-batches and the same loss curve.
 
     python benchmarks/memory.py --output benchmarks/results
 
-A cramped rank may allocate a few GiB only (`torch.cuda.set_per_process_memory_fraction`). Each case is compared, step
-by step, with a run that had all memory and the small micro-batch from the start. Ranks share the one GPU over gloo; a
-case with one rank runs over NCCL.
+A *cramped* rank may allocate only a few GiB (`torch.cuda.set_per_process_memory_fraction`). Each case is compared step
+by step with a run without a memory limit that used the small micro-batch from the start. Ranks share the one GPU over
+gloo; a case with one rank uses NCCL.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LIMIT = ["--limit_gib", "7"]
 FIXED = ["--fixed_length", "true"]
 
 
-# name -> ranks, precision, flags, whether it must happen in place
+# name -> ranks, precision, flags, whether recovery must happen in place
 CASES = {
     "single": (1, "no", ["--strategy", "single", "--batch_size", "32", *LIMIT], True),
     "ddp, 1 rank (NCCL)": (1, "no", ["--strategy", "ddp", "--batch_size", "32", *LIMIT], True),
@@ -128,20 +128,20 @@ def report(results: dict) -> str:
         if "error" in row:
             lines.append(f"| {row['case']} | {row['precision']} | {row['error'].strip().splitlines()[-1]} | | | | no |")
             continue
-        happened = "; ".join(row["ooms"]) or f"none: {row['micro_batch']} found beforehand"
+        happened = "; ".join(row["ooms"]) or f"none: {row['micro_batch']} chosen before step 1"
         lines.append(
             f"| {row['case']} | {row['precision']} | {happened} | {row['in_place']} | {row['restarts']} "
             f"| {row['difference']:.1e} | {'yes' if row['ok'] else 'NO'} |"
         )
-    lines += ["", "The largest difference is relative, over the losses of all steps, to a run with all memory and the"]
-    lines += ["small micro-batch from the start.", "", "Where not even one sample fits, the run says:", ""]
+    lines += ["", "The largest difference is relative, over the losses of all steps, to a run without a memory limit"]
+    lines += ["that used the small micro-batch from the start.", "", "If not even one sample fits, the run prints:", ""]
     return "\n".join([*lines, f"> {results['hopeless']['said']}", ""])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--at_once", type=int, default=3, help="cases that run at the same time")
+    parser.add_argument("--at_once", type=int, default=3, help="number of cases to run in parallel")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as root, ThreadPoolExecutor(options.at_once) as pool:
         rows = pool.map(lambda name: case(name, Path(root)), CASES)

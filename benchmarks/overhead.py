@@ -1,11 +1,11 @@
-"""What unisono costs over a hand-written loop, beside Accelerate and Lightning Fabric.
+"""Overhead of unisono, Accelerate and Lightning Fabric over a hand-written loop.
 
     python benchmarks/overhead.py [--device cuda] [--size gpt2] [--ranks 1,2] [--quick]
-    python benchmarks/overhead.py --guard          # guarded steps (out-of-memory) on 2 ranks beside plain DDP
+    python benchmarks/overhead.py --guard          # guarded steps (out-of-memory) on 2 ranks, next to plain DDP
 
-Every variant is a process of its own per rank, all started together. They take turns: a round of steps each, in an
-order that rotates, while the others wait idle. So all meet the same machine, and a ratio compares rounds that ran next
-to each other. "hand" runs twice: how far the second is from 1 is how far to trust the other ratios.
+Every variant has one process per rank; all are started together. They take turns in rotating order, one round of steps
+each, while the others are idle. So all run under the same conditions, and a ratio compares rounds that ran next to each
+other. "hand" runs twice: the second ratio's distance from 1 shows the noise.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from machine import depends_on, machine, versions, without_folders
 HERE = Path(__file__).resolve().parent
 NEEDS = {"accelerate": ["accelerate"], "fabric": ["lightning", "lightning_fabric"]}
 VARIANTS = ["hand", "unisono", "accelerate", "fabric", "hand again"]
-# unisono guards the first steps against out-of-memory (--guard_steps 3): what that costs when it is over, and if it
-# were never over.
+# unisono guards the first steps against out-of-memory (--guard_steps 3). These variants never or always guard.
 GUARD = ["hand", "unisono", "never guarded", "always guarded", "hand again"]
 LAUNCHER_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "ACCELERATE_")
 LAUNCHER_VARIABLES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "UNISONO_JOB"}
@@ -43,14 +42,14 @@ PATIENCE_S = 600.0
 
 @dataclass(frozen=True)
 class Case:
-    """How many ranks, and whether they go through DDP."""
+    """Number of ranks, and whether they use DDP."""
 
     ranks: int
     ddp: bool
 
     @classmethod
     def parse(cls, words: str) -> Case:
-        """`1`: one process without DDP; `1ddp`: one process in DDP; `2` and more: so many in DDP."""
+        """`1`: one process without DDP; `1ddp`: one process in DDP; `2` and more: that many processes in DDP."""
         ranks = int(words.removesuffix("ddp"))
         return cls(ranks, ddp=ranks > 1 or words.endswith("ddp"))
 
@@ -60,13 +59,13 @@ class Case:
 
 @dataclass
 class Variant:
-    """The processes of one variant, and what they reported."""
+    """The processes of one variant and their reports."""
 
     name: str
     folder: Path
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     pipes: list[Connection] = field(default_factory=list)
-    store: Any = None  # hosted here, as torchrun's agent does, so that no port is guessed
+    store: Any = None  # hosted here, as torchrun's agent does, to avoid guessing a port
     rounds_ms: list[float] = field(default_factory=list)
     rounds_busy_ms: list[float] = field(default_factory=list)
     peak_mib: float = 0.0
@@ -123,7 +122,7 @@ class Variant:
         }
 
     def report(self, *, note: bool) -> None:
-        """Waits until every rank has come to the end of a round, and notes the slowest one's milliseconds per step."""
+        """Waits until every rank has finished a round, and records the slowest rank's milliseconds per step."""
         left, found = list(self.pipes), []
         while left:
             ready = wait(left, PATIENCE_S)
@@ -146,14 +145,14 @@ class Variant:
             pipe.send_bytes(b"go")
 
     def finish(self) -> None:
-        """Lets the last step run, and waits until the weights are written."""
+        """Lets the last step run and waits until the weights are written."""
         self.go()
         for process in self.processes:
             if process.wait(PATIENCE_S) != 0:
                 self._fail(f"exit status {process.returncode}")
 
     def _fail(self, why: str) -> None:
-        time.sleep(1)  # last words
+        time.sleep(1)  # the end of its output
         logs = [f"--- {log.name}\n{log.read_text(errors='replace')[-4000:]}" for log in self.folder.glob("*.log")]
         raise SystemExit("\n".join([f"{self.name}: {why}", *logs]))
 
@@ -167,7 +166,7 @@ class Variant:
 
 
 def run_case(case: Case, names: Sequence[str], job: dict[str, Any], rounds: Rounds) -> dict[str, Any]:
-    """Runs all variants of a case in turns; the numbers of each."""
+    """Interleaves all variants of a case; returns the results of each."""
     print(f"{case}: {', '.join(names)}", flush=True)
     with tempfile.TemporaryDirectory(prefix="overhead-") as scratch:
         variants = [Variant(name, Path(scratch) / name.replace(" ", "-")) for name in names]
@@ -175,7 +174,7 @@ def run_case(case: Case, names: Sequence[str], job: dict[str, Any], rounds: Roun
             for variant in variants:
                 variant.start(case, job)
             for variant in variants:
-                variant.report(note=False)  # it is built, and stands at its first step
+                variant.report(note=False)  # it is built and waits at its first step
             for number in range(1 + rounds.rounds):
                 turn = number % len(variants)
                 for variant in variants[turn:] + variants[:turn]:
@@ -193,7 +192,7 @@ def run_case(case: Case, names: Sequence[str], job: dict[str, Any], rounds: Roun
 
 
 def numbers_of(variant: Variant, hand: Variant) -> dict[str, Any]:
-    """A variant beside the loop by hand. Ratios are taken round by round: neighbours in time met the same machine."""
+    """Compares a variant with the hand-written loop, round by round, so that conditions are alike."""
     ratios = _ratios(variant.rounds_ms, hand.rounds_ms)
     quarters = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
     return {
@@ -225,7 +224,7 @@ def difference(folder: Path, other: Path) -> float:
 
 
 def missing(names: Sequence[str]) -> dict[str, str]:
-    """Variants that cannot run here, and why."""
+    """The variants that cannot run here, with the reason."""
     return {
         name: f"{packages[0]} is not installed"
         for name, packages in NEEDS.items()
@@ -244,8 +243,8 @@ def table(result: dict[str, Any]) -> str:
         f"- Model: GPT `{settings['size']}` ({settings['shape']}), {settings['precision']}, "
         f"{settings['workers']} loader workers, {settings['threads']} thread(s) per rank, "
         f"TensorBoard {'on' if settings['tensorboard'] else 'off'} in unisono",
-        f"- Measured: {settings['rounds']} rounds of {settings['steps']} steps per variant in turns, the first "
-        f"{settings['dropped']} steps of each round not timed. Ratios are medians over the rounds, with quartiles; "
+        f"- Measured: {settings['rounds']} rounds of {settings['steps']} steps per variant, interleaved; the first "
+        f"{settings['dropped']} steps of each round are not timed. Ratios are medians over the rounds, with quartiles; "
         "*hand again* is the same program a second time and shows the noise. The fastest round of each variant is the "
         "one that other programs on the machine disturbed least.",
         "",
@@ -277,20 +276,20 @@ def table(result: dict[str, Any]) -> str:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--rounds", type=int, help="measured rounds of each variant (default 40)")
-    parser.add_argument("--steps", type=int, help="steps of a round (default 12)")
+    parser.add_argument("--rounds", type=int, help="timed rounds per variant (default 40)")
+    parser.add_argument("--steps", type=int, help="steps per round (default 12)")
     parser.add_argument("--drop", type=int, default=2, help="steps at the start of a round that are not timed")
     parser.add_argument("--ranks", help="cases: 1, 1ddp, 2, ... (default 1,2 on the CPU; 1,1ddp,2 on CUDA)")
     parser.add_argument("--size", help="tiny, small (default on the CPU), gpt2 (default on CUDA), gpt2-medium")
     parser.add_argument("--variants", help="separated by commas; hand must be the first")
-    parser.add_argument("--guard", action="store_true", help="compare guarded with unguarded steps, on 2 ranks")
+    parser.add_argument("--guard", action="store_true", help="compare guarded with unguarded steps on 2 ranks")
     parser.add_argument("--workers", type=int, default=2, help="loader workers per rank (default 2, as in unisono)")
     parser.add_argument("--threads", type=int, default=1, help="torch's threads per rank")
     parser.add_argument(
         "--no-tensorboard", action="store_true", help="unisono without TensorBoard (it is on by default)"
     )
     parser.add_argument("--output", type=Path, default=HERE / "results", help="folder for the JSON and the table")
-    parser.add_argument("--quick", action="store_true", help="a minute at most: does it work? The numbers mean little")
+    parser.add_argument("--quick", action="store_true", help="smoke test, at most a minute; the numbers mean little")
     given = parser.parse_args()
     quick, cuda = given.quick, given.device == "cuda"
     given.rounds = given.rounds or (2 if quick else 40)
@@ -358,7 +357,7 @@ def main() -> None:
     file.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n")
     file.with_suffix(".md").write_text(table(result))
     print(table(result))
-    print(f"written: {file}.json, {file}.md")
+    print(f"wrote {file}.json, {file}.md")
 
 
 if __name__ == "__main__":

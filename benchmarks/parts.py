@@ -1,4 +1,4 @@
-"""What benchmarks of several parts share: each is measured by itself, and writes a table after every row."""
+"""Shared code of benchmarks with several parts: each part runs on its own and rewrites its table after every row."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Parts:
     """A program `python benchmarks/NAME.py PART`, which writes results/NAME_PART.json and .md."""
 
     def __init__(self, name: str, packages: Sequence[str]) -> None:
-        """`packages`: whose versions its numbers depend on."""
+        """`packages`: packages whose versions are recorded with the results."""
         self._name, self._packages = name, packages
         self._tables: Mapping[str, Callable[[Row], list[str]]] = {}
 
     def begin(self, part: str, given: argparse.Namespace, suffix: str = "") -> Row:
-        """A result without rows yet; `suffix`: of its files' names."""
+        """A result without rows; `suffix` is appended to the names of its files."""
         return {
             "part": part,
             "file": f"{self._name}_{part}{suffix}",
@@ -43,7 +43,7 @@ class Parts:
         }
 
     def write(self, result: Row, given: argparse.Namespace) -> None:
-        """What is measured so far."""
+        """Writes the rows measured so far."""
         given.output.mkdir(parents=True, exist_ok=True)
         (given.output / f"{result['file']}.json").write_text(json.dumps(result, indent=1) + "\n")
         (given.output / f"{result['file']}.md").write_text("\n".join(self._tables[result["part"]](result)) + "\n")
@@ -53,11 +53,11 @@ class Parts:
         parser: argparse.ArgumentParser,
         parts: Mapping[str, tuple[Callable[[argparse.Namespace, Path], Row], Callable[[Row], list[str]]]],
     ) -> int:
-        """Measures the part that was asked for; 1 if a row of it has failed."""
+        """Measures one part, named on the command line; returns 1 if one of its rows failed."""
         self._tables = {name: table for name, (_, table) in parts.items()}
         parser.add_argument("part", choices=list(parts))
         parser.add_argument("--output", type=Path, default=RESULTS)
-        parser.add_argument("--quick", action="store_true", help="does it work? Never into results")
+        parser.add_argument("--quick", action="store_true", help="smoke test with few steps; cannot write to results/")
         given = parser.parse_args()
         if given.quick and given.output.resolve() == RESULTS:
             parser.error("--quick needs --output, another folder than benchmarks/results")
@@ -70,16 +70,16 @@ class Parts:
 
 
 def unisono(words: Sequence[str], patience_s: float) -> str:
-    """Runs a command of unisono's as a user does; what went wrong, or nothing."""
+    """Runs a unisono command as a user does; returns the error message, or an empty string."""
     environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
     try:
         command = [sys.executable, "-m", "unisono", *words]
         ended = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=patience_s)
     except subprocess.TimeoutExpired:
         return f"took more than {patience_s:.0f} s"
-    return (ended.stderr.strip().splitlines() or ["no word"])[-1][:300] if ended.returncode else ""
+    return (ended.stderr.strip().splitlines() or ["no error message"])[-1][:300] if ended.returncode else ""
 
 
-def kept(good: bool) -> str:
-    """Whether what was asked for was reached."""
-    return "kept" if good else "MISSED"
+def verdict(met: bool) -> str:
+    """How a table reports whether a target was met."""
+    return "met" if met else "**missed**"

@@ -1,12 +1,12 @@
-"""How long training stands still for a checkpoint: saved in the background, beside saved on the spot.
+"""How long a checkpoint stalls training: a background save compared with a synchronous one.
 
     PYTHONPATH=src python benchmarks/save_stall.py --parameters 1e9 [--device cuda] [--rounds 5] [--quick]
 
-A model of so many parameters is trained in float32 with AdamW (three numbers to save per parameter), and saved by
-unisono's own `Saver` to a real disk, forced to it and read back. In turns: steps alone; a save in the background while
-steps go on until it is done; a save on the spot. The stall of the background save is the time its call takes plus what
-the steps beside it took longer than steps alone. The first save of a run is shown by itself, without and with the
-page-locked memory made in advance.
+A model with that many parameters is trained in float32 with AdamW (three numbers to save per parameter). unisono's own
+`Saver` writes it to a real disk, syncs it and reads it back. Interleaved: steps alone; a background save with steps
+until it is complete; a synchronous save. The stall of a background save is the time of its call plus the slow-down of
+the steps that run meanwhile. The first save of a run is measured separately, with and without pinned memory that is
+allocated in advance.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LAYERS = 24
 
 
 class Training:
-    """A loop with a real forward and backward pass and the whole optimizer state on the device."""
+    """A training loop with a real forward and backward pass and the full optimizer state on the device."""
 
     def __init__(self, parameters: float, device: torch.device) -> None:
         torch.manual_seed(0)
@@ -58,7 +58,7 @@ class Training:
             torch.cuda.synchronize(self.device)
 
     def steps(self, number: int) -> float:
-        """Seconds that so many steps take."""
+        """Returns the seconds that this many steps take."""
         self.wait()
         start = time.perf_counter()
         for _ in range(number):
@@ -67,14 +67,14 @@ class Training:
         return time.perf_counter() - start
 
     def settle(self, seconds: float) -> None:
-        """Finds out how many steps make a bout of a tenth of a second, and how many bouts so many seconds."""
+        """Chooses the number of steps per bout (a tenth of a second) and the number of bouts."""
         self.steps(3)
         step_s = self.steps(3) / 3
         self.bout = max(1, round(0.1 / step_s))
         self.bouts = max(2, round(seconds / (self.bout * step_s)))
 
     def alone(self) -> float:
-        """Seconds that a step takes when nothing is saved; in the same bouts as beside a save."""
+        """Seconds per step without a save, timed in the same bouts as during a save."""
         return sum(self.steps(self.bout) for _ in range(self.bouts)) / (self.bout * self.bouts)
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -85,7 +85,7 @@ class Training:
 
 
 class Saves:
-    """Saves of one training into one folder, one checkpoint kept."""
+    """Saves one training into one folder and keeps one checkpoint."""
 
     def __init__(self, training: Training, folder: Path) -> None:
         self.training, self.folder, self.number, self.bytes = training, folder, 0, 0
@@ -103,7 +103,7 @@ class Saves:
         )
 
     def call(self, saver: Saver) -> float:
-        """Seconds that the call of `save` takes; the device is idle, so that it does not wait for earlier steps."""
+        """Seconds that the call of `save` takes on an idle device, so that it does not wait for earlier steps."""
         self.training.wait()
         self.number += 1
         start = time.perf_counter()
@@ -117,13 +117,13 @@ class Saves:
             self.bytes = result.bytes
 
     def synchronous(self) -> float:
-        """Seconds of a save on the spot."""
+        """Seconds of a synchronous save."""
         seconds = self.call(self.on_the_spot)
         self.finish(self.on_the_spot)
         return seconds
 
     def background(self, saver: Saver, step_s: float) -> dict[str, float]:
-        """A save in the background with steps beside it until it is done."""
+        """A background save, with steps until it is complete."""
         start = time.perf_counter()
         call = self.call(saver)
         number, steps_s = 0, 0.0
@@ -144,7 +144,7 @@ def measure(training: Training, folder: Path, rounds: int, alone_s: float) -> di
     saves.finish(saver)
     del saver
     if training.device.type == "cuda":
-        torch._C._host_emptyCache()  # or the page-locked memory of that saver would be used again
+        torch._C._host_emptyCache()  # or the pinned memory of that saver would be reused
     saver = saves.saver(asynchronous=True)
     before = training.alone()
     start = time.perf_counter()
@@ -156,15 +156,15 @@ def measure(training: Training, folder: Path, rounds: int, alone_s: float) -> di
     first["slower_while_warming_up_s"] = sum(steps) - len(steps) * before
     first["warm_s"] = saves.call(saver)
     saves.finish(saver)
-    saves.synchronous()  # it allocates memory of its own
+    saves.synchronous()  # allocates its own memory
     found: list[dict[str, float]] = []
     for turn in range(rounds):
         one = {"step_s": training.alone()}
-        # Which of the two is first takes turns too.
+        # The order of the two alternates.
         if turn % 2:
             one["synchronous_s"] = saves.synchronous()
         one |= saves.background(saver, one["step_s"])
-        # The machine may be slower or faster by now: steps alone once more, and the mean of both.
+        # The speed of the machine may have changed: time steps alone again and take the mean of both.
         one["slower_s"] -= one["steps"] * (training.alone() - one["step_s"]) / 2
         one["stall_s"] = one["call_s"] + max(0.0, one["slower_s"])
         if not turn % 2:
@@ -188,28 +188,29 @@ def measure(training: Training, folder: Path, rounds: int, alone_s: float) -> di
 def table(result: dict[str, Any]) -> str:
     """The result as Markdown."""
     medians, first = result["medians"], result["first"]
-    share = f"{100 * result['stall_share']:.2f} % of the save on the spot"
+    share = f"{100 * result['stall_share']:.2f} % of the synchronous save"
     rows = {
-        "save on the spot: training stands still for": f"{medians['synchronous_s']:.3f} s",
-        "save in the background: the call takes": f"{medians['call_s']:.3f} s",
-        "… and steps beside it take longer, together, by": f"{medians['slower_s']:.3f} s",
-        "**stall under background saving**": f"**{medians['stall_s']:.3f} s, {share}**",
-        "until the background save is complete": f"{medians['whole_s']:.3f} s, {medians['steps']:.0f} steps meanwhile",
+        "synchronous save: stall": f"{medians['synchronous_s']:.3f} s",
+        "background save: time of the call": f"{medians['call_s']:.3f} s",
+        "… total slow-down of the steps meanwhile": f"{medians['slower_s']:.3f} s",
+        "**background save: stall**": f"**{medians['stall_s']:.3f} s, {share}**",
+        "background save: time until it is complete": f"{medians['whole_s']:.3f} s, {medians['steps']:.0f} steps "
+        "meanwhile",
         "a step alone": f"{1000 * medians['step_s']:.2f} ms",
-        "first save of a run, nothing prepared: the call takes": f"{first['not_warm_s']:.3f} s",
-        "first save of a run, memory made in advance: the call takes": f"{first['warm_s']:.3f} s",
-        "making that memory, in the background": f"{first['warm_up_s']:.3f} s",
-        "… slows the steps beside it, together, by": f"{first['slower_while_warming_up_s']:.3f} s",
+        "first save of a run, nothing prepared: time of the call": f"{first['not_warm_s']:.3f} s",
+        "first save of a run, memory allocated in advance: time of the call": f"{first['warm_s']:.3f} s",
+        "allocating that memory, in the background": f"{first['warm_up_s']:.3f} s",
+        "… total slow-down of the steps during that": f"{first['slower_while_warming_up_s']:.3f} s",
     }
     return "\n".join(
         [
-            "# How long training stands still for a checkpoint",
+            "# How long a checkpoint stalls training",
             "",
             *depends_on(result),
             f"- Model: {result['parameters']:,} parameters, float32, AdamW, on {result['device']}; a checkpoint has "
             f"{result['bytes'] / 1e9:.2f} GB",
-            f"- Measured: {len(result['rounds'])} rounds in turns (steps alone, save in the background with steps "
-            "until it is complete, save on the spot); medians. Both force the files to disk and read them back.",
+            f"- Measured: {len(result['rounds'])} rounds, interleaved (steps alone; a background save with steps "
+            "until it is complete; a synchronous save); medians. Both saves sync the files to disk and read them back.",
             "",
             "| | |",
             "|---|---|",
@@ -221,12 +222,12 @@ def table(result: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--parameters", type=float, default=2e7, help="how many, e.g. 1e9")
+    parser.add_argument("--parameters", type=float, default=2e7, help="number of parameters, e.g. 1e9")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, help="where to save to (default: the system's folder for such files)")
+    parser.add_argument("--folder", type=Path, help="folder to save to (default: the system's temporary folder)")
     parser.add_argument("--output", type=Path, default=HERE / "results", help="folder for the JSON and the table")
-    parser.add_argument("--quick", action="store_true", help="seconds only: does it work? The numbers mean little")
+    parser.add_argument("--quick", action="store_true", help="smoke test of a few seconds; the numbers mean little")
     given = parser.parse_args()
     facts = machine()
     device = torch.device(given.device, 0) if given.device == "cuda" else torch.device("cpu")
@@ -249,7 +250,7 @@ def main() -> None:
 
 
 def without_places(words: list[str]) -> list[str]:
-    """The command without folders on somebody's machine."""
+    """The command without paths of this machine."""
     places = {"--output", "--folder"}
     return [word for before, word in zip(["", *words], words, strict=False) if not {before, word} & places]
 

@@ -1,15 +1,15 @@
-"""Does a language model learn which page answers a query, and how fast beside the usual trainer?
+"""Does a language model learn which page answers a query, and how fast compared with sentence-transformers?
 
     python benchmarks/seo.py learning              # Debian's package descriptions: MiniLM, fine-tuned, plain and hard
-    python benchmarks/seo.py speed                 # the same pairs and steps beside sentence-transformers' trainer
-    python benchmarks/seo.py speed --quick --output /tmp/x     # does it work? Few steps; the numbers mean nothing
+    python benchmarks/seo.py speed                 # the same pairs and steps with sentence-transformers' trainer
+    python benchmarks/seo.py speed --quick --output /tmp/x     # smoke test with few steps; the numbers mean nothing
 
-learning: every run is `unisono train seo` as a user starts it. 1,000 queries are held out, and their pages are the
-candidates; beside the model stand random order, TF-IDF, BM25 and the model as it was before. `hard`: all candidates are
-of one section, and the words that a query shares with its page are taken out of the page.
+learning: every run is a plain `unisono train seo`. 1,000 queries are held out, and their pages are the candidates. The
+baselines are random order, TF-IDF, BM25 and the model before fine-tuning. `hard`: all candidates are from one section,
+and the words that a query shares with its page are removed from the page.
 
-speed: unisono and the other trainer take turns, each a process of its own; samples per second after the first steps,
-and what both have learned after as many steps.
+speed: unisono and the other trainer take turns, each in its own process. The results are samples per second after the
+first steps, and the MRR@10 of both after the same number of steps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 
 from machine import depends_on
-from parts import ROOT, Parts, Row, kept, unisono
+from parts import ROOT, Parts, Row, unisono, verdict
 
 sys.path.insert(0, str(ROOT / "src"))
 PARTS = Parts("seo", ["torch", "transformers", "sentence-transformers"])
@@ -32,14 +32,14 @@ BARS = {"MRR@10": 0.93, "minutes_cpu": 30.0, "minutes_gpu": 2.0, "times_cpu": 1.
 
 
 def devices() -> list[str]:
-    """Of a run: one GPU where there is one, else two processes on the CPU."""
+    """Device flags of a run: one GPU if there is one, else two processes on the CPU."""
     import torch
 
     return ["--gpus", "1", "--mixed_precision", "bf16"] if torch.cuda.is_available() else ["--nproc", "2"]
 
 
 def suffix() -> str:
-    """Of the names of results: both machines have theirs."""
+    """Suffix of the result files: separate files for GPU and CPU."""
     import torch
 
     return "_cuda" if torch.cuda.is_available() else "_cpu"
@@ -50,7 +50,7 @@ def lines_of(folder: Path) -> list[Row]:
 
 
 def learned(folder: Path) -> Row:
-    """What the last evaluation of a run found, and how long its steps took."""
+    """Metrics of the last evaluation of a run, and its step times."""
     lines = lines_of(folder)
     last = [line for line in lines if "eval/MRR@10" in line][-1]
     times = [line["step_ms"] for line in lines if "step_ms" in line]
@@ -59,12 +59,12 @@ def learned(folder: Path) -> Row:
 
 
 def measured(model: str, run: Path) -> Row:
-    """The held-out figures of a model as it is, on the queries and candidates of a run."""
+    """Evaluates a model without fine-tuning on the held-out queries and candidates of a run."""
     import torch
 
     from unisono.engine.export import load_trained
-    from unisono.recipes.seo.ranking import TopPages
-    from unisono.recipes.seo.using import open_ranker
+    from unisono.recipes.seo.metrics.ranking import TopPages
+    from unisono.recipes.seo.trained import open_ranker
 
     task = load_trained(run)[0].task  # type: ignore[attr-defined]
     queries, pages = task.held_out_texts()
@@ -81,7 +81,7 @@ def learning(given: argparse.Namespace, place: Path) -> Row:
     result = PARTS.begin("learning", given, suffix())
     cache = Path(given.cache).expanduser() if given.cache else place / "cache"
     forms = {"plain": [], "hard": ["--hard_candidates"]}
-    result["rows"] = {name: {"failed": "did not come to its turn"} for name in forms}
+    result["rows"] = {name: {"failed": "not run"} for name in forms}
     before = given.output / f"{result['file']}.json"
     if given.keep and before.exists():
         result["rows"] |= {name: row for name, row in json.loads(before.read_text())["rows"].items() if name in forms}
@@ -107,7 +107,7 @@ def learning(given: argparse.Namespace, place: Path) -> Row:
 def speed(given: argparse.Namespace, place: Path) -> Row:
     import torch
 
-    from unisono.recipes.seo.folders import locate
+    from unisono.recipes.seo.models.folders import locate
 
     result = PARTS.begin("speed", given, suffix())
     cuda = torch.cuda.is_available()
@@ -145,8 +145,8 @@ def speed(given: argparse.Namespace, place: Path) -> Row:
 
 
 def write_pairs(file: Path, cache: Path, most: int | None) -> Path:
-    """Queries and pages as a file, which both trainers read."""
-    from unisono.recipes.seo.data.debian import packages
+    """Writes queries and pages to a file that both trainers read."""
+    from unisono.recipes.seo.data.ranking_sets.debian import packages
 
     found = packages(cache)[:most]
     lines = [json.dumps({"query": each.synopsis, "positive": each.body}) + "\n" for each in found]
@@ -155,9 +155,9 @@ def write_pairs(file: Path, cache: Path, most: int | None) -> Path:
 
 
 def left_of(pairs: Path, run: Path) -> Path:
-    """Those pairs that a run has learned from: without the ones it has held out."""
-    from unisono.recipes.seo.data.ranking import read_ranking
-    from unisono.recipes.seo.matching import load
+    """The training pairs of a run, without the held-out ones."""
+    from unisono.recipes.seo.data.ranking_sets.ranking import read_ranking
+    from unisono.recipes.seo.tasks.matching import load
 
     data, train = read_ranking(pairs), load(run / "prepared", "train")
     queries, pages = [text for _, text in data.queries()], [text for _, text in data.pages()]
@@ -172,10 +172,12 @@ def left_of(pairs: Path, run: Path) -> Path:
 def learning_page(result: Row) -> list[str]:
     lines = ["# seo: which page answers a query", "", *depends_on(result), ""]
     lines += [
-        "Debian's package descriptions: the line of a package is the query, its description the page; 1,000 held-out",
-        "queries, 1,000 candidates. `hard`: all of one section, words shared with the query taken out.",
+        "Debian's package descriptions: a package's summary line is the query, its description the page; 1,000 "
+        "held-out",
+        "queries, 1,000 candidates. `hard`: all from one section, words shared with the query removed.",
         "",
-        "| form | random | TF-IDF | BM25 | MiniLM as it is | trained | NDCG@10 | Recall@10 | steps | training | all |",
+        "| form | random | TF-IDF | BM25 | MiniLM, pretrained | MiniLM, fine-tuned | NDCG@10 | Recall@10 | steps | "
+        "training | process |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, row in result["rows"].items():
@@ -188,18 +190,25 @@ def learning_page(result: Row) -> list[str]:
             f"| {name} | {beside} | {before['MRR@10']:.3f} | **{found['MRR@10']:.3f}** | {found['NDCG@10']:.3f} | "
             f"{found['Recall@10']:.3f} | {row['steps']} | {row['training_s']:.0f} s | {row['wall_s']:.0f} s |"
         )
-    lines += ["", "MRR@10 in the first columns.", ""]
+    lines += ["", "The columns before NDCG@10 are MRR@10.", ""]
     plain, minutes = result["rows"]["plain"], BARS["minutes_gpu" if result["machine"]["gpus"] else "minutes_cpu"]
     if not plain.get("failed") and not result["quick"]:
         found = plain["measures"]["MRR@10"]
-        lines += [f"- plain: at least {BARS['MRR@10']} was asked for: {kept(found >= BARS['MRR@10'])}"]
-        lines += [f"- in at most {minutes:.0f} minutes, all in all: {kept(plain['wall_s'] <= 60 * minutes)}"]
+        lines += [f"- target for plain: at least {BARS['MRR@10']}: {verdict(found >= BARS['MRR@10'])}"]
+        lines += [
+            f"- target for the process: at most {minutes:.0f} minutes: {verdict(plain['wall_s'] <= 60 * minutes)}"
+        ]
     return lines
 
 
 def speed_page(result: Row) -> list[str]:
-    lines = ["# seo: the same pairs and steps beside sentence-transformers' trainer", "", *depends_on(result), ""]
-    lines += ["| | samples/s (each round) | median | MRR@10 after as many steps |", "|---|---|---|---|"]
+    lines = [
+        "# seo: speed compared with sentence-transformers' trainer, same pairs and steps",
+        "",
+        *depends_on(result),
+        "",
+    ]
+    lines += ["| | samples/s (each round) | median | MRR@10 after these steps |", "|---|---|---|---|"]
     middle = {}
     for name, row in result["rows"].items():
         rates = row.get("rates") or [0.0]
@@ -212,19 +221,19 @@ def speed_page(result: Row) -> list[str]:
         lines += ["", f"Ratio of each round: {', '.join(f'{ratio:.3f}' for ratio in ratios)}; median "]
         lines[-1] += f"**{statistics.median(ratios):.3f} ×**. Batch {result['batch']}, {result['steps']} steps."
         found = [result["rows"][name]["measures"]["MRR@10"] for name in middle]
-        lines += ["", f"- at least {bar} × was asked for: {kept(statistics.median(ratios) >= bar)}"]
-        lines += [f"- and no worse an MRR@10, within 0.005: {kept(found[0] >= found[1] - 0.005)}"]
+        lines += ["", f"- target: at least {bar} ×: {verdict(statistics.median(ratios) >= bar)}"]
+        lines += [f"- target: MRR@10 at most 0.005 lower: {verdict(found[0] >= found[1] - 0.005)}"]
     return lines
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--cache", help="where debian-packages.jsonl.gz is, or will be kept")
+    parser.add_argument("--cache", help="folder of debian-packages.jsonl.gz, which is created if it does not exist")
     parser.add_argument("--epochs", default="2", help="learning")
-    parser.add_argument("--max_steps", type=int, help="learning, instead of epochs")
+    parser.add_argument("--max_steps", type=int, help="learning: number of steps, instead of epochs")
     parser.add_argument("--forms", default="plain,hard", help="learning")
-    parser.add_argument("--keep", action="store_true", help="learning: other forms stay as they are in --output")
-    parser.add_argument("--batch", default="64", help="samples in a step")
+    parser.add_argument("--keep", action="store_true", help="learning: keep the results of other forms in --output")
+    parser.add_argument("--batch", default="64", help="samples per step")
     parser.add_argument("--steps", type=int, default=60, help="speed")
     parser.add_argument("--rounds", type=int, default=3, help="speed")
     parser.add_argument("--patience_s", type=float, default=3600)

@@ -1,4 +1,4 @@
-"""The usual way: the same pairs through the sentence-transformers trainer; used by seo.py.
+"""Trains the same pairs with the sentence-transformers trainer; used by seo.py.
 
     python benchmarks/seo_usual.py --pairs PAIRS.jsonl --model FOLDER --batch 64 --steps 40 --output FOLDER
 
@@ -43,7 +43,7 @@ def main() -> None:
             self.ends: list[float] = []
 
         def on_step_end(self, arguments: Any, state: Any, control: Any, **named: Any) -> None:
-            # At both ends of what is measured, and nowhere else: a trainer that waits after each step is slower.
+            # Synchronize only at both ends of the measurement: waiting after each step would slow the trainer down.
             if torch.cuda.is_available() and state.global_step in (given.warm + 1, given.steps):
                 torch.cuda.synchronize()
             self.ends.append(time.perf_counter())

@@ -1,16 +1,16 @@
-"""Does a small Wan learn from a big one, and how fast does the big one draw?
+"""Does a small Wan learn from a large one, and how fast is the large one's roll-out?
 
     python benchmarks/wan_distill.py learning            # two CPU ranks: the tiny teacher, four students, n = 432
-    python benchmarks/wan_distill.py speed               # a GPU: the real 1.3B architecture draws; a student learns
-    python benchmarks/wan_distill.py learning --quick    # does it work? A few steps; the numbers mean nothing
+    python benchmarks/wan_distill.py speed               # a GPU: roll-out of the 1.3B architecture, training
+    python benchmarks/wan_distill.py learning --quick    # smoke test with a few steps; the numbers mean nothing
 
-learning: every run is `unisono train` as a user starts it, teacher and classifier included. A student is judged by what
-counts: on held-out prompts and without guidance, does a classifier that has only seen drawings name the colour and the
-shape that were asked for, and how far are its velocities from the guided teacher's?
+learning: every run is a plain `unisono train`, including teacher and classifier. On held-out prompts and without
+guidance, does a classifier trained only on synthetic images recognise the colour and the shape of the prompt, and how
+far are the student's velocities from the guided teacher's?
 
-speed: random weights. The teacher draws pictures of 512 x 512 through the recipe (batches, compiled) and through
-diffusers' pipeline, one call for each prompt, in one process; then a student of 122 M weights learns from what is
-kept, and with the teacher beside it.
+speed: random weights. The teacher generates images of 512 x 512 through the recipe (batched, compiled) and through
+diffusers' pipeline (one call per prompt), in one process. Then a student of 122 M weights trains on the cache, and with
+the teacher online.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from pathlib import Path
 from typing import Any
 
 from machine import depends_on
-from parts import ROOT, Parts, Row, kept, unisono
+from parts import ROOT, Parts, Row, unisono, verdict
 
 sys.path.insert(0, str(ROOT / "src"))
 PARTS = Parts("wan_distill", ["torch", "diffusers", "transformers"])
 
 DISTILLED = "student, velocity matching (the default)"
 REAL = "student, flow matching on real samples"
-UNTRAINED = "student, untrained (its head says zero)"
+UNTRAINED = "student, untrained (zero output layer)"
 STUDENTS = {
     DISTILLED: [],
-    "student, velocity matching, begun fresh": ["--init", "fresh"],
+    "student, velocity matching, random initialisation": ["--init", "fresh"],
     "student, flow matching on the teacher's samples": ["--velocity_weight", "0", "--flow_weight", "1"],
 }
 QUICK = ["--max_steps", "4", "--rollouts", "1", "--eval_rollouts", "1", "--teacher_steps", "3", "--pairs", "2"]
@@ -49,7 +49,7 @@ SPEED_BAR = 2.0
 
 
 def learned(folder: Path) -> Row:
-    """What the last evaluation of a run found."""
+    """Metrics of the last evaluation of a run."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     last = [line for line in lines if "eval/velocity_error" in line][-1]
     steps = [line for line in lines if "step_ms" in line]
@@ -58,11 +58,11 @@ def learned(folder: Path) -> Row:
 
 
 def measured(recipe: Any, model: Any, batch_size: int = 96) -> Row:
-    """The same evaluation of a model that another recipe has trained, or nobody."""
+    """The same evaluation for an untrained model or one that another recipe trained."""
     import torch
     from torch.utils.data import default_collate
 
-    from unisono.recipes.wan_distill.measure import held_out
+    from unisono.recipes.wan_distill.evaluation import held_out
 
     data = recipe.dataset("eval")
     sums: dict[str, Any] = {}
@@ -76,7 +76,7 @@ def measured(recipe: Any, model: Any, batch_size: int = 96) -> Row:
 
 
 def real_samples(folder: Path, number: int) -> Path:
-    """The built-in drawings as files, as a user has them."""
+    """Writes the built-in synthetic images to files, as a user's data set."""
     from PIL import Image
 
     from unisono.recipes.wan.tiny.shapes import Shapes
@@ -92,18 +92,16 @@ def real_samples(folder: Path, number: int) -> Path:
 
 
 def learning(given: argparse.Namespace, place: Path) -> Row:
-    os.environ["UNISONO_CACHE"] = str(place / "teacher")  # made here, for its time to count
+    os.environ["UNISONO_CACHE"] = str(place / "teacher")  # trained here, so that its time counts
     if given.quick:
         os.environ["UNISONO_TINY_TEACHER_STEPS"] = "4"
     from unisono.engine.export import load_trained
     from unisono.recipes.wan.models.load import build
-    from unisono.recipes.wan_distill.fresh import begin_fresh
-    from unisono.recipes.wan_distill.student import num_weights
+    from unisono.recipes.wan_distill.models.random_weights import initialise_randomly
+    from unisono.recipes.wan_distill.models.student import num_weights
 
     result, began = PARTS.begin("learning", given), time.monotonic()
-    rows = result["rows"] = {
-        name: {"failed": "did not come to its turn"} for name in ("teacher", *STUDENTS, REAL, UNTRAINED)
-    }
+    rows = result["rows"] = {name: {"failed": "not run"} for name in ("teacher", *STUDENTS, REAL, UNTRAINED)}
     quick = QUICK if given.quick else []
     for number, (name, flags) in enumerate(STUDENTS.items()):
         folder, started = place / str(number), time.monotonic()
@@ -125,7 +123,7 @@ def learning(given: argparse.Namespace, place: Path) -> Row:
     best = rows[DISTILLED]
     rows["teacher"] = {"failed": "", "colour": best["teacher_colour"], "shape": best["teacher_shape"], "wall_s": 0.0}
     untrained = build(setup.student.config)
-    begin_fresh(untrained, 0)
+    initialise_randomly(untrained, 0)
     trained.transformer = untrained
     rows[UNTRAINED] = {"failed": "", "wall_s": 0.0, **measured(recipe, trained)}
     PARTS.write(result, given)
@@ -138,7 +136,7 @@ def learning(given: argparse.Namespace, place: Path) -> Row:
     words += ["--batch_size", "32", "--max_steps", steps, "--learning_rate", "4e-3", "--lr_schedule", "cosine"]
     words += ["--warmup_steps", "50", "--ema_decay", "0.99", "--eval_every", "-1", "--preview_every", "-1"]
     failed = unisono([*words, "--output_dir", str(place / "flow")], given.patience_s)
-    told = "unisono train wan-flow --model_config STUDENT --parts_path TEACHER, 2,400 drawings as files"
+    told = "unisono train wan-flow --model_config STUDENT --parts_path TEACHER, 2,400 synthetic images as files"
     rows[REAL] = {"failed": failed, "command": told, "wall_s": time.monotonic() - started}
     if not failed:
         rows[REAL] |= measured(recipe, load_trained(place / "flow")[1])
@@ -148,14 +146,14 @@ def learning(given: argparse.Namespace, place: Path) -> Row:
 
 def learning_table(result: Row) -> list[str]:
     rows = result["rows"]
-    lines = ["# Wan: a small student of the tiny teacher", "", *depends_on(result)]
+    lines = ["# wan-distill: students of the tiny teacher", "", *depends_on(result)]
     if "samples" in result:
         share = result["student_weights"] / result["teacher_weights"]
         lines += [
-            f"- Student: {result['student_weights']:,} weights, half as wide, {share:.2f} of the teacher's "
+            f"- Student: {result['student_weights']:,} weights, half the width, {share:.2f} of the teacher's "
             f"{result['teacher_weights']:,}; all students are trained for the same number of steps",
-            f"- {result['samples']} samples from 24 held-out prompts; the teacher draws at its guidance of 2, students "
-            "without guidance. The velocity error is a mean square against the guided teacher.",
+            f"- {result['samples']} samples from 24 held-out prompts; the teacher samples with guidance 2, students "
+            "without. The velocity error is the mean squared distance to the guided teacher.",
         ]
     lines += [
         "",
@@ -178,7 +176,8 @@ def learning_table(result: Row) -> list[str]:
     share = result["student_weights"] / result["teacher_weights"]
     checks = {
         f"teacher at least {BARS['colour']:.0%} and {BARS['shape']:.0%}": all(teacher[n] >= BARS[n] for n in behind),
-        f"student at most {BARS['points'] * 100:.0f} points behind it (colour {behind['colour'] * 100:.1f}, shape "
+        f"student at most {BARS['points'] * 100:.0f} points behind the teacher (colour {behind['colour'] * 100:.1f}, "
+        "shape "
         f"{behind['shape'] * 100:.1f})": max(behind.values()) <= BARS["points"],
         f"velocity error at least {BARS['times_below']:.0f} times below an untrained student's ({below:.1f} times)": (
             below >= BARS["times_below"]
@@ -188,7 +187,7 @@ def learning_table(result: Row) -> list[str]:
             result["minutes"] <= BARS["minutes"]
         ),
     }
-    return [*lines, "", "Asked for:", "", *(f"- {what}: {kept(ok)}" for what, ok in checks.items())]
+    return [*lines, "", "Targets:", "", *(f"- {what}: {verdict(ok)}" for what, ok in checks.items())]
 
 
 # speed ---------------------------------------------------------------------------------------------------------------
@@ -231,22 +230,22 @@ def speed(given: argparse.Namespace, place: Path) -> Row:
     prompts.write_text("\n".join(f"prompt {number}" for number in range(2 * batch)))
     told = {"teacher_path": str(place / "teacher"), "data_path": str(prompts), "height": side, "width": side}
     told |= {"rollout_batch": batch, "rollouts": 1, "num_previews": 1, "cache_dir": str(place / "drawn")}
-    print(time.strftime("%H:%M:%S"), "the teacher is written", flush=True)
+    print(time.strftime("%H:%M:%S"), "wrote the teacher", flush=True)
 
-    # The teacher alone: blocks through the recipe, single calls of the pipeline.
+    # The teacher alone: batches through the recipe, single calls of the pipeline.
     recipe = WanDistill(Config(**told, teacher_steps=steps, pairs=1, init="fresh"))
     setup = recipe.setup
     setup.folder, setup.device = place / "alone", device
     work = Work(place / "alone", device=device)
-    setup.texts.fill(work, setup.companions.text_encoder, setup.companions.vae)
+    setup.texts.fill(work, setup.encoders.text_encoder, setup.encoders.vae)
     teacher = load(setup, work).to(device)
     from dataclasses import replace
 
     rollouts = setup.rollouts("train")
-    rollouts.drawing = replace(rollouts.drawing, pairs=0)
+    rollouts.spec = replace(rollouts.spec, pairs=0)
     ours = []
     for number in (0, 1, 1, 1):  # the first one compiles
-        ours.append(rollouts._draw(number, teacher, setup.rows, work)[1] / batch)
+        ours.append(rollouts._draw(number, teacher, setup.text, work)[1] / batch)
     result["rows"]["unisono"] = {"seconds": ours[1:], "batch": batch, "compiling_s": ours[0] * batch}
     print(time.strftime("%H:%M:%S"), "unisono:", ours, flush=True)
     del teacher
@@ -254,7 +253,7 @@ def speed(given: argparse.Namespace, place: Path) -> Row:
     print(time.strftime("%H:%M:%S"), "pipeline:", result["rows"]["pipeline"], flush=True)
     PARTS.write(result, given)
 
-    # A student learns: from what is kept, and with the teacher beside it.
+    # A student trains on the cache, and with the teacher online.
     student = place / "student.json"
     sizes = {"num_attention_heads": 6, "attention_head_dim": 128, "ffn_dim": 3072, "num_layers": 12}
     student.write_text(json.dumps({"num_layers": 1} if given.quick else sizes))
@@ -263,7 +262,7 @@ def speed(given: argparse.Namespace, place: Path) -> Row:
     told |= {"num_workers": 4, "warmup_steps": 0}
     if given.quick:
         told |= {"compile": False, "mixed_precision": "no", "num_workers": 0}
-    for name, more in (("from what is kept", {}), ("with the teacher beside it", {"online": True})):
+    for name, more in (("from the cache", {}), ("with the teacher online", {"online": True})):
         folder = place / name.replace(" ", "_")
         flags = [f"--{key}={value}" for key, value in {**told, **more}.items()]
         failed = unisono(["train", "wan-distill", *flags, "--output_dir", str(folder)], given.patience_s)
@@ -280,7 +279,7 @@ def speed(given: argparse.Namespace, place: Path) -> Row:
 
 
 def by_pipeline(folder: Path, setup: Any, side: int, steps: int, device: str) -> list[float]:
-    """Seconds of a picture by diffusers' own pipeline, called for one prompt at a time, as scripts do."""
+    """Seconds per image of diffusers' own pipeline, called for one prompt at a time, as scripts do."""
     import torch
     from diffusers import WanPipeline
 
@@ -288,7 +287,7 @@ def by_pipeline(folder: Path, setup: Any, side: int, steps: int, device: str) ->
     pipeline.set_progress_bar_config(disable=True)
     took = []
     for number in range(4):
-        rows = {"prompt_embeds": setup.rows(f"prompt {number}"), "negative_prompt_embeds": setup.rows("")}
+        rows = {"prompt_embeds": setup.text(f"prompt {number}"), "negative_prompt_embeds": setup.text("")}
         began = time.perf_counter()
         pipeline(
             **{name: value[None].to(device, torch.bfloat16) for name, value in rows.items()},
@@ -301,23 +300,26 @@ def by_pipeline(folder: Path, setup: Any, side: int, steps: int, device: str) ->
 
 def speed_table(result: Row) -> list[str]:
     rows = result["rows"]
-    lines = ["# Wan: how fast a teacher draws, and a student learns", "", *depends_on(result)]
+    lines = ["# wan-distill: speed of the roll-out and of training", "", *depends_on(result)]
     lines += ["- The real 1.3B architecture, random weights, 512 × 512 pixels, 30 steps with guidance, bfloat16", ""]
     if "pipeline" not in rows:
         return lines
     seconds = {name: statistics.median(rows[name]["seconds"]) for name in ("pipeline", "unisono")}
     ratio = seconds["pipeline"] / seconds["unisono"]
-    lines += ["| the teacher draws | pictures at once | seconds for each | pictures per s | |", "|---|---|---|---|---|"]
-    names = {"pipeline": "`WanPipeline`, a call for each prompt", "unisono": "`unisono train wan-distill`"}
+    lines += [
+        "| roll-out of the teacher | batch | seconds per image | images per s | speed-up |",
+        "|---|---|---|---|---|",
+    ]
+    names = {"pipeline": "`WanPipeline`, one call per prompt", "unisono": "`unisono train wan-distill`"}
     for name, shown in names.items():
         times = "1.00" if name == "pipeline" else f"**{ratio:.2f} ×**"
         lines.append(f"| {shown} | {rows[name]['batch']} | {seconds[name]:.3f} | {1 / seconds[name]:.2f} | {times} |")
     if not result["quick"]:
-        lines += ["", f"At least {SPEED_BAR:.0f} × was asked for: {kept(ratio >= SPEED_BAR)}."]
+        lines += ["", f"Target at least {SPEED_BAR:.0f} ×: {verdict(ratio >= SPEED_BAR)}."]
     learn = {name: row for name, row in rows.items() if "step_ms" in row}
     lines += [
         "",
-        "| a student of 122 M weights learns | batch | ms per step | samples per s | |",
+        "| training of a student of 122 M weights | batch | ms per step | samples per s | speed-up |",
         "|---|---|---|---|---|",
     ]
     slow = max((row["step_ms"] for row in learn.values()), default=1.0)

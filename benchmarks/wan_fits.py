@@ -1,7 +1,8 @@
-"""How much memory does a whole Wan model need, by what some of its blocks need?
+"""Predicts the memory of a whole Wan model from measurements of models with fewer blocks.
 
-Nothing runs here. Memory grows by the same amount with each further block, and a step has two moments at which it is
-fullest; what is then where is known, so that sharded models follow too. wan_memory.py measures, and writes both down.
+Nothing runs here. Every additional block adds the same amount of memory, and memory peaks at one of two moments of a
+step. What is allocated at these moments is known, which also gives the memory of sharded models. wan_memory.py does the
+measurements and writes both to a table.
 """
 
 from __future__ import annotations
@@ -11,11 +12,15 @@ from typing import Any
 
 Row = dict[str, Any]
 GIB = 2**30
-GPUS = 8  # what the sharded columns are for
-COMMON_GIB, FREE_GIB, COMMON_GPUS = 79.0, 6.0, (1, 2, 8)  # of a GPU of 80 GB; to be left; and how many there are
+GPUS = 8  # number of GPUs in the fsdp columns
+COMMON_GIB, FREE_GIB, COMMON_GPUS = (
+    79.0,
+    6.0,
+    (1, 2, 8),
+)  # usable memory of an 80 GB GPU, memory to leave free, numbers of GPUs
 FLAGS = {"none": "", "every 2nd": "--activation_checkpointing --recompute_every 2", "all": "--activation_checkpointing"}
 LORA = {"lora_rank": 32}
-# name -> model_config, further settings, numbers of blocks: far from each other, and so many that all else is small
+# name -> model_config, further settings, two numbers of blocks: far apart, and large enough to dominate the rest
 MODELS: dict[str, tuple[str, dict[str, Any], tuple[int, int]]] = {
     "1.3B": ("1.3b", {}, (6, 18)),
     "TI2V-5B": ("ti2v-5b", {}, (4, 12)),
@@ -43,27 +48,27 @@ def config_of(model: str, layers: int, quick: bool) -> Row:
 
 
 def size(config: Row, exact: bool = False) -> tuple[int, int]:
-    """Weights of one block and of all else, counted on a model of no memory; `exact`: those that stay in 32 bit."""
+    """Weights of one block and of the rest, counted on the meta device; `exact`: those that stay in 32 bit."""
     import torch
     from diffusers import WanTransformer3DModel
 
-    from unisono.recipes.wan.models.islands import full_precision_weights
+    from unisono.recipes.wan.models.float32_weights import float32_weights
 
     counts = []
     for number in (1, 2):
         with torch.device("meta"):
             model = WanTransformer3DModel(**config | {"num_layers": number})
         named = dict(model.named_parameters())
-        counts.append(sum(named[name].numel() for name in (full_precision_weights(model) if exact else named)))
+        counts.append(sum(named[name].numel() for name in (float32_weights(model) if exact else named)))
     return counts[1] - counts[0], 2 * counts[0] - counts[1]
 
 
 @dataclass(frozen=True)
 class Fullest:
-    """GiB at the two moments of a step at which memory is fullest."""
+    """GiB at the two moments of a step at which memory peaks."""
 
-    forward: float  # at the end of the forward pass: all is there that blocks keep for the backward pass
-    backward: float  # at the end of the backward pass: all gradients are there, and what one block keeps
+    forward: float  # at the end of the forward pass: everything that blocks keep for the backward pass
+    backward: float  # at the end of the backward pass: all gradients, and what one block keeps
 
     @property
     def peak(self) -> float:
@@ -74,7 +79,7 @@ class Fullest:
 
 
 class Whole:
-    """Memory of a whole model for one shape, from cases with some of its blocks."""
+    """Memory of a whole model, derived from measured cases with fewer blocks."""
 
     def __init__(self, model: str, found: dict[tuple[str, str, str, int], Row], quick: bool) -> None:
         from unisono.recipes.wan.models.load import CONFIGS
@@ -83,10 +88,10 @@ class Whole:
         self.layers, self.depths = CONFIGS[MODELS[model][0]]["num_layers"], MODELS[model][2]
         self.width = config["num_attention_heads"] * config["attention_head_dim"]
         self.block, self.rest = size(config)
-        self.exact = size(config, exact=True)  # weights in 32 bit on every rank
-        self.is_trained = not MODELS[model][1]  # or a LoRA: its weights are few, all others lie in 16 bit
+        self.exact = size(config, exact=True)  # 32-bit weights that every rank holds unsharded
+        self.is_trained = not MODELS[model][1]  # otherwise a LoRA: few trained weights, all others in 16 bit
         self.state, self.gradient = (12, 4) if self.is_trained else (2, 0)  # bytes per weight
-        self.copied = 2 if self.is_trained else 0  # by blocks that keep what they compute; not under fsdp
+        self.copied = 2 if self.is_trained else 0  # in blocks that are not recomputed; not under fsdp
 
     @property
     def weights(self) -> int:
@@ -99,7 +104,7 @@ class Whole:
         return int(self._cases(shape, "none")[0]["tokens"])
 
     def on_one(self, shape: str, recompute: str) -> Fullest:
-        """On one GPU: what was measured, continued to all blocks; and what follows for the other moment."""
+        """On one GPU: the measurements extrapolated to all blocks, and the derived value of the other moment."""
         few, each = self._cases(shape, recompute)[0]["gib"], self._each(shape, recompute)
         continued = few + (self.layers - self.depths[0]) * each
         if not self.is_trained:
@@ -111,11 +116,11 @@ class Whole:
         return Fullest(continued, self._with_gradients(self.layers) + one_block)
 
     def sharded(self, shape: str, recompute: str, gpus: int) -> Fullest:
-        """By fsdp: all but the exact weights is shared out, with gradients and the optimizer's averages.
+        """With fsdp: everything but the exact weights is sharded, including gradients and optimizer state.
 
-        Whole, while a block's backward pass is computed, are its weights and gradients and the next block's weights in
-        16 bit, and the gradients of the block before in 32 bit; and what lies outside blocks, in 16 bit. A forward pass
-        that was measured has one block's gradients in it.
+        During the backward pass of a block, a rank holds unsharded: its weights and gradients and the next block's
+        weights in 16 bit, the gradients of the block before in 32 bit, and the weights outside blocks in 16 bit. A
+        measured forward pass includes one block's gradients.
         """
         one, exact = self.on_one(shape, recompute), self.layers * self.exact[0] + self.exact[1]
         away, outside = (self.weights - exact) * (1 - 1 / gpus) / GIB, 2 * (self.rest - self.exact[1]) / GIB
@@ -126,19 +131,19 @@ class Whole:
         return Fullest(forward, one.backward - (self.state + self.gradient) * away + busy)
 
     def peak(self, shape: str, recompute: str, gpus: int = 1) -> float:
-        """GiB per GPU; of more than one, under fsdp. `recompute` may be "every 2nd" too."""
+        """GiB per GPU, under fsdp if there are several. `recompute` may also be "every 2nd"."""
         return self._fullest(shape, recompute, gpus).peak
 
     def needed(self, shape: str, recompute: str, gpus: int, shards: int) -> float:
-        """GiB on each of so many GPUs, sharded or not, with the averaged weights and more than one micro-batch."""
+        """GiB per GPU, sharded or not, with EMA weights and more than one micro-batch."""
         fullest, gradients = self._fullest(shape, recompute, shards), self.gradient * self.weights / shards / GIB
-        # From the second micro-batch on, gradients are there in the forward pass; ddp has them a second time.
+        # From the second micro-batch on, gradients exist during the forward pass; ddp holds them twice.
         twice = gradients if gpus > shards else 0.0
-        averages = gradients  # in 32 bit too
+        averages = gradients  # EMA weights, in 32 bit too
         return max(fullest.forward + gradients, fullest.backward + twice) + averages
 
     def flags(self, shape: str, gpus: int) -> str:
-        """What to say so that a run fits on so many GPUs of the common size: what is fastest of all that does."""
+        """The fastest flags with which a run fits on this many 80 GB GPUs."""
         for recompute, flags in FLAGS.items():
             for shards in (1, gpus) if gpus > 1 else (1,):
                 needed = self.needed(shape, recompute, gpus, shards)
@@ -153,14 +158,14 @@ class Whole:
         return one.between(other)
 
     def _is_hidden(self, shape: str, recompute: str) -> bool:
-        """Whether what blocks keep does not show: at the fullest moment, a block more is its gradients more."""
+        """Whether gradients hide what blocks keep: at the peak, another block adds only its gradients."""
         return self._each(shape, recompute) < 1.01 * (self.state + self.gradient) * self.block / GIB
 
     def _cases(self, shape: str, recompute: str) -> list[Row]:
         return [self.found[self.model, shape, recompute, depth] for depth in self.depths]
 
     def _each(self, shape: str, recompute: str) -> float:
-        """GiB that a further block adds."""
+        """GiB that each additional block adds."""
         few, more = self._cases(shape, recompute)
         return float(more["gib"] - few["gib"]) / (self.depths[1] - self.depths[0])
 
@@ -169,7 +174,7 @@ class Whole:
         return (self.state + self.gradient) * weights / GIB
 
     def _kept(self, shape: str, recompute: str) -> float:
-        """GiB that a block keeps for the backward pass, where gradients hide it: its input, or by the largest shape."""
+        """GiB that a block keeps for the backward pass if gradients hide it: its input, or from the largest shape."""
         if recompute == "all":
             return self.tokens(shape) * self.width * 2 / GIB
         shapes = {shape for model, shape, *_ in self.found if model == self.model and not self.failed(shape, "none")}
@@ -180,7 +185,7 @@ class Whole:
 
 
 def finished(cases: list[Row], quick: bool) -> list[Row]:
-    """A row for each model and shape: GiB of the whole model, on one GPU and sharded."""
+    """One row per model and shape: GiB of the whole model, on one GPU and sharded."""
     found = {(case["model"], case["shape"], case["recompute"], case["layers"]): case for case in cases}
     measured = {(case["model"], case["shape"]) for case in cases}
     rows = []
@@ -200,7 +205,7 @@ def finished(cases: list[Row], quick: bool) -> list[Row]:
 
 
 def fits(rows: list[Row]) -> list[str]:
-    """The table of what to say on GPUs of 80 GB, for one sample at a time."""
+    """The table of flags for 80 GB GPUs, for one sample at a time."""
     lines = [f"| model | shape | {' | '.join(f'{gpus} × 80 GB' for gpus in COMMON_GPUS)} |"]
     lines.append("|---" * (2 + len(COMMON_GPUS)) + "|")
     for row in rows:
@@ -210,7 +215,7 @@ def fits(rows: list[Row]) -> list[str]:
 
 
 def cell(row: Row, name: str, gpu_gib: float) -> str:
-    """GiB; slanted, if that was not measured: in part recomputed, sharded, or more than the GPU has."""
+    """GiB; in italics if not measured (every 2nd block recomputed, sharded, or more than the GPU has)."""
     if name not in row:
         return f"FAILED: {row[f'{name}_failed']}".replace("|", " ") if f"{name}_failed" in row else ""
     is_measured = name in RECOMPUTE and row[name] <= gpu_gib

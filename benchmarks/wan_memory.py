@@ -1,13 +1,13 @@
 """How much memory does `unisono train wan-flow` need on a GPU?
 
     python benchmarks/wan_memory.py             # a GPU
-    python benchmarks/wan_memory.py --quick     # does it work? Tiny, anywhere; the numbers mean nothing
+    python benchmarks/wan_memory.py --quick     # smoke test on any machine; the numbers mean nothing
 
-Each case is a real run of a few steps with the blocks of the real model, but only some of them, and the same with more:
-memory grows by the same amount with each further block, so the whole model follows, also one that no single GPU holds.
-Where results/wan_step.json has a run of the whole model, the two are compared. Bytes are torch's peak of allocated
-memory, of steps after the first ones, in which the compiler tries out kernels. Cases share the GPU; all are forked from
-one process, which has imported everything once. What is done so far is kept in a file, and taken up with --keep.
+Each case is a real run of a few steps with blocks of the real size, once with a few blocks and once with more. Every
+additional block adds the same amount of memory, which gives the memory of the whole model, even if no single GPU can
+hold it. If results/wan_step.json has a run of the whole model, the two are compared. Bytes are torch's peak of
+allocated memory after the first steps, in which the compiler tunes kernels. Cases share the GPU; all are forked from
+one process that has imported everything once. Finished cases are stored in a file and reused with --keep.
 """
 
 from __future__ import annotations
@@ -47,8 +47,12 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 RESULTS = HERE / "results"
 sys.path.insert(0, str(ROOT / "src"))
-FIRST, STEPS = 2, 5  # steps whose peak does not count, and all
-SAME = {"480x832x17": "480x832x17", "480x832x81": "480x832x81", "512x512x1, batch 16": "512x512x1"}  # in wan_step.json
+FIRST, STEPS = 2, 5  # warm-up steps whose peak does not count, and the total
+SAME = {
+    "480x832x17": "480x832x17",
+    "480x832x81": "480x832x81",
+    "512x512x1, batch 16": "512x512x1",
+}  # the name in wan_step.json
 PACKAGES = ["torch", "triton", "diffusers"]
 
 
@@ -58,7 +62,7 @@ def latent_of(model: str, shape: tuple[int, int, int, int], channels: int) -> tu
 
 
 def estimate(config: Row, tokens: int, lora: bool, recomputed: bool) -> float:
-    """GiB that a case may take, to let so many run at a time as fit."""
+    """Upper estimate of a case's memory in GiB, for running as many cases in parallel as fit."""
     width, layers = config["num_attention_heads"] * config["attention_head_dim"], config["num_layers"]
     block, rest = size(config)
     weights = (layers * block + rest) * (2 if lora else 16)
@@ -77,7 +81,7 @@ def write_data(folder: Path, batch: int, latent: tuple[int, ...], text_width: in
 
 
 def start(folder: Path, settings: Row) -> int:
-    """Forks a run; its process."""
+    """Forks a run and returns its process."""
     process = os.fork()
     if process:
         return process
@@ -98,7 +102,7 @@ def start(folder: Path, settings: Row) -> int:
 
 
 def _begin_at_once() -> None:
-    """Weights of any value: to draw them takes longer than the steps, and no value needs more memory than another."""
+    """Leaves weights uninitialised: random initialisation takes longer than the steps and does not affect memory."""
     import torch
 
     def fill(tensor: Any, *_: Any, **__: Any) -> Any:
@@ -114,7 +118,7 @@ def _forget_first_peak() -> None:
 
     stepped = iter(range(1, 1000))
 
-    def count(*_: Any) -> None:  # once more than there are steps: the optimizer's state is made by one that is skipped
+    def count(*_: Any) -> None:  # once more than there are steps: a skipped one creates the optimizer's state
         if next(stepped) == 1 + FIRST and torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
 
@@ -122,7 +126,7 @@ def _forget_first_peak() -> None:
 
 
 def code() -> str:
-    """A fingerprint of unisono's own code: what other code needs is not what this needs."""
+    """A fingerprint of unisono's code, because results of other code must not be reused."""
     files = sorted((ROOT / "src").rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
@@ -133,7 +137,7 @@ def ran_out(folder: Path) -> bool:
 
 
 def keep(so_far: Path, cases: list[Row]) -> None:
-    """Adds what was measured to the file, beside what other calls have measured."""
+    """Adds measurements to the file, next to those of other calls."""
     found = json.loads(so_far.read_text()) if so_far.exists() else {}
     mine = {"versions": versions(PACKAGES), "code": code()}
     for case in cases:
@@ -145,7 +149,7 @@ def keep(so_far: Path, cases: list[Row]) -> None:
 
 
 def peak_of(folder: Path) -> float | None:
-    """The peak after enough steps, if there were so many."""
+    """The peak after the warm-up steps, or None if there were too few steps."""
     file = folder / "run" / "metrics.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
     rows = [row for row in rows if "step_ms" in row]
@@ -153,7 +157,7 @@ def peak_of(folder: Path) -> float | None:
 
 
 def measure(cases: list[Row], room: float, at_once: int, patience: float, so_far: Path) -> None:
-    """Runs all cases, so many at a time as have room, and writes into each what it took."""
+    """Runs all cases, as many in parallel as fit, and stores the memory of each."""
     waiting, running, begun = [case for case in cases if case.get("gib") is None], {}, time.monotonic()
     while waiting or running:
         late = time.monotonic() > begun + patience
@@ -166,7 +170,7 @@ def measure(cases: list[Row], room: float, at_once: int, patience: float, so_far
                 os.waitpid(process, 0)
             said = (case["folder"] / "log").read_text().strip().splitlines() or ["no word"]
             case["failed"] = "" if peak is not None else "took too long" if not gone else said[-1][:300]
-            if ran_out(case["folder"]):  # it went on with smaller micro-batches, which need less
+            if ran_out(case["folder"]):  # it continued with smaller micro-batches, which need less
                 peak, case["failed"] = None, "ran out of memory"
             case["gib"] = peak
             told = f"{peak:.2f} GiB" if peak is not None else case["failed"]
@@ -177,7 +181,7 @@ def measure(cases: list[Row], room: float, at_once: int, patience: float, so_far
         used = sum(case["estimate"] for case in running.values())
         for case in list(waiting):
             if late:
-                case |= {"gib": None, "failed": "did not come to its turn"}
+                case |= {"gib": None, "failed": "not run"}
                 waiting.remove(case)
             elif len(running) < at_once and (not running or used + case["estimate"] <= room):
                 running[start(case["folder"], case["settings"])] = case
@@ -188,7 +192,7 @@ def measure(cases: list[Row], room: float, at_once: int, patience: float, so_far
 
 def cases_in(scratch: Path, shapes: dict[str, tuple[int, int, int, int]], models: list[str], quick: bool) -> list[Row]:
     cases = []
-    for turn in range(2):  # the second one finds its kernels compiled
+    for turn in range(2):  # the second run finds compiled kernels
         for model in models:
             layers = MODELS[model][2][turn]
             config = config_of(model, layers, quick)
@@ -207,7 +211,9 @@ def cases_in(scratch: Path, shapes: dict[str, tuple[int, int, int, int]], models
                     settings |= {"save_every": 0, "eval_every": -1, "preview_every": -1, "tensorboard": False}
                     settings |= {"num_workers": 0, "strategy": "single", "output_dir": str(folder / "run")}
                     settings |= {"num_frames": frames, "height": height, "width": width, "gpus": "1"}
-                    settings |= {} if quick else {"attention": "cudnn"}  # what is chosen here; beside others it is luck
+                    settings |= (
+                        {} if quick else {"attention": "cudnn"}
+                    )  # fixed, because timing kernels next to other cases would be random
                     tokens = batch * latent[1] * latent[2] * latent[3] // 4
                     case = {"model": model, "shape": shape, "recompute": recompute, "layers": layers, "tokens": tokens}
                     case["turn"] = turn
@@ -218,7 +224,7 @@ def cases_in(scratch: Path, shapes: dict[str, tuple[int, int, int, int]], models
 
 
 def check(rows: list[Row], file: Path) -> list[Row]:
-    """What wan_step.py measured of the whole 1.3B model, beside what follows from a few blocks."""
+    """Compares wan_step.py's measurements of the whole 1.3B model with the predictions from fewer blocks."""
     if not file.exists():
         return []
     measured, found = json.loads(file.read_text())["rows"], []
@@ -232,34 +238,35 @@ def check(rows: list[Row], file: Path) -> list[Row]:
 
 
 def table(result: Row) -> list[str]:
-    lines = ["# Wan: the memory of a step", "", *depends_on(result)]
+    lines = ["# wan-flow: memory", "", *depends_on(result)]
     run = dict.fromkeys(row["model"] for row in result["rows"])
     told = ", ".join(f"{name} {MODELS[name][2][0]} and {MODELS[name][2][1]}" for name in run)
     lines += [
-        f"- Runs of some blocks of the real size ({told}), as `unisono train wan-flow` does by itself (bf16, compiled, "
-        "fused AdamW), without the averaged weights (`--ema_decay 0`; they add 4 bytes per weight)",
-        "- **One GPU**: those two runs continued to all blocks. *Slanted* is predicted: what is more than this GPU has "
-        f"({result['gpu_gib']:.1f} GiB), every 2nd block recomputed (`--recompute_every 2`), and all of fsdp",
-        "- Memory is fullest at the end of the forward pass (12 bytes per weight, 2 more in blocks that are not "
-        "recomputed, and what blocks keep) or at the end of the backward pass (16 bytes per weight, and what one block "
-        "keeps); with every 2nd block recomputed there is half as much kept",
-        f"- **fsdp on {GPUS} GPUs**: the same with weights, gradients and optimizer state shared out; whole are the "
-        "weights in 32 bit, those outside blocks in 16 bit, and 10 bytes per weight of one block (its weights and "
-        "gradients, the next one's weights, the gradients of the one before). Of a LoRA the frozen weights alone are "
-        "counted, 2 bytes each",
-        "- One micro-batch in a step: with more (`--gradient_accumulation_steps`) all gradients lie there in the "
-        "forward pass too, 4 bytes per weight. ddp needs 4 bytes per weight more than one GPU alone",
-        "- GiB are those that torch has allocated. Fragments that it holds besides, CUDA and NCCL are not in them",
-        "- The first steps, in which the compiler tries out kernels, may need some hundred MiB more. Attention by "
-        "cuDNN, which is what torch itself takes on this GPU",
+        f"- Runs with two numbers of blocks of the real size ({told}), with the defaults of `unisono train wan-flow` "
+        "(bf16, compiled, fused AdamW), without EMA (`--ema_decay 0`; it adds 4 bytes per weight)",
+        "- **One GPU**: those two runs extrapolated to all blocks. Numbers in *italics* are predicted: what exceeds "
+        f"this GPU ({result['gpu_gib']:.1f} GiB), every 2nd block recomputed (`--recompute_every 2`), and everything "
+        "with fsdp",
+        "- Memory peaks at the end of the forward pass (12 bytes per weight, 2 more in blocks that are not "
+        "recomputed, and the activations) or at the end of the backward pass (16 bytes per weight, and the "
+        "activations of one block); with every 2nd block recomputed, activations take half as much",
+        f"- **fsdp on {GPUS} GPUs**: the same with sharded weights, gradients and optimizer state. Each rank holds "
+        "unsharded: the weights that stay in 32 bit, the weights outside blocks in 16 bit, and 10 bytes per weight of "
+        "one block (its weights and gradients, the next block's weights, the previous block's gradients). For a LoRA "
+        "only the frozen weights are counted, 2 bytes each",
+        "- One micro-batch per step: with more (`--gradient_accumulation_steps`), all gradients exist during the "
+        "forward pass too, 4 bytes per weight. ddp needs 4 bytes per weight more than a single GPU",
+        "- GiB are torch's allocated memory, without fragmentation, CUDA and NCCL",
+        "- The first steps, in which the compiler tunes kernels, may need a few hundred MiB more. Attention uses "
+        "cuDNN, torch's own choice on this GPU",
     ]
     if result.get("kept"):
         kept = result["kept"]
-        lines.append(f"- {len(kept)} cases were measured by earlier calls with the same versions, from {kept[0]} on")
+        lines.append(f"- {len(kept)} cases were measured by earlier calls with the same versions, since {kept[0]}")
     for row in result["check"]:
         lines.append(
             f"- Checked: 1.3B, {row['shape']}, recompute {row['recompute']}: the whole model took {row['whole']:.1f} "
-            f"GiB, {row['said']:.1f} is said here"
+            f"GiB, predicted {row['said']:.1f}"
         )
     columns = ["model", "shape", "tokens", "none", "every 2nd", "all"]
     columns += [f"fsdp × {GPUS}: none", "every 2nd", "all"]
@@ -268,11 +275,10 @@ def table(result: Row) -> list[str]:
         cells = [row["model"], row["shape"], f"{row['tokens']:,}"]
         cells += [cell(row, name, result["gpu_gib"]) for name in COLUMNS]
         lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", "GiB per GPU.", "", "## What to say on GPUs of 80 GB", ""]
+    lines += ["", "GiB per GPU.", "", "## Flags for 80 GB GPUs", ""]
     lines += [
-        "One sample at a time on each, any number of micro-batches in a step, with the averaged weights, "
-        f"{FREE_GIB:.0f} GiB left for CUDA, NCCL and fragments: flags, and GiB. Predicted; without fsdp several GPUs "
-        "mean ddp.",
+        "Flags, and predicted GiB per GPU, for one sample at a time, any number of micro-batches per step, with EMA, "
+        f"and {FREE_GIB:.0f} GiB left for CUDA, NCCL and fragmentation. Without fsdp, several GPUs use ddp.",
         "",
         *fits(result["rows"]),
     ]
@@ -280,7 +286,7 @@ def table(result: Row) -> list[str]:
 
 
 def write(folder: Path, result: Row, quick: bool) -> None:
-    """The rows that follow from the cases, and the page."""
+    """Derives the rows from the cases, and writes the page."""
     result["rows"] = finished(result["cases"], quick)
     result["check"] = check(result["rows"], RESULTS / "wan_step.json")
     (folder / "wan_memory.json").write_text(json.dumps(result, indent=1) + "\n")
@@ -293,11 +299,11 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--at_once", type=int, default=12)
     parser.add_argument("--models", default="", help="separated by / (default all)")
-    parser.add_argument("--room_gib", type=float, default=120, help="memory of the GPU to use")
+    parser.add_argument("--room_gib", type=float, default=120, help="GiB of the GPU to use")
     parser.add_argument("--patience_s", type=float, default=1200)
-    parser.add_argument("--keep", action="store_true", help="goes on with what an earlier call has measured")
-    parser.add_argument("--again", action="store_true", help="measures nothing; rows and page anew from what was")
-    parser.add_argument("--quick", action="store_true", help="does it work? Never into results")
+    parser.add_argument("--keep", action="store_true", help="reuse the cases that an earlier call measured")
+    parser.add_argument("--again", action="store_true", help="measure nothing; rewrite rows and page from stored cases")
+    parser.add_argument("--quick", action="store_true", help="smoke test; cannot write to results/")
     given = parser.parse_args()
     if given.quick and given.output.resolve() == RESULTS:
         parser.error("--quick needs --output, another folder than benchmarks/results")
@@ -305,9 +311,9 @@ def main() -> int:
         result = json.loads((given.output / "wan_memory.json").read_text())
         write(given.output, result, result["quick"])
         return 0
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asks without CUDA, for what is forked later
-    os.environ["OMP_NUM_THREADS"] = "1"  # threads do not live on in what is forked, and a dozen cases share the cores
-    from diffusers import WanTransformer3DModel  # noqa: F401  # once, for all that are forked
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # does not initialise CUDA, so that processes can be forked later
+    os.environ["OMP_NUM_THREADS"] = "1"  # threads do not survive a fork, and a dozen cases share the cores
+    from diffusers import WanTransformer3DModel  # noqa: F401  # once for all forked processes
 
     import unisono.recipes.wan_flow.recipe  # noqa: F401
 
@@ -333,7 +339,7 @@ def main() -> int:
         measure(cases, given.room_gib, given.at_once, given.patience_s, so_far)
     import torch
 
-    # Not before: it asks torch about GPUs, and what is forked from a process with CUDA has none.
+    # Only now: it initialises CUDA, which forked processes could not use.
     result |= {"machine": machine(), "versions": versions(PACKAGES)}
     result["gpu_gib"] = torch.cuda.mem_get_info()[1] / GIB if torch.cuda.is_available() else 0.0
     kept = ("model", "shape", "recompute", "layers", "tokens", "gib", "failed")

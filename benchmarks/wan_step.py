@@ -1,13 +1,13 @@
-"""How fast is a step of `unisono train wan-flow`, beside the loop that people write?
+"""How fast is a step of `unisono train wan-flow`, compared with the usual hand-written loop?
 
     python benchmarks/wan_step.py                        # a GPU: the real 1.3B architecture, three shapes
     python benchmarks/wan_step.py --shapes 512x512x1     # one of them
-    python benchmarks/wan_step.py --quick                # does it work? Tiny, anywhere; the numbers mean nothing
+    python benchmarks/wan_step.py --quick                # smoke test on any machine; the numbers mean nothing
 
-Random weights, random latents and embeddings beside each other in a folder, full fine-tuning: AdamW, bf16, clipping.
-Every variant is a process of its own, variants take turns; ours have one compiler cache and are `unisono train` as a
-user starts it, their numbers stand in its metrics.jsonl. The loss curves of all variants of a shape are compared.
-MFU counts the model's own operations (recomputing does not count) against a measured 8192 × 8192 × 8192 bf16 product.
+Random weights, a folder of random latents and embeddings, full fine-tuning: AdamW, bf16, clipping. Every variant runs
+in its own process, and variants take turns. unisono's variants are plain `unisono train` runs that share a compiler
+cache; their numbers come from metrics.jsonl. The loss curves of all variants of a shape are compared. MFU counts the
+model's own operations (without recomputation) against a measured 8192 × 8192 × 8192 bf16 product.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ OURS = "unisono"
 GRAPH = "unisono, --cuda_graph"
 RECOMPUTE = "unisono, --activation_checkpointing"
 BARS = {"512x512x1": 2.5, "480x832x17": 2.5, "480x832x81": 1.6}
-FIRST = 5  # steps that are not timed: compiling, guarding, choosing kernels
-TOLERANCE = 2e-2  # of a loss in bf16, relative
+FIRST = 5  # untimed steps: compilation, guarding, choice of kernels
+TOLERANCE = 2e-2  # relative, for a loss in bf16
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What is trained on: latents [channels, frames, height, width], so many at a time."""
+    """Training data: latents [channels, frames, height, width] and the batch size."""
 
     batch: int
     latent: tuple[int, int, int, int]
@@ -79,7 +79,7 @@ def write_data(folder: Path, shape: Shape, text_width: int) -> None:
 
 
 def flops(shape: Shape, config: Row) -> float:
-    """Of one step: forward, and twice that backward."""
+    """Operations of one step: forward, and twice that for backward."""
     heads, wide, layers = (config[name] for name in ("num_attention_heads", "attention_head_dim", "num_layers"))
     d, f, s, c = heads * wide, config["ffn_dim"], shape.tokens, 512
     each = 12 * d * d * s + 4 * d * d * c + 4 * d * f * s + 4 * s * s * d + 4 * s * c * d
@@ -105,7 +105,7 @@ def ceiling() -> float:
 def run(
     words: list[str], environ: dict[str, str], cwd: Path, metrics: Path | None, steps: int, patience: float
 ) -> tuple[int, str, str]:
-    """Exit code, output and errors. A run with `metrics` is ended when it has logged so many steps: it would save."""
+    """Exit code, output and errors. A run with `metrics` is stopped after this many logged steps, before it saves."""
     with (cwd / "out").open("w+") as out, (cwd / "err").open("w+") as err:
         process = subprocess.Popen(words, stdout=out, stderr=err, env=environ, cwd=cwd, start_new_session=True)
         ends, enough = time.monotonic() + patience, False
@@ -122,7 +122,7 @@ def run(
 
 
 def measure(variant: str, shape: Shape, data: Path, scratch: Path, model: str, patience: float) -> Row:
-    # One step more than is counted: ours is logged one step late.
+    # One step more than is counted, because unisono logs one step late.
     common = ["--batch_size", str(shape.batch), "--max_steps", str(shape.steps + 1), "--model_config", model]
     common += ["--learning_rate", "1e-5", "--shift", "3"]
     folder = Path(tempfile.mkdtemp(dir=scratch)) / "run"
@@ -171,7 +171,7 @@ def measure(variant: str, shape: Shape, data: Path, scratch: Path, model: str, p
 
 
 def joined(before: Row | None, row: Row) -> Row:
-    """A variant's row with one more round in it."""
+    """Adds one round to the row of a variant."""
     if before is None or before["failed"]:
         return row
     if row["failed"]:
@@ -184,8 +184,8 @@ def joined(before: Row | None, row: Row) -> Row:
 
 
 def finished(rows: dict[str, Row], shape: Shape, config: Row, most: float | None) -> None:
-    """Adds what follows from the measured numbers."""
-    usual = rows.get(USUAL, {"failed": "did not come to its turn"})
+    """Adds derived numbers to the rows."""
+    usual = rows.get(USUAL, {"failed": "not run"})
     for row in rows.values():
         if row["failed"]:
             continue
@@ -203,28 +203,29 @@ def finished(rows: dict[str, Row], shape: Shape, config: Row, most: float | None
 
 
 def keep(result: Row, before: Row, names: list[str]) -> list[str]:
-    """Takes over the shapes of an earlier result in which both loops ran; those that are left to run."""
+    """Copies the shapes of an earlier result in which both loops ran; returns the shapes left to run."""
     for name, rows in before["rows"].items():
         if all(variant in rows and not rows[variant]["failed"] for variant in (USUAL, OURS)):
             since = before.get("kept", {}).get(name, before["date"])
             result.setdefault("kept", {})[name] = since
             for row in rows.values():
-                if "step_ms" in row:  # a result from before there were rounds
+                if "step_ms" in row:  # a result of an older version without rounds
                     row["rounds"] = [row.pop("step_ms")]
             result["rows"][name], result["shapes"][name] = rows, before["shapes"][name]
     return [name for name in names if name not in result.get("kept", {})]
 
 
 def table(result: Row) -> list[str]:
-    lines = ["# Wan: the time of a step", "", *depends_on(result)]
-    lines += [f"- Kept from {date}: {name}" for name, date in result.get("kept", {}).items()]
+    lines = ["# wan-flow: step time", "", *depends_on(result)]
+    lines += [f"- Measured on {date}: {name}" for name, date in result.get("kept", {}).items()]
     if result["ceiling"]:
         lines.append(
-            f"- MFU against {result['ceiling'] / 1e12:.0f} TFLOP/s, measured here with a bf16 product of 8192³"
+            f"- MFU against {result['ceiling'] / 1e12:.0f} TFLOP/s, measured on this machine with a bf16 product of "
+            "8192³"
         )
     lines += [
-        f"- Median of the steps after the first {FIRST} (of several rounds the median, with the least and the most "
-        "that follow from any two of them); the usual loop reads its loss in every step, as it does",
+        f"- Median of the steps after the first {FIRST} (with several rounds their median, with the smallest and "
+        "largest ratio of any two); the usual loop reads its loss in every step, as is usual",
         "",
     ]
     columns = ["shape", "batch", "loop", "ms/step", "× usual", "tokens/s", "MFU", "peak GiB", "largest loss difference"]
@@ -237,7 +238,7 @@ def table(result: Row) -> list[str]:
                 lines.append(f"| {' | '.join([*cells, *[''] * (len(columns) - len(cells))])} |")
                 continue
             mfu = f"{row['mfu']:.3f}" if row["mfu"] else ""
-            times = f"{row['times_usual']:.2f}" if row["times_usual"] else "not run beside it"
+            times = f"{row['times_usual']:.2f}" if row["times_usual"] else "not measured"
             if row["times_usual"] and len(row["rounds"]) > 1 and variant != USUAL:
                 times += " ({:.2f} – {:.2f})".format(*row["times_between"])
             far = f"{row['loss_difference']:.1e}" if row["times_usual"] else ""
@@ -248,13 +249,13 @@ def table(result: Row) -> list[str]:
         rows = result["rows"].get(name, {})
         ours = [row for variant, row in rows.items() if variant != USUAL and row.get("times_usual")]
         if not ours and rows and not result["quick"]:
-            lines.append(f"- {name}: {bar} × the usual loop was asked for; not known, one of the two has not run.")
+            lines.append(f"- {name}: target {bar} × the usual loop; not measured, because one of the two has not run.")
         if ours and not result["quick"]:
             best = max(row["times_usual"] for row in ours)
             close = max(row["loss_difference"] for row in ours) < TOLERANCE
-            verdict = "kept" if best >= bar else "MISSED"
+            verdict = "met" if best >= bar else "**missed**"
             lines.append(
-                f"- {name}: {bar} × the usual loop was asked for; {best:.2f} ×: {verdict}. "
+                f"- {name}: target {bar} × the usual loop; measured {best:.2f} ×: {verdict}. "
                 f"Loss curves {'agree' if close else 'DIFFER'} within {TOLERANCE:.0%}."
             )
     return lines
@@ -265,12 +266,12 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--shapes", default="", help="separated by commas (default all)")
     parser.add_argument("--patience_s", type=float, default=600)
-    parser.add_argument("--begin_none_after_s", type=float, default=86400, help="leaves out what would begin later")
-    parser.add_argument("--rounds", type=int, default=1, help="all variants so often, taking turns")
+    parser.add_argument("--begin_none_after_s", type=float, default=86400, help="skip variants that would start later")
+    parser.add_argument("--rounds", type=int, default=1, help="rounds of all variants, interleaved")
     parser.add_argument(
-        "--keep", action="store_true", help="runs only shapes of which --output lacks ours or the usual"
+        "--keep", action="store_true", help="run only shapes for which --output lacks one of the two loops"
     )
-    parser.add_argument("--quick", action="store_true", help="does it work? Never into results")
+    parser.add_argument("--quick", action="store_true", help="smoke test; cannot write to results/")
     given = parser.parse_args()
     if given.quick and given.output.resolve() == RESULTS:
         parser.error("--quick needs --output, another folder than benchmarks/results")

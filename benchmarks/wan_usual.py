@@ -1,10 +1,10 @@
-"""The loop that people write to train Wan: Accelerate, diffusers, gradient checkpointing (see wan_step.py).
+"""The usual hand-written loop to train Wan: Accelerate, diffusers, gradient checkpointing (see wan_step.py).
 
     python benchmarks/wan_usual.py DATA --batch_size 16 --max_steps 12
 
 The model's random weights, the samples, their noise and noise levels are those of `unisono train wan-flow` on the same
-folder of latents, so that the two loss curves can be laid over each other. All else is as in the usual script. Its
-loop is kinder than most: the data is in memory. The last line printed is JSON.
+folder of latents, so that the two loss curves can be compared. Everything else is as in the usual script, except that
+the data is in memory, which makes this loop faster than most. The last line printed is JSON.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Makes docs/images/train.svg, the README's picture: real output of real commands, drawn by rich.
+"""Renders docs/images/train.svg, the README's picture, from the real output of real commands, with rich.
 
 .venv/bin/python docs/picture.py
 """

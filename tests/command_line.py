@@ -8,14 +8,17 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from warm_python import WarmPython, is_possible
+
 TESTS = Path(__file__).resolve().parent
 TINY = f"{TESTS / 'tiny_recipe.py'}:Tiny"
 MARK = "UNISONO_TEST_MARK"
+PATIENCE_S = 240.0  # many times what a command takes: the machine may be busy with other work
 
 
 @dataclass(frozen=True)
@@ -37,11 +40,15 @@ def environment(**more: str) -> dict[str, str]:
 def start(
     words: Iterable[object], *, cwd: Path, program: Sequence[str] = (sys.executable,), **more: str
 ) -> subprocess.Popen[str]:
-    """Starts python (`-m unisono …`, a file) in a session of its own, so that no signal of it reaches the tests."""
-    return subprocess.Popen(
-        [*program, *map(str, words)],
+    """Starts python (`-m unisono …`, a file) in a session of its own, so that no signal of it reaches the tests.
+
+    Where a test cannot see the difference, the process is a fork of one that has imported torch: see `warm_python.py`.
+    """
+    arguments, env = [*program, *map(str, words)], environment(**more)
+    return popen_of(arguments, env)(
+        arguments,
         cwd=cwd,
-        env=environment(**more),
+        env=env,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -50,7 +57,13 @@ def start(
     )
 
 
-def end(process: subprocess.Popen[str], seconds: float = 90) -> Ended:
+def popen_of(arguments: Sequence[str], env: Mapping[str, str]) -> type[subprocess.Popen[str]]:
+    """What starts this program in this environment; one that carries a mark is searched for in /proc."""
+    is_python = arguments[0] == sys.executable and (arguments[1] == "-m" or arguments[1].endswith(".py"))
+    return WarmPython if is_python and MARK not in env and is_possible(env) else subprocess.Popen
+
+
+def end(process: subprocess.Popen[str], seconds: float = PATIENCE_S) -> Ended:
     """Waits for a started program; one that takes too long is killed and fails the test."""
     try:
         out, err = process.communicate(timeout=seconds)
@@ -61,7 +74,7 @@ def end(process: subprocess.Popen[str], seconds: float = 90) -> Ended:
     return Ended(process.returncode, out, err)
 
 
-def unisono(*words: object, cwd: Path, seconds: float = 90, **more: str) -> Ended:
+def unisono(*words: object, cwd: Path, seconds: float = PATIENCE_S, **more: str) -> Ended:
     """Runs `python -m unisono` with these words."""
     return end(start(["-m", "unisono", *words], cwd=cwd, **more), seconds)
 

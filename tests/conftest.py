@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from browser import CHROMIUM, Browser
+from warm_python import RUN_MARK, is_fork
 
 LAUNCHER_VARIABLES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK"}
 LAUNCHER_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "ACCELERATE_")
-RUN_MARK = "UNISONO_TEST_RUN"
 
 
 def pytest_configure() -> None:
@@ -24,6 +24,9 @@ def pytest_configure() -> None:
         if name in LAUNCHER_VARIABLES or name.startswith(LAUNCHER_PREFIXES):
             del os.environ[name]
     os.environ["OMP_NUM_THREADS"] = "1"
+    # `nohup make test` ignores SIGHUP, `make test &` in a script SIGINT; everything a test starts would inherit that.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # Inherited by everything a test starts. pytest-xdist's workers each set their own.
     os.environ[RUN_MARK] = uuid.uuid4().hex
 
@@ -35,7 +38,8 @@ def ranks_alive() -> dict[int, str]:
     for process in Path("/proc").glob("[0-9]*"):
         try:
             command = (process / "cmdline").read_bytes()
-            if b"unisono.engine.rank" in command and mark in (process / "environ").read_bytes().split(b"\0"):
+            is_rank = b"unisono.engine.start.rank" in command or is_fork(command, int(process.name))
+            if is_rank and mark in (process / "environ").read_bytes().split(b"\0"):
                 alive[int(process.name)] = command.replace(b"\0", b" ").decode(errors="replace").strip()
         except OSError:  # it ended while we looked, or is not ours to read
             continue

@@ -141,8 +141,8 @@ def train_all(runs: list[dict[str, Any]], root: str) -> dict[str, dict[str, Any]
 def _train(recipe: str, folder: Path, record: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     import recipes_for_tests
     import unisono
-    from unisono.cluster.processes import leave
-    from unisono.engine.registry import load_recipe
+    from unisono.cluster.process_group import leave_process_group
+    from unisono.engine.start.registry import load_recipe
     from unisono.errors import UnisonoError
 
     try:
@@ -150,7 +150,7 @@ def _train(recipe: str, folder: Path, record: Path, settings: Mapping[str, Any])
         noted = {"record": str(record)} if hasattr(kind.Config, "record") else {}
         result = unisono.train(kind, **{"output_dir": str(folder), **noted, **settings})
     except UnisonoError as error:
-        leave()  # a session that fails stays in its group, because a peer may be gone; here all fail alike
+        leave_process_group()  # a failed session stays in its group, as a peer may be gone; here all ranks fail alike
         return {"error": str(error), "exit_code": error.exit_code}
     return {"status": result.status, "step": result.step, "metrics": result.metrics}
 

@@ -24,6 +24,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from command_line import popen_of
+
 TESTS = Path(__file__).resolve().parent
 SOURCES = TESTS.parent / "src"
 LAST_WORDS_S = 2.0  # after the first failure the others get this long to say what they saw
@@ -48,15 +50,16 @@ def run_ranks(
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="ranks_") as scratch:
         folder = Path(scratch)
+        command = [sys.executable, __file__, str(folder)]
         (folder / "call.json").write_text(json.dumps([function_name, str(module_file), dict(args or {})]))
-        processes: list[subprocess.Popen[bytes]] = []
+        processes: list[subprocess.Popen[str]] = []
         try:
             for rank in range(nproc):
                 with (folder / f"{rank}.err").open("wb") as stderr:
                     processes.append(
-                        subprocess.Popen(
-                            [sys.executable, __file__, str(folder)],
-                            env=rank_variables(rank, nproc, store.port) | dict(env or {}),
+                        popen_of(command, variables := rank_variables(rank, nproc, store.port) | dict(env or {}))(
+                            command,
+                            env=variables,
                             stdin=subprocess.DEVNULL,
                             stdout=stderr,
                             stderr=subprocess.STDOUT,
@@ -96,7 +99,7 @@ def rank_variables(rank: int, nproc: int, port: int) -> dict[str, str]:
     }
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, timeout_s: float) -> None:
+def _wait(processes: list[subprocess.Popen[str]], folder: Path, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     failed = False
     while any(process.poll() is None for process in processes):

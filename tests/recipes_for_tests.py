@@ -193,12 +193,15 @@ class CountingReader(Reader):
         super().__init__(width, num_blocks, dropout)
         self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
         self.register_buffer("mean", torch.zeros(width))
+        self.register_buffer("latest", torch.zeros(width))
         self.register_buffer("table", torch.arange(5.0))
 
     def forward(self, tokens: Tensor, real: Tensor, jitter: Tensor, shift: Tensor) -> Tensor:
         if self.training:
             self.passes += 1
-            self.mean.lerp_(self.embedding(tokens).detach().mean((0, 1)).to(self.mean.dtype), 0.1)
+            latest = self.embedding(tokens).detach().mean((0, 1)).to(self.mean.dtype)
+            self.mean.data.lerp_(latest, 0.1)  # unseen by the tensor's version
+            self.latest = latest  # another tensor in the same place
         return super().forward(tokens, real, jitter, shift) + self.mean.sum() * 0.01
 
 
@@ -207,6 +210,68 @@ class SentencesWithBuffers(Sentences):
 
     def model(self) -> nn.Module:
         return CountingReader(self.config.width, self.config.num_blocks, self.config.dropout)
+
+
+class Annealed(SentencesByLoss):
+    """A loss that depends on the step, metrics that count other items than tokens, and two groups of weights."""
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor], noise: Any) -> Loss:
+        found, ids = super().loss(model, batch, noise), batch["ids"]
+        step = {"at": (self.clock.step * len(ids), len(ids)), "done": (self.clock.progress * len(ids), len(ids))}
+        even = {"even": (ids[ids % 2 == 0].sum(), (ids % 2 == 0).sum())}
+        weight = 1 + 0.5 * self.clock.step + self.clock.progress
+        return Loss(found.total * weight, found.count, {**found.metrics, **step, **even})
+
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        named = list(parameters)
+        blocks = [pair for pair in named if pair[0].startswith("blocks")]
+        others = [pair for pair in named if not pair[0].startswith("blocks")]
+        groups: Any = [{"params": blocks, "name": "blocks"}, {"params": others}]
+        return torch.optim.AdamW(groups, lr=1e-2, fused=True)
+
+    def full_precision(self, model: nn.Module) -> list[str]:
+        return [name for name, _ in model.named_parameters() if "norm" in name]
+
+
+class Unused(Sentences):
+    """A model with a weight that its loss does not use."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.idle = nn.Linear(3, 3)
+        return model
+
+
+class Points(Dataset[Tensor]):
+    """Points in space, of which those at `bad` are not numbers."""
+
+    def __init__(self, num_samples: int, bad: set[int]) -> None:
+        self.points = torch.randn(num_samples, 3, generator=torch.Generator().manual_seed(1))
+        self.points[sorted(bad)] = torch.nan
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.points[index]
+
+
+class WithBatchNorm(Sentences):
+    """A model with batch norm on points; a point that is not a number spoils the statistics of its whole batch."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+    def dataset(self, split: str) -> Any:
+        return Points(self.config.num_samples, self.bad["nan"]) if split == "train" else Points(5, set())
+
+    def collate(self, items: list[Any]) -> Any:
+        return torch.stack(items)
+
+    def loss(self, model: nn.Module, batch: Tensor, noise: Any) -> Loss:  # type: ignore[override]
+        return Loss(model(batch).square().sum(), len(batch))
+
+    evaluate = Recipe.evaluate
 
 
 class FromElsewhere:
@@ -246,6 +311,36 @@ class SentencesFromElsewhere(Sentences):
         return super().loss(model, batch, noise)
 
 
+class TiedReader(Reader):
+    """Its head has the weights of its embedding."""
+
+    def __init__(self, width: int, num_blocks: int, dropout: float) -> None:
+        super().__init__(width, num_blocks, dropout)
+        self.head.weight = self.embedding.weight
+
+
+class TiedFromElsewhere(SentencesFromElsewhere):
+    """A model with a shared weight, all of whose weights come from elsewhere."""
+
+    def model(self) -> nn.Module:
+        sizes = self.config.width, self.config.num_blocks, self.config.dropout
+        self.source = FromElsewhere(TiedReader(*sizes).state_dict())
+        with torch.device("meta"):
+            return TiedReader(*sizes)
+
+
+class TiedHere(TiedFromElsewhere):
+    """The same with weights that model() makes itself."""
+
+    def model(self) -> nn.Module:
+        return TiedReader(self.config.width, self.config.num_blocks, self.config.dropout)
+
+    def weights(self, model: nn.Module) -> Any:
+        return None
+
+    loss = Sentences.loss
+
+
 class Graph(torch.autograd.Function):
     """Passes a tensor on; lives as long as the graph it is in, and counts how many of them live at once."""
 
@@ -278,6 +373,19 @@ class PairsModel(Reader):
             Graph.most = max(Graph.most, Graph.living)
         mean = (found * real[..., None]).sum(1) / real.sum(1, keepdim=True)
         return nn.functional.normalize(mean, dim=-1)
+
+
+class CountingPairsModel(PairsModel):
+    """Counts its forward passes."""
+
+    def __init__(self, width: int, num_blocks: int, dropout: float) -> None:
+        super().__init__(width, num_blocks, dropout)
+        self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, tokens: Tensor, real: Tensor, jitter: Tensor, shift: Tensor) -> Tensor:
+        if self.training:
+            self.passes += 1
+        return super().forward(tokens, real, jitter, shift)
 
 
 class ShapedData(SentenceData):
@@ -328,6 +436,21 @@ class Pairs(Sentences):
         right = torch.arange(len(scores))
         total = cross_entropy(scores, right, reduction="sum") + cross_entropy(scores.T, right, reduction="sum")
         return Loss(total, len(scores), {"ids": rows["ids"].sum(), "even": rows["even"].sum()})
+
+
+class PairsWithBuffers(Pairs):
+    """The same with a model whose buffer changes in every forward pass."""
+
+    def model(self) -> nn.Module:
+        return CountingPairsModel(self.config.width, self.config.num_blocks, self.config.dropout)
+
+
+class AnnealedPairs(Pairs):
+    """The same with a loss that depends on the step."""
+
+    def couple(self, rows: Mapping[str, Tensor]) -> Loss:
+        found = super().couple(rows)
+        return Loss(found.total * (1 + self.clock.step), found.count, {"at": (self.clock.step, 1)})
 
 
 class _Torn(Dataset[dict[str, Any]]):

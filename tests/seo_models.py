@@ -56,7 +56,7 @@ def encoder_folder(folder: Path, *, layers: int = 2) -> Path:
     import torch
     from transformers import BertConfig, BertModel
 
-    from unisono.recipes.seo.tiny import save_tokenizer, train_tokenizer
+    from unisono.recipes.seo.models.tiny import save_tokenizer, train_tokenizer
 
     tokenizer: Any = train_tokenizer(TEXTS)
     torch.manual_seed(2)
@@ -79,7 +79,7 @@ def both_folder(folder: Path) -> Path:
     import torch
     from transformers import T5ForConditionalGeneration
 
-    from unisono.recipes.seo.tiny import save_tokenizer, train_tokenizer, writer_config
+    from unisono.recipes.seo.models.tiny import save_tokenizer, train_tokenizer, writer_config
 
     tokenizer = train_tokenizer(TEXTS, writes=True)
     torch.manual_seed(3)

@@ -19,15 +19,15 @@ def _joined():
 
     from unisono.cluster.agree import Agreement
     from unisono.cluster.environment import detect
-    from unisono.cluster.processes import join
+    from unisono.cluster.process_group import join_process_group
 
     world = detect(os.environ)
-    join(world, torch.device("cpu"), timeout_s=30)
+    join_process_group(world, torch.device("cpu"), timeout_s=30)
     return world, Agreement()
 
 
 def agree_on_flags():
-    from unisono.cluster.processes import leave
+    from unisono.cluster.process_group import leave_process_group
 
     world, agreement = _joined()
     flags = {"stop": float(world.rank == 1), "skip": 0, "step": 7 + world.rank, "large": 2**40 + world.rank}
@@ -36,10 +36,10 @@ def agree_on_flags():
     pending = agreement.start(flags)
     first, again = pending.read(), pending.read()
     nan = agreement.start({"loss": math.nan if world.rank == 0 else 1.0}).read()
-    everybody = agreement.agree_all({"rank": world.rank})
-    main = agreement.main_says(f"from {world.rank}")
-    leave()
-    leave()
+    everybody = agreement.all_gather({"rank": world.rank})
+    main = agreement.broadcast(f"from {world.rank}")
+    leave_process_group()
+    leave_process_group()
     return [first, again, nan["loss"] == math.inf, everybody, main]
 
 
@@ -47,7 +47,7 @@ def agree_while_gradients_are_reduced():
     import torch
     import torch.distributed as dist
 
-    from unisono.cluster.processes import leave
+    from unisono.cluster.process_group import leave_process_group
 
     world, agreement = _joined()
     sums, flags, waited = [], [], []
@@ -66,7 +66,7 @@ def agree_while_gradients_are_reduced():
         flags.append(pending.read()["step"])
         waited.append(time.perf_counter() - start)
         sums.append(gradient[0].item())
-    leave()
+    leave_process_group()
     return [sums, flags, sorted(waited)[7]]
 
 
@@ -112,7 +112,7 @@ def test_a_port_in_use_is_named_together_with_its_holder():
     import torch
 
     from unisono.cluster.environment import World
-    from unisono.cluster.processes import join
+    from unisono.cluster.process_group import join_process_group
     from unisono.errors import UserError
 
     with socket.create_server(("", 0)) as taken:
@@ -121,7 +121,7 @@ def test_a_port_in_use_is_named_together_with_its_holder():
         with pytest.raises(
             UserError, match=rf"port {port} \(MASTER_PORT\) is already in use by process {os.getpid()} "
         ):
-            join(world, torch.device("cpu"), timeout_s=10)
+            join_process_group(world, torch.device("cpu"), timeout_s=10)
 
 
 def meet_with_different_restart_counts():
@@ -130,7 +130,7 @@ def meet_with_different_restart_counts():
     import torch.distributed as dist
 
     from unisono.cluster.environment import World
-    from unisono.cluster.processes import join, leave
+    from unisono.cluster.process_group import join_process_group, leave_process_group
 
     rank = int(os.environ["RANK"])
     sums = []
@@ -145,11 +145,11 @@ def meet_with_different_restart_counts():
             master_port=int(os.environ["MASTER_PORT"]),
             restart_count=attempt * rank,
         )
-        join(world, torch.device("cpu"), timeout_s=20)
+        join_process_group(world, torch.device("cpu"), timeout_s=20)
         value = torch.tensor([rank + 1.0])
         dist.all_reduce(value)
         sums.append(value.item())
-        leave()
+        leave_process_group()
     return sums
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import threading
 import time
@@ -65,7 +66,7 @@ def by_position(micros: list[MicroBatch]) -> dict[int, list[float]]:
     found: dict[int, list[float]] = {}
     for micro in micros:
         assert len(micro.positions) == len(micro.data)
-        if not micro.stand_in:
+        if not micro.is_dummy:
             assert list(micro.positions) == sorted(micro.positions) and not found.keys() & set(micro.positions)
             found |= dict(zip(micro.positions, micro.data, strict=True))
     return found
@@ -144,7 +145,8 @@ def test_bad_samples_are_left_out_and_named_and_nothing_else_changes(workers: in
     assert sorted(sample.position for sample in bad) == expected and len(expected) == 6
     assert all(sample.index == order[sample.position] for sample in bad)
     assert all(
-        sample.error.startswith(f"ValueError: sample {sample.index} is damaged !!") and len(sample.error) == 300
+        sample.error.startswith(f"ValueError: sample {sample.index} is damaged !!")
+        and re.fullmatch(r".{300} \(test_bad_data\.py:\d+\)", sample.error)
         for sample in bad
     )
     assert all("raise ValueError" in sample.traceback for sample in bad)
@@ -163,13 +165,13 @@ def test_another_sample_stands_in_for_a_micro_batch_without_a_readable_one(worke
     order = Order(SAMPLES, SEED)
     data = WithBadSamples(*(order[position] for position in (0, 2, 3)))
     first, second, third = read(data, cursor(end=6), workers)
-    assert (list(first.positions), first.stand_in, [s.position for s in first.bad]) == ([1], False, [0])
-    assert (list(second.positions), second.stand_in, [s.position for s in second.bad]) == ([1], True, [2, 3])
+    assert (list(first.positions), first.is_dummy, [s.position for s in first.bad]) == ([1], False, [0])
+    assert (list(second.positions), second.is_dummy, [s.position for s in second.bad]) == ([1], True, [2, 3])
     assert second.data == first.data and second.chunk.positions == range(2, 4)
-    assert (list(third.positions), third.stand_in, third.bad) == ([4, 5], False, ())
+    assert (list(third.positions), third.is_dummy, third.bad) == ([4, 5], False, ())
     # A rank without a sample of its own does not report what it only tried.
-    (idle,) = [m for rank in range(3) for m in read(data, cursor(end=2, rank=rank, world=3)) if m.chunk.stand_in]
-    assert (list(idle.positions), idle.stand_in, idle.bad) == ([1], True, ())
+    (idle,) = [m for rank in range(3) for m in read(data, cursor(end=2, rank=rank, world=3)) if m.chunk.is_dummy]
+    assert (list(idle.positions), idle.is_dummy, idle.bad) == ([1], True, ())
 
 
 @pytest.mark.parametrize("workers", [0, 1])

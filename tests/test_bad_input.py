@@ -120,7 +120,7 @@ MISTAKES = {
         "--nnodes 2 --node_rank 2 --rdzv_endpoint localhost:{port}", ["node_rank: expected 0 to 1, got 2"]
     ),
     # recipes
-    "no recipe": Mistake("", ["which recipe", "for instance"], recipe=""),
+    "no recipe": Mistake("", ["no recipe is given", "for instance"], recipe=""),
     "recipe without a class": Mistake("", ["expected file.py:Class"], recipe=TINY_FILE),
     "recipe file that is not there": Mistake("", ["recipe file .*/none.py does not exist"], recipe="{place}/none.py:A"),
     "recipe file with a syntax error": Mistake(
@@ -144,6 +144,11 @@ MISTAKES = {
     "recipe class that is not there": Mistake("", ["no class 'Tny'", "did you mean Tiny"], recipe=f"{TINY_FILE}:Tny"),
     "recipe that is no class": Mistake("", ["'TINY_HOLD' is not a recipe", "extends"], recipe=f"{TINY_FILE}:HOLD"),
     "recipe without a method": Mistake("", [r"WithoutLoss has no loss\(\)"], recipe=f"{TINY_FILE}:WithoutLoss"),
+    "loss with other parameters": Mistake(
+        "",
+        [r"WithAnotherLoss\.loss\(.*batch.*\) has the wrong parameters", r"define loss\(self, model, batch, noise\)"],
+        recipe=f"{TINY_FILE}:WithAnotherLoss",
+    ),
     "loss that is no Loss": NOT_A_LOSS,
     "loss that is no Loss, on two ranks": Mistake("--nproc 2 " + NOT_A_LOSS.flags, NOT_A_LOSS.says),
     "loss whose total is no scalar": Mistake("--flaw vector", ["total must be a scalar", r"got shape \(4, 1\)"]),
@@ -312,7 +317,7 @@ def test_nothing_is_said_before_the_mistake(name: str, outcomes: dict[str, Futur
 def test_a_data_set_smaller_than_a_batch_is_said_once(tmp_path: Path) -> None:
     ended = unisono(*("train", TINY, "--nproc", 2, "--num_samples", 3, "--output_dir", tmp_path / "run"), cwd=tmp_path)
     assert ended.code == 0, ended.err
-    assert ended.err.count("the data set has 3 samples, fewer than the effective batch of 8") == 1
+    assert ended.err.count("the dataset has 3 samples, fewer than the effective batch of 8") == 1
     assert [line["samples"] for line in lines(tmp_path / "run")] == [8, 16, 24, 32]
 
 

@@ -18,7 +18,9 @@ counts = st.integers(1, 16)
 def plan(*explicit: str, devices: int = 1, asked: int | None = None, stored: int | None = None, **fields: int):
     """The plan for these fields; they count as set by the user unless `explicit` names which of them are."""
     named = explicit or tuple(fields)
-    return plan_batch(BatchSettings(**fields), named.__contains__, devices=devices, asked_devices=asked, stored=stored)
+    return plan_batch(
+        BatchSettings(**fields), named.__contains__, devices=devices, requested_devices=asked, stored=stored
+    )
 
 
 def test_the_effective_batch_is_batch_size_times_devices_times_accumulation() -> None:
@@ -121,5 +123,5 @@ def test_the_ranks_together_read_each_sample_of_a_step_once_in_the_planned_micro
         chunks = list(cursor.chunks())
         assert len(chunks) == found.accumulation, "every rank joins as many collectives as the others"
         assert all(len(chunk.positions) <= found.micro_batch for chunk in chunks)
-        samples += [position for chunk in chunks if not chunk.stand_in for position in chunk.positions]
+        samples += [position for chunk in chunks if not chunk.is_dummy for position in chunk.positions]
     assert sorted(samples) == list(range(batch))

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from command_line import end, start
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -19,7 +21,7 @@ def fault_row(faults: int, tolerance: float, difference: float, ok: bool = True)
     return {"faults": faults, "tolerance": tolerance, "difference": difference, "ok": ok, "recoveries": recoveries}
 
 
-def test_the_readme_tells_what_was_measured_about_faults_and_nothing_else(tmp_path: Path) -> None:
+def test_the_benchmarks_page_tells_what_was_measured_about_faults_and_nothing_else(tmp_path: Path) -> None:
     sys.path.insert(0, str(ROOT / "benchmarks"))
     try:
         from figures import survived
@@ -29,8 +31,8 @@ def test_the_readme_tells_what_was_measured_about_faults_and_nothing_else(tmp_pa
     rows = [fault_row(200, 0.0, 0.0), fault_row(30, 1e-10, 3e-14)]
     (tmp_path / "faults.json").write_text(json.dumps({"rows": rows}))
     [line] = survived(tmp_path).splitlines()
-    assert "230 faults on purpose, no run lost" in line and "to the bit: no difference" in line
-    assert "largest difference 3e-14" in line and "5.0 s" in line and "(benchmarks/results/faults.md)" in line
+    assert "230 injected faults, no run lost" in line and "bit by bit: no difference" in line
+    assert "largest difference 3e-14" in line and "5.0 s" in line and "(../benchmarks/results/faults.md)" in line
     (tmp_path / "faults.json").write_text(json.dumps({"rows": [*rows, fault_row(20, 0.0, 0.25, ok=False)]}))
     (tmp_path / "save_stall.json").write_text(
         json.dumps(
@@ -44,7 +46,7 @@ def test_the_readme_tells_what_was_measured_about_faults_and_nothing_else(tmp_pa
         )
     )
     first, second = survived(tmp_path).splitlines()
-    assert "1 of 3 rows lost" in first and "to the bit: largest difference 2e-01" in first
+    assert "1 of 3 rows lost" in first and "bit by bit: largest difference 2e-01" in first
     assert "1 billion parameters (12 GB) on NVIDIA X" in second and "0.20 s, 1.0 % of the 20.0 s" in second
 
 
@@ -101,10 +103,9 @@ def test_memory_of_a_sharded_wan_is_what_is_allocated(memory: Any) -> None:
     from wan_fits import Whole
 
     def allocated(*words: object) -> float:
-        program = [sys.executable, str(ROOT / "tests" / "wan_memory_of.py"), *map(str, words)]
-        done = subprocess.run(program, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        return float(done.stdout)
+        ended = end(start([ROOT / "tests" / "wan_memory_of.py", *words], cwd=ROOT))
+        assert ended.code == 0, ended.err
+        return float(ended.out)
 
     shape, frames, found = "480x832x17", 17, {}
     for recompute in ("none", "all"):

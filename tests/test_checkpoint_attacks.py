@@ -6,27 +6,31 @@ import ast
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import unisono
-from command_line import TESTS, lines
+from command_line import TESTS, TINY, lines
 from command_line import unisono as command
 from tiny_recipe import Tiny
+from unisono.checkpoint.aside import remark_on_asides
 from unisono.checkpoint.commit import set_aside_after
 from unisono.checkpoint.export import load_whole
 from unisono.checkpoint.find import list_steps, newest_valid, validate
 from unisono.checkpoint.load import describe, load
 from unisono.checkpoint.manifest import CheckpointError, Manifest, hash_file, read_manifest
 from unisono.checkpoint.save import Saver
-from unisono.engine.resume import Found, find_checkpoint
+from unisono.engine.resume import ChosenCheckpoint, find_checkpoint
 from unisono.engine.state import TrainState
 from unisono.errors import TrainingFailed, UserError
 from unisono.faults import SAVE_PHASES, Injector, parse
@@ -227,8 +231,8 @@ WRONG_STATES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "half a loss scale": (state_with(loss_scale={"value": 2.0}), "'loss_scale' cannot be"),
     "a best of nothing": (state_with(best={}), "'best' cannot be"),
     "no state": (lambda extra: {"optimizer": {}}, "the state is not an object"),
-    "no optimizer": (lambda extra: {"state": extra["state"]}, "how the optimizer stood"),
-    "odd optimizer": (lambda extra: {**extra, "optimizer": {"a": 1}}, "how the optimizer stood"),
+    "no optimizer": (lambda extra: {"state": extra["state"]}, "lacks the optimizer's state"),
+    "odd optimizer": (lambda extra: {**extra, "optimizer": {"a": 1}}, "lacks the optimizer's state"),
     "a list": (lambda extra: [], "does not hold an object"),
 }
 WRONG_TEXTS = {
@@ -240,7 +244,7 @@ WRONG_TEXTS = {
 }
 
 
-def found_after(path: Path, text: str) -> Found:
+def found_after(path: Path, text: str) -> ChosenCheckpoint:
     (path / "state.json").write_text(text, errors="surrogateescape")
     reseal(path)
     assert validate(path) is None, "the attack must get past the hashes"
@@ -267,6 +271,179 @@ def test_a_state_may_lack_what_came_later() -> None:
         del old[name]
     assert TrainState.from_json(old) == TrainState(4, step=2)
     assert TrainState.from_json(json.loads(json.dumps(TrainState(4, last_metrics={"loss": float("nan")}).to_json())))
+
+
+# --- tensors that are whole and wrong ---------------------------------------------------------------------------------
+
+
+def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    """Changes the tensors of a checkpoint, and lets header and hashes agree with that."""
+    [shard] = path.glob("*.safetensors")
+    tensors = load_file(shard)
+    change(tensors)
+    offsets = {name: {"saved_offsets": [0] * tensor.dim()} for name, tensor in tensors.items()}
+    save_file(tensors, shard, metadata={"DCP_SHARDING_INFO": json.dumps(offsets), "format": "pt"})
+    reseal(path)
+
+
+def restate(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Changes the state of a checkpoint, and lets the hashes agree with that."""
+    file = path / "state.json"
+    file.write_text(json.dumps(change(json.loads(file.read_text()))))
+    reseal(path)
+
+
+def as_type(name: str, dtype: torch.dtype) -> Callable[[dict[str, torch.Tensor]], Any]:
+    return lambda tensors: tensors.update({name: tensors[name].to(dtype)})
+
+
+def with_slots(**slots: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda extra: {**extra, "optimizer": {"weight": slots}}
+
+
+MISFITS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "type": (
+        lambda path: rewrite(path, as_type("model.weight", torch.float64)),
+        "'model.weight' is torch.float64 in it",
+    ),
+    "shape": (
+        lambda path: rewrite(path, lambda t: t.update({"model.bias": torch.zeros(3)})),
+        "'model.bias' is [3] in it",
+    ),
+    "missing": (lambda path: rewrite(path, lambda t: t.pop("model.bias")), "it lacks 'model.bias'"),
+    "extra": (lambda path: rewrite(path, lambda t: t.update({"model.c": torch.ones(1)})), "it also holds 'model.c'"),
+    "slot": (lambda path: rewrite(path, as_type("optimizer.bias.exp_avg", torch.int32)), "is torch.int32 in it"),
+    "text as slot": (lambda path: restate(path, with_slots(step="x")), "'step' of 'weight' has another type"),
+    "number as slot": (lambda path: restate(path, with_slots(exp_avg=1)), "'exp_avg' of 'weight' has another type"),
+    "micro-batch": (lambda path: restate(path, state_with(micro_batch=-1)), "'micro_batch' cannot be -1"),
+    "huge batch": (
+        lambda path: restate(path, state_with(global_batch=2**40)),
+        "'global_batch' cannot be 1099511627776",
+    ),
+}
+
+
+@pytest.mark.parametrize("attack", MISFITS)
+def test_a_newest_checkpoint_that_does_not_fit_is_damaged_if_an_older_one_fits(
+    tmp_path: Path, whole: Path, attack: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(shutil.copytree(whole, tmp_path / "run"))
+    newest = run / "checkpoints" / "step_00000006"
+    change, reason = MISFITS[attack]
+    change(newest)
+    assert validate(newest) is None, "the attack must get past the hashes"
+    capfd.readouterr()
+    train(run, max_steps=7)
+    assert json.loads((run / "run.json").read_text())["starts"][-1]["from_step"] == 5
+    said = capfd.readouterr().err
+    assert "step_00000006 skipped" in said and reason in said and "Traceback" not in said
+    assert (run / "checkpoints" / "step_00000006.bad-1").is_dir()
+    assert same(weights(run, 6), weights(whole, 6))
+
+
+def test_two_ranks_agree_on_the_older_checkpoint(tmp_path: Path, whole: Path) -> None:
+    run = Path(shutil.copytree(whole, tmp_path / "run"))
+    MISFITS["shape"][0](run / "checkpoints" / "step_00000006")
+    words = ["train", TINY, "--output_dir", run, "--nproc", 2, "--max_steps", 7, "--strategy", "fsdp"]
+    done = command(*words, cwd=tmp_path)
+    assert done.code == 0 and "step_00000006 skipped" in done.err, done.err
+    assert json.loads((run / "run.json").read_text())["starts"][-1]["from_step"] == 5
+
+
+@pytest.mark.parametrize("attack", ["shape", "missing", "text as slot"])
+def test_where_no_checkpoint_fits_the_model_was_changed_and_nothing_is_set_aside(
+    tmp_path: Path, whole: Path, attack: str
+) -> None:
+    run = Path(shutil.copytree(whole, tmp_path / "run"))
+    change, reason = MISFITS[attack]
+    for _, path in list_steps(run / "checkpoints"):
+        change(path)
+    before = sorted(os.listdir(run / "checkpoints"))
+    with pytest.raises(UserError, match=re.escape(reason)) as refused:
+        train(run, max_steps=7)
+    assert "\n" not in str(refused.value) and "step_00000006" in str(refused.value)
+    assert sorted(os.listdir(run / "checkpoints")) == before
+
+
+def test_weights_that_are_not_finite_are_named_with_the_way_back(
+    tmp_path: Path, whole: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(shutil.copytree(whole, tmp_path / "run"))
+    for step in (6, 5):
+        rewrite(run / "checkpoints" / f"step_{step:08d}", lambda tensors: tensors["model.weight"].fill_(torch.nan))
+    capfd.readouterr()
+    with suppress(TrainingFailed):
+        train(run, max_steps=7, max_skipped_steps=0)
+    older = run / "checkpoints" / "step_00000004"
+    said = capfd.readouterr().err
+    assert f"step_00000006 holds weights that are not finite (weight); to go back: --resume {older}" in said
+    train(run, max_steps=7, resume=str(older))
+    assert same(weights(run, 6), weights(whole, 6))
+
+
+HEADERS: dict[str, tuple[dict[str, Any], Any, str]] = {
+    "no data_offsets": ({"data_offsets": None}, [0], "where 'model.a' is (data_offsets)"),
+    "one offset": ({"data_offsets": [0]}, [0], "where 'model.a' is (data_offsets)"),
+    "negative": ({"data_offsets": [-16, 0]}, [0], "where 'model.a' is (data_offsets)"),
+    "backwards": ({"data_offsets": [16, 0]}, [0], "data_offsets of 'model.a' do not fit"),
+    "too short": ({"data_offsets": [0, 8]}, [0], "data_offsets of 'model.a' do not fit"),
+    "behind the end": ({"data_offsets": [16, 32]}, [0], "leave a gap or overlap"),
+    "huge shape": ({"shape": [2**62, 4], "data_offsets": [0, 16]}, [0, 0], "which shape 'model.a' has"),
+    "unknown type": ({"dtype": "F6_E2M3"}, [0], "type F6_E2M3"),
+    "no part": ({}, None, "where the part of 'model.a' begins"),
+    "a part elsewhere": ({}, [7], "holds only a part of 'model.a'"),
+    "a negative part": ({}, [-1], "where the part of 'model.a' begins"),
+    "a part of more dimensions": ({}, [0, 0], "where the part of 'model.a' begins"),
+}
+
+
+@pytest.mark.parametrize("attack", HEADERS)
+def test_a_shard_whose_header_is_wrong_is_passed_over_in_our_words(tmp_path: Path, attack: str) -> None:
+    one, two = save(tmp_path / "checkpoints", 1, 2)
+    changes, offsets, reason = HEADERS[attack]
+    entry = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]} | changes
+    entry = {key: value for key, value in entry.items() if value is not None}
+    info = {} if offsets is None else {"model.a": {"saved_offsets": offsets}}
+    text = json.dumps({"__metadata__": {"DCP_SHARDING_INFO": json.dumps(info)}, "model.a": entry}).encode()
+    [shard] = two.glob("*.safetensors")
+    shard.write_bytes(len(text).to_bytes(8, "little") + text + b"\0" * 16)
+    reseal(two)
+    found = find_checkpoint("auto", tmp_path, "Tiny")
+    assert found.path == one and reason in found.bad[two], found
+    with pytest.raises(CheckpointError, match=re.escape(reason)):
+        load(two, {"model.a": torch.zeros(4)}, group=None, world=1)
+
+
+# --- what was set aside is not forgotten ------------------------------------------------------------------------------
+
+
+def test_what_was_set_aside_is_counted_at_each_start_with_the_command_that_removes_it(
+    tmp_path: Path, whole: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(shutil.copytree(whole, tmp_path / "my run"))
+    checkpoints = run / "checkpoints"
+    newest = checkpoints / "step_00000006"
+    for name in ("step_00000006.other-1", "step_00000006.other-2", "step_00000005.bad-1"):
+        shutil.copytree(newest, checkpoints / name)
+    (checkpoints / "step_mine.other-1").mkdir()  # not one of ours
+    assert remark_on_asides(tmp_path) is None
+    capfd.readouterr()
+    train(run, max_steps=7)
+    [line] = [line for line in capfd.readouterr().err.splitlines() if "set aside" in line]
+    size = 3 * sum(file.stat().st_size for file in newest.iterdir())
+    assert "holds 3 checkpoints that were set aside" in line and f"{size / 1024:.1f} KiB" in line
+    subprocess.run(["bash", "-c", line[line.index("rm -r") :]], check=True)
+    assert remark_on_asides(checkpoints) is None
+    assert {"step_00000006", "step_00000007", "step_mine.other-1"} <= set(os.listdir(checkpoints))
+
+
+def test_run_json_names_the_libraries_that_the_numbers_depend_on(whole: Path) -> None:
+    versions = json.loads((whole / "run.json").read_text())["versions"]
+    for package in ("numpy", "safetensors", "diffusers", "transformers", "peft", "accelerate"):
+        try:
+            assert versions[package] == version(package)
+        except PackageNotFoundError:
+            assert package not in versions
 
 
 # --- planted files: no code is run ------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from command_line import TINY, Ended, end, lines, losses, start, unisono, wait_until
+from command_line import TESTS, TINY, Ended, end, environment, lines, losses, start, unisono, wait_until
 from tiny_recipe import HOLD
 from unisono import __version__
 from unisono.checkpoint.find import list_steps, validate
@@ -151,7 +153,7 @@ def test_train_from_python_takes_a_config_in_any_form_and_returns_folder_and_met
     worlds = {name: json.loads((tmp_path / name / "run.json").read_text())["starts"][0]["world"] for name in results}
     assert worlds == dict.fromkeys(results, 1) | {"ranks": 2}
     assert ended.err.count("Local lives in __main__, which other processes cannot import: training on one device") == 1
-    assert "put it into a file of its own to use several" in ended.err
+    assert "move it to a file of its own to use several" in ended.err
 
 
 # ---- signals ----
@@ -281,3 +283,42 @@ def test_what_is_another_setting_than_before_is_told_and_noted(tmp_path: Path) -
     assert noted["changed"] == {"slope": [2.0, 3.0], "max_steps": [1, 2]}
     last = unisono("train", TINY, "--output_dir", "run", "--max_steps", 2, cwd=tmp_path)
     assert last.code == 0 and "since its last start" not in last.err, "what is not said stays"
+
+
+# --- a stdout that takes nothing
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", ["--help", "gpus", "verify --help", "doctor --help"])
+def test_a_full_stdout_is_one_line_and_an_exit_code(words: str, unbuffered: str) -> None:
+    run = [sys.executable, "-m", "unisono", *words.split()]
+    with open("/dev/full", "w") as full:
+        more = environment(PYTHONUNBUFFERED=unbuffered)
+        done = subprocess.run(run, stdout=full, stderr=subprocess.PIPE, text=True, env=more)
+    line = "unisono: stdout cannot be written (No space left on device); make room, or redirect it elsewhere\n"
+    assert (done.returncode, done.stderr) == (2, line)
+
+
+@pytest.mark.parametrize("words", ["gpus --json", "doctor --help", "train --help"])
+def test_a_reader_that_has_read_enough_is_no_error(words: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    run = [sys.executable, "-m", "unisono", *words.split()]
+    done = subprocess.run(run, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment())
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_recipe_that_exits_with_a_message_has_not_succeeded(tmp_path: Path) -> None:
+    (tmp_path / "exits.py").write_text(
+        f"import sys\nsys.path.insert(0, {str(TESTS)!r})\nfrom tiny_recipe import Tiny\n\nclass Exits(Tiny):\n"
+        "    def check_settings(self, settings):\n        sys.exit('mount /data first')\n"
+    )
+    done = unisono("train", "exits.py:Exits", "--print_config", cwd=tmp_path)
+    assert done.code == 3 and done.err.splitlines() == ["unisono: mount /data first"]
+
+
+def test_a_full_stderr_does_not_change_the_exit_code(tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        run = [sys.executable, "-m", "unisono", "report", str(tmp_path)]
+        assert subprocess.run(run, stderr=full, env=environment()).returncode == 2

@@ -7,17 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
 import pytest
 
 from unisono.errors import ConfigError, UserError
-from unisono.recipes.clips.crop import Crop, follow, parse_aspect, path
-from unisono.recipes.clips.cutting import cut
-from unisono.recipes.clips.edges import edges_around
-from unisono.recipes.clips.footage import Footage
-from unisono.recipes.clips.moments import Moment
+from unisono.recipes.clips.cutting.crop import Crop, follow, parse_aspect, path
+from unisono.recipes.clips.cutting.cut import cut
+from unisono.recipes.clips.cutting.edges import edges_around
+from unisono.recipes.clips.cutting.moments import Moment
+from unisono.recipes.clips.video.footage import Footage
 from unisono.recipes.common.bad_files import BadMedia
 
 FPS, RATE = 25, 44_100
@@ -214,7 +215,7 @@ def test_nothing_is_overwritten_and_nothing_half_made_is_left(exact: bool, plain
     link = tmp_path / "link.mp4"
     link.symlink_to(tmp_path / "elsewhere")
     for taken in (mine, link):
-        with pytest.raises(UserError, match="nothing is overwritten"):
+        with pytest.raises(UserError, match="is not overwritten"):
             cut(plain, MOMENT, taken, exact=exact)
     assert mine.read_text() == "mine" and sorted(os.listdir(tmp_path)) == ["link.mp4", "mine.mp4"]
     with pytest.raises(UserError, match="cannot be written"):
@@ -224,13 +225,13 @@ def test_nothing_is_overwritten_and_nothing_half_made_is_left(exact: bool, plain
 
 
 def test_a_file_that_appears_meanwhile_stays(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow(footage: Footage, moment: Moment, partial: Path, crop: Crop | None) -> tuple[float, float]:
+    def slow(footage: Footage, moment: Moment, partial: Path, *_: Any) -> tuple[float, float]:
         partial.write_text("new")
         (tmp_path / "a.mp4").write_text("mine")
         return 0.0, 1.0
 
-    monkeypatch.setattr("unisono.recipes.clips.cutting.encode", slow)
-    with pytest.raises(UserError, match="nothing is overwritten"):
+    monkeypatch.setattr("unisono.recipes.clips.cutting.cut.encode", slow)
+    with pytest.raises(UserError, match="is not overwritten"):
         cut(plain, MOMENT, tmp_path / "a.mp4", exact=True)
     assert (tmp_path / "a.mp4").read_text() == "mine" and os.listdir(tmp_path) == ["a.mp4"]
 

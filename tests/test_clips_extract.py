@@ -16,14 +16,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional
 
 from test_clips_video import damaged, film, tone
 from unisono.engine.recipe import Work
 from unisono.errors import ConfigError, UserError
-from unisono.recipes.clips.extract import Extraction, _Megabytes
-from unisono.recipes.clips.feature_files import FeatureFile
-from unisono.recipes.clips.features import STATS, ExtractSettings, column, log_mel, stats
-from unisono.recipes.clips.video import clips
+from unisono.recipes.clips.data.extract import Extraction, _Megabytes
+from unisono.recipes.clips.data.feature_files import FeatureFile
+from unisono.recipes.clips.data.features import ExtractSettings
+from unisono.recipes.clips.data.statistics import STATS, _pooled, column, log_mel, spectra, stats
+from unisono.recipes.clips.video.clips import clips
 
 SETTINGS = ExtractSettings()
 
@@ -62,9 +64,13 @@ def test_arrays_are_those_of_the_clips_and_memory_mapped(tmp_path: Path, films: 
         assert frames.dtype == np.uint8 and mel.dtype == numbers.dtype == np.float16
         assert each.arrays == {"frames": frames.shape, "mel": mel.shape, "stats": numbers.shape}
         np.testing.assert_array_equal(frames, np.stack([clip[0] for clip in wanted]))
-        np.testing.assert_array_equal(numbers, np.stack([stats(*clip, 16_000) for clip in wanted]))
+        np.testing.assert_array_equal(
+            numbers, np.stack([stats(*clip, spectra(clip[1], 16_000), 16_000) for clip in wanted])
+        )
         if each.has_sound:
-            np.testing.assert_array_equal(mel, np.stack([log_mel(clip[1], 16_000, 20, 32) for clip in wanted]))
+            np.testing.assert_array_equal(
+                mel, np.stack([log_mel(spectra(clip[1], 16_000), 16_000, 20, 32) for clip in wanted])
+            )
         else:
             assert not mel.any()
         again = pickle.loads(pickle.dumps(each))  # as it goes to a worker
@@ -132,10 +138,11 @@ KILLED = """
 import sys, time
 from pathlib import Path
 import torch
+from torch.nn import functional
 from unisono.engine.recipe import Work
-from unisono.recipes.clips.extract import Extraction, _Megabytes
-from unisono.recipes.clips.features import ExtractSettings
-import unisono.recipes.clips.extract as extract
+from unisono.recipes.clips.data.extract import Extraction, _Megabytes
+from unisono.recipes.clips.data.features import ExtractSettings
+import unisono.recipes.clips.data.extract as extract
 from test_clips_extract import Video
 torch.set_num_threads(1)
 folder, films = Path(sys.argv[1]), [Path(name) for name in sys.argv[2:]]
@@ -222,7 +229,7 @@ def test_feature_files_are_kept_as_clips(tmp_path: Path) -> None:
     (only,) = filled(tmp_path / "cache", sources[:1]).open()
     np.testing.assert_array_equal(only.array("features"), rows)
     assert only.num_clips == 5 and only.duration == 10.0
-    with pytest.raises(ConfigError, match="b gives features of 2, and a gives features of 3"):
+    with pytest.raises(ConfigError, match="b has features of 2, but a has features of 3"):
         filled(tmp_path / "cache", sources).open()
 
 
@@ -284,17 +291,20 @@ def test_a_vision_model_of_transformers_sees_each_clip(tmp_path: Path, films: li
 def test_the_columns_of_the_statistics_are_what_their_names_say() -> None:
     grey = np.full((8, 32, 32, 3), 100, np.uint8)
     silence = np.zeros(32_000, np.float32)
-    still = stats(grey, silence, 16_000)
+    none = spectra(silence, 16_000)
+    still = stats(grey, silence, none, 16_000)
     assert still.shape == (len(STATS),)
     assert still[column("frame_difference")] == 0 and still[column("loudness")] == 0
     assert still[column("luma")] == pytest.approx(100 / 255, abs=1e-3)
     blinking = grey.copy()
     blinking[::2] = 151
-    assert stats(blinking, silence, 16_000)[column("frame_difference")] == pytest.approx(0.2, abs=1e-3)
+    assert stats(blinking, silence, none, 16_000)[column("frame_difference")] == pytest.approx(0.2, abs=1e-3)
     red = grey * np.array([2, 1, 0], np.uint8)
-    assert stats(red, silence, 16_000)[: column("blue") + 1] == pytest.approx([200 / 255, 100 / 255, 0], abs=1e-3)
+    assert stats(red, silence, none, 16_000)[: column("blue") + 1] == pytest.approx([200 / 255, 100 / 255, 0], abs=1e-3)
     wave = np.sin(2 * np.pi * 1000 * np.arange(32_000) / 16_000).astype(np.float32)
-    quiet, loud = (stats(grey, size * wave, 16_000)[column("loudness")] for size in (0.1, 1.0))
+    quiet, loud = (
+        stats(grey, size * wave, spectra(size * wave, 16_000), 16_000)[column("loudness")] for size in (0.1, 1.0)
+    )
     assert float(loud - quiet) == pytest.approx(20 / 80, abs=2e-3)  # 20 dB of the 80 between silence and the loudest
 
 
@@ -302,30 +312,67 @@ def test_a_pure_tone_is_one_band_of_the_log_mel_and_silence_is_the_lowest_value(
     time_s = np.arange(32_000) / 16_000
     bands = []
     for pitch in (200, 1000, 4000):
-        mel = log_mel(np.sin(2 * np.pi * pitch * time_s).astype(np.float32), 16_000, 20, 32)
+        mel = log_mel(spectra(np.sin(2 * np.pi * pitch * time_s).astype(np.float32), 16_000), 16_000, 20, 32)
         assert mel.shape == (20, 32) and mel.dtype == np.float16 and np.ptp(mel.argmax(1)) == 0
         assert -0.15 < mel.max() < 0.05
         bands.append(int(mel.argmax(1)[0]))
     assert bands == sorted(set(bands))
-    assert (log_mel(np.zeros(32_000, np.float32), 16_000, 20, 32) == -1).all()
+    assert (log_mel(spectra(np.zeros(32_000, np.float32), 16_000), 16_000, 20, 32) == -1).all()
     half = np.where(time_s < 1, np.sin(2 * np.pi * 1000 * time_s), 0).astype(np.float32)
-    loud = log_mel(half, 16_000, 20, 32).max(1) > -0.5
+    loud = log_mel(spectra(half, 16_000), 16_000, 20, 32).max(1) > -0.5
     assert loud[:10].all() and not loud[11:].any()
+
+
+def test_the_spectra_are_those_of_a_short_time_fourier_transform() -> None:
+    for number in (32_000, 7_777, 100):
+        sound = np.random.default_rng(number).standard_normal(number).astype(np.float32)
+        window = torch.hann_window(512, dtype=torch.float64)
+        waves = torch.stft(
+            torch.from_numpy(sound).double(), 512, 160, window=window, pad_mode="constant", return_complex=True
+        )
+        expected = (waves.abs() * 2 / window.sum()).square().T.numpy()
+        np.testing.assert_allclose(spectra(sound, 16_000), expected, rtol=1e-9, atol=1e-15)
+        pooled = functional.adaptive_avg_pool1d(torch.from_numpy(expected).T[None], 20)[0].T.numpy()
+        np.testing.assert_allclose(_pooled(expected, 0, 20), pooled, rtol=1e-9, atol=1e-15)
+
+
+_COUNTED = """
+import resource, sys, torch
+torch.set_num_threads(int(sys.argv[1]))
+import numpy as np
+from unisono.recipes.clips.data.features import ExtractSettings, read_blocks
+
+draw = np.random.default_rng(0)
+clip = (draw.integers(0, 255, (8, 32, 32, 3), dtype=np.uint8), draw.standard_normal(32_000).astype(np.float32))
+torch.ones(300, 300) @ torch.ones(300, 300)
+begun = resource.getrusage(resource.RUSAGE_SELF).ru_utime
+for block in read_blocks(iter([clip] * 400), ExtractSettings(), None):
+    pass
+print(resource.getrusage(resource.RUSAGE_SELF).ru_utime - begun)
+"""
+
+
+def test_extraction_starts_no_threads_that_wait_for_each_other() -> None:
+    """Time on the processor, of all threads: as much with four threads as with one, also where cores are shared."""
+    seconds = []
+    for threads in (1, 4):
+        words = [sys.executable, "-c", _COUNTED, str(threads)]
+        environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        seconds.append(float(subprocess.run(words, capture_output=True, text=True, check=True, env=environment).stdout))
+    assert seconds[1] < 2 * seconds[0] + 0.5, seconds
 
 
 def test_progress_says_how_much_there_is_and_how_long_it_took(tmp_path: Path, films: list[Video]) -> None:
     said: list[str] = []
     filled(tmp_path, films, say=said.append)
-    assert said[0] == "extracting 1 MB of video" and said[-1].startswith("  1 MB in ")
+    assert said[0] == "extracting features: 1 MB" and said[-1].startswith("extracting features: 1 MB in ")
 
 
-def test_a_bar_of_progress_names_its_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr("unisono.recipes.clips.extract.SAY_EVERY_S", 0.0)
-    progress = _Megabytes(Work(tmp_path, _say=said.append), {"a": 3_000_000, "b": 5_000_000}, ["a", "b"])
-    progress.reached("a", 1.0)
-    progress.say()
-    assert said[0] == "extracting 8 MB of video" and "3 of 8 MB, " in said[1] and said[1].endswith(" left")
+def test_progress_counts_the_megabytes_of_unfinished_videos() -> None:
+    read = _Megabytes({"a": 3_000_000, "b": 5_000_000, "c": 1}, ["a", "b"])
+    read.reached("a", 1.0)
+    read.reached("b", 0.5)
+    assert (read.done, read.total) == (6, 8)
 
 
 def test_what_is_missing_of_a_damaged_video_is_said_before_training(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from unisono.errors import ConfigError
-from unisono.recipes.clips.feature_files import FeatureFile
-from unisono.recipes.clips.labels import Labelled, read_labels
+from unisono.recipes.clips.data.feature_files import FeatureFile
+from unisono.recipes.clips.data.labels import Labelled, read_labels
 from unisono.recipes.common.bad_files import BadMedia
 
 NAN = math.nan
@@ -98,8 +98,8 @@ def test_scores_go_up_to_1_or_to_what_is_said(tmp_path: Path) -> None:
         ("c.mp4,2,5,1", ["line 3", "c.mp4", "--leave_out_bad"]),
         ("../c.mp4,2,5,1", ["line 3", "leads out"]),
         ("/etc/passwd,2,5,1", ["line 3", "leads out"]),
-        ('"a.mp4,2,5,1', ["line 3", "not proper CSV"]),
-        (",2,5,1", ["line 3", "no video is named"]),
+        ('"a.mp4,2,5,1', ["line 3", "invalid CSV"]),
+        (",2,5,1", ["line 3", "the column video is empty"]),
     ],
 )
 def test_each_mistake_in_a_csv_is_named_with_its_line(tmp_path: Path, line: str, words: list[str]) -> None:
@@ -110,13 +110,14 @@ def test_a_link_that_leads_out_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "secret.mp4").touch()
     inside = folder(tmp_path / "data", "a.mp4,0,2,1\nlink.mp4,0,2,1\n", "a.mp4")
     (inside / "link.mp4").symlink_to(tmp_path / "secret.mp4")
-    refused(inside, "line 3", "leads out")
+    refused(inside, "line 3", "leads out", "--follow_links")
+    assert [each.name for each in read_labels(inside, 2.0, follow_links=True)] == ["a.mp4", "link.mp4"]
 
 
 def test_labels_for_missing_videos_can_be_left_out_and_that_is_said(tmp_path: Path) -> None:
     said: list[str] = []
     path = folder(tmp_path, "a.mp4,0,2,1\nc.mp4,0,2,1\nd.mp4,0,2,1\n")
-    (only,) = read_labels(path, 2.0, leave_out_bad=True, said=said.append)
+    (only,) = read_labels(path, 2.0, leave_out_bad=True, remark=said.append)
     assert only.name == "a.mp4" and len(said) == 1 and "2 videos" in said[0] and "c.mp4" in said[0]
     refused(folder(tmp_path / "none", "c.mp4,0,2,1\n", "a.mp4"), "c.mp4", leave_out_bad=True)
 
@@ -133,7 +134,7 @@ def test_a_folder_without_labels_says_what_is_expected(tmp_path: Path) -> None:
     refused(tmp_path / "nowhere", "nowhere")
     (tmp_path / "labels.csv").write_text("a.mp4;0;2;1\n")
     refused(tmp_path, "line 1", "video,start,end,score")
-    refused(folder(tmp_path, ""), "not one label")
+    refused(folder(tmp_path, ""), "contains no labels")
     (tmp_path / "labels.csv").write_bytes(b"video,start,end,score\n\xff\xfe,1,2,1\n")
     refused(tmp_path, "line 2", "UTF-8")
 
@@ -198,7 +199,7 @@ def test_qvhighlights_clips_of_2_s_become_clips_of_any_length(tmp_path: Path) ->
         ({"vid": 3}, ["vid must be text"]),
         ({"vid": "../../etc/x"}, ["leads out"]),
         ({"vid": "c"}, ["no video"]),
-        ({}, ["qid 7 again"]),
+        ({}, ["qid 7 already occurs"]),
     ],
 )
 def test_each_mistake_in_a_jsonl_is_named_with_its_line(

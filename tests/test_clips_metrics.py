@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from unisono.errors import ConfigError
-from unisono.recipes.clips import baselines
-from unisono.recipes.clips.metrics import (
+from unisono.recipes.clips.metrics import baselines
+from unisono.recipes.clips.metrics.highlights import (
     average_precision,
     hit_at_1,
     interpolated_average_precision,
@@ -26,7 +26,8 @@ from unisono.recipes.clips.metrics import (
     spearman_rho,
     top_share_precision,
 )
-from unisono.recipes.clips.qvhighlights import main, qvhighlights
+from unisono.recipes.clips.metrics.qvhighlights import main, qvhighlights
+from unisono.recipes.clips.metrics.retrieval import THRESHOLDS, average_precisions, moment_retrieval
 
 
 def test_average_precision_of_a_small_list_is_as_worked_out_by_hand() -> None:
@@ -176,6 +177,89 @@ def test_the_evaluation_runs_alone_and_prints_json(tmp_path: Path) -> None:
     assert found["by_level"]["Fair"] == {"mAP": 100, "HIT@1": 100}
     refused = subprocess.run([*command, truth, "--ground_truth", truth], capture_output=True, text=True, cwd=tmp_path)
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and "pred_saliency_scores" in refused.stderr
+
+
+def windows(*rows: tuple[float, ...]) -> np.ndarray:
+    return np.array(rows, float).reshape(len(rows), -1)
+
+
+def test_moment_retrieval_by_hand() -> None:
+    marked = {"a": windows((0, 10), (20, 60)), "b": windows((100, 140))}
+    said = {
+        # 20 to 50 is 30 of 40 seconds: IoU 0.75; 0 to 10 is exact; 50 to 60 is 10 of 40.
+        "a": windows((20, 50, 0.9), (50, 60, 0.8), (0, 10, 0.7)),
+        "b": windows((110, 150, 0.5)),  # 30 of 50 seconds: 0.6
+    }
+    found = moment_retrieval(said, marked)
+    # Query a: hits at ranks 1 and 3 up to 0.75: (1 + 2/3) / 2; above only at rank 3: (1/3) / 2. Query b: 1 up to 0.6.
+    low, high = (1 + 2 / 3) / 2, (1 / 3) / 2
+    assert found["mAP@0.5"] == round(100 * (low + 1) / 2, 2) and found["mAP@0.75"] == round(100 * low / 2, 2)
+    assert found["mAP"] == round(100 * ((6 * low + 4 * high) / 10 + 3 / 10) / 2, 2)
+    assert (found["R1@0.5"], found["R1@0.7"]) == (100, 50)
+    # Alone, the short window of a is found at rank 3; the two long ones are found up to 0.75 and 0.6.
+    assert found["short_mAP"] == round(100 / 3, 2) and found["middle_mAP"] == 0
+    assert found["long_mAP"] == round(100 * (6 / 10 + 3 / 10) / 2, 2)
+
+
+def test_a_marked_window_is_found_once_and_ten_predictions_count() -> None:
+    marked = {1: windows((0, 10))}
+    assert moment_retrieval({1: windows((0, 10, 0.9), (0, 10, 0.8))}, marked)["mAP"] == 100
+    assert moment_retrieval({1: windows((50, 60, 0.9), (0, 10, 0.8))}, marked)["mAP"] == 50
+    many = [(50.0 + place, 60.0, 0.1) for place in range(10)]
+    assert moment_retrieval({1: windows(*many, (0, 10, 0.9))}, marked)["mAP"] == 0
+    assert moment_retrieval({1: windows(*many[:9], (0, 10, 0.9))}, marked)["mAP"] == 100  # by score, not by place
+    assert moment_retrieval({1: windows(*many[:9], (0, 10, 0.9))}, marked)["R1@0.5"] == 0  # by place, not by score
+    assert moment_retrieval({1: np.zeros((0, 3))}, marked)["mAP"] == 0
+
+
+def by_brute_force(predicted: np.ndarray, marked: np.ndarray, threshold: float) -> float:
+    """The area under the interpolated curve of precision over recall, second by second and point by point."""
+    seconds = [set(range(round(start * 8), round(end * 8))) for start, end, *_ in marked]
+    taken: set[int] = set()
+    curve = [(0.0, 0.0)]
+    for rank, (start, end, _) in enumerate(sorted(predicted[:10].tolist(), key=lambda row: -row[2]), 1):
+        mine = set(range(round(start * 8), round(end * 8)))
+        shares = [(len(mine & each) / len(mine | each), place) for place, each in enumerate(seconds)]
+        for share, place in sorted(shares, reverse=True):
+            if share >= threshold and place not in taken:
+                taken.add(place)
+                break
+        curve.append((len(taken) / len(marked), len(taken) / rank))
+    area = 0.0
+    for (before, _), (recall, _) in pairwise(curve):
+        area += (recall - before) * max(precision for there, precision in curve if there >= recall)
+    return area
+
+
+def test_moment_retrieval_is_the_area_under_the_interpolated_curve() -> None:
+    draw = np.random.default_rng(0)
+    for _ in range(60):
+        starts = draw.integers(0, 800, draw.integers(1, 6)) / 8  # eighths of a second: exact as binary numbers
+        marked = np.stack([starts, starts + draw.integers(8, 320, len(starts)) / 8], axis=1)
+        near = marked[draw.integers(0, len(marked), draw.integers(1, 14))]
+        moved = np.sort((near + draw.integers(-50, 51, near.shape) / 8).clip(0), axis=1)
+        moved[:, 1] += 0.125
+        predicted = np.concatenate([moved, draw.permutation(len(moved))[:, None] / 20], axis=1)
+        expected = [by_brute_force(predicted, marked, threshold) for threshold in THRESHOLDS]
+        assert average_precisions(predicted, marked).tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_windows_are_evaluated_beside_scores_or_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    truth = written(tmp_path / "G", [{**query(1, [0], [[4, 4, 4]]), "relevant_windows": [[0, 2]]}])
+    both = {**GOOD, "pred_relevant_windows": [[0, 2, 0.5]]}
+    alone = {"qid": 1, "pred_relevant_windows": [[4, 6, 0.5], [0, 2, 0.4]]}
+    for line, keys, expected in ((both, {"mAP", "HIT@1", "by_level"}, 100), (alone, set(), 50)):
+        main(["--predictions", written(tmp_path / f"P{expected}", [line]), "--ground_truth", truth])
+        found = json.loads(capsys.readouterr().out)
+        assert found.keys() == {"num_queries", "moment_retrieval", *keys}
+        assert found["moment_retrieval"]["mAP"] == expected
+    for number, rows in enumerate(([[0, 2]], [[4, 2, 0.5]], [[0, math.nan, 1]], "0 2 1")):
+        wrong = written(tmp_path / f"W{number}", [{"qid": 1, "pred_relevant_windows": rows}])
+        with pytest.raises(ConfigError, match=r"line 1: pred_relevant_windows"):
+            main(["--predictions", wrong, "--ground_truth", truth])
+    missing = written(tmp_path / "M", [query(1, [0], [[4, 4, 4]])])
+    with pytest.raises(ConfigError, match="relevant_windows must be a list"):
+        main(["--predictions", str(tmp_path / "P50"), "--ground_truth", missing])
 
 
 GOOD = {"qid": 1, "pred_saliency_scores": [0.5] * 5}

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unisono.errors import ConfigError
-from unisono.recipes.clips.edges import Edge, shots, silences, snap
-from unisono.recipes.clips.moments import Moment, overlapping, pick
+from unisono.recipes.clips.cutting.edges import Edge, shots, silences, snap
+from unisono.recipes.clips.cutting.moments import Moment, overlapping, pick
 
 
 def spans(moments: list[Moment]) -> list[tuple[float, float]]:
@@ -54,6 +54,29 @@ def test_moments_keep_their_distance() -> None:
 def test_nothing_to_prefer_gives_the_shortest_ones_from_the_beginning() -> None:
     found = pick(np.full(50, 1 / 3), 2.0, number=3, shortest=6, gap=2)
     assert spans(found) == [(0, 6), (8, 14), (16, 22)]
+
+
+def test_the_best_moment_is_kept_however_few_are_asked_for() -> None:
+    scores = np.full(60, 0.05)
+    scores[10:14] = [0.6, 0.99, 0.98, 0.6]  # the best core, which grows into a moment of a lower mean
+    scores[30:32] = 0.97
+    best, second = pick(scores, 2.0, number=2)[:2]
+    assert (best.start, best.score) == (60, pytest.approx(0.97)) and second.start == 20
+    assert pick(scores, 2.0, number=1) == [best]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_fewer_moments_are_a_prefix_of_more(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    scores = np.convolve(rng.random(150) ** 3, np.hanning(7) / 3, mode="same").clip(0, 1)
+    settings = {"shortest": 4.0, "longest": 16.0, "gap": float(seed % 3)}
+    everything = pick(scores, 2.0, number=1000, **settings)  # type: ignore[arg-type]
+    assert (
+        [pick(scores, 2.0, number=number, **settings) for number in range(1, 9)]
+        == [  # type: ignore[arg-type]
+            everything[:number] for number in range(1, 9)
+        ]
+    )
 
 
 def test_rounding_decides_nothing() -> None:
@@ -106,6 +129,8 @@ def test_whatever_the_scores_moments_are_allowed_ones(
     found = pick(scores, 2.0, number=number, **settings)  # type: ignore[arg-type]
     assert found == pick(scores, 2.0, number=number, **settings)  # type: ignore[arg-type]
     assert len(found) <= number and not overlapping(found)
+    for fewer in range(1, number):
+        assert pick(scores, 2.0, number=fewer, **settings) == found[:fewer]  # type: ignore[arg-type]
     for moment in found:
         assert 0 <= moment.start < moment.end <= duration + 1e-9
         assert min(shortest, duration) - 1e-5 <= moment.seconds <= longest + 1e-5
@@ -153,10 +178,32 @@ def test_snapping_keeps_moments_apart_and_of_allowed_length() -> None:
     found = snap([Moment(4, 10, 0.9), Moment(10.5, 14, 0.5)], edges, 2.0, shortest=3.5)
     assert not overlapping(found)
     assert all(moment.seconds >= 3.5 for moment in found)
-    # The first may not run into the second, which may well make room.
+    # The better one moves as if it were alone, and the other makes room.
     assert spans(snap([Moment(4, 10, 0.9), Moment(10.5, 14, 0.5)], [Edge(11.5, "shot", 1.0)], 2.0)) == [
-        (4, 10),
+        (4, 11.5),
         (11.5, 14),
     ]
     found = snap([Moment(2, 10, 0.9)], edges, 2.0, longest=8.5)
     assert spans(found) == [(2, 9)]
+
+
+def test_a_short_moment_moves_behind_a_cut_as_a_whole() -> None:
+    cut = [Edge(11.96, "shot", 1.0)]
+    assert spans(snap([Moment(10, 14, 0.9)], cut, 2.0, shortest=4)) == [(11.96, 15.96)]
+    assert spans(snap([Moment(10, 14, 0.9)], cut, 2.0, shortest=4, duration=15)) == [(10, 14)]  # no room
+    assert spans(snap([Moment(10, 13.9, 0.9)], cut, 2.0, shortest=3.9, duration=15)) == [(8.06, 11.96)]
+    (moment,) = snap([Moment(10, 14, 0.9)], [*cut, Edge(13.5, "shot", 1.0)], 2.0, shortest=4)
+    assert moment.start == 11.96 and moment.seconds >= 4  # the start has its cut, and keeps it
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_fewer_snapped_moments_are_a_prefix_of_more(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    moments = pick(rng.random(60), 2.0, number=12, shortest=4, longest=12, gap=0)
+    kinds = rng.choice(["shot", "silence"], 50)
+    edges = [Edge(float(time), kind, 1.0) for time, kind in zip(rng.random(50) * 120, kinds, strict=True)]
+    found = snap(moments, edges, 2.0, shortest=4, longest=12, duration=120)
+    assert not overlapping(found) and all(3.999 <= moment.seconds <= 12.001 for moment in found)
+    for number in range(len(moments)):
+        fewer = snap(moments[:number], edges, 2.0, shortest=4, longest=12, duration=120)
+        assert fewer == found[: len(fewer)]

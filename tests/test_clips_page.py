@@ -23,15 +23,18 @@ from test_clips_video import damaged
 from test_report import Page
 from unisono.cli import clips
 from unisono.cli.main import main
-from unisono.engine.registry import BUILT_IN
+from unisono.engine.start.registry import BUILT_IN
 from unisono.errors import ConfigError, UserError
-from unisono.recipes.clips.cutting import Cut
-from unisono.recipes.clips.damage import Damage
-from unisono.recipes.clips.footage import Footage
-from unisono.recipes.clips.moments import Moment
-from unisono.recipes.clips.page import write_page
-from unisono.recipes.clips.timeline import axis, clock
-from unisono.recipes.clips.video import clips as read_clips
+from unisono.formatting import format_clock
+from unisono.recipes.clips.calibration import Calibration, calibration_of, without_low
+from unisono.recipes.clips.cutting.cut import Cut
+from unisono.recipes.clips.cutting.moments import Moment
+from unisono.recipes.clips.page.page import write_page
+from unisono.recipes.clips.page.timeline import axis
+from unisono.recipes.clips.trained import Judge
+from unisono.recipes.clips.video.clips import clips as read_clips
+from unisono.recipes.clips.video.damage import Damage
+from unisono.recipes.clips.video.footage import Footage
 
 ATTACK = "'\"><img src=x onerror=alert(1)>&lt;#?%2e #t=1"
 
@@ -106,8 +109,8 @@ def test_a_name_is_text_whatever_is_in_it(video: Path, tmp_path: Path) -> None:
 
 def test_a_page_without_clips_or_scores_is_still_a_page(video: Path, tmp_path: Path) -> None:
     text = write_page(tmp_path / "a.html", Footage(video), [float("nan")] * 10, 2.0, []).read_text()
-    assert "No clip was found." in text and "nan" not in text.split("<main>")[1].split("<script>")[0]
-    with pytest.raises(UserError, match="nothing is overwritten"):
+    assert "There are no clips." in text and "nan" not in text.split("<main>")[1].split("<script>")[0]
+    with pytest.raises(UserError, match="is not overwritten"):
         write_page(tmp_path / "a.html", Footage(video), [0.5] * 10, 2.0, [])
     many = write_page(tmp_path / "b.html", Footage(video), np.random.default_rng(0).random(20_000), 0.001, [])
     assert len(many.read_text()) < 200_000
@@ -123,7 +126,8 @@ def test_a_copy_that_begins_early_says_so(video: Path, tmp_path: Path, capsys: p
     assert not (tmp_path / "a talk" / "page.html").exists()
     cut = Cut(tmp_path / "x.mp4", 2.0, 7.5)
     page = write_page(tmp_path / "p.html", Footage(video), [0.5] * 8, 2.5, [(Moment(2.5, 7.5, 0.9), cut)])
-    assert "The file has 5.5 s: it begins 0.5 s before the clip" in page.read_text()
+    assert "The file is 5.5 s long: it starts at a key frame, 0.5 s before the clip" in page.read_text()
+    assert 'src="./x.mp4#t=0.500"' in page.read_text()  # where the player begins
 
 
 def test_what_is_missing_of_a_damaged_video_is_said_written_and_shown(
@@ -176,7 +180,7 @@ def test_no_clip_is_cut_that_scores_below_the_lowest_score(
     assert "1 clip, " in said.out and "below --lowest_score 0.8 (the best of them: 0.7" in said.err
     assert clips.main([*words[:2], str(tmp_path / "none"), "--lowest_score", "1"], scorer) == 0
     assert "0 clips, " in capsys.readouterr().out
-    assert "No clip was found." in (tmp_path / "none/a talk/page.html").read_text()
+    assert "There are no clips." in (tmp_path / "none/a talk/page.html").read_text()
 
 
 def test_a_clip_that_is_the_whole_video_is_explained(
@@ -201,7 +205,13 @@ def test_the_axis_of_scores_begins_at_zero() -> None:
 def test_a_crop_is_cut_upright(video: Path, tmp_path: Path) -> None:
     words = [str(video), "--output_dir", str(tmp_path), "--num_clips", "1", "--crop", "9:16", "--no-page"]
     assert clips.main(words, scorer) == 0
-    assert seen(next((tmp_path / "a talk").glob("*.mp4"))).size == (90, 50)
+    assert seen(next((tmp_path / "a talk").glob("*.mp4"))).size == (160, 90)  # of 160 by 90, scaled up
+    for height, size in ((0, (90, 50)), (320, (320, 180))):
+        own = [*words[:2], str(tmp_path / str(height)), *words[3:], "--height", str(height)]
+        assert clips.main(own, scorer) == 0
+        assert seen(next((tmp_path / str(height) / "a talk").glob("*.mp4"))).size == size
+    assert clips.main([*words[:2], str(tmp_path / "wide"), *words[3:5], "--height", "45", "--no-page"], scorer) == 0
+    assert seen(next((tmp_path / "wide/a talk").glob("*.mp4"))).size == (44, 80)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +227,8 @@ def test_a_crop_is_cut_upright(video: Path, tmp_path: Path) -> None:
         (["{video}", "--gap", "-1"], "gap"),
         (["{video}", "--snap", "inf"], "snap"),
         (["{video}", "--crop", "tall"], "expected width:height"),
-        (["{video}", "{video}"], "two videos are called"),
+        (["{video}", "--height", "7"], "expected 16 to 8640 pixels"),
+        (["none.mp4", "{taken}"], "no such file"),
         (["{video}", "--output_dir", "{taken}"], "not an empty folder"),
     ],
 )
@@ -250,11 +261,113 @@ def test_a_video_that_cannot_be_read_is_named_and_the_others_are_made(
         clips.main([str(broken), "--output_dir", str(tmp_path / "out")], scorer)
 
 
+def test_a_missing_video_does_not_stop_the_others(
+    video: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["nowhere.mp4", str(video), "--output_dir", str(tmp_path / "out"), "--num_clips", "1", "--no_page"]
+    assert clips.main(words, scorer) == 2
+    told = capsys.readouterr().err
+    assert "nowhere.mp4: there is no such file" in told and "1 of 2 videos failed" in told
+    assert os.listdir(tmp_path / "out") == ["a talk"]
+
+
+def test_videos_of_one_name_get_a_folder_each_and_one_named_twice_is_used_once(
+    video: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other, link = tmp_path / "a talk.mp4", tmp_path / "link.mp4"
+    shutil.copy(video, other)
+    link.symlink_to(other)
+    words = [str(video), str(other), str(link), "--output_dir", str(tmp_path / "out"), "--num_clips", "1", "--no_page"]
+    assert clips.main(words, scorer) == 0
+    told = capsys.readouterr().err
+    assert f"the clips of {other} go to {tmp_path / 'out' / 'a talk-2'}" in told
+    assert f"{link} is the same file as {other}" in told
+    assert sorted(os.listdir(tmp_path / "out")) == ["a talk", "a talk-2"]
+
+
+def test_a_video_that_mp4_cannot_hold_is_encoded_and_that_is_known_before_it_is_scored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    webm = made(tmp_path / "a.webm", codecs=("libvpx", "libopus"), seconds=8)
+    words = [str(webm), "--output_dir", str(tmp_path / "out"), "--num_clips", "1", "--no_page"]
+    assert clips.main(words, lambda video: Judged(np.array([0.1, 0.9, 0.8, 0.1]))) == 0
+    assert "cannot hold what is in it (vp8 and opus): its clips are re-encoded" in capsys.readouterr().err
+    (clip,) = json.loads((tmp_path / "out/a/clips.json").read_text())["clips"]
+    assert seen(tmp_path / "out/a" / clip["file"]).duration == pytest.approx(clip["end"] - clip["start"], abs=0.05)
+
+
+def test_a_long_video_shows_how_far_it_is(video: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    known = video.parent / "long.mp4"
+    shutil.copy(video, known)
+
+    def slow(video: Path, reached: Any) -> Judged:
+        for second in range(0, 20, 4):
+            reached(second)
+        return scorer(video)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clips, "_LONG_S", 10)
+        assert clips.main([str(known), "--output_dir", str(tmp_path), "--num_clips", "1"], Judge(slow)) == 0
+    told = capsys.readouterr().err
+    assert "scoring long.mp4: 20 s of video" in told and "cutting long.mp4: 1 clips in" in told
+
+
+def test_junk_does_not_fill_up_the_clips(video: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scores = np.array([0.0026, 0.001, 0.001, 0.001, 0.996, 0.996, 0.001, 0.001, 0.0026, 0.0026])
+    words = [str(video), "--output_dir", str(tmp_path), "--no_page", "--snap", "0"]
+    assert clips.main(words, lambda video: Judged(scores)) == 0
+    (only,) = json.loads((tmp_path / "a talk/clips.json").read_text())["clips"]
+    assert only["score"] == 0.996
+    told = capsys.readouterr().err
+    assert "skipped 2 moments scoring 0.003 or less, below 0.10 (a tenth of the best score, 1.00)" in told
+    assert (
+        clips.main([*words[:2], str(tmp_path / "all"), *words[3:], "--lowest_score", "0"], lambda _: Judged(scores))
+        == 0
+    )
+    assert len(json.loads((tmp_path / "all/a talk/clips.json").read_text())["clips"]) == 3
+
+
+def test_the_floor_follows_what_the_run_gave_to_held_out_videos() -> None:
+    moments = [Moment(0, 4, 0.6), Moment(10, 14, 0.4), Moment(20, 24, 0.2)]
+    kept, why = without_low(moments, Calibration(highlights=0.9, others=0.1))
+    assert kept == moments[:2] and "highlights score 0.90 on average and other clips 0.10" in why and "0.30" in why
+    assert without_low(moments, Calibration(highlights=0.1, others=0.2)) == (moments, "")  # it knows nothing
+    kept, why = without_low(moments[2:], Calibration(highlights=0.9, others=0.1))
+    assert kept == moments[2:] and "even the best moment scores 0.20, below 0.30" in why
+    assert without_low([], None) == ([], "")
+
+
+def test_the_calibration_is_that_of_the_step_that_judges(tmp_path: Path) -> None:
+    lines = [
+        {"step": 10, "eval/score_of_highlights": 0.4, "eval/score_of_others": 0.3},
+        {"step": 15, "loss": 1.0},
+        {"step": 20, "eval/score_of_highlights": 0.9, "eval/score_of_others": 0.1},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"eval/score_of_highlights": 0')
+    assert calibration_of(tmp_path) == Calibration(0.9, 0.1) and calibration_of(tmp_path, 19) == Calibration(0.4, 0.3)
+    assert calibration_of(tmp_path, 9) is None and calibration_of(tmp_path / "none") is None
+
+
+def test_a_run_of_the_mirror_set_warns_of_other_videos(
+    video: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    judge = Judge(lambda video, reached: scorer(video), "a run", "the built-in mirror set (120 videos)", mirror_size=32)
+    words = [str(video), "--output_dir", str(tmp_path / "out"), "--num_clips", "1"]
+    assert clips.main(words, judge) == 0
+    assert "its scores mean nothing for other videos" in capsys.readouterr().err
+    told = json.loads((tmp_path / "out/a talk/clips.json").read_text())
+    assert told["trained_on"].startswith("the built-in mirror set") and "mirror set" in told["remarks"][0]
+    assert "trained on the built-in mirror set" in (tmp_path / "out/a talk/page.html").read_text()
+    own = made(tmp_path / "own.mp4", size=(32, 32), seconds=20)
+    assert clips.main([str(own), *words[1:], "--no-page"], judge) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_what_fails_half_way_leaves_nothing(video: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("unisono.recipes.clips.page.write_page", full)
+    monkeypatch.setattr("unisono.recipes.clips.page.page.write_page", full)
     with pytest.raises(UserError, match="No space left"):
         clips.main([str(video), "--output_dir", str(tmp_path)], scorer)
     assert os.listdir(tmp_path) == []
@@ -274,7 +387,7 @@ def test_a_run_of_another_recipe_and_a_step_that_is_not_there_are_named(
     record = {"id": "1", "recipe": "Seo", "recipe_from": BUILT_IN["seo"], "config": {}, "sources": {}}
     (tmp_path / "run.json").write_text(json.dumps(record))
     assert main(words) == 2
-    assert "is a run of seo, which judges no videos; give one of clips" in capsys.readouterr().err
+    assert "is a run of seo, which cannot score videos; pass a run of clips" in capsys.readouterr().err
     (tmp_path / "run.json").write_text(json.dumps(record | {"recipe": "Clips", "recipe_from": BUILT_IN["clips"]}))
     for step in (40, 80):
         (tmp_path / f"checkpoints/step_{step:08}").mkdir(parents=True)
@@ -283,7 +396,13 @@ def test_a_run_of_another_recipe_and_a_step_that_is_not_there_are_named(
 
 
 def test_times_are_written_as_on_a_clock() -> None:
-    assert [clock(seconds) for seconds in (0, 7.4, 59.6, 754, 3723)] == ["0:00", "0:07", "1:00", "12:34", "1:02:03"]
+    assert [format_clock(seconds) for seconds in (0, 7.4, 59.6, 754, 3723)] == [
+        "0:00",
+        "0:07",
+        "1:00",
+        "12:34",
+        "1:02:03",
+    ]
 
 
 LOADED = (
@@ -325,6 +444,16 @@ def test_a_browser_plays_the_clips_and_the_keyboard_reaches_them(browser: Browse
     assert len(asked) > 3 and all(url.startswith((done.parent.parent.as_uri(), "data:")) for url in asked), asked
     wrong = [e["params"]["entry"]["text"] for e in browser.events if e["method"] == "Log.entryAdded"]
     assert not wrong  # the page's own policy forbids nothing of it
+
+
+def test_a_browser_shows_a_copy_from_where_its_moment_begins(browser: Browser, video: Path, tmp_path: Path) -> None:
+    words = [str(video), "--output_dir", str(tmp_path), "--num_clips", "1", "--snap", "0"]
+    assert clips.main(words, lambda video: Judged(np.array([0.1, 0.9, 0.9, 0.1, 0.1, 0.1, 0.1, 0.1]), 2.5)) == 0
+    (clip,) = json.loads((tmp_path / "a talk/clips.json").read_text())["clips"]
+    browser("Page.navigate", url=(tmp_path / "a talk/page.html").as_uri())
+    browser.wait(LOADED.replace("3", "2"))
+    begins = browser.ask("document.querySelector('#clip-1 video').currentTime")
+    assert begins == pytest.approx(clip["start"] - clip["file_start"], abs=0.05) and begins > 0.4
 
 
 def test_the_page_has_a_dark_and_a_light_side_and_fits_a_phone(browser: Browser, done: Path) -> None:

@@ -14,14 +14,16 @@ from many_runs import Outcome, Run, many_runs
 from unisono.engine.export import load_trained
 from unisono.engine.recipe import Work
 from unisono.errors import ConfigError, UserError
-from unisono.recipes.clips import synthetic
-from unisono.recipes.clips.data import shuffled, windows_of
+from unisono.recipes.clips.checks import check_config
+from unisono.recipes.clips.data import synthetic
+from unisono.recipes.clips.data.datasets import shuffled, windows_of
+from unisono.recipes.clips.data.splits import read_splits
 from unisono.recipes.clips.loss import ranking_loss, score_loss
+from unisono.recipes.clips.metrics.qvhighlights import main as evaluate
+from unisono.recipes.clips.metrics.qvhighlights import read_predictions
 from unisono.recipes.clips.model import Scorer, _buckets
 from unisono.recipes.clips.predict import main as predict
-from unisono.recipes.clips.qvhighlights import main as evaluate
-from unisono.recipes.clips.qvhighlights import read_predictions
-from unisono.recipes.clips.recipe import Clips, check_config
+from unisono.recipes.clips.recipe import Clips
 from unisono.recipes.clips.scoring import logits_of, over_time, score
 from unisono.recipes.clips.settings import Config
 
@@ -190,14 +192,14 @@ def test_shuffling_keeps_each_videos_scores() -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"data_path": None}, "no labels"),
-        ({"width": 10, "heads": 4}, "cannot be shared by 4 heads"),
-        ({"use": "smell"}, "'smell' is unknown"),
+        ({"data_path": None}, "data_path is missing"),
+        ({"width": 10, "heads": 4}, "not divisible by heads 4"),
+        ({"use": "smell"}, "unknown input 'smell'"),
         ({"clip_seconds": 0.0}, "above 0"),
         ({"feature_seconds": 0.0}, "feature_seconds: expected a number above 0"),
         ({"feature_seconds": float("nan")}, "feature_seconds: expected a number above 0"),
         ({"positive_from": float("nan")}, "positive_from: expected"),
-        ({"num_eval": 2, "eval_data_path": "x"}, "leave one of them out"),
+        ({"num_eval": 2, "eval_data_path": "x"}, "pass only one of them"),
         ({"window": 1}, "at least 2"),
     ],
 )
@@ -207,23 +209,22 @@ def test_what_cannot_be_is_refused(changes: dict[str, Any], expected: str) -> No
 
 
 def test_all_labels_of_a_video_are_on_one_side(root: Path) -> None:
-    recipe = Clips(Config(data_path=str(root / "videos"), num_eval=3))
-    train, held_out = recipe._labelled([])
+    train, held_out = read_splits(Config(data_path=str(root / "videos"), num_eval=3), root, print)
     assert (len(train), len(held_out)) == (17, 3)
     assert not {each.name for each in train} & {each.name for each in held_out}
-    with pytest.raises(ConfigError, match="some must be left"):
-        Clips(Config(data_path=str(root / "videos"), num_eval=20))._labelled([])
+    with pytest.raises(ConfigError, match="leaves none to train on"):
+        read_splits(Config(data_path=str(root / "videos"), num_eval=20), root, print)
 
 
 def test_that_nothing_is_held_out_is_said(root: Path, tmp_path: Path) -> None:
     lines = (root / "videos" / "labels.csv").read_text().splitlines()
     few = [line for line in lines if line.startswith(("video,", "train_0000", "train_0001", "train_0002"))]
     (tmp_path / "few.csv").write_text("\n".join(few) + "\n")
-    told = {"data_path": str(tmp_path / "few.csv"), "media_path": str(root / "videos")}
-    said: list[str] = []
-    train, held_out = Clips(Config(**told))._labelled(said)
+    paths = {"data_path": str(tmp_path / "few.csv"), "media_path": str(root / "videos")}
+    remarks: list[str] = []
+    train, held_out = read_splits(Config(**paths), root, remarks.append)
     assert (len(train), len(held_out)) == (3, 0)
-    assert len(said) == 1 and "no video is held out" in said[0] and "--num_eval 1" in said[0]
+    assert len(remarks) == 1 and "no video is held out" in remarks[0] and "--num_eval 1" in remarks[0]
     for chosen in (0, 1):
-        Clips(Config(**told, num_eval=chosen))._labelled(said)
-    assert len(said) == 1
+        read_splits(Config(**paths, num_eval=chosen), root, remarks.append)
+    assert len(remarks) == 1

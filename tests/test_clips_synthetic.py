@@ -11,11 +11,11 @@ import pytest
 from numpy.typing import NDArray
 
 from unisono.errors import ConfigError
-from unisono.recipes.clips import synthetic
-from unisono.recipes.clips.features import STATS, column, log_mel, stats
-from unisono.recipes.clips.labels import read_labels
-from unisono.recipes.clips.synthetic import CALM, DECOY, HIGHLIGHT, frames_of, make, plan, sound_of
-from unisono.recipes.clips.video import clips, facts
+from unisono.recipes.clips.data import synthetic
+from unisono.recipes.clips.data.labels import read_labels
+from unisono.recipes.clips.data.statistics import STATS, column, log_mel, spectra, stats
+from unisono.recipes.clips.data.synthetic import CALM, DECOY, HIGHLIGHT, frames_of, make, plan, sound_of
+from unisono.recipes.clips.video.clips import clips, facts
 
 
 def auc(left: NDArray[np.floating], right: NDArray[np.floating]) -> float:
@@ -36,7 +36,7 @@ def table(folder: Path, num_videos: int, seed: int, pattern: str = "motion") -> 
     rows, kinds = [], []
     for number in range(num_videos):
         for frames, sound in clips(folder / f"train_{number:04d}.mp4", 2.0, 8, (32, 32), 16_000):
-            rows.append(stats(frames, sound, 16_000))
+            rows.append(stats(frames, sound, spectra(sound, 16_000), 16_000))
         kinds.append(plan(seed, "train", number, pattern=pattern).kinds)
     return np.stack(rows).astype(float), np.concatenate(kinds)
 
@@ -120,7 +120,7 @@ def test_with_the_pattern_in_the_sound_only_the_sound_tells(tmp_path: Path) -> N
     rising = []
     for number in range(4):
         for _, sound in clips(tmp_path / "s" / f"train_{number:04d}.mp4", 2.0, 8, (32, 32), 16_000):
-            pitch = log_mel(sound, 16_000, 20, 32).argmax(1)
+            pitch = log_mel(spectra(sound, 16_000), 16_000, 20, 32).argmax(1)
             rising.append(float(pitch[12:19].mean()) - float(pitch[1:8].mean()))
     assert auc(np.array(rising)[kinds == HIGHLIGHT], np.array(rising)[kinds == DECOY]) == 1.0
 
@@ -153,7 +153,7 @@ def test_noise_hides_the_dot() -> None:
 
 def test_nothing_is_overwritten_and_mistakes_are_said(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="nothing is overwritten"):
+    with pytest.raises(ConfigError, match="is not overwritten"):
         make(tmp_path, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
     for wrong in ({"num_videos": 0}, {"num_clips": 2}, {"pattern": "x"}, {"size": 7}, {"noise": -1}):

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from unisono.recipes.clips.video import Reading, clips, facts, num_clips
+from unisono.recipes.clips.video.clips import Reading, clips, facts, num_clips
 from unisono.recipes.common.bad_files import BadMedia
 
 CLOCKWISE = [0, 65536, 0, -65536, 0, 0, 0, 0, 1 << 30]  # what a phone that is held upright writes

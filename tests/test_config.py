@@ -441,6 +441,13 @@ def test_help_shows_every_field_grouped_with_type_default_and_text(monkeypatch: 
     assert [f.name for cls in BOTH for f in fields_of(cls) if f"--{f.name} " not in shown] == []
 
 
+def test_help_of_a_switch_that_is_named_no_shows_no_double_negation() -> None:
+    config = dataclasses.make_dataclass("Config", [("no_cache", bool, field(default=False))])
+    assert "  --no_cache [true|false]  (default: false)" in help_text((config,), {}).splitlines()
+    for words, value in {"--no_cache": True, "--no_cache true": True, "--no_cache false": False}.items():
+        assert resolve((config,), flags=words.split()).values["no_cache"] is value
+
+
 def test_config_and_settings_load_neither_torch_nor_yaml() -> None:
     code = "import sys, unisono.config, unisono.settings; print({'torch', 'yaml', 'rich'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -15,7 +15,7 @@ import unisono
 from unisono.cli.main import main
 from unisono.config import as_yaml, help_text, resolve
 from unisono.engine.recipe import Recipe
-from unisono.engine.run import configure
+from unisono.engine.start.run import configure
 from unisono.errors import ConfigError, RecipeError
 from unisono.settings import Settings
 
@@ -264,16 +264,16 @@ def test_a_name_that_stands_for_nothing_is_the_recipes_error(aliases: dict[str, 
 
 def test_settings_by_name_win_over_a_config_from_python_under_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr("unisono.engine.run.start", lambda kind, resolved: seen.append(resolved.values))
-    monkeypatch.setattr("unisono.engine.run.check_recipe", lambda kind: None)
+    monkeypatch.setattr("unisono.engine.start.run.start", lambda kind, resolved: seen.append(resolved.values))
+    monkeypatch.setattr("unisono.engine.start.run.check_recipe", lambda kind: None)
     unisono.train(Words, {"lr": 1, "width": 5}, learning_rate=2)
     assert (seen[0]["learning_rate"], seen[0]["width"]) == (2, 5)
 
 
 def test_several_files_can_be_given_from_python(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr("unisono.engine.run.start", lambda kind, resolved: seen.append(resolved.values))
-    monkeypatch.setattr("unisono.engine.run.check_recipe", lambda kind: None)
+    monkeypatch.setattr("unisono.engine.start.run.start", lambda kind, resolved: seen.append(resolved.values))
+    monkeypatch.setattr("unisono.engine.start.run.check_recipe", lambda kind: None)
     unisono.train(Words, [write("a.yaml", "breadth: 5\nseed: 1\n"), str(write("b.yaml", "seed: 2\n"))], lr=3)
     assert (seen[0]["width"], seen[0]["seed"], seen[0]["learning_rate"]) == (5, 2, 3)
 

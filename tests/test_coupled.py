@@ -15,8 +15,8 @@ import unisono
 from many_runs import Copy, Outcome, Run, identical, largest_difference, many_runs
 from recipes_for_tests import Pairs, SentenceData
 from unisono.checkpoint.export import load_whole
-from unisono.engine.coupled import CoupledGradient
-from unisono.engine.gradient import Try
+from unisono.engine.step.accumulate import Attempt
+from unisono.engine.step.coupled import CoupledGradientAccumulator
 from unisono.errors import ConfigError, RecipeError
 
 BATCH = 14
@@ -66,6 +66,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
         "few samples on one": (1, settings(1, 1, False, "single") | few),
     }
     wanted += [Run(name, name, world, each, recipe="Pairs") for name, (world, each) in others.items()]
+    spoilt = two | {"inject": "nan@rank0:step2", "save_every": 1}
+    wanted.append(Run("buffers", "buffers", 2, spoilt, recipe="PairsWithBuffers"))
     wanted.append(Run("went on", "went on", 3, settings(3, 1, False, "ddp"), Copy("2 x 4", 2), recipe="Pairs"))
     return many_runs(wanted, tmp_path_factory.mktemp("coupled"))
 
@@ -114,6 +116,11 @@ def test_a_step_that_is_not_finite_is_left_out(runs: dict[str, Outcome]) -> None
     assert skipped == [0, 1, 1, 1, 1]  # so far
 
 
+def test_a_step_that_is_left_out_leaves_buffers_as_they_were(runs: dict[str, Outcome]) -> None:
+    passes = [int(runs["buffers"].weights(step)["passes"]) for step in range(1, 6)]
+    assert passes[0] == passes[1] > 0 and passes[1] < passes[2] < passes[3] < passes[4]
+
+
 def test_samples_that_cannot_be_read_are_nobodys_neighbours(runs: dict[str, Outcome]) -> None:
     one, two = runs["torn 1"], runs["torn 2"]
     torch.testing.assert_close(two.losses(), one.losses(), rtol=0, atol=1e-10)
@@ -140,7 +147,7 @@ class AsGiven(Pairs):
 
 def test_memory_that_runs_out_while_rows_are_exchanged_is_not_kept_to_oneself() -> None:
     """Others wait for this rank's rows: going on to the next question would leave them there."""
-    gradient = CoupledGradient.__new__(CoupledGradient)
+    gradient = CoupledGradientAccumulator.__new__(CoupledGradientAccumulator)
 
     def runs_out(*arguments: Any) -> Any:
         raise torch.OutOfMemoryError("out of memory")
@@ -148,7 +155,7 @@ def test_memory_that_runs_out_while_rows_are_exchanged_is_not_kept_to_oneself() 
     gradient._gather = runs_out  # type: ignore[method-assign]
     gradient._strategy = SimpleNamespace(collective=True, guardable=True)  # type: ignore[assignment]
     with pytest.raises(torch.OutOfMemoryError):
-        gradient._couple([], [], Try(guarded=True), False)
+        gradient._couple([], [], Attempt(guarded=True), False)
 
 
 def test_dropout_is_the_same_in_both_passes(runs: dict[str, Outcome]) -> None:

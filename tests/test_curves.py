@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +18,8 @@ from many_runs import Outcome, Run
 from ranks import run_ranks
 from unisono import Loss, Recipe
 from unisono.errors import RecipeError, TrainingFailed
-from unisono.observe.trackers import points_of
+from unisono.observe.report.writing import write_report
+from unisono.observe.trackers import ends_of
 
 LENGTH = 4
 SIZES = [1, 5]  # fewer than ranks, not divisible
@@ -122,7 +124,7 @@ def test_a_curve_is_the_mean_of_all_samples_point_by_point(runs: dict[str, Outco
 def test_curves_that_differ_between_ranks_are_refused(runs: dict[str, Outcome]) -> None:
     for outcome in runs["flawed"].by_rank:
         assert outcome["error"] == (
-            "evaluate(): flawed was 2 points and 3 points; a curve must be as long in every batch"
+            "evaluate(): flawed was 2 points and 3 points; a curve must have the same length in every batch"
         )
 
 
@@ -149,13 +151,18 @@ def scalars(folder: Path) -> set[str]:
     return set(events.Tags()["scalars"])
 
 
-def test_short_curves_are_in_tensorboard_point_by_point(tmp_path: Path) -> None:
+def test_a_curve_is_three_charts_in_tensorboard_however_long_it_is(tmp_path: Path) -> None:
     result = unisono.train(Curves, **RUN, tensorboard=True, output_dir=str(tmp_path / "run"))  # type: ignore[arg-type]
     (written,) = (tmp_path / "run/tb").rglob("*tfevents*")
     assert {"eval/number", "loss"} <= (found := scalars(written.parent))
-    points = {f"eval/curve/{number + 1}" for number in range(LENGTH)} | {"eval/of_one/1"}
-    assert {name for name in found if "curve" in name or "of_one" in name} == points
-    assert not points_of({"eval/long": [0.0] * 17, "eval/number": 0.0}), "each would be a chart of its own"
+    ends = {f"eval/{name}/{which}" for name in ("curve", "of_one") for which in ("first", "mean", "last")}
+    assert {name for name in found if "curve" in name or "of_one" in name} == ends
+    long = [float(value) for value in range(1001)]
+    assert ends_of({"eval/long": long, "eval/number": 0.0, "eval/none": []}) == {
+        "eval/long/first": 0.0,
+        "eval/long/mean": 500.0,
+        "eval/long/last": 1000.0,
+    }
     assert "eval/number" in result.metrics and "eval/curve" not in result.metrics, "the last word is numbers"
 
 
@@ -213,3 +220,50 @@ def test_an_evaluation_that_is_owed_is_done_once(tmp_path: Path) -> None:
         unisono.train(Fails, **settings)  # type: ignore[arg-type]
     unisono.train(Fails, **settings)  # type: ignore[arg-type]
     assert [one["step"] for one in evaluations(tmp_path / "run", 6)] == [2, 4, 6]
+
+
+# --- the beginning of a run
+
+
+def logged(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_step_0_is_evaluated_once_whatever_happens_later(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    class Learning(Curves):
+        def evaluate(self, model: nn.Module, batch: Tensor, noise: Any) -> Mapping[str, Any]:
+            return {"weight": (next(model.parameters()).detach().double().sum() * len(batch), len(batch))}
+
+    words: dict[str, Any] = {"output_dir": str(tmp_path), "eval_first": True, "tensorboard": True, "eval_every": 2}
+    words |= {"best_metric": "eval/weight", "best_mode": "max"}
+    unisono.train(Learning, **words, max_steps=3)
+    evaluated = [line for line in logged(tmp_path) if "eval/weight" in line]
+    assert [line["step"] for line in evaluated] == [0, 2, 3] and len({line["eval/weight"] for line in evaluated}) == 3
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*"))[0] != "step_00000000"
+    seen = EventAccumulator(str(tmp_path / "tb")).Reload()
+    assert [point.step for point in seen.Scalars("eval/weight")] == [0, 2, 3]
+
+    unisono.train(Learning, **words, max_steps=5)
+    assert [line["step"] for line in logged(tmp_path) if "eval/weight" in line] == [0, 2, 3, 4, 5]
+    shutil.rmtree(tmp_path / "checkpoints")  # as after a kill before the first checkpoint: from step 0 again
+    unisono.train(Learning, **words, max_steps=2)
+    assert [line["step"] for line in logged(tmp_path) if "eval/weight" in line] == [0, 2]
+    assert "before training (step 0)" in write_report(tmp_path).read_text()
+
+
+def test_a_default_warm_up_takes_a_tenth_of_a_short_run_and_an_explicit_one_what_it_says(tmp_path: Path) -> None:
+    class Warm(Curves):
+        defaults = {**Curves.defaults, "warmup_steps": 100, "learning_rate": 0.5, "eval_every": -1}
+
+    def rates(folder: str, **words: Any) -> list[float]:
+        unisono.train(Warm, output_dir=str(tmp_path / folder), **words)
+        return [line["lr"] for line in logged(tmp_path / folder)]
+
+    assert rates("short", max_steps=20) == [0.25] + [0.5] * 19
+    record = json.loads((tmp_path / "short/run.json").read_text())
+    assert (record["config"]["warmup_steps"], record["sources"]["warmup_steps"]) == (2, "length")
+    assert rates("short", max_steps=50) == [0.25] + [0.5] * 49, "a run that goes on keeps the warm-up it had"
+    assert rates("explicit", max_steps=20, warmup_steps=100) == pytest.approx([0.005 * n for n in range(1, 21)])
+    assert rates("long", max_steps=1000)[98:101] == pytest.approx([0.495, 0.5, 0.5]), "long enough for the default"

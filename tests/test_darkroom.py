@@ -8,7 +8,7 @@ import os
 import random
 import signal
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ from many_runs import Copy, Outcome, Run, largest_difference
 from ranks import run_ranks
 from unisono.cli.main import main
 from unisono.errors import UnisonoError
-from unisono.recipes.darkroom.histories import read_histories, write_histories
+from unisono.recipes.darkroom.data.histories import read_histories, write_histories
+from unisono.recipes.darkroom.previews import _figure
 from unisono.recipes.darkroom.recipe import Darkroom
 from unisono.recipes.darkroom.rooms import Darkroom as Room
 from unisono.recipes.darkroom.rooms import split_tasks
@@ -200,7 +201,7 @@ def interrupted(cwd: Path, number: int, more: int) -> tuple[subprocess.Popen[str
 def test_a_stop_and_a_kill_in_collection_lose_no_finished_block(tmp_path: Path) -> None:
     process, _ = interrupted(tmp_path, signal.SIGTERM, 1)
     stopped = end(process)
-    assert stopped.code == 75 and "what is prepared is kept" in stopped.err, stopped
+    assert stopped.code == 75 and "prepared files are kept" in stopped.err, stopped
     first = blocks(tmp_path / "run")
     assert 1 <= len(first) < 9 and not (tmp_path / "run/metrics.jsonl").exists()
 
@@ -317,7 +318,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"n_transit": 41}, "train_source_timesteps: expected at least 41, got 40"),
     ({"history_skip": 4}, "n_transit 16: of 10 whole episodes, history_skip 4 leaves 12 steps"),
     ({"total_source_timesteps": 20}, "total_source_timesteps 20 / n_stream 2 = 10 steps per learner"),
-    (COMPRESSED | {"n_transit": 13}, "n_transit: expected at least 14, got 13"),
+    (
+        COMPRESSED | {"n_transit": 13},
+        "n_transit 13: two regions of compress_interval 6 and the 2 marks around the first need 14 tokens; "
+        "use --n_transit 14 or --compress_interval 5",
+    ),
     (COMPRESSED | {"compress_interval": 3}, "compress_interval: expected at least 4, got 3"),
     ({"tf_n_head": 3}, "tf_n_embd 8 must be a multiple of tf_n_head 3"),
     ({"num_validation": 6}, "6 tasks for validation, taken out of 6 seen ones"),
@@ -364,3 +369,26 @@ def test_a_mistake_is_told_in_one_line_with_exit_code_2(tmp_path: Path, capsys: 
     assert main(words) == 2
     assert capsys.readouterr().err == "unisono: tf_n_embd 10 must be a multiple of tf_n_head 4\n"
     assert not list(tmp_path.iterdir())
+
+
+def test_the_figure_has_an_optimum_for_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    figure = pytest.importorskip("matplotlib.figure")
+    drawn: list[Any] = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, *_, **__: drawn.append(self))
+    recipe = Darkroom(Darkroom.Config(grid_size=5, eval_train_tasks=3))
+    recipe.source_curve = [0.0, 1.0]  # type: ignore[misc]
+    chosen: dict[str, Any] = {"step": 5}
+    for group in ("train", "validation", "unseen"):
+        chosen |= {f"eval/{group}_of_optimum": 0.5, f"eval/{group}_return_by_episode": [1.0, 2.0]}
+    _figure(recipe, chosen)
+    [axes] = drawn[0].axes
+    levels = sorted(line.get_ydata()[0] for line in axes.lines if len(set(line.get_ydata())) == 1)
+
+    def optimum(tasks: Sequence[int]) -> float:
+        return sum(min(20, 21 - abs(task // 5 - 2) - abs(task % 5 - 2)) for task in tasks) / len(tasks)
+
+    split = recipe.split
+    optima = [optimum(tasks) for tasks in (split.train[:3], split.validation, split.unseen)]
+    assert len(set(optima)) > 1, "groups of different optima"
+    assert levels == pytest.approx(sorted([recipe.chance("unseen"), *optima]))
+    assert recipe.labels["unseen_of_optimum_by_task"][0] == f"goal ({split.unseen[0] // 5}, {split.unseen[0] % 5})"

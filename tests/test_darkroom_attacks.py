@@ -20,9 +20,9 @@ from unisono.engine.recipe import Work
 from unisono.errors import UnisonoError, UserError
 from unisono.observe.report.previews import read_previews
 from unisono.observe.report.series import Series
-from unisono.recipes.darkroom import collect as collecting
-from unisono.recipes.darkroom.collect import block_file, blocks_of, collect
-from unisono.recipes.darkroom.histories import read_histories, write_histories
+from unisono.recipes.darkroom.data import collect as collecting
+from unisono.recipes.darkroom.data.collect import block_file, blocks_of, collect
+from unisono.recipes.darkroom.data.histories import read_histories, write_histories
 from unisono.recipes.darkroom.recipe import Darkroom
 from unisono.recipes.darkroom.rooms import Darkroom as Room
 

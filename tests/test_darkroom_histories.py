@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -19,9 +20,9 @@ import torch
 
 from unisono.engine.recipe import Work
 from unisono.errors import ConfigError, UserError
-from unisono.recipes.darkroom import collect as collecting
-from unisono.recipes.darkroom.collect import block_file, blocks_of, collect
-from unisono.recipes.darkroom.histories import read_histories, write_histories
+from unisono.recipes.darkroom.data import collect as collecting
+from unisono.recipes.darkroom.data.collect import block_file, blocks_of, collect
+from unisono.recipes.darkroom.data.histories import read_histories, write_histories
 from unisono.recipes.darkroom.rooms import ROOMS, Darkroom, DarkroomPermuted, Room
 from unisono.recipes.darkroom.sources import SOURCES
 from unisono.recipes.darkroom.sources.source import Histories, live
@@ -381,7 +382,7 @@ def test_a_kill_in_the_middle_costs_one_block(tmp_path: Path) -> None:
     folder = tmp_path / "histories"
     code = (
         "import sys, time, torch; from pathlib import Path; torch.set_num_threads(1)\n"
-        "from unisono.recipes.darkroom.rooms import Darkroom; from unisono.recipes.darkroom import collect\n"
+        "from unisono.recipes.darkroom.rooms import Darkroom; from unisono.recipes.darkroom.data import collect\n"
         "write = collect.write_histories\n"
         "collect.write_histories = lambda *given, **named: (write(*given, **named), time.sleep(1))\n"
         "collect.collect(Darkroom(), 'explorer', range(24), 30, 400, 7, Path(sys.argv[1]))"
@@ -410,3 +411,15 @@ def test_a_kill_in_the_middle_costs_one_block(tmp_path: Path) -> None:
     files = collect(Darkroom(), "explorer", range(24), 30, 400, 7, folder)
     assert [file.stat().st_mtime_ns for file in done] == times and all(file.exists() for file in files)
     assert not leftover.exists() and young.exists()
+
+
+def test_collecting_shows_how_far_it_is_and_is_silent_when_everything_is_there(tmp_path: Path) -> None:
+    lines: list[str] = []
+    arguments = (ROOM, "noise", range(25), 3, 40, 7, tmp_path)
+    progress = Work(tmp_path, _say=lines.append).progress
+    collect(*arguments, progress=progress)
+    assert lines[0] == "collecting noise histories: 25 tasks"
+    assert re.fullmatch(r"collecting noise histories: 25 tasks in \d+s", lines[-1])
+    num_lines = len(lines)
+    collect(*arguments, progress=progress)
+    assert len(lines) == num_lines, "nothing is missing: nothing is collected, and nothing is announced"

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from unisono.recipes.darkroom.data.windows import TwoRegions, Windows
 from unisono.recipes.darkroom.model import NOTHING_YET, HistoryReader, Shape, Tokens
 from unisono.recipes.darkroom.play import Regions, Sliding, draw, play
 from unisono.recipes.darkroom.rooms import NUM_ACTIONS, ROOMS, Darkroom, Room
 from unisono.recipes.darkroom.sources.source import Histories
-from unisono.recipes.darkroom.windows import TwoRegions, Windows
 
 HORIZON, EPISODES = 4, 7
 STEPS = HORIZON * EPISODES

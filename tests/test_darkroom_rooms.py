@@ -91,7 +91,9 @@ def test_registering_twice_does_no_harm() -> None:
 
 
 def test_importing_the_rooms_does_not_import_gymnasium() -> None:
-    code = "import sys, unisono.recipes.darkroom.rooms, unisono.recipes.darkroom.collect; print(sorted(sys.modules))"
+    code = (
+        "import sys, unisono.recipes.darkroom.rooms, unisono.recipes.darkroom.data.collect; print(sorted(sys.modules))"
+    )
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "'gymnasium'" not in modules and "'h5py'" not in modules and "'torch'" in modules
 

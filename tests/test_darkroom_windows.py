@@ -9,12 +9,12 @@ import torch
 
 from unisono.data.noise import Noise
 from unisono.errors import ConfigError
+from unisono.recipes.darkroom.data.windows import Contexts, TwoRegions, Windows
 from unisono.recipes.darkroom.model import NOTHING_YET
 from unisono.recipes.darkroom.recipe import Darkroom as Recipe
 from unisono.recipes.darkroom.rooms import Darkroom
 from unisono.recipes.darkroom.sources import SOURCES
 from unisono.recipes.darkroom.sources.source import Histories, live
-from unisono.recipes.darkroom.windows import Contexts, TwoRegions, Windows
 
 HORIZON, EPISODES = 4, 6
 STEPS = HORIZON * EPISODES

@@ -72,7 +72,7 @@ def test_asking_for_more_than_there_are_gives_fewer_one_warning_and_remembers_th
     assert taken(choice) == [0, 1, 2, 3] and choice.asked == 8
     assert len(choice.warnings) == 1 and "8" in choice.warnings[0] and "4" in choice.warnings[0]
     held = choose("4", FOUR, locked={FOUR[0].uuid})
-    assert taken(held) == [1, 2, 3] and held.asked == 4 and "1 held by other runs" in held.warnings[0]
+    assert taken(held) == [1, 2, 3] and held.asked == 4 and "1 in use by other runs" in held.warnings[0]
 
 
 def test_ids_are_taken_in_the_order_given_even_when_busy() -> None:
@@ -86,9 +86,9 @@ def test_ids_are_taken_in_the_order_given_even_when_busy() -> None:
 @pytest.mark.parametrize(
     ("request_", "names"),
     [
-        ("0,7", "GPU 7 .*there are 0, 1, 2, 3"),
+        ("0,7", "GPU 7 .*use one of 0, 1, 2, 3"),
         ("GPU-9", "GPU GPU-9"),
-        ("1,1", "GPU 1 is named twice"),
+        ("1,1", "GPU 1 is listed twice"),
         ("two", "'two' is not all, auto"),
         ("", "is not all, auto"),
         ("-1", "is not all, auto"),
@@ -103,7 +103,7 @@ def test_a_request_that_cannot_be_met_is_refused_by_name(request_: str, names: s
 def test_hidden_gpus_keep_their_numbers_so_that_no_other_one_is_taken_by_mistake() -> None:
     visible = apply_mask("2,3", FOUR)
     assert taken(choose("2,", visible)) == [2]
-    with pytest.raises(UserError, match="hidden by CUDA_VISIBLE_DEVICES; there are 2, 3"):
+    with pytest.raises(UserError, match="hidden by CUDA_VISIBLE_DEVICES; use one of 2, 3"):
         choose("0,", visible)
 
 

@@ -100,15 +100,15 @@ def process(proc: Path, pid: int, parent: int, *command: str) -> None:
 
 def test_only_ranks_without_a_launcher_are_orphans(tmp_path: Path) -> None:
     process(tmp_path, 1, 0, "/sbin/init")
-    process(tmp_path, 10, 9, "python", "-m", "unisono.engine.rank")
-    process(tmp_path, 11, 1, "python", "-m", "unisono.engine.rank")
+    process(tmp_path, 10, 9, "python", "-m", "unisono.engine.start.rank")
+    process(tmp_path, 11, 1, "python", "-m", "unisono.engine.start.rank")
     process(tmp_path, 12, 1, "sshd")
-    assert doctor.orphaned_ranks(tmp_path) == ["11 python -m unisono.engine.rank"]
+    assert doctor.orphaned_ranks(tmp_path) == ["11 python -m unisono.engine.start.rank"]
 
 
 def test_ranks_of_a_launcher_that_is_process_one_of_a_container_are_no_orphans(tmp_path: Path) -> None:
     process(tmp_path, 1, 0, "python", "/usr/bin/unisono", "train")
-    process(tmp_path, 11, 1, "python", "-m", "unisono.engine.rank")
+    process(tmp_path, 11, 1, "python", "-m", "unisono.engine.start.rank")
     assert doctor.orphaned_ranks(tmp_path) == []
 
 
@@ -132,8 +132,8 @@ def test_a_broken_network_is_a_fault_with_the_ranks_own_reason(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nonexistent0")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert doctor.main([]) == 1
-    told = " ".join(capsys.readouterr().out.split())
-    assert "nonexistent0" in told and "GLOO_SOCKET_IFNAME" in told
+    output = " ".join(capsys.readouterr().out.split())
+    assert "nonexistent0" in output and "GLOO_SOCKET_IFNAME" in output
 
 
 def test_an_all_reduce_that_is_not_done_in_time_ends_and_names_who_waits() -> None:

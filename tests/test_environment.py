@@ -214,4 +214,4 @@ def test_accelerate_launch_with_ranks_is_read_for_real(tmp_path: Path) -> None:
 def test_accelerate_launch_without_ranks_is_plain_and_says_so(tmp_path: Path) -> None:
     (world,) = started_by_accelerate(tmp_path, "--cpu", "--num_processes", "2", "--mixed_precision", "bf16")
     assert (world["launcher"], world["size"], world["mixed_precision"]) == ("plain", 1, "bf16")
-    assert "accelerate launch was seen" in str(world["describe"]) and "no ranks" in str(world["describe"])
+    assert "started by accelerate launch" in str(world["describe"]) and "set no RANK" in str(world["describe"])

@@ -23,7 +23,7 @@ from test_clips_video import film, tone
 from unisono.multi_gpu import MultiGPUConfig
 from unisono.recipes.clips.recipe import Clips
 from unisono.recipes.clips.remarks import LEAST_SPREAD
-from unisono.recipes.clips.settings import MIRROR
+from unisono.recipes.clips.settings import MIRROR_PRESETS
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples/clips"
@@ -71,7 +71,7 @@ def test_the_page_names_the_defaults_of_the_built_in_set_and_those_of_other_vide
         page.split("has defaults of its own:")[1].split(". `--print_config`")[0].split("where your own videos get")
     )
     told = dict(re.findall(r"`(\w+) (\S+)`", own))
-    assert told and {name: str(value) for name, value in MIRROR.items() if name in told} == {
+    assert told and {name: str(value) for name, value in MIRROR_PRESETS.items() if name in told} == {
         name: str(float(value)) if name == "learning_rate" else value for name, value in told.items()
     }
     usual = [str(Clips.defaults.get(name, "constant")) for name in told]

@@ -16,9 +16,10 @@ import yaml
 import scripts
 from command_line import Ended, lines
 from unisono.config import Resolved, resolve
+from unisono.engine.start.run import configure
 from unisono.errors import ConfigError
-from unisono.recipes.darkroom.histories import read_histories
-from unisono.recipes.darkroom.keys import ALIASES, translate
+from unisono.recipes.darkroom.data.histories import read_histories
+from unisono.recipes.darkroom.foreign_config import ALIASES, translate
 from unisono.recipes.darkroom.recipe import Darkroom
 from unisono.recipes.darkroom.rooms import Darkroom as Room
 from unisono.settings import Settings
@@ -135,6 +136,23 @@ def test_a_key_with_one_possible_value_is_refused_with_any_other(tmp_path: Path,
 def test_a_key_that_would_do_nothing_is_refused_with_the_reason(tmp_path: Path, text: str) -> None:
     message = refused(tmp_path, text)
     assert message.startswith(text.split(":")[0] + ": ") and message.endswith("given.yaml); leave it out")
+
+
+@pytest.mark.parametrize("text", [text for text, _, _ in ACT] + [same for same, _ in SAY_WHAT_HAPPENS_ANYWAY])
+def test_every_key_is_a_flag_too(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "given.yaml"
+    file.write_text(text.splitlines()[0])
+    key, value = text.splitlines()[0].split(": ")
+    by_flag = configure(Darkroom, flags=[f"--{key}", value.strip("'")])
+    assert by_flag.values == configure(Darkroom, file=file).values
+
+
+@pytest.mark.parametrize("text", [other for _, other in SAY_WHAT_HAPPENS_ANYWAY if "\n" not in other] + CANNOT_BE)
+def test_a_flag_is_refused_for_the_reason_that_the_key_is(tmp_path: Path, text: str) -> None:
+    key, value = text.split(": ")
+    with pytest.raises(ConfigError) as caught:
+        configure(Darkroom, flags=[f"--{key}={value}"])
+    assert str(caught.value) == refused(tmp_path, text).replace(f"{tmp_path / 'given.yaml'}", "the command line")
 
 
 def test_batch_size_in_the_file_of_an_algorithm_is_not_the_transformers(tmp_path: Path) -> None:
@@ -277,7 +295,7 @@ def test_a_command_of_the_guide_trains_and_says_what_the_guide_says(name: str, e
     said = ended.out + ended.err
     for line in (
         f"Number of processes: {processes}",
-        f"Distributed type: DistributedType.{'NO' if processes == 1 else 'MULTI_CPU'}",
+        f"Distributed type: {'none (one process)' if processes == 1 else 'data parallel (ddp) on CPUs'}",
         f"Mixed precision: {precision}",
         "Gradient accumulation steps: 1",
         "Main process device: cpu",
@@ -314,4 +332,4 @@ def test_collect_does_not_write_over_a_file(example: Path) -> None:
     file_again = file.read_text()
     file.unlink()
     assert (ended.code, file_again) == (2, "mine")
-    assert ended.err.startswith("collect.py: datasets/history_darkroom_PPO_alg-seed7.hdf5 is there already")
+    assert ended.err.startswith("collect.py: datasets/history_darkroom_PPO_alg-seed7.hdf5 already exists")

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import yaml
@@ -53,9 +54,23 @@ def test_each_of_the_seven_examples_runs(
         assert value < 1e-6
     else:
         assert 0 < value < 3
+    losses = [float(each) for each in re.findall(r"(?:loss|->) (\d\.\d\d)", said)]
+    assert number == "4" or (losses[0] > 0.9 and losses[-1] < 0.7 * losses[0])  # something was learned
     if number == "7":
         assert "out of memory 1 time(s)" in said
     assert not list(tmp_path.iterdir())
+
+
+def test_the_blocks_of_the_guide_run_as_they_stand(
+    examples: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    guide = (EXAMPLES / "MULTI_GPU_TRAINING_GUIDE.md").read_text()
+    names: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", guide, re.DOTALL):
+        exec(compile(block, "guide", "exec"), names)
+    assert "batch_size 16 -> 8" in capsys.readouterr().err
+    assert names["train_metrics"]["train_loss"] < 1 and names["clear_memory_cache"]() == {}
 
 
 def test_an_example_prints_the_same_loss_each_time(examples: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,7 +106,7 @@ def test_asked_questions_end_in_a_file_and_a_command_that_trains(
     answer(monkeypatch, "0", "", "32", "", "", "", "", "mine.yaml", "no/folder.yaml", "other.yaml")
     assert quick_start.main(["--interactive"]) == 0
     said = capsys.readouterr().out
-    assert "mine.yaml exists, and was left alone" in said and "no/folder.yaml cannot be written" in said
+    assert "mine.yaml already exists" in said and "no/folder.yaml cannot be written" in said
     assert MultiGPUConfig.from_file(tmp_path / "other.yaml").batch_size == 32
     assert yaml.safe_load((tmp_path / "mine.yaml").read_text())["batch_size"] == 64
     ended = end(start([EXAMPLES / command[1], *command[2:]], cwd=tmp_path))

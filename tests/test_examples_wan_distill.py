@@ -121,15 +121,15 @@ def test_a_known_flag_acts(known: ModuleType, words: str, name: str, value: obje
 
 SAID = {
     "--num_steps 7": "optimizer steps of the whole run",
-    "--num_epochs 7": "an epoch is a pass over all that the teacher has drawn",
+    "--num_epochs 7": "an epoch is a pass over everything that the teacher generated",
     "--distributed": "torchrun --nproc_per_node=4",
-    "--multi_gpu": "no GPU here, so there is nothing to share",
+    "--multi_gpu": "--multi_gpu has no effect: this machine has no GPU",
     "--teacher_on_cpu": "old name of --teacher_device_strategy cpu",
-    "--teacher_device_strategy cpu": "without a GPU the teacher is in the computer's memory and computes there",
-    "--teacher_device_strategy gpu0": "without a GPU the teacher is in the computer's memory",
-    "--teacher_device_strategy balanced": "a part on each GPU is for --online",
+    "--teacher_device_strategy cpu": "without a GPU the teacher runs on the CPU",
+    "--teacher_device_strategy gpu0": "without a GPU the teacher runs on the CPU",
+    "--teacher_device_strategy balanced": "balanced needs --online",
     "--mixed_precision": "computes in bf16",
-    "--sample_dir there": "--sample_dir there is not used: samples lie in ./outputs/previews",
+    "--sample_dir there": "--sample_dir there is not used: samples are in ./outputs/previews",
 }
 
 
@@ -150,8 +150,8 @@ def test_where_the_teacher_computes_is_told_as_the_machine_is(
 
     assert "GPU the teacher" in said("cpu") and "on the GPU" not in said("cpu")
     with_gpus(known, monkeypatch, 1)
-    assert "each block is computed on the GPU" in said("cpu")
-    assert "each GPU has a teacher of its own" in said("gpu0")
+    assert "each block computed on the GPU" in said("cpu")
+    assert "each GPU has its own copy of the teacher" in said("gpu0")
     assert "on the GPU" not in said("cpu", "--gpus", 0)
 
 
@@ -166,9 +166,11 @@ def test_where_nothing_is_said_it_is_told_what_is_taken(known: ModuleType, monke
     assert (values["output_dir"], values["num_epochs"], values["max_steps"]) == ("./outputs", 10, None)
     assert (values["batch_size"], values["gpus"], values["learning_rate"]) == (2, "1", 1e-4)
     assert any("10 epochs" in remark for remark in remarks)
-    assert "where nothing is said: --lr 0.0001, --mixed_precision bf16 (that script: 1e-5, no)" in remarks
+    assert "defaults: --lr 0.0001, --mixed_precision bf16 (original script: 1e-5, no)" in remarks
     with_gpus(known, monkeypatch, 1)
-    assert any("--teacher_dtype bfloat16 (that script: 1e-5, no, float32)" in it for it in settings(known, *REAL)[1])
+    assert any(
+        "--teacher_dtype bfloat16 (original script: 1e-5, no, float32)" in it for it in settings(known, *REAL)[1]
+    )
 
 
 def test_multi_gpu_is_data_parallel_on_all_gpus(known: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +182,7 @@ def test_multi_gpu_is_data_parallel_on_all_gpus(known: ModuleType, monkeypatch: 
     assert (values["strategy"], values["gpus"]) == ("dp", "0,2") and any("on 2 GPUs" in it for it in remarks)
     with_gpus(known, monkeypatch, 1)
     values, remarks = settings(known, *REAL, "--multi_gpu")
-    assert (values["strategy"], values["gpus"]) == ("auto", "1") and any("one GPU here" in it for it in remarks)
+    assert (values["strategy"], values["gpus"]) == ("auto", "1") and any("has one GPU" in it for it in remarks)
 
 
 def test_under_a_launcher_multi_gpu_and_distributed_are_not_needed(
@@ -242,7 +244,7 @@ def test_the_tiny_teacher_gets_a_student_and_prompts_that_fit_it(
 REFUSED = {
     "": "no teacher: give --teacher_path",
     "--teacher_path t": "no prompts: give --data_path",
-    "--teacher_path t --data_path nowhere.txt --save_samples": "there is no such file",
+    "--teacher_path t --data_path nowhere.txt --save_samples": "no such file",
     "--teacher_path teacher --sample_prompts": "--sample_prompts needs",
     "--sample_prompts a|b c": "'a|b' among others",
     "--teacher_path t --data_path t --sample_interval 0": "expected a number of epochs",
@@ -308,7 +310,7 @@ def test_the_slurm_script_starts_one_task_per_gpu_and_goes_back_into_the_queue(e
 )
 def test_a_shipped_configuration_has_the_ten_keys_and_fits_its_teacher(name: str, teacher: str, space: int) -> None:
     from unisono.recipes.wan.models.load import transformer_config
-    from unisono.recipes.wan_distill.student import num_weights, student_of
+    from unisono.recipes.wan_distill.models.student import num_weights, student_of
 
     file = EXAMPLE / f"config/{name}.json"
     values = json.loads(file.read_text())
@@ -342,6 +344,11 @@ def test_help_lists_the_known_flags(example: Path) -> None:
     assert "--multi_gpu\n      All GPUs" in ended.out
 
 
+def test_without_a_word_there_are_no_loader_processes_as_in_that_script(known: ModuleType) -> None:
+    for words, number in {(): 0, ("--num_workers", 4): 4, ("--num_workers=0",): 0}.items():
+        assert settings(known, *REAL, *words)[0]["num_workers"] == number
+
+
 def test_the_settings_can_be_looked_at(example: Path) -> None:
     ended = command(*PYTHON, SCRIPT, *REAL, "--num_steps", 7, "--print_config", cwd=example)
     assert ended.code == 0 and yaml.safe_load(ended.out)["max_steps"] == 7
@@ -351,8 +358,8 @@ def test_the_settings_can_be_looked_at(example: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("--model_path nowhere --prompt a", "neither a run's folder"),
-        ("--model_path . --prompt a --output python", "nothing is overwritten"),
+        ("--model_path nowhere --prompt a", "neither a run folder"),
+        ("--model_path . --prompt a --output python", "already exists"),
     ],
 )
 def test_run_inference_refuses_with_one_line(words: str, expected: str, example: Path) -> None:
@@ -381,7 +388,7 @@ def test_the_command_of_the_document_trains_and_its_student_draws(example: Path,
     words += ["--sample_prompts", "a red ball", "a ball", "--teacher_device_strategy", "balanced"]
     ended = command(*PYTHON, SCRIPT, *words, *QUICKLY, cwd=example)
     assert ended.code == 0, ended.err
-    assert ended.err.count("nothing to share") == 1 and "--model_path ./outputs/wan_t2i" in ended.err
+    assert ended.err.count("--multi_gpu has no effect") == 1 and "--model_path ./outputs/wan_t2i" in ended.err
     config = trained(example, "outputs/wan_t2i", 1, 4)["config"]
     assert (config["preview_every"], config["teacher_device_strategy"]) == (14, "auto")
     previews = example / "outputs/wan_t2i/previews"
@@ -456,6 +463,8 @@ def test_the_documents_show_the_commands_that_people_know() -> None:
         "python run_inference.py --model_path",
     ):
         assert line in flat, line
+    for heading in ("Prerequisites", "Two machines", "Batch", "Performance tips", "Is it working?"):
+        assert f"\n## {heading}\n" in guides, heading
     text = (EXAMPLE.parent.parent / "docs/wan_distill.md").read_text()
     for name in ("wan_distill_learning", "wan_distill_speed"):
         assert f"<!-- {name}: written by benchmarks/figures.py -->" in text and f"<!-- end of {name} -->" in text

@@ -19,6 +19,8 @@ from safetensors.torch import save_file
 
 from command_line import lines
 from scripts import beside, check_batch_script, check_shell_script, command
+from unisono.engine.start.run import configure
+from unisono.recipes.wan_flow.recipe import WanFlow
 from unisono.recipes.wan_flow.settings import TINY
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples/wan_flow"
@@ -94,12 +96,12 @@ def test_ckpt_path_is_the_model(known: ModuleType) -> None:
 
 REFUSED = {
     "--use_8bit_adam": "--strategy fsdp",
-    "--vae_gradient_checkpointing": "leave it out",
+    "--vae_gradient_checkpointing": "drop this flag",
     "--fp8_optimizations": "--model_dtype bf16",
     "--device tpu": "expected cpu, cuda or cuda:N",
     "--model_dtype int8": "expected fp32, fp16, bf16",
     "--ckpt_path": "needs a value",
-    "--use_ema --ema_decay 0": "leave one of them out",
+    "--use_ema --ema_decay 0": "use one",
     "--batchsize 2": "did you mean --batch_size?",
 }
 
@@ -119,8 +121,8 @@ def test_without_a_model_a_tiny_one_learns_built_in_shapes_and_that_is_said(know
         values, said = settings(known, "--num_epochs", 50, *words)
         assert (values["model_config"], values["dataset_path"], values["model_path"]) == ("tiny", "shapes", None)
         assert MODEL in said and "--model_config tiny" in said and "built-in shapes" in said
-        assert values["max_steps"] == TINY["max_steps"], "50 epochs were meant for another model"
-        assert f"{TINY['max_steps']} steps at most" in said
+        assert (values["num_epochs"], values["max_steps"]) == (50, None), "what a user says wins"
+        assert f"for 50 epochs, as asked; it learns the shapes in {TINY['max_steps']} steps (--max_steps)" in said
     assert settings(known, "--num_epochs", 50, "--max_steps", 7)[0]["max_steps"] == 7
     for words, is_few in {
         ("--batch_size", 1, "--num_epochs", 50): True,
@@ -132,7 +134,7 @@ def test_without_a_model_a_tiny_one_learns_built_in_shapes_and_that_is_said(know
     }.items():
         values, said = settings(known, *words)
         assert values["global_batch_size"] is None, "what the user says is done"
-        assert ("shapes are learned with 32 samples in a step" in said) == is_few, words
+        assert ("the shapes need about 32 samples per step" in said) == is_few, words
     assert settings(known, "--num_epochs", 50, "--model_config", "tiny")[0]["max_steps"] is None, "it was asked for"
 
 
@@ -150,7 +152,7 @@ def test_the_model_that_the_known_script_had_is_taken_where_it_is(known: ModuleT
     assert settings(known, "--model_config", "tiny")[0]["model_path"] is None, "what is said wins"
 
 
-def test_the_tiny_model_takes_the_users_pictures_where_there_are_any(known: ModuleType) -> None:
+def test_the_tiny_model_takes_the_users_images_where_there_are_any(known: ModuleType) -> None:
     Path("dataset").mkdir()
     values, said = settings(known)
     assert (values["dataset_path"], values["height"], values["width"]) == ("dataset", 32, 32) and "32 × 32" in said
@@ -229,6 +231,16 @@ def test_help_lists_the_known_flags(example: Path) -> None:
     for flag in ("checkpoint_dir", "gradient_checkpointing", "torch_compile", "ema_decay", "dataset_path", "ckpt_path"):
         assert f"--{flag}" in ended.out
     assert ended.out.startswith("Trains Wan 2.1 or 2.2") and ended.out.count("  --model_dtype bf16 ") == 1
+
+
+def test_the_guide_has_every_section_that_the_known_one_promises() -> None:
+    guide = (EXAMPLE / "MULTI_GPU_TRAINING.md").read_text()
+    named = ("Requirements", "Quick start", "Batch", "Memory", "Performance tips", "Checkpoints", "Monitoring")
+    for heading in (*named, "Troubleshooting"):
+        assert f"\n## {heading}\n" in guide, heading
+    ours = configure(WanFlow).values.keys() | WanFlow.aliases.keys() | {f"no_{name}" for name in WanFlow.aliases}
+    flags = set(re.findall(r"(?<![\w-])--(\w+)", guide.partition("## Performance tips")[2].partition("\n## ")[0]))
+    assert flags and flags <= ours
 
 
 def test_examples_multigpu_lists_the_commands_of_the_guide_and_runs_one(example: Path) -> None:

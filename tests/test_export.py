@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
-from command_line import unisono
+from command_line import environment, unisono
+from unisono import Recipe
+from unisono.checkpoint.export import load_whole
+from unisono.engine.export import export_run
+from unisono.errors import UserError
 
 RECIPE = """
 import torch
@@ -109,3 +117,68 @@ def test_a_run_cannot_bring_its_own_code(run: Path, tmp_path: Path, words: str) 
     done = unisono("export", str(foreign), "out", cwd=tmp_path)
     assert done.code == 2 and "inside itself" in done.err
     assert not (tmp_path / "executed").exists()
+
+
+def test_a_run_in_float64_is_exported_in_float64(tmp_path: Path) -> None:
+    (tmp_path / "tied.py").write_text(RECIPE)
+    flags = ["--output_dir", "run", "--max_steps", "2", "--dtype", "float64", "--tensorboard", "false"]
+    assert unisono("train", "tied.py:Tied", *flags, cwd=tmp_path).code == 0
+    weights = exported(tmp_path / "run", tmp_path / "out", "--weights", "model")
+    saved = load_whole(tmp_path / "run" / "checkpoints" / "step_00000002", "model.")
+    assert weights["0.weight"].dtype == torch.float64 and torch.equal(weights["0.weight"], saved["0.weight"])
+    assert weights["1.running_mean"].dtype == torch.float64
+
+
+def test_an_export_beside_a_run_that_prunes_takes_the_newest_that_is_there(run: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    code = """
+import sys
+from pathlib import Path
+import torch
+from unisono.checkpoint.export import load_whole
+from unisono.checkpoint.find import read_extra
+from unisono.checkpoint.manifest import read_manifest
+from unisono.checkpoint.save import Saver
+folder = Path(sys.argv[1])
+newest = folder / "step_00000006"
+state, extra = load_whole(newest, ""), read_extra(newest)
+identity = read_manifest(newest).identity
+saver = Saver(folder, rank=0, world=1, group=None, keep_last=1, asynchronous=False, identity=identity)
+for step in range(7, 10**9):
+    saver.save(step, state, extra)
+    if step == 8:
+        print("pruning", flush=True)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(copy / "checkpoints")], env=environment(), stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "pruning\n"
+        for number in range(40):
+            what = export_run(copy, tmp_path / f"out{number}")
+            assert "weights of step_" in what and (tmp_path / f"out{number}" / "model.safetensors").is_file()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_an_export_that_fails_leaves_no_half_of_it(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def export(self: Recipe, model: nn.Module, folder: Path) -> None:
+        (folder / "part").mkdir()
+        (folder / "part" / "one").write_text("half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Recipe, "export", export)
+    (tmp_path / "mine").mkdir()
+    for folder in (tmp_path / "new", tmp_path / "mine"):
+        with pytest.raises(UserError, match="cannot be written"):
+            export_run(run, folder)
+    assert [path.name for path in tmp_path.rglob("*")] == ["mine"]
+
+
+def test_an_export_into_a_full_stdout_is_an_export(run: Path, tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "unisono", "export", str(run), "out"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(words, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, env=environment())
+    assert done.returncode == 0 and "stdout cannot be written" in done.stderr and len(done.stderr.splitlines()) == 1
+    assert (tmp_path / "out" / "model.safetensors").is_file()

@@ -17,14 +17,15 @@ import pytest
 
 from command_line import TESTS, TINY, end, lines, losses, mark, marked, start, unisono
 from ranks import RanksFailed, run_ranks
+from unisono.cluster import awake_clock as awake
 from unisono.cluster import outcome as outcomes
-from unisono.cluster.hang import Limits, Onlooker, Stand, culprit
+from unisono.cluster.hangs.diagnosis import Limits, ProgressTracker, RankStatus, furthest_behind
+from unisono.cluster.hangs.heartbeat import Beat, Heartbeat, read_heartbeats
+from unisono.cluster.hangs.launcher_monitor import HangMonitor
+from unisono.cluster.hangs.stacks import is_in_collective, main_thread, write_stacks_on_signal
 from unisono.cluster.lifetime import die_with_parent
-from unisono.cluster.lookout import Lookout
 from unisono.cluster.outcome import Outcome
-from unisono.cluster.pulse import Beat, Pulse, read_pulses
 from unisono.cluster.signals import StopRequest
-from unisono.cluster.stacks import main_thread, waits_for_others, write_stacks_on_signal
 from unisono.faults import Injector, parse
 from unisono.observe.straggler import INTERVALS, STEADY_S, Stragglers
 
@@ -35,57 +36,72 @@ TRAIN = ["train", TINY, "--output_dir", "run", "--max_steps", STEPS, "--global_b
 # ---- who is to blame ----
 
 
-def stand(rank: int, phase: str, step: int, place: int = 0, seconds: float = 9.0, waits: bool = False) -> Stand:
-    return Stand(Beat(rank, phase, step, 5, 0.0, place, 1), seconds, waits)
+def status(rank: int, phase: str, step: int, index: int = 0, idle_s: float = 9.0, waits: bool = False) -> RankStatus:
+    return RankStatus(Beat(rank, phase, step, 5, 0.0, index, 1), idle_s, waits)
 
 
 @pytest.mark.parametrize(
-    ("stands", "blamed"),
+    ("statuses", "blamed"),
     [
-        ([stand(0, "reduce", 7), stand(1, "forward", 7), stand(2, "reduce", 7)], 1),
-        ([stand(0, "forward", 8), stand(1, "optimizer", 7)], 1),
-        ([stand(0, "forward", 7, 4), stand(1, "backward", 7, 2)], 1),  # of the micro-batch before
-        ([stand(0, "forward", 7, 1, waits=True), stand(1, "forward", 7, 1)], 1),  # fsdp gathers in forward
-        ([stand(0, "reduce", 7, 1), stand(1, "backward", 7, 2)], 1),  # waits for what it has asked early
-        ([stand(0, "evaluate", 7), stand(1, "save", 7), stand(2, "evaluate", 7, 3, waits=True)], 0),
-        ([stand(0, "start", 0, 2), stand(1, "prepare", 0, 1)], 1),  # the first has done its part
-        ([stand(0, "reduce", 7, seconds=8.0), stand(1, "reduce", 7, seconds=9.0)], 1),  # a network that is gone
+        ([status(0, "reduce", 7), status(1, "forward", 7), status(2, "reduce", 7)], 1),
+        ([status(0, "forward", 8), status(1, "optimizer", 7)], 1),
+        ([status(0, "forward", 7, 4), status(1, "backward", 7, 2)], 1),  # of the micro-batch before
+        ([status(0, "forward", 7, 1, waits=True), status(1, "forward", 7, 1)], 1),  # fsdp gathers in forward
+        ([status(0, "reduce", 7, 1), status(1, "backward", 7, 2)], 1),  # waits for what it has asked early
+        ([status(0, "evaluate", 7), status(1, "save", 7), status(2, "evaluate", 7, 3, waits=True)], 0),
+        ([status(0, "start", 0, 2), status(1, "prepare", 0, 1)], 1),  # the first has done its part
+        ([status(0, "reduce", 7, idle_s=8.0), status(1, "reduce", 7, idle_s=9.0)], 1),  # a network that is gone
     ],
 )
-def test_the_least_advanced_rank_that_does_not_itself_wait_is_to_blame(stands: list[Stand], blamed: int) -> None:
-    for order in (stands, stands[::-1]):
-        found = culprit(order)
-        assert found is not None and found.rank == blamed
+def test_the_least_advanced_rank_that_does_not_itself_wait_is_to_blame(statuses: list[RankStatus], blamed: int) -> None:
+    for order in (statuses, statuses[::-1]):
+        status = furthest_behind(order)
+        assert status is not None and status.rank == blamed
 
 
 def test_each_phase_has_its_limit() -> None:
     limits = Limits(hang_s=10, start_s=60)
 
     def limit(phase: str, step: int) -> float | None:
-        return limits.of(Beat(0, phase, step, 1, 0.0, first_step=0 if phase == "start" else 3))
+        return limits.limit_for(Beat(0, phase, step, 1, 0.0, first_step=0 if phase == "start" else 3))
 
     assert [limit(phase, 0) for phase in ("start", "prepare")] == [60, None]
     assert limit("forward", 3) == 60, "the first step of a start may compile"
     assert [limit(phase, 4) for phase in ("data", "reduce", "evaluate", "save")] == [10, 10, 10, 60]
-    assert Limits(0, 60).of(Beat(0, "forward", 4, 1, 0.0, first_step=1)) is None, "0 is never"
+    assert Limits(0, 60).limit_for(Beat(0, "forward", 4, 1, 0.0, first_step=1)) is None, "0 is never"
 
 
 def test_a_rank_that_moves_has_not_stood_still_whatever_the_wall_clock_says() -> None:
-    onlooker = Onlooker()
+    tracker = ProgressTracker()
     beat = Beat(0, "forward", 3, 1, time.time() - 1e6)
-    assert onlooker.look([beat])[0].seconds == 0
+    assert tracker.update([beat])[0].idle_s == 0
     time.sleep(0.2)
-    assert onlooker.look([beat])[0].seconds >= 0.2
-    assert onlooker.look([Beat(0, "backward", 3, 2, time.time() - 1e6)])[0].seconds == 0
+    assert tracker.update([beat])[0].idle_s >= 0.2
+    assert tracker.update([Beat(0, "backward", 3, 2, time.time() - 1e6)])[0].idle_s == 0
 
 
-def test_a_pulse_tells_its_place_and_the_first_step_to_who_reads_it_from_outside(tmp_path: Path) -> None:
-    pulse = Pulse(3, tmp_path)
+def test_a_watcher_that_was_stopped_does_not_blame_the_ranks_for_that_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    moment = [100.0]
+    monkeypatch.setattr(awake.time, "monotonic", lambda: moment[0])
+    tracker, beat = ProgressTracker(), Beat(0, "forward", 3, 1, 0.0)
+    assert tracker.update([beat])[0].idle_s == 0
+    for pause in (9.0, 1e6):  # Ctrl-Z; a job that was suspended for days
+        before = tracker.clock.now
+        moment[0] += pause
+        assert tracker.update([beat], expected_s=0.1)[0].idle_s - before < 0.2
+    for _ in range(100):
+        moment[0] += 0.1
+        tracker.update([beat], expected_s=0.1)
+    assert tracker.update([beat])[0].idle_s > 9.9, "a rank that really statuses still is hang"
+
+
+def test_a_heartbeat_shows_its_position_and_first_step_to_readers_outside(tmp_path: Path) -> None:
+    heartbeat = Heartbeat(3, tmp_path)
     seen = []
     for phase, step in (("prepare", 0), ("data", 5), ("forward", 5), ("data", 6)):
-        pulse.at(phase, step)
-        assert read_pulses(tmp_path) == [pulse.last]
-        seen.append((pulse.last.place, pulse.last.first_step, pulse.last.is_starting))
+        heartbeat.at(phase, step)
+        assert read_heartbeats(tmp_path) == [heartbeat.last]
+        seen.append((heartbeat.last.index_in_step, heartbeat.last.first_step, heartbeat.last.is_starting))
     assert seen == [(2, 0, True), (0, 5, True), (1, 5, True), (0, 5, False)]
 
 
@@ -98,8 +114,8 @@ Current thread 0x02 (most recent call first):
   File "/x/mine.py", line 2 in step
 """
     assert [line.split()[-1] for line in main_thread(dump)] == ["all_reduce", "step"]
-    assert waits_for_others(main_thread(dump))
-    assert not waits_for_others(main_thread(dump.replace("torch/distributed", "mine")))
+    assert is_in_collective(main_thread(dump))
+    assert not is_in_collective(main_thread(dump.replace("torch/distributed", "mine")))
 
 
 # ---- under our launcher: ranks that only walk through the phases ----
@@ -107,11 +123,11 @@ Current thread 0x02 (most recent call first):
 
 def walk(job: Path, rank: int, attempt: int, faults: str) -> Outcome:
     """Four steps in lockstep with the other rank, with faults as `--inject` makes them."""
-    pulse = Pulse(rank, job, Injector(parse(faults), rank, job / "memory"))
+    heartbeat = Heartbeat(rank, job, Injector(parse(faults), rank, job / "memory"))
     with StopRequest("unisono", job) as stop:
         for step in (1, 2, 3, 4):
             for phase in ("data", "forward", "backward", "reduce"):
-                pulse.at(phase, step)
+                heartbeat.at(phase, step)
             (job / f"at{attempt}.{step}.{rank}").touch()
             while not (job / f"at{attempt}.{step}.{1 - rank}").exists() and stop.requested is None:
                 time.sleep(0.01)
@@ -119,16 +135,16 @@ def walk(job: Path, rank: int, attempt: int, faults: str) -> Outcome:
 
 
 def stop_itself(job: Path, rank: int, attempt: int) -> Outcome:
-    pulse = Pulse(rank, job)
-    pulse.at("forward", 1)
-    pulse.at("data", 2)
+    heartbeat = Heartbeat(rank, job)
+    heartbeat.at("forward", 1)
+    heartbeat.at("data", 2)
     if attempt == 0 and rank == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
     return Outcome("done", rank=rank)
 
 
 def never_start(job: Path, rank: int, attempt: int) -> Outcome:
-    Pulse(rank, job)
+    Heartbeat(rank, job)
     if rank == 1:
         time.sleep(60)
     return Outcome("done", rank=rank)
@@ -136,7 +152,7 @@ def never_start(job: Path, rank: int, attempt: int) -> Outcome:
 
 def run(tmp_path: Path, behaviour: Any, *args: str, **options: Any) -> tuple[int, list[tuple[str, dict[str, Any]]]]:
     """The exit code, and the events."""
-    from unisono.cluster.launch import launch
+    from unisono.cluster.launch.launcher import launch
 
     events: list[tuple[str, dict[str, Any]]] = []
     code = launch(
@@ -145,7 +161,7 @@ def run(tmp_path: Path, behaviour: Any, *args: str, **options: Any) -> tuple[int
         environ={"PYTHONPATH": os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])},
         job_folder=tmp_path / "job",
         run_folder=tmp_path / "run",
-        note=lambda kind, details: events.append((kind, dict(details))),
+        record_event=lambda kind, details: events.append((kind, dict(details))),
         **options,
     )
     return code, events
@@ -158,9 +174,9 @@ def test_a_hanging_rank_is_named_with_its_step_phase_and_stack(
     assert code == 0
     assert [(kind, event["rank"], event["step"]) for kind, event in events] == [("hang", 1, 2), ("restart", 1, 2)]
     assert events[0][1]["phase"] == "backward"
-    said = capfd.readouterr().err
-    assert re.search(r"unisono: rank 1, step 2: no progress for \d s in backward \(hang_timeout 1.5\)", said)
-    assert "in _hang\n" in said and "restarting all ranks from the last checkpoint (1 of 1)" in said
+    output = capfd.readouterr().err
+    assert re.search(r"unisono: rank 1, step 2: no progress for \d s in backward \(hang_timeout 1.5\)", output)
+    assert "in _hang\n" in output and "restarting all ranks from the last checkpoint (1 of 1)" in output
     [kept] = (tmp_path / "run/stacks").iterdir()
     assert kept.name == "step_00000002-attempt0"
     assert "in _hang\n" in (kept / "rank1.txt").read_text()
@@ -191,25 +207,25 @@ def test_a_stopped_process_is_named_although_it_writes_no_stack(
 def test_the_start_has_a_limit_of_its_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code, events = run(tmp_path, never_start, max_restarts=0, limits=Limits(0.1, 4))
     assert code == 3 and events[0][1]["phase"] == "start"
-    said = capfd.readouterr().err
-    assert re.search(r"unisono: rank 1: no progress for \d s in the start \(start_timeout 4\)", said)
-    assert "in never_start" in said
+    output = capfd.readouterr().err
+    assert re.search(r"unisono: rank 1: no progress for \d s in startup \(start_timeout 4\)", output)
+    assert "in never_start" in output
 
 
 def test_every_kind_of_death_is_told_with_its_rank_and_step(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     faults = "exit@rank1:step1,kill@rank1:step2,error@rank0:step3,segfault@rank0:step4"
     code, events = run(tmp_path, walk, faults, max_restarts=4)
     assert code == 0
-    told = [(event["rank"], event["step"], event["cause"].partition(": ")[2][:20]) for _, event in events]
-    assert told == [
-        (1, 1, "ended with status 13"),
+    causes = [(event["rank"], event["step"], event["cause"].partition(": ")[2][:20]) for _, event in events]
+    assert causes == [
+        (1, 1, "exited with status 1"),  # the first 20 characters
         (1, 2, "killed by SIGKILL (b"),
         (0, 3, "RuntimeError: inject"),
         (0, 4, "killed by SIGSEGV"),
     ]
-    said = capfd.readouterr().err
-    assert said.count("Traceback (most recent call last)") == 1, "an exception is shown where it was raised"
-    assert "unisono: rank 0, step 3: RuntimeError: injected: error@rank0:step3; restarting" in said
+    output = capfd.readouterr().err
+    assert output.count("Traceback (most recent call last)") == 1, "an exception is shown where it was raised"
+    assert "unisono: rank 0, step 3: RuntimeError: injected: error@rank0:step3; restarting" in output
 
 
 @pytest.mark.parametrize("kind", ["sigterm", "sigint", "sigusr1"])
@@ -220,17 +236,21 @@ def test_a_signal_to_one_rank_is_a_request(tmp_path: Path, kind: str) -> None:
 
 
 def test_ranks_that_only_wait_for_another_machine_are_given_more_time(tmp_path: Path) -> None:
-    said: list[str] = []
-    lookout = Lookout(tmp_path, Limits(0.4, 30), tmp_path / "run", said.append)
-    pulse = Pulse(0, tmp_path)
+    messages: list[str] = []
+    monitor = HangMonitor(tmp_path, Limits(0.4, 30), tmp_path / "run", messages.append)
+    heartbeat = Heartbeat(0, tmp_path)
     for step in (1, 2):
-        pulse.at("reduce", step)
-    began, found = time.monotonic(), None
-    while found is None and time.monotonic() - began < 30:
-        found = lookout.find({0: os.getpid()}, attempt=0, other_machines=True)
+        heartbeat.at("reduce", step)
+    began, hang = time.monotonic(), None
+    while hang is None and time.monotonic() - began < 30:
+        hang = monitor.check({0: os.getpid()}, attempt=0, other_machines=True)
         time.sleep(0.02)
-    assert found is not None and time.monotonic() - began > 0.8
-    assert len(said) == 1 and said[0].startswith("rank 0, step 2: no progress") and "waiting for other ranks" in said[0]
+    assert hang is not None and time.monotonic() - began > 0.8
+    assert (
+        len(messages) == 1
+        and messages[0].startswith("rank 0, step 2: no progress")
+        and "waiting for other ranks" in messages[0]
+    )
 
 
 # ---- under a foreign launcher: the ranks look after themselves ----
@@ -241,20 +261,20 @@ def hang_under_a_foreign_launcher(how: str, folder: str) -> None:
     import torch.distributed as dist
 
     from unisono.cluster.environment import detect
-    from unisono.cluster.processes import join
-    from unisono.cluster.watchdog import Watchdog
+    from unisono.cluster.hangs.rank_watchdog import Watchdog
+    from unisono.cluster.process_group import join_process_group
 
     world = detect()
-    pulse = Pulse(world.rank)
-    with Watchdog(pulse, world, Limits(2, 60)) as watchdog:
-        join(world, torch.device("cpu"))
+    heartbeat = Heartbeat(world.rank)
+    with Watchdog(heartbeat, world, Limits(2, 60)) as watchdog:
+        join_process_group(world, torch.device("cpu"))
         watchdog.joined()
         watchdog.run_folder = Path(folder)
         for step in (1, 2):
-            pulse.at("forward", step)
+            heartbeat.at("forward", step)
             if world.rank == 1 and step == 2:
                 time.sleep(60) if how == "sleep" else os.kill(os.getpid(), signal.SIGSTOP)
-            pulse.at("reduce", step)
+            heartbeat.at("reduce", step)
             dist.all_reduce(torch.ones(1))
 
 
@@ -262,10 +282,10 @@ def test_ranks_under_a_foreign_launcher_name_the_one_that_hangs_and_end(tmp_path
     args = {"how": "sleep", "folder": str(tmp_path)}
     with pytest.raises(RanksFailed) as failed:
         run_ranks("hang_under_a_foreign_launcher", __file__, 2, args, timeout_s=60)
-    said = str(failed.value)
-    assert said.count("exit status 1") == 2 and "Connection closed by peer" not in said, said
-    assert said.count("unisono: rank 1, step 2: no progress for") == 1, "told once, by one rank"
-    assert "stack of rank 1, innermost call first:" in said and "in hang_under_a_foreign_launcher" in said
+    output = str(failed.value)
+    assert output.count("exit status 1") == 2 and "Connection closed by peer" not in output, output
+    assert output.count("unisono: rank 1, step 2: no progress for") == 1, "one rank reports it, once"
+    assert "stack of rank 1, innermost call first:" in output and "in hang_under_a_foreign_launcher" in output
     [kept] = (tmp_path / "stacks").iterdir()
     assert "all_reduce" in (kept / "rank0.txt").read_text() and "all_reduce" not in (kept / "rank1.txt").read_text()
 
@@ -273,8 +293,8 @@ def test_ranks_under_a_foreign_launcher_name_the_one_that_hangs_and_end(tmp_path
 def test_a_rank_that_says_nothing_is_the_suspect(tmp_path: Path) -> None:
     with pytest.raises(RanksFailed) as failed:
         run_ranks("hang_under_a_foreign_launcher", __file__, 2, {"how": "stop", "folder": str(tmp_path)}, timeout_s=60)
-    said = str(failed.value)
-    assert "rank 0: exit status 1" in said and "unisono: rank 1: says nothing for" in said, said
+    output = str(failed.value)
+    assert "rank 0: exit status 1" in output and "unisono: rank 1: no response for" in output, output
 
 
 # ---- the real thing ----
@@ -337,14 +357,18 @@ def test_a_steadily_slower_rank_is_named_once_a_minute_with_the_reason(monkeypat
     monkeypatch.setattr("unisono.observe.straggler.time.monotonic", lambda: clock[0])
     stragglers = Stragglers()
     slow, even = ([10.0, 10.4, 13.0], [1.0, 1.0, 3.8]), ([10.0, 10.4, 11.0], [1.0] * 3)
-    found = []
+    warnings = []
     for each in (slow, slow, even, slow, slow, slow, slow):
         clock[0] += STEADY_S / 2
-        found.append(stragglers.look(*each))
+        warnings.append(stragglers.look(*each))
     hasty = Stragglers()
     assert not any(hasty.look(*slow) for _ in range(10))  # many intervals, no time
-    assert [each is not None for each in found] == [False] * (2 + INTERVALS) + [True, False]
-    assert found[5] is not None and (found[5].rank, found[5].slower_percent, found[5].reason) == (2, 27, "data")
+    assert [each is not None for each in warnings] == [False] * (2 + INTERVALS) + [True, False]
+    assert warnings[5] is not None and (warnings[5].rank, warnings[5].slower_percent, warnings[5].reason) == (
+        2,
+        27,
+        "data",
+    )
     clock[0] += 61
     again = stragglers.look([10.0, 10.4, 13.0], [1.0] * 3)
     assert again is not None and again.reason == "compute"

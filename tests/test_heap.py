@@ -17,13 +17,13 @@ from torch import nn
 from command_line import environment
 from recipes_for_tests import Sentences
 from unisono import Loss, train
-from unisono.engine import session
-from unisono.engine.heap import kept_heap
+from unisono.engine.memory.cpu_heap import kept_heap
+from unisono.engine.start import session
 
 CODE = """
 import ctypes, torch
 from pathlib import Path
-from unisono.engine.heap import kept_heap
+from unisono.engine.memory.cpu_heap import kept_heap
 
 library = ctypes.CDLL(None)
 library.malloc.restype, library.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from unisono.engine.step import _Unread
+from unisono.engine.step.optimizer_step import _Unread
 from unisono.observe.idle import STEPS, Idle
 
 
@@ -58,5 +58,5 @@ class Event:
 @pytest.mark.parametrize(("event", "waited"), [(Event(done=True), True), (Event(done=False), False), (None, False)])
 def test_numbers_that_were_there_before_they_were_asked_for(event: Any, waited: bool) -> None:
     unread = _Unread(0, 1, 0.1, ["total"], None, torch.ones(1), event)  # type: ignore[arg-type]
-    assert unread.is_there is waited
+    assert unread.has_arrived is waited
     assert unread.read() == {"total": 1.0}

@@ -17,6 +17,7 @@ VARIANTS = {
     "2 ranks fsdp": (2, {"strategy": "fsdp"}),
     "3 ranks fsdp": (3, {"strategy": "fsdp", "batch_size": 1}),
 }
+TIED = {"single": 1, "ddp": 2, "fsdp": 2}
 FROZEN = {"embedding.weight", "blocks.0.up.weight", "blocks.0.up.bias"}
 
 
@@ -40,6 +41,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
             recipe="SentencesFromElsewhere",
         )
     )
+    short = SETTINGS | {"dtype": "float64", "max_steps": 3}
+    asked.append(Run("tied here", "tied here", 1, short, recipe="TiedHere"))
+    for name, world in TIED.items():
+        asked.append(Run(f"tied {name}", f"tied {name}", world, short | {"strategy": name}, recipe="TiedFromElsewhere"))
     return many_runs(asked, root)
 
 
@@ -71,6 +76,14 @@ def test_such_a_run_goes_on_with_other_ranks(runs: dict[str, Outcome]) -> None:
 
 def test_weights_without_training_are_held_in_16_bit_and_still_train_the_others(runs: dict[str, Outcome]) -> None:
     torch.testing.assert_close(runs["16 bit"].losses(), runs["one device"].losses(), rtol=3e-2, atol=0)
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_a_weight_that_two_modules_share_stays_shared(name: str, runs: dict[str, Outcome]) -> None:
+    here, elsewhere = runs["tied here"], runs[f"tied {name}"]
+    assert "head.weight" not in elsewhere.weights() and "embedding.weight" in elsewhere.weights()
+    torch.testing.assert_close(elsewhere.losses(), here.losses(), rtol=1e-10, atol=0)
+    assert largest_difference(elsewhere.weights(), here.weights()) < 1e-10
 
 
 def test_an_export_has_them_all(runs: dict[str, Outcome], tmp_path: Path) -> None:

@@ -76,10 +76,10 @@ def reduce_then_die(job, rank, attempt, restarts):
     import torch.distributed as dist
 
     from unisono.cluster.environment import detect
-    from unisono.cluster.processes import join, leave
+    from unisono.cluster.process_group import join_process_group, leave_process_group
 
     world = detect()
-    join(world, torch.device("cpu"), timeout_s=20)
+    join_process_group(world, torch.device("cpu"), timeout_s=20)
     value = torch.tensor([10.0 * rank + 1])
     dist.all_reduce(value)
     with (job / f"sums{rank}").open("a") as file:
@@ -90,7 +90,7 @@ def reduce_then_die(job, rank, attempt, restarts):
         if rank == tries % 2:
             os.kill(os.getpid(), signal.SIGKILL)
         dist.all_reduce(value)  # the survivor sees its peer die
-    leave()
+    leave_process_group()
     return Outcome("done", rank=rank)
 
 
@@ -140,7 +140,7 @@ def command_for(behaviour, job, *args):
 
 
 def run(behaviour, job, *args, nproc=2, environ=None, **options):
-    from unisono.cluster.launch import launch
+    from unisono.cluster.launch.launcher import launch
 
     environ = {"PYTHONPATH": str(SOURCES), **(environ or {})}
     return launch(command_for(behaviour, job, *args), nproc=nproc, environ=environ, job_folder=job, **options)
@@ -233,7 +233,7 @@ def test_ranks_get_their_environment_and_print_straight_through(tmp_path, monkey
 def test_a_users_mistake_is_told_once_and_not_tried_again(tmp_path, capfd):
     restarts = []
     start = time.monotonic()
-    assert run(make_a_user_error, tmp_path, note=lambda *event: restarts.append(event)) == 2
+    assert run(make_a_user_error, tmp_path, record_event=lambda *event: restarts.append(event)) == 2
     assert time.monotonic() - start < 25, "the agent waited out its grace of 30 s"
     assert restarts == []
     assert capfd.readouterr().err == "unisono: batch_size 3 does not fit; use 2\n"
@@ -241,14 +241,14 @@ def test_a_users_mistake_is_told_once_and_not_tried_again(tmp_path, capfd):
 
 def test_a_rank_that_leaves_no_outcome_counts_as_failed(tmp_path, capfd):
     assert run(end_without_a_word, tmp_path, max_restarts=0) == 3
-    said = capfd.readouterr().err
-    assert re.fullmatch(r"unisono: rank [01]: ended with status 0 without saying why\n", said)  # whoever was first
+    output = capfd.readouterr().err
+    assert re.fullmatch(r"unisono: rank [01]: exited with status 0 without an outcome\n", output)  # whoever was first
 
 
 def test_a_survivor_deep_in_a_computation_does_not_hold_up_the_restart(tmp_path, capfd):
     restarts = []
     start = time.monotonic()
-    assert run(die_while_the_other_computes, tmp_path, note=lambda *event: restarts.append(event)) == 0
+    assert run(die_while_the_other_computes, tmp_path, record_event=lambda *event: restarts.append(event)) == 0
     assert time.monotonic() - start < 25, "the agent waited out its grace of 30 s"
     cause = "rank 0: killed by SIGKILL (by hand, or by the system because memory ran out)"
     assert restarts == [("restart", {"attempt": 1, "rank": 0, "step": None, "cause": cause})]
@@ -258,21 +258,23 @@ def test_a_survivor_deep_in_a_computation_does_not_hold_up_the_restart(tmp_path,
 @pytest.mark.parametrize("count", [2, pytest.param(5, marks=pytest.mark.slow)])
 def test_restarted_ranks_find_their_peers(tmp_path, capfd, count):
     restarts = []
-    code = run(reduce_then_die, tmp_path, count, max_restarts=count, note=lambda kind, each: restarts.append(each))
-    said = capfd.readouterr().err.splitlines()
-    assert code == 0, said
+    code = run(
+        reduce_then_die, tmp_path, count, max_restarts=count, record_event=lambda kind, each: restarts.append(each)
+    )
+    printed = capfd.readouterr().err.splitlines()
+    assert code == 0, printed
     assert [(each["attempt"], each["cause"].partition(" (")[0]) for each in restarts] == [
         (attempt, f"rank {attempt % 2}: killed by SIGKILL") for attempt in range(1, count + 1)
     ]
     assert [(tmp_path / f"sums{rank}").read_text().split() for rank in (0, 1)] == [["12.0"] * (count + 1)] * 2
-    assert len(said) == count and all(line.startswith("unisono: ") for line in said)
+    assert len(printed) == count and all(line.startswith("unisono: ") for line in printed)
 
 
 def test_restarts_end_after_the_given_number(tmp_path, capfd):
     assert run(always_die, tmp_path, max_restarts=1) == 3
-    said = capfd.readouterr().err.splitlines()
-    assert len(said) == 2 and "restarting" in said[0]
-    assert said[1].startswith("unisono: rank 1: killed by SIGKILL") and said[1].endswith("(the same as before)")
+    printed = capfd.readouterr().err.splitlines()
+    assert len(printed) == 2 and "restarting" in printed[0]
+    assert printed[1].startswith("unisono: rank 1: killed by SIGKILL") and printed[1].endswith("(the same as before)")
 
 
 def test_two_machines_restart_together(tmp_path):
@@ -397,13 +399,13 @@ def test_a_second_ctrl_c_stops_a_single_process_at_once():
 def test_off_the_main_thread_no_handler_is_installed():
     def enter():
         with StopRequest("plain") as stop:
-            found.append((signal.getsignal(signal.SIGINT), stop.requested))
+            handlers.append((signal.getsignal(signal.SIGINT), stop.requested))
 
-    before, found = signal.getsignal(signal.SIGINT), []
+    before, handlers = signal.getsignal(signal.SIGINT), []
     thread = threading.Thread(target=enter)
     thread.start()
     thread.join()
-    assert found == [(before, None)]
+    assert handlers == [(before, None)]
 
 
 # ---- claims about being left alone ----
@@ -434,7 +436,7 @@ def test_a_rank_whose_launcher_is_already_gone_ends_at_once(tmp_path):
 
 def main():
     if sys.argv[1] == "launcher":
-        from unisono.cluster.launch import launch
+        from unisono.cluster.launch.launcher import launch
 
         call = json.loads(sys.argv[2])
         job = Path(call.pop("job_folder"))

@@ -156,7 +156,7 @@ def test_accelerate_hands_over_its_mixed_precision_also_where_it_starts_one_proc
     assert ended.code == 0, ended.err
     said = " ".join(ended.err.split())
     assert "precision bf16 (mixed)" in said
-    assert "plain: accelerate launch was seen" in said and "it gave no ranks" in said and "use --nproc" in said
+    assert "plain: started by accelerate launch" in said and "set no RANK" in said and "use --nproc" in said
     record = json.loads((tmp_path / "run/run.json").read_text())
     assert (record["config"]["mixed_precision"], record["sources"]["mixed_precision"]) == ("bf16", "launcher")
     assert record["starts"][0]["world"] == 1 and len(losses(tmp_path / "run")) == STEPS

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from recipes_for_tests import SentenceData
-from unisono.data.lane import Lane, is_worth_a_lane
-from unisono.data.loader import Cursor, Loader, place
+from unisono.data.loader import Cursor, Loader, to_device
 from unisono.data.order import Order
+from unisono.data.prefetch_stream import PrefetchStream, is_worth_prefetching
 from unisono.settings import DataSettings
 
 
@@ -69,7 +69,7 @@ def test_ranks_walk_in_step_and_every_position_counts_once(
     chunks = [chunk for chunks in ranks for chunk in chunks]
     assert all(1 <= len(chunk.positions) <= micro_batch for chunk in chunks)
     assert all(start <= position < end for chunk in chunks for position in chunk.positions)
-    counted = Counter(position for chunk in chunks if not chunk.stand_in for position in chunk.positions)
+    counted = Counter(position for chunk in chunks if not chunk.is_dummy for position in chunk.positions)
     assert counted == Counter(range(start, end))
 
 
@@ -142,34 +142,34 @@ class Page:
 def test_a_batch_is_placed_through_any_nesting() -> None:
     x, i = torch.ones(2), torch.arange(2)
     batch = {"list": [x, i], "pair": Pair(x, "text"), "page": Page(x, 3), "tuple": (i, None), "plain": 1.5}
-    found = place(batch, torch.device("meta"), torch.float64)
+    found = to_device(batch, torch.device("meta"), torch.float64)
     assert found["list"][0].device.type == found["tuple"][0].device.type == "meta"
     assert found["list"][0].dtype == found["pair"].a.dtype == found["page"].words.dtype == torch.float64
     assert found["list"][1].dtype == torch.int64
     assert isinstance(found["pair"], Pair) and found["pair"].b == "text"
     assert found["page"].number == 3 and found["tuple"][1] is None and found["plain"] == 1.5
-    assert place(x, torch.device("cpu")).dtype == torch.float32
+    assert to_device(x, torch.device("cpu")).dtype == torch.float32
 
 
 def test_only_large_plain_tensors_of_the_host_are_copied_beside_a_gpu_s_work() -> None:
     gpu, large = torch.device("cuda"), torch.empty(2**18)
-    assert is_worth_a_lane(large, gpu)
+    assert is_worth_prefetching(large, gpu)
     for other in (large[:-1], torch.nn.Parameter(large), large.to("meta"), torch.eye(2**10).to_sparse()):
-        assert not is_worth_a_lane(other, gpu)
-    assert not is_worth_a_lane(large, torch.device("cpu"))
+        assert not is_worth_prefetching(other, gpu)
+    assert not is_worth_prefetching(large, torch.device("cpu"))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_large_batch_is_copied_while_the_gpu_computes_and_stays_as_long_as_it_is_read() -> None:
     device, batches = torch.device("cuda"), [torch.full((2**22,), float(i)).pin_memory() for i in range(20)]
-    lane = Lane.on(device)
+    prefetch = PrefetchStream.on(device)
 
     def read_all(asleep: int) -> Tensor:
         read = []
         for batch in batches:
-            with torch.cuda.stream(lane.stream):
+            with torch.cuda.stream(prefetch.stream):
                 torch.cuda._sleep(10**5)  # the copy comes late: who reads it must wait for it
-            placed = place({"x": batch}, device)["x"]
+            placed = to_device({"x": batch}, device)["x"]
             torch.cuda._sleep(asleep)  # and who reads it comes later than the next copy
             read.append(placed.mean())
             del placed
@@ -181,8 +181,8 @@ def test_a_large_batch_is_copied_while_the_gpu_computes_and_stays_as_long_as_it_
     torch.cuda._sleep(2 * 10**9)
     sleeping, copied = torch.cuda.Event(), torch.cuda.Event()
     sleeping.record()
-    placed = place(batches[3], device)
-    copied.record(lane.stream)
+    placed = to_device(batches[3], device)
+    copied.record(prefetch.stream)
     copied.synchronize()
     assert not sleeping.query(), "the copy did not wait for it"
     assert placed.mean().item() == 3

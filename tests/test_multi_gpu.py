@@ -7,9 +7,11 @@ import inspect
 import json
 import os
 import pickle
+import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -20,10 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler, default_collate
 
+import command_line
 from ranks import run_ranks
 from unisono import Loss, multi_gpu
 from unisono.checkpoint.shards import write_shards
 from unisono.cluster.environment import World
+from unisono.cluster.signals import BetweenCalls, StopRequest
 from unisono.data.order import Order, Strides
 from unisono.devices import Gpu, visible_gpus
 from unisono.errors import ConfigError, RecipeError, UserError
@@ -284,6 +288,90 @@ class Named(Dataset[Any]):
         return {"x": torch.full((3,), float(index)), "labels": index % 2}
 
 
+def test_a_model_in_double_precision_is_trained_in_it(capfd: pytest.CaptureFixture[str]) -> None:
+    train, val = create_datasets()
+    plain = config(settings={"tensorboard": False})
+    model = create_model().double()
+    trainer = MultiGPUTrainingManager(plain).create_trainer(model, train, val, optimizer=sgd, scheduler=halving)
+    with trainer:
+        assert losses(trainer, 2) == pytest.approx(by_hand(2), abs=1e-12)
+    assert {weight.dtype for weight in model.parameters()} == {torch.float64}
+    assert "float64" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_model_in_16_bit_is_trained_in_32_and_that_is_said(
+    dtype: torch.dtype, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plain = config(settings={"tensorboard": False})
+    with MultiGPUTrainingManager(plain).create_trainer(create_model().to(dtype), *create_datasets()) as trainer:
+        trainer.train_epoch(0)
+    told = capfd.readouterr().err
+    assert f"the weights are {str(dtype)[6:]}; they are trained as float32" in told and "mixed_precision=" in told
+
+
+@pytest.mark.parametrize(("shuffle", "workers"), [(False, 0), (True, 0), (True, 1)])
+def test_a_loader_that_drops_its_last_batch_does_so(shuffle: bool, workers: int) -> None:
+    data, seen = create_datasets()[0], []
+
+    class Noting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = create_model()
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(x.detach().float())
+            return self.inner(x)
+
+    loader = DataLoader(data, batch_size=BATCH, shuffle=shuffle, drop_last=True)
+    plain = MultiGPUConfig(num_workers=workers, settings=EXACT)
+    with DataParallelTrainer(Noting(), plain, loader) as trainer:
+        for epoch in range(8):
+            trainer.train_epoch(epoch)
+        assert trainer.get_performance_stats()["steps"] == 8 * (NUM // BATCH)
+    assert [len(batch) for batch in seen] == [BATCH] * 8 * (NUM // BATCH)
+    for epoch in range(8):  # no sample twice in an epoch
+        rows = torch.cat(seen[epoch * 3 : (epoch + 1) * 3])
+        assert len(torch.unique(rows, dim=0)) == 18
+    x = torch.stack([data[index][0] for index in range(NUM)])
+    if shuffle:  # others are left out each time
+        assert len(torch.unique(torch.cat(seen), dim=0)) == NUM
+    else:
+        assert torch.equal(torch.cat(seen[:3]), x[:18]) and torch.equal(torch.cat(seen[3:6]), x[:18])
+
+
+def test_dropping_all_there_is_is_refused() -> None:
+    loader = DataLoader(create_datasets()[0], batch_size=64, drop_last=True)
+    with pytest.raises(ConfigError, match="leaves nothing to train on: the data have 20 samples, a batch 64"):
+        DataParallelTrainer(create_model(), config(global_batch_size=None), loader)
+
+
+def test_a_smaller_batch_size_in_the_config_is_taken_up_and_the_run_stays_the_same(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    seen: list[int] = []
+    mine = config(batch_size=BATCH)
+    with make(mine, loss_fn=lambda out, y: (seen.append(len(y)), nn.functional.cross_entropy(out, y))[1]) as trainer:
+        first = losses(trainer, 1)
+        assert max(seen) == BATCH
+        capfd.readouterr()
+        mine.batch_size //= 2  # as loops do that ran out of memory
+        seen.clear()
+        rest = [trainer.train_epoch(1)["train_loss"]]
+        assert max(seen) == BATCH // 2
+        rest += [trainer.validate(1)["val_loss"]]
+        told = capfd.readouterr().err
+    assert first + rest == pytest.approx(by_hand(2), abs=1e-12)
+    other = config()
+    trainer = MultiGPUTrainingManager(other).create_trainer(create_model(), *create_datasets(), batch_size=BATCH)
+    with trainer:
+        trainer.train_epoch(0)
+        other.batch_size = 2
+        trainer.train_epoch(1)
+    assert "batch_size 32 -> 2: at most 2 samples at once" in capfd.readouterr().err
+    assert "batch_size 6 -> 3: at most 3 samples at once per device" in told and "effective batch stays 6" in told
+
+
 def test_batches_by_name_and_models_with_a_loss_of_their_own() -> None:
     torch.manual_seed(0)
     model = Gives()
@@ -394,6 +482,19 @@ def test_train_returns_when_its_last_checkpoint_is_on_disk(monkeypatch: pytest.M
     with manager.create_trainer(create_model(), *create_datasets()):
         manager.train(1, save_path=None)
         assert load_weights("run")
+
+
+def test_progress_is_that_of_the_whole_run_where_its_length_is_known(capfd: pytest.CaptureFixture[str]) -> None:
+    steps = -(-NUM // BATCH)
+    with make(config(settings={**EXACT, "log_every": 1})) as trainer:
+        trainer.train(3, save_path=None)
+        err = capfd.readouterr().err
+    told = [(int(step), int(total)) for step, total in re.findall(r"^step (\d+)/(\d+) ", err, re.MULTILINE)]
+    assert told == [(n, 3 * steps) for n in range(1, 3 * steps + 1)] and "in this epoch" not in err
+    with make(config(settings={**EXACT, "log_every": 1})) as trainer:
+        trainer.train_epoch(0)
+        told = capfd.readouterr().err
+        assert f"step {steps}/{steps}" in told and " left in this epoch" in told, "a loop of one's own may go on"
 
 
 def test_the_banner_tells_the_steps_of_an_epoch(capsys: pytest.CaptureFixture[str]) -> None:
@@ -562,6 +663,60 @@ def test_a_signal_in_the_middle_of_an_epoch_saves_and_the_next_start_finishes_it
     with make(config(output_dir="run")) as other:
         assert losses(other, 2) == pytest.approx(by_hand(2), abs=1e-12)
         assert 0 < other.get_performance_stats()["samples"] < NUM
+
+
+SIGNALLED = """
+import os, signal, sys, torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from unisono.multi_gpu import MultiGPUConfig, MultiGPUTrainingManager
+
+x = torch.randn(8, 3)
+config = MultiGPUConfig(num_workers=0, batch_size=4, output_dir="run", settings={"tensorboard": False})
+trainer = MultiGPUTrainingManager(config).create_trainer(nn.Linear(3, 1), TensorDataset(x, x[:, :1]))
+for epoch in range(4):
+    trainer.train_epoch(epoch)
+    print("epoch", epoch, flush=True)
+    if epoch == 1 and sys.argv[1] == "signal":
+        os.kill(os.getpid(), signal.SIGTERM)
+        print("still here", flush=True)
+"""
+
+
+def test_a_signal_between_epochs_ends_with_a_checkpoint_and_the_next_start_goes_on() -> None:
+    Path("script.py").write_text(SIGNALLED)
+    first = command_line.end(command_line.start(["script.py", "signal"], cwd=Path.cwd()))
+    assert first.code == 75, first.err
+    assert first.out == "epoch 0\nepoch 1\n" and "it goes on" in first.err
+    second = command_line.end(command_line.start(["script.py", "go on"], cwd=Path.cwd()))
+    assert second.code == 0 and second.out.endswith("epoch 3\n"), second.err
+    steps = [json.loads(line)["step"] for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    assert max(steps) == 8  # two in each of four epochs, none of them twice
+
+
+def test_a_signal_between_calls_leaves_what_is_the_user_s_alone() -> None:
+    caught: list[int] = []
+    with BetweenCalls(StopRequest("plain"), lambda: True):
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.signal(signal.SIGUSR1, lambda number, frame: caught.append(number))
+    try:
+        with make(config(output_dir="run")) as trainer:
+            trainer.train_epoch(0)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            trainer.train_epoch(1)
+        assert caught == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
+def test_a_signal_while_a_checkpoint_is_saved_stops_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with make(config(output_dir="run")) as trainer:
+        trainer.train_epoch(0)
+        save = trainer._engine.save_to
+        monkeypatch.setattr(trainer._engine, "save_to", lambda to: (os.kill(os.getpid(), signal.SIGTERM), save(to))[1])
+        with pytest.raises(SystemExit) as stopped:
+            trainer.save_checkpoint(0, "mine")
+    assert stopped.value.code == 75 and list(Path("mine").glob("step_*"))
 
 
 def test_nothing_of_the_user_s_is_overwritten() -> None:
@@ -798,7 +953,7 @@ def test_the_banner_says_what_becomes_of_a_strategy_and_of_devices_that_are_not_
     with DataParallelTrainer(create_model(), settings, DataLoader(train, batch_size=BATCH)) as trainer:
         assert trainer.get_performance_stats()["global_batch_size"] == BATCH
     said = "".join(capsys.readouterr())
-    assert "single (dp on one device is single)" in said and "as asked" not in said
+    assert "single (dp on one device is single)" in said and "as requested" not in said
     assert f"one CPU: a step takes {BATCH} samples all the same" in said and "accumulation keeps" not in said
     with make(settings):
         assert "one CPU: accumulation keeps the effective batch" in "".join(capsys.readouterr())
@@ -809,7 +964,7 @@ def test_the_batch_size_that_fits_is_measured(monkeypatch: pytest.MonkeyPatch) -
     before = copy.deepcopy(model.state_dict())
     # Of a sample the graph keeps its 3 inputs, 8 values of the middle layer and 2 logarithms (float32), and its class.
     for megabytes in (1, 2):
-        monkeypatch.setattr("unisono.multi_gpu.benchmark._free_of_host", lambda free=megabytes * 10**6: free)
+        monkeypatch.setattr("unisono.multi_gpu.benchmark.free_host_memory", lambda free=megabytes * 10**6: free)
         size = get_optimal_batch_size(model, dataset=data, loss_fn=nn.CrossEntropyLoss(), max_batch_size=10**6)
         assert 4_000 * megabytes < size < 6_000 * megabytes
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -830,6 +985,14 @@ def test_a_benchmark_leaves_the_model_and_the_folder_alone() -> None:
     assert found["single_device"]["samples_per_second"] > 0 and found["speedup"] == 1.0
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not list(Path.cwd().iterdir())
+
+
+def test_a_benchmark_of_one_process_says_that_it_measures_one_device(capsys: pytest.CaptureFixture[str]) -> None:
+    model, (data, _) = create_model(), create_datasets()
+    found = benchmark_multi_gpu_performance(model, data, config(world_size=2), steps=2, warmup_steps=1)
+    assert found["num_devices"] == 1 and found["devices_asked_for"] == 2
+    told = capsys.readouterr().err
+    assert "world_size 2" in told and "one device" in told and "torchrun --nproc_per_node=2" in told
 
 
 # --- two real ranks
@@ -940,8 +1103,6 @@ def test_functions_that_other_processes_cannot_import_train_on_one_device(capsys
 
 
 def test_asking_for_gpus_does_not_wait_for_torch() -> None:
-    import subprocess
-
     code = "import sys; from unisono.multi_gpu import get_gpu_info, MultiGPUConfig; get_gpu_info(); MultiGPUConfig(); "
     result = subprocess.run([sys.executable, "-c", code + "sys.exit('torch' in sys.modules)"], check=False)
     assert result.returncode == 0

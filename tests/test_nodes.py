@@ -31,16 +31,16 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     place = tmp_path_factory.mktemp("undisturbed")
     ended = end(start([*TRAIN, "--batch_size", 4], cwd=place))
     assert ended.code == 0, ended.err
-    found = losses(place / "run")
-    assert len(found) == STEPS
-    return found
+    values = losses(place / "run")
+    assert len(values) == STEPS
+    return values
 
 
 @pytest.fixture
 def machines() -> Iterator[list[Machine]]:
     """Two machines."""
-    with network(2) as found:
-        yield found
+    with network(2) as computers:
+        yield computers
 
 
 class Run:
@@ -87,8 +87,8 @@ class Run:
 
     def starts(self) -> list[dict[str, object]]:
         """Every start of the ranks."""
-        found: list[dict[str, object]] = json.loads((self.folder / "run/run.json").read_text())["starts"]
-        return found
+        starts: list[dict[str, object]] = json.loads((self.folder / "run/run.json").read_text())["starts"]
+        return starts
 
     def worlds(self) -> list[object]:
         """How many ranks each start had."""
@@ -138,7 +138,7 @@ def test_a_machine_that_dies_is_done_without_and_joins_again(
     assert run.events("restart") == [], "machines that come and go are no restarts"
     [saved] = run.events("signal")
     assert (saved["signal"], saved["step"]) == ("a machine joins", run.starts()[2]["from_step"]), "no step was lost"
-    assert "machine 1 left: going on from the last checkpoint with 1 machine, 1 rank" in ended.err
+    assert "machine 1 left: continuing from the last checkpoint with 1 machine, 1 rank" in ended.err
 
 
 @pytest.mark.slow
@@ -193,21 +193,21 @@ def check_in(folders: list[str]) -> str:
 
     from unisono.cluster.agree import Agreement
     from unisono.cluster.environment import detect
-    from unisono.cluster.processes import join, leave
+    from unisono.cluster.process_group import join_process_group, leave_process_group
     from unisono.cluster.shared_folder import check_shared
     from unisono.errors import UserError
 
     world = detect()
-    join(world, torch.device("cpu"))
+    join_process_group(world, torch.device("cpu"))
     machine = replace(world, node=world.rank, num_nodes=world.size, local_rank=0, local_size=1)
     os.chdir(folders[world.rank])
     try:
-        check_shared("runs/mine", machine, Agreement(), patience_s=0.5)
+        check_shared("runs/mine", machine, Agreement(), timeout_s=0.5)
         return "shared"
     except UserError as error:
         return str(error)
     finally:
-        leave()
+        leave_process_group()
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -215,8 +215,8 @@ def test_a_run_folder_that_the_machines_do_not_share_is_refused(tmp_path: Path, 
     folders = [tmp_path / "a", tmp_path / "a" if shared else tmp_path / "b"]
     for folder in folders:
         folder.mkdir(exist_ok=True)
-    said = run_ranks("check_in", __file__, 2, {"folders": list(map(str, folders))})
+    answers = run_ranks("check_in", __file__, 2, {"folders": list(map(str, folders))})
     refused = "output_dir runs/mine is not the same folder on machine 1 as on machine 0; "
     refused += "a run on several machines needs one on a file system that all of them share"
-    assert said == (["shared"] * 2 if shared else [refused] * 2)
+    assert answers == (["shared"] * 2 if shared else [refused] * 2)
     assert not [each for folder in folders for each in folder.iterdir()], "nothing is left behind"

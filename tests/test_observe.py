@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import pty
-import re
+import resource
 import signal
-import struct
 import subprocess
 import sys
-import termios
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from unisono.errors import UserError
+from unisono.observe.append import AppendedFile
 from unisono.observe.banner import banner, effective_batch_text
 from unisono.observe.folder import RunFolder, append_event, check_writable
 from unisono.observe.meter import Meter, gpu_memory_gib, host_memory_gib, slowest
-from unisono.observe.progress import Progress, duration
 from unisono.observe.trackers import TensorBoardTracker, open_trackers
 from unisono.settings import ObserveSettings
 
@@ -35,6 +33,17 @@ def jsonl(path: Path) -> list[dict[str, Any]]:
         raise AssertionError(f"{constant} is not JSON")
 
     return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+@contextmanager
+def nothing_can_be_written() -> Iterator[None]:
+    """No file of this process may grow: to whoever writes, that is a full disk in other words."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def python(code: str, *arguments: object) -> subprocess.Popen[str]:
@@ -60,7 +69,7 @@ def test_nothing_is_written_before_the_folder_is_opened_and_everything_after(tmp
     run = RunFolder.read(folder.path)
     assert run is not None and run["recipe"] == "darkroom" and run["created"]
     assert [start["world"] for start in run["starts"]] == [2]
-    assert sorted(file.name for file in folder.path.iterdir()) == ["events.jsonl", "metrics.jsonl", "run.json"]
+    assert sorted(file.name for file in folder.path.glob("[!.]*")) == ["events.jsonl", "metrics.jsonl", "run.json"]
 
 
 def test_a_folder_that_is_never_opened_holds_on_to_little(tmp_path: Path) -> None:
@@ -187,15 +196,57 @@ def test_the_launcher_writes_events_only_into_a_run(tmp_path: Path) -> None:
     assert jsonl(tmp_path / "events.jsonl")[0]["attempt"] == 2
 
 
-def test_a_full_disk_costs_lines_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_that_cannot_be_written_costs_no_line_and_not_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = RunFolder(tmp_path)
     folder.open(RECORD)
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    folder.metrics({"step": 1})
-    folder.metrics({"step": 2})
+    file = tmp_path / "metrics.jsonl"
+    with nothing_can_be_written():
+        folder.metrics({"step": 1})
+        folder.metrics({"step": 2})
     assert [record.message for record in caplog.records] == [
-        f"{tmp_path / 'metrics.jsonl'} cannot be written (No space left on device); lines are lost, the run goes on"
+        f"{file} cannot be written (File too large); the run goes on, and what belongs there waits in memory"
     ]
+    folder.metrics({"step": 3})
+    assert [line["step"] for line in jsonl(file)] == [1, 2, 3]
+    assert caplog.records[-1].message == f"{file} is written again, with all that had to wait"
+
+
+def test_a_line_that_another_process_tore_does_not_swallow_the_next(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.open(RECORD)
+    folder.event("start")
+    with open(tmp_path / "events.jsonl", "a") as other:  # while the folder has the file open
+        other.write('{"kind": "rest')
+    folder.event("resume", step=3)
+    lines = (tmp_path / "events.jsonl").read_text().splitlines()
+    assert lines[1] == '{"kind": "rest' and json.loads(lines[2])["kind"] == "resume"
+
+
+def test_lines_that_wait_for_the_disk_are_rewound_too(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.open(RECORD)
+    file = tmp_path / "metrics.jsonl"
+    with nothing_can_be_written():
+        for step in (1, 2, 3):
+            folder.metrics({"step": step})
+    folder.rewind_metrics(1)
+    folder.metrics({"step": 2})
+    assert [line["step"] for line in jsonl(file)] == [1, 2]
+
+
+def test_memory_for_lines_that_wait_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("unisono.observe.append.MOST_WAITING", 3)
+    file = tmp_path / "lines"
+    lines = AppendedFile(file)
+    with nothing_can_be_written():
+        for number in range(6):
+            lines.append(str(number).encode())
+    lines.append(b"6")
+    assert file.read_text() == "0\n5\n6\n" and "except for 4 that are lost" in caplog.records[-1].message
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"name": "mine"}', '{"starts": 3}', "\xff"])
@@ -239,131 +290,6 @@ def test_folders_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
             check_writable(path)
         assert "\n" not in str(refused.value)
     assert sorted(tmp_path.iterdir()) == before
-
-
-# --- the progress line
-
-
-class Terminal:
-    """A real pseudo-terminal of a given width, with what was written to it."""
-
-    def __init__(self, columns: int) -> None:
-        self._reader, writer = pty.openpty()
-        fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-        self.stream = os.fdopen(writer, "w")
-
-    def read(self) -> str:
-        self.stream.close()
-        text = b""
-        while True:
-            try:
-                chunk = os.read(self._reader, 65536)
-            except OSError:  # Linux: the other side is closed and all is read
-                chunk = b""
-            if not chunk:
-                os.close(self._reader)
-                return text.decode().replace("\r\n", "\n")
-            text += chunk
-
-
-NUMBERS = {"loss": 1.23451, "lr": 3e-4, "samples_per_s": 812.3, "mem_gib": 1.24, "eval/loss": 3.0, "epoch": 2}
-
-
-def test_a_terminal_sees_one_line_rewritten_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    terminal = Terminal(120)
-    progress = Progress(1000, stream=terminal.stream)
-    progress.update(step=120, **NUMBERS)
-    for step in range(121, 150):  # far more often than ten times a second
-        progress.update(step=step, **NUMBERS)
-    progress.message("saved step 149")
-    progress.close()
-    progress.close()
-    text = terminal.read()
-    rows = text.split("\n")
-    first = "step 120/1000  loss 1.2345  lr 3.0e-04  812 samples/s  1.2 GiB  epoch 2"
-    assert rows[0] == f"\r{first}\x1b[K\r\x1b[Ksaved step 149"
-    assert rows[1].startswith(first + "\rstep 149/1000  loss 1.2345")  # close shows the newest numbers
-    assert rows[2:] == [""]
-
-
-@pytest.mark.parametrize(
-    ("columns", "expected"),
-    [
-        (10, "step 9999"),
-        (30, "step 99999/100000"),
-        (31, "step 99999/100000  loss 1.2345"),
-        (60, "step 99999/100000  loss 1.2345  3 skipped  lr 3.0e-04"),
-        (80, "step 99999/100000  loss 1.2345  3 skipped  lr 3.0e-04  812 samples/s  1.2 GiB"),
-    ],
-)
-def test_a_narrow_terminal_shows_less_and_never_wraps(
-    columns: int, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    terminal = Terminal(columns)
-    progress = Progress(100_000, stream=terminal.stream)
-    progress.update(step=99_999, skipped=3, **NUMBERS)
-    progress.close()
-    assert terminal.read() == f"\r{expected}\x1b[K" * 2 + "\n"
-    assert len(expected) < columns
-
-
-@pytest.mark.parametrize("term", ["dumb", None])
-def test_a_dumb_terminal_gets_plain_lines(term: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    if term is None:
-        monkeypatch.delenv("TERM", raising=False)
-    else:
-        monkeypatch.setenv("TERM", term)
-    terminal = Terminal(80)
-    progress = Progress(10, stream=terminal.stream)
-    progress.update(step=1, loss=0.5)
-    progress.message("note")
-    progress.update(step=2, loss=float("nan"), skipped=1)
-    progress.close()
-    first, note, second, end = terminal.read().split("\n")
-    assert (first, note, end) == ("step 1/10  loss 0.5000", "note", "")
-    assert second.startswith("step 2/10  loss nan  1 skipped")
-
-
-def test_a_log_file_gets_a_line_per_update_with_the_time_left(tmp_path: Path) -> None:
-    with open(tmp_path / "log", "w") as stream:
-        progress = Progress(30, stream=stream)
-        progress.update(step=10, loss=1e-9)
-        time.sleep(0.5)
-        progress.update(step=20, loss=123456.0)
-        progress.close()
-    first, second = (tmp_path / "log").read_text().splitlines()
-    assert first == "step 10/30  loss 1.000e-09"
-    assert re.fullmatch(r"step 20/30  loss 1\.235e\+05  \ds left", second)
-
-
-def test_progress_of_other_ranks_is_silent(capfd: pytest.CaptureFixture[str]) -> None:
-    progress = Progress(10, enabled=False)
-    progress.update(step=1, **NUMBERS)
-    progress.message("x")
-    progress.close()
-    assert capfd.readouterr() == ("", "")
-
-
-def test_a_terminal_that_goes_away_does_not_stop_the_run() -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    stream = os.fdopen(writer, "w")
-    progress = Progress(10, stream=stream)
-    progress.update(step=1)
-    progress.message("x")
-    progress.close()
-    with pytest.raises(BrokenPipeError):
-        stream.close()
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(-1, "0s"), (59.4, "59s"), (59.6, "1m00s"), (190, "3m10s"), (7500, "2h05m"), (277_000, "3d04h")],
-)
-def test_durations_are_read_at_a_glance(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
 
 
 # --- the banner
@@ -419,12 +345,35 @@ def test_tensorboard_has_each_step_once_after_a_resume(tmp_path: Path) -> None:
     assert curve == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 1.0), (5, 1.0), (6, 2.0), (7, 2.0)]
 
 
+def test_previews_are_in_tensorboard_as_pictures_and_texts(tmp_path: Path) -> None:
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    image = pytest.importorskip("PIL.Image")
+    files = [tmp_path / f"step_00000007_{name}" for name in ("a.png", "b.gif", "c.txt", "d.mp4", "gone.png")]
+    image.new("RGB", (30, 20)).save(files[0])
+    image.new("RGB", (12, 8)).save(files[1])
+    files[2].write_text("a red circle\n")
+    files[3].write_bytes(b"no picture")
+    tracker = TensorBoardTracker(tmp_path / "tb")
+    for file in files:
+        tracker.show(7, file)
+    tracker.close()
+
+    seen = event_accumulator.EventAccumulator(str(tmp_path / "tb")).Reload()
+    assert sorted(seen.Tags()["images"]) == ["previews/a", "previews/b"]
+    assert seen.Tags()["tensors"] == ["previews/c"]
+    [picture] = seen.Images("previews/a")
+    assert (picture.step, picture.width, picture.height) == (7, 30, 20)
+    assert picture.encoded_image_string == files[0].read_bytes()
+    assert seen.Images("previews/b")[0].width == 12
+    assert seen.Tensors("previews/c")[0].tensor_proto.string_val == [b"    a red circle"]
+
+
 def test_without_tensorboard_there_is_a_warning_and_no_tracker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert open_trackers(ObserveSettings(tensorboard=False), tmp_path, step=0) == []
     assert not caplog.records
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # what an import then meets: ImportError
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)  # an import of it: ImportError
     assert open_trackers(ObserveSettings(), tmp_path, step=0) == []
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert list(tmp_path.iterdir()) == []

@@ -16,10 +16,11 @@ from many_runs import Copy, Outcome, Run, identical, largest_difference, many_ru
 from tiny_recipe import Tiny
 from unisono import Loss, train
 from unisono.engine.batch import BatchPlan
-from unisono.engine.guard import Guard
-from unisono.engine.memory import OutOfMemoryTogether, is_out_of_memory, smaller
-from unisono.engine.sizing import Sizing
+from unisono.engine.memory.micro_batch_size import MicroBatchSizer
+from unisono.engine.memory.remembered_size import smaller
 from unisono.engine.state import TrainState
+from unisono.engine.step.guard import Guard
+from unisono.engine.step.out_of_memory import OutOfMemoryTogether, is_out_of_memory
 from unisono.faults import Injector, parse
 from unisono.parallel.strategy import Placement
 from unisono.settings import ParallelSettings
@@ -124,7 +125,7 @@ def test_when_not_even_one_sample_fits_all_ranks_say_so_with_numbers(runs: dict[
     for ended in runs["too big"].by_rank:
         assert ended["exit_code"] == 3
         assert "even one sample does not fit on rank 1" in ended["error"]
-        for word in ("activation_checkpointing", "fsdp on 2 GPUs", "fsdp_cpu_offload", "MiB"):
+        for word in ("activation_checkpointing", "fsdp on 2 GPUs", "fsdp_cpu_offload", "KiB"):
             assert word in ended["error"]
 
 
@@ -138,7 +139,7 @@ def test_auto_tries_before_the_first_step_and_changes_nothing(runs: dict[str, Ou
 @pytest.mark.parametrize(("limit", "expected"), [(1, 1), (3, 3), (7, 7), (20, 20), (37, 36), (64, 64), (1000, 64)])
 def test_the_largest_size_that_fits_is_found_in_a_few_trials(tmp_path: Path, limit: int, expected: int) -> None:
     state = TrainState(64)
-    sizing = Sizing(BatchPlan(64, 8, 1), state, tmp_path, may_rise=True, largest=64)
+    sizing = MicroBatchSizer(BatchPlan(64, 8, 1), state, tmp_path, may_rise=True, largest=64)
 
     def try_out(plan: BatchPlan) -> None:
         if plan.micro_batch > limit:
@@ -151,7 +152,7 @@ def test_the_largest_size_that_fits_is_found_in_a_few_trials(tmp_path: Path, lim
 def test_it_rises_only_if_asked_and_more_seldom_each_time(tmp_path: Path) -> None:
     def steps_until_it_rises(may_rise: bool, failures: int) -> int | None:
         state = TrainState(64, micro_batch=4, memory_failures=failures)
-        sizing = Sizing(BatchPlan(64, 4, 1), state, tmp_path, may_rise=may_rise, largest=64)
+        sizing = MicroBatchSizer(BatchPlan(64, 4, 1), state, tmp_path, may_rise=may_rise, largest=64)
         for state.step in range(2000):
             if sizing.rise():
                 assert sizing.plan.micro_batch == state.micro_batch == 8
@@ -166,12 +167,12 @@ def test_it_rises_only_if_asked_and_more_seldom_each_time(tmp_path: Path) -> Non
 def test_a_size_that_made_a_restart_necessary_is_not_tried_again_at_once(tmp_path: Path) -> None:
     # The checkpoint knows a size that fitted; the attempt after it ran out of memory where only a restart helps.
     state = TrainState(64, step=900, micro_batch=16, memory_step=100)
-    sizing = Sizing(BatchPlan(64, 8, 1), state, tmp_path, may_rise=True, largest=64)
+    sizing = MicroBatchSizer(BatchPlan(64, 8, 1), state, tmp_path, may_rise=True, largest=64)
     assert (state.micro_batch, state.memory_failures, state.memory_step) == (8, 1, 900)
     assert not sizing.rise()
     # More ranks have smaller shares: nothing learnt about memory.
     state = TrainState(64, step=900, micro_batch=16, memory_step=100)
-    Sizing(BatchPlan(64, 8, 8), state, tmp_path, may_rise=True, largest=64)
+    MicroBatchSizer(BatchPlan(64, 8, 8), state, tmp_path, may_rise=True, largest=64)
     assert (state.micro_batch, state.memory_failures) == (16, 0)
 
 
@@ -237,7 +238,7 @@ class Waiting(nn.Module):
         super().__init__()
         device = torch.device("cpu")
         self.model, self.settings = nn.BatchNorm1d(2), ParallelSettings()
-        self.place = Placement(device, 0, 2, [device], None)
+        self.placement = Placement(device, 0, 2, [device], None)
 
     def clear_gradients(self) -> None:
         self.model.zero_grad()
@@ -248,9 +249,9 @@ def test_each_new_shape_is_guarded_for_some_steps() -> None:
 
     def step(*shape: int) -> bool:
         guard.begin()
-        guard.see({"x": torch.zeros(shape)})
-        wanted = guard.wanted
-        guard.passed(guarded=wanted)
+        guard.note_shape({"x": torch.zeros(shape)})
+        wanted = guard.is_needed
+        guard.count_step(guarded=wanted)
         return wanted
 
     assert [step(4, 2) for _ in range(4)] == [True, True, False, False]
@@ -262,13 +263,13 @@ def test_the_guard_ends_where_shapes_never_come_twice() -> None:
     wanted = []
     for number in range(1, 400):
         guard.begin()
-        guard.see({"x": torch.zeros(700 + number)})
-        wanted.append(guard.wanted)
-        guard.passed(guarded=wanted[-1])
+        guard.note_shape({"x": torch.zeros(700 + number)})
+        wanted.append(guard.is_needed)
+        guard.count_step(guarded=wanted[-1])
     assert all(wanted[:60]) and not any(wanted[200:300])
     guard.begin()
-    guard.see({"x": torch.zeros(5000)})
-    assert guard.wanted  # much larger than all before
+    guard.note_shape({"x": torch.zeros(5000)})
+    assert guard.is_needed  # much larger than all before
     assert len(guard._passed) < 80
 
 
@@ -308,7 +309,7 @@ def test_where_only_a_restart_helps_it_restarts_smaller(
 def test_a_process_alone_starts_again_by_itself(tmp_path: Path) -> None:
     run = ["train", TINY, "--nproc", 1, "--max_steps", 8, "--save_every", 3, "--output_dir", "run"]
     ended = unisono(*run, "--inject", "oom@rank0:step5:optimizer", cwd=tmp_path)
-    assert ended.code == 0 and "starting again from the last checkpoint (1 of 3)" in ended.err
+    assert ended.code == 0 and "restarting from the last checkpoint (1 of 3)" in ended.err
     assert len(losses(tmp_path / "run")) == 8
 
 

@@ -55,7 +55,7 @@ def recipe(tmp_path: Path) -> str:
 def test_the_run_goes_on_without_the_preview(recipe: str, tmp_path: Path) -> None:
     done = unisono("train", recipe, "--nproc", 1, "--fails", "drawing", "--output_dir", "run", cwd=tmp_path)
     assert done.code == 0, done.err
-    assert done.err.count("preview left out, rank 0 ran out of memory: CUDA out of memory. Tried to allocate") == 3
+    assert done.err.count("preview skipped, rank 0 ran out of memory: CUDA out of memory. Tried to allocate") == 3
     found = lines(tmp_path / "run", "events.jsonl")
     assert [event["step"] for event in found if event["kind"] == "preview_left_out"] == [1, 2, 3]
     assert not any(event["kind"] == "restart" for event in found)
@@ -69,7 +69,7 @@ def test_the_run_goes_on_when_a_preview_cannot_be_written(recipe: str, tmp_path:
     (tmp_path / "run/previews/step_00000002_seen.txt").mkdir(parents=True)  # where a file cannot be
     done = unisono(*words, "--nproc", 2, "--max_steps", 4, cwd=tmp_path)
     assert done.code == 0 and "Traceback" not in done.err, done.err
-    assert done.err.count("step 2: preview left out, it cannot be written: [Errno 21] Is a directory") == 1
+    assert done.err.count("step 2: preview skipped, it cannot be written: [Errno 21] Is a directory") == 1
     found = [(event["kind"], event["step"]) for event in lines(tmp_path / "run", "events.jsonl")]
     assert ("preview_left_out", 2) in found and ("preview", 4) in found
     assert (tmp_path / "run/previews/step_00000004_seen.txt").read_text() and len(losses(tmp_path / "run")) == 4
@@ -78,7 +78,7 @@ def test_the_run_goes_on_when_a_preview_cannot_be_written(recipe: str, tmp_path:
 def test_a_picture_that_its_kind_of_file_cannot_hold_is_a_mistake_of_the_recipe(recipe: str, tmp_path: Path) -> None:
     done = unisono("train", recipe, "--fails", "format", "--output_dir", "run", "--max_restarts", 0, cwd=tmp_path)
     assert done.code == 3 and "cannot write mode RGBA as JPEG" in done.err, done.err
-    assert "preview left out" not in done.err
+    assert "preview skipped" not in done.err
 
 
 def test_a_sharded_run_starts_again_once_and_then_without_previews(recipe: str, tmp_path: Path) -> None:
@@ -100,20 +100,20 @@ def draw_together(cases: list[str]) -> list[Any]:
 
     from unisono.cluster.agree import Agreement
     from unisono.cluster.environment import detect
-    from unisono.cluster.processes import join, leave
-    from unisono.engine.preview import Drawing, LeftOut
+    from unisono.cluster.process_group import join_process_group, leave_process_group
+    from unisono.engine.previews import Drawing, PreviewSkipped
     from unisono.parallel.strategy import Placement
 
     world, cpu = detect(os.environ), torch.device("cpu")
-    join(world, cpu, timeout_s=30)
-    agreement, place, found = Agreement(), Placement(cpu, world.rank, world.size, [cpu], None), []
+    join_process_group(world, cpu, timeout_s=30)
+    agreement, placement, found = Agreement(), Placement(cpu, world.rank, world.size, [cpu], None), []
 
     def memory(when: bool) -> None:
         if when and world.rank == 1:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
     for case in cases:
-        drawing = Drawing(place, False, agreement, Path("nowhere"))
+        drawing = Drawing(placement, False, agreement, Path("nowhere"))
 
         def preview(case: str = case, drawing: Drawing = drawing) -> dict[str, Any]:
             def draw(item: int) -> int:
@@ -121,15 +121,15 @@ def draw_together(cases: list[str]) -> list[Any]:
                 return 10 * item
 
             memory(case == "before")
-            seen = drawing.each_once(draw, range(5))
+            seen = drawing.over_ranks(draw, range(5))
             memory(case == "after")
             return {"seen": seen}
 
         try:
             found.append(drawing.run(preview))
-        except LeftOut as why:
+        except PreviewSkipped as why:
             found.append([why.rank, str(why)])
-    leave()
+    leave_process_group()
     return found
 
 

@@ -127,10 +127,10 @@ def test_pages_show_the_figures_that_were_measured() -> None:
         assert with_figures(page) == page.read_text(), "run: python benchmarks/figures.py"
 
 
-@pytest.mark.parametrize(("words", "code"), [(["train", "--help"], 0), (["train", "darkroom"], 3)])
-def test_a_broken_pipe_ends_help_quietly_and_training_as_a_failure(words: list[str], code: int) -> None:
+def test_a_broken_pipe_of_a_run_is_a_failure() -> None:
+    """It may be a connection to another rank; one of stdout is no error (test_cli)."""
     broken = (
         "from unisono.cli import main as m\nimport sys\ndef broken(words): raise BrokenPipeError\nm._run = broken\n"
     )
-    result = run_python(broken + "sys.exit(m.main())", *words)
-    assert result.returncode == code and bool(result.stderr) == (code == 3), result.stderr
+    result = run_python(broken + "sys.exit(m.main())", "train", "darkroom")
+    assert result.returncode == 3 and result.stderr

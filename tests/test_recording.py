@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,12 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from tiny_recipe import Tiny
+from unisono import Loss
+from unisono.cluster.agree import Agreement
+from unisono.cluster.hangs.heartbeat import Heartbeat
 from unisono.data.resident import is_resident
 from unisono.engine.batch import BatchPlan
-from unisono.engine.build import build_parts
-from unisono.engine.captured import Captured
-from unisono.engine.guard import Guard
-from unisono.engine.optim import Updater
+from unisono.engine.build.components import build_components
+from unisono.engine.step.accumulate import GradientAccumulator
+from unisono.engine.step.cuda_graph import GraphedFunction
+from unisono.engine.step.guard import Guard
+from unisono.engine.step.optimizer_wrapper import OptimizerWrapper
 from unisono.errors import ConfigError, TrainingFailed
 from unisono.parallel.ddp import DDP
 from unisono.parallel.single import Single
@@ -31,15 +36,15 @@ class Recorder:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ending: Exception | None = None  # what leaving a recording raises
-        self.captured: Captured
+        self.captured: GraphedFunction
         self.replays = self.recordings = 0
         monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: self)
         monkeypatch.setattr(torch.cuda, "graph", self._recording)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: CPU)
 
-    def of(self, function: Any) -> Captured:
-        self.captured = Captured(function)
+    def of(self, function: Any) -> GraphedFunction:
+        self.captured = GraphedFunction(function)
         return self.captured
 
     @contextmanager
@@ -82,7 +87,9 @@ def test_numbers_in_a_batch_are_never_those_of_the_recording(recorder: Recorder)
 
 def test_what_cannot_be_copied_into_a_recording_is_refused(recorder: Recorder) -> None:
     captured = recorder.of(total)
-    with pytest.raises(TrainingFailed, match="the batch holds a object, of which a recorded step would see the first"):
+    with pytest.raises(
+        TrainingFailed, match="the batch holds a object, and a recorded step would only ever see the first"
+    ):
         for _ in range(4):
             captured(batch(3, what=object()))
     assert recorder.recordings == 0
@@ -174,17 +181,15 @@ def test_buffers_that_a_replay_changed_are_still_restored() -> None:
     model = strategy.model
     assert isinstance(model, Net)
     guard = Guard(strategy, -1)
-    guard.begin()
-    strategy.train(nn.Module.__call__, torch.ones(4))
-    guard.passed(guarded=False)
-    guard.begin()
-    model.calls.data.add_(1)  # as recorded kernels do it: the version stands still
-    guard.passed(guarded=False, replayed=True)
-    guard.begin()
-    assert len(guard._kept) == 1, "a table need not be kept again"
+    for _ in range(4):
+        guard.buffers.keep()
+        model.calls.data.add_(1)  # as recorded kernels do it: the version stands still
+        guard.count_step(guarded=False)
+    guard.buffers.keep()
+    assert guard.buffers.num_copied == 1, "a table need not be kept again"
     model.calls.data.add_(1)
     guard.restore()
-    assert model.calls.item() == 2
+    assert model.calls.item() == 4
 
 
 def test_a_tensor_is_an_ordinary_data_set() -> None:
@@ -192,11 +197,11 @@ def test_a_tensor_is_an_ordinary_data_set() -> None:
 
 
 def test_a_rate_is_what_recorded_kernels_would_read() -> None:
-    def updater(dtype: torch.dtype) -> Updater:
+    def optimizer(dtype: torch.dtype) -> OptimizerWrapper:
         weights = [("weight", nn.Parameter(torch.ones(2, dtype=dtype)))]
-        return Updater(weights, OptimSettings(learning_rate=1e-3), lambda parameters: None, 1.0)
+        return OptimizerWrapper(weights, OptimSettings(learning_rate=1e-3), lambda parameters: None, 1.0)
 
-    plain, recorded, exact = updater(torch.float32), updater(torch.float32), updater(torch.float64)
+    plain, recorded, exact = optimizer(torch.float32), optimizer(torch.float32), optimizer(torch.float64)
     assert recorded.make_capturable()
     for each in (plain, recorded, exact):
         assert each.set_learning_rate(1 / 3) == 1e-3 / 3
@@ -209,9 +214,45 @@ def test_recomputed_activations_are_not_recorded() -> None:
         precision=PrecisionSettings(cuda_graph=True, activation_checkpointing=True),
         parallel=ParallelSettings(strategy="single"),
     )
-    place = Placement(torch.device("cuda"), 0, 1, [CPU], None)
+    placement = Placement(torch.device("cuda"), 0, 1, [CPU], None)
     with pytest.raises(ConfigError, match="cuda_graph cannot record activation_checkpointing"):
-        build_parts(Tiny(Tiny.Config()), settings, place, BatchPlan(8, 8, 1))
+        build_components(Tiny(Tiny.Config()), settings, placement, BatchPlan(8, 8, 1))
+
+
+class Averaging(nn.Module):
+    """Assigns a new tensor to its buffer in every forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 1)
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = self.mean / 2 + x.detach().mean()
+        return self.linear(x)
+
+
+class Averages(Tiny):
+    def model(self) -> nn.Module:
+        return Averaging()
+
+    def loss(self, model: nn.Module, batch: Any, noise: Any) -> Loss:
+        return Loss(model(batch).sum(), len(batch))
+
+
+def test_a_buffer_that_is_assigned_stays_where_recorded_kernels_read_it() -> None:
+    settings = Settings(parallel=ParallelSettings(strategy="single"))
+    placement = Placement(CPU, 0, 1, [CPU], None)
+    components = replace(
+        build_components(Averages(Averages.Config()), settings, placement, BatchPlan(2, 2, 1)), captures=True
+    )
+    gradient = GradientAccumulator(components, settings, Agreement(alone=True), Heartbeat())
+    gradient._names = ["total", "count"]
+    model: Any = components.strategy.model
+    recorded = model.mean
+    for expected in (1.0, 1.5, 1.75):
+        gradient._forward_and_backward(torch.ones(2, 1), torch.arange(2))
+        assert model.mean is recorded and recorded.item() == expected
 
 
 @pytest.mark.parametrize(
@@ -228,8 +269,10 @@ def test_gradients_of_ddp_stay_only_in_buckets(settings: dict[str, Any], guardab
 def test_copies_that_data_parallel_makes_are_not_compiled(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """They would all compute with the weights of the first one, which the compiled code belongs to."""
     compiled: list[Any] = []
-    monkeypatch.setattr("unisono.engine.build.compile_blocks", lambda *given: compiled.append(given))
+    monkeypatch.setattr("unisono.engine.build.components.compile_blocks", lambda *given: compiled.append(given))
     settings = Settings(precision=PrecisionSettings(compile=True), parallel=ParallelSettings(strategy="single"))
-    parts = build_parts(Tiny(Tiny.Config()), settings, Placement(CPU, 0, 1, [CPU] * devices, None), BatchPlan(8, 8, 1))
+    components = build_components(
+        Tiny(Tiny.Config()), settings, Placement(CPU, 0, 1, [CPU] * devices, None), BatchPlan(8, 8, 1)
+    )
     assert len(compiled) == (devices == 1)
-    assert any("dp makes cannot be compiled" in remark for remark in parts.remarks) == (devices > 1)
+    assert any("model copies cannot be compiled" in remark for remark in components.remarks) == (devices > 1)

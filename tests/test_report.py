@@ -7,21 +7,26 @@ import json
 import math
 import os
 import re
+import signal
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from command_line import TINY, unisono
 from unisono.cli.main import main
 from unisono.errors import UserError
+from unisono.formatting import format_number
 from unisono.observe.folder import RunFolder
-from unisono.observe.report.axis import linear, logarithmic
 from unisono.observe.report.page import status_of
 from unisono.observe.report.reading import read_run
 from unisono.observe.report.series import LIMIT, Curves, Series
 from unisono.observe.report.writing import write_report
+from unisono.pages.axis import linear, logarithmic
+from unisono.pages.chart import Chart, Line, draw
 
 PIXEL = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
@@ -110,6 +115,20 @@ def test_a_real_run_that_was_killed_is_told_in_full(survivor: Path) -> None:
     charts = [a for a in page.all("svg") if a.get("role") == "img"]
     assert len(charts) >= 4
     assert all(set((a["aria-labelledby"] or "").split()) <= titles for a in charts)
+
+
+def test_a_run_killed_as_a_whole_and_started_again_tells_it_all(tmp_path: Path) -> None:
+    words = ["--save_every", "3", "--no_async_save", "--learning_rate", "0.01"]
+    killed = unisono(
+        "train", TINY, *words, "--max_steps=9", "--output_dir=run", "--inject=kill@rank0:step9", cwd=tmp_path
+    )
+    assert killed.code == -signal.SIGKILL
+    assert unisono("train", TINY, "--output_dir=run", cwd=tmp_path).code == 0
+    page = " ".join(report(tmp_path / "run").text.split())
+    assert re.search(r"faults survived 1 no restart, [1-3] steps? repeated", page), page[:2000]
+    assert "learning_rate 0.01 0.001 flag" in page, "who set it is known after a resume"
+    assert "max_steps 9 4 flag" in page, "the default is the recipe's, as in --help"
+    assert "log_every 1 " not in page.split("As by default")[0], "a recipe's default is a default"
 
 
 def test_a_page_needs_nothing_from_outside(survivor: Path, tmp_path: Path) -> None:
@@ -246,8 +265,8 @@ def test_older_curves_are_kept_evenly_and_in_bounded_number() -> None:
 
 
 def test_evaluation_and_training_share_a_chart(tmp_path: Path) -> None:
-    lines = [{"step": 1, "loss": 1.0, "correct": 0.5}, {"step": 1, "eval/loss": 2.0, "eval/correct": 0.25}]
-    page = report(made(tmp_path, lines))
+    lines = [{"step": step, "loss": 1.0 / step, "correct": 0.5 * step} for step in (1, 2)]
+    page = report(made(tmp_path, [*lines, {"step": 2, "eval/loss": 2.0, "eval/correct": 0.25}]))
     assert len(page.all("svg")) == 2
     assert page.lines()["evaluation"]["y"] == [0.25]
 
@@ -255,10 +274,61 @@ def test_evaluation_and_training_share_a_chart(tmp_path: Path) -> None:
 def test_what_is_measured_beside_a_metric_is_drawn_beside_it(tmp_path: Path) -> None:
     figures = {"MRR@10_bm25": 0.5, "MRR@10_best_of_all": 0.9, "MRR@10": 0.75, "MRR@10_best": 0.8, "MRR": 0.1}
     figures |= {"rank_MRR": 0.2}
-    page = report(made(tmp_path, [{"step": 1, **{f"eval/{name}": value for name, value in figures.items()}}]))
+    lines = [{"step": step, **{f"eval/{name}": v * step for name, v in figures.items()}} for step in (1, 2)]
+    page = report(made(tmp_path, lines))
     assert len(page.all("svg")) == 3  # MRR@10, MRR, rank_MRR
-    lines = page.lines()
-    assert [lines[name]["y"] for name in ("bm25", "best_of_all", "best")] == [[0.5], [0.9], [0.8]]
+    drawn = page.lines()
+    assert [drawn[name]["y"] for name in ("bm25", "best_of_all", "best")] == [[0.5, 1.0], [0.9, 1.8], [0.8, 1.6]]
+
+
+def test_the_same_quantities_of_several_groups_share_a_chart_each(tmp_path: Path) -> None:
+    names = [f"eval/{group}_{what}" for group in ("train", "unseen") for what in ("return", "solved")]
+    names += ["eval/flow_loss", "eval/velocity_loss"]  # one quantity: these may be two things
+    page = report(made(tmp_path, [{"step": step, **dict.fromkeys(names, 0.5 * step)} for step in (1, 2)]))
+    titles = re.findall(r"<h3>(.*?)</h3>", (tmp_path / "report.html").read_text())
+    assert titles == ["return", "solved", "flow_loss", "velocity_loss"]
+    assert {"train", "unseen"} <= set(page.lines())
+
+
+def test_single_and_constant_values_are_a_table_and_not_charts(tmp_path: Path) -> None:
+    lines = [{"step": step, "loss": 1.0 / step, "lr": 0.001, "mem_gib": 0.5} for step in (10, 20, 30)]
+    page = report(made(tmp_path, [*lines, {"step": 30, "eval/mAP": 0.75, "eval/hit": 1.0}]))
+    assert len(page.all("svg")) == 1, "the loss alone is a curve"
+    said = " ".join(page.text.split())
+    assert "eval/mAP 0.75 step 30 eval/hit 1 step 30" in said
+    assert "lr 0.001 always, steps 10 to 30" in said and "mem_gib 0.5 always, steps 10 to 30" in said
+
+
+def test_what_training_changed_is_told_where_step_0_was_evaluated(tmp_path: Path) -> None:
+    lines = [{"step": 0, "eval/mAP": 0.25}, {"step": 5, "eval/mAP": 0.5}, {"step": 9, "eval/mAP": 0.75}]
+    said = " ".join(report(made(tmp_path / "one", lines)).text.split())
+    assert "before training (step 0) last change eval/mAP 0.25 0.75 +0.5" in said
+    assert "before training" not in report(made(tmp_path / "two", lines[1:])).text
+
+
+def test_the_loss_at_the_top_is_the_one_of_the_chart(tmp_path: Path) -> None:
+    few = [{"step": step, "loss": 1 / step + step % 2} for step in range(1, 30)]
+    many = [{"step": step, "loss": 1 / step + step % 2} for step in range(1, 200)]
+    for name, lines, label in (("few", few, "loss"), ("many", many, "loss, smoothed")):
+        page = report(made(tmp_path / name, lines))
+        text = (tmp_path / name / "report.html").read_text()
+        [tile] = re.findall(rf"<span>{label}</span> <b>(.*?)</b>", text)
+        [legend] = re.findall(r"training <b>(.*?)</b>( smoothed)?</li>", text)
+        assert legend == (tile, " smoothed" if name == "many" else "")
+        assert page.lines()["training"]["y"][-1] == pytest.approx(lines[-1]["loss"], rel=1e-4)
+
+
+def test_the_axis_of_a_fraction_ends_at_1() -> None:
+    for values in ([1.0, 1.0], [0.3, 0.97], [0.0, 1.0], [0.999, 1.0]):
+        axis = linear(min(values), max(values), 0, 100, least=0.0, most=1.0)
+        assert 0 <= axis.low < axis.high == 1.0 and axis.ticks[-1][0] <= 1.0 + 1e-9, axis
+    assert linear(1.0, 1.0, 0, 100).high == 1.1, "without a limit there is room on both sides"
+
+
+def test_a_lone_value_lies_on_an_axis_from_the_beginning_of_the_run() -> None:
+    assert 'data-plot="{&quot;left&quot;: 52, &quot;right&quot;: 546, &quot;x&quot;: [0.0, 120]' in draw(
+        Chart("alone", [Line("evaluation", [(120, 0.5)])]), 0
+    )
 
 
 def test_events_are_bounded_and_repetitions_are_told_once(tmp_path: Path) -> None:
@@ -275,8 +345,30 @@ def test_events_are_bounded_and_repetitions_are_told_once(tmp_path: Path) -> Non
 def test_saves_are_counted_not_listed(tmp_path: Path) -> None:
     saves = [{"kind": "save", "step": step, "seconds": 0.5, "bytes": 2_000_000} for step in range(100)]
     page = report(made(tmp_path, [], saves))
-    assert "100 checkpoints saved, 2 MB each, 0.5 s on average." in page.text
+    assert "100 checkpoints saved, 1.9 MiB each, 0.5 s on average." in page.text
     assert not page.all("time")
+
+
+def test_a_killed_run_that_went_on_is_a_fault_and_a_stop_by_the_user_is_none(tmp_path: Path) -> None:
+    start, resume = {"kind": "start", "step": 0, "world": 1}, {"kind": "resume", "step": 40, "world": 1}
+    save = {"kind": "save", "step": 40}
+    killed = [start, save, {**resume, "repeated": 20}, {"kind": "done", "step": 90}]
+    said = " ".join(report(made(tmp_path / "killed", [], killed)).text.split())
+    assert "faults survived 1 no restart, 20 steps repeated" in said and "Nothing went wrong" not in said
+    assert "killed the run ended without notice" in said and "from step 40: 1 rank; 20 steps repeated" in said
+
+    signal = [{"kind": "signal", "step": 40, "signal": "SIGINT"}, {"kind": "stopped", "step": 40}]
+    stopped = [start, save, *signal, resume, {"kind": "done", "step": 90}]
+    said = " ".join(report(made(tmp_path / "stopped", [], stopped)).text.split())
+    assert "faults survived 0 no restart" in said and "repeated" not in said
+    assert "Nothing went wrong. Stopped 1 time by a signal, with a checkpoint." in said
+
+    failed = [start, save, {"kind": "failed", "step": 50, "error": "x"}, {**resume, "repeated": 3}]
+    timeline = read_run(made(tmp_path / "failed", [], failed)).timeline
+    assert (timeline.survived, timeline.repeated) == (1, 3)
+    restarted = [start, save, {"kind": "restart", "step": 50}, {**resume, "repeated": 7}]
+    timeline = read_run(made(tmp_path / "restarted", [], restarted)).timeline
+    assert (timeline.survived, timeline.repeated) == (1, 7)
 
 
 @pytest.mark.parametrize(
@@ -327,6 +419,37 @@ def test_previews_are_on_the_page_newest_first_and_within_limits(tmp_path: Path)
         assert name in page.text, name
 
 
+def test_a_caption_stands_below_its_sample(tmp_path: Path) -> None:
+    previews = made(tmp_path) / "previews"
+    previews.mkdir()
+    for name in ("samples.png", "sample_00.png", "sample_01.png", "sample_07.png", "room.png"):
+        (previews / f"step_00000001_{name}").write_bytes(PIXEL)
+    (previews / "step_00000001_captions.txt").write_text("a red circle\na <blue> square\n")
+    (previews / "step_00000001_room.txt").write_text("seen from above")
+    report(tmp_path)
+    text = (tmp_path / "report.html").read_text()
+    figure = r'<figure class="card preview"><figcaption><h3>(.*?)</h3>.*?</figcaption>(.*?)</figure>'
+    cards = dict(re.findall(figure, text, re.DOTALL))
+    assert 'class="caption">a red circle</p>' in cards["sample_00.png"]
+    assert 'class="caption">a &lt;blue&gt; square</p>' in cards["sample_01.png"]
+    assert 'class="caption">seen from above</p>' in cards["room.png"]
+    assert "caption" not in cards["sample_07.png"] and "caption" not in cards["samples.png"]
+    names = list(cards)
+    assert names.index("captions.txt") == names.index("samples.png") + 1 < names.index("sample_00.png")
+
+
+def test_named_entries_are_bars_and_what_has_no_order_is_not_joined(tmp_path: Path) -> None:
+    lines = [{"step": 3, "eval/right_by_class": [0.25, 1.0], "eval/of_optimum_by_task": [0.5, 0.75]}]
+    page = report(made(tmp_path, lines, labels={"right_by_class": ["cat", "<dog>"], "gone": ["x"], "odd": 3}))
+    text = (tmp_path / "report.html").read_text()
+    bars = re.findall(
+        r'<th scope="row">(.*?)</th><td><meter min="0" max="1" value="(.*?)"></meter></td><td>(.*?)</td>', text
+    )
+    assert bars == [("cat", "0.25", "0.25"), ("&lt;dog&gt;", "1", "1")]
+    assert len(page.all("svg")) == 1 and len(page.all("circle")) == 2
+    assert not [a for a in page.all("path") if "line" in (a.get("class") or "")], "tasks have no order"
+
+
 def test_a_run_without_a_single_step_still_has_a_page(tmp_path: Path) -> None:
     page = report(made(tmp_path))
     assert "Made" in page.text and not page.all("svg") and "Nothing went wrong." in page.text
@@ -337,6 +460,32 @@ def test_settings_that_differ_come_first_even_after_a_resume(tmp_path: Path) -> 
     page = report(made(tmp_path, config=config, sources=dict.fromkeys(config, "run")))
     said = page.text
     assert said.index("learning_rate") < said.index("slope") < said.index("log_every")
+
+
+def test_a_default_is_what_help_shows_for_the_recipe(tmp_path: Path) -> None:
+    config = {"log_every": 50, "learning_rate": 0.5, "slope": 3.0, "bend": 1.0}
+    sources = {"log_every": "recipe", "learning_rate": "flag", "slope": "file", "bend": "default"}
+    defaults = {"log_every": 50, "learning_rate": 0.25, "slope": 2.0, "bend": 1.0}
+    page = report(made(tmp_path, config=config, sources=sources, defaults=defaults))
+    said = " ".join(page.text.split())
+    assert "learning_rate 0.5 0.25 flag slope 3.0 2.0 file" in said
+    assert "The recipe's own setting value bend 1.0" in said and "As by default (1) setting value log_every 50" in said
+
+
+def read_back(text: str) -> float:
+    number, _, unit = text.replace(",", "").partition(" ")
+    return float(number) * {"": 1.0, "M": 1e6, "G": 1e9, "T": 1e12}[unit]
+
+
+@example(110.2, 3)
+@example(1000.2, 4)
+@example(999.96e6, 3)
+@example(-20.04, 2)
+@given(st.floats(-1e20, 1e20), st.integers(2, 6))
+def test_a_number_on_the_page_is_the_number_within_the_promised_digits(value: float, digits: int) -> None:
+    text = format_number(value, digits)
+    assert abs(read_back(text) - value) <= 0.5001 * 10.0 ** (1 - digits) * abs(value), text
+    assert len(text) <= digits + 9
 
 
 @pytest.mark.parametrize(

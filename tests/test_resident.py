@@ -15,11 +15,11 @@ from many_runs import Outcome, Run, identical
 from ranks import run_ranks
 from unisono import Loss, Recipe
 from unisono.data.cursor import Cursor
-from unisono.data.loader import Loader, place
+from unisono.data.loader import Loader, to_device
 from unisono.data.nested import leaves, mapped
 from unisono.data.order import Order
 from unisono.data.resident import Resident, ResidentLoader, Rows, gathered
-from unisono.engine.guard import shape_of
+from unisono.engine.step.guard import shape_of
 from unisono.settings import DataSettings
 
 NUM_SAMPLES, NUM_EVAL = 29, 7
@@ -54,7 +54,7 @@ class OnDevice(Ordinary):
     device: torch.device | None = None
 
     def to(self, device: torch.device) -> OnDevice:
-        self.points = place(self.points, device)
+        self.points = to_device(self.points, device)
         self.device = device
         return self
 
@@ -160,10 +160,10 @@ def test_both_loaders_give_the_same_micro_batches(world: int, global_batch: int,
             ordinary = Loader(Ordinary(NUM_SAMPLES), default_collate, order, cursor, settings, pin=False)
             count = 0
             for one, other in zip(resident, ordinary, strict=True):
-                assert (one.chunk, list(one.positions), one.stand_in) == (
+                assert (one.chunk, list(one.positions), one.is_dummy) == (
                     other.chunk,
                     list(other.positions),
-                    other.stand_in,
+                    other.is_dummy,
                 )
                 for mine, theirs in zip(leaves(gathered(one.data)), leaves(other.data), strict=True):
                     assert torch.equal(mine, theirs)
@@ -205,7 +205,7 @@ def test_every_leaf_of_a_nested_batch_is_met_once_in_the_same_order_and_containe
 
 def test_rows_wait_to_be_gathered_and_stay_where_they_are() -> None:
     rows = Rows(OnDevice(5).to(torch.device("cpu")), torch.tensor([4, 0]))
-    assert place(rows, torch.device("cpu")) is rows
+    assert to_device(rows, torch.device("cpu")) is rows
     assert gathered(rows).number.tolist() == [4, 0]
     assert gathered(rows.with_indices(torch.tensor([2]))).number.tolist() == [2]
     assert (

@@ -33,18 +33,19 @@ RUN = {
 }
 ONE, DDP, FSDP = {"strategy": "single"}, {"strategy": "ddp"}, {"strategy": "fsdp"}
 DOUBLE = {"dtype": "float64"}
-# name -> (world, settings) of a run that never stops and of its continuations
+# name -> (world, settings) of a run that never stops and of its continuations, and after which steps these begin. Each
+# step after which a run can stop in between all strategies: test_every_step_index_between_all_strategies.
 SAME_WORLD = {
     "1 rank": (1, ONE, range(1, STEPS)),
     "2 ranks ddp": (2, DDP | {"dropout": 0.2}, range(1, STEPS)),
-    "3 ranks ddp": (3, DDP, range(1, STEPS)),
+    "3 ranks ddp": (3, DDP, (2, 7, 11)),
     "2 ranks fsdp": (2, FSDP, (1, 5, 11)),
     "3 ranks fsdp": (3, FSDP, (4,)),
 }
 OTHER_WORLD = {
     "1 to 2 ranks with workers": ("one, float64", 2, DDP | {"num_workers": 2}, (7,)),
-    "1 to 2 ranks": ("one, float64", 2, DDP, range(1, STEPS)),
-    "2 to 1 rank": ("two, float64", 1, ONE, range(1, STEPS)),
+    "1 to 2 ranks": ("one, float64", 2, DDP, (1, 4, 7, 11)),
+    "2 to 1 rank": ("two, float64", 1, ONE, (2, 5, 8, 11)),
     "ddp on 2 to fsdp on 3 ranks": ("two, float64", 3, FSDP, (1, 6, 11)),
     "fsdp on 3 to ddp on 2 ranks": ("three fsdp, float64", 2, DDP, (1, 6, 11)),
     "fsdp on 3 to fsdp on 2 ranks": ("three fsdp, float64", 2, FSDP, (3, 8)),
@@ -199,8 +200,11 @@ def test_every_optimizer_goes_on_where_it_stopped(various: dict[str, Outcome], n
 @pytest.mark.parametrize(
     ("source", "world", "settings"),
     [
+        ("single 1", 2, DDP),
+        ("ddp 2", 1, ONE),
         ("ddp 2", 3, FSDP),
         ("ddp 2", 3, DDP),
+        ("ddp 3", 3, DDP),
         ("fsdp 3", 1, ONE),
         ("fsdp 3", 2, FSDP),
         ("fsdp 3", 2, DDP),
@@ -226,7 +230,7 @@ def test_a_start_without_a_folder_says_that_the_same_run_could_go_on(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     names = iter(f"runs/tiny-20260101-00000{number}" for number in range(9))
-    monkeypatch.setattr("unisono.engine.folders.default_folder", lambda recipe: next(names))
+    monkeypatch.setattr("unisono.engine.run_folder.new_folder.default_folder", lambda recipe: next(names))
 
     def said(**settings: Any) -> str:
         capfd.readouterr()
@@ -237,12 +241,12 @@ def test_a_start_without_a_folder_says_that_the_same_run_could_go_on(
         return "is the same run, unfinished" in words
 
     assert not is_told(first := said())
-    assert "done after step 4; its weights: unisono export runs/tiny-20260101-000000 FOLDER" in first
+    assert "done after step 4; to export its weights: unisono export runs/tiny-20260101-000000 FOLDER" in first
     assert not is_told(said())  # that one is done
     events = Path("runs/tiny-20260101-000001/events.jsonl")
     events.write_text("".join(line for line in events.read_text().splitlines(True) if '"done"' not in line))
     one = "runs/tiny-20260101-000001"
-    assert f"{one} is the same run, unfinished; to go on with it: --output_dir {one}" in said()
+    assert f"{one} is the same run, unfinished; to continue it: --output_dir {one}" in said()
     shutil.rmtree("runs/tiny-20260101-000002")
     assert not is_told(said(max_steps=6))  # another run
     assert not is_told(said(output_dir="elsewhere")) and not is_told(said(resume="never"))
@@ -262,7 +266,7 @@ def test_what_takes_long_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
             time.sleep(0.5)
             return {"picture.txt": "drawn"}
 
-    monkeypatch.setattr("unisono.engine.watch._SLOW_S", 0.1)
+    monkeypatch.setattr("unisono.engine.recorder._SLOW_S", 0.1)
     unisono.train(Slow, nproc=1, max_steps=2, preview_every=2, output_dir=str(tmp_path / "slow"))
     assert "step 2: drawing a preview" in capfd.readouterr().err
     unisono.train(Tiny, nproc=1, max_steps=2, preview_every=2, output_dir=str(tmp_path / "fast"))

@@ -24,11 +24,11 @@ from unisono.recipes.seo.data.labelled import read_labelled
 from unisono.recipes.seo.data.pages import parse_page
 from unisono.recipes.seo.data.site import pages_of
 from unisono.recipes.seo.data.store import fill_texts, open_texts
-from unisono.recipes.seo.folders import read_layout
-from unisono.recipes.seo.rank import BiEncoder
+from unisono.recipes.seo.models.folders import read_layout
+from unisono.recipes.seo.models.tiny import train_tokenizer
 from unisono.recipes.seo.recipe import Seo
 from unisono.recipes.seo.settings import FOR, Config
-from unisono.recipes.seo.tiny import train_tokenizer
+from unisono.recipes.seo.tasks.bi_encoder import BiEncoder
 from unisono.settings import Settings
 
 # Settings -----------------------------------------------------------------------------------------------------------
@@ -254,6 +254,6 @@ def test_an_output_folder_whose_prepared_is_a_file_is_refused_and_left_alone(tmp
     flags = ["--model_name=tiny", "--data_path=data.csv", "--output_dir=run", "--max_steps=1", "--gpus=0"]
     ended = unisono("train", "seo", *flags, cwd=tmp_path)
     assert ended.code == 2
-    assert "prepared cannot be made (File exists); choose another --output_dir" in ended.err
+    assert "prepared cannot be created (File exists); choose another --output_dir" in ended.err
     assert "Traceback" not in ended.err
     assert (tmp_path / "run" / "prepared").read_text() == "mine"

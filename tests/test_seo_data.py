@@ -22,12 +22,13 @@ import pytest
 
 from unisono.engine.recipe import Work
 from unisono.errors import ConfigError, UserError
-from unisono.recipes.seo.data import blocks, debian, made
-from unisono.recipes.seo.data.ids import Ids, hashes_of
+from unisono.recipes.seo.data import blocks, made
 from unisono.recipes.seo.data.labelled import read_labelled
 from unisono.recipes.seo.data.lines import lines_of
 from unisono.recipes.seo.data.pages import parse_page
-from unisono.recipes.seo.data.ranking import Ranking, read_ranking
+from unisono.recipes.seo.data.ranking_sets import debian
+from unisono.recipes.seo.data.ranking_sets.ids import Ids, hashes_of
+from unisono.recipes.seo.data.ranking_sets.ranking import Ranking, read_ranking
 from unisono.recipes.seo.data.site import addresses_in, pages_of
 from unisono.recipes.seo.data.snippets import read_snippets
 from unisono.recipes.seo.data.store import Tokenize, fill_texts, fingerprint_of, open_texts
@@ -205,6 +206,7 @@ def test_a_page_that_answers_is_never_a_negative_of_the_same_query(tmp_path: Pat
         ("t.jsonl", '{"query":"q","positive":"p"}\n{"query":\n', ["t.jsonl, line 2", "not JSON"]),
         ("t.jsonl", '{"query":"q","positive":[]}\n', ["t.jsonl, line 1", "query without positives"]),
         ("t.jsonl", '{"query":"q","positive":3}\n', ["t.jsonl, line 1", "not text"]),
+        ("t.jsonl", '{"query":12345,"positive":"p"}\n', ["line 1", "its query is 12345, not text; write it in quotes"]),
         ("t.jsonl", '{"query":"q","postive":"x"}\n', ["t.jsonl, line 1", "query, postive"]),
         ("t.jsonl", "[1]\n", ["t.jsonl, line 1", "expected an object"]),
         ("t.jsonl", "\n", ["not one row"]),

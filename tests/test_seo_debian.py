@@ -10,11 +10,12 @@ import pytest
 
 from command_line import unisono
 from unisono.errors import ConfigError
-from unisono.recipes.seo.data.debian import packages
+from unisono.recipes.seo.data.ranking_sets.debian import packages
 
 pytestmark = pytest.mark.skipif(shutil.which("apt-get") is None, reason="the descriptions come from apt-get")
 
 
+@pytest.mark.slow  # with tiny models and made data: test_seo_rank.py, test_a_trained_model_finds_what_words_do_not
 def test_minilm_learns_from_a_few_hundred_packages(tmp_path: Path) -> None:
     try:
         found = packages(tmp_path / "apt")

@@ -20,7 +20,6 @@ from torch.utils.data import ConcatDataset, DataLoader, WeightedRandomSampler
 from ranks import run_ranks
 from unisono.devices import Gpu
 from unisono.errors import ConfigError
-from unisono.recipes.seo.checks import words_of
 from unisono.recipes.seo.front import (
     AdvancedLLMSEOEngine,
     DataLoaderConfig,
@@ -28,15 +27,17 @@ from unisono.recipes.seo.front import (
     EarlyStopping,
     SEOConfig,
     SEODataset,
+    rewriting,
 )
 from unisono.recipes.seo.front.data import texts_and_labels
 from unisono.recipes.seo.front.devices import find_devices, precision, trainer_config
 from unisono.recipes.seo.front.labels import Labels
 from unisono.recipes.seo.front.meaningless import MEANINGLESS
-from unisono.recipes.seo.front.measures import of_classes, of_numbers, of_order
+from unisono.recipes.seo.front.metrics import of_classes, of_numbers, of_order
 from unisono.recipes.seo.front.rewriting import proposals, says_nothing_new, sentences_of, titles
 from unisono.recipes.seo.front.schedule import make_schedule
 from unisono.recipes.seo.front.splits import folds, parts
+from unisono.recipes.seo.site.text_rules import words_of
 
 KNOWN = {
     "use_multi_gpu": False,
@@ -190,6 +191,32 @@ def test_a_field_reaches_the_engine(fields: dict[str, Any], name: str, value: An
     )
     assert {**told.engine_settings(), **vars(told)}[name] == value
     assert {**plain.engine_settings(), **vars(plain)}.get(name) != value  # it is the field that did it
+
+
+def test_gradient_checkpointing_trains_the_same_and_the_banner_has_the_user_s_words(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    found = []
+    for fields in ({}, {"gradient_checkpointing": True}):
+        engine = AdvancedLLMSEOEngine(config(num_epochs=1, **fields))
+        told = trainer_config(engine.config, find_devices(engine.config), 3)
+        assert told.activation_checkpointing is bool(fields)
+        train, _ = engine.create_training_dataloaders(TEXTS, LABELS)
+        found.append(engine.train_epoch(train)["train_loss"])
+        engine.cleanup_multi_gpu()
+    assert found[0] == pytest.approx(found[1], rel=1e-12)
+    printed = capfd.readouterr().err
+    assert printed.count("unisono: AdvancedLLMSEOEngine (tiny)") == 2 and "OwnModel" not in printed
+
+
+@pytest.mark.parametrize(
+    "setting, field",
+    [("activation_checkpointing", "gradient_checkpointing"), ("grad_clip", "max_grad_norm"), ("gpus", "num_gpus")],
+)
+def test_a_setting_that_has_a_field_names_a_field_that_there_is(setting: str, field: str) -> None:
+    with pytest.raises(ConfigError, match=rf"settings: {setting} has a field of its own here \({field}\)"):
+        config(settings={setting: 1})
+    assert hasattr(config(), field)
 
 
 def test_a_config_file_holds_the_fields(tmp_path: Path) -> None:
@@ -784,6 +811,65 @@ def test_sentences_that_lean_on_others_stay_where_they_are() -> None:
 def test_titles_are_the_text_s_own_words() -> None:
     found = titles(PAGE + " Rye bread: how long it keeps.", ["rye bread"])
     assert found and all(len(title) <= 60 and title in PAGE + " Rye bread: how long it keeps." for title in found)
+
+
+def test_a_text_of_equal_or_many_sentences_is_not_compared_pair_by_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+    alike = rewriting._alike
+    monkeypatch.setattr(rewriting, "_alike", lambda *words: compared.append(1) or alike(*words))
+    engine = AdvancedLLMSEOEngine(config())
+    equal = "Boil the kettle with vinegar for twenty minutes. "
+    [change] = engine.optimize_content(equal * 5000, ["descale a kettle"])["changes"]
+    assert change["kind"] == "repetition" and "4,999 times" in change["why"]
+    different = " ".join(f"Kettle w{n} boils for v{n} minutes in a kitchen with u{n} windows." for n in range(2000))
+    assert not engine.optimize_content(different, ["descale a kettle"])["changes"]
+    assert len(compared) < 100_000, "two million pairs"
+
+
+def test_sentences_that_say_nearly_the_same_are_found_whatever_words_they_share() -> None:
+    base = [
+        "we",
+        "fill",
+        "the",
+        "old",
+        "kettle",
+        "with",
+        "water",
+        "and",
+        "strong",
+        "vinegar",
+        "then",
+        "boil",
+        "it",
+        "twice",
+        "before",
+        "we",
+        "rinse",
+        "it",
+        "with",
+        "care",
+    ]
+    for left_out in range(len(base)):
+        twin = [word for place, word in enumerate(base) if place != left_out]
+        text = f"{' '.join(base).capitalize()}. {' '.join(twin).capitalize()}."
+        assert [made.kind for made in proposals(text, [])] == ["repetition"], base[left_out]
+
+
+@pytest.mark.parametrize("text, said", [(12345, "expected a string, got 12345 of type int"), (" ", "is empty")])
+def test_what_is_no_text_is_not_called_empty(text: Any, said: str) -> None:
+    engine = AdvancedLLMSEOEngine(config())
+    for ask in (engine.analyze_seo_score, engine.optimize_content):
+        with pytest.raises(ConfigError, match=said):
+            ask(text, ["a keyword"])
+
+
+def test_half_a_character_is_read_as_an_unknown_one(trained: AdvancedLLMSEOEngine) -> None:
+    whole, half = (trained.analyze_seo_score(f"Cook bread {sign}")["seo_score"] for sign in ("?", "\ud800"))
+    assert whole == half
+    trained.optimize_content("Cook \ud800 bread.", ["bread"])
+    engine = AdvancedLLMSEOEngine(config(num_epochs=1))
+    train, _ = engine.create_training_dataloaders(["Cook \ud800 bread.", *TEXTS], [1, *LABELS])
+    assert engine.train_epoch(train)["train_loss"] > 0
 
 
 def test_optimizing_with_the_real_ranker_never_lowers_its_score_and_adds_no_word() -> None:

@@ -16,9 +16,10 @@ import torch
 
 from seo_models import TEXTS, both_folder, decoder_folder, encoder_folder
 from unisono.errors import ConfigError, UserError
-from unisono.recipes.seo.encoder import Encoder, pad, pool
-from unisono.recipes.seo.folders import locate, nothing_fetched
-from unisono.recipes.seo.models import (
+from unisono.recipes.seo.export import write_classifier, write_cross_encoder, write_sentence_transformer
+from unisono.recipes.seo.models.encoder import Encoder, pad, pool
+from unisono.recipes.seo.models.folders import locate, nothing_fetched
+from unisono.recipes.seo.models.load import (
     load_classifier,
     load_cross_encoder,
     load_encoder,
@@ -28,9 +29,8 @@ from unisono.recipes.seo.models import (
     prompts_of,
     tokenizing,
 )
-from unisono.recipes.seo.out import write_classifier, write_cross_encoder, write_sentence_transformer
 from unisono.recipes.seo.settings import Config
-from unisono.recipes.seo.using import open_ranker, open_scorer
+from unisono.recipes.seo.trained import open_ranker, open_scorer
 
 LONG = " ".join(f"word{number} and more" for number in range(400))
 

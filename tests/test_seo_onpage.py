@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from unisono.recipes.seo.checks import Check, check_text, num_sentences, num_syllables, reading_ease, words_of
 from unisono.recipes.seo.data.pages import Page, parse_page
-from unisono.recipes.seo.onpage import Repeats, check_page
-from unisono.recipes.seo.site import open_site
+from unisono.recipes.seo.site.page_rules import Repeats, check_page
+from unisono.recipes.seo.site.pages import open_site
+from unisono.recipes.seo.site.text_rules import Check, check_text, num_sentences, num_syllables, reading_ease, words_of
 
 WORDS = (
     "soil",
@@ -105,6 +105,27 @@ def test_keywords_are_found_by_whole_words_wherever_they_stand() -> None:
     assert checks_of(GOOD, "cat sat")["keyword: cat sat"].found.startswith("in first 100 words; not in title")
     assert "25 times" in checks_of(GOOD, "cat sat")["keyword: cat sat"].found
     assert [name for name in checks_of(GOOD, " ", "?") if name.startswith("keyword")] == []
+
+
+NOT_ENGLISH = {
+    "German": "Entkalken Sie den Kessel mit Essig. Das Wasser wird heiß und kocht. Danach ist er sauber und trocken. ",
+    "French": "Remplissez la bouilloire avec du vinaigre. Rincez deux fois. Le filtre est dans le bec. ",
+    "Spanish without accents": "Llena la tetera con vinagre y agua. Hierve durante veinte minutos y enjuaga. ",
+    "Finnish": "Täytä vedenkeitin etikalla ja vedellä. Keitä kaksikymmentä minuuttia ja huuhtele hyvin. ",
+    "Russian": "Наполните чайник уксусом и водой. Кипятите двадцать минут. ",
+    "Chinese": "用醋和水装满水壶。煮二十分钟然后冲洗两次。",
+}
+
+
+@pytest.mark.parametrize("language", NOT_ENGLISH)
+def test_a_text_in_another_language_gets_no_english_reading_score(language: str) -> None:
+    check = next(check for check in check_text(NOT_ENGLISH[language] * 5) if check.name == "readability")
+    assert check.passed is None and "the text is not in English" in check.found
+
+
+def test_terse_english_without_small_words_is_still_english() -> None:
+    terse = "Boil kettle. Add vinegar. Wait twenty minutes. Rinse twice. Dry kettle. Repeat monthly. Avoid bleach. " * 3
+    assert next(check for check in check_text(terse) if check.name == "readability").passed is not None
 
 
 def test_a_keyword_said_too_often_is_called_repetition() -> None:

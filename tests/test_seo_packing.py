@@ -18,17 +18,18 @@ from torch import Tensor
 
 from seo_models import decoder_folder, encoder_folder
 from unisono import train
+from unisono.engine.build.device import switches
 from unisono.engine.export import export_run
-from unisono.engine.placement import switches
 from unisono.errors import ConfigError
 from unisono.parallel.blocks import recompute_activations
 from unisono.recipes.clips.recipe import Clips
-from unisono.recipes.seo import packing, rank
 from unisono.recipes.seo.data.made import write_ranking
-from unisono.recipes.seo.encoder import Encoder
-from unisono.recipes.seo.groups import grouped
-from unisono.recipes.seo.packing import Packed, pack, read_packed
+from unisono.recipes.seo.models import packing
+from unisono.recipes.seo.models.encoder import Encoder
+from unisono.recipes.seo.models.groups import grouped
+from unisono.recipes.seo.models.packing import Packed, pack, read_packed
 from unisono.recipes.seo.recipe import Seo
+from unisono.recipes.seo.tasks import bi_encoder as rank
 from unisono.settings import Settings
 
 NEW = int(transformers.__version__.split(".")[0]) >= 5
@@ -164,7 +165,7 @@ def test_a_run_without_padding_leaves_a_usual_model(tmp_path: Path, monkeypatch:
 def test_auto_packs_where_there_is_flash_attention(
     flash: bool, padding: Any, packs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("unisono.recipes.seo.models.load_encoder", lambda *_: encoder("Roberta"))
+    monkeypatch.setattr("unisono.recipes.seo.models.load.load_encoder", lambda *_: encoder("Roberta"))
     monkeypatch.setattr(rank.BiEncoder, "tokenizer", SimpleNamespace(pad_token_id=1))
     monkeypatch.setattr(rank.BiEncoder, "_most_negatives", 0)
     recipe = Seo(Seo.Config(data_path="debian", padding=padding))
@@ -179,7 +180,7 @@ def test_auto_packs_where_there_is_flash_attention(
 
 
 def test_a_model_that_cannot_is_padded_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unisono.recipes.seo.models.load_encoder", lambda *_: encoder("Bert", hidden_size=24))
+    monkeypatch.setattr("unisono.recipes.seo.models.load.load_encoder", lambda *_: encoder("Bert", hidden_size=24))
     monkeypatch.setattr(rank.BiEncoder, "tokenizer", None)
     monkeypatch.setattr(rank.BiEncoder, "_most_negatives", 0)
     recipe = Seo(Seo.Config(data_path="debian"))

@@ -27,15 +27,15 @@ from unisono.checkpoint.find import step_folder
 from unisono.engine.export import export_run, load_trained
 from unisono.engine.recipe import Work
 from unisono.errors import ConfigError
-from unisono.recipes.seo.cross import pairing_of
-from unisono.recipes.seo.data.debian import KEPT
 from unisono.recipes.seo.data.made import write_ranking
-from unisono.recipes.seo.data.ranking import read_ranking
-from unisono.recipes.seo.groups import _cut, grouped
-from unisono.recipes.seo.matching import hold_out, load, match, save, too_few, usual_number, with_candidates
-from unisono.recipes.seo.rank import Pairs, _among, contrastive, key_of
+from unisono.recipes.seo.data.ranking_sets.debian import KEPT
+from unisono.recipes.seo.data.ranking_sets.ranking import read_ranking
+from unisono.recipes.seo.models.groups import _cut, grouped
 from unisono.recipes.seo.recipe import Seo
 from unisono.recipes.seo.settings import Config
+from unisono.recipes.seo.tasks.bi_encoder import Pairs, _among, contrastive, key_of
+from unisono.recipes.seo.tasks.cross_encoder import pairing_of
+from unisono.recipes.seo.tasks.matching import hold_out, load, match, save, too_few, usual_number, with_candidates
 
 # Groups -------------------------------------------------------------------------------------------------------------
 
@@ -427,7 +427,7 @@ def test_a_trained_model_finds_what_words_do_not(tmp_path: Path) -> None:
 
     from sentence_transformers import SentenceTransformer
 
-    from unisono.recipes.seo.using import open_ranker
+    from unisono.recipes.seo.trained import open_ranker
 
     texts = ["All about badego. Here one reads pimane.", "badego fisu"]
     theirs = torch.from_numpy(SentenceTransformer(str(tmp_path / "out"), device="cpu").encode(texts))

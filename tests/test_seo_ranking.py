@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from unisono.engine.recipe import Work
-from unisono.recipes.seo import lexical
-from unisono.recipes.seo.lexical import BM25, TfIdf, baselines, by_chance, words_of
-from unisono.recipes.seo.ranking import TopPages
+from unisono.recipes.seo.metrics import baselines as lexical
+from unisono.recipes.seo.metrics.baselines import BM25, TfIdf, baselines, by_chance, words_of
+from unisono.recipes.seo.metrics.ranking import TopPages
 
 PAGES = [
     "a fast compiler for the C language, and nothing else",

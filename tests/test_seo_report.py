@@ -25,11 +25,12 @@ from test_report import Page
 from unisono.cli import seo
 from unisono.cli.main import main
 from unisono.errors import ConfigError
-from unisono.recipes.seo import fetching, looking
-from unisono.recipes.seo.checks import Check
-from unisono.recipes.seo.fetching import Fetcher, Unreadable, names_somebody
-from unisono.recipes.seo.report import Findings, PageFindings, write_report
-from unisono.recipes.seo.site import open_site
+from unisono.recipes.seo.site import analysis as looking
+from unisono.recipes.seo.site import fetching
+from unisono.recipes.seo.site.fetching import Fetcher, Unreadable, names_somebody
+from unisono.recipes.seo.site.pages import open_site
+from unisono.recipes.seo.site.report import Findings, PageFindings, write_report
+from unisono.recipes.seo.site.text_rules import Check
 
 ATTACK = "'\"><script>alert(1)</script><img src=x onerror=alert(2)>&lt;#?%2e"
 TEXTS = {
@@ -259,6 +260,42 @@ def test_what_comes_from_a_page_is_only_ever_text(site: Path, tmp_path: Path) ->
         )
 
 
+@pytest.mark.parametrize("by_file", [False, True])
+def test_a_keyword_is_checked_on_its_own_page_only(tmp_path: Path, by_file: bool) -> None:
+    """On the page that fits it best, or on the page that a file assigns it to."""
+    site = tmp_path / "kettles"
+    site.mkdir()
+    for name in ("descale", "buy", "repair"):
+        (site / f"{name}.html").write_text(
+            html(f"How to {name} a kettle", f"We {name} it with care and a cloth. " * 30)
+        )
+    keywords = "descale kettle,repair kettle,toaster"
+    if by_file:
+        keywords = str(tmp_path / "keywords.csv")
+        Path(keywords).write_text("page,keyword\nbuy.html,descale kettle\n,repair kettle\ngone.html,toaster\n")
+    assert main(["seo", str(site), "--output", str(tmp_path / "out"), "--keywords", keywords]) == 0
+    report = report_of(tmp_path / "out")
+    found = {
+        page["page"]: [check["name"] for check in page["checks"] if check["name"].startswith("keyword")]
+        for page in report["pages"]
+    }
+    home = "buy.html" if by_file else "descale.html"
+    expected: dict[str, list[str]] = {"buy.html": [], "descale.html": [], "repair.html": ["keyword: repair kettle"]}
+    assert found == expected | {home: ["keyword: descale kettle"]}
+    said = " ".join(report["remarks"])
+    assert "“repair kettle”: checked on repair.html" in said
+    assert ("--keywords names gone.html" if by_file else "“toaster”: no page has any of its words") in said
+
+
+def test_a_site_that_cannot_be_reached_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # and does not listen
+        address = f"http://127.0.0.1:{closed.getsockname()[1]}/"
+        said = said_by([address, "--fetch", "--output", tmp_path / "out"], capsys)
+    assert "it cannot be fetched" in said and "no report was written" in said
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_address_that_is_none_is_not_a_link(tmp_path: Path) -> None:
     pages = [PageFindings("a", "javascript:alert(1)"), PageFindings("b", "https://a.example/?a=1&b='\"><x>")]
     page = Page(write_report(tmp_path, Findings("s", pages)).read_text())
@@ -303,11 +340,11 @@ def test_mistakes_are_one_line(site: Path, tmp_path: Path, capsys: pytest.Captur
         ([tmp_path / "nothing"], "no page in it"),
         ([empty], "not one page"),
         ([site, "--most_pages", "0"], "--most_pages 0"),
-        ([site, "--queries", empty], "no query in it"),
+        ([site, "--queries", empty], "it contains no query"),
         ([site, "--queries", tmp_path / "none.txt"], "none.txt"),
         ([site, "--queries", tmp_path / "table.csv"], "one query per line"),
         ([site, "--run", "some/model"], "no such folder"),
-        ([site, "--run", tmp_path / "run"], "give --queries FILE"),
+        ([site, "--run", tmp_path / "run"], "pass --queries FILE"),
         ([site, "--run", "minilm", "--queries", queries, "--device", "nonsense"], "--device nonsense"),
         ([site, "--fetch"], "--fetch is for web addresses"),
         (["https://a.example/"], "give --fetch"),
@@ -423,10 +460,9 @@ def test_addresses_are_fetched_only_when_asked_and_it_is_said(
     assert "give --fetch" in said_by([listed, "--output", out], capsys)
     assert web.asked == []
     # In a file, an address of the local network is not yet one that the user has named.
-    assert main(["seo", str(listed), "--fetch", "--output", str(tmp_path / "refused")]) == 0
-    refused = report_of(tmp_path / "refused")["pages"]
-    assert web.asked == [] and all("--private_host" in page["unreadable"] for page in refused)
-    capsys.readouterr()
+    refused = said_by([listed, "--fetch", "--output", tmp_path / "refused"], capsys)
+    assert "none of its 2 pages could be read; the first" in refused and "--private_host" in refused
+    assert web.asked == [] and not (tmp_path / "refused").exists()
     assert main(["seo", str(listed), "--fetch", "--private-host", "127.0.0.1", "--output", str(out)]) == 0
     assert "bytes from 127.0.0.1" in capsys.readouterr().out and web.asked == ["/page", "/gone"]
     page, gone = report_of(out)["pages"]

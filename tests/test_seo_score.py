@@ -21,12 +21,12 @@ from unisono.data.shapes import Shapes
 from unisono.engine.export import load_trained
 from unisono.engine.recipe import Work
 from unisono.errors import ConfigError, UserError
-from unisono.recipes.seo import calibration as calibrating
-from unisono.recipes.seo import marks as measures
-from unisono.recipes.seo.calibration import Calibration, fit, fit_isotonic, fit_temperature
-from unisono.recipes.seo.marks import Marks, Unskilled
-from unisono.recipes.seo.score import Score
+from unisono.recipes.seo.metrics import calibration as calibrating
+from unisono.recipes.seo.metrics import scores as measures
+from unisono.recipes.seo.metrics.calibration import Calibration, fit, fit_isotonic, fit_temperature
+from unisono.recipes.seo.metrics.scores import Marks, Unskilled
 from unisono.recipes.seo.settings import Config
+from unisono.recipes.seo.tasks.score import Score
 
 GOOD, BAD = ("clear", "fast", "useful", "short"), ("spam", "casino", "pills", "winner")
 OTHER = ("page", "about", "the", "garden", "with", "water", "and", "stone", "under", "trees")

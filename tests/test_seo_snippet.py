@@ -16,11 +16,11 @@ from seo_models import both_folder, decoder_folder
 from unisono.data.noise import Noise
 from unisono.engine.recipe import Work
 from unisono.errors import ConfigError
-from unisono.recipes.seo.encoder import pad
-from unisono.recipes.seo.rouge import copied_numbers, cut, lead_of, longest_common, rouge_l
+from unisono.recipes.seo.metrics.rouge import copied_numbers, cut, lead_of, longest_common, rouge_l
+from unisono.recipes.seo.models.encoder import pad
+from unisono.recipes.seo.models.generate import UNSEEN, write
 from unisono.recipes.seo.settings import Config
-from unisono.recipes.seo.snippet import Snippet, judge
-from unisono.recipes.seo.writing import UNSEEN, write
+from unisono.recipes.seo.tasks.snippet import Snippet, judge
 
 THINGS = ("apples", "bridges", "clocks", "doors", "engines", "forests", "gardens", "houses")
 PLACES = ("Rome", "Oslo", "Lima", "Cairo")

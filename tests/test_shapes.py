@@ -25,13 +25,13 @@ from ranks import run_ranks
 from unisono import Loss, Recipe, train
 from unisono.data.bits import key_of
 from unisono.data.cursor import Chunk, Cursor, TrialCursor
-from unisono.data.loader import Loader, MicroBatch, on_device, place
+from unisono.data.loader import Loader, MicroBatch, positions_tensor, to_device
 from unisono.data.noise import Noise
 from unisono.data.order import Order
 from unisono.data.resident import ResidentLoader, gathered
 from unisono.data.shapes import deal, is_shaped, shapes_of
 from unisono.engine import evaluate
-from unisono.engine.guard import shape_of
+from unisono.engine.step.guard import shape_of
 from unisono.errors import RecipeError
 from unisono.settings import DataSettings
 
@@ -198,7 +198,7 @@ def test_every_position_counts_once_in_a_micro_batch_of_its_shape_and_step(
             assert sorted(chunk.global_batch) == list(whole) and set(chunk.positions) <= set(whole)
             assert 1 <= len(chunk.positions) <= micro_batch and list(chunk.positions) == sorted(chunk.positions)
             assert {shapes[order[position]] for position in chunk.positions} == {chunk.shape}
-            counted.update([] if chunk.stand_in else chunk.positions)
+            counted.update([] if chunk.is_dummy else chunk.positions)
             step += chunk.last
     assert counted == Counter(range(start, start + num_samples))
 
@@ -209,8 +209,8 @@ def test_data_of_one_shape_is_cut_as_if_it_had_none(size: int, global_batch: int
     where = {"global_batch": global_batch}
     plain = [list(Cursor(0, size, global_batch, micro_batch, rank, world).chunks()) for rank in range(world)]
     for mine, theirs in zip(Cut([(3, 4)] * size).chunks(world, micro_batch, **where), plain, strict=True):
-        assert [(c.positions, c.last, c.stand_in, c.global_batch) for c in mine] == [
-            (c.positions, c.last, c.stand_in, c.global_batch) for c in theirs
+        assert [(c.positions, c.last, c.is_dummy, c.global_batch) for c in mine] == [
+            (c.positions, c.last, c.is_dummy, c.global_batch) for c in theirs
         ]
         assert all(isinstance(chunk.positions, range) for chunk in mine)
 
@@ -219,7 +219,7 @@ def sizes_by_turn(data: Cut, world: int, micro_batch: int) -> list[list[str]]:
     """For each turn, what the ranks compute: 2f are two films, p a picture, - a stand-in."""
     found = []
     for turn in zip(*data.chunks(world, micro_batch), strict=True):
-        words = ["-" if chunk.stand_in else f"{len(chunk.positions)}{chunk.shape}" for chunk in turn]
+        words = ["-" if chunk.is_dummy else f"{len(chunk.positions)}{chunk.shape}" for chunk in turn]
         found.append(sorted(words))
     return found
 
@@ -252,7 +252,7 @@ def test_one_rank_and_single_samples_need_as_few_micro_batches_as_possible() -> 
         data = Cut(shapes, costs)
         assert len(data.chunks(1, micro_batch)[0]) == fewest
         assert len(data.chunks(world, 1)[0]) == -(-len(shapes) // world)
-        stand_ins = sum(chunk.stand_in for chunks in data.chunks(world, 1) for chunk in chunks)
+        stand_ins = sum(chunk.is_dummy for chunks in data.chunks(world, 1) for chunk in chunks)
         assert stand_ins == -len(shapes) % world
 
 
@@ -262,7 +262,7 @@ def test_no_rank_has_much_more_to_do_than_another() -> None:
     for _ in range(200):
         data = Cut([chosen.choice("abc") for _ in range(64)], costs)
         work = [
-            sum(costs[str(chunk.shape)] * len(chunk.positions) for chunk in chunks if not chunk.stand_in)
+            sum(costs[str(chunk.shape)] * len(chunk.positions) for chunk in chunks if not chunk.is_dummy)
             for chunks in data.chunks(world=4, micro_batch=4)
         ]
         assert max(work) - min(work) <= 2 * costs["c"], work
@@ -278,7 +278,7 @@ def test_the_films_do_not_always_go_to_the_same_rank() -> None:
 def test_a_rank_without_samples_computes_the_cheapest_of_the_step() -> None:
     data = Cut([(5, 5), (9, 9), (2, 2), (9, 9)])
     chunks = [chunk for rank in data.chunks(world=5, micro_batch=1) for chunk in rank]
-    (idle,) = [chunk for chunk in chunks if chunk.stand_in]
+    (idle,) = [chunk for chunk in chunks if chunk.is_dummy]
     assert (tuple(idle.positions), idle.shape) == ((2,), (2, 2))
 
 
@@ -345,8 +345,8 @@ def test_half_of_what_was_really_tried_comes_next_when_memory_runs_out() -> None
 
 
 def test_positions_of_a_micro_batch_reach_the_device_as_they_are() -> None:
-    assert on_device((7, 2, 5), CPU).tolist() == [7, 2, 5] and on_device((7, 2), CPU).dtype == torch.int64
-    assert on_device(range(3, 6), CPU).tolist() == [3, 4, 5]
+    assert positions_tensor((7, 2, 5), CPU).tolist() == [7, 2, 5] and positions_tensor((7, 2), CPU).dtype == torch.int64
+    assert positions_tensor(range(3, 6), CPU).tolist() == [3, 4, 5]
 
 
 ORDER = Order(22, 3)
@@ -440,10 +440,10 @@ def test_for_a_micro_batch_that_cannot_be_read_the_cheapest_sample_stands_in() -
     data = Torn(22)
     for micro in read(data, replace(cursor(data), end=42)):
         if micro.chunk.shape == SIZES[2]:
-            assert micro.stand_in and [bad.position for bad in micro.bad] == list(micro.chunk.positions)
+            assert micro.is_dummy and [bad.position for bad in micro.bad] == list(micro.chunk.positions)
             assert data.size(ORDER[micro.positions[0]]) == SIZES[0]
         else:
-            assert list(micro.positions) == list(micro.chunk.positions) and not micro.stand_in
+            assert list(micro.positions) == list(micro.chunk.positions) and not micro.is_dummy
 
 
 class FilmsOnDevice(MixedFilms):
@@ -466,7 +466,7 @@ def test_data_on_the_device_is_gathered_by_shape_too() -> None:
             batch = gathered(one.data)
             assert (one.chunk, list(one.positions)) == (other.chunk, list(other.positions))
             assert batch["id"] == other.data["id"] and torch.equal(batch["x"], other.data["x"])
-            assert place(one.data, CPU) is one.data
+            assert to_device(one.data, CPU) is one.data
             # A step that was recorded for one shape must not be replayed for another.
             assert kinds.setdefault(shape_of(one.data), batch["x"].shape) == batch["x"].shape
     assert len(kinds) > 3
@@ -615,7 +615,7 @@ def test_every_film_is_evaluated_once(runs: dict[str, Outcome], world: int, stra
     torch.set_default_dtype(torch.float64)
     try:
         for micro in Loader(data, torch.utils.data.default_collate, order, where, DataSettings(num_workers=0), False):
-            batch = place(micro.data, CPU, torch.float64)
+            batch = to_device(micro.data, CPU, torch.float64)
             with torch.no_grad():
                 losses.append(float(_loss(model, batch, Noise(seed, torch.tensor(micro.positions))).total))
     finally:

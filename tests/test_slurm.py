@@ -18,8 +18,8 @@ from command_line import TINY, Ended, end, lines, losses, mark, marked, start, u
 from tiny_recipe import HOLD
 from unisono.cli.slurm import main as slurm_command
 from unisono.cluster.outcome import Outcome, write
-from unisono.cluster.sbatch import EXIT_AGAIN, BatchJob, script, seconds_of
-from unisono.engine.srun import judge
+from unisono.cluster.slurm.script import EXIT_AGAIN, BatchJob, script, seconds_of
+from unisono.engine.start.srun import judge
 from unisono.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
@@ -45,9 +45,9 @@ def submit(slurm: Slurm, place: Path, *words: object, **more: str) -> int:
     """Writes and submits the script for two nodes and returns the job's number."""
     ended = unisono("slurm", *TRAIN, *TWO_NODES, "--submit", *words, cwd=place, **slurm.environ, **more)
     assert ended.code == 0, ended.err
-    found = re.search(r"Submitted as job (\d+)", ended.out)
-    assert found is not None, ended.out
-    return int(found[1])
+    match = re.search(r"Submitted as job (\d+)", ended.out)
+    assert match is not None, ended.out
+    return int(match[1])
 
 
 def log(place: Path) -> str:
@@ -80,7 +80,7 @@ def test_slurm_accepts_every_option(slurm: Slurm, tmp_path: Path) -> None:
     answer = slurm.run("sbatch", "--test-only", tmp_path / "my job.sh")
     assert answer.code == 0 and "using 8 processors on nodes n[0-1]" in answer.err, answer
     too_many = unisono("slurm", *TRAIN, "--gpus-per-node", 3, "--submit", cwd=tmp_path, **slurm.environ)
-    assert too_many.code == 2 and too_many.err.startswith("unisono: sbatch refused: ") and too_many.err.count("\n") == 1
+    assert too_many.code == 2 and too_many.err.startswith("unisono: sbatch failed: ") and too_many.err.count("\n") == 1
 
 
 def test_submit_and_follow_a_job_whose_rank_is_killed(slurm: Slurm, tmp_path: Path, one_rank: list[float]) -> None:
@@ -95,11 +95,13 @@ def test_submit_and_follow_a_job_whose_rank_is_killed(slurm: Slurm, tmp_path: Pa
     assert "completed" in ended.out and f"step {STEPS} of {STEPS}" in ended.out and "restart: attempt 1" in ended.out
     [restart] = [event for event in lines(run, "events.jsonl") if event["kind"] == "restart"]
     # On a busy machine SLURM ends the other one before it has written down why it stopped.
-    assert restart["cause"].startswith(("rank 1 died without a word", "ranks 0, 1 died without a word"))
+    assert restart["cause"].startswith(
+        ("rank 1 died without an error message", "ranks 0, 1 died without an error message")
+    )
     starts = json.loads((run / "run.json").read_text())["starts"]
     assert [(each["launcher"], each["world"]) for each in starts] == [("slurm", 2)] * 2
     assert starts[1]["from_step"] in (2, 4)  # the save of step 4 may still have been on its way
-    assert "starting all ranks again from the last checkpoint (1 of 3)" in log(place)
+    assert "restarting all ranks from the last checkpoint (1 of 3)" in log(place)
     assert "Traceback" not in log(place), "the survivor's complaint about its peer helps nobody"
     assert not (run / ".slurm").exists()
 
@@ -134,12 +136,12 @@ def test_an_exception_in_a_rank_is_told_once_and_mistakes_are_not_tried_again(sl
     slurm.wait_for(first, "FAILED")
     second = submit(slurm, mistaken, "--output_dir", "run", "--num_samples", 0)
     slurm.wait_for(second, "FAILED")
-    said = log(failing)
-    assert said.count("Traceback") == 2 and said.count("RuntimeError: injected: error@rank1:step3:x9") >= 2
-    assert said.count("unisono: rank 1") == 2 and "the last of 1 restarts (--max_restarts)" in said
+    text = log(failing)
+    assert text.count("Traceback") == 2 and text.count("RuntimeError: injected: error@rank1:step3:x9") >= 2
+    assert text.count("unisono: rank 1") == 2 and "the last of 1 restarts (--max_restarts)" in text
     assert "ExitCode=3:0" in slurm.run("scontrol", "show", "job", first).out
-    said = log(mistaken)
-    assert said.count('unisono: dataset("train") is empty') == 1 and "Traceback" not in said
+    text = log(mistaken)
+    assert text.count('unisono: dataset("train") is empty') == 1 and "Traceback" not in text
     assert "ExitCode=2:0" in slurm.run("scontrol", "show", "job", second).out
     assert not (mistaken / "run").exists()
 
@@ -216,14 +218,14 @@ def job(**more: Any) -> BatchJob:
         ("job_name", "%x", "job_name: expected"),
         ("gpus_per_node", "many", "gpus_per_node: expected"),
         ("gpus_per_node", "4", "ntasks_per_node 1: there is one task for each of the 4 GPUs"),
-        ("ntasks_per_node", None, "gpus_per_node: how many GPUs"),
+        ("ntasks_per_node", None, "gpus_per_node: set the number of GPUs"),
         ("nodes", 0, "nodes: expected at least 1"),
         ("cpus_per_task", 0, "cpus_per_task: expected at least 1"),
         ("modules", ["cuda; rm"], "module: expected"),
         ("environ", {"A-B": ""}, "env: expected NAME=VALUE"),
-        ("environ", {"A": "b\nc"}, "cannot stand in a script"),
-        ("folder", "/a\n#SBATCH --x", "cannot stand in a script"),
-        ("train", ["a\x00b"], "cannot stand in a script"),
+        ("environ", {"A": "b\nc"}, "unprintable characters"),
+        ("folder", "/a\n#SBATCH --x", "unprintable characters"),
+        ("train", ["a\x00b"], "unprintable characters"),
         ("signal_before", -1, "signal_before: expected at least 0"),
     ],
 )
@@ -287,13 +289,16 @@ def test_a_script_is_not_written_over_and_keeps_its_run_folder(
 ) -> None:
     words = [TINY, "--nodes", 2, "--gpus-per-node", 8, "--batch-size", 2]
     command(*words, cwd=tmp_path, monkeypatch=monkeypatch)
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     text = (tmp_path / "Tiny.sbatch").read_text()
-    assert "Tiny.sbatch: 2 nodes with 8 GPUs each, 16 ranks, 32 samples a step" in said and "sbatch Tiny.sbatch" in said
+    assert (
+        "Tiny.sbatch: 2 nodes with 8 GPUs each, 16 ranks, 32 samples per step" in output
+        and "sbatch Tiny.sbatch" in output
+    )
     [folder] = re.findall(r"^run=(.*)$", text, re.MULTILINE)
     assert re.fullmatch(r"runs/tiny-\d{8}-\d{6}", folder) and f"--output_dir={folder}" in text
     (tmp_path / "Tiny.sbatch").write_text("mine")
-    with pytest.raises(UserError, match=r"Tiny.sbatch is there already; give --force"):
+    with pytest.raises(UserError, match=r"Tiny.sbatch already exists; pass --force"):
         command(*words, cwd=tmp_path, monkeypatch=monkeypatch)
     assert (tmp_path / "Tiny.sbatch").read_text() == "mine"
     command(*words, "--force", cwd=tmp_path, monkeypatch=monkeypatch)
@@ -310,9 +315,9 @@ def test_a_script_is_not_written_over_and_keeps_its_run_folder(
         (["--batch_size", 0], "batch_size: expected at least 1"),
         (["--nproc", 2], "nproc: under SLURM srun starts the ranks; use --ntasks-per-node instead"),
         (["--nodes", "two"], "--nodes: expected a whole number, got 'two'"),
-        (["--nodes"], "--nodes: expected a value"),
-        (["--nodes", 1, "--nodes", 2], "--nodes is given twice"),
-        (["--resume", "never"], "resume: never would refuse to go on after a requeue"),
+        (["--nodes"], "--nodes: expected one argument"),
+        (["--nodes", 1, "--nodes", 2], "--nodes: is given twice"),
+        (["--resume", "never"], "resume: never would refuse to continue after a requeue"),
         (["--strategy", "dp"], "strategy dp is for one process, and this job has 4"),
         (["--env", "HOME"], "env: expected NAME=VALUE, got 'HOME'"),
         (["--global_batch_size", 6, "--batch_size", 4, "--gradient_accumulation_steps", 1], "is not global_batch_size"),

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from command_line import unisono
 from many_runs import Outcome, Run, identical, largest_difference, many_runs
 from recipes_for_tests import SentenceData, Sentences
 from unisono.data.noise import Noise
 from unisono.data.order import Order
-from unisono.engine.gradient import power_of_two_near
-from unisono.engine.optim import learning_rate_factor, learning_rate_scale
+from unisono.engine.step.learning_rate import learning_rate_factor, learning_rate_scale
+from unisono.engine.step.sums import power_of_two_near
+from unisono.parallel.buffers import KeptBuffers
 from unisono.settings import OptimSettings
 
 NUM_SAMPLES, GLOBAL_BATCH = 20, 6
@@ -51,11 +51,11 @@ def sample_only_in(*steps: int) -> str:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     asked: list[Run] = []
 
-    def add(name: str, world: int, *settings: dict[str, Any]) -> None:
+    def add(name: str, world: int, *settings: dict[str, Any], recipe: str = "Sentences") -> None:
         merged: dict[str, Any] = {}
         for part in settings:
             merged |= part
-        asked.append(Run(name, name, world, merged))
+        asked.append(Run(name, name, world, merged, recipe=recipe))
 
     for name, clip in CLIPS.items():
         for world, strategy in PLACES:
@@ -67,6 +67,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     for world, strategy in [(1, "single"), (3, "fsdp")]:
         place = {"strategy": strategy}
         add(f"inf {world} {strategy}", world, RUN, EVERY_STEP, place, {"inf_gradient_ids": sample_only_in(3)})
+    for world, strategy in [(1, "single"), (2, "ddp"), (2, "fsdp")]:
+        place = {"strategy": strategy, "batch_size": 3, "nan_ids": sample_only_in(3)}
+        add(f"buffers {world} {strategy}", world, RUN, EVERY_STEP, place, recipe="SentencesWithBuffers")
+        add(f"batch norm {world} {strategy}", world, RUN, EVERY_STEP, place, recipe="WithBatchNorm")
+    loud = {"loud_ids": sample_only_in(3), "strategy": "single"}
+    add("buffers, loud", 1, RUN, EVERY_STEP, FP16, loud, recipe="SentencesWithBuffers")
     add("rmsprop", 2, RUN, EVERY_STEP, {"strategy": "ddp", "optimizer": "rmsprop", "nan_ids": sample_only_in(3)})
     add("float32", 2, RUN, EVERY_STEP, {"strategy": "ddp", "dtype": "float32", "nan_ids": sample_only_in(3)})
     add("nan at first", 2, RUN, {"strategy": "ddp", "nan_ids": str(ids_of_step(1)[0])})
@@ -142,6 +148,8 @@ def test_sgd_trains_like_a_loop_written_by_hand(runs: dict[str, Outcome]) -> Non
 
 SKIPPING = [f"nan {world} {strategy}" for world, strategy in PLACES]
 SKIPPING += ["inf 1 single", "inf 3 fsdp", "rmsprop", "float32"]
+WITH_BUFFERS = [f"{kind} {place}" for kind in ("buffers", "batch norm") for place in ("1 single", "2 ddp", "2 fsdp")]
+SKIPPING += WITH_BUFFERS
 
 
 @pytest.mark.parametrize("name", SKIPPING)
@@ -170,6 +178,53 @@ def test_skipping_is_the_same_on_any_ranks(runs: dict[str, Outcome]) -> None:
     assert largest_difference(ours, theirs) < 1e-10
 
 
+@pytest.mark.parametrize("name", ["1 single", "2 ddp", "2 fsdp"])
+def test_a_skipped_step_does_not_spoil_what_batch_norm_remembers(runs: dict[str, Outcome], name: str) -> None:
+    run = runs[f"batch norm {name}"]
+    (evaluated,) = run.evaluations()
+    assert math.isfinite(evaluated["eval/loss"])
+    passes = [int(run.weights(step)["1.num_batches_tracked"]) for step in range(1, 7)]
+    each = 2 if name == "1 single" else 1  # micro-batches of a step
+    assert passes == [each * good for good in (1, 2, 2, 3, 4, 5)]
+
+
+def test_a_buffer_that_was_replaced_is_put_back_too(runs: dict[str, Outcome]) -> None:
+    for name in ["buffers, loud", *(name for name in WITH_BUFFERS if name.startswith("buffers"))]:
+        run = runs[name]
+        assert run.main.get("step") == 6, run.main
+        for buffer in ("passes", "mean", "latest"):
+            values = [run.weights(step)[buffer] for step in range(1, 7)]
+            assert [torch.equal(*pair) for pair in itertools.pairwise(values)] == [False, True, False, False, False]
+
+
+def test_buffers_are_put_back_on_the_device_without_asking_the_host() -> None:
+    class Remembers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(2)
+            self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+            self.register_buffer("latest", torch.zeros(2))
+            self.register_buffer("table", torch.arange(9.0))
+
+        def forward(self, x: Tensor) -> None:
+            self.norm(x)
+            self.seen += len(x)
+            self.latest = x[-1]
+
+    model, generator = Remembers(), torch.Generator().manual_seed(0)
+    kept = KeptBuffers(model)
+    for step in range(6):
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        kept.keep()
+        assert kept.num_copied == (6 if step < 3 else 5), "the table is copied only until it is known to be one"
+        model(torch.randn(4, 2, generator=generator))
+        kept.find_tables()
+        kept._undo_on_device(torch.tensor(step % 2 == 1))
+        after = dict(model.named_buffers())
+        changed = {name for name in before if not torch.equal(before[name], after[name])}
+        assert changed == (set() if step % 2 else set(before) - {"table"})
+
+
 def test_no_good_step_yet_ends_the_run_on_all_ranks(runs: dict[str, Outcome]) -> None:
     for outcome in runs["nan at first"].by_rank:
         assert outcome["exit_code"] == 3
@@ -186,22 +241,13 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_on_all_ranks(runs: dict[str
 
 
 def test_the_command_says_why_it_stopped_and_exits_with_3(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "unisono",
-        "train",
-        f"{Path(__file__).with_name('recipes_for_tests.py')}:Sentences",
-    ]
     flags = {"nan_ids": ids_of_step(1)[0], "output_dir": tmp_path / "run", "gpus": 0} | RUN
-    command += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    source = Path(__file__).resolve().parent.parent / "src"
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(source)}
-    )
-    assert done.returncode == 3, done.stderr
-    assert "before any step succeeded" in done.stderr.strip().splitlines()[-1]
-    assert "Traceback" not in done.stderr
+    words = [word for name, value in flags.items() for word in (f"--{name}", value)]
+    recipe = f"{Path(__file__).with_name('recipes_for_tests.py')}:Sentences"
+    ended = unisono("train", recipe, *words, cwd=tmp_path)
+    assert ended.code == 3, ended.err
+    assert "before any step succeeded" in ended.err.strip().splitlines()[-1]
+    assert "Traceback" not in ended.err
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])

@@ -15,7 +15,7 @@ from torch import nn
 
 from command_line import Ended, lines, unisono
 from unisono.checkpoint.export import load_whole
-from unisono.data.loader import place
+from unisono.data.loader import to_device
 from unisono.errors import RecipeError, UserError
 from unisono.observe.folder import RunFolder
 from unisono.parallel import blocks
@@ -98,7 +98,7 @@ def test_going_back_sets_later_checkpoints_aside_and_going_on_stays_on_the_new_b
     assert train(folder, "back", "--max_steps", "4", *flags, *again).code == 0
     assert (checkpoints / "step_00000006.later-1").is_dir() and not (checkpoints / "step_00000006").exists()
     ended = train(folder, "back", "--max_steps", "6", *flags, *again)  # the same command again goes on
-    assert ended.code == 0 and "has already gone on from" in ended.err
+    assert ended.code == 0 and "has already continued from" in ended.err
     assert [start["from_step"] for start in json.loads((folder / "back/run.json").read_text())["starts"]] == [0, 2, 4]
     new = load_whole(checkpoints / "step_00000006", "model.")
     assert not torch.equal(old["0.weight"], new["0.weight"])
@@ -160,9 +160,11 @@ def test_a_record_that_cannot_be_written_is_one_line_and_leaves_no_draft(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("unisono.observe.folder.os.fsync", full)
+    folder = RunFolder(tmp_path / "run")
     with pytest.raises(UserError, match=r"run.json cannot be written \(No space left on device\); make room"):
-        RunFolder(tmp_path / "run").open({"recipe": "Trap"})
-    assert list((tmp_path / "run").iterdir()) == []
+        folder.open({"recipe": "Trap"})
+    folder.close()
+    assert list(tmp_path.rglob("*.json*")) == []
 
 
 @pytest.mark.parametrize(("names", "ranks"), [("later", 1), ("by_rank", 2)])
@@ -267,7 +269,7 @@ def test_batches_of_any_mapping_can_be_placed() -> None:
     from collections import defaultdict
 
     batch = defaultdict(list, {"x": torch.ones(2), "y": [torch.zeros(1)]})
-    assert torch.equal(place(batch, torch.device("cpu"))["x"], torch.ones(2))
+    assert torch.equal(to_device(batch, torch.device("cpu"))["x"], torch.ones(2))
 
 
 def test_fsdp_refuses_scalar_weights_in_one_line() -> None:

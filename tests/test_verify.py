@@ -3,77 +3,215 @@
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from command_line import unisono
-from unisono.engine.verify import Question, uneven_batch, variants
+from command_line import TESTS, unisono
+from unisono.cli.main import main
+from unisono.cli.verify import print_verdict
+from unisono.cluster.launch.warm_ranks import WarmRanks
+from unisono.cluster.outcome import Outcome
+from unisono.devices import GpuLock
+from unisono.engine.start.registry import load_recipe
+from unisono.engine.start.run import DevicePlan, configure
+from unisono.engine.start.warm_rank import COMMAND
+from unisono.engine.verification.verify import (
+    Question,
+    Variant,
+    VariantFailed,
+    Verdict,
+    _Runner,
+    uneven_batch,
+    variants,
+    verify,
+)
+from unisono.errors import ConfigError, UserError
 
-HONEST = """
-import torch
-from torch import nn
-from unisono import Loss, Recipe
+RECIPES = TESTS / "verified_recipes.py"
 
-class Honest(Recipe):
-    defaults = {"batch_size": 3, "num_workers": 0}
-
-    def model(self):
-        return nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 1))
-
-    def dataset(self, split):
-        return [(torch.tensor([i / 7, 1 - i / 5]), torch.tensor([float(i % 3)])) for i in range(11)]
-
-    def loss(self, model, batch, noise):
-        x, y = batch
-        return Loss((model(x + 0.1 * noise.normal(2)) - y).square().sum(), len(x))
-
-class Mean(Honest):
-    def loss(self, model, batch, noise):
-        x, y = batch
-        return Loss((model(x) - y).square().mean(), 1)
-
-class Normed(Honest):
-    def model(self):
-        return nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
-
-class Crashes(Honest):
-    def loss(self, model, batch, noise):
-        raise ValueError("the loss is broken")
-"""
+Verify = Callable[..., Verdict]
 
 
 @pytest.fixture(scope="module")
-def recipes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("verify") / "honest.py"
-    file.write_text(HONEST)
-    return file
+def warm() -> Iterator[WarmRanks]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        with WarmRanks(COMMAND, 2) as ranks:
+            yield ranks
 
 
-def test_an_invariant_recipe_is_the_same_run_on_one_and_two_ranks(recipes: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def run_verify(warm: WarmRanks, monkeypatch: pytest.MonkeyPatch) -> Verify:
+    """`unisono verify` without the start of its processes, which all these tests share."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    def run(
+        recipe: str,
+        *flags: str,
+        ranks: tuple[int, ...] = (1, 2),
+        strategies: tuple[str, ...] = ("ddp",),
+        precision: str = "float64",
+        steps: int = 3,
+        told: list[str] | None = None,
+    ) -> Verdict:
+        words = f"{RECIPES}:{recipe}"
+        resolved = configure(load_recipe(words), flags=["--gpus", "0", *flags])
+        question = Question(ranks, steps, strategies, precision)
+        return verify(words, resolved, question, (told if told is not None else []).append, warm)
+
+    return run
+
+
+def conclusion(verdict: Verdict, capsys: Any, precision: str = "float64") -> tuple[int, str]:
+    """The exit code, and all that the command prints, in one line."""
+    code = print_verdict(verdict, Question((1, 2), 3, ("ddp",), precision))
+    return code, " ".join(capsys.readouterr().out.split())
+
+
+def test_an_invariant_recipe_is_the_same_run_on_one_and_two_ranks(tmp_path: Path) -> None:
     done = unisono(
-        "verify", f"{recipes}:Honest", "--ranks", "1,2", "--strategies", "ddp,fsdp", cwd=tmp_path, seconds=240
+        "verify", f"{RECIPES}:Honest", "--ranks", "1,2", "--strategies", "ddp,fsdp", cwd=tmp_path, seconds=240
     )
     assert done.code == 0, done.err
-    assert done.out.count(" same ") == 5 and "Same run" in done.out and "DIFFERS" not in done.out
+    assert done.out.count(" same ") == 5 and "repeatable" in done.out
+    assert "Same run" in done.out and "DIFFERS" not in done.out
+    assert len(done.err.splitlines()) == 7 and "again (2 of 7)" in done.err
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("recipe", ["Mean", "Normed"])
 def test_a_recipe_that_depends_on_the_micro_batch_is_found_with_its_first_weight(
-    recipes: Path, tmp_path: Path, recipe: str
+    run_verify: Verify, recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = unisono("verify", f"{recipes}:{recipe}", "--ranks", "1", "--batch_size", "10", cwd=tmp_path)
-    assert done.code == 1
-    named = re.search(r"DIFFERS \((\S+)\)", done.out)
-    assert named is not None and re.fullmatch(r"[012]\.(weight|bias|running_\w+)", named[1])
-    assert f"first weight that differs is {named[1]}" in " ".join(done.out.split())
+    """Also with one rank only, where micro-batches are all that can differ."""
+    verdict = run_verify(recipe, "--batch_size", "10", ranks=(1,))
+    assert [(a.role, a.same) for a in verdict.answers] == [("reference", True), ("repeat", True), ("variant", False)]
+    code, text = conclusion(verdict, capsys)
+    named = re.search(r"first weight that differs is (\S+)\. ", text)
+    assert code == 1 and named is not None and re.fullmatch(r"[012]\.(weight|bias|running_\w+)", named[1])
 
 
-def test_a_run_that_crashes_is_shown_with_its_reason(recipes: Path, tmp_path: Path) -> None:
-    done = unisono("verify", f"{recipes}:Crashes", "--ranks", "1", cwd=tmp_path)
-    assert done.code == 3
-    assert "the loss is broken" in done.err
+def test_with_one_rank_there_is_always_a_second_way_of_splitting_the_batch(run_verify: Verify) -> None:
+    for batch in range(1, 60):
+        question = Question((1,), 5, ("ddp",), "float64")
+        first, second = variants(question, uneven_batch(batch, (1,)))
+        assert first.micro_batches == 1 < second.micro_batches
+        assert uneven_batch(batch, (1,)) % second.micro_batches, "equal parts would hide a loss that is a mean"
+        assert batch == 1 or len(variants(question, batch)) == 2  # a global batch that the user has named stays
+    with pytest.raises(ConfigError, match="nothing to compare; use --ranks 1,2 or a larger batch"):
+        run_verify("Honest", "--global_batch_size", "1", ranks=(1,))
+    assert len(run_verify("Honest", "--global_batch_size", "2", ranks=(1, 1)).answers) == 3
+
+
+@pytest.mark.parametrize("recipe", ["Unrepeatable", "OrderOfASet"])
+def test_a_recipe_that_does_not_repeat_itself_is_told_from_one_that_depends_on_ranks(
+    run_verify: Verify, recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verdict = run_verify(recipe)
+    assert [answer.role for answer in verdict.answers] == ["reference", "repeat"] and not verdict.repeatable
+    code, text = conclusion(verdict, capsys)
+    assert code == 1 and "Not repeatable: two runs of 1 rank" in text and "os.urandom" in text
+    assert "micro-batch" not in text.partition("Not repeatable")[2]
+
+
+@pytest.mark.parametrize(("recipe", "buffer"), [("Normed", "running_mean"), ("Spectral", "0._u")])
+def test_state_that_the_forward_pass_changes_is_named_among_the_causes(
+    run_verify: Verify, recipe: str, buffer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, text = conclusion(run_verify(recipe, "--batch_size", "10", ranks=(1,)), capsys)
+    assert code == 1 and f"{buffer}" in text.partition("state that the forward pass changes")[2]
+    code, text = conclusion(run_verify("Mean", "--batch_size", "10", ranks=(1,)), capsys)
+    assert code == 1 and "forward pass" not in text
+
+
+def test_metrics_are_compared_and_those_that_never_repeat_are_named(
+    run_verify: Verify, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verdict = run_verify("CountsCalls", ranks=(1,))
+    assert verdict.answers[-1].differences is not None and verdict.answers[-1].differences.trained_the_same
+    code, text = conclusion(verdict, capsys)
+    assert code == 1 and "the metric calls differs" in text and "mean of means" in text
+    code, text = conclusion(run_verify("TellsTheTime", ranks=(1,)), capsys)
+    assert code == 0 and "are not compared: clock, eval/clock." in text and "Same run" in text
+
+
+def test_the_advice_never_offers_the_precision_in_use(run_verify: Verify, capsys: pytest.CaptureFixture[str]) -> None:
+    for precision, other in (("float64", "float32"), ("float32", "float64")):
+        verdict = run_verify("Mean", "--batch_size", "10", ranks=(1,), precision=precision)
+        _, text = conclusion(verdict, capsys, precision)
+        assert f"--precision {other}" in text and f"--precision {precision}" not in text
+
+
+def test_weights_without_a_gradient_may_drift_in_float32_and_others_may_not(run_verify: Verify) -> None:
+    """Key biases: Adam makes whole steps of rounding errors, which no loss notices."""
+    verdict = run_verify("LanguageModel", ranks=(1,), precision="float32", steps=5)
+    answer = verdict.answers[-1]
+    assert answer.differences is not None
+    assert answer.differences.weight > 1e-3, "no weight has drifted: this test shows nothing"
+    assert answer.differences.loss < 1e-5 and answer.same
+    assert not run_verify("MeanLanguageModel", ranks=(1,), precision="float32", steps=5).answers[-1].same
+
+
+def test_a_run_that_crashes_is_shown_with_its_reason(run_verify: Verify) -> None:
+    with pytest.raises(VariantFailed, match=r"^1 rank, single, 1 x 7: rank 0.*the loss is broken") as caught:
+        run_verify("Crashes")
+    lines = caught.value.trace.splitlines()
+    assert 'raise ValueError("the loss is broken")' in caught.value.trace and len(lines) < 15
+    kept = Path(lines[-1].removeprefix("full traceback: "))
+    assert "in run_session" in kept.read_text()
+    kept.unlink()
+
+
+def test_a_variant_that_fails_does_not_end_the_others(run_verify: Verify, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither one that raises, nor one that hangs, nor one that ends its process."""
+    for recipe, flags, failed, reason in (
+        ("CrashesOnTwoRanks", (), [False, False, False, True, True], "rank 1, step 1: ValueError: the loss is broken"),
+        ("ExitsSilently", (), [False, False, False, True, True], "rank 1, step 1: exited with status 0"),
+        (
+            "HangsUnderDdp",
+            ("--start_timeout", "6"),
+            [False, False, False, True, False],
+            "rank 1, step 1: no progress for ",
+        ),
+    ):
+        verdict = run_verify(recipe, *flags)
+        assert [answer.failure is not None for answer in verdict.answers] == failed, (recipe, verdict)
+        failures = " ".join(str(answer.failure) for answer in verdict.answers if answer.failure)
+        assert reason in failures, failures
+        assert all(answer.same for answer in verdict.answers if answer.failure is None)
+        assert print_verdict(verdict, Question((1, 2), 3, ("ddp",), "float64")) == 3
+        assert "FAILED" in capsys.readouterr().out
+
+
+def test_no_run_finds_traces_of_another(run_verify: Verify) -> None:
+    verdict = run_verify("LeavesTraces", strategies=("ddp", "fsdp"))
+    assert len(verdict.answers) == 7 and all(answer.same for answer in verdict.answers), verdict
+
+
+def test_a_mistake_is_refused_before_anything_is_announced(run_verify: Verify, tmp_path: Path) -> None:
+    told: list[str] = []
+    with pytest.raises(UserError, match='dataset\\("train"\\) is empty'):
+        run_verify("Empty", told=told)
+    with pytest.raises(UserError, match=r"torch\.optim has no 'adamm'"):
+        run_verify("Honest", "--optimizer", "adamm", told=told)
+    assert not told
+    run_verify("Honest", ranks=(1,), told=told)
+    assert len(told) == 3
+
+
+def test_ending_verify_ends_its_processes(tmp_path: Path) -> None:
+    with WarmRanks(COMMAND, 2) as ranks:
+        pids = [process.pid for process in ranks._processes]
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_micro_batches_and_shares_are_uneven_so_that_a_mean_cannot_hide() -> None:
@@ -81,17 +219,44 @@ def test_micro_batches_and_shares_are_uneven_so_that_a_mean_cannot_hide() -> Non
         uneven = uneven_batch(batch, (1, 2, 3))
         assert uneven % 3 and batch <= uneven <= batch + 1
         for variant in variants(Question((1, 2, 3), 5, ("ddp",), "float64"), uneven):
-            assert variant.micro_batches == 1 or uneven % (variant.ranks * variant.micro_batches)
+            splits = variant.micro_batches == 1 or uneven % (variant.ranks * variant.micro_batches)
+            assert splits or -(-uneven // variant.ranks) < 5
         assert batch < 5 or len(variants(Question((1, 2), 5, ("ddp",), "float64"), uneven_batch(batch, (1, 2)))) == 4
 
 
-def test_questions_that_make_no_sense_are_refused(recipes: Path, tmp_path: Path) -> None:
+def test_questions_that_make_no_sense_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (
         ["--ranks", "0"],
         ["--ranks", "two"],
+        ["--ranks", "1,100000"],
         ["--strategies", "zero"],
         ["--precision", "float8"],
         ["--steps"],
     ):
-        done = unisono("verify", f"{recipes}:Honest", *words, cwd=tmp_path)
-        assert done.code == 2 and words[0] in done.err and "Traceback" not in done.err, words
+        assert main(["verify", f"{RECIPES}:Honest", *words]) == 2
+        error = capsys.readouterr().err
+        assert words[0] in error and len(error.splitlines()) == 1, words
+
+
+class Crashing:
+    """Warm ranks whose every run fails."""
+
+    def run(self, *arguments: Any, **more: Any) -> list[Outcome]:
+        return [Outcome("crashed", "the loss is broken", 0)]
+
+
+def test_a_run_that_failed_gives_its_gpus_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def plan_devices(resolved: Any) -> DevicePlan:
+        lock = GpuLock(tmp_path)
+        assert lock.acquire("GPU-1"), "the run before still holds it"
+        return DevicePlan(1, {}, None, [], lock)
+
+    monkeypatch.setattr("unisono.engine.verification.verify.plan_devices", plan_devices)
+    words = f"{RECIPES}:Honest"
+    question, resolved = Question((1,), 2, ("ddp",), "float64"), configure(load_recipe(words), flags=["--gpus", "0"])
+    warm: Any = Crashing()
+    runner, failures = _Runner(words, resolved, question, 4, tmp_path, warm, str, 2), []
+    for _ in range(2):
+        with pytest.raises(VariantFailed) as caught:
+            runner.run(Variant(1, "single", 4, 1))
+        failures.append(caught.value)  # as the verdict keeps it, with its traceback

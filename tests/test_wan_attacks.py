@@ -18,7 +18,7 @@ from unisono.errors import ConfigError, UnisonoError
 from unisono.recipes.common.bad_files import BadFiles
 from unisono.recipes.common.packs import Packs
 from unisono.recipes.wan.checks import check_positions
-from unisono.recipes.wan.models.companions import FromFolder
+from unisono.recipes.wan.models.encoders import FolderEncoders
 from unisono.recipes.wan.models.load import describe, transformer_config
 from unisono.recipes.wan.models.text import TextEncoder
 from unisono.recipes.wan.models.vae import Latents
@@ -56,7 +56,7 @@ def edit(file: Path, **changes: Any) -> None:
     "bad, words",
     [
         ({"height": 10**12, "width": 16}, "height: expected at most 16384"),
-        ({"height": 16384, "width": 16384}, "pixels of a sample; expected at most"),
+        ({"height": 16384, "width": 16384}, "pixels per sample; expected at most"),
         ({"fps": 1e308}, "fps: expected at most 1000"),
         ({"lora_rank": 10**9}, "lora_rank: expected at most 16384"),
         ({"lora_rank": 4, "lora_alpha": float("nan")}, "lora_alpha: expected a number above 0"),
@@ -66,9 +66,9 @@ def edit(file: Path, **changes: Any) -> None:
         ({"model_path": "a" * 5000}, "model_path: no file or folder can be called"),
         ({"lora_rank": 1, "lora_path": "a\x1b[31m"}, "lora_path: no file or folder can be called"),
         ({"parts_path": "~nobody-of-this-name/x"}, "parts_path: no file or folder can be called"),
-        ({"dataset_path": ""}, "dataset_path: expected a folder"),
-        ({"preview_prompts": "/dev/no such file.txt"}, "there is no such file"),
-        ({"preview_prompts": "\ud800"}, "is not proper Unicode"),
+        ({"dataset_path": ""}, "dataset_path is empty; expected a folder"),
+        ({"preview_prompts": "/dev/no such file.txt"}, "no such file"),
+        ({"preview_prompts": "\ud800"}, "is not valid Unicode"),
     ],
 )
 def test_settings_beyond_all_reason_are_refused_before_anything_is_made(bad: dict[str, Any], words: str) -> None:
@@ -79,7 +79,7 @@ def test_settings_beyond_all_reason_are_refused_before_anything_is_made(bad: dic
 
 def test_a_sample_beyond_the_positions_of_the_model_is_refused() -> None:
     check_positions([(16, 1, 64, 64)], {"rope_max_seq_len": 32, "patch_size": (1, 2, 2)}, 8)
-    with pytest.raises(ConfigError, match="more than this model has positions for"):
+    with pytest.raises(ConfigError, match="exceeds this model's positions"):
         check_positions([(16, 1, 64, 66)], {"rope_max_seq_len": 32, "patch_size": (1, 2, 2)}, 8)
 
 
@@ -89,8 +89,8 @@ def test_a_sample_beyond_the_positions_of_the_model_is_refused() -> None:
 @pytest.mark.parametrize(
     "config, words",
     [
-        ({"_attn_implementation": "somebody/kernel"}, "can name code from the hub"),
-        ({"attn_implementation": "somebody/kernel"}, "can name code from the hub"),
+        ({"_attn_implementation": "somebody/kernel"}, "can load code from the hub"),
+        ({"attn_implementation": "somebody/kernel"}, "can load code from the hub"),
         ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "is quantized"),
     ],
 )
@@ -104,7 +104,7 @@ def test_an_adapter_beside_the_text_encoder_is_refused(model: Path) -> None:
     (model / "text_encoder/adapter_config.json").write_text(
         '{"peft_type": "LORA", "base_model_name_or_path": "/other"}'
     )
-    with pytest.raises(ConfigError, match="an adapter, which can name code and other models"):
+    with pytest.raises(ConfigError, match="an adapter can load code and other models"):
         TextEncoder.load(model)
 
 
@@ -118,7 +118,7 @@ def test_code_beside_a_tokenizer_is_never_run(model: Path, tmp_path: Path) -> No
 
 def test_a_tokenizer_with_more_tokens_than_the_text_encoder_knows_is_refused() -> None:
     pieces = [(piece, -1.0) for piece in ("<pad>", "</s>", "<unk>", *map(str, range(100)))]
-    with pytest.raises(ConfigError, match="the tokenizer knows 103 tokens"):
+    with pytest.raises(ConfigError, match="the tokenizer has 103 tokens"):
         TextEncoder(T5TokenizerFast(vocab=pieces, extra_ids=0), parts().text_encoder)
 
 
@@ -135,7 +135,7 @@ def test_a_tokenizer_with_more_tokens_than_the_text_encoder_knows_is_refused() -
 def test_a_config_that_makes_no_sense_is_named(model: Path, part: str, config: dict[str, Any], words: str) -> None:
     edit(model / part / "config.json", **config)
     with pytest.raises(ConfigError, match=words):
-        FromFolder(describe(model), transformer_config(model))
+        FolderEncoders(describe(model), transformer_config(model))
 
 
 @pytest.mark.parametrize("values", [["a"] * 16, 1.0])
@@ -161,7 +161,7 @@ def test_two_experts_without_a_level_to_hand_over_at_are_refused(saved: Path, tm
 )
 def test_a_scheduler_that_cannot_sample_is_left_for_the_plain_one(model: Path, config: dict[str, Any]) -> None:
     edit(model / "scheduler/scheduler_config.json", **config)
-    found = FromFolder(describe(model), transformer_config(model)).scheduler(3.0)
+    found = FolderEncoders(describe(model), transformer_config(model)).scheduler(3.0)
     assert type(found).__name__ == "FlowMatchEulerDiscreteScheduler"
 
 

@@ -13,10 +13,10 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from unisono.parallel.blocks import recompute_activations
-from unisono.recipes.wan.models import attention, fused
-from unisono.recipes.wan.models import block as our_block
-from unisono.recipes.wan.models.attention import use
-from unisono.recipes.wan.models.block import make_fast
+from unisono.recipes.wan.models.kernels import attention, fused
+from unisono.recipes.wan.models.kernels import block as our_block
+from unisono.recipes.wan.models.kernels.attention import use
+from unisono.recipes.wan.models.kernels.block import make_fast
 from unisono.recipes.wan.models.lora import TARGETS, add_lora
 from wan_models import SMALL, model
 
@@ -216,7 +216,7 @@ def in_pieces(given: Any) -> Any:
 @pytest.mark.parametrize("lay", [lambda given: given, in_pieces])
 def test_the_operations_say_what_shapes_come_out(lay: Any) -> None:
     """What torch.compile relies on: shapes, and how they lie in memory."""
-    from unisono.recipes.wan.models import operations
+    from unisono.recipes.wan.models.kernels import operations
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape)
@@ -232,8 +232,8 @@ def test_the_operations_say_what_shapes_come_out(lay: Any) -> None:
             for gated, added in product((True, False), repeat=2)
         ],
         "gate_backward": [(x, o, weight)],
-        "turn": [(random(2, 5, 24 * parts), weight[:turned], *which, 12, 1e-6) for parts, turned, which in cases],
-        "turn_backward": [
+        "rotate": [(random(2, 5, 24 * parts), weight[:turned], *which, 12, 1e-6) for parts, turned, which in cases],
+        "rotate_backward": [
             ([x] * parts, random(2, 5, 24 * parts), weight[:turned], *which, random(turned, 10), 12)
             for parts, turned, which in cases
         ],

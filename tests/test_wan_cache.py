@@ -11,7 +11,6 @@ import signal
 import string
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,16 +25,16 @@ from unisono.engine.recipe import Work
 from unisono.errors import ConfigError, UserError
 from unisono.recipes.common import fingerprint, packs
 from unisono.recipes.wan.data.cache import Cache, CacheSettings
-from unisono.recipes.wan.data.cut import Cut
-from unisono.recipes.wan.data.media import write_film
-from unisono.recipes.wan.data.on_the_fly import Measured
+from unisono.recipes.wan.data.crop import Crop
+from unisono.recipes.wan.data.media import write_video
 from unisono.recipes.wan.data.sources import read_sources
+from unisono.recipes.wan.data.uncached import SampleSizes
 from unisono.recipes.wan.models.parts import part_of
 from unisono.recipes.wan.models.text import TextEncoder, check_width, clean, pad
 from unisono.recipes.wan.models.vae import Geometry, Latents, check_channels
 
 LENGTH = 24
-CUT = Cut(num_frames=9)
+CROP = Crop(num_frames=9)
 
 
 def make_text_encoder(seed: int = 0) -> TextEncoder:
@@ -95,7 +94,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory, text_encoder: TextEnc
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """Two stills, two films (9 frames, and 7, of which 5 are used), four captions of which two are equal."""
+    """Two stills, two videos (9 frames, and 7, of which 5 are used), four captions of which two are equal."""
     from PIL import Image
 
     folder = tmp_path / "data"
@@ -103,8 +102,8 @@ def data(tmp_path: Path) -> Path:
     pixels = torch.randint(256, (9, 16, 32, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
     for name, frame in (("a", pixels[0]), ("b", pixels[1].transpose(0, 1))):
         Image.fromarray(frame.contiguous().numpy()).save(folder / f"{name}.png")
-    write_film(pixels, folder / "c.mp4", 8.0)
-    write_film(pixels[:7, :, :16], folder / "d.mp4", 8.0)
+    write_video(pixels, folder / "c.mp4", 8.0)
+    write_video(pixels[:7, :, :16], folder / "d.mp4", 8.0)
     for name, caption in zip("abcd", ("red circle", "blue", "red circle", "a longer caption"), strict=True):
         (folder / f"{name}.txt").write_text(caption)
     return folder
@@ -134,9 +133,9 @@ class Counted:
         self.captions += captions
         return self.text_encoder.encode(captions, length)
 
-    def encode_pictures(self, frames: Tensor) -> Tensor:
+    def encode_frames(self, frames: Tensor) -> Tensor:
         self.frames.append(tuple(frames.shape[1:4]))
-        return self.latents.encode_pictures(frames)
+        return self.latents.encode_frames(frames)
 
 
 @pytest.fixture
@@ -151,7 +150,7 @@ def settings_of(models: Counted, **changes: Any) -> CacheSettings:
         geometry=models.latents.geometry,
         text_width=32,
         text_length=LENGTH,
-        cut=CUT,
+        crop=CROP,
         text_dtype=torch.float32,
     )
     return replace(settings, **changes)
@@ -298,9 +297,9 @@ def test_transformer_vae_and_text_encoder_must_belong_together() -> None:
     check_width({"d_model": 32}, {"text_dim": 32})
     with pytest.raises(ConfigError, match=r"takes 48 channels.*latents have 16"):
         check_channels({"z_dim": 16}, {"in_channels": 48, "out_channels": 48})
-    with pytest.raises(ConfigError, match="takes 36 channels, 20 of them for an image"):
+    with pytest.raises(ConfigError, match="takes 36 channels, 20 of them for a conditioning image"):
         check_channels({"z_dim": 16}, {"in_channels": 36, "out_channels": 16})
-    with pytest.raises(ConfigError, match=r"32 numbers.*takes 4096"):
+    with pytest.raises(ConfigError, match=r"width 32.*takes 4096"):
         check_width({"d_model": 32}, {})
 
 
@@ -310,7 +309,7 @@ def test_transformer_vae_and_text_encoder_must_belong_together() -> None:
 def test_the_cache_holds_what_training_without_it_computes(tmp_path: Path, data: Path, models: Counted) -> None:
     cache = filled(tmp_path / "cache", data, models)
     cached = cache.open()
-    measured = Measured(tmp_path / "cache", read_sources(data), CUT, models.latents.geometry)
+    measured = SampleSizes(tmp_path / "cache", read_sources(data), CROP, models.latents.geometry)
     measured.fill(Work(tmp_path))
     live = measured.open()
     assert len(cached) == len(live) == 4
@@ -320,14 +319,12 @@ def test_the_cache_holds_what_training_without_it_computes(tmp_path: Path, data:
         kept, item = cached[index], live[index]
         assert (live.shape(index), live.cost(index)) == (cached.shape(index), cached.cost(index))
         assert item["frames"].dtype == torch.uint8 and kept["latent"].dtype == torch.float32
-        assert torch.equal(models.latents.encode_pictures(item["frames"][None])[0], kept["latent"])
+        assert torch.equal(models.latents.encode_frames(item["frames"][None])[0], kept["latent"])
         assert torch.equal(pad(models.text_encoder.encode([item["caption"]], LENGTH)[0], LENGTH), kept["text"])
         assert kept["index"] == item["index"] == index
     assert torch.equal(cache.text(""), pad(models.text_encoder.encode([""], LENGTH)[0], LENGTH))
     assert (
-        cached.remarks
-        == live.remarks
-        == ["films that are shorter than the window are used with the longest one they have (1: d)"]
+        cached.remarks == live.remarks == ["1 videos are shorter than the window and give the longest one they have: d"]
     )
 
 
@@ -360,14 +357,14 @@ def test_only_what_changed_is_computed_anew(tmp_path: Path, data: Path, models: 
     assert again() == ([], 1)
     other = Cache(folder, read_sources(data), settings_of(models)).open()
     assert not torch.equal(other[0]["latent"].flatten(), before.flatten())
-    os.utime(data / "c.mp4", ns=(1, 1))  # as long as before, and perhaps another film
+    os.utime(data / "c.mp4", ns=(1, 1))  # as long as before, and perhaps another video
     assert again() == ([], 1)
     (data / "b.txt").write_text("green")
     assert again() == (["green"], 0)
-    assert again(cut=replace(CUT, height=16, width=16)) == ([], 4)
-    assert again(cut=replace(CUT, num_frames=5)) == ([], 2)  # the two films; pictures have no window
-    assert again(cut=replace(CUT, start="middle")) == ([], 2)
-    assert again(cut=replace(CUT, fps=4.0)) == ([], 2)
+    assert again(crop=replace(CROP, height=16, width=16)) == ([], 4)
+    assert again(crop=replace(CROP, num_frames=5)) == ([], 2)  # the two videos; images have no window
+    assert again(crop=replace(CROP, start="middle")) == ([], 2)
+    assert again(crop=replace(CROP, fps=4.0)) == ([], 2)
     assert again(half=True) == ([], 4)
     assert again(text_length=12) == (["", "red circle", "green", "a longer caption"], 0)
     with torch.no_grad():
@@ -377,7 +374,7 @@ def test_only_what_changed_is_computed_anew(tmp_path: Path, data: Path, models: 
         assert again() == ([], 4)
         parameter.copy_(before)
     # All the other settings are still there.
-    assert again(cut=replace(CUT, num_frames=5)) == again(text_length=12) == ([], 0)
+    assert again(crop=replace(CROP, num_frames=5)) == again(text_length=12) == ([], 0)
 
 
 def test_half_the_space_costs_the_last_bits(tmp_path: Path, data: Path, models: Counted) -> None:
@@ -401,8 +398,8 @@ def test_a_pack_that_is_cut_short_is_computed_anew(tmp_path: Path, data: Path, m
 
 def in_two_processes(folder: Path, data: Path, models: Counted, pause: float) -> list[multiprocessing.Process]:
     def fill(rank: int) -> None:
-        slow = models.latents.encode_pictures
-        models.latents.encode_pictures = lambda frames: (time.sleep(pause), slow(frames))[1]  # type: ignore[method-assign]
+        slow = models.latents.encode_frames
+        models.latents.encode_frames = lambda frames: (time.sleep(pause), slow(frames))[1]  # type: ignore[method-assign]
         filled(folder, data, models, Work(folder, rank, 2))
 
     processes = [multiprocessing.get_context("fork").Process(target=fill, args=(rank,)) for rank in range(2)]
@@ -457,8 +454,7 @@ def test_after_a_kill_only_the_rest_is_computed(
 
 
 def test_asked_to_stop_it_keeps_what_it_has(tmp_path: Path, many: Path, models: Counted) -> None:
-    answers: Iterator[bool] = iter([False] * 20)
-    stopping = Work(tmp_path, _asked_to_stop=lambda: next(answers, True))
+    stopping = Work(tmp_path, _asked_to_stop=lambda: len(models.frames) >= 4)
     with pytest.raises(UserError, match="not in the cache"):
         filled(tmp_path / "cache", many, models, stopping).open()
     assert (len(models.captions), len(models.frames)) == (16, 4)
@@ -481,19 +477,19 @@ def test_leftovers_of_a_kill_are_removed_when_they_are_old(tmp_path: Path, data:
 
 
 def test_bad_files_are_named_or_left_out(tmp_path: Path, data: Path, models: Counted) -> None:
-    (data / "a.png").write_bytes(b"no picture")
+    (data / "a.png").write_bytes(b"no image")
     os.truncate(data / "c.mp4", 200)
     said: list[str] = []
     cache = filled(tmp_path / "cache", data, models, Work(tmp_path, _say=said.append))
     with pytest.raises(ConfigError, match=r"2 of 4 samples.*a\.png.*c\.mp4.*--leave_out_bad") as refusal:
         cache.open()
     assert "\n" not in str(refusal.value)
-    assert [line.startswith("bad file: ") for line in said] == [True, True]
+    assert sum(line.startswith("bad file: ") for line in said) == 2
     cached = cache.open(leave_out_bad=True)
     assert [source.name for source in cached.sources] == ["b", "d"]
     assert cached[1]["latent"].shape == cached.shape(1) == (16, 2, 2, 2)
     assert "left out 2 of 4 samples" in cached.remarks[0]
-    measured = Measured(tmp_path / "cache", read_sources(data), CUT, models.latents.geometry)
+    measured = SampleSizes(tmp_path / "cache", read_sources(data), CROP, models.latents.geometry)
     measured.fill(Work(tmp_path))
     assert [source.name for source in measured.open(leave_out_bad=True).sources] == ["b", "d"]
     # A mended file is tried again, and so is one that could not be read for another reason.
@@ -508,7 +504,7 @@ def test_bad_files_are_named_or_left_out(tmp_path: Path, data: Path, models: Cou
 def test_when_every_file_is_bad_nothing_is_left_to_train_on(tmp_path: Path, data: Path, models: Counted) -> None:
     for path in data.iterdir():
         if path.suffix != ".txt":
-            path.write_bytes(b"no picture")
+            path.write_bytes(b"no image")
     with pytest.raises(ConfigError, match="4 of 4 samples cannot be used"):
         filled(tmp_path / "cache", data, models).open(leave_out_bad=True)
 
@@ -522,12 +518,12 @@ def test_precomputed_latents_and_embeddings_are_taken_instead(tmp_path: Path, da
     assert len(models.frames) == 2 and models.captions == ["", "blue", "red circle", "a longer caption"]
     assert torch.equal(cached[0]["latent"], latent[0].float()) and torch.equal(cached[0]["text"], pad(rows, LENGTH))
     assert cached.shape(1) == (16, 1, 4, 4)
-    with pytest.raises(ConfigError, match=r"a has a latent or an embedding.*no_cache"):
-        Measured(tmp_path, read_sources(data), CUT, models.latents.geometry)
+    with pytest.raises(ConfigError, match=r"a has its own latent or embedding.*no_cache"):
+        SampleSizes(tmp_path, read_sources(data), CROP, models.latents.geometry)
 
 
 BAD_LATENTS = {
-    "a latent of 48 channels, and the model takes 16": torch.randn(48, 1, 2, 2),
+    "a latent of 48 channels, but the model takes 16": torch.randn(48, 1, 2, 2),
     "a latent of 3 × 2; both must be divisible by 2": torch.randn(16, 1, 3, 2),
     "a latent of shape": torch.randn(16, 2),
     "not finite": torch.full((16, 1, 2, 2), torch.nan),
@@ -535,8 +531,8 @@ BAD_LATENTS = {
 }
 BAD_EMBEDDINGS = {
     "expected \\(rows, 32\\)": torch.randn(5, 31),
-    "25 rows, and the model takes 24": torch.randn(25, 32),
-    "without a number": torch.zeros(5, 32),
+    "25 rows, but the model takes 24": torch.randn(25, 32),
+    "an embedding of zeros only": torch.zeros(5, 32),
 }
 
 
@@ -550,7 +546,7 @@ def test_precomputed_files_that_do_not_fit_are_refused_by_name(tmp_path: Path, d
         save_file({"latent": tensor}, data / "a.latent.safetensors")
         refused(what)
     save_file({"samples": torch.randn(16, 1, 2, 2)}, data / "a.latent.safetensors")
-    refused("holds 'samples'; expected a tensor 'latent'")
+    refused("contains 'samples'; expected a tensor 'latent'")
     (data / "a.latent.safetensors").write_bytes(pickle.dumps(print))
     refused("cannot be read as safetensors")
     (data / "a.latent.safetensors").unlink()
@@ -560,7 +556,7 @@ def test_precomputed_files_that_do_not_fit_are_refused_by_name(tmp_path: Path, d
 
 
 def test_names_in_the_cache_come_from_no_file(tmp_path: Path, data: Path, models: Counted) -> None:
-    (data / "a.png").write_bytes(b"no picture")
+    (data / "a.png").write_bytes(b"no image")
     filled(tmp_path / "cache", data, models)
     files = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
     assert len(files) == 3
@@ -578,7 +574,7 @@ def test_a_cache_that_cannot_be_written_is_the_users_business(tmp_path: Path, da
 
 def test_loader_workers_read_the_same(tmp_path: Path, many: Path, models: Counted) -> None:
     cached = filled(tmp_path / "cache", many, models).open()
-    part = cached.part([15, 2, 0])
+    part = cached.subset([15, 2, 0])
     assert [source.name for source in part.sources] == [cached.sources[index].name for index in (15, 2, 0)]
     assert part.shape(1) == cached.shape(2) and torch.equal(part[1]["latent"], cached[2]["latent"])
     assert torch.equal(part[0]["text"], cached[15]["text"]) and len(part) == 3
@@ -590,16 +586,16 @@ def test_loader_workers_read_the_same(tmp_path: Path, many: Path, models: Counte
 
 
 def test_a_random_window_cannot_be_cached(tmp_path: Path, data: Path, models: Counted) -> None:
-    cut = replace(CUT, num_frames=1, start="random")
-    with pytest.raises(ConfigError, match=r"random cannot be cached.*no_cache"):
-        Cache(tmp_path, read_sources(data), settings_of(models, cut=cut))
-    measured = Measured(tmp_path / "cache", read_sources(data), cut, models.latents.geometry)
+    crop = replace(CROP, num_frames=1, start="random")
+    with pytest.raises(ConfigError, match=r"random window cannot be cached.*no_cache"):
+        Cache(tmp_path, read_sources(data), settings_of(models, crop=crop))
+    measured = SampleSizes(tmp_path / "cache", read_sources(data), crop, models.latents.geometry)
     measured.fill(Work(tmp_path))
-    live, films = measured.open(), set()
+    live, videos = measured.open(), set()
     for seed in range(12):
         torch.manual_seed(seed)
-        films.add(live[2]["frames"].numpy().tobytes())
-    assert 1 < len(films) <= 9
+        videos.add(live[2]["frames"].numpy().tobytes())
+    assert 1 < len(videos) <= 9
 
 
 # Fingerprints
@@ -633,7 +629,7 @@ def test_a_tokenizer_is_the_same_after_it_was_used(text_encoder: TextEncoder) ->
     assert make_text_encoder(seed=1).fingerprint() != before
 
 
-def test_a_film_of_an_empty_caption_is_a_sample(tmp_path: Path, data: Path, models: Counted) -> None:
+def test_a_video_of_an_empty_caption_is_a_sample(tmp_path: Path, data: Path, models: Counted) -> None:
     (data / "a.txt").write_text("")
     cache = filled(tmp_path / "cache", data, models)
     assert torch.equal(cache.open()[0]["text"], cache.text(""))

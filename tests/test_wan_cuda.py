@@ -12,8 +12,8 @@ from diffusers import WanTransformer3DModel
 import unisono
 from many_runs import Run, many_runs
 from unisono.parallel.blocks import compile_blocks
-from unisono.recipes.wan.models.attention import use
-from unisono.recipes.wan.models.block import use_fast_blocks
+from unisono.recipes.wan.models.kernels.attention import use
+from unisono.recipes.wan.models.kernels.block import use_fast_blocks
 from wan_models import save_data, save_pipelines
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -35,7 +35,7 @@ def gradients(model: Any, latent: tuple[int, ...], batch: int) -> dict[str, torc
 
 
 SHAPES = pytest.mark.parametrize(
-    ("latent", "batch"), [((16, 5, 60, 104), 1), ((16, 1, 64, 64), 16)], ids=["film", "pictures"]
+    ("latent", "batch"), [((16, 5, 60, 104), 1), ((16, 1, 64, 64), 16)], ids=["video", "images"]
 )
 
 
@@ -91,7 +91,7 @@ def test_a_kernel_by_name_is_given_what_torchs_own_choice_is_given(
 
 
 def test_kernels_compute_what_plain_torch_does_for_the_widths_of_every_wan() -> None:
-    from unisono.recipes.wan.models import operations
+    from unisono.recipes.wan.models.kernels import operations
 
     drawn = torch.Generator().manual_seed(0)
 
@@ -105,8 +105,8 @@ def test_kernels_compute_what_plain_torch_does_for_the_widths_of_every_wan() -> 
         angles = (random(300, head), random(300, head))
         h, _, mean, rstd = operations.norm(x, o, gate, weight, bias, 1e-6)
         three, nothing = random(2, 300, 3 * width), (None, None)
-        _, scale = operations.turn(three, weight, *angles, head, 1e-6)
-        _, plain = operations.turn(x, weight[:1], *nothing, head, 1e-6)
+        _, scale = operations.rotate(three, weight, *angles, head, 1e-6)
+        _, plain = operations.rotate(x, weight[:1], *nothing, head, 1e-6)
         given: dict[str, list[tuple[Any, ...]]] = {
             "norm": [(x, o, gate, weight, bias, 1e-6), (x, o, None, weight, bias, 1e-6)],
             "norm_backward": [
@@ -115,8 +115,8 @@ def test_kernels_compute_what_plain_torch_does_for_the_widths_of_every_wan() -> 
                 (dh, dy, h, None, None, weight, mean, rstd, False),
             ],
             "gate_backward": [(dh, o, gate)],
-            "turn": [(three, weight, *angles, head, 1e-6), (x, weight[:1], *nothing, head, 1e-6)],
-            "turn_backward": [
+            "rotate": [(three, weight, *angles, head, 1e-6), (x, weight[:1], *nothing, head, 1e-6)],
+            "rotate_backward": [
                 ([dy, dh, o], three, weight, *angles, scale, head),
                 ([dy, dh], three[..., : 2 * width].contiguous(), weight[:1], *angles, scale[:1], head),
                 ([dy], x, weight[:1], *nothing, plain, head),
@@ -146,7 +146,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_islands_are_used_in_32_bit_under_every_strategy(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from unisono.recipes.wan.models import block
+    from unisono.recipes.wan.models.kernels import block
 
     seen: dict[str, set[torch.dtype]] = {}
     forward = block._forward
@@ -159,7 +159,7 @@ def test_islands_are_used_in_32_bit_under_every_strategy(root: Path, monkeypatch
     monkeypatch.setattr(block, "_forward", noting)
     given = {"model_path": str(root / "2.1"), "dataset_path": str(root / "data"), "compile": False, "max_steps": 2}
     given |= {"fps": 8.0, "num_frames": 9, "num_workers": 0, "gpus": "1", "strategy": "fsdp", "preview_every": -1}
-    unisono.train("wan-flow", output_dir=str(root / "islands"), **given)
+    unisono.train("wan-flow", output_dir=str(root / "float32"), **given)
     assert seen["scale_shift_table"] == seen["norm2.weight"] == {torch.float32}
     assert torch.bfloat16 in seen["ffn.net.2.weight"]
 

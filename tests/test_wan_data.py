@@ -11,7 +11,7 @@ import pytest
 from unisono.errors import ConfigError
 from unisono.recipes.wan.data.sources import Source, read_sources
 
-# Nothing here opens a film: any bytes will do.
+# Nothing here opens a video: any bytes will do.
 
 
 def put(root: Path, name: str, content: str | bytes = b"film") -> Path:
@@ -48,7 +48,7 @@ def clips(tmp_path: Path) -> Path:
 # ---- forms
 
 
-def test_every_film_and_picture_takes_the_text_file_of_its_name(tmp_path: Path) -> None:
+def test_every_video_and_image_takes_the_text_file_of_its_name(tmp_path: Path) -> None:
     kinds = ["mp4", "avi", "mov", "mkv", "webm", "gif", "png", "jpg", "jpeg", "webp", "bmp", "MP4"]
     for number, kind in enumerate(kinds):
         put(tmp_path, f"{number:02}.{kind}")
@@ -85,9 +85,9 @@ def test_what_a_run_has_written_into_the_folder_is_no_data(tmp_path: Path) -> No
         ("metadata.json", '[{"file_name": "a.mp4", "caption": "x", "caption": "y"}]'),
     ],
 )
-def test_a_name_that_stands_there_twice_is_refused(clips: Path, table: str, text: str) -> None:
+def test_a_duplicate_name_is_refused(clips: Path, table: str, text: str) -> None:
     put(clips, table, text)
-    with pytest.raises(ConfigError, match="caption stands there 2 times"):
+    with pytest.raises(ConfigError, match="caption occurs 2 times"):
         read_sources(clips)
 
 
@@ -95,8 +95,8 @@ def test_an_empty_text_file_is_the_empty_caption_and_said(tmp_path: Path) -> Non
     put(tmp_path, "a.mp4")
     put(tmp_path, "a.txt", "\n")
     said: list[str] = []
-    assert pairs(read_sources(tmp_path, said=said.append)) == [("a", "")]
-    assert said == ["1 of 1 captions are empty; these samples are learned without text"]
+    assert pairs(read_sources(tmp_path, report=said.append)) == [("a", "")]
+    assert said == ["1 of 1 captions are empty; these samples are trained without text"]
 
 
 @pytest.mark.parametrize("media", ["video", "image", "file", "file_name"])
@@ -117,14 +117,14 @@ def test_json_lists_files_and_captions_in_its_order(clips: Path, table: str, med
     assert pairs(read_sources(clips)) == list(CLIPS.items())
 
 
-def test_videos2caption_finds_its_films_in_videos_and_takes_the_first_of_many_captions(tmp_path: Path) -> None:
+def test_videos2caption_finds_its_videos_in_videos_and_takes_the_first_of_many_captions(tmp_path: Path) -> None:
     put(tmp_path, "videos/a.mp4")
     put(tmp_path, "b.mp4")
     entries = [{"path": "a.mp4", "cap": ["first", "second"], "fps": 24.0}, {"path": "b.mp4", "cap": "only"}]
     put(tmp_path, "videos2caption.json", json.dumps(entries))
     said: list[str] = []
-    assert pairs(read_sources(tmp_path, said=said.append)) == [("videos/a", "first"), ("b", "only")]
-    assert said == ["samples with more than one caption: 1; the first of each is used"]
+    assert pairs(read_sources(tmp_path, report=said.append)) == [("videos/a", "first"), ("b", "only")]
+    assert said == ["1 samples have more than one caption; the first of each is used"]
 
 
 @pytest.mark.parametrize("names", [("videos.txt", "prompts.txt"), ("videos.txt", "prompt.txt")])
@@ -150,7 +150,7 @@ def test_a_list_wins_over_text_files_and_may_itself_be_given(clips: Path) -> Non
     assert pairs(read_sources(clips / "mine.CSV")) == [("a", "this")]
 
 
-def test_what_was_computed_before_stands_in_for_film_and_caption(tmp_path: Path) -> None:
+def test_what_was_computed_before_stands_in_for_video_and_caption(tmp_path: Path) -> None:
     put(tmp_path, "all.mp4")
     put(tmp_path, "all.txt", "all")
     put(tmp_path, "film.mp4")
@@ -207,27 +207,27 @@ def test_names_are_unique_and_as_short_as_they_can_be(tmp_path: Path) -> None:
 
 
 def test_nothing_to_read_is_said(tmp_path: Path) -> None:
-    refusal(tmp_path / "missing", "there is no such folder")
-    refusal(tmp_path, "no film or picture", ".mp4")
+    refusal(tmp_path / "missing", "no such folder")
+    refusal(tmp_path, "no video or image", ".mp4")
     put(tmp_path, "train/metadata.csv", "video,prompt\na.mp4,x\n")
-    refusal(tmp_path, "train/metadata.csv", "give the folder it is in")
+    refusal(tmp_path, "train/metadata.csv", "give its folder instead")
     refusal(put(tmp_path, "prompts.txt", "a cat"), "expected a folder")
     (tmp_path / "train/metadata.csv").write_text("video,prompt\n")
-    refusal(tmp_path / "train", "no film or picture")
+    refusal(tmp_path / "train", "no video or image")
 
 
 def test_no_captions_at_all_is_said_as_such(clips: Path) -> None:
-    refusal(clips, "not one of 2 samples has a caption", "a.txt beside a.mp4", leave_out_bad=True)
+    refusal(clips, "none of 2 samples has a caption", "a.txt next to a.mp4", leave_out_bad=True)
 
 
-def test_a_film_without_caption_is_named_and_by_option_left_out(clips: Path) -> None:
+def test_a_video_without_caption_is_named_and_by_option_left_out(clips: Path) -> None:
     put(clips, "a.txt", "x")
     refusal(clips, "b.mp4: has no caption", "b.txt", "--leave_out_bad")
     for number in range(5):
         put(clips, f"c{number}.png")
     said: list[str] = []
-    assert pairs(read_sources(clips, leave_out_bad=True, said=said.append)) == [("a", "x")]
-    assert len(said) == 1 and said[0].startswith("6 of 7 samples are left out: ") and said[0].endswith("and 3 more")
+    assert pairs(read_sources(clips, leave_out_bad=True, report=said.append)) == [("a", "x")]
+    assert len(said) == 1 and said[0].startswith("skipped 6 of 7 samples: ") and said[0].endswith("and 3 more")
     assert f"{clips}/b.mp4 (has no caption)" in said[0]
 
 
@@ -245,16 +245,16 @@ def test_two_lists_of_one_folder_are_both_named(clips: Path) -> None:
 @pytest.mark.parametrize(
     ("table", "content", "told"),
     [
-        ("metadata.csv", "film,words\na.mp4,x\n", ["its columns are 'film, words'", "file_name", "caption"]),
-        ("metadata.csv", "", ["its columns are ''"]),
+        ("metadata.csv", "film,words\na.mp4,x\n", ["the columns are 'film, words'", "file_name", "caption"]),
+        ("metadata.csv", "", ["the columns are ''"]),
         ("metadata.csv", "video,prompt\nb.mp4,x\na.mp4,a cat, asleep\n", ["line 3", "3 fields", "double quotes"]),
-        ("metadata.csv", 'video,prompt\na.mp4,"never closed\nb.mp4,y\n', ["line 3", "not proper CSV"]),
-        ("metadata.csv", f"video,prompt\na.mp4,{'x' * 200_000}\n", ["line 2", "not proper CSV", "field"]),
-        ("metadata.csv", "video,prompt\na.mp4,x\nc.mp4,y\n", ["line 3", "there is no file", "c.mp4"]),
-        ("metadata.csv", "video,prompt\na.mp3,x\n", ["line 2", "a.mp3 is no film or picture"]),
+        ("metadata.csv", 'video,prompt\na.mp4,"never closed\nb.mp4,y\n', ["line 3", "invalid CSV"]),
+        ("metadata.csv", f"video,prompt\na.mp4,{'x' * 200_000}\n", ["line 2", "invalid CSV", "field"]),
+        ("metadata.csv", "video,prompt\na.mp4,x\nc.mp4,y\n", ["line 3", "no such file", "c.mp4"]),
+        ("metadata.csv", "video,prompt\na.mp3,x\n", ["line 2", "a.mp3 is no video or image"]),
         ("metadata.csv", b"video,prompt\nb.mp4,x\na.mp4,caf\xe9\n", ["line 3", "UTF-8"]),
-        ("metadata.jsonl", '{"video": "a.mp4", "text": "x"}\n{"video": "b.mp4", "te', ["line 2", "not proper JSON"]),
-        ("metadata.jsonl", '{"text": "x"}', ["line 1", "no file is named", "video_path"]),
+        ("metadata.jsonl", '{"video": "a.mp4", "text": "x"}\n{"video": "b.mp4", "te', ["line 2", "invalid JSON"]),
+        ("metadata.jsonl", '{"text": "x"}', ["line 1", "names no file", "video_path"]),
         ("metadata.jsonl", '["a.mp4", "x"]', ["line 1", "got ['a.mp4', 'x']"]),
         ("metadata.jsonl", '{"video": "a.mp4", "text": {"en": "x"}}', ["line 1", "must be text"]),
         (
@@ -262,13 +262,13 @@ def test_two_lists_of_one_folder_are_both_named(clips: Path) -> None:
             '{"video": "a.mp4"}\n{"video": "b.mp4", "text": "x"}',
             ["line 1: has no caption", "--leave"],
         ),
-        ("metadata.jsonl", "[" * 100_000, ["line 1", "not proper JSON"]),
-        ("metadata.jsonl", '{"video": "a.mp4", "text": ' + "9" * 10_000 + "}", ["line 1", "not proper JSON"]),
+        ("metadata.jsonl", "[" * 100_000, ["line 1", "invalid JSON"]),
+        ("metadata.jsonl", '{"video": "a.mp4", "text": ' + "9" * 10_000 + "}", ["line 1", "invalid JSON"]),
         ("metadata.jsonl", json.dumps({"video": "a.mp4", "text": "x" * 70_000}), ["more than 65,536 characters"]),
-        ("metadata.jsonl", r'{"video": "a.mp4", "text": "\ud800"}', ["not proper Unicode"]),
-        ("metadata.json", '[{"video": "a.mp4",\n "text": "x"},\n]', ["metadata.json: not proper JSON", "line 3"]),
+        ("metadata.jsonl", r'{"video": "a.mp4", "text": "\ud800"}', ["not valid Unicode"]),
+        ("metadata.json", '[{"video": "a.mp4",\n "text": "x"},\n]', ["metadata.json: invalid JSON", "line 3"]),
         ("metadata.json", '{"a.mp4": "x"}', ["expected a list"]),
-        ("metadata.json", '[{"video": "a.mp4", "text": "x"}, {"video": 5}]', ["entry 2", "no file is named"]),
+        ("metadata.json", '[{"video": "a.mp4", "text": "x"}, {"video": 5}]', ["entry 2", "names no file"]),
         ("videos.txt", "a.mp4\nb.mp4\n", ["has 2 lines", "has 1;"]),
     ],
 )
@@ -282,10 +282,10 @@ def test_a_bad_list_is_refused_with_the_place_in_it(clips: Path, table: str, con
 def test_bad_samples_of_a_list_are_left_out_by_option(clips: Path) -> None:
     put(clips, "metadata.csv", "video,prompt\ngone.mp4,x\na.mp4,y\n")
     said: list[str] = []
-    assert pairs(read_sources(clips, leave_out_bad=True, said=said.append)) == [("a", "y")]
-    assert said == [f"1 of 2 samples are left out: {clips}/metadata.csv, line 2 (there is no file {clips}/gone.mp4)"]
+    assert pairs(read_sources(clips, leave_out_bad=True, report=said.append)) == [("a", "y")]
+    assert said == [f"skipped 1 of 2 samples: {clips}/metadata.csv, line 2 (no such file: {clips}/gone.mp4)"]
     put(clips, "metadata.csv", "video,prompt\ngone.mp4,x\n")
-    refusal(clips, "there is no file", leave_out_bad=True)
+    refusal(clips, "no such file", leave_out_bad=True)
 
 
 def test_text_that_is_no_text_or_too_long_is_the_fault_of_its_sample(clips: Path) -> None:
@@ -305,7 +305,7 @@ def test_text_that_is_no_text_or_too_long_is_the_fault_of_its_sample(clips: Path
 def test_a_latent_that_may_be_of_two_files_is_refused(clips: Path) -> None:
     put(clips, "a.png")
     put(clips, "a.latent.safetensors")
-    refusal(clips, "a.latent.safetensors: is it of a.mp4 or of a.png?")
+    refusal(clips, "a.latent.safetensors could belong to a.mp4 or a.png")
 
 
 def test_a_name_that_is_no_unicode_is_the_fault_of_its_sample(clips: Path) -> None:
@@ -313,7 +313,7 @@ def test_a_name_that_is_no_unicode_is_the_fault_of_its_sample(clips: Path) -> No
         (clips / os.fsdecode(name)).write_bytes(b"x")
     for name in CLIPS:
         put(clips, f"{name}.txt", "x")
-    assert refusal(clips, "not proper Unicode").isprintable()
+    assert refusal(clips, "not valid Unicode").isprintable()
     assert len(read_sources(clips, leave_out_bad=True)) == 2
 
 
@@ -346,7 +346,7 @@ def test_what_is_no_file_of_the_folder_is_not_there(tmp_path: Path, path: str) -
     assert len(read_sources(folder, leave_out_bad=True)) == 1
 
 
-def test_a_link_beside_the_films_cannot_lead_outside(tmp_path: Path) -> None:
+def test_a_link_beside_the_videos_cannot_lead_outside(tmp_path: Path) -> None:
     secret = put(tmp_path, "secret.txt", "root:x:0:0")
     for name in ("a.txt", "a.mp4", "a.safetensors", "a.latent.safetensors", "metadata.csv"):
         folder = tmp_path / name
@@ -383,11 +383,11 @@ def test_links_to_folders_are_not_followed_and_said(tmp_path: Path) -> None:
     put(folder, "a.txt", "x")
     (folder / "again").symlink_to(".")  # a walk that follows it never ends
     said: list[str] = []
-    assert len(read_sources(folder, said=said.append)) == 1
-    assert said == ["links to folders are not followed: again"]
+    assert len(read_sources(folder, report=said.append)) == 1
+    assert said == ["skipped links to folders: again"]
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     put(tmp_path, "a.mp4")
     os.mkfifo(tmp_path / "a.txt")
-    refusal(tmp_path, "not one of 1 samples has a caption")
+    refusal(tmp_path, "none of 1 samples has a caption")

@@ -20,15 +20,15 @@ from command_line import TINY, lines
 from unisono.cli import verify as verify_command
 from unisono.engine.export import export_run
 from unisono.engine.recipe import Work
-from unisono.engine.verify import Question
+from unisono.engine.verification.verify import Question, Verdict
 from unisono.errors import ConfigError, UserError
 from unisono.recipes.common.packs import Packs
 from unisono.recipes.wan.data.decode import is_still
-from unisono.recipes.wan.models import attention
+from unisono.recipes.wan.models.kernels import attention
 from unisono.recipes.wan.models.lora import COMFY_FILE, FILE, SECOND, add_lora, lora_state, save_lora
-from unisono.recipes.wan.models.native import diffusers_names, native_name
 from unisono.recipes.wan.models.vae import Latents
-from unisono.recipes.wan_flow.early import takes_first_frame
+from unisono.recipes.wan.models.weight_names import diffusers_names, native_name
+from unisono.recipes.wan_flow.model_checks import takes_first_frame
 from unisono.recipes.wan_flow.recipe import WanFlow
 from unisono.settings import PrecisionSettings, Settings
 from wan_models import SMALL, model, save_data, save_pipelines
@@ -67,15 +67,15 @@ def recipe(root: Path, model: Path | str, **changes: Any) -> WanFlow:
 # ---- before the first file is encoded ----
 
 EARLY: dict[str, tuple[dict[str, Any], str]] = {
-    "too many held out": ({"num_eval": 8}, "num_eval 8: there are 8 samples"),
+    "too many held out": ({"num_eval": 8}, "num_eval 8: the dataset has 8 samples"),
     "another architecture": ({"model_path": "broken"}, "another architecture"),
-    "no such LoRA": ({"lora_path": "nowhere"}, "there is no such LoRA"),
+    "no such LoRA": ({"lora_path": "nowhere"}, "no such LoRA"),
     "a LoRA of another model": ({"lora_path": "other"}, "trained for another architecture"),
     "a LoRA of another rank": ({"lora_path": "lora", "lora_rank": 4}, "has rank 3 and keeps it"),
-    "layers beside those of a LoRA": ({"lora_path": "lora", "lora_targets": "to_k"}, "leave one of them out"),
+    "layers beside those of a LoRA": ({"lora_path": "lora", "lora_targets": "to_k"}, "remove one of them"),
     "no such layers": ({"lora_rank": 2, "lora_targets": "to_x"}, "no linear layer's name ends in to_x"),
-    "too large": ({"height": 528, "width": 32}, "more than this model has positions for"),
-    "odd sizes": ({"height": 520, "width": 32}, "height 520 is not a multiple of 16"),
+    "too large": ({"height": 528, "width": 32}, "exceeds this model's positions"),
+    "odd sizes": ({"height": 520, "width": 32}, "height 520: this model needs a multiple of 16"),
     "too few pixels": ({"max_pixels": 100}, "max_pixels 100"),
     "a first frame for a model without": ({"first_frame": 0.5}, "only TI2V models"),
     "raw latents without a VAE": ({"model_path": "2.1/transformer", "latents": "raw"}, "there is no VAE"),
@@ -107,10 +107,10 @@ def test_a_mistake_is_found_before_the_first_file_is_encoded(
 
 
 def test_a_first_frame_is_given_to_models_that_take_one(root: Path) -> None:
-    takes = {name: takes_first_frame(recipe(root, root / name)) for name in ("2.1", "a14b", "5b")}
+    takes = {name: takes_first_frame(recipe(root, root / name).setup) for name in ("2.1", "a14b", "5b")}
     assert takes == {"2.1": False, "a14b": False, "5b": True}
     named = {
-        name: takes_first_frame(WanFlow(WanFlow.Config(model_config=name, dataset_path="x")))
+        name: takes_first_frame(WanFlow(WanFlow.Config(model_config=name, dataset_path="x")).setup)
         for name in ("tiny", "1.3b", "ti2v-5b")
     }
     assert named == {"tiny": False, "1.3b": False, "ti2v-5b": True}
@@ -118,7 +118,7 @@ def test_a_first_frame_is_given_to_models_that_take_one(root: Path) -> None:
 
 def test_steps_of_two_experts_are_not_recorded(root: Path, tmp_path: Path) -> None:
     told = {"model_path": str(root / "a14b"), "dataset_path": str(root / "data"), "cuda_graph": True}
-    with pytest.raises(ConfigError, match="cuda_graph records a step once and for all, and with two experts"):
+    with pytest.raises(ConfigError, match="cuda_graph replays one recorded step, but with two experts"):
         unisono.train("wan-flow", output_dir=str(tmp_path / "run"), **COMMON, **told)
     assert not (tmp_path / "run" / "prepared").exists()
     recorded = Settings(precision=PrecisionSettings(cuda_graph=True))
@@ -257,24 +257,24 @@ def test_raw_latents_are_normalised_when_they_are_read(root: Path, tmp_path: Pat
     assert torch.equal(found["normalised"], raw)
 
 
-def test_a_picture_is_not_encoded_anew_for_other_windows_of_films(
+def test_an_image_is_not_encoded_anew_for_other_windows_of_videos(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoded: list[int] = []
-    plain = Latents.encode_pictures
+    plain = Latents.encode_frames
 
     def counted(self: Latents, frames: Tensor) -> Tensor:
         encoded.append(frames.shape[1])
         return plain(self, frames)
 
-    monkeypatch.setattr(Latents, "encode_pictures", counted)
+    monkeypatch.setattr(Latents, "encode_frames", counted)
     for changes in ({}, {"num_frames": 5}, {"fps": 4.0, "num_frames": 1}, {"window": "middle", "num_frames": 5}):
         recipe(root, root / "2.1", cache_dir=str(tmp_path / "cache"), **changes).prepare(Work(tmp_path / "work"))
-    assert encoded[:5].count(1) + encoded[5:8].count(1) == 5  # five pictures and three films
-    assert sorted(encoded[8:]) == [1, 1, 1, *[5] * 6]  # the films only
+    assert encoded[:5].count(1) + encoded[5:8].count(1) == 5  # five images and three videos
+    assert sorted(encoded[8:]) == [1, 1, 1, *[5] * 6]  # the videos only
 
 
-def test_what_may_move_is_not_taken_for_a_still_picture(tmp_path: Path) -> None:
+def test_what_may_move_is_not_taken_for_a_still_image(tmp_path: Path) -> None:
     one, other = (Image.new("RGB", (16, 16), colour) for colour in ("red", "blue"))
     moving: dict[str, Any] = {"save_all": True, "append_images": [other], "duration": 100}
     for name in ("a.png", "a.jpg", "a.bmp", "a.webp"):
@@ -327,7 +327,7 @@ def test_a_folder_that_is_not_there_is_named_before_a_model_is_fetched(
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
     told = {"model_path": "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "dataset_path": str(root / "data")}
     told |= {name: str(tmp_path / "nowhere"), "output_dir": str(tmp_path / "run")}
-    with pytest.raises(ConfigError, match=f"{name} .*nowhere: there is no such folder"):
+    with pytest.raises(ConfigError, match=f"{name} .*nowhere: no such folder"):
         unisono.train("wan-flow", **{**COMMON, **told})
 
 
@@ -339,7 +339,7 @@ def test_attention_is_measured_at_the_largest_sample(
     monkeypatch.setattr(attention.Kernel, "measure", lambda self, work, transformer, tokens: measured.append(tokens))
     told = {"model_path": str(root / "2.1"), "dataset_path": str(root / "data"), "cache_dir": str(tmp_path / "cache")}
     unisono.train("wan-flow", output_dir=str(tmp_path / "run"), **{**COMMON, **told, "max_steps": 1, **changed})
-    # Three times 2 x 2, of nine frames of 32 x 32; or once 2 x 4, of a picture of 32 x 64.
+    # Three times 2 x 2, of nine frames of 32 x 32; or once 2 x 4, of an image of 32 x 64.
     assert measured == [12 if changed["num_frames"] == 9 else 8]
 
 
@@ -353,19 +353,20 @@ def test_losses_by_noise_level_are_in_tensorboard(root: Path, tmp_path: Path) ->
     board.Reload()
     (found,) = [line for line in lines(tmp_path / "run") if "eval/loss" in line]
     for name in ("eval/loss_by_level", "eval/sigma_by_level"):
-        drawn = [board.Scalars(f"{name}/{number}")[0].value for number in (1, 2, 3)]
-        assert drawn == pytest.approx(found[name])
+        first, middle, last = found[name]
+        drawn = [board.Scalars(f"{name}/{which}")[0].value for which in ("first", "mean", "last")]
+        assert drawn == pytest.approx([first, (first + middle + last) / 3, last])
 
 
 def test_verify_computes_in_what_the_recipe_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """Diffusers computes Wan's norms in float32: in float64, runs that are the same would differ by that."""
     asked: list[str] = []
 
-    def answers(recipe: str, resolved: Any, question: Question, tell: Any) -> list[Any]:
+    def answers(recipe: str, resolved: Any, question: Question, *rest: Any) -> Verdict:
         asked.append(question.precision)
-        return []
+        return Verdict([], 0.0)
 
-    monkeypatch.setattr("unisono.engine.verify.verify", answers)
+    monkeypatch.setattr("unisono.engine.verification.verify.verify", answers)
     wan = ["wan-flow", "--model_config", "tiny"]
     for words in (wan, [*wan, "--precision", "float64"], [TINY]):
         assert verify_command.main(words) == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import fcntl
 import hashlib
 import json
 import os
@@ -26,15 +28,19 @@ from many_runs import Outcome, Run, many_runs
 from unisono.engine.export import export_run, load_trained
 from unisono.engine.recipe import Work
 from unisono.errors import ConfigError, UnisonoError, UserError
+from unisono.observe import progress
 from unisono.recipes.wan.objective import TIMESTEPS, noised
-from unisono.recipes.wan_distill import losses
-from unisono.recipes.wan_distill.data import HeldOut, Kept
-from unisono.recipes.wan_distill.measure import draw
-from unisono.recipes.wan_distill.prompts import labels, prompts_of, read_prompts
+from unisono.recipes.wan_distill import loss_terms as losses
+from unisono.recipes.wan_distill.data.datasets import EvalDataset, RolloutDataset
+from unisono.recipes.wan_distill.data.prompts import labels, prompts_of, read_prompts
+from unisono.recipes.wan_distill.data.rollouts import Rollouts
+from unisono.recipes.wan_distill.evaluation import generate
+from unisono.recipes.wan_distill.models.teacher import Guidance, load_teacher
+from unisono.recipes.wan_distill.models.tiny_teacher import folder_of, make
 from unisono.recipes.wan_distill.recipe import WanDistill
-from unisono.recipes.wan_distill.rollouts import Rollouts
 from unisono.recipes.wan_distill.settings import Config
-from unisono.recipes.wan_distill.teacher import Guidance, load_teacher
+from unisono.recipes.wan_flow.recipe import WanFlow
+from unisono.recipes.wan_flow.settings import Config as FlowConfig
 from wan_models import SMALL, save_pipelines
 
 PROMPTS = ["a red ball", "a ball", "a red red ball", "ball a", "a a ball", "red"]
@@ -65,7 +71,7 @@ RUNS: dict[str, tuple[str, int, dict[str, Any]]] = {
         | TWO
         | SHORT,
     ),
-    "film": ("5b", 1, {"num_frames": 5, "height": 32} | SHORT),
+    "video": ("5b", 1, {"num_frames": 5, "height": 32} | SHORT),
     "paths": ("2.1", 1, {"trajectory_weight": 1.0, "trajectory_points": 2} | SHORT),
     "few steps": (
         "2.1",
@@ -177,11 +183,14 @@ def test_how_much_faster_is_told_where_enough_blocks_of_the_teacher_were_timed(r
 
 
 def test_a_ratio_needs_three_blocks_of_the_teacher() -> None:
-    from unisono.recipes.wan_distill.measure import Took, speed
+    from unisono.recipes.wan_distill.evaluation import SampleTime, speed
 
     assert speed(None, None) == {}
-    assert speed(Took(6.0, 2), Took(2.0, 3)) == {"seconds_per_sample": 2.0, "teacher_seconds_per_sample": 6.0}
-    assert speed(Took(6.0, 3), Took(2.0, 1))["times_as_fast"] == 3.0
+    assert speed(SampleTime(6.0, 2), SampleTime(2.0, 3)) == {
+        "seconds_per_sample": 2.0,
+        "teacher_seconds_per_sample": 6.0,
+    }
+    assert speed(SampleTime(6.0, 3), SampleTime(2.0, 1))["times_as_fast"] == 3.0
 
 
 def test_a_student_is_timed_once_and_as_many_at_once_as_the_teacher_drew(root: Path) -> None:
@@ -193,8 +202,8 @@ def test_a_student_is_timed_once_and_as_many_at_once_as_the_teacher_drew(root: P
     passes: list[int] = []
     next(model.children()).register_forward_pre_hook(lambda module, given: passes.append(len(given[0])))
     recipe.before_evaluation(model)
-    assert recipe.student_took is not None
-    assert recipe.student_took.number == 3
+    assert recipe.student_time is not None
+    assert recipe.student_time.number == 3
     assert passes == [3] * (1 + 3) * 3  # a draw to warm up, three that are timed, each of three steps
     recipe.before_evaluation(model)
     assert len(passes) == 12
@@ -204,18 +213,18 @@ def test_a_student_is_timed_once_and_as_many_at_once_as_the_teacher_drew(root: P
 
 def test_the_teachers_time_is_that_of_most_blocks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     took = iter([90.0, 3.0, 3.3, 60.0, 2.7, 3.0])  # the first compiles, another meets a busy moment
-    drawn = Rollouts._draw
+    drawn = Rollouts._generate
 
     def busy(self: Rollouts, number: int, *rest: Any) -> tuple[dict[str, Tensor], float]:
         return drawn(self, number, *rest)[0], next(took, 1.0) * len(self._blocks[number])
 
-    monkeypatch.setattr(Rollouts, "_draw", busy)
+    monkeypatch.setattr(Rollouts, "_generate", busy)
     setup = recipe_of(root, folder="busy", rollouts=4).setup
-    found = setup.teacher_took()
+    found = setup.teacher_time()
     assert found is not None
     assert (found.seconds, found.number) == (pytest.approx(3.0), 5)
-    setup.processes = 2
-    assert setup.teacher_took() is None, "other company, another time"
+    setup.num_ranks = 2
+    assert setup.teacher_time() is None, "other company, another time"
 
 
 def test_a_last_batch_that_is_not_full_is_learned_from_too(runs: dict[str, Outcome]) -> None:
@@ -244,9 +253,9 @@ def test_the_teacher_draws_what_its_pipeline_draws(teacher: str, root: Path) -> 
         prompt, _ = samples.items[number]
         two = {"guidance_scale_2": 3.0} if teacher == "a14b" else {}
         theirs = pipeline(
-            prompt_embeds=recipe.setup.rows(prompt)[None].float(),
-            negative_prompt_embeds=recipe.setup.rows("")[None].float(),
-            latents=samples.drawing.begin(*samples.items[number])[None],
+            prompt_embeds=recipe.setup.text(prompt)[None].float(),
+            negative_prompt_embeds=recipe.setup.text("")[None].float(),
+            latents=samples.spec.begin(*samples.items[number])[None],
             **{"height": 16, "width": 32, "num_frames": 1, "num_inference_steps": 8, "guidance_scale": 4.0, **two},
             output_type="latent",
         ).frames
@@ -258,15 +267,15 @@ def test_kept_answers_are_those_of_the_guided_teacher(root: Path) -> None:
     samples, setup = recipe.setup.rollouts("train").open(), recipe.setup
     teacher, _ = load_teacher(setup.teacher, setup.guidance, "float32", "auto", "cpu", compiled=False)
     transformer = next(teacher.experts.children())
-    data = Kept(samples, setup.rows)
+    data = RolloutDataset(samples, setup.text)
     assert len(data) == 8 * 3
     for index in (0, 4, 23):
         item = data[index]
-        noise = setup.drawing.noise(item["position"][None])
+        noise = setup.rollout_spec.noise(item["position"][None])
         at, time = noised(item["data"][None], noise, item["sigma"][None]), item["sigma"][None] * TIMESTEPS
         with torch.no_grad():
             with_prompt = transformer(at, time, item["text"][None].float(), return_dict=False)[0]
-            without = transformer(at, time, setup.rows("")[None].float(), return_dict=False)[0]
+            without = transformer(at, time, setup.text("")[None].float(), return_dict=False)[0]
         torch.testing.assert_close(item["velocity"][None], without + 4 * (with_prompt - without), rtol=1e-4, atol=1e-4)
 
 
@@ -285,9 +294,9 @@ def test_each_sample_meets_all_noise_levels(root: Path) -> None:
 def test_points_of_a_path_lead_to_its_end(root: Path) -> None:
     settings = {"trajectory_weight": 1.0, "trajectory_points": 4, "teacher_steps": 4, "teacher_sampler": "euler"}
     samples = recipe_of(root, folder="path", **settings).setup.rollouts("train").open()
-    assert samples.drawing.points == (0, 1, 2, 3)
-    torch.testing.assert_close(samples.point(1, 0)["point"], samples.drawing.begin(*samples.items[1]))
-    assert samples.drawing.sigmas[0] == pytest.approx(0.9997, abs=1e-3)
+    assert samples.spec.points == (0, 1, 2, 3)
+    torch.testing.assert_close(samples.point(1, 0)["point"], samples.spec.begin(*samples.items[1]))
+    assert samples.spec.sigmas[0] == pytest.approx(0.9997, abs=1e-3)
     sigmas = [samples.point(1, place)["point_sigma"] for place in range(4)] + [torch.tensor(0.0)]
     reached = samples.point(1, 0)["point"]
     for place in range(4):
@@ -298,10 +307,10 @@ def test_points_of_a_path_lead_to_its_end(root: Path) -> None:
 
 
 def test_noise_belongs_to_seed_prompt_and_number(root: Path) -> None:
-    drawing = recipe_of(root, folder="answers", guidance=4.0).setup.drawing
-    some = drawing.begin("a", 0)
-    assert torch.equal(some, drawing.begin("a", 0))
-    others = [drawing.begin("a", 1), drawing.begin("b", 0), replace(drawing, seed=1).begin("a", 0)]
+    spec = recipe_of(root, folder="answers", guidance=4.0).setup.rollout_spec
+    some = spec.begin("a", 0)
+    assert torch.equal(some, spec.begin("a", 0))
+    others = [spec.begin("a", 1), spec.begin("b", 0), replace(spec, seed=1).begin("a", 0)]
     assert all((some - other).abs().mean() > 0.5 for other in others)
     assert abs(float(some.mean())) < 0.2
     assert abs(float(some.std()) - 1) < 0.2
@@ -312,7 +321,7 @@ def test_what_decides_a_sample_is_in_its_name(root: Path) -> None:
         recipe = recipe_of(root, folder="names", **changes)
         if work is not None:
             recipe.setup.seed = work.seed
-            del recipe.setup.drawing
+            del recipe.setup.rollout_spec
         return set(recipe.setup.rollouts("train")._keys)
 
     base = names()
@@ -346,9 +355,9 @@ def test_added_prompts_leave_what_is_drawn_as_it_is(root: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize(("prompts", "rollouts", "blocks"), [(1, 18, 5), (5, 3, 4), (4, 2, 2), (3, 1, 1), (9, 3, 7)])
 def test_there_are_no_more_blocks_than_the_samples_fill(prompts: int, rollouts: int, blocks: int, root: Path) -> None:
-    drawing = replace(recipe_of(root, folder="answers", guidance=4.0).setup.drawing, block=4)
+    spec = replace(recipe_of(root, folder="answers", guidance=4.0).setup.rollout_spec, block=4)
     names = [f"prompt {number}" for number in range(prompts)]
-    found = Rollouts(root, drawing, names, rollouts)
+    found = Rollouts(root, spec, names, rollouts)
     assert [len(block) for block in found._blocks[:-1]] == [4] * (blocks - 1)
     assert sorted(item for block in found._blocks for item in block) == sorted(found.items)
     assert found.items[: prompts + 1] == [(name, 0) for name in names] + [(names[0], 1)][: rollouts - 1]
@@ -367,18 +376,18 @@ def test_a_block_of_several_numbers_gives_each_sample_its_own(root: Path) -> Non
 def test_a_small_last_block_has_the_bits_of_a_full_one(root: Path) -> None:
     recipe = recipe_of(root, folder="filled", rollout_batch=3, rollouts=1)  # four prompts: blocks of 3 and of 1
     setup, prompt = recipe.setup, recipe.setup.prompts.train[3]
-    full = Rollouts(root / "full", setup.drawing, [prompt], 1)
+    full = Rollouts(root / "full", setup.rollout_spec, [prompt], 1)
     full._blocks = [[(prompt, 0)] * 3]
     teacher, _ = load_teacher(setup.teacher, setup.guidance, "float32", "auto", "cpu", compiled=False)
-    drawn, _ = full._draw(0, teacher, setup.rows, Work(root / "full"))
+    drawn, _ = full._generate(0, teacher, setup.text, Work(root / "full"))
     assert torch.equal(setup.rollouts("train").open().data(3), drawn["data"][0])
 
 
 def test_samples_that_are_gone_are_missed_in_one_line(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unisono.recipes.wan_distill.rollouts._PATIENCE_S", 0.1)
+    monkeypatch.setattr("unisono.recipes.wan_distill.data.rollouts._PATIENCE_S", 0.1)
     rollouts = recipe_of(root, folder="gone").setup.rollouts("train")
     rollouts._file(1).unlink()
-    with pytest.raises(UserError, match="one folder that all machines see"):
+    with pytest.raises(UserError, match="one folder that all machines share"):
         rollouts.open()
 
 
@@ -452,8 +461,8 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn(root: Path, tmp_path
 
 def test_an_8_bit_teacher_says_nearly_the_same_and_is_smaller(root: Path) -> None:
     setup = recipe_of(root, folder="answers", guidance=4.0).setup
-    item = HeldOut(setup.rollouts("eval").open(), setup.rows, judged=False)[0]
-    text, empty = item["text"][None].float(), setup.rows("")[None].float()
+    item = EvalDataset(setup.rollouts("eval").open(), setup.text, judged=False)[0]
+    text, empty = item["text"][None].float(), setup.text("")[None].float()
     found = {}
     for kind in ("bfloat16", "float8"):
         teacher, line = load_teacher(setup.teacher, setup.guidance, kind, "auto", "cpu", compiled=False)
@@ -468,7 +477,7 @@ def test_an_8_bit_teacher_says_nearly_the_same_and_is_smaller(root: Path) -> Non
 # Out -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["one", "film", "few steps", "experts"])
+@pytest.mark.parametrize("name", ["one", "video", "few steps", "experts"])
 def test_an_exported_student_draws_in_a_pipeline_what_it_drew_here(
     name: str, runs: dict[str, Outcome], root: Path, tmp_path: Path
 ) -> None:
@@ -480,11 +489,11 @@ def test_an_exported_student_draws_in_a_pipeline_what_it_drew_here(
     recipe, model, _ = load_trained(run)
     setup = recipe.setup  # type: ignore[attr-defined]
     setup.folder = run / "prepared"
-    begin, text = setup.drawing.begin("x", 0)[None], setup.rows(PROMPTS[0])[None].float()
+    begin, text = setup.rollout_spec.begin("x", 0)[None], setup.text(PROMPTS[0])[None].float()
     steps = setup.student_scheduler()[1]
     assert steps == 3
     assert pipeline.scheduler.config.solver_order == (1 if name == "few steps" else 2)
-    frames = 5 if name == "film" else 1
+    frames = 5 if name == "video" else 1
     theirs = pipeline(
         prompt_embeds=text,
         latents=begin,
@@ -492,18 +501,43 @@ def test_an_exported_student_draws_in_a_pipeline_what_it_drew_here(
         num_inference_steps=steps,
         output_type="latent",
     ).frames
-    torch.testing.assert_close(draw(setup, model, begin, text), theirs, rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
+    torch.testing.assert_close(generate(setup, model, begin, text), theirs, rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
+
+
+def test_the_line_that_export_prints_draws_what_the_preview_shows(
+    runs: dict[str, Outcome], root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, out = root / "runs" / "one", tmp_path / "out"
+    export_run(run, out)
+    line = capsys.readouterr().err.strip().rpartition("use it with ")[2]
+    call = ast.parse(line, mode="eval").body  # WanPipeline.from_pretrained(folder)(prompt, name=value, …)
+    assert isinstance(call, ast.Call) and isinstance(call.func, ast.Call)
+    assert [ast.literal_eval(argument) for argument in call.func.args] == [str(out)]
+    prompt, settings = ast.literal_eval(call.args[0]), {it.arg: ast.literal_eval(it.value) for it in call.keywords}
+    assert json.loads((out / "how_to_draw.json").read_text()) == settings
+    pipeline = WanPipeline.from_pretrained(out)
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline.text_encoder.to(torch.bfloat16)  # as the run has computed
+    recipe, model, _ = load_trained(run)
+    setup = recipe.setup  # type: ignore[attr-defined]
+    setup.folder = run / "prepared"
+    samples = setup.rollouts("preview").open()
+    assert samples.items[0][0] == prompt
+    begin, rows = samples.spec.begin(*samples.items[0])[None], setup.text(prompt)[None].float()
+    drawn = pipeline(prompt, latents=begin, output_type="latent", **settings).frames
+    # Text of another length gives other images: 0.01 away here, where the student has hardly learned to read.
+    torch.testing.assert_close(drawn, generate(setup, model, begin, rows), rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
 
 
 def test_previews_show_teacher_and_student(runs: dict[str, Outcome], root: Path) -> None:
     from PIL import Image
 
     folder = root / "runs" / "one" / "previews"
-    picture = Image.open(folder / "step_00000006_teacher_student.png")
-    assert picture.size == (4 * 128 + 3 * 2, 64)
+    image = Image.open(folder / "step_00000006_teacher_student.png")
+    assert image.size == (4 * 128 + 3 * 2, 64 + 14), "below each image: teacher or student, and the prompt"
     assert (folder / "step_00000006_prompts.txt").read_text().splitlines() == ["a ball", "a a ball"]
-    films = sorted(file.name for file in (root / "runs" / "film" / "previews").glob("*.mp4"))
-    assert films == ["step_00000003_teacher_student_00.mp4", "step_00000003_teacher_student_01.mp4"]
+    videos = sorted(file.name for file in (root / "runs" / "video" / "previews").glob("*.mp4"))
+    assert videos == ["step_00000003_teacher_student_00.mp4", "step_00000003_teacher_student_01.mp4"]
 
 
 def test_few_steps_are_steps_of_the_teacher(root: Path) -> None:
@@ -515,7 +549,7 @@ def test_few_steps_are_steps_of_the_teacher(root: Path) -> None:
     scheduler, steps = recipe_of(root, folder="few", **told).setup.student_scheduler()
     scheduler.set_timesteps(steps)
     assert scheduler.sigmas[:4].tolist() == pytest.approx(levels, abs=1e-6)
-    begin, velocity = samples.drawing.begin("x", 0)[None], torch.ones(1, *samples.drawing.shape)
+    begin, velocity = samples.spec.begin("x", 0)[None], torch.ones(1, *samples.spec.shape)
     reached = begin
     for step in scheduler.timesteps:
         reached = scheduler.step(velocity, step, reached, return_dict=False)[0]
@@ -545,7 +579,7 @@ def test_prompts_are_lines_each_once(tmp_path: Path) -> None:
     file.write_bytes(b"\xef\xbb\xbfa red ball\r\n\r\n  \r\nzwei B\xc3\xa4lle\na red ball\n")
     found, remarks = read_prompts(str(file), "data_path")
     assert found == ["a red ball", "zwei Bälle"]
-    assert remarks == ["data_path: 1 prompts stand there more than once, and count once"]
+    assert remarks == ["data_path: 1 duplicate prompts are ignored"]
 
 
 def test_held_out_prompts_are_not_learned_from(tmp_path: Path) -> None:
@@ -569,11 +603,70 @@ def test_of_the_built_in_prompts_as_many_are_held_out_as_one_says(tmp_path: Path
         assert len(found.held_out) == number and set(found.held_out) <= set(usual.held_out)
         assert {*found.train, *found.held_out} == {*usual.train, *usual.held_out}
         assert len(found.train) == 96 - number
-    with pytest.raises(ConfigError, match="num_eval 25: of the built-in prompts at most 24"):
+    with pytest.raises(ConfigError, match="num_eval 25: at most 24 built-in prompts"):
         prompts_of("shapes", None, 25)
     (tmp_path / "e.txt").write_text(f"{usual.train[0]}\na grey dot\n")
     other = prompts_of("shapes", str(tmp_path / "e.txt"), None)
     assert (len(other.train), other.held_out) == (95, [usual.train[0], "a grey dot"])
+
+
+def test_the_text_encoder_computes_in_the_type_that_is_set_and_both_are_kept_apart(root: Path) -> None:
+    pipeline = WanPipeline.from_pretrained(root / "2.1")
+    rows = {}
+    for dtype in ("bfloat16", "float32", "bfloat16"):  # in one folder: what one has kept is not taken for the other's
+        setup = recipe_of(root, folder="text types", text_dtype=dtype).setup
+        rows[dtype] = setup.text(PROMPTS[0])
+        flow = WanFlow(FlowConfig(model_path=str(root / "2.1"), text_dtype=dtype))  # type: ignore[arg-type]
+        assert flow.setup.encoders.text_dtype == setup.encoders.text_dtype == rows[dtype].dtype == getattr(torch, dtype)
+        assert flow.setup.encoders.fingerprints() == setup.encoders.fingerprints()
+        length = setup.encoders.text_length
+    theirs, _ = pipeline.encode_prompt(PROMPTS[0], do_classifier_free_guidance=False, max_sequence_length=length)
+    torch.testing.assert_close(rows["float32"], theirs[0], rtol=1e-4, atol=1e-5)
+    assert 0 < (rows["bfloat16"].float() - theirs[0]).abs().max() < 0.1
+
+
+def test_what_a_stopped_run_does_not_draw_it_does_not_announce(root: Path, tmp_path: Path) -> None:
+    lines: list[str] = []
+    values = {name: value for name, value in told(root, "2.1").items() if name in vars(Config())}
+    recipe = WanDistill(Config(**values))
+
+    def asked_to_stop() -> bool:  # a signal comes while the first samples are drawn
+        return any("teacher samples for training" in line for line in lines)
+
+    recipe.prepare(Work(tmp_path, _asked_to_stop=asked_to_stop, _say=lines.append))
+    assert asked_to_stop()
+    assert not [line for line in lines if "for evaluation" in line or "for previews" in line]
+
+
+def test_making_the_tiny_teacher_shows_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = folder_of(tmp_path)
+    lines: list[str] = []
+    shown: list[float] = []
+    monkeypatch.setattr(progress.Advance, "to", lambda advance, done, note="": shown.append(done))
+    (folder / "run").mkdir(parents=True)
+    with (folder / "lock").open("a") as held:  # another process makes it
+        fcntl.flock(held, fcntl.LOCK_EX)
+        records = "".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in (5, 10, 15))
+        (folder / "run" / "metrics.jsonl").write_text(records + '{"step": 2')
+        make(Work(tmp_path, _asked_to_stop=lambda: len(shown) > 0, _say=lines.append), tmp_path)
+    assert shown == [15]
+    assert lines[0].startswith("training the tiny teacher (")
+    assert lines[1] == "training the tiny teacher: 600 steps"
+    assert not (folder / "pipeline").exists()
+
+
+@pytest.mark.slow
+def test_the_process_that_makes_the_tiny_teacher_shows_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNISONO_TINY_TEACHER_STEPS", "12")
+    shown: list[float] = []
+    monkeypatch.setattr(progress.Advance, "to", lambda advance, done, note="": shown.append(done))
+    make(Work(tmp_path), tmp_path)
+    assert shown[0] == 0 and max(shown) >= 5, "steps of the run that makes it"
+    lines: list[str] = []
+    make(Work(tmp_path, _say=lines.append), tmp_path)
+    assert lines == [], "it is there"
 
 
 def test_nobody_goes_on_making_the_tiny_teacher_of_a_run_that_was_killed(tmp_path: Path) -> None:
@@ -603,10 +696,10 @@ def test_prompts_that_the_tiny_teacher_does_not_know_are_told_of_before_it_is_ma
         recipe.prepare(Work(tmp_path / "work", _asked_to_stop=lambda: True, _say=found.append))
         return found
 
-    strange, making = said("a red circle\na cat\na blue dog\n")
-    assert strange.startswith("2 of 3 prompts mean nothing to the tiny teacher ('a ")
-    assert "making the tiny teacher" in making
-    assert len(said("a red circle\na blue square\n")) == 1
+    strange, making, *_ = said("a red circle\na cat\na blue dog\n")
+    assert strange.startswith("the tiny teacher does not understand 2 of 3 prompts ('a ")
+    assert "training the tiny teacher" in making
+    assert not [line for line in said("a red circle\na blue square\n") if "does not understand" in line]
 
 
 def refused(root: Path, **changes: Any) -> str:
@@ -619,24 +712,24 @@ def refused(root: Path, **changes: Any) -> str:
 
 def test_what_cannot_be_is_refused_with_what_to_do(root: Path, tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("\n  \n")
-    (tmp_path / "picture.txt").write_bytes(b"\x89PNG\xff\xfe\x00")
+    (tmp_path / "image.txt").write_bytes(b"\x89PNG\xff\xfe\x00")
     assert "has no prompts" in refused(root, data_path=str(tmp_path / "empty.txt"))
-    assert "UTF-8" in refused(root, data_path=str(tmp_path / "picture.txt"))
-    assert "there is no such file" in refused(root, data_path=str(tmp_path / "nothing.txt"))
-    assert "6 different prompts" in refused(root, num_eval=6)
-    assert "nothing to learn" in refused(root, velocity_weight=0.0)
+    assert "UTF-8" in refused(root, data_path=str(tmp_path / "image.txt"))
+    assert "no such file" in refused(root, data_path=str(tmp_path / "nothing.txt"))
+    assert "6 distinct prompts" in refused(root, num_eval=6)
+    assert "there is no loss" in refused(root, velocity_weight=0.0)
     assert "add --online" in refused(root, refresh_every=3)
     assert "add --online" in refused(root, feature_weight=1.0)
-    assert "balanced is for --online" in refused(root, teacher_device_strategy="balanced")
+    assert "balanced needs --online" in refused(root, teacher_device_strategy="balanced")
     assert "multiples of 16" in refused(root, width=24)
     assert "1, 5, 9" in refused(root, num_frames=4)
-    assert "is for the tiny teacher" in refused(root, data_path="shapes")
+    assert "needs the tiny teacher" in refused(root, data_path="shapes")
     assert "no teacher" in refused(root, teacher_path="")
-    assert "multiple of it" in refused(root, few_step_weight=1.0, few_steps=2)
+    assert "multiple of few_steps" in refused(root, few_step_weight=1.0, few_steps=2)
     assert "two experts" in refused(root, teacher="a14b", online=True, feature_weight=1.0)
     (tmp_path / "narrow.json").write_text(json.dumps({"num_attention_heads": 1}))
     narrow = refused(root, online=True, feature_weight=1.0, student_config=str(tmp_path / "narrow.json"))
-    assert "the student has 12, the teacher 24" in narrow
+    assert "student's is 12 and the teacher's 24" in narrow
 
 
 def test_mistakes_are_told_before_anything_is_drawn(root: Path, tmp_path: Path) -> None:
@@ -664,13 +757,13 @@ def test_mistakes_are_told_before_anything_is_drawn(root: Path, tmp_path: Path) 
 @pytest.mark.parametrize("content", ["", "[]", "{}", "null", '{"layers": [9]}', '{"seconds_per_sample": "x"}'])
 def test_damaged_notes_are_made_anew(content: str, root: Path, tmp_path: Path) -> None:
     recipe = recipe_of(root, folder=str(tmp_path / "notes"))
-    plan, took = recipe.setup.inheritance(), recipe.setup.teacher_took()
+    plan, took = recipe.setup.pruning_plan(), recipe.setup.teacher_time()
     assert took is not None
-    for file in (recipe.setup.inheritance_file, recipe.setup.times_file):
+    for file in (recipe.setup.pruning_plan_file, recipe.setup.times_file):
         file.write_text(content)
-    assert recipe.setup.teacher_took() is None
+    assert recipe.setup.teacher_time() is None
     again = recipe_of(root, folder=str(tmp_path / "notes"))
-    assert again.setup.inheritance() == plan
+    assert again.setup.pruning_plan() == plan
 
 
 def test_a_run_does_not_go_on_with_another_student(root: Path, tmp_path: Path) -> None:
@@ -678,7 +771,7 @@ def test_a_run_does_not_go_on_with_another_student(root: Path, tmp_path: Path) -
     file.write_text(json.dumps({"num_layers": 1}))
     recipe_of(root, folder="other student", student_config=str(file))
     file.write_text(json.dumps({"num_layers": 2}))
-    with pytest.raises(ConfigError, match="another student than the one this run began with"):
+    with pytest.raises(ConfigError, match="differs from the student that this run started with"):
         recipe_of(root, folder="other student", student_config=str(file))
 
 
@@ -708,7 +801,5 @@ def test_prompts_that_are_too_long_are_cut_and_that_is_said_once(root: Path, tmp
     values = told(root, "2.1", data_path=str(tmp_path / "long.txt"), num_eval=0)
     recipe = WanDistill(Config(**{name: value for name, value in values.items() if name in vars(Config())}))
     recipe.prepare(Work(tmp_path / "work", _say=said.append))
-    assert [line for line in said if "cut off" in line] == [
-        "1 prompts have 24 tokens or more; what is beyond is cut off"
-    ]
-    assert recipe.setup.rows("red").shape == (24, SMALL["text_dim"])
+    assert [line for line in said if "truncated" in line] == ["1 prompts have 24 tokens or more; the rest is truncated"]
+    assert recipe.setup.text("red").shape == (24, SMALL["text_dim"])

@@ -1,4 +1,4 @@
-"""The recipe wan-flow from end to end: real small Wan models, real pictures and films, real ranks."""
+"""The recipe wan-flow from end to end: real small Wan models, real images and videos, real ranks."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_held_out_samples_are_evaluated_at_fixed_levels(runs: dict[str, Outcome]
     assert found[1]["eval/loss"] < found[0]["eval/loss"]
 
 
-def test_previews_are_pictures_and_films_with_their_captions(runs: dict[str, Outcome]) -> None:
+def test_previews_are_images_and_videos_with_their_captions(runs: dict[str, Outcome]) -> None:
     from PIL import Image
 
     from unisono.recipes.wan.data.media import probe
@@ -120,10 +120,10 @@ def test_previews_are_pictures_and_films_with_their_captions(runs: dict[str, Out
     one = runs["one"].folder
     names = {path.name for path in (one / "previews").iterdir()}
     assert {"step_00000006_samples.png", "step_00000006_captions.txt"} <= names
-    with Image.open(one / "previews" / "step_00000006_samples.png") as picture:
-        assert picture.width > 30 and len(picture.convert("RGB").getcolors(2**20)) > 10
-    films = [path for path in (one / "previews").iterdir() if path.suffix == ".mp4"]
-    assert films and all(probe(film).frames > 1 for film in films)
+    with Image.open(one / "previews" / "step_00000006_samples.png") as image:
+        assert image.width > 30 and len(image.convert("RGB").getcolors(2**20)) > 10
+    videos = [path for path in (one / "previews").iterdir() if path.suffix == ".mp4"]
+    assert videos and all(probe(video).frames > 1 for video in videos)
 
 
 def test_what_is_exported_is_what_was_trained_and_diffusers_samples_from_it(
@@ -180,7 +180,7 @@ def same(some: Any, other: Any, part: str) -> bool:
     return all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_ti2v_learns_films_whose_first_frame_is_given(runs: dict[str, Outcome]) -> None:
+def test_ti2v_learns_videos_whose_first_frame_is_given(runs: dict[str, Outcome]) -> None:
     close(runs["ti2v, 2 ranks"], runs["ti2v"])
 
 
@@ -218,9 +218,9 @@ def test_a_killed_rank_does_not_show(runs: dict[str, Outcome], root: Path) -> No
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no model": ({"model_path": None}, "no model: give --model_path"),
-    "two models": ({"model_config": "tiny"}, "leave one out"),
-    "no such model": ({"model_path": "nowhere"}, "there is no such file or folder"),
-    "no data": ({"dataset_path": "nothing"}, "there is no such folder"),
+    "two models": ({"model_config": "tiny"}, "exclude each other"),
+    "no such model": ({"model_path": "nowhere"}, "no such file or folder"),
+    "no data": ({"dataset_path": "nothing"}, "no such folder"),
     "no media": ({"dataset_path": "empty"}, "empty"),
     "sizes": ({"height": 20, "width": 30}, "multiple of 16"),
     "frames": ({"num_frames": 8}, "use 5 or 9"),
@@ -255,7 +255,7 @@ def test_a_bad_file_is_named_and_may_be_left_out(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = save_data(tmp_path / "data")
-    (data / "broken.mp4").write_bytes(b"not a film at all")
+    (data / "broken.mp4").write_bytes(b"not a video at all")
     (data / "broken.txt").write_text("a ball")
     given = {**COMMON, "model_path": str(root / "2.1"), "dataset_path": str(data), "max_steps": 1, "nproc": 1}
     with pytest.raises(UnisonoError, match="broken"):
@@ -266,7 +266,7 @@ def test_a_bad_file_is_named_and_may_be_left_out(
 
 def test_a_mistake_on_the_command_line_ends_with_2_and_no_traceback(root: Path) -> None:
     ended = command("train", "wan-flow", "--model_path", "2.1", "--dataset_path", "nothing", "--nproc", 1, cwd=root)
-    assert ended.code == 2 and "there is no such folder" in ended.err.strip().splitlines()[-1]
+    assert ended.code == 2 and "no such folder" in ended.err.strip().splitlines()[-1]
     assert "Traceback" not in ended.err
 
 

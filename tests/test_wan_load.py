@@ -20,9 +20,13 @@ from torch import Tensor
 from unisono.errors import UserError
 from unisono.recipes.wan.models.load import CONFIGS, build, build_meta, describe, transformer_config
 from unisono.recipes.wan.models.lora import SECOND, add_lora, load_lora, lora_state, merge, save_lora
-from unisono.recipes.wan.models.native import base_name
 from unisono.recipes.wan.models.pipeline import write_pipeline
-from unisono.recipes.wan.models.weights import fill, open_weights
+from unisono.recipes.wan.models.weight_names import base_name
+from unisono.recipes.wan.models.weights import check_fit, fill, open_weights
+from unisono.recipes.wan_distill.recipe import WanDistill
+from unisono.recipes.wan_distill.settings import Config as DistillConfig
+from unisono.recipes.wan_flow.recipe import WanFlow
+from unisono.recipes.wan_flow.settings import Config as FlowConfig
 from wan_models import SMALL, model, parts
 
 OF_128 = {**SMALL, "num_attention_heads": 1, "attention_head_dim": 128}  # so that native files can be told apart
@@ -291,18 +295,73 @@ def test_files_that_are_no_plain_transformer_are_refused(tmp_path: Path) -> None
     state = native(model(OF_128).state_dict())
     one = torch.zeros(1)
     cases: dict[str, tuple[dict[str, Tensor], str]] = {
-        "vace": ({**state, "vace_blocks.0.before_proj.weight": one}, "vace_blocks.0.before_proj.weight"),
+        "vace": ({**state, "vace_blocks.0.before_proj.weight": one}, "is a VACE model (vace_blocks.0.before_proj"),
+        "fun": ({**state, "control_adapter.conv.weight": one}, "is a control model (control_adapter.conv.weight) and"),
+        "animate": ({**state, "face_adapter.fuser_blocks.0.k.weight": one}, "an Animate model"),
+        "s2v": ({**state, "casual_audio_encoder.weights": one}, "a speech-to-video (S2V) model"),
         "fp8": ({**state, "blocks.0.self_attn.q.scale_weight": one}, "quantised"),
         "lora": ({"diffusion_model.blocks.0.self_attn.q.lora_A.weight": one}, "LoRA"),
-        "other": ({"model.layers.0.weight": one}, "no Wan transformer"),
-        "empty": ({}, "no Wan transformer"),
+        "other": ({"model.layers.0.weight": one}, "not a Wan text-to-video transformer"),
+        "empty": ({}, "not a Wan text-to-video transformer"),
         "twice": ({**state, "module.head.head.bias": one}, "twice"),
-        "half": ({name: it for name, it in state.items() if "patch" not in name}, "not a whole Wan transformer"),
+        "half": ({name: it for name, it in state.items() if "patch" not in name}, "not a complete Wan transformer"),
         "narrow": (native(model().state_dict()), "multiple of 128"),
     }
     for name, (tensors, words) in cases.items():
         save_file(tensors, tmp_path / f"{name}.safetensors")
         refused(lambda name=name: transformer_config(tmp_path / f"{name}.safetensors"), f"{name}.safetensors", words)
+
+
+@pytest.mark.parametrize(
+    ("kind", "pipeline", "words"),
+    [
+        ("WanVACETransformer3DModel", "WanVACEPipeline", "is a VACE model (WanVACETransformer3DModel)"),
+        ("WanAnimateTransformer3DModel", "WanAnimatePipeline", "is an Animate model"),
+        ("VaceWanModel", "WanPipeline", "is a VACE model (VaceWanModel)"),
+        ("WanModel_S2V", "WanPipeline", "is a speech-to-video (S2V) model"),
+        ("WanControlNet", "WanControlPipeline", "is a control model"),
+    ],
+)
+def test_models_that_take_more_than_text_are_named_and_refused(
+    kind: str, pipeline: str, words: str, tmp_path: Path
+) -> None:
+    told = "cannot be trained; only text-to-video models"
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "_class_name": kind}))
+    refused(lambda: describe(tmp_path), words, told)
+    (tmp_path / "model_index.json").write_text(
+        json.dumps({"_class_name": pipeline, "transformer": ["diffusers", kind]})
+    )
+    refused(lambda: describe(tmp_path), words, told)
+
+
+def test_diffusers_own_vace_weights_are_not_taken_for_a_broken_download(tmp_path: Path) -> None:
+    from diffusers import WanVACETransformer3DModel
+
+    sizes = {name: value for name, value in SMALL.items() if name not in ("added_kv_proj_dim", "image_dim")}
+    vace = WanVACETransformer3DModel(**sizes, vace_layers=[0], vace_in_channels=16)  # type: ignore[no-untyped-call]
+    save_file(vace.state_dict(), tmp_path / "vace.safetensors")
+    refused(lambda: describe(tmp_path / "vace.safetensors"), "is a VACE model (vace_", "cannot be trained")
+
+
+def test_weights_with_more_than_a_model_has_are_of_another_kind_of_model(tmp_path: Path) -> None:
+    whole = model()
+    save_file({**whole.state_dict(), "something_new.weight": torch.zeros(1)}, tmp_path / "more.safetensors")
+    refused(
+        lambda: check_fit(whole, open_weights(tmp_path / "more.safetensors")),
+        *("has something_new.weight", "it belongs to a kind of model that cannot be trained"),
+    )
+
+
+def test_image_to_video_and_control_models_are_refused_by_their_channels(tmp_path: Path) -> None:
+    save_file(model({**SMALL, "in_channels": 36}).state_dict(), tmp_path / "diffusion_pytorch_model.safetensors")
+    told = {**SMALL, "in_channels": 36, "_class_name": "WanTransformer3DModel"}
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    student = WanDistill(DistillConfig(teacher_path=str(tmp_path), data_path="shapes.txt")).setup
+    for look in (
+        lambda: WanFlow(FlowConfig(model_path=str(tmp_path))).setup.transformer,
+        lambda: student.teacher_config,
+    ):
+        refused(look, str(tmp_path), "takes 36 channels, 20 of them for an image or a control video", "T2V-A14B")
 
 
 # Bad input
@@ -342,7 +401,7 @@ def test_what_is_no_model_is_refused_with_what_was_expected(tmp_path: Path, fold
     refused(lambda: transformer_config(None, "2b"), "1.3b")
     cut = tmp_path / "cut.safetensors"
     cut.write_bytes((folders["2.1"] / "transformer" / "diffusion_pytorch_model.safetensors").read_bytes()[:-9])
-    refused(lambda: describe(cut), "cut short")
+    refused(lambda: describe(cut), "truncated")
 
 
 def test_a_hub_id_that_cannot_be_had_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -453,7 +512,7 @@ def test_a_saved_lora_does_in_a_pipeline_what_it_did_in_training(
     pipeline.load_lora_weights(tmp_path)
     assert (velocity(pipeline.transformer) - before).abs().max() > 0.01
     torch.testing.assert_close(velocity(pipeline.transformer), velocity(made), rtol=1e-5, atol=1e-5)
-    refused(lambda: save_lora(tmp_path, lora_state(made)), "will not be overwritten")
+    refused(lambda: save_lora(tmp_path, lora_state(made)), "is not overwritten")
 
 
 def test_loras_of_both_experts_reach_their_transformers(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -600,8 +659,8 @@ def test_an_expert_that_was_not_trained_comes_from_the_source(folders: dict[str,
     assert equal(both.transformer_2.state_dict(), model(seed=4).state_dict())
     grown = WanPipeline.from_pretrained(tmp_path / "grown").transformer_2
     assert grown is not None and equal(grown.state_dict(), model(seed=4).state_dict())
-    pictures = [draw(pipeline) for pipeline in (high, low, both)]
-    assert not torch.equal(pictures[0], pictures[1]) and not torch.equal(pictures[0], pictures[2])
+    images = [draw(pipeline) for pipeline in (high, low, both)]
+    assert not torch.equal(images[0], images[1]) and not torch.equal(images[0], images[2])
 
 
 def test_a_pipeline_of_the_5b_kind_keeps_its_times_per_token(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Pictures and films of every kind become the frames that were asked for, and bad files are named and nothing worse."""
+"""Images and videos of every kind become the frames that were asked for, and bad files are named and nothing worse."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ from unisono.recipes.wan.data.media import (
     read,
     to_unit,
     window,
-    write_film,
+    write_video,
 )
+from unisono.recipes.wan.data.render import labelled
 
 CLOCKWISE = [0, 65536, 0, -65536, 0, 0, 0, 0, 1 << 30]  # what a phone that is held upright writes
 
 
-def film(
+def video(
     path: Path,
     frames: int = 20,
     *,
@@ -52,7 +53,7 @@ def film(
     muxer: dict[str, str] | None = None,
     **stream_settings: Any,
 ) -> Path:
-    """A film whose frame i is a grey of 10 + step × i with a white upper quarter; `times` are in 1/90000 s."""
+    """A video whose frame i is a grey of 10 + step × i with a white upper quarter; `times` are in 1/90000 s."""
     with av.open(str(path), "w", options=muxer or {}) as container:
         stream = container.add_stream(codec, rate=fps, options={"threads": "1", "sc_threshold": "0"})
         stream.height, stream.width = size
@@ -64,9 +65,9 @@ def film(
         for name, value in stream_settings.items():
             setattr(stream.codec_context, name, value)
         for number in range(frames):
-            picture = np.full((*size, 3), 10 + step * number, np.uint8)
-            picture[: size[0] // 4] = 255
-            frame = av.VideoFrame.from_ndarray(picture)
+            image = np.full((*size, 3), 10 + step * number, np.uint8)
+            image[: size[0] // 4] = 255
+            frame = av.VideoFrame.from_ndarray(image)
             if times:
                 frame.pts, frame.time_base = times[number], Fraction(1, 90_000)
             container.mux(stream.encode(frame))
@@ -75,7 +76,7 @@ def film(
 
 
 def numbers(frames: torch.Tensor, step: int = 4) -> list[int]:
-    """Which frames of `film` these are."""
+    """Which frames of `video` these are."""
     low = frames[:, frames.shape[1] // 2 :].float().mean(dim=(1, 2, 3))
     return [round((value - 10) / step) for value in low.tolist()]
 
@@ -125,10 +126,10 @@ def test_a_given_size_is_taken_exactly_or_refused_with_the_nearest() -> None:
     facts = MediaFacts(100, 50, 50, 16)
     assert cut(facts, height=480, width=832) == Fit(81, 480, 832)
     for settings, told in (
-        ({"height": 480, "width": 840}, "width 840 is not a multiple of 16, as this model needs; use 832 or 848"),
+        ({"height": 480, "width": 840}, "width 840: this model needs a multiple of 16; use 832 or 848"),
         ({"height": 10, "width": 16}, "use 16"),
-        ({"height": 480}, "give both, or neither"),
-        ({"height": -16, "width": 16}, "give both, or neither"),
+        ({"height": 480}, "set both, or neither"),
+        ({"height": -16, "width": 16}, "set both, or neither"),
         ({"max_pixels": 255}, "16×16"),
         ({"num_frames": 0}, "num_frames"),
         ({"fps": -1.0}, "fps"),
@@ -146,7 +147,7 @@ def test_frames_per_second_decide_how_many_frames_there_are() -> None:
     assert cut(MediaFacts(1, 16, 16, 0), fps=16).frames == 1
 
 
-# ---- films
+# ---- videos
 
 
 @pytest.mark.parametrize(
@@ -163,12 +164,12 @@ def test_frames_per_second_decide_how_many_frames_there_are() -> None:
         ("http:a.mp4", "libx264", "yuv420p", {}),
     ],
 )
-def test_films_of_every_kind_give_all_their_frames(
+def test_videos_of_every_kind_give_all_their_frames(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, codec: str, pixels: str, muxer: dict[str, str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / name
-    film(tmp_path / f"x{path.suffix}", codec=codec, pixels=pixels, muxer=muxer, step=12).rename(path)
+    video(tmp_path / f"x{path.suffix}", codec=codec, pixels=pixels, muxer=muxer, step=12).rename(path)
     facts = probe(Path(name))
     assert (facts.frames, facts.height, facts.width, round(facts.fps, 3)) == (20, 32, 48, 16)
     frames = read(Path(name), everything(path), fps=0)
@@ -179,38 +180,38 @@ def test_films_of_every_kind_give_all_their_frames(
 
 
 def test_odd_sizes_are_read(tmp_path: Path) -> None:
-    path = film(tmp_path / "a.mkv", 2, pixels="yuv444p", size=(31, 47))
+    path = video(tmp_path / "a.mkv", 2, pixels="yuv444p", size=(31, 47))
     assert probe(path) == MediaFacts(2, 31, 47, 16)
     assert read(path, Fit(1, 16, 32), fps=0).shape == (1, 16, 32, 3)
 
 
-def test_a_film_of_one_frame_is_a_sample_of_one_frame(tmp_path: Path) -> None:
-    path = film(tmp_path / "a.mp4", 1)
+def test_a_video_of_one_frame_is_a_sample_of_one_frame(tmp_path: Path) -> None:
+    path = video(tmp_path / "a.mp4", 1)
     assert probe(path).frames == 1
     assert numbers(read(path, Fit(1, 16, 16), fps=24, start="random")) == [0]
 
 
-def test_a_turned_film_is_shown_upright(tmp_path: Path) -> None:
-    path = film(tmp_path / "a.mp4", 3, matrix=CLOCKWISE)
+def test_a_turned_video_is_shown_upright(tmp_path: Path) -> None:
+    path = video(tmp_path / "a.mp4", 3, matrix=CLOCKWISE)
     assert probe(path) == MediaFacts(3, 48, 32, 16)
     frame = read(path, Fit(1, 48, 32), fps=0)[0].float()
     assert frame[:, -6:].min() > 245 and frame[:, :-12].max() < 20  # the white top is now the right side
 
 
 def test_pixels_that_are_not_square_are_made_square(tmp_path: Path) -> None:
-    path = film(tmp_path / "a.mp4", 1, sample_aspect_ratio=Fraction(2, 1))
+    path = video(tmp_path / "a.mp4", 1, sample_aspect_ratio=Fraction(2, 1))
     assert probe(path) == MediaFacts(1, 32, 96, 16)
     frame = read(path, Fit(1, 16, 96), fps=0)[0]  # covers the width, and half the height is cut away
     assert frame.shape == (16, 96, 3) and frame[:2].max() < 20
-    path = film(tmp_path / "b.mp4", 1, sample_aspect_ratio=Fraction(2, 1), matrix=CLOCKWISE)
+    path = video(tmp_path / "b.mp4", 1, sample_aspect_ratio=Fraction(2, 1), matrix=CLOCKWISE)
     assert probe(path) == MediaFacts(1, 48, 16, 16)
     frame = read(path, Fit(1, 24, 16), fps=0)[0]
     assert frame[:, -3:].min() > 240 and frame[:, :-6].max() < 20  # nothing of the width is cut away
 
 
-def test_the_colours_of_large_films_are_those_of_their_standard(tmp_path: Path) -> None:
+def test_the_colours_of_large_videos_are_those_of_their_standard(tmp_path: Path) -> None:
     red = torch.tensor([200, 30, 30], dtype=torch.uint8).expand(1, 32, 32, 3)
-    write_film(red, tmp_path / "a.mp4", 16)
+    write_video(red, tmp_path / "a.mp4", 16)
     assert (read(tmp_path / "a.mp4", Fit(1, 32, 32), fps=0).int() - red.int()).abs().max() <= 4
     with av.open(str(tmp_path / "a.mp4")) as container:
         assert next(container.decode(video=0)).colorspace == 1  # BT.709
@@ -218,7 +219,7 @@ def test_the_colours_of_large_films_are_those_of_their_standard(tmp_path: Path) 
 
 @pytest.mark.parametrize("gop", [1, 12, 100])
 def test_a_window_in_the_middle_is_what_it_would_be_without_seeking(tmp_path: Path, gop: int) -> None:
-    path = film(tmp_path / "a.mp4", 60, gop=gop)  # the middle is 27 frames in: beyond a second
+    path = video(tmp_path / "a.mp4", 60, gop=gop)  # the middle is 27 frames in: beyond a second
     assert numbers(read(path, Fit(5, 32, 48), fps=0, start="middle")) == [27, 28, 29, 30, 31]
     assert numbers(read(path, Fit(5, 32, 48), fps=8, start="middle")) == [24, 26, 28, 30, 32]
     assert numbers(read(path, Fit(5, 32, 48), fps=0)) == [0, 1, 2, 3, 4]
@@ -227,7 +228,7 @@ def test_a_window_in_the_middle_is_what_it_would_be_without_seeking(tmp_path: Pa
 
 
 def test_a_random_window_follows_torchs_generator_and_reaches_both_ends(tmp_path: Path) -> None:
-    path = film(tmp_path / "a.mkv", 8)
+    path = video(tmp_path / "a.mkv", 8)
     starts = []
     for seed in range(20):
         torch.manual_seed(seed)
@@ -240,15 +241,15 @@ def test_a_random_window_follows_torchs_generator_and_reaches_both_ends(tmp_path
 
 
 def test_more_frames_per_second_show_frames_again(tmp_path: Path) -> None:
-    path = film(tmp_path / "a.mp4", 5, fps=8)
+    path = video(tmp_path / "a.mp4", 5, fps=8)
     assert fit(probe(path), num_frames=81, height=32, width=48, max_pixels=0, multiple=16, fps=16).frames == 9
     assert numbers(read(path, Fit(9, 32, 48), fps=16)) == [0, 0, 1, 1, 2, 2, 3, 3, 4]
 
 
-def test_an_uneven_film_is_resampled_by_time_and_not_by_counting(tmp_path: Path) -> None:
+def test_an_uneven_video_is_resampled_by_time_and_not_by_counting(tmp_path: Path) -> None:
     # Ten frames within a second, then ten in the last tenth of another one.
     times = [9_000 * number for number in range(10)] + [171_000 + 900 * number for number in range(10)]
-    path = film(tmp_path / "a.mp4", 20, times=times)
+    path = video(tmp_path / "a.mp4", 20, times=times)
     facts = probe(path)
     assert facts.frames == 20 and facts.fps == pytest.approx(19 / (179_100 / 90_000), rel=0.02)
     assert numbers(read(path, Fit(9, 32, 48), fps=5)) == [0, 2, 4, 6, 8, 9, 9, 9, 9]
@@ -259,11 +260,11 @@ def test_an_uneven_film_is_resampled_by_time_and_not_by_counting(tmp_path: Path)
 
 @pytest.mark.parametrize("late", [0, 90_000])  # by how much the last five frames come late
 @pytest.mark.parametrize(("kept_from", "shown"), [(10, range(14, 30)), (11, range(20, 30))])
-def test_a_film_cut_without_encoding_has_the_frames_that_it_shows(
+def test_a_video_cut_without_encoding_has_the_frames_that_it_shows(
     tmp_path: Path, kept_from: int, shown: range, late: int
 ) -> None:
     times = [5_625 * number + (late if number >= 25 else 0) for number in range(30)]
-    whole, part = film(tmp_path / "whole.mp4", 30, gop=10, times=times), tmp_path / "part.mp4"
+    whole, part = video(tmp_path / "whole.mp4", 30, gop=10, times=times), tmp_path / "part.mp4"
     with av.open(str(whole)) as source, av.open(str(part), "w") as target:
         copy = target.add_stream_from_template(source.streams.video[0])
         for packet in source.demux(video=0):
@@ -279,10 +280,10 @@ def test_a_film_cut_without_encoding_has_the_frames_that_it_shows(
     assert numbers(read(part, Fit(3, 32, 48), fps=8)) == list(shown)[:6:2]
 
 
-# ---- pictures
+# ---- images
 
 
-def picture(path: Path, image: Image.Image, **settings: Any) -> torch.Tensor:
+def saved_image(path: Path, image: Image.Image, **settings: Any) -> torch.Tensor:
     image.save(path, **settings)
     facts = probe(path)
     assert (facts.frames, facts.fps) == (1, 0)
@@ -290,15 +291,15 @@ def picture(path: Path, image: Image.Image, **settings: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["png", "jpg", "jpeg", "webp", "bmp", "gif", "PNG"])
-def test_pictures_of_every_kind_are_read(tmp_path: Path, kind: str) -> None:
-    found = picture(tmp_path / f"a.{kind}", Image.new("RGB", (20, 10), (200, 30, 30)))
+def test_images_of_every_kind_are_read(tmp_path: Path, kind: str) -> None:
+    found = saved_image(tmp_path / f"a.{kind}", Image.new("RGB", (20, 10), (200, 30, 30)))
     assert found.shape == (10, 20, 3)
     assert (found.int() - torch.tensor([200, 30, 30])).abs().max() <= 6
 
 
 def test_every_way_to_store_a_pixel_becomes_8_bit_rgb(tmp_path: Path) -> None:
     def colour(name: str, image: Image.Image, **settings: Any) -> list[int]:
-        return picture(tmp_path / name, image, **settings)[0, 0].tolist()
+        return saved_image(tmp_path / name, image, **settings)[0, 0].tolist()
 
     assert colour("grey.png", Image.new("L", (4, 4), 77)) == [77, 77, 77]
     assert colour("bits.png", Image.new("1", (4, 4), 1)) == [255, 255, 255]
@@ -309,7 +310,7 @@ def test_every_way_to_store_a_pixel_becomes_8_bit_rgb(tmp_path: Path) -> None:
     assert colour("clear.webp", Image.new("RGBA", (4, 4), (9, 9, 9, 0)), lossless=True) == [255, 255, 255]
     assert colour("inks.jpg", Image.new("CMYK", (8, 8), (0, 255, 255, 0))) == pytest.approx([255, 0, 0], abs=3)
     Image.new("RGB", (4, 4), (1, 2, 3)).save(tmp_path / "named.png")
-    (tmp_path / "named.png").rename(tmp_path / "named.jpg")  # many pictures of the web have the wrong name
+    (tmp_path / "named.png").rename(tmp_path / "named.jpg")  # many images of the web have the wrong name
     assert read(tmp_path / "named.jpg", Fit(1, 4, 4), fps=0)[0, 0, 0].tolist() == [1, 2, 3]
 
 
@@ -318,19 +319,17 @@ def test_a_photo_is_turned_as_its_camera_says(tmp_path: Path) -> None:
     pixels[:, :8] = 255  # white on the left, and 6 means: turn it clockwise
     exif = Image.Exif()
     exif[0x0112] = 6
-    found = picture(tmp_path / "a.png", Image.fromarray(pixels), exif=exif)
+    found = saved_image(tmp_path / "a.png", Image.fromarray(pixels), exif=exif)
     assert found.shape == (16, 8, 3) and found[:8].min() == 255 and found[8:].max() == 0
 
 
 @pytest.mark.parametrize("kind", ["gif", "webp"])
-def test_an_animation_is_a_film(tmp_path: Path, kind: str) -> None:
-    pictures = [Image.new("RGB", (20, 12), (10 + 4 * number,) * 3) for number in range(6)]
+def test_an_animation_is_a_video(tmp_path: Path, kind: str) -> None:
+    images = [Image.new("RGB", (20, 12), (10 + 4 * number,) * 3) for number in range(6)]
     # Lossless, or neighbours become equal and are stored as one.
     settings = {"lossless": True} if kind == "webp" else {}
     path = tmp_path / f"a.{kind}"
-    pictures[0].save(
-        path, save_all=True, append_images=pictures[1:], duration=[100, 100, 300, 100, 100, 100], **settings
-    )
+    images[0].save(path, save_all=True, append_images=images[1:], duration=[100, 100, 300, 100, 100, 100], **settings)
     assert probe(path) == MediaFacts(6, 12, 20, pytest.approx(7.5))
     assert numbers(read(path, Fit(5, 12, 20), fps=0)) == [0, 1, 2, 3, 4]
     assert numbers(read(path, Fit(5, 12, 20), fps=0, start="middle")) == [0, 1, 2, 3, 4]
@@ -363,7 +362,7 @@ def refused(path: Path, *parts: str, fit: Fit | None = None) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mp4", "avi", "mov", "mkv", "webm", "gif", "png", "jpg", "jpeg", "webp", "bmp"])
-def test_what_is_no_picture_and_no_film_is_named(tmp_path: Path, kind: str) -> None:
+def test_what_is_no_image_and_no_video_is_named(tmp_path: Path, kind: str) -> None:
     path = tmp_path / f"a.{kind}"
     refused(path, "there is no such file")
     path.write_bytes(b"")
@@ -378,33 +377,33 @@ def test_a_file_of_another_kind_is_refused_by_its_name(tmp_path: Path) -> None:
     refused(tmp_path / "a.mp3", ".mp4")
     Image.new("RGB", (16, 16)).save(tmp_path / "a.png")
     (tmp_path / "a.png").rename(tmp_path / "a.mp4")
-    refused(tmp_path / "a.mp4", "cannot be read as a film")
+    refused(tmp_path / "a.mp4", "cannot be read as a video")
     (tmp_path / "b.mp4").mkdir()
     refused(tmp_path / "b.mp4", "no such file")
 
 
 def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     for name, muxer in (("late.mp4", {}), ("early.mp4", {"movflags": "faststart"})):
-        path = film(tmp_path / name, muxer=muxer)
+        path = video(tmp_path / name, muxer=muxer)
         path.write_bytes(path.read_bytes()[:-300])
         refused(path)
     Image.effect_noise((64, 64), 50).save(tmp_path / "a.png")
     (tmp_path / "a.png").write_bytes((tmp_path / "a.png").read_bytes()[:-500])
-    refused(tmp_path / "a.png", "cannot be read as a picture")
+    refused(tmp_path / "a.png", "cannot be read as an image")
     # A format without a table has fewer frames then, and what is left of it is used.
-    path = film(tmp_path / "a.mkv", 20, codec="mjpeg", pixels="yuvj420p")
+    path = video(tmp_path / "a.mkv", 20, codec="mjpeg", pixels="yuvj420p")
     path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
     left = probe(path).frames
     assert 5 < left < 20
     assert numbers(read(path, everything(path), fps=0)) == list(range(left))
 
 
-def test_a_film_that_is_not_what_it_was_is_named(tmp_path: Path) -> None:
-    refused(film(tmp_path / "a.mp4", 5), "has 5 frames, 9 were expected", fit=Fit(9, 32, 48))
+def test_a_video_that_is_not_what_it_was_is_named(tmp_path: Path) -> None:
+    refused(video(tmp_path / "a.mp4", 5), "has 5 frames, 9 were expected", fit=Fit(9, 32, 48))
 
 
 @pytest.mark.parametrize("with_cover", [False, True])
-def test_sound_without_a_film_is_named(tmp_path: Path, with_cover: bool) -> None:
+def test_sound_without_a_video_is_named(tmp_path: Path, with_cover: bool) -> None:
     with av.open(str(tmp_path / "a.mp4"), "w") as container:
         stream = container.add_stream("aac", rate=8000)
         if with_cover:
@@ -416,7 +415,7 @@ def test_sound_without_a_film_is_named(tmp_path: Path, with_cover: bool) -> None
         frame.sample_rate = 8000
         container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
-    refused(tmp_path / "a.mp4", "there is no film in it")
+    refused(tmp_path / "a.mp4", "has no video stream")
 
 
 def test_a_small_file_cannot_ask_for_all_the_memory(tmp_path: Path) -> None:
@@ -428,12 +427,12 @@ def test_a_small_file_cannot_ask_for_all_the_memory(tmp_path: Path) -> None:
         body = chunk(b"IDAT", zlib.compress(bytes(1_000_000))) + chunk(b"IEND", b"")
         (tmp_path / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n" + header + body)
         refused(tmp_path / "a.png", "pixels")
-    pictures = [Image.new("L", (16, 16), number) for number in range(100)]
-    pictures[0].save(tmp_path / "a.gif", save_all=True, append_images=pictures[1:])
+    images = [Image.new("L", (16, 16), number) for number in range(100)]
+    images[0].save(tmp_path / "a.gif", save_all=True, append_images=images[1:])
     content = (tmp_path / "a.gif").read_bytes()
     (tmp_path / "a.gif").write_bytes(content[:6] + struct.pack("<HH", 8192, 8192) + content[10:])
-    refused(tmp_path / "a.gif", "too long an animation")
-    path = film(tmp_path / "a.mkv", 2, codec="mjpeg", pixels="yuvj420p")
+    refused(tmp_path / "a.gif", "is too long; convert it to a video")
+    path = video(tmp_path / "a.mkv", 2, codec="mjpeg", pixels="yuvj420p")
     content = path.read_bytes()
     at = content.index(b"\xff\xc0\x00\x11\x08") + 5  # the size of a frame in the frame itself
     path.write_bytes(content[:at] + struct.pack(">HH", 15_000, 15_000) + content[at + 4 :])
@@ -441,14 +440,14 @@ def test_a_small_file_cannot_ask_for_all_the_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mp4", "mkv", "avi"])
-def test_a_playlist_that_is_called_film_opens_no_other_file(tmp_path: Path, kind: str) -> None:
-    secret = film(tmp_path / "secret.ts", 5, codec="mpeg2video")
+def test_a_playlist_that_is_called_video_opens_no_other_file(tmp_path: Path, kind: str) -> None:
+    secret = video(tmp_path / "secret.ts", 5, codec="mpeg2video")
     for content in (
         f"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\n{secret}\n#EXT-X-ENDLIST\n",
         f"ffconcat version 1.0\nfile {secret}\n",
     ):
         (tmp_path / f"a.{kind}").write_text(content)
-        refused(tmp_path / f"a.{kind}", "cannot be read as a film")
+        refused(tmp_path / f"a.{kind}", "cannot be read as a video")
 
 
 def test_damaged_bytes_give_frames_or_a_bad_file_and_nothing_else(tmp_path: Path) -> None:
@@ -457,7 +456,7 @@ def test_damaged_bytes_give_frames_or_a_bad_file_and_nothing_else(tmp_path: Path
         tmp_path / "a.gif", save_all=True, append_images=[Image.effect_noise((32, 32), 50).convert("P")] * 3
     )
     Image.effect_noise((32, 32), 50).convert("RGB").save(tmp_path / "a.webp")
-    paths = [film(tmp_path / "a.mp4", 6), film(tmp_path / "a.mkv", 6), tmp_path / "a.gif", tmp_path / "a.webp"]
+    paths = [video(tmp_path / "a.mp4", 6), video(tmp_path / "a.mkv", 6), tmp_path / "a.gif", tmp_path / "a.webp"]
     outcomes = set()
     for path in paths:
         whole = path.read_bytes()
@@ -480,7 +479,7 @@ def test_a_bad_file_can_be_told_across_processes() -> None:
     assert isinstance(error, BadMedia) and str(error) == r"a\n\x1b.mp4: is empty" and error.path == Path("a\n\x1b.mp4")
 
 
-# ---- numbers and pictures to look at
+# ---- numbers and images to look at
 
 
 def test_frames_become_numbers_from_minus_one_to_one_and_back() -> None:
@@ -492,20 +491,20 @@ def test_frames_become_numbers_from_minus_one_to_one_and_back() -> None:
     assert torch.equal(from_unit(unit.bfloat16() * 9)[0, 0, 0], torch.tensor([0, 0, 0], dtype=torch.uint8))
 
 
-def test_a_written_film_is_read_again_and_never_written_over(tmp_path: Path) -> None:
+def test_a_written_video_is_read_again_and_never_written_over(tmp_path: Path) -> None:
     frames = torch.stack([torch.full((33, 31, 3), 10 + 20 * number, dtype=torch.uint8) for number in range(9)])
-    write_film(frames, tmp_path / "a.mp4", 24)
+    write_video(frames, tmp_path / "a.mp4", 24)
     assert probe(tmp_path / "a.mp4") == MediaFacts(9, 34, 32, 24)
     assert (read(tmp_path / "a.mp4", Fit(9, 33, 31), fps=0).int() - frames.int()).abs().max() <= 4
     with pytest.raises(FileExistsError):
-        write_film(frames, tmp_path / "a.mp4", 24)
+        write_video(frames, tmp_path / "a.mp4", 24)
     held = io.BytesIO()
-    write_film(frames, held, 23.976)
+    write_video(frames, held, 23.976)
     (tmp_path / "b.mp4").write_bytes(held.getvalue())
     assert probe(tmp_path / "b.mp4").fps == pytest.approx(23.976, abs=1e-3)
 
 
-def test_a_grid_shows_stills_in_a_square_and_films_in_rows() -> None:
+def test_a_grid_shows_stills_in_a_square_and_videos_in_rows() -> None:
     still = torch.full((1, 10, 20, 3), 100, dtype=torch.uint8)
     assert grid([still] * 4).size == (42, 22)
     assert grid([still] * 3, columns=3).size == (64, 10)
@@ -513,6 +512,23 @@ def test_a_grid_shows_stills_in_a_square_and_films_in_rows() -> None:
     sheet = grid([long, still])
     assert sheet.size == (8 * 22 - 2, 22)
     assert [sheet.getpixel((22 * number, 0))[0] for number in range(8)] == [0, 11, 23, 34, 46, 57, 69, 80]
+
+
+def test_captions_stand_below_their_samples_and_labels_above() -> None:
+    still = torch.full((1, 30, 120, 3), 100, dtype=torch.uint8)
+    sheet = grid([still] * 4, captions=["a red circle", "", "a very long caption " * 20, "teacher: a ball"])
+    assert sheet.size == (242, 2 * (30 + 3 * 14 + 2) - 2), "three lines at most"
+
+    def dark(left: int, top: int) -> int:  # pixels of text in the strip below a sample
+        strip = sheet.crop((left, top, left + 120, top + 42)).convert("L")
+        return sum(value < 128 for value in strip.getdata())
+
+    assert dark(0, 30) > 30 and dark(122, 30) == 0 and dark(0, 104) > 3 * dark(0, 30) and dark(122, 104) > 30
+    video = still.expand(3, -1, -1, -1)
+    assert grid([video, video], captions=["a red circle"] * 2).size == (3 * 122 - 2, 2 * (30 + 14 + 2) - 2)
+    both = torch.cat([labelled(video, "teacher"), labelled(video, "student")], dim=2)
+    assert both.shape == (3, 44, 240, 3) and (both[:, 14:] == 100).all()
+    assert all((side < 128).any() and not torch.equal(side, both[:, :14, 120:]) for side in [both[:, :14, :120]])
 
 
 def test_importing_the_readers_imports_no_decoder() -> None:

@@ -11,13 +11,14 @@ from diffusers.models.attention_dispatch import AttentionBackendName
 from torch import Tensor, nn
 
 from unisono.data.noise import Noise
-from unisono.recipes.wan.models import attention
-from unisono.recipes.wan.models.attention import choose, use
 from unisono.recipes.wan.models.experts import Experts, range_of
-from unisono.recipes.wan.models.islands import full_precision_weights, keep_time_embedding_exact
+from unisono.recipes.wan.models.float32_weights import float32_weights, keep_time_embedding_in_float32
+from unisono.recipes.wan.models.kernels import attention
+from unisono.recipes.wan.models.kernels.attention import choose, use
 from unisono.recipes.wan.objective import NoiseLevels, data_from, noised, shift_for, velocity
 from unisono.recipes.wan.sample import euler, sample
-from unisono.recipes.wan_flow.flow import Flow, with_first_frame
+from unisono.recipes.wan_flow.evaluation import loss_by_level
+from unisono.recipes.wan_flow.loss import FlowLoss, with_first_frame
 
 SMALL = {"num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4, "text_dim": 16}
 SMALL |= {"freq_dim": 32, "ffn_dim": 32, "num_layers": 2, "rope_max_seq_len": 32}
@@ -99,7 +100,7 @@ def test_the_experts_of_a14b_share_all_noise_levels() -> None:
     assert range_of(["transformer"], None, 1) == (0.0, 1.0)
 
 
-def test_larger_pictures_get_more_noise() -> None:
+def test_larger_images_get_more_noise() -> None:
     assert shift_for(480 * 832) == pytest.approx(3.0)
     assert shift_for(4 * 480 * 832) == pytest.approx(6.0) and shift_for(16 * 16) == 1.0
 
@@ -138,9 +139,9 @@ class Says(nn.Module):
         return self.answer
 
 
-def test_a_film_counts_as_much_as_a_picture() -> None:
+def test_a_video_counts_as_much_as_an_image() -> None:
     """Each sample's loss is the mean over its own elements."""
-    flow = Flow(NoiseLevels(), 0.0, 1.0)
+    flow = FlowLoss(NoiseLevels(), 0.0, 1.0)
     losses = []
     for frames in (1, 5):
         latent, noise = torch.zeros(2, 4, frames, 4, 4), Noise(0, torch.tensor([3, 4]))
@@ -155,7 +156,7 @@ def test_a_film_counts_as_much_as_a_picture() -> None:
 
 def test_captions_are_dropped_by_sample_and_replaced_by_the_empty_one() -> None:
     flow, text, empty = (
-        Flow(NoiseLevels(), 0.0, 1.0, caption_dropout=0.3),
+        FlowLoss(NoiseLevels(), 0.0, 1.0, caption_dropout=0.3),
         torch.ones(400, 2, 3),
         torch.full((2, 3), 7.0),
     )
@@ -179,7 +180,7 @@ def test_a_given_first_frame_has_no_noise_no_time_and_no_loss() -> None:
         times.shape == (2, 18) and (times[0, :6] == 0).all() and (times[0, 6:] == 500).all() and (times[1] == 800).all()
     )
 
-    flow = Flow(NoiseLevels(), 0.0, 1.0, first_frame=1.0)
+    flow = FlowLoss(NoiseLevels(), 0.0, 1.0, first_frame=1.0)
     answer = torch.zeros(2, 4, 3, 4, 6)
     answer[:, :, 0] = 1e6  # whatever it says of the frame that it was given
     there = flow.loss(Says(answer), latent, torch.zeros(2, 6, 16), torch.zeros(()), Noise(0, torch.arange(2)))
@@ -197,9 +198,9 @@ def test_tokens_with_times_of_their_own_are_what_the_model_takes() -> None:
 
 
 def test_evaluation_asks_at_fixed_noise_levels() -> None:
-    flow, latent = Flow(NoiseLevels(shift=3.0), 0.0, 1.0), torch.randn(3, 4, 1, 4, 4)
+    flow, latent = FlowLoss(NoiseLevels(shift=3.0), 0.0, 1.0), torch.randn(3, 4, 1, 4, 4)
     model = Experts({"transformer": small()}, None)
-    found = [flow.held_out(model, latent, torch.zeros(3, 6, 16), Noise(0, torch.arange(3)), 4) for _ in range(2)]
+    found = [loss_by_level(flow, model, latent, torch.zeros(3, 6, 16), Noise(0, torch.arange(3)), 4) for _ in range(2)]
     assert torch.equal(found[0]["loss_by_level"][0], found[1]["loss_by_level"][0])
     total, count = found[0]["sigma_by_level"]
     expected = NoiseLevels(shift=3.0).quantile(torch.tensor([0.125, 0.375, 0.625, 0.875]))
@@ -243,7 +244,7 @@ def test_the_time_embedding_stays_exact_when_all_else_is_in_16_bit() -> None:
     exact = model.condition_embedder.time_embedder(sinusoid)
     with torch.autocast("cpu", torch.bfloat16):
         rounded = model.condition_embedder.time_embedder(sinusoid)
-    keep_time_embedding_exact(model)
+    keep_time_embedding_in_float32(model)
     with torch.autocast("cpu", torch.bfloat16):
         kept = model.condition_embedder.time_embedder(sinusoid)
     assert torch.equal(kept, exact) and not torch.equal(rounded.float(), exact)
@@ -251,7 +252,7 @@ def test_the_time_embedding_stays_exact_when_all_else_is_in_16_bit() -> None:
 
 def test_the_islands_are_those_that_diffusers_keeps_in_32_bit() -> None:
     model = small()
-    ours = full_precision_weights(model)
+    ours = float32_weights(model)
     theirs = [
         name
         for name, _ in model.named_parameters()

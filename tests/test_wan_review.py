@@ -14,8 +14,8 @@ import unisono
 from unisono.engine.recipe import Work
 from unisono.errors import ConfigError
 from unisono.parallel.blocks import compile_blocks
-from unisono.recipes.wan.models.attention import can_compute
 from unisono.recipes.wan.models.experts import Experts
+from unisono.recipes.wan.models.kernels.attention import can_compute
 from unisono.recipes.wan.sample import euler, sample
 from unisono.recipes.wan_flow.recipe import WanFlow
 from wan_models import parts, save_data, save_pipelines
@@ -81,14 +81,14 @@ def test_what_stands_for_no_caption_stays_in_its_place_of_memory(root: Path, tmp
     assert made.without_caption(torch.zeros(24, 32)).data_ptr() == first.data_ptr()
 
 
-def test_films_of_one_frame_and_loras_beside_nothing_are_told_of(root: Path, tmp_path: Path) -> None:
+def test_videos_of_one_frame_and_loras_beside_nothing_are_told_of(root: Path, tmp_path: Path) -> None:
     data = {"dataset_path": str(root / "data"), "height": 32, "width": 32}
     made = WanFlow(WanFlow.Config(model_config="tiny", num_frames=1, lora_rank=2, **data))
     made.prepare(Work(tmp_path))
     made.dataset("train")
-    films = len([file for file in (root / "data").iterdir() if file.suffix == ".mp4"])
-    assert films > 1 and sum(f"{films} films are used with a single frame" in remark for remark in made.remarks) == 1
-    assert sum("a LoRA beside weights that nobody has trained" in remark for remark in made.remarks) == 1
+    videos = len([file for file in (root / "data").iterdir() if file.suffix == ".mp4"])
+    assert videos > 1 and sum(f"{videos} videos give a single frame only" in remark for remark in made.remarks) == 1
+    assert sum("training a LoRA on random weights" in remark for remark in made.remarks) == 1
     made = recipe(root, root / "2.1", lora_rank=2)
     made.prepare(Work(tmp_path / "other"))
     made.dataset("train")
@@ -137,21 +137,21 @@ def test_the_low_expert_begins_where_its_first_step_begins(kind: str) -> None:
 def test_an_expert_in_a_file_of_its_own_is_trained_on_its_own_noise_levels(root: Path, tmp_path: Path) -> None:
     alone = root / "a14b" / "transformer_2"
     ranges = {
-        expert: (it.flow.low, it.flow.high)
+        expert: (it.setup.flow.low, it.setup.flow.high)
         for expert in ("high", "low", "both")
         for it in [recipe(root, alone, parts_path=str(root / "2.1"), expert=expert)]
     }
     assert ranges == {"high": (0.875, 1.0), "low": (0.0, 0.875), "both": (0.0, 1.0)}
     for model in ("2.1", "5b"):
         with pytest.raises(ConfigError, match="one transformer for all noise levels"):
-            assert recipe(root, root / model, expert="low").flow
+            assert recipe(root, root / model, expert="low").setup.flow
 
 
 def test_a_kernel_that_cannot_compute_in_the_runs_type_is_refused_or_left(root: Path, tmp_path: Path) -> None:
     assert can_compute("flash", "cuda", torch.bfloat16) and can_compute("efficient", "cuda", torch.float32)
     assert not can_compute("cudnn", "cuda", torch.float32) and not can_compute("flash", "cpu", torch.bfloat16)
     told = {"model_path": str(root / "2.1"), "dataset_path": str(root / "data"), "attention": "cudnn"}
-    with pytest.raises(ConfigError, match="attention cudnn does not compute in float32"):
+    with pytest.raises(ConfigError, match="attention cudnn does not support float32"):
         unisono.train("wan-flow", nproc=1, output_dir=str(tmp_path / "refused"), **COMMON, **told)
     made = recipe(root, root / "2.1")
     made.kernel._file = tmp_path / "attention.json"

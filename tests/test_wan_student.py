@@ -17,14 +17,14 @@ from unisono.parallel.materialize import fill
 from unisono.recipes.wan.models.experts import Experts
 from unisono.recipes.wan.models.load import CONFIGS, build, build_meta
 from unisono.recipes.wan.models.weights import Weights, open_weights
-from unisono.recipes.wan_distill.fresh import begin_fresh, fresh_rows
-from unisono.recipes.wan_distill.inherit import (
-    FromTeacher,
-    Inheritance,
+from unisono.recipes.wan_distill.models.pruned_weights import PrunedWeights
+from unisono.recipes.wan_distill.models.pruning import (
+    PruningPlan,
     measured_importance,
     plan,
 )
-from unisono.recipes.wan_distill.student import num_weights, student_of
+from unisono.recipes.wan_distill.models.random_weights import initialise_randomly, random_rows
+from unisono.recipes.wan_distill.models.student import num_weights, student_of
 from wan_models import SMALL, model
 
 KNOWN: dict[str, Any] = {
@@ -47,10 +47,10 @@ def saved(transformer: nn.Module, folder: Path) -> Weights:
     return open_weights(folder)
 
 
-def inherited(weights: Weights, plan: Inheritance, config: Mapping[str, Any]) -> Any:
+def inherited(weights: Weights, plan: PruningPlan, config: Mapping[str, Any]) -> Any:
     """The student as the engine makes it."""
     student = Experts({"transformer": build_meta(config)}, None)
-    fill(student, FromTeacher({"transformer": weights}, {"transformer": plan}))
+    fill(student, PrunedWeights({"transformer": weights}, {"transformer": plan}))
     return student.transformer
 
 
@@ -108,7 +108,7 @@ def test_what_diffusers_keys_leave_out_is_the_teachers(tmp_path: Path) -> None:
 def test_a_student_larger_than_its_teacher_is_remarked_and_made(tmp_path: Path) -> None:
     student = student_of(described(tmp_path, {"num_layers": 9}), TEACHER, 8)
     assert student.config["num_layers"] == 9
-    assert f"{num_weights(student.config):,}" in student.remarks[-1] and "larger" in student.remarks[-1]
+    assert f"{num_weights(student.config):,}" in student.remarks[-1] and "more than its teacher" in student.remarks[-1]
 
 
 def test_weights_are_counted_without_being_made() -> None:
@@ -119,7 +119,7 @@ def test_weights_are_counted_without_being_made() -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({**KNOWN, "num_channels": 4}, ("num_channels 4", "16", "same VAE")),
+        ({**KNOWN, "num_channels": 4}, ("num_channels 4", "16", "latent space")),
         ({**KNOWN, "patch_size": 8}, ("patch_size 8", "use 16")),
         ({**KNOWN, "patch_size": [1, 2, 2]}, ("patch_size [1, 2, 2]", "whole number")),
         ({**KNOWN, "text_encoder_output_dim": 768}, ("text_encoder_output_dim 768", "use 4096")),
@@ -135,9 +135,9 @@ def test_weights_are_counted_without_being_made() -> None:
         ({**KNOWN, "model_type": None}, ("model_type None",)),
         ({name: KNOWN[name] for name in KNOWN if name not in ("depth", "model_type")}, ("lacks depth, model_type",)),
         ({"patch_size": 16}, ("lacks hidden_size",)),
-        ({**KNOWN, "num_layers": 3}, ("num_layers", "two vocabularies")),
+        ({**KNOWN, "num_layers": 3}, ("num_layers", "use only one kind")),
         ({**KNOWN, "deepth": 3}, ("'deepth'", "did you mean depth?")),
-        ({"in_channels": 4}, ("in_channels 4", "16", "same VAE")),
+        ({"in_channels": 4}, ("in_channels 4", "16", "latent space")),
         ({"out_channels": 32}, ("out_channels 32", "16")),
         ({"text_dim": 32}, ("text_dim 32", "4096")),
         ({"patch_size": [1, 1, 1]}, ("patch_size (1, 1, 1)",)),
@@ -175,7 +175,7 @@ def test_layers_are_chosen_as_told(layers: str, count: int, expected: list[int],
     weights = saved(teacher, tmp_path)
     found = plan(weights, TEACHER, config, layers, [0.1, 0.9, 0.2, 0.3, 0.4])
     assert found.layers == expected
-    assert count == 5 or f"the teacher's {', '.join(map(str, expected))}" in found.told
+    assert count == 5 or f"the teacher's {', '.join(map(str, expected))}" in found.summary
     student = inherited(weights, found, config)
     for mine, theirs in zip(student.blocks, expected, strict=True):
         other = dict(teacher.blocks[theirs].named_parameters())
@@ -224,11 +224,11 @@ def test_importance_is_how_much_a_block_turns_the_stream() -> None:
 def test_a_student_of_the_same_sizes_is_the_teacher_to_the_bit(dtype: torch.dtype, tmp_path: Path) -> None:
     teacher = model(TEACHER).to(dtype)
     found = plan(weights := saved(teacher, tmp_path), TEACHER, TEACHER)
-    source = FromTeacher({"transformer": weights}, {"transformer": found})
+    source = PrunedWeights({"transformer": weights}, {"transformer": found})
     for name, weight in teacher.named_parameters():
         taken = source.rows(f"transformer.{name}", 0, len(weight))
         assert taken.dtype == weight.dtype and torch.equal(taken, weight), name
-    assert "all 5 layers" in found.told
+    assert "all 5 layers" in found.summary
 
 
 def test_a_factor_multiplies_all_that_is_inherited(tmp_path: Path) -> None:
@@ -322,7 +322,7 @@ def test_a_narrower_student_finds_the_model_inside_its_teacher(tmp_path: Path) -
     found = plan(weights := saved(outer, tmp_path), OUTER, INNER)
     assert found.kept["channels"] == PLACES["channels"].tolist()
     assert found.kept["1.attn2"] == PLACES["heads"].tolist() and found.kept["0.ffn"] == PLACES["neurons"].tolist()
-    assert "24 of 48 channels; 2 of 4 heads; 40 of 64 neurons" in found.told
+    assert "24 of 48 channels; 2 of 4 heads; 40 of 64 neurons" in found.summary
     student = inherited(weights, found, INNER)
     for (name, mine), theirs in zip(student.named_parameters(), inner.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6, msg=name)
@@ -336,7 +336,7 @@ def test_a_narrower_student_finds_the_model_inside_its_teacher(tmp_path: Path) -
 )
 def test_any_rows_are_those_of_the_whole(config: dict[str, Any], tmp_path: Path) -> None:
     weights = saved(model(TEACHER), tmp_path)
-    source = FromTeacher({"transformer": weights}, {"transformer": plan(weights, TEACHER, config)})
+    source = PrunedWeights({"transformer": weights}, {"transformer": plan(weights, TEACHER, config)})
     for name, weight in build_meta(config).named_parameters():
         whole = source.rows(f"transformer.{name}", 0, len(weight))
         assert whole.shape == weight.shape, name
@@ -347,7 +347,7 @@ def test_any_rows_are_those_of_the_whole(config: dict[str, Any], tmp_path: Path)
 def test_only_what_lies_between_the_rows_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = saved(model(TEACHER), tmp_path)
     found = plan(weights, TEACHER, NARROW)
-    source, read = FromTeacher({"transformer": weights}, {"transformer": found}), []
+    source, read = PrunedWeights({"transformer": weights}, {"transformer": found}), []
     plain = Weights.slice
 
     def counted(self: Weights, name: str, start: int, end: int, *more: Any) -> Tensor:
@@ -364,7 +364,7 @@ def test_only_what_lies_between_the_rows_is_read(tmp_path: Path, monkeypatch: py
 def test_a_plan_survives_json_and_gives_the_same_student(tmp_path: Path) -> None:
     weights = saved(model(TEACHER), tmp_path)
     found = plan(weights, TEACHER, NARROW, factor=0.5)
-    again = Inheritance(**json.loads(json.dumps(asdict(found))))
+    again = PruningPlan(**json.loads(json.dumps(asdict(found))))
     assert again == found
     assert torch.equal(velocity(inherited(weights, again, NARROW)), velocity(inherited(weights, found, NARROW)))
 
@@ -385,7 +385,7 @@ def test_attention_with_other_heads_begins_fresh_and_silent(tmp_path: Path) -> N
     config = {**TEACHER, "num_attention_heads": 8, "attention_head_dim": 6}
     weights = saved(teacher := model(TEACHER), tmp_path)
     found = plan(weights, TEACHER, config, seed=3)
-    assert "attention begins fresh" in found.told and "6 wide" in found.told and "12" in found.told
+    assert all(text in found.summary for text in ("attention starts from random weights", "6 wide", "12"))
     student = inherited(weights, found, config)
     own = dict(student.named_parameters())
     for name, theirs in teacher.named_parameters():
@@ -394,7 +394,7 @@ def test_attention_with_other_heads_begins_fresh_and_silent(tmp_path: Path) -> N
         elif ".to_out." in name:
             assert not own[name].any()
         else:
-            assert torch.equal(own[name], fresh_rows(name, theirs.shape, 0, len(theirs), 3))
+            assert torch.equal(own[name], random_rows(name, theirs.shape, 0, len(theirs), 3))
 
 
 @pytest.mark.parametrize(
@@ -419,16 +419,16 @@ def test_what_cannot_be_inherited_is_refused(other: dict[str, Any], words: tuple
 
 def test_a_fresh_student_says_nothing_yet_and_is_the_same_everywhere() -> None:
     one, other = model(TEACHER, seed=1), model(TEACHER, seed=2)
-    begin_fresh(one, 7), begin_fresh(other, 7)
+    initialise_randomly(one, 7), initialise_randomly(other, 7)
     assert not velocity(one).any()
     for (name, mine), theirs in zip(one.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(mine, theirs), name
-    begin_fresh(other, 8)
+    initialise_randomly(other, 8)
     assert not torch.equal(one.patch_embedding.weight, other.patch_embedding.weight)
 
 
 def test_fresh_weights_are_as_large_as_those_of_the_originals() -> None:
-    begin_fresh(one := model(TEACHER), 0)
+    initialise_randomly(one := model(TEACHER), 0)
     embedder, block = one.condition_embedder, one.blocks[0]
     for weight, spread in (
         (block.ffn.net[0].proj.weight, (2 / (48 + 64)) ** 0.5),

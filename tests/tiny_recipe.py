@@ -75,6 +75,13 @@ class Sibling(Tiny):
     """Another recipe, whose runs and checkpoints are not Tiny's."""
 
 
+class WithAnotherLoss(Tiny):
+    """Its loss has the parameters of another trainer's."""
+
+    def loss(self, model: Any, batch: Any) -> Any:  # type: ignore[override]
+        return model(batch)
+
+
 class WithoutLoss(Recipe):
     """Lacks the method that every recipe needs."""
 

@@ -17,15 +17,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from unisono.engine.optim import Updater
+from unisono.engine.step.optimizer_wrapper import OptimizerWrapper
 from unisono.parallel import fsdp
 from unisono.parallel.blocks import recompute_activations
 from unisono.parallel.fsdp import FSDP
 from unisono.parallel.single import Single
 from unisono.parallel.strategy import Placement, cast_weights
-from unisono.recipes.wan.models.block import make_fast
 from unisono.recipes.wan.models.experts import Experts
-from unisono.recipes.wan.models.islands import full_precision_weights, keep_time_embedding_exact
+from unisono.recipes.wan.models.float32_weights import float32_weights, keep_time_embedding_in_float32
+from unisono.recipes.wan.models.kernels.block import make_fast
 from unisono.recipes.wan.models.load import CONFIGS
 from unisono.settings import OptimSettings, ParallelSettings
 
@@ -43,13 +43,13 @@ def main(strategy: str, blocks: int, recompute: str, frames: int) -> float:
     """GiB at the fullest moment of the second step."""
     torch.nn.init.kaiming_uniform_ = torch.nn.init.uniform_ = fill  # type: ignore[assignment]
     transformer: Any = WanTransformer3DModel(**dict(CONFIGS["14b"]) | TENTH | {"num_layers": blocks})
-    keep_time_embedding_exact(transformer)
+    keep_time_embedding_in_float32(transformer)
     for block in transformer.blocks:
         make_fast(block, ("cpu",))
         if recompute == "all":
             recompute_activations(block)
     model = Experts({"transformer": transformer}, None).train()
-    exact = full_precision_weights(model)
+    exact = float32_weights(model)
     cast_weights(model, torch.float32, torch.bfloat16, exact)
     world = WORLD if strategy == "fsdp" else 1
     if world > 1:
@@ -58,10 +58,10 @@ def main(strategy: str, blocks: int, recompute: str, frames: int) -> float:
         fsdp.MixedPrecisionPolicy = lambda **_: MixedPrecisionPolicy(  # type: ignore[misc,assignment]
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
-    place = Placement(torch.device("cpu"), 0, world, [torch.device("cpu")], torch.bfloat16)
+    placement = Placement(torch.device("cpu"), 0, world, [torch.device("cpu")], torch.bfloat16)
     kind = FSDP if world > 1 else Single
-    made: Any = kind(model, list(transformer.blocks), place, ParallelSettings(), exact)
-    updater = Updater(made.parameters, OptimSettings(), lambda _: None, 1.0)
+    made: Any = kind(model, list(transformer.blocks), placement, ParallelSettings(), exact)
+    optimizer = OptimizerWrapper(made.parameters, OptimSettings(), lambda _: None, 1.0)
     # A tenth of the tokens of 480 x 832: 156 of a latent frame.
     noisy, text = torch.randn(1, 16, 1 + (frames - 1) // 4, 24, 26), torch.randn(1, 51, 410).bfloat16()
 
@@ -79,7 +79,7 @@ def main(strategy: str, blocks: int, recompute: str, frames: int) -> float:
         del total
         found = made.gradients()
         made.norm(found)
-        updater.step(found, torch.ones((), dtype=torch.float64), torch.zeros((), dtype=torch.float64))
+        optimizer.step(found, torch.ones((), dtype=torch.float64), torch.zeros((), dtype=torch.float64))
         gradients = [weakref.ref(gradient) for gradient in found]
         del found
         made.clear_gradients()

@@ -1,4 +1,4 @@
-"""Small real Wan models and data, as people have them: in diffusers' folders, with pictures, films and captions."""
+"""Small real Wan models and data, as people have them: in diffusers' folders, with images, videos and captions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, Wa
 from PIL import Image
 from transformers import T5TokenizerFast, UMT5Config, UMT5EncoderModel
 
-from unisono.recipes.wan.data.show import write_film
+from unisono.recipes.wan.data.render import write_video
 from unisono.recipes.wan.tiny.models import PipelineParts
 
 SMALL: dict[str, Any] = {
@@ -53,14 +53,14 @@ def save_pipelines(root: Path) -> dict[str, Path]:
 
 
 def save_data(folder: Path) -> Path:
-    """Five pictures of two shapes and three films of two lengths, with captions."""
+    """Five images of two shapes and three videos of two lengths, with captions."""
     folder.mkdir(parents=True)
     pixels = torch.randint(256, (9, 32, 64, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
     for number in range(5):
-        picture = pixels[number, :, : 32 if number % 2 else 64]
-        Image.fromarray(picture.contiguous().numpy()).save(folder / f"p{number}.png")
+        image = pixels[number, :, : 32 if number % 2 else 64]
+        Image.fromarray(image.contiguous().numpy()).save(folder / f"p{number}.png")
         (folder / f"p{number}.txt").write_text(f"a red ball {number}")
     for number in range(3):
-        write_film(pixels[: 9 if number else 7, :, :32].contiguous(), folder / f"f{number}.mp4", 8.0)
+        write_video(pixels[: 9 if number else 7, :, :32].contiguous(), folder / f"f{number}.mp4", 8.0)
         (folder / f"f{number}.txt").write_text("a ball")
     return folder

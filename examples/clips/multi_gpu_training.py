@@ -1,4 +1,4 @@
-"""The module that people know by this name: everything in it is unisono.multi_gpu's.
+"""Re-exports unisono.multi_gpu under the name of the original module.
 
 from multi_gpu_training import MultiGPUConfig, MultiGPUTrainingManager
 """

@@ -1,11 +1,11 @@
-"""Seven ways to train a model of your own, a few lines each.
+"""Seven short examples of training your own model.
 
-python multi_gpu_training_examples.py                 all of them, one after the other
+python multi_gpu_training_examples.py                 all of them in order
 python multi_gpu_training_examples.py 1 6             the first and the sixth
 
 1 DataParallel  2 DistributedDataParallel  3 automatic strategy  4 benchmark  5 memory  6 a loop of your own  7 errors
 
-Each runs on the CPU, on one GPU and on several, as it stands; all but the first also under torchrun:
+Each runs unchanged on the CPU, one GPU or several GPUs; all but the first also run under torchrun:
 
 torchrun --nproc_per_node=2 multi_gpu_training_examples.py 3 6
 """
@@ -21,8 +21,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from quick_start_multi_gpu import MovingSquares, VideoClassificationModel
-from torch import nn
+from quick_start_multi_gpu import FRAMES, SIZE, VideoClassificationModel
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from unisono.errors import UnisonoError
@@ -36,36 +36,66 @@ from unisono.multi_gpu import (
     launch_distributed_training,
     setup_distributed_training,
 )
+from unisono.multi_gpu.trainers import OwnTrainer
+
+LEARNING_RATE = 0.02
 
 
 def say(text: str) -> None:
-    """Prints a line once, however many processes there are."""
+    """Prints a line once, for any number of processes."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(text, flush=True)
 
 
+class Stripes(Dataset[tuple[Tensor, int]]):
+    """Clips of noise (0), or with stripes over time (1), rows (2) or columns (3); learnable in a few epochs."""
+
+    def __init__(self, num: int, first: int = 0) -> None:
+        self.num, self.first = num, first
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        draw = torch.Generator().manual_seed(self.first + index)
+        label, phase = (int(torch.randint(4, (1,), generator=draw)) for _ in range(2))
+        clip = 0.3 * torch.randn(1, FRAMES, SIZE, SIZE, generator=draw)
+        if label:
+            size = clip.shape[label]
+            bright = ((torch.arange(size) + phase) // 2 % 2).float()
+            clip = clip + bright.view([size if axis == label else 1 for axis in range(4)])
+        return clip, label
+
+
+def train(trainer: OwnTrainer, epochs: int = 5) -> float:
+    """Trains some epochs, prints how the loss falls from chance level (1.39), and returns the last loss."""
+    losses = [trainer.train_epoch(epoch)["train_loss"] for epoch in range(epochs)]
+    say("   loss " + " -> ".join(f"{loss:.2f}" for loss in losses))
+    return losses[-1]
+
+
 def example_1_data_parallel(folder: Path) -> float:
-    """All GPUs from one process; a loader as you have it."""
+    """All GPUs from one process, with your own DataLoader."""
     model = VideoClassificationModel(width=4)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    loader = DataLoader(MovingSquares(64), batch_size=16, shuffle=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    loader = DataLoader(Stripes(64), batch_size=16, shuffle=True)
     config = MultiGPUConfig(strategy="dataparallel", num_workers=0, output_dir=str(folder / "run"))
     with DataParallelTrainer(model, config, loader, optimizer=optimizer, loss_fn=nn.CrossEntropyLoss()) as trainer:
-        return trainer.train_epoch(0)["train_loss"]
+        return train(trainer)
 
 
 def create_model() -> nn.Module:
-    """For example 2: every process makes the model,"""
+    """For example 2: builds the model in every process."""
     return VideoClassificationModel(width=4)
 
 
 def create_datasets() -> tuple[Dataset[object], Dataset[object]]:
-    """and the data."""
-    return MovingSquares(64), MovingSquares(32, first=1_000_000)
+    """For example 2: builds the datasets in every process."""
+    return Stripes(64), Stripes(32, first=1_000_000)
 
 
 def example_2_distributed(folder: Path) -> float:
-    """A process per GPU, or two on the CPU: one call starts them all, unless torchrun has."""
+    """One process per GPU, or two on the CPU; one call starts them all unless torchrun already has."""
     world_size = int(os.environ.get("WORLD_SIZE", torch.cuda.device_count() or 2))
     config = MultiGPUConfig(strategy="distributed", batch_size=8, num_workers=0, output_dir=str(folder / "run"))
     found = launch_distributed_training(
@@ -74,84 +104,89 @@ def example_2_distributed(folder: Path) -> float:
         model_fn=create_model,
         dataset_fn=create_datasets,
         config=config,
-        epochs=2,
+        epochs=5,
         save_path=folder / "checkpoints",
+        learning_rate=LEARNING_RATE,
     )
+    say("   loss " + " -> ".join(f"{epoch['val_loss']:.2f}" for epoch in found["history"]))
     return float(found["best_loss"])
 
 
 def example_3_automatic_strategy(folder: Path) -> float:
-    """Let it choose: one device, all GPUs of this process, or, under torchrun, one of several processes."""
+    """Automatic choice: one device, all GPUs of this process, or distributed under torchrun."""
     manager = MultiGPUTrainingManager(MultiGPUConfig(batch_size=16, num_workers=0, output_dir=str(folder / "run")))
-    with manager.create_trainer(VideoClassificationModel(width=4), *create_datasets(), learning_rate=5e-3):
-        found = manager.train(epochs=2, save_path=folder / "checkpoints")
+    with manager.create_trainer(VideoClassificationModel(width=4), *create_datasets(), learning_rate=LEARNING_RATE):
+        found = manager.train(epochs=5, save_path=folder / "checkpoints")
+        say("   loss " + " -> ".join(f"{epoch['val_loss']:.2f}" for epoch in found["history"]))
         say(f"   strategy {manager.get_performance_stats()['strategy']}")
     return float(found["best_loss"])
 
 
 def example_4_benchmark(folder: Path) -> float:
-    """How fast, on all devices and on one."""
+    """Throughput on all devices and on one."""
     config = MultiGPUConfig(batch_size=16, num_workers=0)
-    found = benchmark_multi_gpu_performance(create_model(), MovingSquares(64), config, steps=4, warmup_steps=1)
+    found = benchmark_multi_gpu_performance(create_model(), Stripes(64), config, steps=4, warmup_steps=1)
     say(f"   {found['samples_per_second']:.0f} samples/s, {found['speedup']:.2f} times one device")
     return float(found["training_time"])
 
 
 def example_5_memory(folder: Path) -> float:
-    """As much at once as fits; recomputed activations and accumulation for what does not."""
+    """The largest batch that fits, activation checkpointing and gradient accumulation."""
     model = VideoClassificationModel(width=4)
-    size = get_optimal_batch_size(model, dataset=MovingSquares(8), max_batch_size=16)
+    size = get_optimal_batch_size(model, dataset=Stripes(8), max_batch_size=8)
     config = MultiGPUConfig(
         batch_size=size,
         gradient_accumulation_steps=2,
         activation_checkpointing=True,
         mixed_precision="bf16",
+        learning_rate=LEARNING_RATE,
         num_workers=0,
         output_dir=str(folder / "run"),
     )
-    with MultiGPUTrainingManager(config).create_trainer(model, MovingSquares(64)) as trainer:
-        loss = trainer.train_epoch(0)["train_loss"]
+    with MultiGPUTrainingManager(config).create_trainer(model, Stripes(64)) as trainer:
+        loss = train(trainer)
         most = max(device["max_allocated"] for device in trainer.get_memory_stats().values())
         say(f"   batch size {size}, {most / 2**20:.0f} MiB")
     return loss
 
 
 def example_6_custom_loop(folder: Path) -> float:
-    """Your own loop: train, validate, keep the best."""
+    """Your own loop: train, validate, save the best model."""
     model = VideoClassificationModel(width=4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.9)
     manager = MultiGPUTrainingManager(MultiGPUConfig(batch_size=16, num_workers=0, output_dir=str(folder / "run")))
     trainer = manager.create_trainer(model, *create_datasets(), optimizer=optimizer, scheduler=scheduler)
 
     best_loss = float("inf")
-    for epoch in range(3):
+    for epoch in range(5):
         train_metrics = trainer.train_epoch(epoch)
         val_metrics = trainer.validate(epoch)
-        say(f"   epoch {epoch}: {train_metrics} {val_metrics}")
+        say(f"   epoch {epoch}: loss {train_metrics['train_loss']:.2f}, unseen clips {val_metrics['val_loss']:.2f}")
         if val_metrics["val_loss"] < best_loss:
             best_loss = val_metrics["val_loss"]
             trainer.save_checkpoint(epoch, folder / "best_model.pth")
     trainer.load_checkpoint(folder / "best_model.pth")
-    again = trainer.validate(epoch=3)["val_loss"]
+    again = trainer.validate(epoch=5)["val_loss"]
     trainer.close()
     return abs(again - best_loss)
 
 
 def example_7_errors(folder: Path) -> float:
-    """A lack of memory is answered by smaller micro-batches with the same result; here it is rehearsed."""
-    rehearsed = {"inject": "oom@rank0:step2"}  # for rehearsals only: leave it out
+    """Recovery from an injected out-of-memory error: smaller micro-batches, same result."""
+    rehearsed = {"inject": "oom@rank0:step2"}  # injects the error; omit in real training
     config = MultiGPUConfig(batch_size=16, num_workers=0, output_dir=str(folder / "run"), settings=rehearsed)
-    trainer = MultiGPUTrainingManager(config).create_trainer(VideoClassificationModel(width=4), MovingSquares(64))
+    manager = MultiGPUTrainingManager(config)
+    trainer = manager.create_trainer(VideoClassificationModel(width=4), Stripes(64), learning_rate=LEARNING_RATE)
     try:
-        loss = trainer.train_epoch(0)["train_loss"]
-    except RuntimeError as error:  # when even one sample does not fit, or nothing but NaN comes out
+        loss = train(trainer)
+    except RuntimeError as error:  # if even one sample does not fit, or all losses are NaN
         say(f"   {error}")
         raise
     finally:
         trainer.close()
     times = (folder / "run/events.jsonl").read_text().count('"oom"')
-    say(f"   out of memory {times} time(s), and trained on")
+    say(f"   out of memory {times} time(s), and training continued")
     return loss
 
 
@@ -168,7 +203,7 @@ EXAMPLES: dict[str, Callable[[Path], float]] = {
 
 @contextmanager
 def shared_folder() -> Iterator[Path]:
-    """A temporary folder, the same for all processes; it goes when all of them are done with it."""
+    """A temporary folder shared by all processes, deleted when all of them are done."""
     with tempfile.TemporaryDirectory() as own:
         folder = [own]
         if dist.is_initialized():
@@ -179,19 +214,19 @@ def shared_folder() -> Iterator[Path]:
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs the examples that are named, or all."""
+    """Runs the given examples, or all."""
     if unknown := [word for word in words if word not in EXAMPLES]:
-        print(f"there is no example {unknown[0]}; there are 1 to 7", file=sys.stderr)
+        print(f"there is no example {unknown[0]}; choose from 1 to 7", file=sys.stderr)
         return 2
-    if "RANK" in os.environ:  # torchrun's
+    if "RANK" in os.environ:  # set by torchrun
         setup_distributed_training(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     for word in words or EXAMPLES:
         say(f"{word}  {EXAMPLES[word].__doc__}")
-        torch.manual_seed(0)  # the same first weights each time, and so the same loss
+        torch.manual_seed(0)  # the same initial weights each time, and so the same loss
         try:
             with shared_folder() as folder:
                 say(f"   {EXAMPLES[word](folder):.4f}")
-        except UnisonoError as error:  # example 1 under torchrun, which has made the processes already
+        except UnisonoError as error:  # example 1 under torchrun, which has already started the processes
             print(f"example {word}: {error}", file=sys.stderr)
             return error.exit_code
     cleanup_distributed_training()

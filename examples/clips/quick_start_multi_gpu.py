@@ -1,12 +1,12 @@
-"""Train a model of your own on all GPUs, in one minute.
+"""Train your own model on all GPUs in one minute.
 
-python quick_start_multi_gpu.py --check               what is installed, what is visible, what is wrong
-python quick_start_multi_gpu.py --epochs 10           a real short training on every device there is
-python quick_start_multi_gpu.py --interactive         asks what you want; ends in a config file and a command
-python quick_start_multi_gpu.py --config FILE         trains with such a file
-python quick_start_multi_gpu.py --benchmark           how fast, on all devices and on one
+python quick_start_multi_gpu.py --check               reports what is installed, which devices are visible, and problems
+python quick_start_multi_gpu.py --epochs 10           a short real training on every device
+python quick_start_multi_gpu.py --interactive         asks questions, writes a config file and prints the command
+python quick_start_multi_gpu.py --config FILE         trains with such a config file
+python quick_start_multi_gpu.py --benchmark           throughput on all devices and on one
 
-The task is a small real one: in which of four directions does a square move? Single frames do not tell.
+The task: in which of four directions does a square move? A single frame does not reveal it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FRAMES, SIZE = 6, 16
 
 
 class MovingSquares(Dataset[tuple[Tensor, int]]):
-    """Clips of a bright square that moves one pixel per frame; made when they are read, each the same every time."""
+    """Clips of a bright square that moves one pixel per frame; generated on access, deterministic per index."""
 
     def __init__(self, num: int, first: int = 0) -> None:
         self.num, self.first = num, first
@@ -80,31 +80,31 @@ class VideoClassificationModel(nn.Module):
 
 
 def create_model() -> nn.Module:
-    """The model, as every process makes it."""
+    """Builds the model, in every process."""
     return VideoClassificationModel()
 
 
 def create_datasets() -> tuple[Dataset[Any], Dataset[Any]]:
-    """Clips to train on, and others to validate on."""
+    """Returns the training and validation datasets."""
     return MovingSquares(512), MovingSquares(128, first=1_000_000)
 
 
 def create_demo_model_and_dataset() -> tuple[nn.Module, Dataset[Any], Dataset[Any]]:
-    """All three."""
+    """Returns the model and both datasets."""
     return create_model(), *create_datasets()
 
 
 def check_requirements() -> int:
-    """Looks at the installation as `unisono doctor` does; 1 when something is wrong."""
+    """Checks the installation like `unisono doctor`; returns 1 if it finds a problem."""
     code = unisono(["doctor"])
     info = get_gpu_info()
     names = ", ".join(device["name"] for device in info["devices"])
-    print(f"{info['count']} GPUs ({names})" if names else "no GPU: training takes place on the CPU")
+    print(f"{info['count']} GPUs ({names})" if names else "no GPU: training uses the CPU")
     return code
 
 
 def get_optimal_configuration() -> MultiGPUConfig:
-    """What suits this machine: all GPUs, a batch that fits on each, 16 bit where the hardware has it."""
+    """A config for this machine: all GPUs, a batch that fits on each, 16 bit if the hardware supports it."""
     model, train, _ = create_demo_model_and_dataset()
     size = get_optimal_batch_size(model, dataset=train, loss_fn=nn.CrossEntropyLoss(), max_batch_size=16)
     modern = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
@@ -114,7 +114,7 @@ def get_optimal_configuration() -> MultiGPUConfig:
 
 
 def run_quick_training(config: MultiGPUConfig, epochs: int, save_path: str = "checkpoints") -> dict[str, Any]:
-    """Trains on every device that the config asks for, and tells how many unseen clips the best model gets right."""
+    """Trains on all devices of the config and prints the accuracy of the best model on unseen clips."""
     loss = nn.CrossEntropyLoss()
     found = launch_multi_gpu_training(
         create_model, create_datasets, config, epochs=epochs, loss_fn=loss, save_path=save_path
@@ -133,9 +133,9 @@ def run_quick_training(config: MultiGPUConfig, epochs: int, save_path: str = "ch
 
 
 def interactive_setup() -> Path:
-    """Asks for the few things that matter, and writes them to a new file; what cannot be is asked for again."""
+    """Asks for the most important settings, repeats invalid questions, and writes a new config file."""
     count = get_gpu_info()["count"]
-    print(f"{count} GPUs are here." if count else "There is no GPU here; the CPU will do.")
+    print(f"{count} GPUs found." if count else "No GPU found; using the CPU.")
     answers = {
         "num_gpus": _ask("how many GPUs", str(count), _whole(0)),
         "strategy": _ask(f"strategy ({', '.join(STRATEGIES)})", "auto", _one_of(STRATEGIES)),
@@ -148,10 +148,10 @@ def interactive_setup() -> Path:
 
     def write(name: str) -> Path:
         try:
-            with open(name, "x", encoding="utf-8") as file:  # never over somebody's file
+            with open(name, "x", encoding="utf-8") as file:  # never overwrites a file
                 yaml.safe_dump(answers, file, sort_keys=False)
         except FileExistsError:
-            raise ValueError(f"{name} exists, and was left alone; choose another name") from None
+            raise ValueError(f"{name} already exists; choose another name") from None
         except OSError as error:
             raise ValueError(f"{name} cannot be written ({error.strerror}); choose another name") from None
         return Path(name)
@@ -162,11 +162,11 @@ def interactive_setup() -> Path:
 
 
 def _ask(question: str, default: str, read: Callable[[str], T]) -> T:
-    """What `read` makes of the answer; asks until it makes something of it."""
+    """Asks until `read` accepts the answer, and returns its result."""
     while True:
         print(f"{question} [{default}]: ", end="", flush=True)
         if not (line := sys.stdin.readline()):
-            raise ConfigError("the answers ended before the questions did; nothing was written")
+            raise ConfigError("input ended before all questions were answered; nothing was written")
         try:
             return read(line.strip() or default)
         except ValueError as error:
@@ -202,7 +202,7 @@ def _one_of(known: Sequence[str]) -> Callable[[str], str]:
 
 
 def run_benchmark(config: MultiGPUConfig) -> dict[str, Any]:
-    """Prints how fast the devices are together and alone."""
+    """Prints the throughput of all devices and of one."""
     model, train, _ = create_demo_model_and_dataset()
     found = benchmark_multi_gpu_performance(model, train, config, loss_fn=nn.CrossEntropyLoss())
     print(f"{'':16}{'devices':>10}{'samples/s':>12}{'seconds':>10}{'memory MiB':>12}")
@@ -219,14 +219,14 @@ def run_benchmark(config: MultiGPUConfig) -> dict[str, Any]:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Runs what was asked for; the exit code."""
+    """Runs the selected action; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="check the installation")
-    parser.add_argument("--epochs", type=int, help="train so many epochs")
-    parser.add_argument("--interactive", action="store_true", help="set up by questions")
-    parser.add_argument("--benchmark", action="store_true", help="measure the speed")
-    parser.add_argument("--config", help="a config file, as --interactive writes it")
-    parser.add_argument("--save_path", default="checkpoints", help="folder of the best model")
+    parser.add_argument("--epochs", type=int, help="number of epochs to train")
+    parser.add_argument("--interactive", action="store_true", help="create a config file by answering questions")
+    parser.add_argument("--benchmark", action="store_true", help="measure the throughput")
+    parser.add_argument("--config", help="config file, as written by --interactive")
+    parser.add_argument("--save_path", default="checkpoints", help="folder for the best model")
     arguments = parser.parse_args(words)
     try:
         if arguments.check:

@@ -1,10 +1,10 @@
-"""Collects the histories of source learners, for all goals, into one HDF5 file of the layout that people know.
+"""Collects the histories of source learners for all goals into one HDF5 file, in the usual layout.
 
 python collect.py                                                datasets/history_darkroom_explorer_alg-seed42.hdf5
 python collect.py --config config/algorithm/ppo_darkroom.yaml    datasets/history_darkroom_PPO_alg-seed42.hdf5
-python train.py --traj_dir datasets                              trains on them instead of collecting anew
+python train.py --traj_dir datasets                              trains on the collected histories
 
-Stopped and started again, it goes on where it was. Flags are those of train.py.
+A stopped collection resumes when started again. Flags are those of train.py.
 """
 
 import json
@@ -17,30 +17,30 @@ import torch
 
 from unisono.cli.train import split_words
 from unisono.engine.recipe import Work
-from unisono.engine.run import configure
+from unisono.engine.start.run import configure
 from unisono.errors import UnisonoError, UserError
-from unisono.recipes.darkroom.histories import read_histories, write_histories
-from unisono.recipes.darkroom.history_file import HistoryFile
+from unisono.recipes.darkroom.data.histories import read_histories, write_histories
+from unisono.recipes.darkroom.data.history_file import HistoryFile
 from unisono.recipes.darkroom.recipe import Darkroom
 
 CONFIG = ["config/env/darkroom.yaml", "config/algorithm/explorer.yaml"]
 
 
 def collect(words: list[str]) -> Path:
-    """Collects as the files and flags say, and returns the file."""
-    _, files, flags, _, _ = split_words(["darkroom", *words])
-    files = [*(Path(__file__).parent / file for file in CONFIG), *files]
-    config = configure(Darkroom, file=files, flags=flags).build(Darkroom.Config)
+    """Collects histories as configured and returns the path of the file."""
+    command = split_words(["darkroom", *words])
+    files = [*(Path(__file__).parent / file for file in CONFIG), *command.files]
+    config = configure(Darkroom, file=files, flags=command.flags).build(Darkroom.Config)
     name = f"history_{config.env}_{'PPO' if config.source == 'ppo' else config.source}_alg-seed{config.alg_seed}"
     folder = Path(config.traj_dir or "datasets")
     file, blocks = folder / f"{name}.hdf5", folder / f".{name}"
     if file.exists():
-        raise UserError(f"{file} is there already and is not overwritten; move it away, or use another --alg_seed")
+        raise UserError(f"{file} already exists and is not overwritten; move it away, or use another --alg_seed")
     recipe = Darkroom(replace(config, traj_dir=str(blocks)))
     tasks = sorted([*recipe.split.train, *recipe.split.validation, *recipe.split.unseen])
     steps = config.total_source_timesteps // config.n_stream
     print(f"{len(tasks)} goals x {config.n_stream} learners ({config.source}) x {steps:,} steps", flush=True)
-    recipe.prepare(Work(blocks, device="cuda" if torch.cuda.is_available() else "cpu"))
+    recipe.prepare(Work(blocks, device="cuda" if torch.cuda.is_available() else "cpu", shows_progress=True))
     parts = sorted(blocks.rglob("*.hdf5"))
     histories = read_histories(parts, recipe.room, tasks, config.n_stream, steps)
     with HistoryFile(parts[0]) as part:
@@ -61,5 +61,5 @@ if __name__ == "__main__":
         print(f"collect.py: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        print("collect.py: stopped; started again, it goes on where it was", file=sys.stderr)
+        print("collect.py: stopped; run the same command to continue", file=sys.stderr)
         sys.exit(130)

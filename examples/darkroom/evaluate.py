@@ -1,4 +1,4 @@
-"""Plays goals that a run has never seen, with its best weights, and says how well.
+"""Evaluates the best weights of a run on goals that it has never seen.
 
 python evaluate.py runs/darkroom-20260101-120000 [--episodes 500] [--repeats 4] [--greedy]
 """
@@ -18,11 +18,11 @@ from unisono.recipes.darkroom.recipe import GROUPS, Darkroom
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="folder of a run")
-    parser.add_argument("--episodes", type=int, default=100, help="episodes in context")
-    parser.add_argument("--repeats", type=int, default=4, help="how often each goal is played")
-    parser.add_argument("--greedy", action="store_true", help="the likeliest action instead of a drawn one")
-    parser.add_argument("--seed", type=int, default=0, help="of the actions that are drawn")
+    parser.add_argument("run", type=Path, help="run folder")
+    parser.add_argument("--episodes", type=int, default=100, help="number of in-context episodes")
+    parser.add_argument("--repeats", type=int, default=4, help="how often to play each goal")
+    parser.add_argument("--greedy", action="store_true", help="take the most likely action instead of sampling")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampled actions")
     words = parser.parse_args()
     trained, model, what = load_trained(words.run, step="best")
     if not isinstance(trained, Darkroom):
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def _name(recipe: Darkroom, task: int) -> str:
-    """Of a task: where its goal is, or its number in rooms whose tasks are something else."""
+    """The position of a task's goal, or its number in environments without a single goal."""
     size = recipe.room.size
     return f"({task // size},{task % size})" if recipe.config.env == "darkroom" else f"#{task}"
 

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Trains on several GPUs and keeps what is printed. Usage: ./launch_multi_gpu.sh [GPUs|all] [config file] [flags]
+# Trains on several GPUs and logs the output. Usage: ./launch_multi_gpu.sh [GPUs|all] [config file] [flags]
 #
 #   ./launch_multi_gpu.sh 2
 #   ./launch_multi_gpu.sh all config/model/ad_dr.yaml
@@ -20,7 +20,7 @@ if ! [[ "$num_gpus" =~ ^[1-9][0-9]*$ ]]; then
 fi
 several=()
 if [ "$num_gpus" -gt 1 ]; then
-    several=(--multi_gpu --main_process_port 0) # 0: a free port, so that two runs do not meet
+    several=(--multi_gpu --main_process_port 0) # 0: any free port, so that two runs do not collide
 fi
 
 logs="logs/multi_gpu_$(date +%Y%m%d_%H%M%S)"

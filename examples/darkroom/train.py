@@ -1,10 +1,10 @@
-"""Trains Algorithm Distillation on the darkroom. Run it from this folder, in any of these ways:
+"""Trains Algorithm Distillation on the darkroom. Run it from this folder in any of these ways:
 
-python train.py                                   one GPU, or the CPU; --gpus all takes every GPU
-accelerate launch train.py                        as `accelerate config` was told
+python train.py                                   one GPU, or the CPU; --gpus all uses every GPU
+accelerate launch train.py                        with the settings of `accelerate config`
 torchrun --nproc_per_node=2 train.py
 
-Flags win over the files below (--train_timesteps 4000), and so does --config FILE. --help lists all settings.
+Flags (--train_timesteps 4000) and --config FILE override the files below. --help lists all settings.
 """
 
 import sys
@@ -18,6 +18,6 @@ if __name__ == "__main__":
     files = [f"--config={Path(__file__).parent / file}" for file in CONFIG]
     words = sys.argv[1:]
     if not any(word.startswith(("--gpus", "--nproc")) for word in words):
-        words = ["--gpus=1", *words]  # under a launcher it has no meaning: there each process has its GPU already
+        words = ["--gpus=1", *words]  # not under a launcher, where each process already has its GPU
     sys.argv[1:] = ["train", "darkroom", *files, *words]
     program()

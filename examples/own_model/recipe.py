@@ -1,7 +1,7 @@
-"""Your own model: this file is all there is to write. It learns to tell two interleaved half circles apart.
+"""A complete recipe: a classifier of two interleaved half circles.
 
-unisono train examples/own_model/recipe.py:TwoMoons --nproc 2       two CPU ranks; --gpus all takes your GPUs
-unisono verify examples/own_model/recipe.py:TwoMoons --ranks 1,2    proves that one rank and two train the same
+unisono train examples/own_model/recipe.py:TwoMoons --nproc 2       two CPU ranks; --gpus all uses your GPUs
+unisono verify examples/own_model/recipe.py:TwoMoons --ranks 1,2    checks that 1 and 2 ranks train the same
 """
 
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from unisono import Loss, Recipe
 
 
 class TwoMoons(Recipe):
-    """Which of two half circles does a point belong to?"""
+    """Classifies points by the half circle they belong to."""
 
     defaults = {"batch_size": 64, "learning_rate": 5e-3, "num_epochs": 10, "num_workers": 0}
 
     @dataclass
     class Config:
         num_points: int = 4096
-        """Points to train on; it is evaluated on a quarter as many others."""
+        """Number of training points; evaluation uses a quarter as many others."""
         spread: float = 0.15
         """Standard deviation of the points around their half circle."""
         hidden: int = 64
@@ -45,7 +45,7 @@ class TwoMoons(Recipe):
         points, moon = batch
         scores = model(points)
         correct = (scores.argmax(dim=1) == moon).sum()
-        # A sum and a count, never a mean: this is what lets any number of ranks equal one.
+        # A sum and a count, never a mean, so that any number of ranks trains the same.
         return Loss(cross_entropy(scores, moon, reduction="sum"), count=len(moon), metrics={"correct": correct})
 
     def preview(self, model: nn.Module, step: int) -> dict[str, str]:

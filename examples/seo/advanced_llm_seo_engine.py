@@ -1,4 +1,4 @@
-"""The names that scripts import from here: they are unisono's."""
+"""Re-exports unisono's SEO classes under the name of the original module."""
 
 from unisono.recipes.seo.front import (
     AdvancedLLMSEOEngine,

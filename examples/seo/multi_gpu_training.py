@@ -1,10 +1,10 @@
-"""The three usage examples, and a training with them. Run it in any of these ways:
+"""Three usage examples and a training run. Run it in any of these ways:
 
 python multi_gpu_training.py                          one GPU, several from one process, or the CPU
-torchrun --nproc_per_node=2 multi_gpu_training.py     a process per GPU, or two on the CPU: the same training
+torchrun --nproc_per_node=2 multi_gpu_training.py     one process per GPU, or two on the CPU: same training
 python multi_gpu_training.py --model_name minilm      the real MiniLM with a LoRA instead of a tiny model
 
-pages.csv has short pages with a label each: 1 where the page answers its question, 0 where it only promises to.
+pages.csv has short labelled pages: 1 if the page answers its question, 0 if it only promises to.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def basic_dataparallel() -> AdvancedLLMSEOEngine:
 
 
 def advanced_distributed() -> AdvancedLLMSEOEngine:
-    """2. A process per GPU."""
+    """2. One process per GPU."""
     config = SEOConfig(
         use_multi_gpu=True,
         multi_gpu_strategy="distributed",
@@ -56,7 +56,7 @@ def advanced_distributed() -> AdvancedLLMSEOEngine:
 
 
 def status_monitoring(engine: AdvancedLLMSEOEngine) -> None:
-    """3. What it trains on."""
+    """3. The devices in use."""
     # Get current multi-GPU status
     status = engine.get_multi_gpu_status()
     print(f"Strategy: {status['strategy']}")
@@ -71,14 +71,14 @@ def status_monitoring(engine: AdvancedLLMSEOEngine) -> None:
 
 
 def read_pages(path: Path = PAGES) -> tuple[list[str], list[int]]:
-    """Texts and labels of a csv file."""
+    """Reads texts and labels from a CSV file."""
     with open(path, encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     return [row["text"] for row in rows], [int(row["label"]) for row in rows]
 
 
 def train(model_name: str, epochs: int) -> None:
-    """Trains a score from the labels, and says what it is worth and what it says of a new page."""
+    """Trains a score on the labels, and prints its accuracy and the score of a new page."""
     tiny = model_name == "tiny"
     config = SEOConfig(
         model_name=model_name,
@@ -88,6 +88,7 @@ def train(model_name: str, epochs: int) -> None:
         warmup_steps=4,
         max_length=64,
         batch_size=4,
+        effective_batch_size=8,  # the global batch: the same training on any number of processes
         num_gpus=2,
         use_multi_gpu=True,
         multi_gpu_strategy="auto",
@@ -104,7 +105,7 @@ def train(model_name: str, epochs: int) -> None:
         print(f"effective batch {status['effective_batch_size']} on {status['num_devices']} device(s)")
         print(f"{found['epochs_completed']} epochs, validation loss {found['best_val_loss']:.4f}")
         print(
-            f"accuracy {measured['accuracy']:.2f}; always the same answer would be {measured['baseline_accuracy']:.2f}"
+            f"accuracy {measured['accuracy']:.2f}; baseline (constant prediction) {measured['baseline_accuracy']:.2f}"
         )
         page = "To descale a kettle, boil equal parts of water and vinegar, wait 20 minutes, and rinse it twice."
         analysis = engine.analyze_seo_score(page, ["descale a kettle"])
@@ -115,13 +116,13 @@ def train(model_name: str, epochs: int) -> None:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Runs the examples; the exit code."""
+    """Runs the examples; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_name", default="tiny", help="tiny, minilm, a folder or a hub id")
-    parser.add_argument("--epochs", type=int, default=8, help="epochs to train")
+    parser.add_argument("--epochs", type=int, default=8, help="number of epochs")
     arguments = parser.parse_args(words)
     try:
-        if "RANK" not in os.environ:  # these are of one process, and of four machines' GPUs that may not be here
+        if "RANK" not in os.environ:  # these need a single process, or more GPUs than there may be
             status_monitoring(basic_dataparallel())
             status_monitoring(advanced_distributed())
         train(arguments.model_name, arguments.epochs)

@@ -1,9 +1,9 @@
-"""Checks multi-GPU training on this machine, with real models and nothing pretended. Run it in any of these ways:
+"""Checks multi-GPU training on this machine with real models. Run it in any of these ways:
 
 python test_multi_gpu_training.py
 torchrun --nproc_per_node=2 test_multi_gpu_training.py     two processes, on two GPUs or on the CPU
 
-A check that needs GPUs that are not here is skipped, and says so. The exit code is 0 when none failed.
+A check is skipped, with a note, if it needs more GPUs than there are. The exit code is 0 if none failed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GPUS = torch.cuda.device_count()
 
 
 class Skipped(Exception):
-    """What a check needs is not here."""
+    """A requirement of a check is missing."""
 
 
 def make_engine(**fields: object) -> AdvancedLLMSEOEngine:
@@ -47,7 +47,7 @@ def make_engine(**fields: object) -> AdvancedLLMSEOEngine:
 
 
 def multi_gpu_configuration() -> None:
-    """Every field of the multi-GPU block is there, with its default."""
+    """Every multi-GPU field exists with its default."""
     config = SEOConfig()
     assert (config.use_multi_gpu, config.multi_gpu_strategy, config.num_gpus) == (False, "dataparallel", 1)
     assert (config.distributed_backend, config.distributed_init_method) == ("nccl", "env://")
@@ -58,7 +58,7 @@ def multi_gpu_configuration() -> None:
 
 
 def gpu_availability() -> None:
-    """The status says what takes part, which is no more than there is."""
+    """The status lists only devices that exist."""
     status = make_engine().get_multi_gpu_status()
     assert status["num_gpus"] <= max(GPUS, PROCESSES) and status["world_size"] == PROCESSES
     assert status["device"].startswith("cuda" if GPUS else "cpu")
@@ -73,7 +73,7 @@ def dataparallel_setup() -> None:
 
 
 def distributed_setup() -> None:
-    """A process per GPU."""
+    """One process per GPU."""
     if PROCESSES < 2:
         raise Skipped("needs torchrun --nproc_per_node=2")
     status = make_engine(multi_gpu_strategy="distributed").get_multi_gpu_status()
@@ -81,7 +81,7 @@ def distributed_setup() -> None:
 
 
 def model_wrapping() -> None:
-    """The model of a trained engine computes the same in its wrapper."""
+    """The wrapped model of a trained engine computes the same as the bare one."""
     engine = make_engine(save_checkpoints=False)
     loader, _ = engine.create_distributed_dataloaders(*read_pages())
     engine.train_epoch(loader)
@@ -95,7 +95,7 @@ def model_wrapping() -> None:
 
 
 def distributed_dataloaders() -> None:
-    """Over all processes every text is read once."""
+    """All processes together read every text once."""
     engine = make_engine()
     texts, labels = read_pages()
     loader, val = engine.create_distributed_dataloaders(texts, labels, "pages", val_split=0.25)
@@ -108,19 +108,19 @@ def distributed_dataloaders() -> None:
 
 
 def gpu_synchronization() -> None:
-    """Waiting for each other ends."""
+    """The barrier returns on every process."""
     make_engine().synchronize_gpus()
 
 
 def effective_batch() -> None:
-    """It is what was asked for, on whatever there is."""
+    """The effective batch is as configured on any hardware."""
     for size, steps in ((8, 1), (4, 2)):
         status = make_engine(batch_size=size, gradient_accumulation_steps=steps).get_multi_gpu_status()
         assert status["effective_batch_size"] == size * max(2, PROCESSES) * steps
 
 
 def same_training() -> None:
-    """The losses are those of one process, whatever the micro-batches."""
+    """Losses equal those of one process for any micro-batch size."""
     losses = []
     for size in (8, 2):
         engine = make_engine(batch_size=size, effective_batch_size=16, num_epochs=2, save_checkpoints=False)
@@ -130,7 +130,7 @@ def same_training() -> None:
 
 
 def multi_gpu_cleanup() -> None:
-    """Afterwards nothing is left."""
+    """Clean-up leaves nothing behind."""
     engine = make_engine()
     engine.cleanup_multi_gpu()
     status = engine.get_multi_gpu_status()
@@ -148,12 +148,12 @@ CHECKS: list[Callable[[], None]] = [
     gpu_synchronization,
     effective_batch,
     same_training,
-    multi_gpu_cleanup,  # leaves the other processes: the last one
+    multi_gpu_cleanup,  # destroys the process group, so it must be the last check
 ]
 
 
 def main() -> int:
-    """Runs all of them in a folder that is thrown away."""
+    """Runs all checks in a temporary folder."""
     main_process, failed = os.environ.get("RANK", "0") == "0", 0
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(Path(folder)):
         for check in CHECKS:

@@ -1,11 +1,11 @@
 """Trains a language model for search. Run it from this folder, in any of these ways:
 
-python train.py                                   one GPU, or the CPU; --gpus all takes every GPU
-accelerate launch train.py                        as `accelerate config` was told
+python train.py                                   one GPU, or the CPU; --gpus all uses every GPU
+accelerate launch train.py                        with the settings of `accelerate config`
 torchrun --nproc_per_node=2 train.py
 
-Without flags it learns the labels of pages.csv (score.yaml). Flags win over that file, and so does --config FILE:
---task rank --data_path FOLDER trains which page answers a query. --help lists all settings.
+Without flags it learns the labels of pages.csv (score.yaml). Flags and --config FILE override that file: --task rank
+--data_path FOLDER trains a ranking model. --help lists all settings.
 """
 
 import sys
@@ -25,6 +25,6 @@ if __name__ == "__main__":
         if "__data_path" not in named:
             words.append(f"--data_path={HERE / 'pages.csv'}")
     if not {"__gpus", "__nproc"} & set(named):
-        words = ["--gpus=1", *words]  # under a launcher it has no meaning: there each process has its GPU already
+        words = ["--gpus=1", *words]  # not under a launcher, where each process already has its GPU
     sys.argv[1:] = ["train", "seo", *words]
     program()

@@ -1,7 +1,7 @@
-"""The script that people know, in unisono's words: its flags, its length, and what means something else here.
+"""Translates the command line of the original script into settings of unisono.
 
-Most of its flags are flags of unisono by the same name, or by another one that it knows (`unisono train wan-distill
---help`). The others are here: each does what its name says, or a remark says what it does instead.
+Most of its flags are flags or aliases of unisono (`unisono train wan-distill --help`). This module handles the others:
+each does what its name says, or a note explains what it does instead.
 """
 
 from __future__ import annotations
@@ -22,31 +22,32 @@ from unisono.recipes.wan_distill.recipe import WanDistill
 HERE = Path(__file__).resolve().parent
 OUTPUT = "./outputs"
 NUM_EPOCHS = 10
+NUM_WORKERS = 0
 TINY_STUDENT = "tiny_student.json"
 FOR_REAL_TEACHERS = ("config/student_config.json", "config/student_config_small.json")
 STATIC_PROMPTS = "data/static_prompts.txt"
 
 _SWITCHES = {
     "multi_gpu": "All GPUs from one process: --strategy dp --gpus all.",
-    "distributed": "Not needed: torchrun, SLURM, MPI and accelerate say who is who.",
+    "distributed": "Not needed: unisono reads ranks from torchrun, SLURM, MPI or accelerate.",
     "teacher_on_cpu": "The old name of --teacher_device_strategy cpu.",
-    "save_samples": "Pictures of teacher and student side by side, in output_dir/previews.",
+    "save_samples": "Write images of teacher and student side by side to output_dir/previews.",
 }
 _WITH_VALUE = {
-    "local_rank": "Not needed, as --distributed.",
-    "sample_interval": "Epochs between such pictures (1 with --save_samples alone); in steps: --preview_every.",
-    "sample_dir": "Not used: they are in output_dir/previews.",
+    "local_rank": "Not needed, like --distributed.",
+    "sample_interval": "Epochs between sample images (1 with --save_samples alone); --preview_every counts steps.",
+    "sample_dir": "Not used: sample images are in output_dir/previews.",
 }
 _PLACES = {
-    "auto": "on each GPU if it fits there, else brought to it block by block (that script: spread over two or more)",
-    "cpu": "its weights are in the computer's memory, and each block is computed on the GPU (that script: on the CPU)",
-    "gpu0": "each GPU has a teacher of its own (that script: the first one only, and the others failed)",
+    "auto": "on each GPU if it fits, else moved to the GPU block by block (original script: spread over two or more)",
+    "cpu": "weights in host memory, each block computed on the GPU (original script: on the CPU)",
+    "gpu0": "each GPU has its own copy of the teacher (original script: only the first GPU, the others failed)",
 }
 
 
 @dataclass
 class Known:
-    """What the flags say that unisono does not have."""
+    """Values of the flags that unisono does not have."""
 
     multi_gpu: bool = False
     distributed: bool = False
@@ -57,26 +58,26 @@ class Known:
 
 
 def help_text() -> str:
-    """What stands before the help of `unisono train wan-distill`."""
+    """The text before the help of `unisono train wan-distill`."""
     flags = {f"--{name}": said for name, said in _SWITCHES.items()}
     flags |= {f"--{name} {name.rpartition('_')[2].upper()}": said for name, said in _WITH_VALUE.items()}
     return f"""usage: python train_distillation.py --teacher_path MODEL --data_path FILE [--student_config FILE] [flags]
        torchrun --nproc_per_node=N train_distillation.py ...
 
-It is `unisono train wan-distill`, with --output_dir {OUTPUT} and {NUM_EPOCHS} epochs where nothing is said, and with
-these flags of the script that people know. All others follow.
+Runs `unisono train wan-distill` with the defaults --output_dir {OUTPUT}, {NUM_EPOCHS} epochs and --num_workers
+{NUM_WORKERS}. It accepts the flags of the original script below, and all settings of the recipe after them.
 
-Flags of that script:
+Flags of the original script:
 """ + "".join(f"  {flag}\n      {said}\n" for flag, said in flags.items())
 
 
 def settings_of(words: Sequence[str]) -> Resolved:
-    """All settings, as a command line in unisono's words says them."""
+    """Resolves a command line with unisono's own flags."""
     return known_words.settings_of(WanDistill, words)
 
 
 def completed(given: Sequence[str]) -> tuple[list[str], list[str]]:
-    """A command line for `unisono train wan-distill`, with what was left open; and what the user should know."""
+    """Returns the command line for `unisono train wan-distill`, with defaults, and notes for the user."""
     words, known = in_our_words(given)
     told, world, names = settings_of(words), detect(), set(map(flag_name, given))
     gpus = 0 if told.values["gpus"] == "0" else len(visible_gpus())
@@ -94,7 +95,7 @@ def completed(given: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def in_our_words(words: Sequence[str]) -> tuple[list[str], Known]:
-    """The same command line without flags that unisono does not have, and what those said."""
+    """Separates the flags that unisono does not have from the command line; returns both."""
     ours: list[str] = []
     known = Known()
     reader = KnownWords(words)
@@ -104,13 +105,13 @@ def in_our_words(words: Sequence[str]) -> tuple[list[str], Known]:
             if "=" in word:
                 raise ConfigError(f"--{name} takes no value")
             setattr(known, name, True)
-        elif name == "local_rank":  # the launcher says it in the environment too
+        elif name == "local_rank":  # the launcher also sets it in the environment
             reader.value(word)
         elif name in _WITH_VALUE:
             setattr(known, name, reader.value(word))
         elif name == "sample_prompts":
             ours.append(f"--{name}={_joined(reader.values(word))}")
-        elif name == "mixed_precision":  # there it is a switch
+        elif name == "mixed_precision":  # a switch in the original script
             ours.append(f"--{name}={(reader.values(word, most=1) or ['bf16'])[0]}")
         elif not name and (word == "python" or word.endswith(".py")):
             raise ConfigError(f"unexpected {word!r}: torchrun starts python by itself; {torchrun(2)}")
@@ -122,7 +123,7 @@ def in_our_words(words: Sequence[str]) -> tuple[list[str], Known]:
 
 
 def torchrun(processes: int) -> str:
-    """How to start so many."""
+    """The command that starts this many processes."""
     return f"torchrun --nproc_per_node={processes} train_distillation.py ..."
 
 
@@ -143,14 +144,16 @@ def _devices(known: Known, told: Resolved, world: World, gpus: int) -> tuple[lis
         )
     if world.launcher != "plain":
         for flag, given in {"--distributed": known.distributed, "--multi_gpu": known.multi_gpu}.items():
-            remarks += [f"{flag} is not needed: {world.launcher} says which processes there are"] if given else []
+            remarks += [f"{flag} is not needed: {world.launcher} sets the ranks"] if given else []
         if world.size > 1:
             remarks.append(f"[Rank 0] Distributed training initialized: {world.size} processes by {world.launcher}")
         return [], remarks
     if known.distributed:
-        remarks.append(f"--distributed, but nobody has started other processes: {torchrun(4)}, or --gpus all, does")
+        remarks.append(f"--distributed needs other processes: start them with {torchrun(4)}, or use --gpus all")
     if known.multi_gpu and told.explicit("strategy") and told.values["strategy"] != "dp":
-        raise ConfigError(f"--multi_gpu is --strategy dp, and there is --strategy {told.values['strategy']}: use one")
+        raise ConfigError(
+            f"--multi_gpu means --strategy dp, which contradicts --strategy {told.values['strategy']}; use one"
+        )
     chosen = told.explicit("gpus") or told.explicit("nproc")
     if known.multi_gpu and gpus > 1:
         number = len(choose(told.values["gpus"], visible_gpus()).gpus) if told.explicit("gpus") else gpus
@@ -159,12 +162,12 @@ def _devices(known: Known, told: Resolved, world: World, gpus: int) -> tuple[lis
         )
         return ["--strategy=dp"] + ([] if chosen else ["--gpus=all"]), remarks
     if known.multi_gpu:
-        remarks.append(f"--multi_gpu: there is {'one GPU' if gpus else 'no GPU'} here, so there is nothing to share")
+        remarks.append(f"--multi_gpu has no effect: this machine has {'one GPU' if gpus else 'no GPU'}")
     return [] if chosen else ["--gpus=1"], remarks
 
 
 def _tiny(told: Resolved) -> tuple[list[str], list[str]]:
-    """The tiny teacher knows built-in shapes only, and is smaller than students of real ones."""
+    """Adapts student and prompts to the tiny teacher, which knows only built-in shapes."""
     if str(told.values["teacher_path"]).lower() != "tiny":
         return [], []
     words: list[str] = []
@@ -172,10 +175,10 @@ def _tiny(told: Resolved) -> tuple[list[str], list[str]]:
     if _is_ours(told.values["student_config"], FOR_REAL_TEACHERS):
         small = Path(told.values["student_config"]).with_name(TINY_STUDENT)
         words.append(f"--student_config={small}")
-        remarks.append(f"{told.values['student_config']} is for a real teacher: taking {small} for the tiny one")
+        remarks.append(f"{told.values['student_config']} is for a real teacher: using {small} for the tiny one")
     if _is_ours(told.values["data_path"], (STATIC_PROMPTS,)):
         words.append("--data_path=shapes")
-        remarks.append("the tiny teacher draws coloured shapes only: taking --data_path shapes, its own prompts")
+        remarks.append("the tiny teacher generates only coloured shapes: using --data_path shapes, its own prompts")
     return words, remarks
 
 
@@ -194,12 +197,12 @@ def _teacher(known: Known, told: Resolved, gpus: int) -> tuple[list[str], list[s
         words, place, chosen = ["--teacher_device_strategy=cpu"], "cpu", True
     if place == "balanced" and not told.values["online"]:
         remarks.append(
-            "--teacher_device_strategy balanced: while it draws, each GPU has a teacher of its own, or where it does "
-            "not fit its blocks one by one (auto); a part on each GPU is for --online"
+            "--teacher_device_strategy balanced needs --online; using auto: during the roll-out each GPU has its own "
+            "copy of the teacher, or moves it block by block if it does not fit"
         )
         return ["--teacher_device_strategy=auto"], remarks
     if chosen and place in _PLACES:
-        there = _PLACES[place] if gpus else "without a GPU the teacher is in the computer's memory and computes there"
+        there = _PLACES[place] if gpus else "without a GPU the teacher runs on the CPU"
         remarks.append(f"--teacher_device_strategy {place}: {there}")
     return words, remarks
 
@@ -208,27 +211,29 @@ def _length(told: Resolved, names: set[str]) -> tuple[list[str], list[str]]:
     remarks: list[str] = []
     if "num_steps" in names:
         remarks.append(
-            "--num_steps counts optimizer steps of the whole run, on any number of GPUs (that script: of each process)"
+            "--num_steps counts optimizer steps of the whole run, on any number of GPUs (original script: of each "
+            "process)"
         )
     limits = [name for name in ("max_steps", "num_epochs") if told.values[name] is not None]
     if not limits:
-        remarks.append(f"no --num_steps and no --num_epochs: {NUM_EPOCHS} epochs (that script: 500 steps at most)")
+        remarks.append(f"no --num_steps and no --num_epochs: {NUM_EPOCHS} epochs (original script: at most 500 steps)")
     if "num_epochs" in names or not limits:
         remarks.append(
-            "an epoch is a pass over all that the teacher has drawn, at all its noise levels: --rollouts × --pairs of "
-            "each prompt (that script: over the prompts)"
+            "an epoch is a pass over everything that the teacher generated, at all noise levels: --rollouts × --pairs "
+            "per prompt (original script: over the prompts)"
         )
     return [] if limits else [f"--num_epochs={NUM_EPOCHS}"], remarks
 
 
 def _defaults(told: Resolved, names: set[str], gpus: int) -> tuple[list[str], list[str]]:
-    """What that script had other defaults for; the tiny teacher brings its own."""
+    """Notes about defaults that differ from the original script; the tiny teacher has its own."""
     remarks: list[str] = []
     if "mixed_precision" in names:
         kind = {"no": "32 bit"}.get(told.values["mixed_precision"], told.values["mixed_precision"])
-        remarks.append(f"--mixed_precision acts: the student computes in {kind} (that script took it and did nothing)")
+        remarks.append(f"--mixed_precision takes effect: the student computes in {kind} (original script: ignored)")
     if str(told.values["teacher_path"]).lower() == "tiny":
         return [], remarks
+    words = [] if told.explicit("num_workers") else [f"--num_workers={NUM_WORKERS}"]
     theirs = {"learning_rate": "1e-5", "mixed_precision": "no"}
     ours = {name: f"{told.values[name]:g}" if name == "learning_rate" else told.values[name] for name in theirs}
     if gpus:
@@ -236,16 +241,16 @@ def _defaults(told: Resolved, names: set[str], gpus: int) -> tuple[list[str], li
     differ = [name for name in theirs if not told.explicit(name)]
     if differ:
         flags = ", ".join(f"--{'lr' if name == 'learning_rate' else name} {ours[name]}" for name in differ)
-        remarks.append(f"where nothing is said: {flags} (that script: {', '.join(theirs[name] for name in differ)})")
-    return [], remarks
+        remarks.append(f"defaults: {flags} (original script: {', '.join(theirs[name] for name in differ)})")
+    return words, remarks
 
 
 def _samples(known: Known, told: Resolved, world: World) -> tuple[list[str], list[str]]:
-    """Pictures every so many epochs, which are steps here."""
+    """Converts the interval of sample images from epochs to steps."""
     if not (known.save_samples or known.sample_interval or known.sample_dir):
         return [], []
     remarks = [
-        f"samples lie in {told.values['output_dir']}/previews: the teacher's on the left, the student's beside it"
+        f"samples are in {told.values['output_dir']}/previews: the teacher's on the left, the student's on the right"
     ]
     if known.sample_dir:
         remarks[0] = f"--sample_dir {known.sample_dir} is not used: {remarks[0]}"
@@ -253,10 +258,10 @@ def _samples(known: Known, told: Resolved, world: World) -> tuple[list[str], lis
         return [], remarks
     interval = known.sample_interval or "1"
     if not (interval.isascii() and interval.isdecimal() and int(interval) > 0):
-        raise ConfigError(f"--sample_interval: expected a number of epochs from 1 on, got {interval!r}")
+        raise ConfigError(f"--sample_interval: expected a number of epochs of at least 1, got {interval!r}")
     if told.explicit("preview_every"):
         if known.sample_interval:
-            raise ConfigError("--sample_interval (epochs) and --preview_every (steps) say the same thing; use one")
+            raise ConfigError("--sample_interval (epochs) and --preview_every (steps) contradict each other; use one")
         return [], remarks
     samples, batch = num_samples(told), _global_batch(told, world)
     steps = max(1, -(-samples * int(interval) // batch))
@@ -268,8 +273,8 @@ def _samples(known: Known, told: Resolved, world: World) -> tuple[list[str], lis
 
 
 def num_samples(told: Resolved) -> int:
-    """What an epoch has: each prompt as often as the teacher draws it, each drawing once at each noise level."""
-    from unisono.recipes.wan_distill.prompts import prompts_of  # waits for torch
+    """Samples per epoch: prompts × roll-outs × noise levels."""
+    from unisono.recipes.wan_distill.data.prompts import prompts_of  # imports torch
 
     values = told.values
     prompts = prompts_of(values["data_path"], values["eval_data_path"], values["num_eval"]).train

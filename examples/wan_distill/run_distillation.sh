@@ -1,10 +1,10 @@
 #!/bin/bash
-# Distils a student and draws with it. Usage: ./run_distillation.sh [GPUs|all] [flags of train_distillation.py]
+# Distils a student and generates an image with it. Usage: ./run_distillation.sh [GPUs|all] [flags of train_distillation.py]
 #
-#   ./run_distillation.sh                                        the tiny teacher: nothing is downloaded
+#   ./run_distillation.sh                                        the tiny teacher, no download
 #   TEACHER_PATH=Wan-AI/Wan2.1-T2V-1.3B-Diffusers ./run_distillation.sh all --batch_size 4
 #
-# Also in the environment: STUDENT_CONFIG, DATA_PATH, OUTPUT_DIR, PROMPT.
+# Other environment variables: STUDENT_CONFIG, DATA_PATH, OUTPUT_DIR, PROMPT.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -27,7 +27,7 @@ if [ $# -gt 0 ] && [[ "$1" != -* ]]; then
     if [ "$present" -gt 0 ]; then
         devices=(--gpus "$1")
     elif [ "$1" != all ]; then
-        devices=(--nproc "$1") # so many processes on the CPU
+        devices=(--nproc "$1") # CPU processes
     fi
     shift
 fi

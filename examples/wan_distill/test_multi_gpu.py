@@ -1,4 +1,4 @@
-"""Five small checks that you can run here: python test_multi_gpu.py (no GPU is needed, nothing is downloaded).
+"""Five small checks of this machine: python test_multi_gpu.py (needs no GPU and no download).
 
 Also: python -m pytest test_multi_gpu.py
 """
@@ -21,9 +21,9 @@ from unisono.data.order import Order
 from unisono.devices import visible_gpus
 from unisono.recipes.wan.models.load import build
 from unisono.recipes.wan.tiny.models import TEXT_LENGTH, tiny_transformer_config
-from unisono.recipes.wan_distill.fresh import begin_fresh
-from unisono.recipes.wan_distill.prompts import read_prompts
-from unisono.recipes.wan_distill.student import student_of
+from unisono.recipes.wan_distill.data.prompts import read_prompts
+from unisono.recipes.wan_distill.models.random_weights import initialise_randomly
+from unisono.recipes.wan_distill.models.student import student_of
 
 HERE = Path(__file__).resolve().parent
 PIXELS_OF_A_LATENT = 4  # of the tiny VAE
@@ -31,15 +31,15 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 def student(seed: int = 0) -> Any:
-    """The student of config/tiny_student.json: a real WanTransformer3DModel, only small."""
+    """The student of config/tiny_student.json: a small but real WanTransformer3DModel."""
     config = student_of(str(HERE / "config/tiny_student.json"), tiny_transformer_config(), PIXELS_OF_A_LATENT).config
     model = build(config)
-    begin_fresh(model, seed)
+    initialise_randomly(model, seed)
     return model
 
 
 def weights(model: Any) -> Tensor:
-    """All weights in one row."""
+    """All weights as one vector."""
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
@@ -53,7 +53,7 @@ def test_1_gpus_are_found_and_multi_gpu_shares_them() -> None:
         assert any(f"DataParallel on {len(gpus)} GPUs" in remark for remark in remarks)
     else:
         assert (values["strategy"], values["gpus"]) == ("auto", "1")
-        assert any("nothing to share" in remark for remark in remarks)
+        assert any("--multi_gpu has no effect" in remark for remark in remarks)
 
 
 def test_2_without_a_launcher_there_is_one_process() -> None:
@@ -104,7 +104,7 @@ def test_5_prompts_are_shared_with_nothing_lost() -> None:
 
 
 def as_a_process() -> None:
-    """One of two that torchrun has started."""
+    """Runs in each of two processes that torchrun starts."""
     rank, world_size, _ = setup_distributed()
     mine = weights(student())
     everybodys = [torch.empty_like(mine) for _ in range(world_size)]
@@ -116,7 +116,7 @@ def as_a_process() -> None:
 
 
 def main() -> int:
-    """Runs the checks one after the other."""
+    """Runs all checks."""
     checks = {name: check for name, check in globals().items() if name.startswith("test_")}
     failed = 0
     for name, check in checks.items():

@@ -3,13 +3,13 @@
 python train_distillation.py --teacher_path tiny --student_config config/tiny_student.json --data_path shapes
 python train_distillation.py --teacher_path "Wan-AI/Wan2.1-T2V-1.3B-Diffusers" \
     --student_config "config/student_config.json" --data_path "data/static_prompts.txt" \
-    --output_dir "./outputs/wan_t2i" --batch_size 4                 one GPU, or the CPU; --gpus all takes every GPU
+    --output_dir "./outputs/wan_t2i" --batch_size 4                 one GPU, or the CPU; --gpus all uses every GPU
     ... --multi_gpu                                                 all GPUs from one process (DataParallel)
-torchrun --nproc_per_node=4 train_distillation.py ... --distributed one process for each GPU (faster)
+torchrun --nproc_per_node=4 train_distillation.py ... --distributed one process per GPU (faster)
 sbatch train_distillation.slurm ...
 
-It is `unisono train wan-distill`, and takes the flags of the script that people know; where one of them means something
-else here, a line says so. --help lists all settings. Then: python run_inference.py --model_path ./outputs/wan_t2i ...
+It runs `unisono train wan-distill` and accepts the flags of the original script; a note is printed if the meaning of
+one differs. --help lists all settings. Afterwards: python run_inference.py --model_path ./outputs/wan_t2i ...
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import NoReturn
 from known_flags import completed, help_text, settings_of
 
 from unisono.cli import main as unisono
-from unisono.cluster.join import cleanup_distributed, is_main_process, setup_distributed
 from unisono.cluster.lifetime import end_process
+from unisono.cluster.own_loop import cleanup_distributed, is_main_process, setup_distributed
 from unisono.errors import EXIT_DONE, UnisonoError
 
 __all__ = ["cleanup_distributed", "is_main_process", "setup_distributed"]
@@ -30,12 +30,12 @@ _LOOKS_ONLY = {"-h", "--help", "--print_config", "--print-config"}
 
 
 def say(line: str) -> None:
-    """One line for the user."""
+    """Prints a note."""
     print(f"train_distillation.py: {line}", file=sys.stderr)
 
 
 def main() -> NoReturn:
-    """Trains as the command line says, and ends the process with the exit code."""
+    """Trains as the command line says and exits with its exit code."""
     words = sys.argv[1:]
     output = None
     if {"-h", "--help"} & set(words):
@@ -51,7 +51,7 @@ def main() -> NoReturn:
             sys.exit(error.exit_code)
     code = unisono.main(["train", "wan-distill", *words])
     if code == EXIT_DONE and is_main_process() and not _LOOKS_ONLY & set(words):
-        say(f'draw with the student: python run_inference.py --model_path {output} --prompt "..." --output picture.png')
+        say(f'to generate images: python run_inference.py --model_path {output} --prompt "..." --output picture.png')
     end_process(code)
 
 

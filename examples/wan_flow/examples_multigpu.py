@@ -1,4 +1,4 @@
-"""Shows the ways to start a training, and runs one of them.
+"""Lists commands that start a training, and runs one of them.
 
 python examples_multigpu.py                       the list
 python examples_multigpu.py --run 3               runs number 3
@@ -19,13 +19,16 @@ EXAMPLES = [
     ("two GPUs: effective batch 2 x 2 = 4", "./train_multigpu.sh 2 --batch_size 2 --num_epochs 50"),
     ("all GPUs", "./train_multigpu.sh --batch_size 2"),
     ("torchrun", "torchrun --nproc_per_node=2 train_flow_matching.py --batch_size 2"),
-    ("the launcher before torchrun", "python -m torch.distributed.launch --nproc_per_node=2 train_flow_matching.py"),
+    ("the predecessor of torchrun", "python -m torch.distributed.launch --nproc_per_node=2 train_flow_matching.py"),
     ("two processes on the CPU", "python train_flow_matching.py --nproc 2 --batch_size 2"),
     ("the same effective batch on any number of GPUs", "./train_multigpu.sh --global_batch_size 8"),
-    ("less memory: sharded, activations recomputed", "./train_multigpu.sh 2 --strategy fsdp --gradient_checkpointing"),
+    (
+        "less memory: sharding and activation checkpointing",
+        "./train_multigpu.sh 2 --strategy fsdp --gradient_checkpointing",
+    ),
     ("a LoRA of rank 8", "python train_flow_matching.py --lora_rank 8 --learning_rate 1e-4"),
-    ("the tiny model by its file", "unisono train wan-flow --config tiny.yaml"),
-    ("the proof that 2 processes train like 1", "python validate_multigpu.py"),
+    ("the tiny model from its config file", "unisono train wan-flow --config tiny.yaml"),
+    ("check that 2 processes train like 1", "python validate_multigpu.py"),
 ]
 PROGRAMS = {
     "python": [sys.executable],
@@ -35,7 +38,7 @@ PROGRAMS = {
 
 
 def main() -> int:
-    """Prints the list, or runs one of its commands and gives its exit code."""
+    """Prints the list, or runs one of its commands and returns its exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -43,7 +46,7 @@ def main() -> int:
     options, more = parser.parse_known_args()
     if options.run is None:
         if more:
-            parser.error(f"{more[0]} belongs to a training: --run N {more[0]}")
+            parser.error(f"{more[0]} is a training flag: use --run N {more[0]}")
         for number, (what, command) in enumerate(EXAMPLES, 1):
             print(f"{number:2}. {what}\n      {command}")
         print("Under SLURM: sbatch train_flow_matching.slurm. More: MULTI_GPU_TRAINING.md")

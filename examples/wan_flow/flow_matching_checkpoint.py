@@ -1,4 +1,4 @@
-"""Checkpoints of a FlowMatchingTrainer: a folder of safetensors files and one of JSON. No pickle: no code in them."""
+"""Checkpoints of a FlowMatchingTrainer: a folder of safetensors files and a JSON file, without pickle."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COUNTS = ("global_step", "epoch", "samples", "seed")
 
 
 class Saved(NamedTuple):
-    """What is in a checkpoint."""
+    """The contents of a checkpoint."""
 
     weights: dict[str, Tensor]
     averages: dict[str, Tensor]
@@ -34,9 +34,9 @@ def write_checkpoint(
     optimizer: Mapping[str, Any],
     counts: Mapping[str, int],
 ) -> None:
-    """Writes a new folder; it has its name only when all of it is there."""
+    """Writes a new folder, which gets its name only when it is complete."""
     if folder.exists():
-        raise ConfigError(f"{folder} is there already and is not overwritten; give another name")
+        raise ConfigError(f"{folder} already exists and is not overwritten; choose another name")
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
@@ -55,9 +55,9 @@ def write_checkpoint(
 
 
 def read_checkpoint(folder: Path, device: str) -> Saved:
-    """What `write_checkpoint` wrote; a folder that is not whole is refused."""
+    """Reads what `write_checkpoint` wrote; an incomplete folder is an error."""
     if folder.is_file():
-        raise ConfigError(f"{folder} is a file; checkpoints are folders here, and files of torch.save are not opened")
+        raise ConfigError(f"{folder} is a file; checkpoints are folders, and files of torch.save are not supported")
     try:
         state = json.loads((folder / "state.json").read_bytes())
         counts = {name: int(state[name]) for name in _COUNTS}
@@ -70,5 +70,5 @@ def read_checkpoint(folder: Path, device: str) -> Saved:
             by_number.setdefault(int(number), {})[name] = value
         optimizer = {"state": by_number, "param_groups": list(state["param_groups"])}
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise ConfigError(f"{folder} is not a whole checkpoint ({error}); give another one") from None
+        raise ConfigError(f"{folder} is not a complete checkpoint ({error}); use another one") from None
     return Saved(weights, averages, optimizer, counts)

@@ -1,4 +1,4 @@
-"""A flow-matching trainer for loops of your own: one process, or several under a launcher, with torch's own DDP.
+"""A flow-matching trainer for your own loop: one process, or several under a launcher, with torch's DDP.
 
     rank, world_size, local_rank = setup_distributed()
     trainer = FlowMatchingTrainer(model, rank=rank, world_size=world_size)
@@ -12,8 +12,8 @@ The objective is the one that Wan was trained with (t = 0 is data, t = 1 is nois
 
     x_t = (1 - t) x_0 + t noise          velocity = noise - x_0          the model gets 1000 t
 
-Random numbers belong to samples: with a DistributedSampler, N processes train as one with N times the batch.
-`unisono train wan-flow` has all that is missing here: data, caching, sharding, faults survived, previews, export.
+Random numbers belong to samples: with a DistributedSampler, N processes train like one with N times the batch. For data
+loading, caching, sharding, fault tolerance, previews and export use `unisono train wan-flow`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from torch.nn.functional import cosine_similarity
 from torch.nn.parallel import DistributedDataParallel
 
 from unisono.data.noise import Noise
-from unisono.engine.ema import Ema
+from unisono.engine.step.ema import Ema
 from unisono.errors import ConfigError
-from unisono.recipes.wan.models.islands import keep_time_embedding_exact
+from unisono.recipes.wan.models.float32_weights import keep_time_embedding_in_float32
 from unisono.recipes.wan.models.vae import Latents
 from unisono.recipes.wan.objective import TIMESTEPS, NoiseLevels, noised, velocity
 from unisono.settings import EmaSettings
@@ -40,7 +40,7 @@ LEVELS = NoiseLevels("logit_normal", shift=3.0)
 
 
 class FlowMatchingTrainer:
-    """Trains a `WanTransformer3DModel` on latents (or on frames, with a VAE) and rows of text."""
+    """Trains a `WanTransformer3DModel` on latents (or on frames, with a VAE) and text embeddings."""
 
     def __init__(
         self,
@@ -60,17 +60,15 @@ class FlowMatchingTrainer:
         seed: int = 0,
     ) -> None:
         if dtype == torch.float16:
-            raise ConfigError(
-                "dtype float16 needs a scaled loss; use bfloat16, or unisono train --mixed_precision fp16"
-            )
+            raise ConfigError("dtype float16 needs loss scaling; use bfloat16, or unisono train --mixed_precision fp16")
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.dtype, self.rank, self.world_size = dtype, rank, world_size
         self.grad_clip, self.levels, self.seed = grad_clip, levels, seed
         self.global_step, self.epoch, self.samples = 0, 0, 0
         self._noise: tuple[int, Noise] | None = None
-        # Weights stay in 32 bit (64 for proofs): in 16 bit most updates would be rounded away.
+        # Weights stay in 32 bit (64 in tests): 16 bit would round most updates away.
         self.transformer = model.to(self.device, torch.float64 if dtype == torch.float64 else torch.float32)
-        keep_time_embedding_exact(self.transformer)
+        keep_time_embedding_in_float32(self.transformer)
         self.is_distributed = world_size > 1
         self.model = self.transformer
         if self.is_distributed:
@@ -88,14 +86,14 @@ class FlowMatchingTrainer:
         return self.levels.quantile(share).to(self._weight_type)
 
     def get_noisy_latent(self, x_0: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """x_t, and the noise that it was made with."""
+        """Returns x_t and its noise."""
         noise = self._draws(len(x_0)).normal(*x_0.shape[1:], dtype=x_0.dtype)
         return noised(x_0, noise, t), noise
 
     def compute_flow_matching_loss(
         self, x_0: Tensor, t: Tensor, context: Tensor, x_t: Tensor | None = None, noise: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """The mean squared error of the velocity, and what else is worth knowing of it."""
+        """Returns the mean squared error of the velocity, and metrics."""
         if x_t is None or noise is None:
             x_t, noise = self.get_noisy_latent(x_0, t)
         target = velocity(x_0, noise)
@@ -112,9 +110,9 @@ class FlowMatchingTrainer:
     def train_step(self, videos: Tensor, texts: Tensor) -> dict[str, float]:
         """One optimizer step on latents [batch, C, f, h, w] or frames [batch, 3, F, H, W], and text [batch, n, width].
 
-        What it gives is the mean over all processes.
+        Returns means over all processes.
         """
-        self._noise = None  # what was drawn by hand before does not change the step
+        self._noise = None  # random numbers drawn by the user do not change the step
         self.model.train()
         videos, texts = (given.to(self.device, self._weight_type) for given in (videos, texts))
         latents = videos
@@ -125,7 +123,7 @@ class FlowMatchingTrainer:
         found["loss"].backward()  # type: ignore[no-untyped-call]
         weights = self.optimizer.param_groups[0]["params"]
         norm = torch.nn.utils.clip_grad_norm_(weights, self.grad_clip or float("inf"))
-        if norm.isfinite():  # the same on all ranks: it is the norm of the gradient that they share
+        if norm.isfinite():  # the same on all ranks: the norm of the averaged gradient
             self.optimizer.step()
             self.update_ema()
         self.global_step += 1
@@ -137,7 +135,7 @@ class FlowMatchingTrainer:
         return {**means, "grad_norm": norm.item(), "learning_rate": self.optimizer.param_groups[0]["lr"]}
 
     def train_epoch(self, dataloader: Iterable[Any], scheduler: Any = None) -> dict[str, float]:
-        """One pass over batches, each a pair (latents, text) or a mapping with `latent` and `text`; mean metrics."""
+        """One pass over batches, each (latents, text) or a mapping with `latent` and `text`; returns mean metrics."""
         total: dict[str, float] = {}
         steps = 0
         for batch in dataloader:
@@ -156,24 +154,24 @@ class FlowMatchingTrainer:
         return means
 
     def update_ema(self) -> None:
-        """Moves the average towards the weights; early weights are forgotten sooner."""
+        """Updates the EMA; its decay warms up, so that early weights are forgotten sooner."""
         if self.ema is not None:
             self.ema.update(self.global_step)
 
     def save_checkpoint(self, path: str | Path) -> None:
-        """Writes all that is needed to go on into a new folder; the main process does."""
+        """Writes a new checkpoint folder, on the main process."""
         if self.rank == 0:
             counts = {"global_step": self.global_step, "epoch": self.epoch, "samples": self.samples, "seed": self.seed}
             averages = {} if self.ema is None else self.ema.tensors()
             write_checkpoint(Path(path), self.transformer.state_dict(), averages, self.optimizer.state_dict(), counts)
 
     def load_checkpoint(self, path: str | Path) -> None:
-        """Goes on from what `save_checkpoint` wrote, on any number of processes."""
+        """Resumes from a checkpoint, on any number of processes."""
         saved = read_checkpoint(Path(path), str(self.device))
         averages = {} if self.ema is None else self.ema.tensors()
         try:
             if averages.keys() != saved.averages.keys():
-                raise ValueError("one of them has an average of the weights (ema_decay), the other has not")
+                raise ValueError("only one of checkpoint and trainer has an EMA (ema_decay)")
             self.transformer.load_state_dict(saved.weights)
             self.optimizer.load_state_dict(saved.optimizer)
         except (ValueError, RuntimeError) as error:
@@ -189,9 +187,9 @@ class FlowMatchingTrainer:
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     def _draws(self, batch_size: int) -> Noise:
-        """Random numbers of the samples at hand.
+        """Random numbers for the samples of this batch.
 
-        They follow from a sample's place among those of all processes, which a DistributedSampler deals out in turn.
+        They depend on a sample's position among those of all processes, which a DistributedSampler assigns in turn.
         """
         if self._noise is None or self._noise[0] != batch_size:
             mine = self.samples + self.rank + self.world_size * torch.arange(batch_size, device=self.device)

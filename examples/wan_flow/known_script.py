@@ -1,7 +1,7 @@
-"""The script that people know, in unisono's words: its flags, its model, its data, its length.
+"""Translates the command line of the original script into settings of unisono.
 
-Most of its flags are flags of unisono by the same name, or by another one that it knows (`unisono train wan-flow
---help`). The others are here: each does what its name says, or is refused with the reason and what to use instead.
+Most of its flags are flags or aliases of unisono (`unisono train wan-flow --help`). This module handles the others:
+each does what its name says, or is rejected with the reason and an alternative.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ DATASET = Path("dataset")
 MODEL_SETTINGS = {"shift": 5}  # usual for TI2V-5B
 WITHOUT_TEXT_ENCODER = {"caption_dropout": 0, "guidance": 1}  # both need the embedding of an empty caption
 NUM_EPOCHS = 100
-TINY_SIDE = 32  # pixels; the tiny model is made for such pictures
+TINY_SIDE = 32  # pixels; the size that the tiny model is made for
 
 REFUSED = {
-    "use_8bit_adam": "the optimizer's state is kept in 32 bit; where it does not fit, --strategy fsdp spreads it over "
-    "the GPUs, and a LoRA (--lora_rank 32) hardly has any",
-    "vae_gradient_checkpointing": "the VAE is not trained, it encodes each sample once and without gradients; leave "
-    "it out (--gradient_checkpointing is for the transformer)",
-    "fp8_optimizations": "there are no matrix products in 8 bit; leave it out (--model_dtype bf16 and --torch_compile "
-    "are the fastest)",
+    "use_8bit_adam": "the optimizer state is in 32 bit; if it does not fit, --strategy fsdp shards it over the GPUs, "
+    "and a LoRA (--lora_rank 32) has almost none",
+    "vae_gradient_checkpointing": "the VAE is not trained and encodes each sample once without gradients; drop "
+    "this flag (--gradient_checkpointing is for the transformer)",
+    "fp8_optimizations": "8-bit matrix products are not supported; drop this flag (--model_dtype bf16 and "
+    "--torch_compile are the fastest)",
 }
 KNOWN = {
-    "--device cuda:N": "the GPU of this number; cpu, or cuda for one of them (--gpus)",
-    "--model_dtype bf16": "what is computed in: fp32, fp16 or bf16 (--mixed_precision)",
-    "--use_ema": "the average of the weights, which is on unless --ema_decay is 0",
-    "--local_rank N": "taken, and not needed",
+    "--device cuda:N": "GPU number N; cpu, or cuda for any one GPU (--gpus)",
+    "--model_dtype bf16": "compute precision: fp32, fp16 or bf16 (--mixed_precision)",
+    "--use_ema": "EMA of the weights; on unless --ema_decay is 0",
+    "--local_rank N": "accepted, not needed",
 }
 _WITH_VALUE = ("local_rank", "device", "model_dtype")
 _DTYPES = {"fp32": "no", "fp16": "fp16", "bf16": "bf16"}
 
 
 def settings_of(words: Sequence[str]) -> Resolved:
-    """All settings, as a command line in unisono's words says them."""
+    """Resolves a command line with unisono's own flags."""
     return known_words.settings_of(WanFlow, words)
 
 
 def completed(given: Sequence[str]) -> tuple[list[str], list[str]]:
-    """A command line for `unisono train wan-flow`, with what was left open; and what the user should know of that."""
+    """Returns the command line for `unisono train wan-flow`, with defaults, and notes for the user."""
     words = in_our_words(given)
     remarks: list[str] = []
     told = settings_of(words)
     if "use_ema" in map(flag_name, given) and told.values["ema_decay"] == 0:
-        raise ConfigError("--use_ema and --ema_decay 0 contradict each other; leave one of them out")
+        raise ConfigError("--use_ema and --ema_decay 0 contradict each other; use one")
     if not told.explicit("gpus") and not told.explicit("nproc"):
-        words.append("--gpus=1")  # under a launcher it has no meaning: there each process has its GPU already
+        words.append("--gpus=1")  # not under a launcher, where each process already has its GPU
     if not told.values["model_path"] and not told.values["model_config"]:
         more, remarks = _without_a_model(told)
         words += more
@@ -70,28 +70,26 @@ def completed(given: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _without_a_model(told: Resolved) -> tuple[list[str], list[str]]:
-    """The known model if it is there, with what is beside the data, or the tiny one."""
+    """The model of the original script if its file exists, otherwise the tiny one."""
     if not MODEL.is_file():
         remark = f"no --model_path, no --model_config and no {MODEL}: training a tiny model (--model_config tiny)"
-        words = ["--model_config=tiny"]
         if told.values["num_epochs"] is not None and not told.explicit("max_steps"):
-            # They were meant for another model and other data.
-            words.append(f"--max_steps={TINY['max_steps']}")
-            remark += f" for {TINY['max_steps']} steps at most (--max_steps)"
-        return words, [remark]
+            epochs = told.values["num_epochs"]
+            remark += f" for {epochs} epochs, as asked; it learns the shapes in {TINY['max_steps']} steps (--max_steps)"
+        return ["--model_config=tiny"], [remark]
     settings = MODEL_SETTINGS | ({} if told.values["parts_path"] else WITHOUT_TEXT_ENCODER)
     words = [f"--{name}={value}" for name, value in settings.items() if not told.explicit(name)]
     remark = " ".join([f"training {MODEL}", *words]).replace("=", " ")
     if not told.values["parts_path"]:
         remark += (
-            " on latents and embeddings that lie beside the data; latents must be normalised, or --latents raw (see "
-            "README.md), and --parts_path FOLDER brings a VAE and a text encoder instead"
+            " on precomputed latents and embeddings in the data folder; latents must be normalised, or use --latents "
+            "raw (see README.md). To encode the data, pass --parts_path FOLDER with a VAE and a text encoder"
         )
     return [f"--model_path={MODEL}", *words], [remark]
 
 
 def _effective_batch(told: Resolved) -> int:
-    """Samples of a step, as far as a command line tells; enough, where it says how many."""
+    """Samples per step as far as the command line determines them."""
     if told.explicit("global_batch_size") or told.explicit("gradient_accumulation_steps"):
         return int(TINY["batch_size"])
     processes = os.environ.get("WORLD_SIZE") or told.values["nproc"] or 1
@@ -99,38 +97,38 @@ def _effective_batch(told: Resolved) -> int:
 
 
 def _for_the_tiny_model(told: Resolved) -> tuple[list[str], list[str]]:
-    """The user's data in its size if there are any, else the built-in shapes."""
+    """The user's data if the folder exists, otherwise the built-in shapes."""
     words: list[str] = []
     remarks: list[str] = []
     path = str(told.values["dataset_path"] if told.explicit("dataset_path") else DATASET)
     if path != "shapes" and Path(path) == DATASET and not DATASET.exists():
         words.append("--dataset_path=shapes")
-        remarks.append(f"there is no ./{DATASET}: training on built-in shapes (--dataset_path shapes)")
+        remarks.append(f"no ./{DATASET}: training on built-in shapes (--dataset_path shapes)")
         path = "shapes"
     if path == "shapes":
         enough = int(TINY["batch_size"])
         if _effective_batch(told) < enough:
-            remarks.append(
-                f"shapes are learned with {enough} samples in a step, hardly with fewer: --batch_size {enough}"
-            )
+            remarks.append(f"the shapes need about {enough} samples per step to be learned: use --batch_size {enough}")
     else:
         if not told.explicit("dataset_path"):
             words.append(f"--dataset_path={path}")
         if not any(told.explicit(name) for name in ("height", "width", "max_pixels")):
             words += [f"--height={TINY_SIDE}", f"--width={TINY_SIDE}"]
-            remarks.append(f"training on {path}, made {TINY_SIDE} × {TINY_SIDE} for the tiny model (--height, --width)")
+            remarks.append(
+                f"training on {path}, resized to {TINY_SIDE} × {TINY_SIDE} for the tiny model (--height, --width)"
+            )
     return words, remarks
 
 
 def in_our_words(words: Sequence[str]) -> list[str]:
-    """The same command line without flags that unisono does not have."""
+    """Returns the command line without flags that unisono does not have."""
     ours: list[str] = []
     reader = KnownWords(words)
     for word in reader:
         name = flag_name(word)
         if name in REFUSED:
             raise ConfigError(f"--{name}: {REFUSED[name]}")
-        if name == "use_ema":  # it is on unless --ema_decay is 0
+        if name == "use_ema":  # on unless --ema_decay is 0
             continue
         if name not in _WITH_VALUE:
             ours.append(word)
@@ -140,7 +138,7 @@ def in_our_words(words: Sequence[str]) -> list[str]:
             ours.append(f"--gpus={_gpus(value)}")
         elif name == "model_dtype":
             ours.append(f"--mixed_precision={_precision(value)}")
-        # The last one is local_rank, which the launcher says in the environment too.
+        # The last one is local_rank, which the launcher also sets in the environment.
     return ours
 
 
@@ -148,8 +146,8 @@ def _gpus(device: str) -> str:
     if device in ("cpu", "cuda"):
         return "0" if device == "cpu" else "1"
     if match := re.fullmatch(r"cuda:([0-9]+)", device):
-        return f"{match[1]},"  # the GPU of this number; without the comma it would be a count
-    raise ConfigError(f"--device: expected cpu, cuda or cuda:N, got {device!r}; --gpus 0,2 names several")
+        return f"{match[1]},"  # a GPU number; without the comma it would be a count
+    raise ConfigError(f"--device: expected cpu, cuda or cuda:N, got {device!r}; use --gpus 0,2 for several")
 
 
 def _precision(dtype: str) -> str:

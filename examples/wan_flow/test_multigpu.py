@@ -1,4 +1,4 @@
-"""Tests that you can run here: python -m pytest test_multigpu.py (needs pytest; no GPU, nothing is downloaded)."""
+"""Tests of this example: python -m pytest test_multigpu.py (needs pytest, but no GPU and no download)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from unisono.recipes.wan.models.load import build, transformer_config
 from unisono.recipes.wan.models.vae import Latents
 from unisono.recipes.wan.tiny.models import tiny_vae
 
-BATCH, STEPS = 4, 3  # of all processes together
+BATCH, STEPS = 4, 3  # global batch
 
 
 def samples() -> TensorDataset:
@@ -28,7 +28,7 @@ def samples() -> TensorDataset:
 
 
 def small_trainer(**more: object) -> FlowMatchingTrainer:
-    """A real Wan transformer, only small."""
+    """A small but real Wan transformer."""
     torch.manual_seed(0)
     model = build({**transformer_config(None, "tiny"), "num_layers": 1})
     settings = {"device": "cpu", "dtype": torch.float64, "learning_rate": 1e-3, "ema_decay": 0.9, **more}
@@ -36,7 +36,7 @@ def small_trainer(**more: object) -> FlowMatchingTrainer:
 
 
 def train(folder: Path) -> list[float]:
-    """An epoch, as one of the processes that a launcher has started, or alone."""
+    """Trains an epoch, alone or as one of a launcher's processes."""
     rank, world_size, _ = setup_distributed()
     data = samples()
     sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(data, world_size, rank, shuffle=True, seed=5)
@@ -125,7 +125,7 @@ def test_a_checkpoint_goes_on_where_it_was(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not overwritten"):
         first.save_checkpoint(tmp_path / "saved")
     (tmp_path / "old.pt").write_bytes(b"\x80")
-    with pytest.raises(ConfigError, match="not opened"):
+    with pytest.raises(ConfigError, match="not supported"):
         again.load_checkpoint(tmp_path / "old.pt")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["old.pt", "saved"], "nothing half-written is left"
 

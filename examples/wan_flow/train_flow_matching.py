@@ -1,13 +1,13 @@
 """Trains Wan 2.1 or 2.2 by flow matching. Run it from this folder, in any of these ways:
 
-python train_flow_matching.py --batch_size 1 --num_epochs 100       one GPU, or the CPU; --gpus all takes every GPU
+python train_flow_matching.py --batch_size 1 --num_epochs 100       one GPU, or the CPU; --gpus all uses every GPU
 ./train_multigpu.sh 2 --batch_size 2 --num_epochs 50                two GPUs, or two CPU processes
 torchrun --nproc_per_node=2 train_flow_matching.py --batch_size 2
 sbatch train_flow_matching.slurm
 
-It is `unisono train wan-flow`, and takes the flags of the script that people know. Where no model is named it takes
-models/wan2.2_ti2v_5B_fp16.safetensors, and where that is not there either a tiny one, which learns built-in shapes.
---help lists all settings. `from train_flow_matching import FlowMatchingTrainer` is for loops of your own.
+It runs `unisono train wan-flow` and accepts the flags of the original script. The default model is
+models/wan2.2_ti2v_5B_fp16.safetensors if that file exists, otherwise a tiny one that learns built-in shapes. --help
+lists all settings. For your own loop: `from train_flow_matching import FlowMatchingTrainer`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from known_script import KNOWN, completed, settings_of
 
 from unisono.cli import main as unisono
-from unisono.cluster.join import cleanup_distributed, is_main_process, setup_distributed
+from unisono.cluster.own_loop import cleanup_distributed, is_main_process, setup_distributed
 from unisono.errors import UnisonoError
 from unisono.recipes.wan_flow.recipe import WanFlow
 
@@ -29,7 +29,7 @@ __all__ = ["cleanup_distributed", "is_main_process", "parse_args", "setup_distri
 
 
 def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """All settings by name, also by the names that people know; a mistake is one line and exit code 2."""
+    """Returns all settings by name, including the original names; a mistake exits with one line and code 2."""
     words = sys.argv[1:] if words is None else words
     if {"-h", "--help"} & set(words):
         _introduce()
@@ -43,7 +43,7 @@ def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def __getattr__(name: str) -> Any:
-    # Imported when it is asked for: who only starts processes does not wait for torch.
+    # Imported on demand, because a process that only starts others does not need torch.
     if name == "FlowMatchingTrainer":
         from flow_matching_trainer import FlowMatchingTrainer
 
@@ -53,7 +53,7 @@ def __getattr__(name: str) -> Any:
 
 def _introduce() -> None:
     print(__doc__)
-    print("Flags of that script, besides those below:")
+    print("Flags of the original script, in addition to those below:")
     for flag, what in KNOWN.items():
         print(f"  {flag:24}{what}")
     print()
@@ -65,7 +65,7 @@ def _refuse(error: UnisonoError) -> NoReturn:
 
 
 def main() -> NoReturn:
-    """Trains as the command line says, and ends the process with the exit code."""
+    """Trains as the command line says and exits with its exit code."""
     words = sys.argv[1:]
     if {"-h", "--help"} & set(words):
         _introduce()

@@ -1,9 +1,9 @@
 #!/bin/bash
 # Trains on several GPUs. Usage: ./train_multigpu.sh [GPUs|all] [flags of train_flow_matching.py]
 #
-#   ./train_multigpu.sh --batch_size 2                        all GPUs; the CPU where there are none
-#   ./train_multigpu.sh 2 --batch_size 2 --num_epochs 50      two GPUs; two CPU processes where there are none
-#   CUDA_VISIBLE_DEVICES=1,3 ./train_multigpu.sh              these two
+#   ./train_multigpu.sh --batch_size 2                        all GPUs, or the CPU if there are none
+#   ./train_multigpu.sh 2 --batch_size 2 --num_epochs 50      two GPUs, or two CPU processes
+#   CUDA_VISIBLE_DEVICES=1,3 ./train_multigpu.sh              GPUs 1 and 3
 set -euo pipefail
 
 wanted=all
@@ -20,7 +20,7 @@ present="$(python -c 'from unisono.devices import visible_gpus; print(len(visibl
 if [ "$present" -gt 0 ]; then
     devices=(--gpus "$wanted")
 elif [ "$wanted" = all ]; then
-    devices=() # one process on the CPU, unless --nproc says more
+    devices=() # one CPU process unless --nproc is set
 else
     devices=(--nproc "$wanted")
 fi

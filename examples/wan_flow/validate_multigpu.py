@@ -1,11 +1,11 @@
-"""Checks on this machine that training on two processes is training on one: really, by training.
+"""Checks on this machine that two processes train like one, by training.
 
 python validate_multigpu.py                                  the tiny model on 1 and 2 ranks, ddp and fsdp: minutes
 python validate_multigpu.py --ranks 1,4 --strategies ddp
 python validate_multigpu.py --model_path … --dataset_path … --precision bf16       your own model and data
 
-Each run takes the same few steps; losses and weights are compared. On a machine with fewer GPUs than ranks they share
-them, or the CPU. Exit code 1 when runs differ. It takes all flags of `unisono verify` and of train_flow_matching.py.
+Each run trains the same few steps; the script compares losses and weights and exits with 1 if runs differ. If there are
+fewer GPUs than ranks, the ranks share them, or the CPU. All flags of `unisono verify` and train_flow_matching.py work.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from unisono.cli.main import main as unisono
 from unisono.errors import UnisonoError
 
 TINY = ["--model_config=tiny", "--num_shapes=48", "--batch_size=4"]
-# Not in float64: the transformer itself computes its norms in float32.
+# Not float64, because the transformer computes its norms in float32.
 CHECK = ["--ranks=1,2", "--strategies=ddp,fsdp", "--steps=3", "--precision=float32"]
 
 
 def check(words: Sequence[str]) -> int:
-    """Runs the comparison and gives the exit code: 0 when all runs are the same."""
+    """Runs the comparison; returns 0 if all runs are the same."""
     if {"-h", "--help"} & set(words):
         print(__doc__)
         return unisono(["verify", "--help"])

@@ -9,9 +9,9 @@ __all__ = ["Loss", "Recipe", "__version__", "train"]
 
 if TYPE_CHECKING:
     from unisono.engine.recipe import Loss, Recipe
-    from unisono.engine.run import train
+    from unisono.engine.start.run import train
 
-_HOME = {"Recipe": "unisono.engine.recipe", "Loss": "unisono.engine.recipe", "train": "unisono.engine.run"}
+_HOME = {"Recipe": "unisono.engine.recipe", "Loss": "unisono.engine.recipe", "train": "unisono.engine.start.run"}
 
 
 def __getattr__(name: str) -> Any:

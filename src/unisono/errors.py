@@ -1,6 +1,7 @@
 """What can go wrong, in two kinds: the user's mistake and a run that failed.
 
-Both end in one line on stderr and an exit code. Anything else that escapes is a bug of ours and shows its traceback.
+Both end in one line on stderr and an exit code. Anything else that escapes is a bug, ours or a
+recipe's, and shows a traceback (`unisono.tracebacks`).
 """
 
 from __future__ import annotations

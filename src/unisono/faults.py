@@ -1,12 +1,13 @@
-"""Faults on purpose, in the real processes: how a user rehearses a bad day, and how our own tests work.
+"""Fault injection in the real processes, for users who want to test a setup and for this project's own tests.
 
-`--inject "kill@rank1:step7"` kills rank 1 while it computes step 7. Several faults are separated by commas; each reads
+`--inject "kill@rank1:step7"` kills rank 1 while it computes step 7. Separate several faults by commas; each has the
+form
 
     kind@rankR:stepS[:phase][:2.5s][:x3]
 
-without `rankR` it happens on every rank, `phase` says where in the step (see PHASES), `2.5s` how long a hang or a
-slowness lasts, `x3` how often it happens. A fault happens once in a run, not again when the same step is computed
-again after a restart: what has happened is remembered in the run's folder, by a file that is made just before.
+Without `rankR` the fault happens on every rank. `phase` is the point of the step (see PHASES), `2.5s` the duration of a
+hang or slowdown, `x3` the number of times. A fault happens once per run and not again when the step is repeated after a
+restart: just before it happens, the rank creates a file in the run folder that remembers it.
 """
 
 from __future__ import annotations
@@ -26,24 +27,24 @@ from pathlib import Path
 from unisono.errors import ConfigError
 
 PHASES = ("prepare", "data", "forward", "backward", "reduce", "optimizer", "evaluate", "preview")
-"""Where a fault of a step can happen, in the order of a step."""
+"""The points of a step at which a fault can happen, in order."""
 
 SAVE_PHASES = ("save-begin", "save-write", "save-check", "save-commit", "saved")
-"""Where a fault of a save can happen: before anything is written, while the shards are, before they are read back,
-before the manifest is written, after the checkpoint has its name."""
+"""The points of a save at which a fault can happen: before the first write, while shards are written, before they are
+read back, before the manifest is written, after the rename that commits the checkpoint."""
 
 _SAVE_KINDS = {"kill-during-save": "save-write", "disk-full": "save-write", "corrupt-save": "saved"}
 _KINDS = {
     "kill": "the rank kills itself (SIGKILL)",
     "segfault": "the rank reads address 0",
-    "exit": "the rank ends without a word",
+    "exit": "the rank exits without an outcome",
     "error": "the rank raises an exception",
     "sigterm": "the rank gets SIGTERM; also sigint and sigusr1",
     "sigint": "",
     "sigusr1": "",
     "oom": "the rank runs out of memory",
     "nan": "the rank's loss is not a number",
-    "hang": "the rank stands still",
+    "hang": "the rank makes no progress",
     "slow": "the rank is slower from that step on",
     "kill-worker": "one of the rank's loader workers is killed",
     "kill-during-save": "the rank kills itself while it saves",
@@ -59,7 +60,7 @@ _PART = re.compile(
 
 @dataclass(frozen=True)
 class Fault:
-    """What shall happen, where and when. Steps count from 1, as in metrics.jsonl."""
+    """One fault: what happens, on which rank, at which step. Steps count from 1, as in metrics.jsonl."""
 
     kind: str
     rank: int | None
@@ -71,12 +72,12 @@ class Fault:
 
     @property
     def of_save(self) -> bool:
-        """Whether it waits for the first save at or after its step."""
+        """Whether it happens in the first save at or after its step."""
         return self.phase in SAVE_PHASES
 
 
 def parse(text: str | None) -> list[Fault]:
-    """The faults that --inject names."""
+    """Parses the value of --inject."""
     return [_parse_one(part.strip()) for part in (text or "").split(",") if part.strip()]
 
 
@@ -85,69 +86,69 @@ def _parse_one(text: str) -> Fault:
     if kind not in _KINDS or not at:
         kinds = ", ".join(_KINDS)
         raise ConfigError(f"inject: {text!r} is not kind@rankR:stepS, for instance kill@rank1:step7; kinds are {kinds}")
-    found: dict[str, str] = {}
+    fields: dict[str, str] = {}
     for part in where.split(":"):
         match = _PART.fullmatch(part)
-        if match is None or match.lastgroup in found:
+        if match is None or match.lastgroup in fields:
             raise ConfigError(f"inject: cannot read {part!r} in {text!r}; write kind@rankR:stepS[:phase][:2.5s][:x3]")
         assert match.lastgroup is not None
-        found[match.lastgroup] = match[match.lastgroup]
-    phase = found.get("phase", _SAVE_KINDS.get(kind, "data" if kind == "kill-worker" else "forward"))
+        fields[match.lastgroup] = match[match.lastgroup]
+    phase = fields.get("phase", _SAVE_KINDS.get(kind, "data" if kind == "kill-worker" else "forward"))
     allowed = SAVE_PHASES if kind in _SAVE_KINDS else PHASES
     if phase not in allowed:
         raise ConfigError(f"inject: {text!r} has no phase {phase!r}; for {kind} use {', '.join(allowed)}")
     if kind == "nan" and phase != "forward":
         raise ConfigError(f"inject: {text!r}: a loss is computed in forward; leave the phase out")
-    if "seconds" in found and kind not in ("hang", "slow"):
-        raise ConfigError(f"inject: {text!r}: only hang and slow last for a time; leave {found['seconds']}s out")
+    if "seconds" in fields and kind not in ("hang", "slow"):
+        raise ConfigError(f"inject: {text!r}: only hang and slow have a duration; leave {fields['seconds']}s out")
     if phase == "prepare":  # which has no step
-        found["step"] = "0"
-    elif int(found.get("step", 0)) < 1:
+        fields["step"] = "0"
+    elif int(fields.get("step", 0)) < 1:
         raise ConfigError(f"inject: {text!r} needs a step, counted from 1, for instance {kind}@rank0:step7")
     return Fault(
         kind=kind,
-        rank=int(found["rank"]) if "rank" in found else None,
-        step=int(found["step"]),
+        rank=int(fields["rank"]) if "rank" in fields else None,
+        step=int(fields["step"]),
         phase=phase,
-        seconds=float(found.get("seconds", 0.5 if kind == "slow" else math.inf)),
-        times=int(found.get("times", 1)),
+        seconds=float(fields.get("seconds", 0.5 if kind == "slow" else math.inf)),
+        times=int(fields.get("times", 1)),
         text=text,
     )
 
 
 class Injector:
-    """Makes the faults of this rank happen at the points of a run that call `at`."""
+    """Triggers the faults of this rank at the points of a run that call `at`."""
 
     def __init__(
         self,
         faults: Sequence[Fault] = (),
         rank: int = 0,
         memory: Path | None = None,
-        note: Callable[[Fault, int], None] | None = None,
+        record: Callable[[Fault, int], None] | None = None,
     ) -> None:
-        """`memory` is the folder that remembers what has happened; `note` is told just before something happens."""
+        """`memory` is the folder that remembers past faults; `record` is called just before a fault happens."""
         self._faults = [fault for fault in faults if fault.rank in (None, rank)]
-        self._rank, self._memory, self._note = rank, memory, note
+        self._rank, self._memory, self._record = rank, memory, record
 
     def at(self, phase: str, step: int, made: Path | None = None) -> None:
-        """This rank has come to `phase` of `step`; `made` is what a save has just written."""
+        """Triggers the faults of `phase` in `step`; `made` is the folder that a save has just written."""
         for fault in self._faults:
             if fault.phase == phase and self._due(fault, step) and fault.kind != "nan":
                 self._happen(fault, step, made)
 
-    def spoils(self, step: int) -> bool:
-        """Whether this rank's loss of `step` shall be not a number."""
-        spoilt = False
+    def makes_loss_nan(self, step: int) -> bool:
+        """Whether this rank's loss in `step` has to become NaN."""
+        is_due = False
         for fault in self._faults:
             if fault.kind == "nan" and fault.step == step and self._claim(fault, step):
-                spoilt = True
-        return spoilt
+                is_due = True
+        return is_due
 
     def _due(self, fault: Fault, step: int) -> bool:
-        if fault.phase == "prepare":  # it comes before the steps, whichever is next
+        if fault.phase == "prepare":  # which precedes the steps, whichever comes next
             return True
-        from_then_on = fault.of_save or fault.kind == "slow"
-        return step >= fault.step if from_then_on else step == fault.step
+        from_its_step_on = fault.of_save or fault.kind == "slow"
+        return step >= fault.step if from_its_step_on else step == fault.step
 
     def _happen(self, fault: Fault, step: int, made: Path | None) -> None:
         if fault.kind == "slow":
@@ -156,7 +157,7 @@ class Injector:
             _EFFECTS[fault.kind](fault, made)
 
     def _claim(self, fault: Fault, step: int) -> bool:
-        """Whether it has not happened yet, over all restarts; from now on it has."""
+        """Marks the fault as happened, across restarts; returns False if it has already happened often enough."""
         if self._memory is None:
             return False
         self._memory.mkdir(parents=True, exist_ok=True)
@@ -166,8 +167,8 @@ class Injector:
                 (self._memory / name).touch(exist_ok=False)
             except FileExistsError:
                 continue
-            if self._note is not None:
-                self._note(fault, step)
+            if self._record is not None:
+                self._record(fault, step)
             return True
         return False
 
@@ -215,7 +216,7 @@ def _corrupt(fault: Fault, made: Path | None) -> None:
     assert made is not None
     file = max((path for path in made.iterdir() if path.is_file()), key=lambda path: path.stat().st_size)
     with open(file, "r+b") as data:
-        # Another bit for another rank: two that flip the same one would mend it.
+        # A different bit on each rank: flipping the same bit twice would restore it.
         data.seek(file.stat().st_size // 2 + int(os.environ.get("RANK", "0")))
         byte = data.read(1)[0]
         data.seek(-1, os.SEEK_CUR)

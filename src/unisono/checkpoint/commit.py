@@ -11,12 +11,12 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-
+from unisono import plain_files
+from unisono.atomic_files import sync_folder, write_atomically
 from unisono.checkpoint.find import OF_ANOTHER_RUN, list_steps, step_folder, validate
 from unisono.checkpoint.manifest import (
     MANIFEST,
@@ -26,9 +26,9 @@ from unisono.checkpoint.manifest import (
     Manifest,
     hash_file,
     read_manifest,
-    sync_folder,
     write_json,
 )
+from unisono.checkpoint.tensor_file import TensorFile
 from unisono.errors import UserError
 
 BEST = "best.json"
@@ -65,8 +65,7 @@ def check_shard(file: Path) -> dict[str, FileEntry]:
     if not file.exists():
         return {}
     entry = hash_file(file, sync=True)
-    with safe_open(file, framework="pt") as shard:  # raises on a header that does not match the file's size
-        shard.keys()
+    TensorFile(file)  # raises on a header that does not match the file's size
     return {file.name: entry}
 
 
@@ -94,8 +93,11 @@ def commit(
     return final
 
 
-def prune(folder: Path, *, keep_last: int, committed: Path, identity: Mapping[str, Any]) -> None:
-    """Deletes all but the `keep_last` newest checkpoints; the best one and the one just committed always stay.
+def prune(
+    folder: Path, *, keep_last: int, committed: Path, identity: Mapping[str, Any], also_keep: Collection[int] = ()
+) -> None:
+    """Deletes all but the `keep_last` newest checkpoints; the best one, the one just committed and those of the steps
+    in `also_keep` always stay.
 
     What is not a complete checkpoint of this run neither counts nor is deleted: it may be somebody's. Nor is one
     deleted into which somebody has put more than a save does.
@@ -105,7 +107,7 @@ def prune(folder: Path, *, keep_last: int, committed: Path, identity: Mapping[st
     complete = [path for _, path in list_steps(folder) if validate(path, deep=False, identity=identity) is None]
     best = read_best(folder)
     # A run that went back to an older step commits a step that is not the newest; it must survive its own commit.
-    keep = {committed, *complete[-keep_last:]}
+    keep = {committed, *complete[-keep_last:], *(folder / step_folder(step) for step in also_keep)}
     if best is not None:
         keep.add(folder / step_folder(best["step"]))
     for path in complete:
@@ -128,21 +130,20 @@ def discard(path: Path) -> None:
 
 def write_best(folder: Path, *, step: int, metric: str, value: float) -> None:
     """Notes which checkpoint is the best so far; the note is replaced in one piece."""
-    draft = folder / f".{BEST}.new"
-    write_json(draft, {"step": step, "metric": metric, "value": value})
-    os.replace(draft, folder / BEST)
-    sync_folder(folder)
+    best = {"step": step, "metric": metric, "value": value}
+    write_atomically(folder / BEST, json.dumps(best, indent=1), durable=True, one_writer=True)
 
 
 def read_best(folder: Path) -> dict[str, Any] | None:
     """The best checkpoint so far as {step, metric, value}, or None if none was marked."""
     try:
-        best = json.loads((folder / BEST).read_bytes())
+        best = plain_files.read_json(folder / BEST)
         return {"step": int(best["step"]), "metric": str(best["metric"]), "value": float(best["value"])}
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{folder / BEST} cannot be read ({error}); delete it to go on without a best") from None
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"{folder / BEST} cannot be read ({reason}); delete it to go on without a best") from None
 
 
 def _kind_of(reason: str) -> str:

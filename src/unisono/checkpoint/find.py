@@ -35,6 +35,11 @@ def step_folder(step: int) -> str:
     return f"step_{step:08d}"
 
 
+def is_step(text: str) -> bool:
+    """Whether a text is the number of a step: `²` is a digit too, and python does not convert thousands of them."""
+    return re.fullmatch("[0-9]{1,18}", text) is not None
+
+
 def list_steps(folder: Path) -> list[tuple[int, Path]]:
     """What bears the name of a checkpoint in a run's folder, oldest step first, valid or not."""
     if not folder.is_dir():
@@ -78,21 +83,30 @@ def validate(path: Path, *, deep: bool = True, identity: Mapping[str, Any] | Non
         if (reason := _check_size(path / name, entry)) is not None:
             return reason
     # The reader takes every shard it finds in the folder: one that does not belong would overwrite good tensors.
-    for file in path.iterdir():
-        if file.name.endswith(SHARD_SUFFIX) and file.name not in manifest.files:
-            return f"{file.name} is not in the manifest"
+    try:
+        names = os.listdir(path)
+    except OSError as error:  # for instance deleted meanwhile, by the run that it belongs to
+        return f"cannot be read ({error.strerror})"
+    for name in names:
+        if name.endswith(SHARD_SUFFIX) and name not in manifest.files:
+            return f"{name} is not in the manifest"
     return _check_hashes(path, manifest.files) if deep else None
 
 
 def newest_valid(
-    folder: Path, identity: Mapping[str, Any], also: Callable[[Path], str | None] = lambda path: None
+    folder: Path,
+    identity: Mapping[str, Any],
+    also: Callable[[Path], str | None] = lambda path: None,
+    before: int | None = None,
 ) -> tuple[Path | None, list[tuple[Path, str]]]:
     """The newest checkpoint of this run that is complete, and what was passed over before it, with the reason.
 
-    `also` may say why one that is complete cannot be used all the same.
+    `also` may say why one that is complete cannot be used all the same; `before` is the first step not to look at.
     """
     skipped = [(path, "left behind by a save that did not finish") for path in leftovers(folder)]
-    for _, path in reversed(list_steps(folder)):
+    for step, path in reversed(list_steps(folder)):
+        if before is not None and step >= before:
+            continue
         reason = validate(path, identity=identity) or also(path)
         if reason is None:
             return path, skipped

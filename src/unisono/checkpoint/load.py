@@ -6,50 +6,29 @@ first, from the file headers alone, so a checkpoint that does not fit is refused
 
 from __future__ import annotations
 
-import json
 import math
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint import state_dict_loader as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
 
 from unisono.checkpoint.find import validate
-from unisono.checkpoint.manifest import SHARD_SUFFIX, CheckpointError
-from unisono.checkpoint.shards import SHARDING_INFO
+from unisono.checkpoint.manifest import CheckpointError
+from unisono.checkpoint.pieces import Piece, ShardReader, pieces_of
 from unisono.checkpoint.snapshot import shapes_of
-from unisono.checkpoint.together import RanksFailed, in_words, together
+from unisono.checkpoint.together import RanksFailed, describe_failure, together
 
 # Reading (and, on one rank, writing) without asking other ranks is what we want; torch warns that it assumes so.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized, assuming")
 
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 def load(
@@ -74,26 +53,32 @@ def load(
 def describe(path: Path) -> Shapes:
     """Name -> (whole shape, dtype) of every tensor in a checkpoint, from the headers of its files only."""
     shapes: Shapes = {}
-    filled: dict[str, int] = {}
-    for file in sorted(path.glob(f"*{SHARD_SUFFIX}")):
-        try:
-            with safe_open(file, framework="pt") as shard:
-                offsets = json.loads((shard.metadata() or {}).get(SHARDING_INFO, "{}"))
-                for name in shard.keys():  # noqa: SIM118 (not a dict)
-                    part = shard.get_slice(name)
-                    size, dtype = part.get_shape(), _DTYPES[part.get_dtype()]
-                    start = offsets.get(name, {}).get("saved_offsets", [0] * len(size))
-                    end = [first + length for first, length in zip(start, size, strict=True)]
-                    before = shapes.get(name, (tuple(end), dtype))[0]
-                    shapes[name] = (tuple(max(a, b) for a, b in zip(before, end, strict=True)), dtype)
-                    filled[name] = filled.get(name, 0) + math.prod(size)
-        except (OSError, SafetensorError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{file} cannot be read ({in_words(error)}); use another checkpoint") from None
-    for name, (shape, _) in shapes.items():
+    for name, pieces in pieces_of(path).items():
+        dtypes = {piece.file.dtype(name) for piece in pieces}
+        if len(dtypes) > 1:
+            raise CheckpointError(f"{path} holds {name!r} in parts of several types; use another checkpoint")
+        ends = [[a + b for a, b in zip(piece.offsets, piece.sizes, strict=True)] for piece in pieces]
+        shapes[name] = (tuple(max(each) for each in zip(*ends, strict=True)), dtypes.pop())
         # The reader leaves what no file holds as it was, without a word.
-        if filled[name] != math.prod(shape):
+        if not _fill_it(pieces, shapes[name][0]):
             raise CheckpointError(f"{path} holds only a part of {name!r}; a shard is missing: use another checkpoint")
     return shapes
+
+
+def _fill_it(pieces: Sequence[Piece], shape: Sequence[int]) -> bool:
+    """Whether the pieces fill the shape, each number once."""
+    if sum(math.prod(piece.sizes) for piece in pieces) != math.prod(shape):
+        return False
+    # Together they are as large as the whole: there is a gap exactly where two overlap.
+    full = sorted((piece for piece in pieces if math.prod(piece.sizes)), key=lambda piece: piece.offsets)
+    if all(tuple(piece.sizes[1:]) == tuple(shape[1:]) for piece in full):  # cut by rows, as ours are
+        return all(one.offsets[0] + one.sizes[0] == two.offsets[0] for one, two in pairwise(full))
+    return not any(_overlap(one, two) for one, two in combinations(full, 2))
+
+
+def _overlap(one: Piece, two: Piece) -> bool:
+    sides = zip(one.offsets, one.sizes, two.offsets, two.sizes, strict=True)
+    return all(a < b + b_size and b < a + a_size for a, a_size, b, b_size in sides)
 
 
 def fill(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -102,24 +87,24 @@ def fill(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     targets = {name: tensor for name, tensor in tensors.items() if _local_size(tensor) > 0}
     if targets:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        reader = HuggingFaceStorageReader(str(path))
         try:
-            dcp.load(dict(targets), storage_reader=reader, planner=planner, no_dist=True)
+            dcp.load(dict(targets), storage_reader=ShardReader(path), planner=planner, no_dist=True)
         except CheckpointException as error:  # a BaseException
-            raise RanksFailed("; ".join(in_words(failure[0]) for failure in error.failures.values())) from error
+            raise RanksFailed("; ".join(describe_failure(failure[0]) for failure in error.failures.values())) from error
 
 
 def _check_and_fill(path: Path, tensors: Mapping[str, torch.Tensor], unused: Collection[str]) -> None:
     reason = validate(path, deep=False)
     if reason is None:
         saved = {name: shape for name, shape in describe(path).items() if name not in unused}
-        reason = _difference(saved, shapes_of(tensors))
+        reason = difference(saved, shapes_of(tensors))
     if reason is not None:
         raise RanksFailed(reason)
     fill(path, tensors)
 
 
-def _difference(saved: Shapes, wanted: Shapes) -> str | None:
+def difference(saved: Shapes, wanted: Shapes) -> str | None:
+    """Why tensors of these names, shapes and types cannot be loaded into those; None if they can."""
     missing, unexpected = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
     other = sorted(name for name in saved.keys() & wanted.keys() if saved[name] != wanted[name])
     problems = []

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from unisono import plain_files
 from unisono.errors import UserError
 
 FORMAT = 1
@@ -22,7 +23,6 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 SHARD_SUFFIX = ".safetensors"
 _BLOCK = 4 * 1024 * 1024
-_LARGEST_JSON = 64 * 1024 * 1024  # ours are a thousand times smaller; what is larger would only fill the memory
 # A manifest may come from anywhere; it must not make us open files outside its folder.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 
@@ -89,13 +89,9 @@ def read_json(file: Path) -> Any:
     try:
         if file.is_symlink() or (file.exists() and not file.is_file()):  # a pipe would be waited for, for ever
             raise CheckpointError(f"{file.name} is not a plain file")
-        if file.stat().st_size > _LARGEST_JSON:
-            raise CheckpointError(f"{file.name} is larger than {_LARGEST_JSON >> 20} MiB")
-        return json.loads(file.read_bytes())
+        return plain_files.read_json(file)
     except FileNotFoundError:
         raise CheckpointError(f"no {file.name}") from None
-    except RecursionError:
-        raise CheckpointError(f"{file.name} cannot be read (nested too deeply)") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file.name} cannot be read ({error})") from None
 
@@ -114,19 +110,10 @@ def hash_file(path: Path, *, sync: bool = False) -> FileEntry:
 
 def write_json(path: Path, data: Any) -> None:
     """Writes a JSON file and forces it to permanent storage."""
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(data, file, indent=1)
+    with plain_files.create(path) as file:
+        file.write(json.dumps(data, indent=1).encode())
         file.flush()
         os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Forces a folder's list of names to permanent storage: without it a rename may be forgotten after a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _checksum(body: Mapping[str, Any]) -> str:

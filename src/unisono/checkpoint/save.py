@@ -27,7 +27,7 @@ from unisono.checkpoint.load import describe
 from unisono.checkpoint.manifest import FileEntry, read_manifest
 from unisono.checkpoint.shards import shard_name, write_shards
 from unisono.checkpoint.snapshot import Snapshot, State, check_names, fingerprint, shapes_of
-from unisono.checkpoint.together import RanksFailed, in_words, together
+from unisono.checkpoint.together import RanksFailed, describe_failure, together
 from unisono.faults import Injector
 
 
@@ -100,6 +100,7 @@ class Saver:
         self._snapshot = Snapshot(rank, world, mesh)
         # What is there before our first save was left by a run that is over; later ones could be of a living one.
         self._leftovers = leftovers(folder) if rank == 0 else []
+        self._unmarked: tuple[int, Best] | None = None  # the best checkpoint, where the disk did not take its mark
         self._thread: threading.Thread | None = None
         self._broken: Exception | None = None
         self._finished: queue.SimpleQueue[SaveResult] = queue.SimpleQueue()
@@ -133,7 +134,7 @@ class Saver:
         try:
             parts = self._snapshot.take(tensors)
         except Exception as problem:  # out of memory here must reach the other ranks, whose threads wait for ours
-            error = in_words(problem)
+            error = describe_failure(problem)
         shapes, print_of_names = shapes_of(tensors), fingerprint(tensors)
         attempt = _Attempt(step, parts, shapes, print_of_names, extra_json, best, error, started)
         if not self._asynchronous:
@@ -189,7 +190,7 @@ class Saver:
             path, size = self._write(attempt)
             together(lambda: self._tidy(attempt, path), world=self._world, group=self._group)
         except RanksFailed as problem:  # all ranks know, and train on
-            error = in_words(problem)
+            error = describe_failure(problem)
         except Exception as problem:  # a peer that died: the exchange raises. To train on would be to train alone
             self._broken = problem
             return
@@ -261,7 +262,29 @@ class Saver:
         if self._rank != 0 or committed is None:
             return
         if attempt.best is not None:
-            write_best(self._folder, step=attempt.step, metric=attempt.best.metric, value=attempt.best.value)
-        prune(self._folder, keep_last=self._keep_last, committed=committed, identity=self._identity)
+            self._unmarked = attempt.step, attempt.best
+        failure = self._mark_best()
+        # Also where the best could not be marked: on a full disk the deletion is what makes room for the next save.
+        also_keep = () if self._unmarked is None else (self._unmarked[0],)
+        prune(
+            self._folder,
+            keep_last=self._keep_last,
+            committed=committed,
+            identity=self._identity,
+            also_keep=also_keep,
+        )
         while self._leftovers:
             discard(self._leftovers.pop())
+        if failure is not None:
+            raise failure
+
+    def _mark_best(self) -> OSError | None:
+        """Writes which checkpoint is the best, now or, where the disk does not take it, after the next save."""
+        if self._unmarked is not None:
+            step, best = self._unmarked
+            try:
+                write_best(self._folder, step=step, metric=best.metric, value=best.value)
+            except OSError as error:
+                return error
+            self._unmarked = None
+        return None

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from unisono.checkpoint.manifest import SHARD_SUFFIX
-from unisono.checkpoint.together import RanksFailed, in_words
+from unisono.checkpoint.together import RanksFailed, describe_failure
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
 """Where the header of a shard says which part of each tensor it holds, as PyTorch's reader expects it."""
@@ -52,7 +52,7 @@ def write_shards(
     try:
         dcp.save(dict(parts), storage_writer=writer, planner=planner, process_group=group, no_dist=world == 1)
     except CheckpointException as error:  # a BaseException, raised on every rank when any rank failed
-        failures = [(rank, in_words(failure[0])) for rank, failure in error.failures.items()]
+        failures = [(rank, describe_failure(failure[0])) for rank, failure in error.failures.items()]
         raise RanksFailed("; ".join(f"rank {rank}: {text}" for rank, text in failures)) from error
 
 
@@ -77,7 +77,7 @@ class _ShardWriter(HuggingFaceStorageWriter):
                 self._file.chmod(self._file.parent.stat().st_mode & 0o666)
         except Exception as error:
             # DCP sends a rank's exception object to the others; one that cannot be pickled would leave them waiting.
-            raise RanksFailed(in_words(error)) from None
+            raise RanksFailed(describe_failure(error)) from None
         done: Future[list[WriteResult]] = Future()
         done.set_result([])  # results are for a central index; the headers of the shards are ours
         return done

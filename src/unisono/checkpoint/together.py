@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from unisono.errors import UnisonoError
+from unisono.formatting import describe_exception
 
 T = TypeVar("T")
 
@@ -26,7 +27,7 @@ def together(work: Callable[[], T], *, world: int, group: dist.ProcessGroup | No
     try:
         outcome = (work(), None)
     except Exception as error:
-        outcome = (None, in_words(error))
+        outcome = (None, describe_failure(error))
     outcomes: list[tuple[T | None, str | None]] = [outcome]
     if world > 1:
         outcomes = [outcome] * world
@@ -40,9 +41,6 @@ def together(work: Callable[[], T], *, world: int, group: dist.ProcessGroup | No
     return [result for result, _ in outcomes]  # type: ignore[misc]  # no failure: every result is a T
 
 
-def in_words(error: BaseException) -> str:
+def describe_failure(error: BaseException) -> str:
     """An exception in one line; the class is left out where the message stands for itself."""
-    text = " ".join(str(error).split())
-    return (
-        text if isinstance(error, (OSError, RanksFailed, UnisonoError)) and text else f"{type(error).__name__}: {text}"
-    )
+    return describe_exception(error, bare=(OSError, RanksFailed, UnisonoError))

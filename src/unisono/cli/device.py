@@ -1,4 +1,4 @@
-"""--device of commands that use a trained model."""
+"""The flag --device of commands that use a trained model."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ if TYPE_CHECKING:
     import torch
 
 
-def usable_device(asked: str) -> torch.device:
-    """The device of that name, tried out; `auto` is the GPU, where there is one."""
+def usable_device(name: str) -> torch.device:
+    """The torch device of that name, after a test allocation; `auto` is the first GPU if there is one."""
     import torch
 
-    name = asked if asked != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    chosen = name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device(name)
+        device = torch.device(chosen)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        told = str(error).splitlines()[0][:200]
-        raise ConfigError(f"--device {asked} cannot be used here ({told}); use cpu") from None
+        reason = str(error).splitlines()[0][:200]
+        raise ConfigError(f"--device {name} cannot be used here ({reason}); use cpu") from None
     return device

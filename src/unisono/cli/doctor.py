@@ -7,7 +7,6 @@ A warning is something that may hurt; only a fault makes the exit code 1.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -22,13 +21,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
+from unisono.cli.arguments import Parser
 from unisono.cluster import allreduce, environment
 from unisono.devices import GB, Choice, Driver, Gpu, apply_mask, child_environment, read_driver, read_gpus
 from unisono.errors import EXIT_DIFFERENCE, EXIT_DONE, TrainingFailed, UserError
 
 OLDEST_TORCH, FIRST_UNTESTED_TORCH = (2, 9), (2, 14)
 GIB = 2**30
-RANK_MODULE = "unisono.engine.rank"
+RANK_MODULE = "unisono.engine.start.rank"
 CORE_PACKAGES = ("torch", "numpy", "safetensors", "pyyaml", "rich", "tensorboard", "nvidia-ml-py")
 
 
@@ -313,15 +313,16 @@ def examine(output_dir: str | None = None) -> dict[str, list[Check]]:
     return sections
 
 
-def main(argv: list[str]) -> int:
+def main(words: list[str]) -> int:
     """Examines this machine; 0 when it is healthy, 1 when a fault was found."""
-    parser = argparse.ArgumentParser(
-        prog="unisono doctor",
-        description="What is installed, what is visible, what is wrong and what to do about it; with a real all-reduce",
+    parser = Parser(
+        "doctor",
+        "Check this machine: installed packages, GPUs, memory, disk and limits, and a real all-reduce between "
+        "processes. For each problem, print what to do. Exit codes: 0 healthy or warnings only, 1 a problem was found.",
     )
-    parser.add_argument("--output_dir", "--output-dir", help="also check that a run could write to this folder")
+    parser.add_argument("--output_dir", metavar="FOLDER", help="also check that a run can write to this folder")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    arguments = parser.parse_args(argv)
+    arguments = parser.read(words)
     sections = examine(arguments.output_dir)
     checks = [check for section in sections.values() for check in section]
     healthy = all(check.status != "fail" for check in checks)

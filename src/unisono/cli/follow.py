@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from unisono.cluster.slurm import JobState, job_state
+from unisono.cluster.slurm.commands import JobState, job_state
 from unisono.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USER_ERROR
 from unisono.observe.folder import EVENTS, METRICS
+from unisono.plain_files import open_regular, parse_json
 
 _POLL_S = 2.0
 _PROGRESS_S = 10.0
@@ -81,19 +81,19 @@ class _Tail:
 
     def new(self) -> Iterator[dict[str, Any]]:
         try:
-            with self._path.open("rb") as file:
+            with open_regular(self._path) as file:
                 size = file.seek(0, 2)
                 if size < self._read:
                     self._read = size
                 file.seek(self._read)
-                data = file.read()
+                data = file.readall()
         except OSError:
             return
         whole = data[: data.rfind(b"\n") + 1]  # a last line that is being written comes next time
         self._read += len(whole)
         for line in whole.splitlines():
             try:
-                record = json.loads(line)
+                record = parse_json(line)
             except ValueError:
                 continue
             if isinstance(record, dict):

@@ -1,22 +1,22 @@
-"""`unisono gpus`: the GPUs of this machine, how busy they are, and which ones `--gpus auto` would take."""
+"""`unisono gpus`: lists the GPUs of this machine, how busy they are, and which ones `--gpus auto` would use."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 
+from unisono.cli.arguments import Parser
 from unisono.devices import GB, Gpu, choose, locked_gpus, read_gpus, visible_gpus
 from unisono.errors import EXIT_DONE
 
 
-def main(argv: list[str]) -> int:
-    """Prints the GPUs this process may use."""
-    parser = argparse.ArgumentParser(prog="unisono gpus", description=__doc__)
+def main(words: list[str]) -> int:
+    """Runs the command: prints the GPUs that this process may use."""
+    parser = Parser("gpus", "List the GPUs of this machine, how busy they are, and which ones --gpus auto would use.")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    arguments = parser.parse_args(argv)
+    arguments = parser.read(words)
 
     gpus = visible_gpus()
     locked = locked_gpus(gpus)
@@ -65,4 +65,4 @@ def _print_table(gpus: Sequence[Gpu], locked: Collection[str], auto: Collection[
         )
     console = Console()
     console.print(table)
-    console.print("✓: --gpus auto would take it.", highlight=False)
+    console.print("✓: --gpus auto would use it.", highlight=False)

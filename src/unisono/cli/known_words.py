@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from unisono.cli.train import split_words
 from unisono.config import Resolved
 from unisono.engine.recipe import Recipe
-from unisono.engine.run import configure
+from unisono.engine.start.run import configure
 from unisono.errors import ConfigError
 
 
@@ -46,5 +46,5 @@ def flag_name(word: str) -> str:
 
 def settings_of(recipe: type[Recipe], words: Sequence[str]) -> Resolved:
     """All settings of a run, as a command line in our words says them."""
-    _, files, flags, _, _ = split_words(["recipe", *words])
-    return configure(recipe, file=files, flags=flags)
+    command = split_words(["recipe", *words])
+    return configure(recipe, file=command.files, flags=command.flags)

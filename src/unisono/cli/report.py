@@ -1,22 +1,21 @@
-"""unisono report RUN: one self-contained HTML page of a run."""
+"""`unisono report RUN`: writes one self-contained HTML page about a run."""
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
+from unisono.cli.arguments import Parser
 from unisono.errors import EXIT_DONE
 
 
 def main(words: list[str]) -> int:
     """Runs the command."""
-    parser = argparse.ArgumentParser(
-        prog="unisono report",
-        description="Write one self-contained HTML page of a run: curves, speed, memory, faults survived, previews.",
+    parser = Parser(
+        "report", "Write one self-contained HTML page about a run: curves, speed, memory, faults, previews."
     )
-    parser.add_argument("run", type=Path, help="the run's folder")
-    parser.add_argument("--output", type=Path, help="the file to write (default: report.html in the run's folder)")
-    options = parser.parse_args(words)
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run folder")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="file to write (default: RUN/report.html)")
+    options = parser.read(words)
     from unisono.observe.report.writing import write_report
 
     print(write_report(options.run, options.output))

@@ -1,56 +1,36 @@
-"""unisono slurm RECIPE --nodes 2 --gpus-per-node 8: writes a run's batch script, submits it, shows its progress."""
+"""`unisono slurm RECIPE --nodes 2 --gpus-per-node 8`: writes a run's batch script, submits it, shows its progress."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import sys
 import time
-from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
-from unisono.cli.train import split_words
-from unisono.cluster.sbatch import BatchJob, script
-from unisono.cluster.slurm import submit
+from unisono.cli.arguments import StoreOnce, TrainingParser
+from unisono.cluster.slurm.commands import submit
+from unisono.cluster.slurm.script import BatchJob, script
 from unisono.config.resolve import Resolved
 from unisono.engine.batch import plan_batch
-from unisono.engine.checks import check_settings
-from unisono.engine.registry import load_recipe
-from unisono.engine.run import configure
+from unisono.engine.checks import check_run
+from unisono.engine.recipe import Recipe
+from unisono.engine.start.registry import load_recipe
+from unisono.engine.start.run import configure
 from unisono.errors import EXIT_DONE, ConfigError, UserError
+from unisono.formatting import format_count
 from unisono.settings import Settings
 
-_USAGE = """usage: unisono slurm RECIPE --nodes 2 --gpus-per-node 8 [options] [--submit [--follow]] [training flags]
+_DESCRIPTION = """Write a batch script for SLURM, and optionally submit it and follow the job.
 
-Writes a batch script for SLURM: one srun task per GPU. The script starts all ranks again when one dies (up to
---max_restarts times), and puts the job back into the queue when the time limit is near or the job is preempted; the
-run goes on from its checkpoint. Training flags are checked here and go into the script.
-
-  --nodes N                machines (default 1)
-  --gpus-per-node N        GPUs on each, also type:N
-  --ntasks-per-node N      CPU ranks on each, where there are no GPUs
-  --cpus-per-task N        cores for each rank
-  --mem M                  memory on each machine, for instance 64G
-  --time T                 time limit, for instance 24:00:00
-  --partition P  --account A  --qos Q  --constraint C
-  --job-name J             default: the recipe's name
-  --module M               `module load M` before the start (repeatable)
-  --env NAME=VALUE         variable for the job (repeatable)
-  --signal-before 120      seconds before the time limit at which the run saves and stops; 0: never
-  --no-requeue             stop for good at the time limit (exit code 75) instead of going on later
-  --output-script FILE     default: <recipe>.sbatch
-  --force                  write over an existing script
-  --print                  print the script and do nothing else
-  --submit                 submit it with sbatch
-  --follow                 show the job's state and the run's progress until it ends (Ctrl-C leaves the job alone)
-"""
+The script starts one srun task per GPU. It restarts all ranks when one dies (up to --max_restarts times), and requeues
+the job when the time limit is near or the job is preempted; the run then continues from its checkpoint. Every setting
+of `unisono train` is also a flag here: it is checked now and written into the script."""
 
 _TEXTS = ("gpus_per_node", "time", "partition", "account", "qos", "constraint", "mem", "job_name")
 _NUMBERS = ("nodes", "ntasks_per_node", "cpus_per_task", "signal_before")
-_REPEATABLE = ("module", "env")
-_VALUES = (*_TEXTS, *_NUMBERS, *_REPEATABLE, "output_script")
-_SWITCHES = ("no_requeue", "force", "print", "submit", "follow")
 _SRUN_DECIDES = {
     "gpus": "gpus_per_node",
     "nproc": "ntasks_per_node",
@@ -60,123 +40,123 @@ _SRUN_DECIDES = {
 }
 
 
-@dataclass
-class _Options:
-    """Our own options as text, and the words that belong to training."""
+def _parser() -> TrainingParser:
+    usage = "RECIPE --nodes 2 --gpus-per-node 8 [options] [--submit [--follow]] [settings]"
+    parser = TrainingParser("slurm", usage, _DESCRIPTION)
 
-    values: dict[str, list[str]] = field(default_factory=dict)
-    switches: set[str] = field(default_factory=set)
-    training: list[str] = field(default_factory=list)
+    def add(flag: str, metavar: str, help: str, **options: Any) -> None:
+        parser.add_argument(flag, metavar=metavar, help=help, **{"action": StoreOnce, **options})
 
-    def text(self, name: str) -> str | None:
-        return self.values[name][-1] if name in self.values else None
+    def switch(flag: str, help: str) -> None:
+        parser.add_argument(flag, action="store_true", help=help)
 
-    def number(self, name: str) -> int | None:
-        text = self.text(name)
-        if text is not None and not (text.isascii() and text.isdecimal()):
-            raise ConfigError(f"--{name}: expected a whole number, got {text!r}")
-        return None if text is None else int(text)
+    add("--nodes", "N", "number of machines (default: 1)", type=_whole_number)
+    add("--gpus-per-node", "N", "GPUs per machine, N or type:N")
+    add("--ntasks-per-node", "N", "CPU ranks per machine, when training without GPUs", type=_whole_number)
+    add("--cpus-per-task", "N", "CPU cores per rank", type=_whole_number)
+    add("--mem", "M", "memory per machine, for instance 64G")
+    add("--time", "T", "time limit, for instance 24:00:00")
+    add("--partition", "P", "SLURM partition")
+    add("--account", "A", "SLURM account")
+    add("--qos", "Q", "SLURM quality of service")
+    add("--constraint", "C", "SLURM node constraint")
+    add("--job-name", "J", "job name (default: the recipe's name)")
+    add("--module", "M", "`module load M` before the start; repeatable", action="append", default=[])
+    add("--env", "NAME=VALUE", "environment variable of the job; repeatable", action="append", default=[])
+    add(
+        "--signal-before",
+        "S",
+        "seconds before the time limit at which the run saves and stops; 0: never (default: 120)",
+        type=_whole_number,
+    )
+    switch("--no-requeue", "at the time limit, end with exit code 75 instead of requeueing the job")
+    add("--output-script", "FILE", "file to write (default: <recipe>.sbatch)")
+    switch("--force", "overwrite an existing script")
+    switch("--print", "print the script and exit")
+    switch("--submit", "submit the script with sbatch")
+    switch(
+        "--follow", "after --submit, show the job's state and the run's progress until it ends; Ctrl-C stops only that"
+    )
+    return parser
+
+
+def _whole_number(text: str) -> int:
+    if not (text.isascii() and text.isdecimal()):
+        raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}")
+    return int(text)
 
 
 def main(words: list[str]) -> int:
     """Runs the command; with --follow the exit code is the job's."""
-    options = _read(words)
-    recipe, config, flags, wants_help, _ = split_words(options.training)
-    if wants_help:
-        print(_USAGE, end="")
+    parser = _parser()
+    recipe, config, flags, options = parser.read_training(words)
+    if options.help:
+        parser.print_help()
         return EXIT_DONE
     if recipe is None:
         raise UserError(
-            "slurm: which recipe? for instance: unisono slurm my_file.py:MyRecipe --nodes 2 --gpus-per-node 8"
+            "slurm: no recipe is given; for instance: unisono slurm my_file.py:MyRecipe --nodes 2 --gpus-per-node 8"
         )
-    if "follow" in options.switches and "submit" not in options.switches:
+    if options.follow and not options.submit:
         raise ConfigError("--follow: there is no job yet; use --submit --follow")
     kind = load_recipe(recipe)
     resolved = configure(kind, file=config, flags=flags)
-    _check(resolved)
-    job = _job(options, resolved, recipe)
+    _check(kind, resolved)
+    training = [recipe, *(f"--config={file}" for file in config), *flags]
+    job = _job(options, resolved, recipe, training)
     batch = plan_batch(resolved.build(Settings).batch, resolved.explicit, devices=job.ranks)
     text = script(job)
-    if "print" in options.switches:
+    if options.print:
         print(text, end="")
         return EXIT_DONE
-    path = Path(options.text("output_script") or f"{_plain(recipe.rpartition(':')[2] or recipe)}.sbatch")
-    _write(path, text, overwrite="force" in options.switches)
+    path = Path(options.output_script or f"{_plain(recipe.rpartition(':')[2] or recipe)}.sbatch")
+    _write(path, text, overwrite=options.force)
     _explain(job, path, batch.global_batch)
-    if "submit" not in options.switches:
+    if not options.submit:
         print(f"Submit it with: sbatch {path}")
         return EXIT_DONE
     number = submit(path)
     print(
         f"Submitted as job {number}; its log is {job.job_name}-{number}.log. To stop it: scancel {number}", flush=True
     )
-    if "follow" not in options.switches:
+    if not options.follow:
         return EXIT_DONE
     from unisono.cli.follow import follow
 
     return follow(number, Path(job.output_dir), resolved.values["max_steps"])
 
 
-def _read(words: list[str]) -> _Options:
-    """Our own options win over training flags of the same name; those can still stand in --config."""
-    options, waiting = _Options(), list(words)
-    while waiting:
-        word = waiting.pop(0)
-        flag, has_value, value = word.partition("=")
-        name = flag.removeprefix("--").replace("-", "_") if flag.startswith("--") else ""
-        if name in _SWITCHES:
-            if has_value:
-                raise ConfigError(f"{flag} takes no value")
-            options.switches.add(name)
-        elif name in _VALUES:
-            if not has_value and (not waiting or waiting[0].startswith("--")):
-                raise ConfigError(f"{flag}: expected a value")
-            if name in options.values and name not in _REPEATABLE:
-                raise ConfigError(f"{flag} is given twice")
-            options.values.setdefault(name, []).append(value if has_value else waiting.pop(0))
-        else:
-            options.training.append(word)
-            near = get_close_matches(name, [*_VALUES, *_SWITCHES], n=1, cutoff=0.85)
-            if near and name not in _SRUN_DECIDES and not _is_setting(name):
-                raise ConfigError(f"unknown flag {flag}; did you mean --{near[0].replace('_', '-')}?")
-    return options
-
-
-def _is_setting(name: str) -> bool:
-    from unisono.config.fields import fields_by_name
-
-    return name in fields_by_name((Settings,))
-
-
-def _check(resolved: Resolved) -> None:
+def _check(kind: type[Recipe], resolved: Resolved) -> None:
     settings = resolved.build(Settings)
     for name, instead in _SRUN_DECIDES.items():
         if resolved.explicit(name):
             raise ConfigError(f"{name}: under SLURM srun starts the ranks; use --{instead.replace('_', '-')} instead")
-    check_settings(settings)
+    check_run(kind, resolved)  # now, and not when the job has waited for hours in a queue
     if settings.run.resume == "never":
-        raise ConfigError("resume: never would refuse to go on after a requeue; leave it out and use a new output_dir")
+        raise ConfigError(
+            "resume: never would refuse to continue after a requeue; leave it out and use a new output_dir"
+        )
 
 
-def _job(options: _Options, resolved: Resolved, recipe: str) -> BatchJob:
-    numbers = {name: number for name in _NUMBERS if (number := options.number(name)) is not None}
-    texts = {name: options.text(name) for name in _TEXTS}
+def _job(options: argparse.Namespace, resolved: Resolved, recipe: str, training: list[str]) -> BatchJob:
+    numbers = {name: number for name in _NUMBERS if (number := getattr(options, name)) is not None}
+    texts = {name: getattr(options, name) for name in _TEXTS}
     job_name = texts.pop("job_name") or _plain(recipe.rpartition(":")[2] or recipe).lower()
-    # Fixed when the script is written: a requeued job goes on in it, and so does the same script submitted again.
+    # Chosen when the script is written, so that a requeued job, or the same script submitted again, continues in it.
     output = resolved.values["output_dir"] or f"runs/{job_name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    given = () if resolved.explicit("output_dir") else (f"--output_dir={output}",)
+    output_flag = () if resolved.explicit("output_dir") else (f"--output_dir={output}",)
     job = BatchJob(
         job_name=job_name,
         folder=os.getcwd(),
         output_dir=output,
         python=sys.executable,
-        train=(*options.training, *given),
-        modules=options.values.get("module", ()),
-        environ=dict(_variable(text) for text in options.values.get("env", ())),
-        requeue="no_requeue" not in options.switches,
+        train=(*training, *output_flag),
+        modules=options.module,
+        environ=dict(_variable(text) for text in options.env),
+        requeue=not options.no_requeue,
         max_restarts=resolved.values["max_restarts"],
-        **numbers,  # type: ignore[arg-type]
-        **texts,  # type: ignore[arg-type]
+        **numbers,
+        **texts,
     )
     strategy = resolved.values["strategy"]
     if strategy in ("single", "dp") and job.ranks > 1:
@@ -194,7 +174,7 @@ def _variable(text: str) -> tuple[str, str]:
 
 
 def _plain(name: str) -> str:
-    """The name with nothing in it that a file or a job cannot be called."""
+    """The name, with everything replaced that cannot stand in the name of a file or job."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).lstrip("-.") or "run"
 
 
@@ -203,19 +183,19 @@ def _write(path: Path, text: str, *, overwrite: bool) -> None:
         with path.open("w" if overwrite else "x") as file:
             file.write(text)
     except FileExistsError:
-        raise UserError(f"{path} is there already; give --force to write over it, or another --output-script") from None
+        raise UserError(f"{path} already exists; pass --force to overwrite it, or another --output-script") from None
     except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror}); give another --output-script") from None
+        raise UserError(f"{path} cannot be written ({error.strerror}); pass another --output-script") from None
 
 
 def _explain(job: BatchJob, path: Path, global_batch: int) -> None:
-    on = f"{job.tasks_per_node} {'GPU' if job.gpus else 'CPU rank'}{'s' * (job.tasks_per_node > 1)}"
-    size = f"{job.nodes} node{'s' * (job.nodes > 1)} with {on} each, {job.ranks} rank{'s' * (job.ranks > 1)}"
-    print(f"{path}: {size}, {global_batch} samples a step")
+    per_node = format_count(job.tasks_per_node, "GPU" if job.gpus else "CPU rank")
+    size = f"{format_count(job.nodes, 'node')} with {per_node} each, {format_count(job.ranks, 'rank')}"
+    print(f"{path}: {size}, {global_batch} samples per step")
     print(f"  run folder     {job.output_dir} (must be on a file system that all nodes share)")
     if job.signal_before:
-        then = "goes back into the queue and on from there" if job.requeue else "ends with exit code 75"
+        then = "returns to the queue to continue from there" if job.requeue else "ends with exit code 75"
         print(f"  time limit     {job.signal_before} s before it the run saves a checkpoint, stops, and {then}")
-    print(f"  a rank dies    all ranks start again from the last checkpoint, up to {job.max_restarts} times")
+    print(f"  a rank dies    the script restarts all ranks from the last checkpoint, up to {job.max_restarts} times")
     if job.environ or job.modules:
         print(f"  environment    {', '.join([*(f'module {m}' for m in job.modules), *job.environ])}")

@@ -1,74 +1,95 @@
-"""unisono verify RECIPE --ranks 1,2: proves that a recipe trains the same on 1 and on N ranks."""
+"""`unisono verify RECIPE --ranks 1,2`: proves that a recipe trains the same on 1 and on N ranks."""
 
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from unisono.cli.train import split_words
-from unisono.engine.registry import load_recipe
-from unisono.engine.run import configure
-from unisono.errors import EXIT_DIFFERENCE, EXIT_DONE, ConfigError, UserError
+from unisono.cli.arguments import TrainingParser
+from unisono.cluster.launch.warm_ranks import WarmRanks
+from unisono.engine.start.registry import load_recipe
+from unisono.engine.start.run import configure
+from unisono.engine.start.warm_rank import COMMAND
+from unisono.errors import EXIT_DIFFERENCE, EXIT_DONE, EXIT_FAILED, ConfigError, UserError
 
 if TYPE_CHECKING:
-    from unisono.engine.verify import Answer, Question
+    from unisono.engine.verification.verify import Answer, Question, VariantFailed, Verdict
 
-_USAGE = """usage: unisono verify RECIPE [--ranks 1,2] [--steps 5] [--strategies ddp,fsdp] [--precision float64] [flags]
+_DESCRIPTION = """Prove that a recipe trains the same on 1 and on N ranks.
 
 Trains the same few steps on each number of ranks, with one and with several micro-batches, under each strategy, and
-compares losses and weights. Dropout is switched off (it is drawn per rank). On a machine with fewer GPUs than ranks
-the ranks share them. Exit code 1 when runs differ.
+compares losses, metrics and weights with the first of these runs, the reference. The reference runs twice, to tell a
+recipe that never repeats itself from one that depends on the number of ranks. Dropout is off, because each rank draws
+its own. On a machine with fewer GPUs than ranks, several ranks share a GPU.
 
-  --ranks 1,2              numbers of ranks; the first is what the others are compared with
-  --steps 5                optimizer steps
-  --strategies ddp         strategies for more than one rank: ddp, fsdp or both
-  --precision float64      float64 (differences are real, not rounding), float32, bf16 or fp16. Default: what the recipe
-                           names, such as float32 for wan-flow, whose model casts to it by itself; float64 otherwise
-  --gpus 0                 on the CPU although there are GPUs
+Every setting of `unisono train` is also a flag here: --gpus 0 verifies on the CPU, and --eval_every -1 skips the
+evaluation at the end of each run and the comparison of its metrics.
 
-All settings of `unisono train` can be given too."""
+Exit codes: 0 all runs are the same, 1 a run differs, 2 your mistake, 3 a run failed."""
+
+
+def _parser() -> TrainingParser:
+    parser = TrainingParser(
+        "verify", "RECIPE [--ranks 1,2] [--steps 5] [--strategies ddp,fsdp] [settings]", _DESCRIPTION
+    )
+    parser.add_argument(
+        "--ranks",
+        default="1,2",
+        metavar="N,N",
+        help="numbers of ranks to compare; the first is the reference. A single number compares micro-batches only "
+        "(default: 1,2)",
+    )
+    parser.add_argument("--steps", default="5", metavar="N", help="optimizer steps of each run (default: 5)")
+    parser.add_argument(
+        "--strategies", default="ddp", help="strategies for more than one rank: ddp, fsdp or ddp,fsdp (default: ddp)"
+    )
+    parser.add_argument(
+        "--precision",
+        default="",
+        help="float64, float32, bf16 or fp16. In float64 a difference is a bug and not rounding (default: the "
+        "recipe's verify_precision, which is float32 for wan-flow, whose model casts to it; otherwise float64)",
+    )
+    return parser
 
 
 def main(words: list[str]) -> int:
-    """Runs the command; 1 when a run differs."""
-    words, own = _own_options(words)
-    recipe, config, flags, wants_help, _ = split_words(words)
-    if wants_help:
-        print(_USAGE)
+    """Runs the command; 1 when a run differs, 3 when one failed."""
+    parser = _parser()
+    recipe, config, flags, options = parser.read_training(words)
+    if options.help:
+        parser.print_help()
         return EXIT_DONE
     if recipe is None:
-        raise UserError("verify: which recipe? for instance: unisono verify my_file.py:MyRecipe --ranks 1,2")
-    kind = load_recipe(recipe)
-    resolved = configure(kind, file=config, flags=flags)
-    from unisono.engine.verify import Question, verify
+        raise UserError("verify: no recipe is given; for instance: unisono verify my_file.py:MyRecipe --ranks 1,2")
+    ranks, steps = _numbers(options.ranks, "ranks"), _numbers(options.steps, "steps")[0]
+    most = max(64, 8 * (os.cpu_count() or 1))
+    if max(ranks) > most:
+        raise ConfigError(
+            f"--ranks {max(ranks)}: one process per rank is too many for this machine; use at most {most}"
+        )
+    # At least two, because the reference is repeated in another process. They import torch while this one does.
+    with WarmRanks(COMMAND, max(2, *ranks)) as warm:
+        kind = load_recipe(recipe)
+        resolved = configure(kind, file=config, flags=flags)
+        from unisono.engine.verification.verify import Question, VariantFailed, verify
 
-    question = Question(
-        ranks=_numbers(own["ranks"], "ranks"),
-        steps=_numbers(own["steps"], "steps")[0],
-        strategies=tuple(own["strategies"].split(",")),
-        precision=own["precision"] or kind.verify_precision,
-    )
-    answers = verify(recipe, resolved, question, tell=lambda text: print(text, file=sys.stderr, flush=True))
-    return EXIT_DONE if print_answers(answers, question) else EXIT_DIFFERENCE
+        precision = options.precision or kind.verify_precision
+        question = Question(ranks, steps, tuple(options.strategies.split(",")), precision)
+        try:
+            verdict = verify(recipe, resolved, question, lambda text: print(text, file=sys.stderr, flush=True), warm)
+        except VariantFailed as error:
+            _print_failure(error)
+            return error.exit_code
+    return print_verdict(verdict, question)
 
 
-def _own_options(words: list[str]) -> tuple[list[str], dict[str, str]]:
-    found = {"ranks": "1,2", "steps": "5", "strategies": "ddp", "precision": ""}
-    rest: list[str] = []
-    waiting = list(words)
-    while waiting:
-        word = waiting.pop(0)
-        name, has_value, value = word.partition("=")
-        key = name.removeprefix("--").replace("-", "_")
-        if not name.startswith("--") or key not in found:
-            rest.append(word)
-            continue
-        if not has_value and not waiting:
-            raise ConfigError(f"--{key}: expected a value")
-        found[key] = value if has_value else waiting.pop(0)
-    return rest, found
+def _print_failure(failure: VariantFailed) -> None:
+    if failure.trace:
+        print(failure.trace, file=sys.stderr)
+    print(f"unisono: {failure}", file=sys.stderr, flush=True)
 
 
 def _numbers(text: str, name: str) -> tuple[int, ...]:
@@ -81,43 +102,88 @@ def _numbers(text: str, name: str) -> tuple[int, ...]:
     return numbers
 
 
-def print_answers(answers: Sequence[Answer], question: Question) -> bool:
-    """The table, and whether all runs were the same."""
+def print_verdict(verdict: Verdict, question: Question) -> int:
+    """Prints the table and the conclusion; returns the exit code."""
     from rich.console import Console
     from rich.table import Table
 
-    from unisono.engine.verify import TOLERANCES
-
-    loss_limit, weight_limit = TOLERANCES[question.precision]
-    table = Table(title=f"{question.steps} steps in {question.precision}: largest difference from the first run")
-    for column in ("ranks", "strategy", "micro-batches", "loss", "weights", "verdict"):
+    table = Table(title=f"{question.steps} steps in {question.precision}: largest difference from the reference")
+    for column in ("ranks", "strategy", "micro-batches", "loss", "metrics", "weights", "verdict"):
         table.add_column(column, justify="left" if column in ("strategy", "verdict") else "right")
-    for number, answer in enumerate(answers):
-        variant = answer.variant
-        verdict = (
-            "reference" if number == 0 else "same" if answer.same else f"DIFFERS ({answer.first_different or 'loss'})"
-        )
-        table.add_row(
-            str(variant.ranks),
-            variant.strategy,
-            f"{variant.micro_batches} x {variant.micro_batch}",
-            f"{answer.loss_difference:.1e}",
-            f"{answer.weight_difference:.1e}",
-            verdict,
-        )
+    for answer in verdict.answers:
+        table.add_row(*_cells(answer))
     console = Console()
     console.print(table)
-    same = all(answer.same for answer in answers)
-    bad = next((answer for answer in answers if not answer.same), None)
-    if bad is not None:
-        where = (
-            f"the first weight that differs is {bad.first_different}" if bad.first_different else "the losses differ"
+    for answer in verdict.answers:
+        if answer.failure is not None:
+            _print_failure(answer.failure)
+    if verdict.unrepeatable_metrics:
+        names = ", ".join(sorted(verdict.unrepeatable_metrics))
+        console.print(f"Metrics that differ between two runs of the reference, and are not compared: {names}.")
+    differing = next((each for each in verdict.answers if each.differences is not None and not each.same), None)
+    if differing is not None:
+        console.print(_why(differing, verdict.answers, question))
+        return EXIT_DIFFERENCE
+    failed = sum(answer.failure is not None for answer in verdict.answers)
+    if failed:
+        console.print(f"{failed} of {len(verdict.answers)} runs failed; the others are the same run.")
+        return EXIT_FAILED
+    console.print(f"Same run ({_tolerances(verdict, question.precision)}; dropout off).")
+    return EXIT_DONE
+
+
+def _cells(answer: Answer) -> list[str]:
+    variant, differences = answer.variant, answer.differences
+    cells = [str(variant.ranks), variant.strategy, f"{variant.micro_batches} x {variant.micro_batch}"]
+    if differences is None:
+        return [*cells, "", "", "", "FAILED"]
+    gaps = (differences.loss, differences.metric, differences.weight)
+    verdict = {"reference": "reference", "repeat": "repeatable", "variant": "same"}[answer.role]
+    if not differences.same:
+        verdict = f"DIFFERS ({differences.different_weight or differences.different_metric or 'loss'})"
+    return [*cells, *(f"{gap:.1e}" for gap in gaps), verdict]
+
+
+def _why(answer: Answer, answers: Sequence[Answer], question: Question) -> str:
+    """What differs, and the causes that this run does not rule out, the likeliest first."""
+    assert answer.differences is not None
+    what = answer.differences.describe()
+    if answer.role == "repeat":
+        return (
+            f"Not repeatable: two runs of {answer.variant.title} with the same seed differ: {what}. The recipe depends "
+            "on something that changes from start to start: the time, os.urandom, a generator without a seed, the "
+            "order of a set, a file that it writes itself. Fix this first: until "
+            "then, runs on different numbers of ranks cannot be compared."
         )
-        console.print(
-            f"Not the same run: {bad.variant.title}: {where}. Usual causes: batch norm, a loss that is a mean instead "
-            "of a sum, random numbers that do not come from `noise`, a loss cast to float32 (use --precision float32)."
+    causes = []
+    buffers = list(
+        dict.fromkeys(name for each in answers if each.differences for name in each.differences.different_buffers)
+    )
+    if buffers:
+        shown = ", ".join(buffers[:3]) + (f" and {len(buffers) - 3} more" if len(buffers) > 3 else "")
+        causes.append(
+            f"state that the forward pass changes once per micro-batch (here {shown}; batch norm, spectral norm and "
+            "counters do this)"
         )
+    causes += ["a loss that is a mean instead of a sum with its count", "random numbers that do not come from `noise`"]
+    if answer.differences.trained_the_same:
+        causes = ["a metric that is a mean of means: return a sum, or a sum with its own count"]
+    elif question.precision == "float64":
+        causes.append("a loss or a layer that casts to float32 (then use --precision float32)")
     else:
-        weights = f"{weight_limit:.0e} for weights" if math.isfinite(weight_limit) else "weights not judged in 16 bit"
-        console.print(f"Same run (tolerance {loss_limit:.0e} for losses, {weights}; dropout off).")
-    return same
+        causes.append(f"rounding in {question.precision} (--precision float64 would rule it out)")
+    return f"Not the same run: {answer.variant.title}: {what}. Usual causes: {'; '.join(causes)}."
+
+
+def _tolerances(verdict: Verdict, precision: str) -> str:
+    from unisono.engine.verification.compare import TOLERANCES
+
+    limit = TOLERANCES[precision]
+    if not math.isfinite(limit.weight_floor):
+        return f"tolerance {limit.loss:.0e} for losses; metrics and weights are not compared in 16 bit"
+    text = (
+        f"tolerance {limit.loss:.0e} for losses, {limit.metric:.0e} for metrics, {limit.weight_floor:.0e} for weights"
+    )
+    if verdict.drift > limit.weight_floor:
+        text += f", up to {limit.weight_floor + verdict.drift:.0e} for those whose gradient is only rounding"
+    return text

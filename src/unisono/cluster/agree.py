@@ -1,9 +1,9 @@
-"""Ranks decide together.
+"""Makes all ranks take the same decision: skip a step, stop, save, or shrink the micro-batch.
 
-Whether to skip, stop, save or make the batch smaller must be the same on every rank, or they wait for each other
-forever. Each rank puts what it knows into a few numbers, and all get the largest of each. The exchange is one small
-all-reduce on the CPU, started early in a step and read late, so that nobody waits for it; it has a gloo group of its
-own, so that it never comes between the collectives of the gradients.
+If only some ranks took such a branch, the others would wait for them in a collective forever. Each rank therefore
+contributes a few numbers, and every rank receives the maximum of each. The exchange is one small all-reduce on the CPU.
+A step starts it early and reads it late, so no rank waits for it. It uses its own gloo group, so it never interleaves
+with the collectives of the gradients.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from unisono.cluster.processes import PATIENCE
+from unisono.cluster.process_group import COLLECTIVE_TIMEOUT
 
 T = TypeVar("T")
 
 
 class Pending:
-    """An exchange under way; `read` waits for the rest of it."""
+    """An exchange in progress; `read` waits for its result."""
 
     def __init__(self, names: list[str], values: list[float] | torch.Tensor, work: dist.Work | None) -> None:
         self._names = names
@@ -30,7 +30,7 @@ class Pending:
         self._work = work
 
     def read(self) -> dict[str, float]:
-        """The largest value of each flag over all ranks."""
+        """Returns the maximum of each flag over all ranks."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -39,36 +39,36 @@ class Pending:
 
 
 class Agreement:
-    """The one place where ranks agree. Every rank makes it, and makes every call on it, at the same point."""
+    """Exchanges values between ranks. Collective: every rank creates it and calls each method at the same point."""
 
-    def __init__(self, timeout: timedelta = PATIENCE, *, alone: bool = False) -> None:
-        """`timeout` is how long a rank waits for the others; `alone`: it asks nobody, whoever else is there."""
+    def __init__(self, timeout: timedelta = COLLECTIVE_TIMEOUT, *, alone: bool = False) -> None:
+        """`timeout` limits how long a rank waits for the others; with `alone`, this rank never exchanges anything."""
         self._group: dist.ProcessGroup | None = None
         if not alone and dist.is_initialized() and dist.get_world_size() > 1:
             self._group = dist.new_group(backend="gloo", timeout=timeout)
 
     def start(self, flags: Mapping[str, int | float]) -> Pending:
-        """Starts to exchange this rank's flags; the names must be the same on all ranks.
+        """Starts the exchange of this rank's flags; all ranks must pass the same names.
 
-        Not-a-number counts as infinity: compared with anything else it would win on some ranks and lose on others.
+        NaN counts as infinity, because a maximum with NaN could differ between ranks.
         """
-        names = sorted(flags)  # a fixed order, however the flags were put together
+        names = sorted(flags)  # the same order on every rank
         numbers = [math.inf if math.isnan(flags[name]) else float(flags[name]) for name in names]
         if self._group is None or not names:
             return Pending(names, numbers, None)
         values = torch.tensor(numbers, dtype=torch.float64)
         return Pending(names, values, dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group, async_op=True))
 
-    def agree_all(self, value: T) -> list[T]:
-        """What every rank says, by rank. For rare decisions: it waits for all of them."""
+    def all_gather(self, value: T) -> list[T]:
+        """Returns the values of all ranks, by rank. Blocks until every rank has called it: for rare decisions only."""
         if self._group is None:
             return [value]
         values: list[T | None] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(values, value, group=self._group)
         return values  # type: ignore[return-value]  # all filled now
 
-    def main_says(self, value: T) -> T:
-        """What rank 0 says; the values of the others are ignored."""
+    def broadcast(self, value: T) -> T:
+        """Returns the value of rank 0 on every rank; the values of the others are ignored."""
         if self._group is None:
             return value
         box = [value]

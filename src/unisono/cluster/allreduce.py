@@ -1,8 +1,8 @@
-"""A real all-reduce between real processes: the one thing every run on several ranks needs, tried before it is needed.
+"""Tests and times a real all-reduce between real processes, before a run needs it (`unisono doctor`).
 
-`measure` starts the ranks as `python -m unisono.cluster.allreduce ...`; they meet through a file (no port to collide
-on), add known numbers up, check the sum, and rank 0 writes down how long it took. Whatever goes wrong comes back as one
-line: the reason the failed rank gave, or who was still waiting when the time was up.
+`measure` starts the ranks as `python -m unisono.cluster.allreduce ...`. They rendezvous through a file, which needs no
+free port, all-reduce known numbers, check the sum, and rank 0 writes the timings. A failure becomes one line: the error
+of the rank that failed, or which ranks were still waiting at the timeout.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ LARGE_BYTES = {"gloo": 16 * 2**20, "nccl": 256 * 2**20}
 
 @dataclass(frozen=True)
 class Measured:
-    """How fast the ranks add numbers up."""
+    """Latency and bandwidth of the all-reduce."""
 
     num_ranks: int
     latency_us: float
-    """Median time of a sum over a few bytes."""
+    """Median time of an all-reduce of a few bytes."""
     gb_per_s: float
-    """Bytes of one rank's tensor divided by the median time to sum it over all ranks."""
+    """Bytes of one rank's tensor divided by the median time of its all-reduce."""
 
 
 def measure(
@@ -45,7 +45,7 @@ def measure(
     timeout_s: float = 60.0,
     environ: Mapping[str, str] | None = None,
 ) -> Measured:
-    """Runs the all-reduce on this machine; raises with the reason if it fails or is not done in time."""
+    """Runs the all-reduce on this machine; raises with the reason if it fails or times out."""
     package_root = str(Path(__file__).parents[2])
     inherited = os.environ.get("PYTHONPATH")
     env = {
@@ -71,12 +71,12 @@ def measure(
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]], deadline: float, timeout_s: float, folder: Path) -> None:
-    """Returns when all ranks ended well; the first that fails counts, because the others then fail of its absence."""
+    """Returns when all ranks succeeded; raises for the first that fails, because the others fail as a consequence."""
     while True:
         codes = [process.poll() for process in ranks]
         for rank, code in enumerate(codes):
             if code not in (None, 0):
-                raise TrainingFailed(f"rank {rank} ended with {code}: {_reason(folder / f'{rank}.err')}")
+                raise TrainingFailed(f"rank {rank} exited with status {code}: {_reason(folder / f'{rank}.err')}")
         waiting = [str(rank) for rank, code in enumerate(codes) if code is None]
         if not waiting:
             return
@@ -86,17 +86,17 @@ def _wait(ranks: list[subprocess.Popen[bytes]], deadline: float, timeout_s: floa
 
 
 def _reason(log: Path) -> str:
-    """The line that says what happened: the last one of the traceback that is not indented or a C++ frame."""
+    """Returns the error line of a log: the last line of the traceback that is neither indented nor a C++ frame."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line[:1].strip()]
     errors = [line for line in lines if "Error" in line.partition(":")[0]]
-    return next(iter(errors[-1:] or lines[-1:]), "it left no message")
+    return next(iter(errors[-1:] or lines[-1:]), "it printed no message")
 
 
 def _rank(backend: str, rank: int, size: int, folder: str, timeout_s: float) -> None:
     import torch
     import torch.distributed as dist
 
-    from unisono.cluster.processes import leave
+    from unisono.cluster.process_group import leave_process_group
 
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
@@ -119,10 +119,10 @@ def _rank(backend: str, rank: int, size: int, folder: str, timeout_s: float) -> 
             dist.all_reduce(tensor)
             if device.type == "cuda":
                 torch.cuda.synchronize()
-            if repeat >= 2:  # the first ones set up connections
+            if repeat >= 2:  # the first iterations set up connections
                 times.append(time.perf_counter() - started)
             if not torch.all(tensor == size * (size + 1) / 2):
-                raise ArithmeticError(f"the sum of 1..{size} over the ranks came out as {tensor[0].item()}")
+                raise ArithmeticError(f"the all-reduce of 1..{size} returned {tensor[0].item()}, a wrong sum")
         return statistics.median(times)
 
     latency = median_seconds(SMALL_BYTES, repeats=50)
@@ -130,7 +130,7 @@ def _rank(backend: str, rank: int, size: int, folder: str, timeout_s: float) -> 
     speed = num_bytes / median_seconds(num_bytes, repeats=5) / 1e9
     if rank == 0:
         Path(folder, "measured.json").write_text(json.dumps({"latency_us": latency * 1e6, "gb_per_s": speed}))
-    leave()
+    leave_process_group()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Who am I: which rank of how many, on which machine, and who started me.
+"""Finds out from environment variables which rank this process is, of how many, and which launcher started it.
 
-Launchers hand this over in environment variables. Each launcher is one small class that says whether its variables are
-there and reads a `World` from them; the first that is there wins: torchrun (accelerate and unisono's own launcher set
-the same variables), then a SLURM step, then MPI, then nobody. torchrun inside a SLURM job is torchrun, and an
-allocation without a step is nobody (Lightning#20776). Nothing is guessed: half-set variables are refused by name.
+Each launcher is one small class that detects its variables and reads a `World` from them. The first match wins:
+torchrun (accelerate and unisono's own launcher set the same variables), then a SLURM step, then MPI, then a plain
+process. torchrun inside a SLURM job counts as torchrun, and an allocation without a step as a plain process
+(Lightning#20776). Nothing is guessed: an incomplete set of variables is an error that names the missing one.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing import ClassVar
 
 from unisono.errors import UserError
 
-# The batch script, an `salloc` shell and the external container also carry a SLURM_STEP_ID, near 2^32 (slurm.h).
+# The batch script, an `salloc` shell and an external container also have a SLURM_STEP_ID, near 2^32 (slurm.h).
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
 _DEFAULT_PORT = 29500
 
 ROUND = "UNISONO_ROUND"
-"""Variable in which unisono's launcher counts how often it has started ranks, from 1."""
+"""Environment variable: how often unisono's launcher has started ranks, from 1."""
 
 
 @dataclass(frozen=True)
 class World:
-    """All processes of the run and the place of this one among them."""
+    """This process among all processes of the run."""
 
     launcher: str
     rank: int = 0
@@ -40,42 +40,42 @@ class World:
     num_nodes: int = 1
     master_addr: str = "127.0.0.1"
     master_port: int = 0
-    """Port where the ranks meet; 0 means any free one (a single process only)."""
+    """Port of the ranks' TCPStore; 0 means any free one (a single process only)."""
     restart_count: int = 0
     started_before: bool = False
-    """Whether the launcher has started ranks of this run before: after a death, or because machines came or went."""
-    found: Mapping[str, str] = field(default_factory=dict)
-    """The environment variables this was read from."""
+    """Whether the launcher has started ranks of this run before: after a death, or because machines joined or left."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """The environment variables that this was read from."""
     mixed_precision: str | None = None
-    """What `accelerate launch` asked for (it always hands over something, "no" by default)."""
+    """The value that `accelerate launch` passed (it always passes one, "no" by default)."""
     accumulation: int | None = None
-    """Micro-batches per step that `accelerate launch` asked for, if more than 1."""
+    """Micro-batches per step that `accelerate launch` passed, if more than 1."""
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the one process that talks to the user and writes the shared files."""
+        """Whether this is rank 0, the process that prints to the user and writes shared files."""
         return self.rank == 0
 
     def describe(self) -> str:
-        """One line for the banner: what was detected, and from which variables."""
-        variables = " ".join(f"{name}={value}" for name, value in self.found.items())
+        """Returns one line for the banner: which launcher was detected, and from which variables."""
+        variables = " ".join(f"{name}={value}" for name, value in self.variables.items())
         if self.launcher != "plain":
             nodes = f" on {self.num_nodes} machines" if self.num_nodes > 1 else ""
             if self.launcher == "unisono":
                 return f"unisono's own: rank {self.rank} of {self.size}{nodes}"
             return f"{self.launcher}: rank {self.rank} of {self.size}{nodes}, from {variables}"
-        if any(name.startswith("ACCELERATE_") for name in self.found):
+        if any(name.startswith("ACCELERATE_") for name in self.variables):
             return (
-                f"plain: accelerate launch was seen ({variables}) but it gave no ranks (no RANK, no WORLD_SIZE); "
+                f"plain: started by accelerate launch ({variables}), which set no RANK and WORLD_SIZE; "
                 "for several CPU ranks use --nproc, or accelerate launch --multi_gpu"
             )
         if variables:
-            return f"plain: inside SLURM ({variables}) but not in an srun step of several tasks"
+            return f"plain: inside SLURM ({variables}), but not in an srun step with several tasks"
         return "plain: one process, no launcher variables found"
 
 
 class Environment(ABC):
-    """One way of being started: recognises its variables and reads the world from them."""
+    """One way of starting ranks: detects its environment variables and reads the world from them."""
 
     name: ClassVar[str]
 
@@ -85,7 +85,7 @@ class Environment(ABC):
 
     @abstractmethod
     def world(self, environ: Mapping[str, str]) -> World:
-        """The world this launcher describes."""
+        """Reads the world from this launcher's variables."""
 
 
 class Torchrun(Environment):
@@ -133,8 +133,8 @@ class SlurmStep(Environment):
     def detect(self, environ: Mapping[str, str]) -> bool:
         step = environ.get("SLURM_STEP_ID", "")
         real_step = step.isdecimal() and int(step) < _FIRST_RESERVED_STEP
-        # mpirun inside a SLURM job starts its daemons by srun: SLURM_PROCID is then the daemon's, the same for all its
-        # ranks. srun itself sets neither of these two.
+        # mpirun inside a SLURM job starts its daemons with srun. SLURM_PROCID is then that of the daemon, the same for
+        # all its ranks. srun itself sets neither of these two variables.
         by_mpirun = "OMPI_COMM_WORLD_RANK" in environ or "MPI_LOCALRANKID" in environ
         several = environ.get(self._tasks(environ)) != "1"
         return real_step and "SLURM_PROCID" in environ and several and not by_mpirun
@@ -177,7 +177,7 @@ class SlurmStep(Environment):
 
     @staticmethod
     def _master_port(read: _Reader, environ: Mapping[str, str]) -> int:
-        """A port all tasks know without asking: from the job id, so that two jobs on one machine rarely meet."""
+        """Computes a port that is the same on all tasks, from the job id: two jobs on one machine rarely collide."""
         if "MASTER_PORT" in environ:
             return read.number("MASTER_PORT")
         return 15000 + read.number("SLURM_JOB_ID") % 10000
@@ -192,7 +192,7 @@ class Mpi(Environment):
         return "OMPI_COMM_WORLD_RANK" in environ or ("PMI_RANK" in environ and "PMI_SIZE" in environ)
 
     def world(self, environ: Mapping[str, str]) -> World:
-        read = _Reader(environ, self.name, "start with mpirun, or hand it over (mpirun -x NAME, -genv NAME VALUE)")
+        read = _Reader(environ, self.name, "start with mpirun, or pass it on (mpirun -x NAME, -genv NAME VALUE)")
         if "OMPI_COMM_WORLD_RANK" in environ:
             rank, size = read.rank("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
             local_rank = read.number("OMPI_COMM_WORLD_LOCAL_RANK")
@@ -219,13 +219,13 @@ class Mpi(Environment):
 
     @staticmethod
     def _port(environ: Mapping[str, str]) -> int:
-        """From the name of the MPI job where there is one, so that two jobs on one machine rarely meet."""
+        """Derives the port from the name of the MPI job, if any, so that two jobs on one machine rarely collide."""
         job = environ.get(_first(environ, "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"))
         return _DEFAULT_PORT if job is None else 15000 + zlib.crc32(job.encode()) % 10000
 
 
 class Plain(Environment):
-    """Started by hand: one process, which may start ranks of its own."""
+    """No launcher: one process that the user started, which may launch ranks itself."""
 
     name = "plain"
 
@@ -233,16 +233,16 @@ class Plain(Environment):
         return True
 
     def world(self, environ: Mapping[str, str]) -> World:
-        for given, missing in (("WORLD_SIZE", "RANK"), ("RANK", "WORLD_SIZE")):
-            if given in environ and missing not in environ:
+        for present, missing in (("WORLD_SIZE", "RANK"), ("RANK", "WORLD_SIZE")):
+            if present in environ and missing not in environ:
                 raise UserError(
-                    f"{given}={environ[given]} is set but {missing} is not; unset {given}, or start with torchrun, "
-                    "which sets both"
+                    f"{present}={environ[present]} is set but {missing} is not; unset {present}, or start with "
+                    "torchrun, which sets both"
                 )
         accelerate = _accelerate_variables(environ)
         return World(
             launcher=self.name,
-            found=accelerate or _slurm_traces(environ),
+            variables=accelerate or _slurm_variables(environ),
             mixed_precision=accelerate.get("ACCELERATE_MIXED_PRECISION"),
             accumulation=_accumulation(accelerate),
         )
@@ -253,12 +253,12 @@ ENVIRONMENTS: tuple[Environment, ...] = (Torchrun(), SlurmStep(), Mpi(), Plain()
 
 
 def detect(environ: Mapping[str, str] = os.environ) -> World:
-    """The world this process belongs to, from the first launcher whose variables are there."""
+    """Returns the world this process belongs to, from the first launcher whose variables are set."""
     return next(each for each in ENVIRONMENTS if each.detect(environ)).world(environ)
 
 
 def expand_hosts(nodelist: str) -> list[str]:
-    """The host names of a SLURM node list: "gpu[01-03,7],login" is gpu01, gpu02, gpu03, gpu7, login."""
+    """Expands a SLURM node list: "gpu[01-03,7],login" becomes gpu01, gpu02, gpu03, gpu7, login."""
     hosts: list[str] = []
     for entry in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist.strip()):
         parts = re.split(r"\[([^\]]*)\]", entry)
@@ -279,7 +279,7 @@ def _expand_range(text: str) -> Iterator[str]:
 
 
 def _tasks_per_node(read: _Reader, name: str) -> list[int]:
-    """SLURM's "4(x2),3" is [4, 4, 3]."""
+    """Expands SLURM's "4(x2),3" to [4, 4, 3]."""
     text = read.text(name)
     counts: list[int] = []
     for piece in text.split(","):
@@ -291,18 +291,18 @@ def _tasks_per_node(read: _Reader, name: str) -> list[int]:
 
 
 class _Reader:
-    """Reads variables, remembers which, and refuses bad ones with a line that names them."""
+    """Reads environment variables, remembers which ones it read, and raises an error that names a bad one."""
 
     def __init__(self, environ: Mapping[str, str], launcher: str, advice: str) -> None:
         self.environ = environ
         self.launcher = launcher
         self.advice = advice
-        self.found: dict[str, str] = {}
+        self.variables: dict[str, str] = {}
 
     def text(self, name: str, default: str | None = None) -> str:
         value = self.environ.get(name, "")
         if value:
-            self.found[name] = value
+            self.variables[name] = value
             return value
         if default is None:
             raise UserError(f"{name} is not set, but the other variables of {self.launcher} are; {self.advice}")
@@ -321,47 +321,47 @@ class _Reader:
         return rank, size
 
     def note(self, name: str, value: str) -> str:
-        self.found[name] = self.environ[name]
+        self.variables[name] = self.environ[name]
         return value
 
 
 def _checked(read: _Reader, world: World) -> World:
-    """The world with the variables it came from, refused when they contradict each other."""
+    """Adds the variables that the world was read from; raises if they contradict each other."""
     if world.local_rank >= world.local_size or world.local_size > world.size:
-        names = ", ".join(name for name in read.found if "LOCAL" in name or "TASKS" in name)
+        names = ", ".join(name for name in read.variables if "LOCAL" in name or "TASKS" in name)
         raise UserError(
             f"local rank {world.local_rank} of {world.local_size} on this machine does not fit rank {world.rank} of "
             f"{world.size} ({names}); {read.advice}"
         )
     for name, ours in (("WORLD_SIZE", world.size), ("RANK", world.rank)):
-        # sbatch scripts often export WORLD_SIZE alone: harmless when it agrees, a wrong run when it does not.
+        # sbatch scripts often export WORLD_SIZE alone: harmless if it agrees, a wrong run if it does not.
         if read.environ.get(name, str(ours)) != str(ours):
             raise UserError(f"{name}={read.environ[name]} but {world.launcher} says {ours}; unset {name}")
     accelerate = _accelerate_variables(read.environ)
     return replace(
         world,
-        found={**read.found, **accelerate},
+        variables={**read.variables, **accelerate},
         mixed_precision=accelerate.get("ACCELERATE_MIXED_PRECISION"),
         accumulation=_accumulation(accelerate),
     )
 
 
 def _first(environ: Mapping[str, str], *names: str) -> str:
-    """The first of these variables that is set (the last name if none is, for the message)."""
+    """Returns the first of these variables that is set, or the last name if none is (for the error message)."""
     return next((name for name in names if name in environ), names[-1])
 
 
 def _accelerate_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """What tells that accelerate launched this, less its compiler settings, which it always hands over."""
-    ours = (name for name in sorted(environ) if name.startswith("ACCELERATE_"))
-    return {name: environ[name] for name in ours if not name.startswith("ACCELERATE_DYNAMO_")}
+    """Returns accelerate's variables without its compiler settings, which it always sets."""
+    names = (name for name in sorted(environ) if name.startswith("ACCELERATE_"))
+    return {name: environ[name] for name in names if not name.startswith("ACCELERATE_DYNAMO_")}
 
 
 def _accumulation(accelerate: Mapping[str, str]) -> int | None:
-    """What accelerate was told; it hands over 1 where it was told nothing."""
+    """Returns the accumulation that the user passed to accelerate; accelerate sets 1 if the user passed none."""
     text = accelerate.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
     return int(text) if text.isascii() and text.isdecimal() and int(text) > 1 else None
 
 
-def _slurm_traces(environ: Mapping[str, str]) -> dict[str, str]:
+def _slurm_variables(environ: Mapping[str, str]) -> dict[str, str]:
     return {n: environ[n] for n in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NTASKS") if n in environ}

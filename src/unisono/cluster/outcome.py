@@ -1,22 +1,30 @@
-"""How a rank says what became of it.
+"""How a rank ended: done, stopped, user error, failed or crashed.
 
-The elastic agent only knows exit status 0 and "failure", so each rank leaves a small file in the job's folder before
-it ends. The launcher makes of these files one exit code, the one cause worth telling, and the decision whether a
-restart makes sense.
+Each rank writes its outcome to `outcome_rank<r>.json` in the job folder before it exits (`write`; the caller is
+`engine/start/rank.py`). It exits with status 0 after a good end, also after a stop, because torch's elastic agent
+treats any other status as a failure. A rank that is killed with -9 writes nothing; the launcher then derives its
+outcome from the exit status (`death`).
+
+From the outcomes of all ranks the launcher decides three things: the cause to report (`first_cause`, which prefers the
+earliest failure that does not merely blame a peer), whether a restart can help (`Outcome.is_final`), and the exit code
+of the run (`exit_code`). Before a restart it renames the files (`set_aside`), so that the next attempt starts clean.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
+import signal
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal, get_args
 
+from unisono.atomic_files import write_atomically
 from unisono.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USER_ERROR
+from unisono.formatting import LONGEST_MESSAGE, shorten_middle
+from unisono.tracebacks import bearable
 
 Kind = Literal["done", "stopped", "user_error", "failed", "crashed"]
 
@@ -27,9 +35,8 @@ _EXIT_CODES: dict[Kind, int] = {
     "stopped": EXIT_STOPPED,
     "done": EXIT_DONE,
 }  # in order of precedence
-_LONGEST_MESSAGE, _MOST_LINES = 2_000, 50
 _FILE = re.compile(r"outcome_rank(\d+)\.json")
-# What a rank says whose peer died: true, and no help to anybody.
+# Errors that a rank reports when a peer died: true, but not the cause.
 _PEER_DIED = re.compile(
     r"closed by peer|reset by peer|broken pipe|pair closure|ncclRemoteError|ncclSystemError"
     r"|remote process (has )?(exited|terminated)|remote server shutdown|failed to recv, got 0 bytes"
@@ -41,10 +48,10 @@ _PEER_DIED = re.compile(
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one rank.
+    """How one rank ended.
 
-    done and stopped (by a signal, with a checkpoint) are good ends; user_error and failed end the run; after crashed
-    the launcher tries again from the last checkpoint.
+    `done` and `stopped` (by a signal, with a checkpoint) are good ends; `user_error` and `failed` end the run; after
+    `crashed` the launcher restarts all ranks from the last checkpoint.
     """
 
     kind: Kind
@@ -52,7 +59,7 @@ class Outcome:
     rank: int = 0
     step: int | None = None
     traceback: str = ""
-    # Wall clock, because the clocks of two machines agree about it (a monotonic clock starts at boot).
+    # Wall clock, because it is comparable between machines; a monotonic clock starts at boot.
     time: float = field(default_factory=time.time)
 
     @property
@@ -67,50 +74,28 @@ class Outcome:
 
     @property
     def blames_a_peer(self) -> bool:
-        """Whether this looks like the echo of another rank's death."""
+        """Whether this looks like a consequence of another rank's death."""
         return self.kind == "crashed" and _PEER_DIED.search(self.message) is not None
 
     def describe(self) -> str:
-        """One line: which rank, at which step, what."""
+        """Returns one line: which rank, at which step, what happened."""
         if self.kind == "user_error":
             return self.message
         where = f"rank {self.rank}" if self.step is None else f"rank {self.rank}, step {self.step}"
-        return f"{where}: {self.message or self.kind}"
-
-
-def in_words(error: BaseException) -> str:
-    """An exception in one line of bearable length, whatever its author has done to it."""
-    try:
-        text = " ".join(str(error).split())
-    except Exception:
-        text = "(it cannot be shown)"
-    return f"{type(error).__name__}: {_short(text, _LONGEST_MESSAGE)}"
-
-
-def bearable(traceback: str) -> str:
-    """A traceback whose message may be a book, in a length that people read."""
-    lines = [_short(line, 400) for line in traceback.splitlines()]
-    if len(lines) > 2 * _MOST_LINES:
-        lines = [*lines[:_MOST_LINES], f"  … {len(lines) - 2 * _MOST_LINES} lines …", *lines[-_MOST_LINES:]]
-    return "\n".join(lines)
-
-
-def _short(text: str, longest: int) -> str:
-    return text if len(text) <= longest else f"{text[: longest // 2]} … {text[-longest // 2 :]}"
+        message = self.message if self.step is None else self.message.removeprefix(f"step {self.step}: ")
+        return f"{where}: {message or self.kind}"
 
 
 def write(job_folder: Path, outcome: Outcome) -> None:
-    """Leaves the outcome of a rank for the launcher."""
-    shown = _short(outcome.message, 2 * _LONGEST_MESSAGE)
+    """Writes the outcome of a rank for the launcher."""
+    shown = shorten_middle(outcome.message, 2 * LONGEST_MESSAGE)
     outcome = replace(outcome, message=shown, traceback=bearable(outcome.traceback))
     path = _path(job_folder, outcome.rank)
-    staged = path.with_suffix(f".{os.getpid()}.tmp")
-    staged.write_text(json.dumps(asdict(outcome)))
-    staged.replace(path)
+    write_atomically(path, json.dumps(asdict(outcome)))
 
 
 def read_all(job_folder: Path) -> list[Outcome]:
-    """The outcomes left so far, by rank."""
+    """Returns the outcomes written so far, sorted by rank."""
     outcomes = []
     for path in job_folder.iterdir():
         if _FILE.fullmatch(path.name):
@@ -130,7 +115,7 @@ def set_aside(job_folder: Path, ranks: Collection[int], attempt: int) -> None:
 
 
 def exit_code(outcomes: Sequence[Outcome], ranks: Collection[int]) -> int:
-    """The exit code of a run whose `ranks` left these outcomes; a rank that left none counts as failed."""
+    """Returns the exit code of a run with these outcomes; a rank without one counts as failed."""
     kinds = {outcome.kind for outcome in outcomes}
     if set(ranks) - {outcome.rank for outcome in outcomes}:
         kinds.add("failed")
@@ -138,9 +123,21 @@ def exit_code(outcomes: Sequence[Outcome], ranks: Collection[int]) -> int:
 
 
 def first_cause(outcomes: Sequence[Outcome]) -> Outcome | None:
-    """The failure that came first, leaving out those that only report another rank's death where possible."""
+    """Returns the earliest failure, if possible one that does not merely report another rank's death."""
     bad = [outcome for outcome in outcomes if not outcome.is_good]
     return min(bad, key=lambda outcome: (outcome.blames_a_peer, outcome.time), default=None)
+
+
+def death(rank: int, status: int, moment: float) -> Outcome:
+    """Derives the outcome of a rank that wrote none from its exit status."""
+    if status >= 0:
+        return Outcome("crashed", f"exited with status {status} without an outcome", rank, time=moment)
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:  # a real-time signal
+        name = f"signal {-status}"
+    hint = " (by hand, or by the system because memory ran out)" if -status == signal.SIGKILL else ""
+    return Outcome("crashed", f"killed by {name}{hint}", rank, time=moment)
 
 
 def _path(job_folder: Path, rank: int) -> Path:

@@ -1,4 +1,4 @@
-"""Ports that are taken, and by whom."""
+"""Checks whether a port is free and names the process that uses it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _LISTENING = "0A"  # the state column of /proc/net/tcp
 
 
 def require_free(port: int, setting: str) -> None:
-    """Refuses a port that another process already listens on, naming the port and, where it can, the process."""
+    """Raises if another process listens on the port; the error names the port and, if possible, the process."""
     families = [socket.AF_INET] + ([socket.AF_INET6] if socket.has_ipv6 else [])
     for family in families:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
-            # As the store's server does: a port that only waits out old connections is free.
+            # As the store's server does: a port with connections in TIME_WAIT only is free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(("", port))
@@ -24,12 +24,12 @@ def require_free(port: int, setting: str) -> None:
                 if error.errno == errno.EADDRINUSE:
                     raise port_in_use(port, setting) from None
                 if error.errno == errno.EACCES:
-                    raise UserError(f"port {port} ({setting}) is reserved for root; take one above 1023") from None
-                # A machine without IPv6 addresses is no reason to refuse.
+                    raise UserError(f"port {port} ({setting}) is reserved for root; choose one above 1023") from None
+                # Any other error, such as a machine without IPv6 addresses, does not mean that the port is taken.
 
 
 def port_in_use(port: int, setting: str) -> UserError:
-    """The error for a port that is taken."""
+    """Returns the error for a port that is in use."""
     holder = _holder(port)
     by = f" by {holder}" if holder else ""
     return UserError(f"port {port} ({setting}) is already in use{by}; choose another port or end that process")
@@ -51,6 +51,6 @@ def _holder(port: int) -> str | None:
         try:
             if any(str(link.readlink()) in inodes for link in (process / "fd").iterdir()):
                 return f"process {process.name} ({(process / 'comm').read_text().strip()})"
-        except OSError:  # it ended while we looked, or belongs to somebody else
+        except OSError:  # the process has exited meanwhile, or belongs to another user
             continue
     return None

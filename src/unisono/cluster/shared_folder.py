@@ -1,4 +1,4 @@
-"""Whether all machines of a run see the same folder: asked before training, not when the first save fails."""
+"""Checks before training that all machines see the same output folder, so that the first save cannot fail."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from unisono.cluster.agree import Agreement
 from unisono.cluster.environment import World
 from unisono.errors import UserError
 
-_PATIENCE_S = 10.0  # network file systems may show a new file a little later
+_VISIBLE_S = 10.0  # a network file system may show a new file a little later
 
 
-def check_shared(path: str | Path, world: World, agreement: Agreement, patience_s: float = _PATIENCE_S) -> None:
-    """Refuses, on all ranks, a folder that is not the same one on every machine. Leaves nothing behind.
+def check_shared(path: str | Path, world: World, agreement: Agreement, timeout_s: float = _VISIBLE_S) -> None:
+    """Raises on all ranks if the folder is not the same on every machine. Leaves no file behind.
 
-    The folder need not exist yet: the nearest one above it that does on machine 0 is looked at.
+    The folder need not exist yet: the check uses its nearest parent that exists on machine 0.
     """
     if world.num_nodes == 1:
         return
@@ -31,12 +31,12 @@ def check_shared(path: str | Path, world: World, agreement: Agreement, patience_
             os.close(handle)
             token, where = Path(name), (levels, Path(name).name)
         except OSError:
-            pass  # whoever writes the run's folder says more about it
+            pass  # creating the run folder will raise a better error
     try:
-        where = agreement.main_says(where)
-        # Relative to this machine's own view: the folder may have another name here and still be the same.
-        sees = where is None or _finds([target, *target.parents][where[0]] / where[1], patience_s)
-        blind = [machine for machine, found in agreement.agree_all((world.node, sees)) if not found]
+        where = agreement.broadcast(where)
+        # Relative to this machine's path: the same folder may be mounted under another name here.
+        sees = where is None or _becomes_visible([target, *target.parents][where[0]] / where[1], timeout_s)
+        blind = [machine for machine, visible in agreement.all_gather((world.node, sees)) if not visible]
     finally:
         if token is not None:
             token.unlink(missing_ok=True)
@@ -47,8 +47,8 @@ def check_shared(path: str | Path, world: World, agreement: Agreement, patience_
         )
 
 
-def _finds(token: Path, patience_s: float) -> bool:
-    deadline = time.monotonic() + patience_s
+def _becomes_visible(token: Path, timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
     while not token.exists():
         if time.monotonic() > deadline:
             return False

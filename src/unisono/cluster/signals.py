@@ -1,12 +1,13 @@
-"""How a rank learns that it should stop.
+"""How a rank receives a request to stop.
 
-Signal handlers only set a flag; the training loop looks at it where all ranks decide together. SIGTERM, SIGUSR1, SIGINT
-and SIGHUP (unless it is ignored, as under nohup) sent to any one rank are requests, whoever started it. Besides,
+Signal handlers only set a flag. The training loop reads it at the point of a step where all ranks agree, so a request
+to one rank stops all of them at the same step, with a checkpoint. SIGINT, SIGTERM, SIGUSR1 and SIGHUP (unless it is
+ignored, as under nohup) are requests, whoever sent them and whichever launcher started the rank. In addition:
 
-- under unisono's launcher the request also comes as a file in the job's folder: the ranks sit in sessions of their own,
-  so that Ctrl-C and a scheduler's signal may reach the launcher only. It never sends SIGTERM itself: ranks that are in
-  the way of a restart are killed.
-- in a single process a second Ctrl-C stops it at once.
+- Under unisono's launcher the request also arrives as the file `stop` in the job folder, which a thread of each rank
+  polls. Each rank leads its own session, so Ctrl-C and a scheduler's signal may reach only the launcher. The launcher
+  never sends SIGTERM; it stops ranks that are in the way of a restart with SIGKILL.
+- In a single process a second Ctrl-C stops it at once.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -22,46 +24,51 @@ from typing import Any
 from unisono.errors import EXIT_STOPPED
 
 STOP_FILE = "stop"
-"""Name of the file, in the job's folder, that asks the ranks to stop; it holds the name of the signal."""
+"""Name of the file in the job folder that asks the ranks to stop; it contains the name of the signal."""
 
 SAME_PRESS_S = 0.25
-"""Signals closer together than this are one request: wrappers such as `uv run` pass on what the terminal also sent."""
+"""Signals closer together than this are one request: wrappers such as `uv run` forward what the terminal also sent."""
 
 _POLL_S = 0.2
-_early: list[str] = []  # what `note_signals_early` has noted
+before_exit: list[Callable[[], None]] = []
+"""Functions that `stop_before_start` calls before it ends the process."""
+
+_early: list[str] = []  # names of the signals that `note_signals_early` has received
 
 
 def stop_signals() -> list[signal.Signals]:
-    """The signals that ask a run to stop; SIGHUP is not one of them where it is ignored: that is what nohup does."""
+    """Returns the signals that ask a run to stop; without SIGHUP where it is ignored, as under nohup."""
     names = [name for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name)]
-    found = [signal.Signals[name] for name in names]
-    return [each for each in found if each.name != "SIGHUP" or signal.getsignal(each) is not signal.SIG_IGN]
+    signals = [signal.Signals[name] for name in names]
+    return [each for each in signals if each.name != "SIGHUP" or signal.getsignal(each) is not signal.SIG_IGN]
 
 
 def note_signals_early() -> None:
-    """From now on stop signals are noted for the `StopRequest` to come, because importing torch takes seconds."""
+    """Remembers stop signals for a later `StopRequest`; call it before importing torch, which takes seconds."""
     for signum in stop_signals():
         signal.signal(signum, lambda number, frame: _early.append(signal.Signals(number).name))
 
 
 def stop_before_start() -> None:
-    """Until ranks are started or training begins, a stop signal ends this process at once: there is nothing to save."""
+    """Makes a stop signal end this process at once, for the time before ranks run: there is nothing to save."""
 
     def end(number: int, frame: FrameType | None) -> None:
-        os.write(2, f"unisono: {signal.Signals(number).name}: stopped before anything was started\n".encode())
+        os.write(2, f"unisono: {signal.Signals(number).name}: stopped before any rank was started\n".encode())
+        for undo in list(before_exit):
+            undo()
         os._exit(EXIT_STOPPED)
 
     if threading.current_thread() is threading.main_thread():
         for signum in stop_signals():
-            if signum != signal.SIGINT:  # python's own KeyboardInterrupt
+            if signum != signal.SIGINT:  # which raises KeyboardInterrupt
                 signal.signal(signum, end)
 
 
 class StopRequest:
-    """Whether somebody asked the run to stop, for use in `with` blocks around the training loop."""
+    """Receives requests to stop, for use in a `with` block around the training loop."""
 
     def __init__(self, launcher: str, job_folder: Path | None = None) -> None:
-        """`launcher` is `World.launcher`; `job_folder` is given under unisono's own launcher only."""
+        """`launcher` is `World.launcher`; pass `job_folder` under unisono's own launcher only."""
         if (launcher == "unisono") != (job_folder is not None):
             raise ValueError("job_folder goes with launcher 'unisono'")
         self._launcher = launcher
@@ -73,7 +80,7 @@ class StopRequest:
 
     @property
     def requested(self) -> str | None:
-        """The name of the signal that asked to stop, None while nobody did."""
+        """The name of the signal that asked to stop, or None."""
         return self._requested
 
     def __enter__(self) -> StopRequest:
@@ -91,7 +98,7 @@ class StopRequest:
     def __exit__(self, *error: type[BaseException] | BaseException | TracebackType | None) -> None:
         self._closed.set()
         for signum, handler in self._previous.items():
-            # None: it was installed from C and cannot be put back from python
+            # None: installed from C, python cannot restore it
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)
         self._previous.clear()
 
@@ -103,9 +110,47 @@ class StopRequest:
             elif time.monotonic() - self._interrupted_at > SAME_PRESS_S:
                 raise KeyboardInterrupt
 
+    def request(self, signum: int) -> None:
+        """Records a signal that arrived while these handlers were not installed."""
+        self._requested = self._requested or signal.Signals(signum).name
+
     def _watch(self, job_folder: Path, closed: threading.Event) -> None:
         path = job_folder / STOP_FILE
         while not closed.wait(_POLL_S):
             if path.exists():
                 self._requested = self._requested or path.read_text().strip() or "stop"
                 return
+
+
+class BetweenCalls:
+    """Handles stop signals while the user's own code runs, between two calls of a run that this code drives.
+
+    Enter it before a `StopRequest`, which takes over during each call and restores these handlers afterwards. It
+    handles only signals that would end the process: Ctrl-C still raises KeyboardInterrupt, and the user's own handlers
+    stay. The request waits for the next call; `on_signal` may act on it at once. A second signal ends the process.
+    """
+
+    def __init__(self, stop: StopRequest, on_signal: Callable[[], bool]) -> None:
+        """`on_signal` returns False if no further call will read the request."""
+        self._stop, self._on = stop, on_signal
+        self._taken: list[signal.Signals] = []
+
+    def __enter__(self) -> BetweenCalls:
+        if threading.current_thread() is threading.main_thread():
+            self._taken = [each for each in stop_signals() if signal.getsignal(each) is signal.SIG_DFL]
+            for signum in self._taken:
+                signal.signal(signum, self._on_signal)
+        return self
+
+    def __exit__(self, *error: type[BaseException] | BaseException | TracebackType | None) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for signum in self._taken:
+                if signal.getsignal(signum) == self._on_signal:
+                    signal.signal(signum, signal.SIG_DFL)
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        again = self._stop.requested is not None
+        self._stop.request(signum)
+        if again or not self._on():
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)

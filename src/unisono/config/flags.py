@@ -6,22 +6,30 @@ Every value stays text here; the field's type reads it later, in the same way as
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from unisono.config.fields import Field
 from unisono.config.values import Plain, describe, did_you_mean, shown, takes
 from unisono.errors import ConfigError
 
+SIMILAR = 0.7
+"""How alike a wrong name and a right one must be for a suggestion: `log_with` is not a slip for `width`."""
 
-def parse_flags(words: Sequence[str], fields: Mapping[str, Field]) -> Iterator[tuple[str, Any]]:
+Explain = Callable[[str, Mapping[str, Field], str], str]
+"""What a caller knows of a name that no field has: (name, fields, "--" for a flag) -> "; use …", or nothing."""
+
+
+def parse_flags(
+    words: Sequence[str], fields: Mapping[str, Field], explain: Explain | None = None
+) -> Iterator[tuple[str, Any]]:
     """Field names and their text, in the order given."""
     rest = list(reversed(words))
     while rest:
         word = rest.pop()
         flag, equals, text = word.partition("=")
         if not flag.startswith("--"):
-            near = did_you_mean(flag.lstrip("-").replace("-", "_"), list(fields), "--")
+            near = did_you_mean(flag.lstrip("-").replace("-", "_"), list(fields), "--", SIMILAR)
             raise ConfigError(f"unexpected argument {shown(word)}{near}")
         name = flag.removeprefix("--").replace("-", "_")
         if name in fields:
@@ -31,7 +39,8 @@ def parse_flags(words: Sequence[str], fields: Mapping[str, Field]) -> Iterator[t
                 raise ConfigError(f"{flag} takes no value; write --{positive} or --no_{positive}")
             yield positive, Plain("false")
         else:
-            raise ConfigError(f"unknown flag {flag if flag.isprintable() else shown(flag)}{_nearest(name, fields)}")
+            hint = (explain and explain(name, fields, "--")) or _nearest(name, fields)
+            raise ConfigError(f"unknown flag {flag if flag.isprintable() else shown(flag)}{hint}")
 
 
 def _given(field: Field, values: list[str] | None, rest: list[str]) -> Any:
@@ -64,4 +73,4 @@ def _negated(name: str, fields: Mapping[str, Field]) -> str:
 def _nearest(name: str, fields: Mapping[str, Field]) -> str:
     switches = [f"no_{field.name}" for field in fields.values() if takes(field.annotation, bool)]
     names = [*fields, *switches] if name.startswith("no_") else list(fields)
-    return did_you_mean(name, names, "--") or "; --help lists all flags"
+    return did_you_mean(name, names, "--", SIMILAR) or "; --help lists all flags"

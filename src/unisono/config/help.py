@@ -29,18 +29,21 @@ def help_text(
         other_names.setdefault(name, []).append(f"--{alias}")
     groups: dict[str, list[str]] = {}
     for name, field in resolved.fields.items():
-        default = _default(resolved.values[name]) if name in resolved.values else None
+        default = default_text(resolved.values[name]) if name in resolved.values else None
         note = f"default: {default}" if default is not None else "must be given"
         note += ", set by the recipe" if resolved.sources.get(name) == "recipe" else ""
         note += f"; also {', '.join(other_names[name])}" if name in other_names else ""
-        lines = textwrap.wrap(f"{_flag(field)}  ({note})", width, initial_indent="  ", subsequent_indent="      ")
+        lines = textwrap.wrap(f"{flag_text(field)}  ({note})", width, initial_indent="  ", subsequent_indent="      ")
         indent = " " * 6
         lines += textwrap.wrap(" ".join(field.doc.split()), width, initial_indent=indent, subsequent_indent=indent)
         groups.setdefault(field.group, []).extend(lines)
     return "\n\n".join("\n".join([f"{title}:", *lines]) for title, lines in groups.items()) + "\n"
 
 
-def _flag(field: Field) -> str:
+def flag_text(field: Field) -> str:
+    """How a flag is written: its name and what it takes."""
+    if field.annotation is bool and field.name.startswith("no_"):
+        return f"--{field.name} [true|false]"
     if field.annotation is bool:
         return f"--[no_]{field.name}"
     return f"--{field.name} {_type(field.annotation)}"
@@ -60,12 +63,13 @@ def _type(annotation: Any) -> str:
     return "(a mapping; config file only)" if kind is dict else _WORDS.get(kind, "value")
 
 
-def _default(value: Any) -> str:
+def default_text(value: Any) -> str:
+    """A default as people would type it."""
     value = plain(value)
     if isinstance(value, str):
         return value or '""'
     if isinstance(value, list):
-        return ",".join(_default(item) for item in value) or "empty"
+        return ",".join(default_text(item) for item in value) or "empty"
     if isinstance(value, dict):
         return json.dumps(value) if value else "empty"
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from unisono.config.fields import Field, fields_by_name, groups_in, with_aliases
-from unisono.config.flags import parse_flags
+from unisono.config.flags import SIMILAR, Explain, parse_flags
 from unisono.config.include import INCLUDE, Entry, read_with_includes
 from unisono.config.values import Mismatch, coerce, describe, did_you_mean, plain, shown
 from unisono.errors import ConfigError, RecipeError
@@ -120,27 +120,33 @@ def resolve(
     overrides: Mapping[str, Any] | None = None,
     aliases: Mapping[str, str] = _NOTHING,
     translate: Translate | None = None,
+    file_keys: Mapping[str, Any] = _NOTHING,
+    explain: Explain | None = None,
 ) -> Resolved:
     """One value for every field of the dataclasses: defaults < recipe_defaults < file < flags < overrides.
 
     Of several files the later ones win. `overrides` are what flags are on the command line, for callers in Python.
     `aliases` are other names of fields, for all of these; `translate` turns what stands in a file into our words.
+    `file_keys` are names and types of keys that only `translate` knows: they are flags as well.
+    `explain` says what to write instead of a name that no field has.
     """
     resolved = with_recipe_defaults(classes, recipe_defaults)
     names = with_aliases(resolved.fields, aliases)
+    flag_names = {**_as_fields(file_keys), **names}
     if INCLUDE in names:
         raise RecipeError(f"{INCLUDE} cannot be a setting: in a config file it names other files; rename it")
     for path in [file] if isinstance(file, Path) else file or ():
-        before, given = resolved, list(_in_file(path, names, translate))
+        before, given = resolved, list(_in_file(path, names, translate, explain))
         resolved = resolved._layer("file", given, aliases)
         # A file that spells out a default (a printed config has them all) does not thereby insist on it.
         ours = {aliases.get(each.name, each.name) for each in given}
         same = {name: before.sources[name] for name in ours if before.says(name, resolved.values[name])}
         resolved = dataclasses.replace(resolved, sources=resolved.sources | same)
-    typed = (_Given(name, value, f"--{name}") for name, value in parse_flags(flags, names))
-    resolved = resolved._layer("flag", typed, aliases)
-    called = _named(overrides or _NOTHING, names, "the given settings")
-    return resolved._layer("flag", called, aliases)._complete()
+    typed = [_Given(name, value, f"--{name}") for name, value in parse_flags(flags, flag_names, explain)]
+    resolved = resolved._layer("flag", _translated(typed, names, translate, "the command line"), aliases)
+    place = "the given settings"
+    called = _named(overrides or _NOTHING, flag_names, place, explain)
+    return resolved._layer("flag", _translated(called, names, translate, place), aliases)._complete()
 
 
 def with_recipe_defaults(classes: Sequence[type], recipe_defaults: Mapping[str, Any]) -> Resolved:
@@ -158,7 +164,9 @@ def _defaults(classes: Sequence[type]) -> Resolved:
     return Resolved(values, dict.fromkeys(values, "default"), fields)
 
 
-def _in_file(path: Path, names: Mapping[str, Field], translate: Translate | None) -> Iterator[_Given]:
+def _in_file(
+    path: Path, names: Mapping[str, Field], translate: Translate | None, explain: Explain | None
+) -> Iterator[_Given]:
     """What a file and those it includes say, in our words."""
     entries = read_with_includes(path)
     if translate is not None:
@@ -166,25 +174,43 @@ def _in_file(path: Path, names: Mapping[str, Field], translate: Translate | None
         said = translate({name: entry.value for name, entry in entries.items()}, str(path))
         entries = {name: dataclasses.replace(entries.get(name, new), value=value) for name, value in said.items()}
     for name, entry in entries.items():
-        _known(name if entry.key is None else entry.key, entry.value, names, entry.place)
+        _known(name if entry.key is None else entry.key, entry.value, names, entry.place, explain)
         yield _Given(name, entry.value, entry.place, entry.order)
 
 
-def _named(given: Mapping[Any, Any], names: Mapping[str, Field], place: str) -> list[_Given]:
+def _as_fields(keys: Mapping[str, Any]) -> dict[str, Field]:
+    return {name: Field(name, annotation, None, "", "", "") for name, annotation in keys.items()}
+
+
+def _translated(
+    given: list[_Given], names: Mapping[str, Field], translate: Translate | None, place: str
+) -> list[_Given]:
+    """Flags, with those that only config files know in our words; a flag of the same name wins over a translation."""
+    foreign = {each.name: each.value for each in given if each.name not in names}
+    if not foreign or translate is None:
+        return given
+    own = [each for each in given if each.name in names]
+    said = _named(translate(foreign, place), names, place)
+    return [*(each for each in said if each.name not in {every.name for every in own}), *own]
+
+
+def _named(
+    given: Mapping[Any, Any], names: Mapping[str, Field], place: str, explain: Explain | None = None
+) -> list[_Given]:
     """What a mapping says; unknown names are refused."""
     named: dict[str, _Given] = {}
     for key, value in given.items():
-        name = _known(key, value, names, place)
+        name = _known(key, value, names, place, explain)
         if name in named:
             raise ConfigError(f"{name} is given twice in {place}, with a hyphen and with an underscore")
         named[name] = _Given(name, value, place)
     return list(named.values())
 
 
-def _known(key: Any, value: Any, names: Mapping[str, Field], place: str) -> str:
+def _known(key: Any, value: Any, names: Mapping[str, Field], place: str, explain: Explain | None) -> str:
     name = str(key).replace("-", "_")
     if name not in names:
-        hint = did_you_mean(name, list(names))
+        hint = (explain and explain(name, names, "")) or did_you_mean(name, list(names), similarity=SIMILAR)
         if isinstance(value, Mapping):
             hint = "; fields are not nested, write them at the top level"
         raise ConfigError(f"unknown field {key if str(key).isprintable() else shown(key)} in {place}{hint}")

@@ -139,11 +139,11 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def did_you_mean(word: str, words: list[str], prefix: str = "") -> str:
+def did_you_mean(word: str, words: list[str], prefix: str = "", similarity: float = 0.6) -> str:
     """'; did you mean X?' for the nearest of the words, or nothing when none is near."""
     from difflib import get_close_matches
 
-    near = get_close_matches(word, words, n=1)
+    near = get_close_matches(word, words, n=1, cutoff=similarity)
     return f"; did you mean {prefix}{near[0]}?" if near else ""
 
 

@@ -21,7 +21,7 @@ class Chunk:
 
     positions: Sequence[int]  # a range, unless its global batch has samples of several shapes
     last: bool
-    stand_in: bool  # no sample was left for this rank: it computes another rank's sample with weight 0
+    is_dummy: bool  # no sample was left for this rank: it computes another rank's sample with weight 0
     global_batch: Sequence[int]  # all positions of its step, in the order in which they would stand in
     shape: Hashable = None  # of its samples, where the data set has shapes
 
@@ -73,8 +73,8 @@ class Cursor:
         parts = num_micro_batches(len(whole), self.world, self.micro_batch)
         share = share_of(self.rank, self.world, whole.start, len(whole))
         for number, positions in enumerate(split(share, parts)):
-            stand_in = len(positions) == 0
-            yield Chunk(positions or whole[:1], number == parts - 1, stand_in, whole, shape)
+            is_dummy = len(positions) == 0
+            yield Chunk(positions or whole[:1], number == parts - 1, is_dummy, whole, shape)
 
     def _by_shape(self, groups: Sequence[Group]) -> Iterator[Chunk]:
         by_cost = sorted(groups, key=lambda group: group.each)

@@ -17,14 +17,14 @@ from torch.utils.data import Dataset
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from unisono.data.cursor import Chunk, Cursor
-from unisono.data.lane import Lane, is_worth_a_lane
 from unisono.data.nested import mapped
 from unisono.data.order import Order
+from unisono.data.prefetch_stream import PrefetchStream, is_worth_prefetching
 from unisono.data.reading import BadSample, ChunkReader
 from unisono.data.workers import Workers
 from unisono.settings import DataSettings
 
-__all__ = ["BadSample", "Chunk", "Cursor", "Loader", "MicroBatch", "on_device", "place"]
+__all__ = ["BadSample", "Chunk", "Cursor", "Loader", "MicroBatch", "positions_tensor", "to_device"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class MicroBatch:
     chunk: Chunk
     data: Any
     positions: Sequence[int]  # of the samples that are in `data`, in order
-    stand_in: bool  # `data` is another micro-batch's sample and counts with weight 0
+    is_dummy: bool  # `data` is another micro-batch's sample and counts with weight 0
     bad: tuple[BadSample, ...] = ()  # of the chunk's own samples: over all micro-batches and ranks each once
 
 
@@ -67,12 +67,12 @@ class Loader:
     def __next__(self) -> MicroBatch:
         chunk = next(self._chunks)
         if self._workers is not None:
-            data, positions, stand_in, bad = self._workers.take(chunk)
+            data, positions, is_dummy, bad = self._workers.take(chunk)
         else:
-            data, positions, stand_in, bad = self._reader(chunk)
+            data, positions, is_dummy, bad = self._reader(chunk)
             if self._pin:
                 data = pin_memory(data)  # type: ignore[no-untyped-call]
-        return MicroBatch(chunk, data, positions, stand_in, bad)
+        return MicroBatch(chunk, data, positions, is_dummy, bad)
 
     def close(self) -> None:
         """Ends the workers now, also those that are dead or hang."""
@@ -82,27 +82,27 @@ class Loader:
             self._workers = None
 
 
-def place(data: Any, device: torch.device, floating: torch.dtype | None = None) -> Any:
+def to_device(data: Any, device: torch.device, floating: torch.dtype | None = None) -> Any:
     """The batch on `device` (and in another floating type, if given), through any nesting of containers.
 
     Large parts are copied beside what a GPU is doing: the host is ahead of it, by most of a step.
     """
-    lane: Lane | None = None
+    prefetch: PrefetchStream | None = None
 
     def moved(leaf: Any) -> Any:
-        nonlocal lane
+        nonlocal prefetch
         if not isinstance(leaf, Tensor):
             return leaf.to(device) if hasattr(leaf, "to") else leaf
         dtype = floating if floating is not None and leaf.is_floating_point() else leaf.dtype
-        if not is_worth_a_lane(leaf, device):
+        if not is_worth_prefetching(leaf, device):
             return leaf.to(device, dtype, non_blocking=True)
-        lane = lane or Lane.on(device)
-        return lane.copied(leaf, dtype)
+        prefetch = prefetch or PrefetchStream.on(device)
+        return prefetch.copied(leaf, dtype)
 
     return mapped(data, moved)
 
 
-def on_device(positions: Sequence[int], device: torch.device) -> Tensor:
+def positions_tensor(positions: Sequence[int], device: torch.device) -> Tensor:
     """The positions of a micro-batch on the device."""
     if isinstance(positions, range):  # made on the device: the cheapest way there
         return torch.arange(positions.start, positions.stop, device=device)

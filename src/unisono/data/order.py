@@ -20,11 +20,13 @@ _ROUNDS = 6
 
 @dataclass(frozen=True)
 class Order:
-    """The endless stream over a data set of `num_samples` items."""
+    """The endless stream over a data set: `num_samples` items in each epoch."""
 
     num_samples: int
     seed: int
     shuffle: bool = True
+    data_size: int | None = None
+    """How many items the data set has, where an epoch leaves some of them out, others each time; None: none is."""
 
     def __getitem__(self, position: int) -> int:
         """The index in the data set of the sample at `position`."""
@@ -37,11 +39,12 @@ class Order:
     def indices(self, positions: Integers) -> Integers:
         """The indices in the data set of the samples at `positions` (int64, numpy or torch on any device)."""
         offsets = positions % self.num_samples
-        if not self.shuffle or self.num_samples == 1:
+        size = self.data_size or self.num_samples
+        if not self.shuffle or size == 1:
             return offsets  # type: ignore[no-any-return]
         epochs = (positions - offsets) // self.num_samples
         keys = keys_for(key_of(Purpose.ORDER, self.seed), epochs)
-        return _permute(offsets, self.num_samples, keys)  # type: ignore[no-any-return]
+        return _permute(offsets, size, keys)  # type: ignore[no-any-return]
 
 
 def _permute(offsets: Integers, size: int, keys: Integers) -> Integers:

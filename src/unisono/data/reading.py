@@ -1,12 +1,13 @@
 """Reads the samples of a micro-batch, each with a seed of its own, and leaves out what cannot be read.
 
-A sample that raises is read once more with the same seed (files on a network come and go); if it raises again it is
-handed on as a `BadSample` and the micro-batch consists of the others. What to do about bad samples is for all ranks
-to agree on, not for a loader.
+A sample that raises is read once more with the same seed, after a short pause (files on a network come and go; the
+pause grows while one sample after the other fails). If it raises again it is handed on as a `BadSample` and the
+micro-batch consists of the others. What to do about bad samples is for all ranks to agree on, not for a loader.
 """
 
 from __future__ import annotations
 
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from unisono import tracebacks
 from unisono.data.bits import Purpose, key_of
 from unisono.data.cursor import Chunk
 from unisono.data.order import Order
@@ -23,6 +25,8 @@ from unisono.data.seeding import seed_everything
 from unisono.errors import RecipeError, UnisonoError
 
 _LOOK_AHEAD = 1024  # positions whose order is worked out at once: for a micro-batch alone numpy's calls would cost more
+_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0  # before a second try
+_PATIENCE_S = 3.0  # of pauses since the last sample that could be read: then waiting has not helped
 _ERROR_LENGTH, _TRACEBACK_LINES = 300, 12
 _STAND_INS = 64  # samples tried, at least, before the data set as a whole is taken for unreadable
 _NOT_THE_SAMPLES_FAULT = (MemoryError, torch.OutOfMemoryError)  # on another rank or another day it can be read
@@ -50,7 +54,7 @@ class ReadChunk(NamedTuple):
 
     data: Any
     positions: Sequence[int]  # of the samples in `data`, in order
-    stand_in: bool
+    is_dummy: bool
     bad: tuple[BadSample, ...]
 
 
@@ -71,6 +75,7 @@ class ChunkReader:
         # A global batch with more bad samples than are allowed ends the run anyway: no need to look any further.
         self._tries = max(_STAND_INS, max_bad_samples + 1)
         self._known: tuple[int, list[int]] = (0, [])  # first position, and the indices from there on
+        self._pauses = 0.0, 0  # seconds and number since the last sample that could be read
         self.now = Number(-1)
         """The position being read, -1 when none is: in a worker it lies in memory that the training process sees."""
         self.stop = Number(0)
@@ -82,7 +87,7 @@ class ChunkReader:
         Where nothing is left, another sample of the same global batch stands in for it. Bad samples are reported by
         the chunk they belong to and by no other, so that they add up over micro-batches and ranks.
         """
-        if chunk.stand_in:
+        if chunk.is_dummy:
             return self._stand_in(chunk, ())
         items, positions, bad = [], [], []
         for position in chunk.positions:
@@ -107,19 +112,34 @@ class ChunkReader:
     def _read(self, position: int) -> Any:
         """The sample at `position`, or a BadSample when that has failed twice."""
         try:
-            return self._item(position)
+            return self._good(self._item(position))
         except _NOT_THE_SAMPLES_FAULT:
             raise
         except Exception:
             pass  # a second time, outside of the handler: the first error's traceback holds the first try's memory
+        self._pause()
         try:
-            return self._item(position)
+            return self._good(self._item(position))
         except _NOT_THE_SAMPLES_FAULT:
             raise
         except Exception as error:
             only = " ".join("".join(traceback.format_exception_only(error)).split())
             lines = "".join(traceback.format_exception(error)).splitlines()
-            return BadSample(position, self.index(position), _shortened(only), "\n".join(lines[-_TRACEBACK_LINES:]))
+            shown = f"{_shortened(only)} ({tracebacks.location(error)})"
+            return BadSample(position, self.index(position), shown, "\n".join(lines[-_TRACEBACK_LINES:]))
+
+    def _good(self, item: Any) -> Any:
+        self._pauses = 0.0, 0
+        return item
+
+    def _pause(self) -> None:
+        """Before a second try; longer when the samples before have failed too, and over when the loader closes."""
+        waited, number = self._pauses
+        seconds = min(_PAUSE_S * 2**number, _LONGEST_PAUSE_S, _PATIENCE_S - waited)
+        self._pauses = waited + max(0.0, seconds), number + 1
+        end = time.monotonic() + seconds
+        while not self.stop.value and (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, 0.05))
 
     def _item(self, position: int) -> Any:
         if self.stop.value:
@@ -136,7 +156,7 @@ class ChunkReader:
             self.now.value = -1
 
     def _stand_in(self, chunk: Chunk, bad: tuple[BadSample, ...]) -> ReadChunk:
-        tried = set() if chunk.stand_in else set(chunk.positions)
+        tried = set() if chunk.is_dummy else set(chunk.positions)
         first, failures = bad[0] if bad else None, len(bad)
         for position in chunk.global_batch:
             if position in tried:

@@ -86,7 +86,7 @@ class ResidentLoader:
     def __next__(self) -> MicroBatch:
         chunk = next(self._chunks)
         positions = chunk.positions
-        return MicroBatch(chunk, Rows(self._data, self._at(positions), chunk.shape), positions, chunk.stand_in)
+        return MicroBatch(chunk, Rows(self._data, self._at(positions), chunk.shape), positions, chunk.is_dummy)
 
     def _at(self, positions: Sequence[int]) -> Tensor:
         if not isinstance(positions, range):

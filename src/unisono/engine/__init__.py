@@ -1,1 +1,1 @@
-"""The loop, the optimizer step and the contract with a recipe."""
+"""The training loop, the optimizer step and the interface of a recipe."""

@@ -1,6 +1,6 @@
 """The arithmetic of the effective batch.
 
-The global batch is what the mathematics sees; how it is cut over devices and micro-batches follows from it and must
+The global batch defines the optimizer step. How it is divided over devices and micro-batches follows from it and must
 not change the result.
 """
 
@@ -11,12 +11,15 @@ from dataclasses import dataclass, replace
 
 from unisono.data.order import num_micro_batches
 from unisono.errors import ConfigError
-from unisono.settings import BatchSettings
+from unisono.settings import LARGEST_BATCH, BatchSettings
+
+_SMALL_BATCH = 2**20  # samples; reading fewer takes no time, even if they repeat
+_MOST_PASSES = 16
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """One optimizer step: `global_batch` samples, in micro-batches of at most `micro_batch` on each of `devices`."""
+    """The batch of an optimizer step: `global_batch` samples, in micro-batches of at most `micro_batch` per device."""
 
     global_batch: int
     micro_batch: int
@@ -24,12 +27,12 @@ class BatchPlan:
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches that each device computes per optimizer step."""
+        """Number of micro-batches per device and optimizer step."""
         return num_micro_batches(self.global_batch, self.devices, self.micro_batch)
 
     @property
     def share(self) -> int:
-        """The most samples of a step that one device has to compute."""
+        """The largest number of samples that one device computes per step."""
         return -(-self.global_batch // self.devices)
 
 
@@ -38,43 +41,79 @@ def plan_batch(
     explicit: Callable[[str], bool],
     *,
     devices: int,
-    asked_devices: int | None = None,
+    requested_devices: int | None = None,
     stored: int | None = None,
 ) -> BatchPlan:
-    """How a step's batch is made up.
+    """Plans the batch of an optimizer step.
 
-    `asked_devices` is what the user asked for where fewer were found, `stored` the effective batch of the run that is
-    continued: both keep the effective batch and change the accumulation.
+    `requested_devices` is the number that the user asked for, if fewer are available; `stored` is the effective batch
+    of a run that continues. Both keep the effective batch and change the accumulation.
     """
-    asked = max(devices, asked_devices or devices)
+    plan = _plan(settings, explicit, devices, max(devices, requested_devices or devices), stored)
+    if plan.global_batch > LARGEST_BATCH:
+        raise ConfigError(
+            f"the effective batch would be {plan.global_batch:,} samples, and {LARGEST_BATCH:,} is the most; "
+            "lower batch_size or gradient_accumulation_steps"
+        )
+    return plan
+
+
+def check_against_data(plan: BatchPlan, num_samples: int) -> None:
+    """Refuses a step that would read the whole dataset many times: it would take minutes without any output."""
+    if plan.global_batch > max(_SMALL_BATCH, _MOST_PASSES * num_samples):
+        raise ConfigError(
+            f"one optimizer step of {plan.global_batch:,} samples would read the dataset ({num_samples:,} samples) "
+            f"{plan.global_batch // max(1, num_samples):,} times; lower batch_size or global_batch_size (a resumed "
+            "run takes it from its checkpoint, which may be damaged)"
+        )
+
+
+def _plan(
+    settings: BatchSettings, explicit: Callable[[str], bool], devices: int, requested: int, stored: int | None
+) -> BatchPlan:
     size, accumulation = settings.batch_size, settings.gradient_accumulation_steps
-    wanted = settings.global_batch_size
+    global_batch = settings.global_batch_size
     if stored is not None:
-        if wanted is not None and explicit("global_batch_size") and wanted != stored:
+        if global_batch is not None and explicit("global_batch_size") and global_batch != stored:
             raise ConfigError(
-                f"global_batch_size {wanted} differs from this run's {stored}; a run keeps its effective batch: "
+                f"global_batch_size {global_batch} differs from this run's {stored}; a run keeps its effective batch: "
                 "leave the flag out, or start a new output_dir"
             )
         return BatchPlan(stored, min(size, stored), devices)
-    if wanted is None:
-        return BatchPlan(size * asked * (accumulation or 1), size, devices)
-    if explicit("batch_size") and accumulation is not None and size * asked * accumulation != wanted:
-        works = size * asked * max(1, round(wanted / (size * asked)))
+    if global_batch is None:
+        return BatchPlan(size * requested * (accumulation or 1), size, devices)
+    if explicit("batch_size") and accumulation is not None and size * requested * accumulation != global_batch:
+        nearest = size * requested * max(1, round(global_batch / (size * requested)))
         raise ConfigError(
-            f"batch_size {size} x {asked} device{'s' * (asked > 1)} x gradient_accumulation_steps {accumulation} = "
-            f"{size * asked * accumulation} is not global_batch_size {wanted}; leave one of them out, "
-            f"or use global_batch_size {works} with gradient_accumulation_steps {works // (size * asked)}"
+            f"batch_size {size} x {requested} device{'s' * (requested > 1)} x gradient_accumulation_steps "
+            f"{accumulation} = {size * requested * accumulation} is not global_batch_size {global_batch}; leave one of "
+            f"them out, or use global_batch_size {nearest} with gradient_accumulation_steps "
+            f"{nearest // (size * requested)}"
         )
     if accumulation is not None and not explicit("batch_size"):
-        size = -(-wanted // (devices * accumulation))
-    return BatchPlan(wanted, min(size, wanted), devices)
+        size = -(-global_batch // (devices * accumulation))
+    return BatchPlan(global_batch, min(size, global_batch), devices)
 
 
-def with_micro_batch(plan: BatchPlan, asked: int | str | None, known: int, *, on_gpu: bool) -> BatchPlan:
-    """The plan with as many samples at once as was `asked` for, and no more than is `known` to fit (0: not known)."""
+def overruled(settings: BatchSettings, explicit: Callable[[str], bool], devices: int, stored: int | None) -> list[str]:
+    """Notes on flags that cannot change the effective batch of a resumed run, which has `stored` samples per step."""
+    size, accumulation = settings.batch_size, settings.gradient_accumulation_steps
+    if stored is None or size * devices * (accumulation or 1) == stored:
+        return []
+    kept = f"this run keeps its effective batch of {stored} samples"
+    remarks = []
+    if explicit("batch_size"):
+        remarks.append(f"{kept}: batch_size {size} only limits the micro-batch per device")
+    if explicit("gradient_accumulation_steps"):
+        remarks.append(f"{kept}: gradient_accumulation_steps {accumulation} is ignored, it follows from the batch")
+    return remarks
+
+
+def with_micro_batch(plan: BatchPlan, requested: int | str | None, known_to_fit: int, *, on_gpu: bool) -> BatchPlan:
+    """The plan with the micro-batch in the settings (`requested`), limited to the size `known_to_fit` (0: unknown)."""
     size = plan.micro_batch
-    if isinstance(asked, int):
-        size = asked
-    elif asked == "auto" and on_gpu:  # memory of the host does not say when it is full
+    if isinstance(requested, int):
+        size = requested
+    elif requested == "auto" and on_gpu:  # a CPU does not report that its memory is full
         size = plan.share
-    return replace(plan, micro_batch=min(size, plan.share, known or size))
+    return replace(plan, micro_batch=min(size, plan.share, known_to_fit or size))

@@ -1,23 +1,26 @@
-"""Settings that no run can be made of, found before anything is started."""
+"""Refuses settings that cannot work, before anything is started."""
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Collection
 from dataclasses import fields
 
+from unisono.config.resolve import Resolved
+from unisono.config.values import did_you_mean, shown
+from unisono.engine.recipe import Recipe
 from unisono.errors import ConfigError
 from unisono.faults import parse
-from unisono.settings import LaunchSettings, Settings
+from unisono.settings import LARGEST_BATCH, LaunchSettings, Settings
 
+_BATCH = ("batch_size", "global_batch_size", "gradient_accumulation_steps", "eval_batch_size", "micro_batch")
 _AT_LEAST_ONE = (
-    "batch_size",
-    "global_batch_size",
-    "gradient_accumulation_steps",
     "nproc",
+    "max_ranks_per_core",
     "log_every",
     "max_steps",
     "num_epochs",
-    "eval_batch_size",
     "prefetch_factor",
     "lr_scaling_batch",
 )
@@ -38,15 +41,72 @@ _AT_LEAST_ZERO = (
     "max_bad_samples",
     "epsilon",
 )
+_COMMON_OPTIMIZERS = ("adamw", "adam", "sgd")
 _PART_OF_ONE = ("ema_decay", "min_lr_ratio", "wsd_decay_ratio")
+
+
+_MOST_WORKERS = 1024  # per rank; each is a process, and more would only fill the memory
+_LARGEST = 2**40
+"""Upper limit of steps, samples and seconds: positions in the sample stream then fit into 64 bits."""
+
+
+def check_run(kind: type[Recipe], resolved: Resolved) -> None:
+    """Checks all settings, the engine's and the recipe's, as far as possible before any work is done."""
+    settings = resolved.build(Settings)
+    check_settings(settings)
+    check_with_recipe(kind(resolved.build(kind.Config)), settings, resolved)
+
+
+def check_with_recipe(recipe: Recipe, settings: Settings, resolved: Resolved) -> None:
+    """Refuses settings that the recipe does not support, an unknown optimizer and an unknown best_metric."""
+    recipe.check_settings(settings)
+    if settings.optim.optimizer.lower() not in _COMMON_OPTIMIZERS:
+        from unisono.engine.step.make_optimizer import named_optimizer  # imports torch, which takes seconds
+
+        named_optimizer(settings.optim.optimizer)
+    best_metric = settings.eval.best_metric
+    if best_metric is None:
+        return
+    if resolved.explicit("best_metric") and settings.eval.eval_every < 0:
+        raise ConfigError(f"best_metric {best_metric}: with eval_every -1 nothing is evaluated; leave one of them out")
+    names = recipe.metric_names()
+    if names is not None:
+        check_held_out(names or None, settings, resolved)
+    if names:
+        _check_best_metric(best_metric, names)
+
+
+def check_held_out(held_out: object | None, settings: Settings, resolved: Resolved) -> None:
+    """Refuses a best_metric that the user set if there is no evaluation data (None) to measure it on."""
+    if held_out is None and settings.eval.best_metric is not None and resolved.explicit("best_metric"):
+        raise ConfigError(
+            f"best_metric {settings.eval.best_metric}: there is no evaluation data; hold out some samples, or "
+            "leave the flag out"
+        )
+
+
+def check_measured(recipe: Recipe, settings: Settings, metrics: Collection[str]) -> None:
+    """Refuses a best_metric that the default evaluate() does not return: it returns the metrics of loss()."""
+    if settings.eval.best_metric is not None and type(recipe).evaluate is Recipe.evaluate and not recipe.coupled:
+        _check_best_metric(settings.eval.best_metric, {"loss", *metrics})
+
+
+def _check_best_metric(best_metric: str, names: Collection[str]) -> None:
+    """Refuses a best_metric that is not among the metrics of an evaluation; `names` are without eval/."""
+    metrics = sorted(f"eval/{name}" for name in names)
+    if best_metric not in metrics:
+        suggestion = did_you_mean(best_metric, metrics)
+        raise ConfigError(f"best_metric {best_metric}: evaluation returns {', '.join(metrics)}{suggestion}")
 
 
 def check_settings(settings: Settings) -> None:
     """Refuses numbers out of range and settings that contradict each other."""
     values = {f.name: getattr(group, f.name) for group in vars(settings).values() for f in fields(group)}
     for names, low, high, expected in (
-        (_AT_LEAST_ONE, 1, 2**40, "at least 1"),
-        (_AT_LEAST_ZERO, 0, 2**40, "at least 0, and finite"),
+        (_AT_LEAST_ONE, 1, _LARGEST, f"1 to {_LARGEST:,}"),
+        (_BATCH, 1, LARGEST_BATCH, f"1 to {LARGEST_BATCH:,}"),
+        (_AT_LEAST_ZERO, 0, _LARGEST, f"0 to {_LARGEST:,}"),
+        (("num_workers",), 0, _MOST_WORKERS, f"0 to {_MOST_WORKERS:,}"),
         (("seed",), -(2**63), 2**63 - 1, "a 64-bit number"),
         (("eval_every", "preview_every", "guard_steps"), -1, math.inf, "at least -1"),
         (_PART_OF_ONE, 0, 1, "from 0 to 1"),
@@ -54,12 +114,13 @@ def check_settings(settings: Settings) -> None:
         (("bucket_cap_mb",), 1e-3, math.inf, "more than 0"),
     ):
         for name in names:
-            if values[name] is not None and not low <= values[name] <= high:
-                raise ConfigError(f"{name}: expected {expected}, got {values[name]}")
+            if values[name] is not None and values[name] != "auto" and not low <= values[name] <= high:
+                least = f"at least {low}" if expected.startswith(f"{low} to ") and values[name] < low else expected
+                raise ConfigError(f"{name}: expected {least}, got {shown(values[name])}")
     if settings.run.output_dir == "":
         raise ConfigError("output_dir: expected a folder, got nothing")
     if settings.ema.ema_decay == 1:
-        raise ConfigError("ema_decay: 1 would never move; use for instance 0.999")
+        raise ConfigError("ema_decay: with 1 the average would never change; use for instance 0.999")
     parse(settings.run.inject)
     _, most = machines(settings.launch)
     if most > 1 and (settings.launch.rdzv_endpoint is None or settings.launch.node_rank is None):
@@ -68,9 +129,6 @@ def check_settings(settings: Settings) -> None:
         raise ConfigError("nnodes: several machines also need output_dir, the same folder on all of them")
     if settings.launch.node_rank is not None and settings.launch.node_rank >= most:
         raise ConfigError(f"node_rank: expected 0 to {most - 1}, got {settings.launch.node_rank}")
-    micro_batch = settings.batch.micro_batch
-    if isinstance(micro_batch, int) and micro_batch < 1:
-        raise ConfigError(f"micro_batch: expected at least 1, or auto, got {micro_batch}")
     if settings.parallel.strategy == "fsdp" and settings.parallel.find_unused_parameters:
         raise ConfigError("find_unused_parameters is ddp's; fsdp needs every weight in every step on every rank")
     if settings.parallel.static_graph and settings.parallel.find_unused_parameters:
@@ -78,10 +136,12 @@ def check_settings(settings: Settings) -> None:
 
 
 def machines(settings: LaunchSettings) -> tuple[int, int]:
-    """The fewest and the most machines of a run: nnodes is "2" or "1:4"."""
+    """The minimum and maximum number of machines of a run: nnodes is "2" or "1:4"."""
     fewest, _, most = str(settings.nnodes).partition(":")
-    if not all(text.isascii() and text.isdecimal() and int(text) >= 1 for text in (fewest, most or fewest)):
-        raise ConfigError(f"nnodes: expected a number of machines such as 2, or 1:4 for 1 to 4, got {settings.nnodes}")
+    # At most nine digits: Python refuses to convert thousands of them.
+    if not all(re.fullmatch("0*[1-9][0-9]{0,8}", text) for text in (fewest, most or fewest)):
+        got = shown(str(settings.nnodes))
+        raise ConfigError(f"nnodes: expected a number of machines such as 2, or 1:4 for 1 to 4, got {got}")
     if int(most or fewest) < int(fewest):
         raise ConfigError(f"nnodes: expected fewest:most, got {settings.nnodes}")
     return int(fewest), int(most or fewest)

@@ -1,38 +1,43 @@
-"""How long a run is, and what it leaves behind."""
+"""The length of a run, and its result."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from unisono.config.resolve import Resolved
 from unisono.data.order import Strides
 from unisono.engine.state import TrainState
 from unisono.settings import Settings
 
+BY_LENGTH = "length"
+"""The source (in run.json) of a setting whose value follows from the length of the run."""
+
 
 @dataclass(frozen=True)
 class Result:
-    """What a run left behind."""
+    """The result of a run."""
 
     folder: Path
-    status: str  # "done", or "stopped" by a signal: run again to go on
+    status: str  # "done", or "stopped" by a signal: the same command continues
     step: int
     metrics: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Length:
-    """How long a run is, from its beginning, in samples and in optimizer steps."""
+    """The length of a run from its beginning, in samples and in optimizer steps."""
 
     samples: int
     steps: int
 
     @classmethod
     def of(cls, settings: Settings, num_samples: int, state: TrainState, *, whole_epochs: bool = False) -> Length:
-        """The end that comes first: max_steps, or the last sample of the last epoch.
+        """The length by max_steps or num_epochs, whichever ends the run first.
 
-        Counted from where the run stands: one that had ended with a smaller last batch may have been extended.
+        Steps are counted from the current state: a run that ended with a smaller last batch may have been extended.
         """
         strides = Strides(state.global_batch, num_samples if whole_epochs else None)
         epochs = settings.run.num_epochs
@@ -44,23 +49,48 @@ class Length:
         samples = min(end for end in (by_steps, by_epochs) if end is not None)
         return cls(samples, state.step + strides.between(state.samples, samples))
 
-    def remarks(self, settings: Settings, done: int) -> list[str]:
-        """What a run of this length will not do, after so many steps."""
+    def remarks(self, settings: Settings, done: int, explicit: Callable[[str], bool] = lambda name: True) -> list[str]:
+        """Notes on settings that this length makes ineffective, for a run that has done `done` steps.
+
+        `explicit` tells whether the user set a setting.
+        """
         warmup, run = settings.optim.warmup_steps, settings.run
         if done and done >= self.steps:
-            told = f"max_steps is {run.max_steps}, num_epochs {run.num_epochs}"
-            return [f"all steps of this run are done ({told}); a larger one of them goes on with it"]
-        found = []
-        if run.max_steps is not None and self.steps < run.max_steps:
-            found.append(f"max_steps {run.max_steps} is not reached: num_epochs {run.num_epochs} is {self.steps} steps")
+            limits = f"max_steps is {run.max_steps}, num_epochs {run.num_epochs}"
+            return [f"all steps of this run are done ({limits}); raise one of them to train on"]
+        remarks = []
+        if run.max_steps is not None and self.steps < run.max_steps and explicit("max_steps"):
+            remarks.append(
+                f"max_steps {run.max_steps} is not reached: num_epochs {run.num_epochs} is {self.steps} steps"
+            )
         if warmup > self.steps and run.max_steps is None and run.num_epochs is None:
-            found.append(
+            remarks.append(
                 f"the run has {self.steps} steps, one epoch, and warmup_steps is {warmup}: it never reaches its "
-                "learning rate; say how long to train, by --max_steps or --num_epochs"
+                "learning rate; set the length with --max_steps or --num_epochs"
             )
         elif warmup > self.steps:
-            found.append(
+            remarks.append(
                 f"warmup_steps {warmup}: the run has {self.steps} steps and never reaches its learning rate; use "
                 f"--warmup_steps {self.steps // 10}"
             )
-        return found
+        return remarks
+
+
+def fit_warmup(resolved: Resolved, steps: int, *, whole_epochs: bool) -> tuple[Resolved, list[str]]:
+    """Shortens a default warm-up to a tenth of the run, with a note; a value that the user set is not changed.
+
+    With `whole_epochs` the user's own loop decides the length of the run, and nothing is changed.
+    """
+    warmup, most = resolved.values["warmup_steps"], max(1, steps // 10)
+    if whole_epochs or warmup <= most or resolved.sources["warmup_steps"] not in ("default", "recipe"):
+        return resolved, []
+    remark = f"warmup_steps {most}, a tenth of the run's {steps} steps; the default is {warmup}"
+    return resolved.with_values(BY_LENGTH, warmup_steps=most), [remark]
+
+
+def is_evaluated(state: TrainState, length: Length) -> bool:
+    """Whether the evaluation of the current step is complete and need not be repeated.
+
+    A run that is started at its end repeats it, and so does one that starts again at step 0 without a checkpoint.
+    """
+    return not state.owes_evaluation and state.step > 0 and state.samples < length.samples

@@ -1,15 +1,18 @@
-"""The contract between a recipe and the engine.
+"""The interface between a recipe and the engine.
 
-A recipe says what is trained: a model, data, a loss. It never sees a rank, a device count, a wrapper or a micro-batch
-size; how the work is spread out is the engine's business, and must not change the result.
+A recipe defines what is trained: a model, data, a loss. It never sees a rank, a device count, a wrapper or a
+micro-batch size. The engine distributes the work, and that must not change the result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from unisono.engine.clock import Clock
 
 if TYPE_CHECKING:  # `unisono --help` must not wait for torch
     from torch import Tensor, nn
@@ -17,6 +20,7 @@ if TYPE_CHECKING:  # `unisono --help` must not wait for torch
     from torch.utils.data import Dataset
 
     from unisono.data.noise import Noise
+    from unisono.observe.progress import Advance
     from unisono.parallel.materialize import Weights
     from unisono.settings import Settings
 
@@ -25,237 +29,298 @@ if TYPE_CHECKING:  # `unisono --help` must not wait for torch
 class Loss:
     """The loss of a micro-batch as a sum over items and the number of items summed.
 
-    Never a mean: the engine divides by the count of the whole global batch (all micro-batches, all ranks), which is the
-    only way that accumulation and many ranks equal one big batch. `metrics` holds further sums over the same items.
+    It is never a mean: the engine divides by the count of the whole global batch (all micro-batches of all ranks). Only
+    then do accumulation and several ranks give the result of one large batch. `metrics` holds further sums over the
+    same items, and (sum, count) pairs over other items: {"accuracy": (right, len(batch))} in a loss that counts tokens.
     """
 
     total: Tensor
     count: Tensor | int | float
-    metrics: Mapping[str, Tensor | float] = field(default_factory=dict)
+    metrics: Mapping[str, Tensor | float | tuple[Tensor | float, Tensor | float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Work:
-    """What `prepare` gets: a folder to work in and its part of the work."""
+    """This process's part of the work in `prepare` and `refresh`: a folder to write to, and a share of the items."""
 
     folder: Path
     _part: int = 0
     _parts: int = 1
     _asked_to_stop: Callable[[], bool] = bool
     device: str = "cpu"
-    """Where to compute what is prepared."""
+    """The device to compute on."""
     _say: Callable[[str], None] = lambda text: None
     seed: int = 0
-    """The run's seed, for what is drawn at random."""
+    """The run's seed, for random numbers."""
     _gather: Callable[[Any], list[Any]] = lambda value: [value]
+    shows_progress: bool = False
+    """Whether progress() draws a bar on this process's stderr; else it sends plain lines to message()."""
 
     def meet(self) -> bool:
-        """Waits until all processes have come here; True when somebody asked to stop: return, then."""
+        """A barrier: waits for all processes. Returns True if the run was asked to stop; then return from prepare()."""
         return any(self.gather(self.stopping))
 
     def gather(self, value: Any) -> list[Any]:
-        """What every process says, the main one first; all of them must ask. Plain objects only."""
+        """All-gathers a plain object: returns every process's value, the main one's first. All must call it."""
         return self._gather(value)
 
     def message(self, text: str) -> None:
-        """A line for the user, once over all processes."""
+        """Prints a line for the user, on the main process only."""
         self._say(text)
+
+    def progress(
+        self, what: str, total: int | None = None, unit: str = "", *, of: int | None = None
+    ) -> AbstractContextManager[Advance]:
+        """Shows progress: `with work.progress("encoding videos", len(mine)) as advance:`, then `advance()` per item.
+
+        The main rank draws a bar on a terminal, or prints a line now and then elsewhere. `total` is this rank's number
+        of items and `of` that of all ranks; without a total it shows the elapsed time. After a stop request it shows
+        nothing.
+        """
+        from unisono.observe.progress import progress
+
+        say = None if self.shows_progress else self._say
+        return progress(what, total, unit, of=of, enabled=self._part == 0 and not self.stopping, say=say)
 
     @property
     def stopping(self) -> bool:
-        """Whether somebody asked the run to stop: finish the item at hand and return; the next start goes on."""
+        """Whether the run was asked to stop: finish the current item and return; the next start continues."""
         return self._asked_to_stop()
 
     def share(self, items: Sequence[Any]) -> Sequence[Any]:
-        """The items to prepare here; over all processes each item is prepared once."""
+        """This process's share of the items; over all processes, each item occurs once."""
         return items[self._part :: self._parts]
 
     def largest_share(self, items: Sequence[Any]) -> int:
-        """How many items the process with most of them gets: for work that all must do equally often."""
+        """The size of the largest share of any process: for work that all must do equally often."""
         return -(-len(items) // self._parts)
 
 
 class Recipe:
-    """What to train. Subclass it, write `model`, `dataset` and `loss`, and give it to `unisono train`."""
+    """Defines what to train. Subclass it, write `model`, `dataset` and `loss`, and pass it to `unisono train`."""
 
     defaults: ClassVar[Mapping[str, Any]] = {}
-    """Engine settings for which this recipe wants another default, e.g. {"batch_size": 512}."""
+    """This recipe's own defaults of engine settings, e.g. {"batch_size": 512}."""
 
     aliases: ClassVar[Mapping[str, str]] = {}
-    """Other names of settings that people know, in files and as flags, e.g. {"lr": "learning_rate"}."""
+    """Alternative names of settings, in config files and as flags, e.g. {"lr": "learning_rate"}."""
+
+    file_keys: ClassVar[Mapping[str, Any]] = {}
+    """Additional keys that translate() accepts, with their types, e.g. {"alg": str}; they become flags too."""
 
     fixed: ClassVar[Sequence[str]] = ()
-    """Settings of its own that cannot change when a run goes on, e.g. a factor that weights are used with."""
+    """The recipe's settings that cannot change when a run is resumed: the engine refuses another value.
+
+    List every setting that decides which data is trained on or held out (paths, splits, what a sample contains), or the
+    model's shape or the meaning of its weights. Other settings may change; the run records it when they do.
+    """
 
     verify_precision: ClassVar[str] = "float64"
-    """What `unisono verify` computes in unless told: another one for a model that casts to float32 by itself."""
+    """The default precision of `unisono verify`; change it for a model that casts to float32 itself."""
+
+    title: str = ""
+    """The title in the start-up banner; by default the name of the class."""
 
     headline: ClassVar[Sequence[str]] = ()
-    """Which numbers of an evaluation are shown while it trains, e.g. "eval/mAP"; all, unless some are named."""
+    """The metrics that each evaluation prints, e.g. "eval/mAP"; by default all of them."""
+
+    labels: Mapping[str, Sequence[str]] = {}
+    """Names for the entries of a metric of evaluate() that is a list, e.g. {"right_by_class": ["cat", "dog"]}.
+
+    The report then shows named bars instead of a curve.
+    """
 
     evaluations: list[dict[str, Any]]
-    """What the run's evaluations have found so far, each with its step; the engine fills it, for `preview` to draw."""
+    """The results of the run's evaluations so far, each with its step; set by the engine, for use in `preview`."""
 
     global_batch: int = 0
-    """Samples of one optimizer step over all ranks; the engine fills it before it asks for model()."""
+    """Number of samples per optimizer step over all ranks; set by the engine before it calls model()."""
+
+    clock: Clock = Clock()
+    """The current step, the same on every rank: `self.clock.step`, and `self.clock.progress` from 0 to 1.
+
+    Use it in loss(), embed(), couple(), evaluate() and preview(). Do not use it in datasets and collate(), which run
+    ahead of the step in other processes.
+    """
 
     flash_attention: bool = False
-    """Whether the run computes in 16 bit on a GPU that has it; the engine fills it before it asks for model()."""
+    """Whether the run computes in 16 bit on a GPU with flash attention; set by the engine before it calls model()."""
 
     many_shapes: ClassVar[bool] = False
-    """Whether batches come in ever new shapes: attention then leaves out cuDNN, which gets ready for each of them."""
+    """Whether batches have many different shapes: attention then avoids cuDNN, which prepares for each new shape."""
+
+    samples_per_epoch: ClassVar[int | None] = None
+    """Number of samples in an epoch, if it is smaller than the dataset because an incomplete last batch is dropped."""
 
     @dataclass
     class Config:
         """The recipe's own settings; every field becomes a flag and a config-file key."""
 
     prepared: Path | None = None
-    """The folder in which prepare() has worked, for what model() needs to know of it; also when a run is exported."""
+    """The folder that prepare() wrote to, for use in model() and dataset(); also set when a run is exported."""
 
     remarks: Sequence[str] = ()
-    """What the user should be told once, when the run begins; for dataset() and model() to set."""
+    """Notes for the user, printed once at the start of the run; dataset() and model() may set it."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
 
     @classmethod
     def translate(cls, values: dict[str, Any], where: str) -> Mapping[str, Any]:
-        """What the config file `where` says, in this recipe's words; called once for each file, with its includes.
+        """Translates the contents of the config file `where` to this recipe's settings; called once per file.
 
-        Raise ConfigError for a key that cannot be honoured, with the reason. Unquoted words of a file are still text.
+        Raise ConfigError, with the reason, for a key that has no equivalent. Unquoted words of the file are strings.
         """
         return values
 
     @classmethod
     def presets(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Defaults that follow from other settings, e.g. of a small model by name; what the user has said wins."""
+        """Defaults that depend on other settings, e.g. on a model's name; values that the user sets win."""
         return {}
 
     def check_settings(self, settings: Settings) -> None:
-        """Refuses (ConfigError) settings of the engine that this recipe cannot be trained with; before prepare()."""
+        """Raises ConfigError for engine settings that this recipe does not support; called before prepare().
+
+        `--print_config` calls it too. Check the recipe's own settings here or in the constructor, and load nothing.
+        """
+
+    def metric_names(self) -> Collection[str] | None:
+        """Names of the scalar metrics of an evaluation; empty if there is no evaluation data, None if unknown.
+
+        With the names, the engine refuses a wrong best_metric before prepare().
+        """
+        return None
 
     def prepare(self, work: Work) -> None:
-        """One-off work shared over the ranks before training (cache, collect, download); must be resumable."""
+        """Does one-off work before training (cache, collect, download), shared over the ranks; must be resumable."""
 
     refresh_every: int = 0
-    """So many steps apart refresh() is called; 0: never."""
+    """Number of steps between calls of refresh(); 0: never."""
 
     def refresh(self, step: int, work: Work) -> None:
-        """Work between steps, shared over the ranks: replacing what is trained on, for the steps after `step`.
+        """Does work between steps, shared over the ranks: replaces the training data for the steps after `step`.
 
-        A run that goes on in between calls it again for the same step: what is there need not be made anew.
+        A run that resumes between two refreshes calls it again for the same step; existing results can be reused.
         """
 
     whole_epochs: ClassVar[bool] = False
-    """Whether each epoch ends with a step of its own, smaller than the others; else steps read on into the next."""
+    """Whether each epoch ends with its own, possibly smaller step; else a step continues into the next epoch."""
 
-    def learning_rate(self, step: int) -> float | None:
-        """The rate that the recipe itself has set for the next step (a scheduler's); None: as the settings say."""
+    def learning_rate(self, step: int) -> float | Sequence[float] | None:
+        """The learning rate of step `step`, counted from 0; None for the schedule in the settings.
+
+        One number is the rate of the optimizer's first parameter group, and the other groups keep their ratio to it; a
+        sequence has one number per group. The rate must depend only on `step` and on what remember() stores.
+        """
         return None
 
     def remember(self) -> Any:
-        """What the recipe itself must know again when a run goes on: a JSON value, kept in every checkpoint."""
+        """The recipe's own state: a JSON value that every checkpoint stores, for recall() after a resume."""
         return None
 
     def recall(self, remembered: Any) -> None:
-        """Takes up what remember() gave when the checkpoint was saved; it comes from a file and may be anything."""
+        """Restores the value that remember() returned; it comes from a file, so check it."""
 
     def model(self) -> nn.Module:
-        """The module to train, on the CPU or on meta. It may hold several modules."""
+        """The module to train, on the CPU or on the meta device. It may hold several modules."""
         raise NotImplementedError
 
     def weights(self, model: nn.Module) -> Weights | None:
-        """The initial weights of a model that model() left on meta; None lets its modules initialise themselves.
+        """The initial weights of a model that model() built on meta; None lets its modules initialise themselves.
 
-        A sharded strategy asks for the rows of its shards only: no process ever holds the whole model. Weights that are
-        not trained are then not written into checkpoints either, also where model() has read them from files itself.
+        A sharded strategy reads only the rows of its shards, so no process holds the whole model. Checkpoints then do
+        not store weights that are not trained, even if model() has read them from files itself.
         """
         return None
 
     def full_precision(self, model: nn.Module) -> Sequence[str]:
-        """Names of weights that must not be rounded to 16 bit for computing; few and small ones."""
+        """Names of weights that are never rounded to 16 bit for computing; they should be few and small."""
         return ()
 
     def dataset(self, split: str) -> Dataset[Any] | None:
-        """Map-style data ("train" or "eval"); None for "eval" means there is nothing to evaluate on.
+        """The map-style dataset of the split "train" or "eval"; None for "eval" if there is no evaluation data.
 
-        A data set of mixed sizes has `shape(index)`, anything hashable, and gets batches of one shape each. It may have
-        `cost(index)`, how much work and memory a sample takes beside others; else that is the product of its shape.
+        A dataset with samples of different shapes defines `shape(index)`, which returns any hashable value; each batch
+        then has samples of one shape. It may define `cost(index)`, the relative work and memory of a sample; by default
+        that is the product of its shape.
         """
         raise NotImplementedError
 
     def collate(self, items: list[Any]) -> Any:
-        """Turns items into a batch; torch's default_collate unless overridden."""
+        """Makes a batch from items; by default torch's default_collate."""
         from torch.utils.data import default_collate
 
         return default_collate(items)
 
     def loss(self, model: nn.Module, batch: Any, noise: Noise) -> Loss:
-        """The loss of a batch, as a sum and a count."""
+        """The loss of a batch, as a sum over items and their count."""
         raise NotImplementedError
 
     @property
     def coupled(self) -> bool:
-        """Whether the loss compares samples with each other: embed() and couple() then take the place of loss()."""
+        """Whether the loss compares samples with each other: the recipe then has embed() and couple(), no loss()."""
         return type(self).couple is not Recipe.couple
 
     def embed(self, model: nn.Module, batch: Any, noise: Noise) -> Mapping[str, Tensor]:
-        """What a coupled loss needs of each sample of a batch: tensors of one row per sample."""
+        """The embeddings that couple() compares: tensors with one row per sample of the batch."""
         raise NotImplementedError
 
     def couple(self, rows: Mapping[str, Tensor]) -> Loss:
-        """The loss of a whole global batch, from the rows of all its samples in the order of the stream.
+        """The loss of a whole global batch, from the rows of all its samples in sample order.
 
-        It sees no model: what is trained acts through embed(). Every rank computes it.
+        It does not get the model: weights act through embed() only. Every rank computes it.
         """
         raise NotImplementedError
 
     def optimizer(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer | None:
-        """The optimizer over (name, parameter) pairs; None takes the one from the settings."""
+        """Makes the optimizer of (name, parameter) pairs; None for the one in the settings."""
         return None
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module] | None:
-        """The repeated blocks that are sharded, compiled and recomputed one by one; None lets the engine find them."""
+        """The repeated blocks, to shard, compile and recompute one by one; None lets the engine find them."""
         return None
 
     def before_evaluation(self, model: nn.Module) -> None:
-        """What an evaluation needs before its first batch, e.g. the embeddings of all queries; on every rank."""
+        """Called on every rank before the first batch of an evaluation, e.g. to embed all queries."""
 
     def evaluate(self, model: nn.Module, batch: Any, noise: Noise) -> Mapping[str, Any]:
-        """Metrics of an evaluation batch as (sum, count) pairs or torchmetrics objects; the loss unless overridden.
+        """Metrics of an evaluation batch as (sum, count) pairs or torchmetrics objects; by default those of loss().
 
-        Sum and count may be tensors of one dimension: a curve. A metric object that computes a mapping names its
-        numbers itself.
+        Sum and count may be one-dimensional tensors: the metric is then a curve. A torchmetrics object that computes a
+        mapping yields one metric per key.
         """
         loss = self.loss(model, batch, noise)
-        return {"loss": (loss.total, loss.count), **{name: (value, loss.count) for name, value in loss.metrics.items()}}
+        metrics = {
+            name: value if isinstance(value, tuple) else (value, loss.count) for name, value in loss.metrics.items()
+        }
+        return {"loss": (loss.total, loss.count), **metrics}
 
     def frozen(self) -> Mapping[str, nn.Module]:
-        """Modules that are used but not trained (a teacher, a VAE); the engine places them."""
+        """Modules that are used but not trained (a teacher, a VAE); the engine moves them to the device."""
         return {}
 
     def sharded(self) -> Mapping[str, tuple[Weights, Sequence[str]]]:
-        """Those of frozen() that are on meta and shared out: each rank holds a part, and gathers blocks to compute.
+        """Those modules of frozen() that are built on meta and sharded: each rank holds a part and gathers blocks.
 
-        Name -> where its weights come from, and which of them stay whole on every rank, in a type of their own.
+        Name -> (the source of its weights, the names of weights that stay whole, in their own type, on every rank).
         """
         return {}
 
     def preview(self, model: nn.Module, step: int) -> Mapping[str, Any] | None:
-        """What a person wants to look at while it trains: file name -> image, figure, text or bytes.
+        """Previews of the model during training: file name -> image, figure, text or bytes.
 
-        Every rank runs it (a sharded model needs all of them); the engine writes the files once, under previews/.
+        Every rank calls it, because a sharded model needs all ranks; the main rank writes the files to previews/.
         """
         return None
 
     def over_ranks(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-        """[function(item) for item in items], shared over all processes; for preview(). Results are plain objects."""
+        """[function(item) for item in items], shared over all ranks, for preview(). Results must be plain objects."""
         return self._over_ranks(function, items)
 
     _over_ranks: Callable[..., list[Any]] = staticmethod(lambda function, items: [function(item) for item in items])
 
     def export(self, model: nn.Module, folder: Path) -> None:
-        """Writes the trained weights in the format the ecosystem loads; one safetensors file unless overridden."""
+        """Writes the trained weights in the ecosystem's format; by default one safetensors file."""
         from safetensors.torch import save_model
 
         save_model(model, str(folder / "model.safetensors"))

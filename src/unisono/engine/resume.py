@@ -1,13 +1,14 @@
-"""What a checkpoint of a run holds, and how a run takes it up again.
+"""What a checkpoint of a run holds, and how a run is restored from it.
 
-Tensors go by plain names: model.<weight>, ema.<weight>, optimizer.<weight>.<slot>; all else is JSON. A checkpoint knows
-nothing of ranks or strategies, so it fits any of them.
+Tensors have plain names: model.<weight>, ema.<weight>, optimizer.<weight>.<slot>; everything else is JSON. A checkpoint
+does not depend on ranks or strategies, so a run can resume with any of them.
 """
 
 from __future__ import annotations
 
+import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,94 +17,119 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unisono.checkpoint.aside import remark_on_asides
 from unisono.checkpoint.commit import check_usable
 from unisono.checkpoint.find import list_steps, newest_valid, read_extra, validate
-from unisono.checkpoint.load import describe, load
+from unisono.checkpoint.load import describe, difference, load
 from unisono.checkpoint.manifest import CheckpointError, read_manifest
-from unisono.engine.build import Parts
+from unisono.checkpoint.pickles import how_to_convert, is_pickle
+from unisono.checkpoint.snapshot import shapes_of
+from unisono.engine.recipe import Recipe
 from unisono.engine.state import TrainState
-from unisono.errors import UserError
+from unisono.engine.step.components import Components
+from unisono.errors import RecipeError, UserError
 
 
 @dataclass(frozen=True)
-class Found:
-    """The checkpoint to go on from; what was passed over on the way to it, and why; what else the user should know."""
+class ChosenCheckpoint:
+    """The checkpoint to resume from, the newer ones that cannot be used, and notes for the user."""
 
-    path: Path | None = None
-    bad: dict[Path, str] = field(default_factory=dict)
+    path: Path | None = None  # None: start at step 0
+    bad: dict[Path, str] = field(default_factory=dict)  # checkpoints that cannot be used -> reason
     remarks: list[str] = field(default_factory=list)
 
 
-def tensors_of(parts: Parts) -> dict[str, Tensor]:
-    """Every tensor that must survive, by its name in the checkpoint."""
-    strategy = parts.strategy
-    found = {f"model.{name}": tensor for name, tensor in strategy.tensors().items()}
+def tensors_of(components: Components) -> dict[str, Tensor]:
+    """Every tensor that a checkpoint stores, by its name there."""
+    strategy = components.strategy
+    tensors = {f"model.{name}": tensor for name, tensor in strategy.tensors().items()}
     local = dict(strategy.parameters)
-    for (name, slot), tensor in parts.updater.tensors().items():
+    for (name, slot), tensor in components.optimizer.tensors().items():
         like_weight = tensor.shape == local[name].shape
-        found[f"optimizer.{name}.{slot}"] = strategy.as_stored(name, tensor) if like_weight else tensor
-    if parts.ema is not None:
-        found |= {f"ema.{name}": strategy.as_stored(name, tensor) for name, tensor in parts.ema.tensors().items()}
-    return found
+        tensors[f"optimizer.{name}.{slot}"] = strategy.as_stored(name, tensor) if like_weight else tensor
+    if components.ema is not None:
+        tensors |= {
+            f"ema.{name}": strategy.as_stored(name, tensor) for name, tensor in components.ema.tensors().items()
+        }
+    return tensors
 
 
-def extra_of(parts: Parts) -> dict[str, Any]:
-    """Everything else that must survive."""
-    parts.state.loss_scale = parts.scale.to_json() if parts.scale is not None else None
-    extra = {"state": parts.state.to_json(), "optimizer": parts.updater.to_json()}
-    remembered = parts.recipe.remember()
+def check_remembered(recipe: Recipe) -> None:
+    """Refuses a value of remember() that is not JSON, before the first step rather than at the first save."""
+    value = recipe.remember()
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RecipeError(
+            f"remember() returned a value that JSON cannot hold ({error}); return numbers, strings, lists and dicts"
+        ) from error
+
+
+def extra_of(components: Components) -> dict[str, Any]:
+    """Everything else that a checkpoint stores, as JSON."""
+    components.state.loss_scale = components.scale.to_json() if components.scale is not None else None
+    extra = {"state": components.state.to_json(), "optimizer": components.optimizer.to_json()}
+    remembered = components.recipe.remember()
     return extra if remembered is None else {**extra, "recipe": remembered}
 
 
-def find_checkpoint(resume: str, folder: Path, recipe: str, run: str | None = None) -> Found:
-    """The checkpoint to go on from. `run` is the id of the run in `folder`, where it has one."""
+def find_checkpoint(resume: str, folder: Path, recipe: str, run: str | None = None) -> ChosenCheckpoint:
+    """Chooses the checkpoint to resume from. `run` is the id of the run in `folder`, if it has one."""
     checkpoints = folder / "checkpoints"
     check_usable(checkpoints)
+    remarks = [remark] if (remark := remark_on_asides(checkpoints)) is not None else []
     if resume == "never":
         if list_steps(checkpoints):
             raise UserError(
                 f"resume never: {folder} already has checkpoints; choose another output_dir, or resume auto"
             )
-        return Found()
+        return ChosenCheckpoint(remarks=remarks)
     if resume != "auto":
-        # It may be another run's: this one begins there.
-        return Found(named_checkpoint(Path(resume), {"recipe": recipe}))
-    path, skipped = newest_valid(checkpoints, {"recipe": recipe, "run": run}, _why_unusable)
+        # It may belong to another run: this run starts there.
+        return ChosenCheckpoint(named_checkpoint(Path(resume), {"recipe": recipe}), remarks=remarks)
+    path, skipped = newest_valid(checkpoints, {"recipe": recipe, "run": run}, why_unusable)
     if path is None and list_steps(checkpoints):
         reasons = "; ".join(f"{bad.name}: {reason}" for bad, reason in skipped)
         raise UserError(
             f"no valid checkpoint is left in {checkpoints} ({reasons}); restore one, or use another output_dir"
         )
-    return Found(path, dict(skipped), [f"{bad.name} skipped: {reason}" for bad, reason in skipped])
+    return ChosenCheckpoint(
+        path, dict(skipped), [*(f"{bad.name} skipped: {reason}" for bad, reason in skipped), *remarks]
+    )
 
 
 def run_id(record: Mapping[str, Any] | None, folder: Path, checkpoint: Path | None) -> str:
-    """The id of the run in a folder: what its run.json says; else, where that was lost, its checkpoint; else a new one.
+    """The id of the run in a folder: from run.json, else (if that was lost) from its checkpoint, else a new one.
 
-    It tells the run's checkpoints from those of other runs of the same recipe.
+    The id distinguishes the run's checkpoints from those of other runs of the same recipe.
     """
-    known = (record or {}).get("id")
-    if known is None and record is None and checkpoint is not None and checkpoint.parent == folder / "checkpoints":
-        known = read_manifest(checkpoint).identity.get("run")
-    return known if isinstance(known, str) else uuid.uuid4().hex
+    stored = (record or {}).get("id")
+    if stored is None and record is None and checkpoint is not None and checkpoint.parent == folder / "checkpoints":
+        stored = read_manifest(checkpoint).identity.get("run")
+    return stored if isinstance(stored, str) else uuid.uuid4().hex
 
 
 def named_checkpoint(path: Path, identity: dict[str, Any]) -> Path:
-    """The checkpoint that a user has named: it, or the newest one of a folder of them, or of a run's folder."""
+    """The checkpoint at a path that the user named: the path itself, or the newest one in that folder or run."""
+    if is_pickle(path):
+        raise UserError(
+            f"resume: {how_to_convert(path)} (and load the new file in the recipe's model(); a run resumes only from "
+            "unisono's checkpoints)"
+        )
     if not path.is_dir():
         raise UserError(f"resume: {path} is not a folder; give a checkpoint (…/checkpoints/step_…), auto or never")
-    if (path / "checkpoints").is_dir():  # a run folder will do
-        path = newest_valid(path / "checkpoints", identity, _why_unusable)[0] or path
-    elif list_steps(path):  # so will a folder of checkpoints
-        path = newest_valid(path, identity, _why_unusable)[0] or path
-    reason = validate(path, identity=identity) or _why_unusable(path)
+    if (path / "checkpoints").is_dir():  # a run folder
+        path = newest_valid(path / "checkpoints", identity, why_unusable)[0] or path
+    elif list_steps(path):  # a folder of checkpoints
+        path = newest_valid(path, identity, why_unusable)[0] or path
+    reason = validate(path, identity=identity) or why_unusable(path)
     if reason is not None:
         raise UserError(f"resume: {path} is not a valid checkpoint: {reason}")
     return path
 
 
-def _why_unusable(path: Path) -> str | None:
-    """Why a checkpoint whose bytes are as they were written cannot be one of a run."""
+def why_unusable(path: Path) -> str | None:
+    """Why an undamaged checkpoint does not have the contents of a run; None if it does."""
     try:
         _read_state(path)
         describe(path)
@@ -113,7 +139,7 @@ def _why_unusable(path: Path) -> str | None:
 
 
 def _read_state(path: Path) -> tuple[TrainState, dict[str, dict[str, Any]]]:
-    """Where the run stood, and the optimizer's state that is not in tensors."""
+    """The training state, and the optimizer state that is not in tensors."""
     extra = read_extra(path)
     try:
         state, optimizer = TrainState.from_json(extra.get("state")), extra.get("optimizer")
@@ -122,57 +148,92 @@ def _read_state(path: Path) -> tuple[TrainState, dict[str, dict[str, Any]]]:
     if state.step != (step := read_manifest(path).step):
         raise CheckpointError(f"state.json is of step {state.step}, its manifest of step {step}")
     if not isinstance(optimizer, dict) or not all(isinstance(slots, dict) for slots in optimizer.values()):
-        raise CheckpointError("state.json does not say how the optimizer stood")
+        raise CheckpointError("state.json lacks the optimizer's state")
     return state, optimizer
 
 
-def restore(path: Path, parts: Parts, group: dist.ProcessGroup | None) -> None:
-    """Fills weights, optimizer, average and state from a checkpoint of any number of ranks."""
-    place = parts.strategy.place
-    saved = describe(path)
-    state, plain = _read_state(path)
-    if unknown := sorted(plain.keys() - dict(parts.strategy.parameters)):
-        raise CheckpointError(f"{path} cannot be loaded: its optimizer knows {unknown[0]!r}, the model does not")
-    targets = tensors_of(parts)
-    optimizer = _optimizer_targets(saved, parts, targets)
-    targets |= {f"optimizer.{name}.{slot}": _stored(parts, name, tensor) for (name, slot), tensor in optimizer.items()}
-    without_average = parts.ema is not None and not any(name.startswith("ema.") for name in saved)
-    if without_average:  # the average was switched on later: it starts from the loaded weights
-        targets = {name: tensor for name, tensor in targets.items() if not name.startswith("ema.")}
-    unused = {name for name in saved if name.startswith("ema.") and parts.ema is None}  # it was switched off
-    load(path, targets, group=group, world=place.world, unused=unused)
-    parts.updater.restore(optimizer, plain)
-    parts.strategy.weights_changed()
-    if without_average and parts.ema is not None:
-        parts.ema.restart()
-    _take_up(parts, state)
+def why_incompatible(path: Path, components: Components) -> str | None:
+    """Why a checkpoint does not fit the model, by the headers of its files and its state; None if it fits."""
+    try:
+        if _read_state(path)[0].global_batch != components.state.global_batch:
+            return "its effective batch differs from this run's"
+        targets = _Targets(path, components)
+    except CheckpointError as error:
+        return str(error)
+    return difference(targets.saved, shapes_of(targets.tensors))
+
+
+def restore(path: Path, components: Components, group: dist.ProcessGroup | None) -> None:
+    """Restores weights, optimizer, average and state from a checkpoint, saved by any number of ranks."""
+    targets = _Targets(path, components)
+    load(path, targets.tensors, group=group, world=components.strategy.placement.world, unused=targets.unused)
+    components.optimizer.restore(targets.optimizer, targets.plain)
+    components.strategy.weights_changed()
+    if targets.without_average and components.ema is not None:
+        components.ema.restart()
+    _restore_state(components, targets.state)
     if "recipe" in (extra := read_extra(path)):
-        parts.recipe.recall(extra["recipe"])
+        components.recipe.recall(extra["recipe"])
+
+
+class _Targets:
+    """The contents of a checkpoint, and the tensors of this run that it fills."""
+
+    def __init__(self, path: Path, components: Components) -> None:
+        everything = describe(path)
+        self.state, self.plain = _read_state(path)
+        self.optimizer = _optimizer_targets(everything, components, present := tensors_of(components))
+        _check_plain(path, self.plain, components, everything)
+        self.tensors = present | {
+            f"optimizer.{name}.{slot}": _stored(components, name, tensor)
+            for (name, slot), tensor in self.optimizer.items()
+        }
+        self.without_average = components.ema is not None and not any(name.startswith("ema.") for name in everything)
+        if self.without_average:  # the average was enabled later: it starts from the loaded weights
+            self.tensors = {name: tensor for name, tensor in self.tensors.items() if not name.startswith("ema.")}
+        self.unused = {
+            name for name in everything if name.startswith("ema.") and components.ema is None
+        }  # disabled since
+        self.saved = {name: shape for name, shape in everything.items() if name not in self.unused}
+
+
+def _check_plain(path: Path, plain: dict[str, dict[str, Any]], components: Components, saved: Collection[str]) -> None:
+    """Refuses non-tensor optimizer state that the optimizer cannot use."""
+    if unknown := sorted(plain.keys() - dict(components.strategy.parameters)):
+        raise CheckpointError(
+            f"{path} cannot be loaded: its optimizer has state of {unknown[0]!r}, which is not in the model"
+        )
+    here = components.optimizer.tensors()
+    for name, slots in plain.items():
+        for slot, value in slots.items():
+            is_tensor = (name, slot) in here or f"optimizer.{name}.{slot}" in saved
+            if is_tensor or isinstance(value, str | dict):
+                raise CheckpointError(f"{path} cannot be loaded: its optimizer's {slot!r} of {name!r} has another type")
 
 
 def _optimizer_targets(
-    saved: Mapping[str, tuple[Sequence[int], torch.dtype]], parts: Parts, present: dict[str, Tensor]
+    saved: Mapping[str, tuple[Sequence[int], torch.dtype]], components: Components, present: dict[str, Tensor]
 ) -> dict[tuple[str, str], Tensor]:
-    """Room for optimizer state that the checkpoint has and this optimizer creates only in its first step."""
-    room = {}
-    for name, parameter in parts.strategy.parameters:
+    """Empty tensors for optimizer state in the checkpoint that this optimizer creates only in its first step."""
+    targets = {}
+    for name, parameter in components.strategy.parameters:
         prefix = f"optimizer.{name}."
         for key, (shape, dtype) in saved.items():
             if key.startswith(prefix) and key not in present and "." not in key.removeprefix(prefix):
-                like_weight = tuple(shape) == tuple(parts.strategy.whole_shape(name))
-                room[name, key.removeprefix(prefix)] = (
+                like_weight = tuple(shape) == tuple(components.strategy.whole_shape(name))
+                targets[name, key.removeprefix(prefix)] = (
                     torch.zeros_like(parameter, dtype=dtype) if like_weight else torch.zeros(tuple(shape), dtype=dtype)
                 )
-    return room
+    return targets
 
 
-def _stored(parts: Parts, name: str, tensor: Tensor) -> Tensor:
-    like_weight = tensor.shape == dict(parts.strategy.parameters)[name].shape
-    return parts.strategy.as_stored(name, tensor) if like_weight else tensor
+def _stored(components: Components, name: str, tensor: Tensor) -> Tensor:
+    like_weight = tensor.shape == dict(components.strategy.parameters)[name].shape
+    return components.strategy.as_stored(name, tensor) if like_weight else tensor
 
 
-def _take_up(parts: Parts, state: TrainState) -> None:
+def _restore_state(components: Components, state: TrainState) -> None:
     for name, value in vars(state).items():
-        setattr(parts.state, name, value)
-    if parts.scale is not None and state.loss_scale is not None:
-        parts.scale.load_json(state.loss_scale)
+        setattr(components.state, name, value)
+    if components.scale is not None and state.loss_scale is not None:
+        components.scale.load_json(state.loss_scale)

@@ -1,4 +1,4 @@
-"""What a run must remember, besides tensors: one small page of JSON."""
+"""The training state besides tensors, which every checkpoint stores as JSON."""
 
 from __future__ import annotations
 
@@ -9,38 +9,43 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from unisono.checkpoint.manifest import CheckpointError
 
-# Without one of these a run would go on from somewhere else. Fields that came later may be missing.
+# Without one of these a run could not resume where it stopped. Fields of later versions may be missing.
 _ESSENTIAL = ("global_batch", "step", "samples", "skipped", "skipped_in_a_row", "expected_count", "num_samples")
+_COUNTS = (*_ESSENTIAL, "bad_samples", "micro_batch", "memory_failures", "memory_step")
+_LIMITS = {
+    "global_batch": 2**32,
+    "micro_batch": 2**32,
+}  # planning a larger one would take minutes
 _MEMBERS = {"loss_scale": {"value", "good_steps"}, "best": {"metric", "value", "step"}}
 
 
 @dataclass
 class TrainState:
-    """Where a run stands. Everything else follows from it, the config and the tensors."""
+    """The state of a run. Everything else follows from it, the config and the tensors."""
 
     global_batch: int
     step: int = 0  # optimizer steps taken, skipped ones included
-    samples: int = 0  # samples consumed: the position in the endless stream
+    samples: int = 0  # samples consumed: the position in the sample stream
     skipped: int = 0  # steps skipped for a non-finite loss or gradient
     skipped_in_a_row: int = 0
     expected_count: float = 0.0  # power of two near the last global count; 0 before the first step
-    num_samples: int = 0  # size of the data set, which the order depends on
-    bad_samples: int = 0  # samples left out because they could not be read
-    micro_batch: int = 0  # samples at once per device, where memory has taught it; 0: as the settings say
-    memory_failures: int = 0  # how often that was lowered
-    memory_step: int = 0  # when it was changed last
-    owes_evaluation: bool = False  # a signal came before the evaluation of this step was over
+    num_samples: int = 0  # size of the dataset; the sample order depends on it
+    bad_samples: int = 0  # samples skipped because they could not be read
+    micro_batch: int = 0  # micro-batch per device, if running out of memory changed it; 0: as in the settings
+    memory_failures: int = 0  # how often it was lowered
+    memory_step: int = 0  # the step of its last change
+    owes_evaluation: bool = False  # a signal interrupted the evaluation of this step
     loss_scale: dict[str, float] | None = None
     best: dict[str, Any] | None = None
     last_metrics: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON value."""
+        """The state as a JSON value."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Any) -> TrainState:
-        """From a JSON value, which may come from anywhere; CheckpointError if it is not a state of this version."""
+        """Reads a state from an untrusted JSON value; CheckpointError if it is not a state of this version."""
         if not isinstance(data, dict):
             raise CheckpointError("the state is not an object")
         unknown = sorted(data.keys() - {f.name for f in fields(cls)})
@@ -54,14 +59,24 @@ class TrainState:
             lacks = isinstance(value, dict) and not _MEMBERS.get(name, set()) <= value.keys()
             if lacks or not _is_a(value, hints[name]):
                 raise CheckpointError(f"the state's {name!r} cannot be {_short(value)}")
-        for name in _ESSENTIAL:
-            if data[name] < (name == "global_batch"):
-                raise CheckpointError(f"the state's {name!r} cannot be {data[name]}")
-        return cls(**data)
+        state = cls(**data)
+        for name in _COUNTS:
+            if not (name == "global_batch") <= getattr(state, name) <= _LIMITS.get(name, 2**62):
+                raise CheckpointError(f"the state's {name!r} cannot be {getattr(state, name)}")
+        if state.loss_scale is not None and state.loss_scale["value"] <= 0:
+            raise CheckpointError(f"the state's loss scale cannot be {state.loss_scale['value']}")
+        if state.best is not None and not _is_best(state.best):
+            raise CheckpointError("the state's 'best' cannot be this dict")
+        return state
+
+
+def _is_best(best: dict[str, Any]) -> bool:
+    step_is_fine = type(best["step"]) is int and best["step"] >= 0
+    return step_is_fine and isinstance(best["metric"], str) and type(best["value"]) in (int, float)
 
 
 def _is_a(value: Any, hint: Any) -> bool:
-    """Whether a JSON value has the type of a field; "any" is any single value, so that nothing is nested deeply."""
+    """Whether a JSON value has the type of a field. `Any` accepts only scalars, which rules out deep nesting."""
     origin, inside = get_origin(hint), get_args(hint)
     if hint is Any:
         return not isinstance(value, dict | list)

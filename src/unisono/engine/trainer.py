@@ -5,241 +5,242 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from typing import Any
-
-import torch.distributed as dist
-from torch.utils.data import Dataset
 
 from unisono.checkpoint.save import Best, Saver
-from unisono.cluster.agree import Agreement
-from unisono.cluster.pulse import Pulse
-from unisono.cluster.signals import StopRequest
-from unisono.data.bits import Purpose, key_of
 from unisono.data.loader import BadSample
 from unisono.data.order import Order, Strides
-from unisono.data.seeding import seed_everything
 from unisono.engine.batch import BatchPlan
-from unisono.engine.build import Parts
-from unisono.engine.evaluate import Evaluation
+from unisono.engine.checks import check_measured
+from unisono.engine.clock import Clock
 from unisono.engine.feed import Feed
 from unisono.engine.length import Length, Result
-from unisono.engine.memory import OutOfMemoryHere, OutOfMemoryTogether, advice
-from unisono.engine.optim import learning_rate_factor
-from unisono.engine.precision import autocast
-from unisono.engine.preview import Drawing, LeftOut, write_previews
-from unisono.engine.recipe import Work
-from unisono.engine.resume import extra_of, tensors_of
-from unisono.engine.sizing import Sizing
-from unisono.engine.step import OptimizerStep, StepReport
-from unisono.engine.watch import Watch
+from unisono.engine.memory.advice import advice
+from unisono.engine.memory.micro_batch_size import MicroBatchSizer
+from unisono.engine.previews import draw_preview
+from unisono.engine.resume import check_remembered, extra_of, tensors_of
+from unisono.engine.step.learning_rate import learning_rate_factor
+from unisono.engine.step.optimizer_step import OptimizerStep, StepReport
+from unisono.engine.step.out_of_memory import OutOfMemoryHere, OutOfMemoryTogether
+from unisono.engine.training_run import TrainingRun
 from unisono.errors import TrainingFailed, TryAgain, UnisonoError
-from unisono.observe.folder import RunFolder, append_event
-from unisono.settings import Settings
+from unisono.observe.folder import append_event
 
 _LAST_SAVE_S = 60.0
 
 
 class Trainer:
-    """Trains the parts that were built, on this rank, together with all others."""
+    """Trains a run on this rank, together with all other ranks."""
 
-    def __init__(
-        self,
-        parts: Parts,
-        settings: Settings,
-        batch: BatchPlan,
-        data: Dataset[Any],
-        evaluation: Evaluation | None,
-        folder: RunFolder,
-        watch: Watch,
-        stop: StopRequest,
-        agreement: Agreement,
-        save_group: dist.ProcessGroup | None,
-        identity: Mapping[str, Any],
-        pulse: Pulse,
-        work: Work,
-    ) -> None:
-        self._pulse, self._work, self._refreshed = pulse, work, False
-        self.parts, self.settings, self.state = parts, settings, parts.state
-        place = parts.strategy.place
-        self._main = place.rank == 0
-        self._evaluation = evaluation
-        self._folder, self._watch, self._stop, self._agreement = folder, watch, stop, agreement
-        largest = batch.share if place.device.type == "cuda" else settings.batch.batch_size
-        self._sizing = Sizing(
-            batch,
+    def __init__(self, run: TrainingRun) -> None:
+        components, settings, placement = run.components, run.settings, run.components.strategy.placement
+        self.components, self.settings, self.state = components, settings, components.state
+        self._rank, self._heartbeat, self._agreement = run.rank, run.rank.heartbeat, run.rank.agreement
+        self._main = placement.rank == 0
+        self._evaluation, self._folder, self._recorder = run.evaluation, run.folder, run.recorder
+        self._work, self._refreshed = run.work, False
+        components.recipe.clock = self._clock = Clock()
+        check_remembered(components.recipe)
+        size = len(run.dataset)  # type: ignore[arg-type]
+        per_epoch = components.recipe.samples_per_epoch or size
+        self._order = Order(per_epoch, settings.run.seed, settings.data.shuffle, size)
+        whole_epochs = components.recipe.whole_epochs
+        self.length = Length.of(settings, self._order.num_samples, self.state, whole_epochs=whole_epochs)
+        self._sizer = self._make_sizer(run.batch)
+        self._feed = Feed(
+            run.dataset,
+            self._order,
+            components.recipe,
+            placement,
             self.state,
-            folder.path,
-            # Only where trying costs nothing: elsewhere each try that fails is a restart.
-            may_rise=settings.batch.micro_batch == "auto" and parts.strategy.guardable,
-            # Before anything is found out in place, the plan knows what the attempt before has found out the hard way.
-            largest=largest if self.state.micro_batch else min(largest, batch.micro_batch),
+            settings.data,
+            self._folder.path,
+            # A caller that drives the run may continue after this end; where epochs end with a step, reading does not
+            # depend on it.
+            end=None if whole_epochs else self.length.samples,
         )
-        self._order = Order(len(data), settings.run.seed, settings.data.shuffle)  # type: ignore[arg-type]
-        whole = parts.recipe.whole_epochs
-        self.length = Length.of(settings, self._order.num_samples, self.state, whole_epochs=whole)
-        # Whoever drives the run may go on behind this end: where epochs end with a step, nothing is read differently.
-        end = None if whole else self.length.samples
-        self._feed = Feed(data, self._order, parts.recipe, place, self.state, settings.data, folder.path, end)
-        self._step = OptimizerStep(parts, settings, agreement, pulse)
-        self._save_group, self._identity = save_group, identity
+        self._step = OptimizerStep(components, settings, self._agreement, self._heartbeat)
         self.on_report: Callable[[StepReport], None] = lambda report: None
-        """Told of every step, one step late and before anything is saved: for a caller that drives the run."""
+        """Called with every step's report, one step late and before any save; for a caller that drives the run."""
+        self._save_group, self._identity = run.save_group, run.identity
         self._saver = Saver(
-            folder.path / "checkpoints",
-            rank=place.rank,
-            world=place.world,
-            group=save_group,
+            self._folder.path / "checkpoints",
+            rank=placement.rank,
+            world=placement.world,
+            group=run.save_group,
             keep_last=settings.save.keep_last,
             asynchronous=settings.save.async_save,
-            identity=identity,
-            injector=pulse.injector,
+            identity=run.identity,
+            injector=self._heartbeat.injector,
         )
         self._saves_are_warm = False
         self._saved_step = self.state.step if self.state.step else -1
 
+    def _make_sizer(self, batch: BatchPlan) -> MicroBatchSizer:
+        strategy, settings = self.components.strategy, self.settings.batch
+        largest = batch.share if strategy.placement.device.type == "cuda" else settings.batch_size
+        return MicroBatchSizer(
+            batch,
+            self.state,
+            self._folder.path,
+            # Only where a failed trial costs nothing; elsewhere it costs a restart.
+            may_rise=settings.micro_batch == "auto" and strategy.guardable,
+            # Without a size in the checkpoint, the plan's size is what the previous attempt learned by failing.
+            largest=largest if self.state.micro_batch else min(largest, batch.micro_batch),
+        )
+
     def train(self) -> Result:
-        """Trains to the end, or until a signal; always leaves a checkpoint of the last step."""
-        with self._ending_well():
+        """Trains to the end or until a signal; saves a checkpoint of the last step in both cases."""
+        with self._finishing_saves():
             return self._train()
 
     @contextmanager
-    def _ending_well(self) -> Iterator[None]:
-        """Around all that may fail: what is being saved is not lost, and a lack of memory is told to the next start."""
+    def _finishing_saves(self) -> Iterator[None]:
+        """A context for all that may fail: finishes saves, and stores a smaller micro-batch for the next attempt."""
         try:
             yield
-        except TrainingFailed as error:  # on all ranks together: a save that is under way still counts
+        except TrainingFailed as error:  # raised on all ranks: wait for a save that is under way
             self._folder.event("failed", step=self.state.step, error=str(error))
             self._saver.wait()
-            self._watch.close()
+            self._recorder.close()
             raise
         except OutOfMemoryHere as error:
             self._saver.let_finish(_LAST_SAVE_S)
             raise self._next_attempt(error) from None
-        except Exception:  # the other ranks' save threads need this one's: a checkpoint under way is worth a moment
+        except Exception:  # the save threads of other ranks need this rank's: finish a checkpoint under way
             self._saver.let_finish(_LAST_SAVE_S)
             raise
 
     def _train(self) -> Result:
         try:
             self._find_micro_batch()
-            self._feed.begin(self._sizing.plan)
+            self._feed.begin(self._sizer.plan)
             stopped = self._loop()
         finally:
             self._feed.close()
         if self.state.step > 0:
-            self._watch.first_step_done()  # there may have been none to do
-            self._save()  # first: evaluation and preview are the recipe's code and may fail
+            self._recorder.first_step_done()  # also if there was no step left to do
+            self._save()  # before evaluation and preview: they are the recipe's code and may fail
         if not stopped:
             self._saver.let_finish(math.inf)
             stopped = self._evaluate_and_preview(last=True)
         self._report_saves(wait=True)
         self._saver.tidy(self.state.step)
-        self._watch.close()
+        self._recorder.close()
         folder, step = self._folder.path, self.state.step
         if not stopped:
-            self._watch.message(f"done after step {step}; its weights: unisono export {folder} FOLDER")
+            self._recorder.message(f"done after step {step}; to export its weights: unisono export {folder} FOLDER")
         return Result(folder, "stopped" if stopped else "done", step, dict(self.state.last_metrics))
 
     def _loop(self) -> bool:
-        """Steps until the end; True when a signal ended it earlier."""
+        """Trains to the end of the run; True if a signal ended it earlier."""
         settings = self.settings
-        if self.state.owes_evaluation and self._evaluate_and_preview():
+        if self._evaluate_first() or (self.state.owes_evaluation and self._evaluate_and_preview()):
             return self._stopping()
         while self.state.samples < self.length.samples:
             if self._refresh():
                 return self._stopping()
-            if self._sizing.rise():
-                self._feed.begin(self._sizing.plan)
+            if self._sizer.rise():
+                self._feed.begin(self._sizer.plan)
             try:
-                wishes = self._step_once()
+                requests = self._step_once()
             except OutOfMemoryTogether as error:
                 self._shrink(error)
-                continue  # the same samples again, in smaller pieces
+                continue  # the same samples again, in smaller micro-batches
             evaluates = self._due(settings.eval.eval_every) or self._due(settings.eval.preview_every)
             if self._due(settings.save.save_every):
-                self.state.owes_evaluation = evaluates  # what comes next is the recipe's code and may fail
+                self.state.owes_evaluation = evaluates  # evaluation is the recipe's code and may fail
                 self._save()
             self._report_saves()
             stopped = self._evaluate_and_preview() if evaluates else False
-            if wishes["stop"] or stopped:
+            if requests["stop"] or stopped:
                 return self._stopping()
         self._settle()
         return False
 
     def _refresh(self) -> bool:
-        """Lets the recipe replace what it trains on, when it is time; True when somebody asked to stop meanwhile."""
-        recipe, step = self.parts.recipe, self.state.step
+        """Calls Recipe.refresh() when it is due; True if the run was asked to stop meanwhile."""
+        recipe, step = self.components.recipe, self.state.step
         every = recipe.refresh_every
         if every <= 0 or (self._refreshed and step % every):
             return False
         self._settle()
-        with self._watch.aside():
-            self._pulse.at("prepare", step)
+        with self._recorder.not_training():
+            self._heartbeat.at("prepare", step)
             recipe.refresh(step // every * every, self._work)
             stopping = self._work.meet()
         self._refreshed = not stopping
         return stopping
 
     def _step_once(self) -> Mapping[str, float]:
-        """One optimizer step; what all ranks together want besides."""
+        """Runs one optimizer step; returns what any rank requests, such as to stop."""
+        self._clock.set(self.state.step, self.length.steps)
         samples = min(self._strides.end(self.state.samples), self.length.samples)
-        wishes = {"stop": self._stop.requested is not None}
-        with self._watch.step():
-            stepped = self._step.run(self._watch.waiting(self._feed), self._learning_rate(), samples, wishes)
+        requests = {"stop": self._rank.is_asked_to_stop}
+        with self._recorder.step():
+            stepped = self._step.run(self._recorder.waiting(self._feed), self._learning_rate(), samples, requests)
         self.state.step, self.state.samples = self.state.step + 1, samples
         self._note_bad(stepped.bad)
         self._observe(stepped.before)
         self._warm_up_saves()
-        return stepped.wishes
+        return stepped.requests
 
     @property
     def _strides(self) -> Strides:
-        return Strides(self.state.global_batch, self._order.num_samples if self.parts.recipe.whole_epochs else None)
+        return Strides(
+            self.state.global_batch, self._order.num_samples if self.components.recipe.whole_epochs else None
+        )
 
     def _stopping(self) -> bool:
         self._settle()
-        asked = {rank: name for rank, name in enumerate(self._agreement.agree_all(self._stop.requested)) if name}
+        asked = {rank: name for rank, name in enumerate(self._agreement.all_gather(self._rank.stop.requested)) if name}
         rank, name = next(iter(asked.items()), (None, None))
-        where = f" on rank {rank}" if self.parts.strategy.place.world > len(asked) else ""
-        self._watch.message(f"stopping after step {self.state.step}: {name}{where}")
+        where = f" on rank {rank}" if self.components.strategy.placement.world > len(asked) else ""
+        self._recorder.message(f"stopping after step {self.state.step}: {name}{where}")
         self._folder.event("signal", step=self.state.step, rank=rank, signal=name)
         return True
 
     def _shrink(self, error: OutOfMemoryTogether) -> None:
-        """All ranks know that one ran out of memory, and nothing of the step has happened."""
-        found = {rank: text for rank, text in enumerate(self._agreement.agree_all(error.here)) if text is not None}
-        rank, text = next(iter(found.items()))
-        if not self._sizing.shrink(self._feed.most_at_once(self._sizing.plan)):
+        """Shrinks the micro-batch after a rank ran out of memory and the step has changed nothing; on all ranks."""
+        failures = {rank: text for rank, text in enumerate(self._agreement.all_gather(error.here)) if text is not None}
+        rank, text = next(iter(failures.items()))
+        if not self._sizer.shrink(self._feed.most_at_once(self._sizer.plan)):
             recomputes = self.settings.precision.activation_checkpointing
-            raise TrainingFailed(advice(rank, text, self.parts, recomputes=recomputes))
+            raise TrainingFailed(advice(rank, text, self.components, recomputes=recomputes))
         size, step = self.state.micro_batch, self.state.step + 1
-        self._folder.event("oom", step=step, rank=rank, ranks=list(found), error=text, micro_batch=size, in_place=True)
-        self._watch.message(
-            f"step {step}: rank {rank} ran out of memory; the same samples again, at most {size} at once per device"
+        self._folder.event(
+            "oom", step=step, rank=rank, ranks=list(failures), error=text, micro_batch=size, in_place=True
         )
-        self._feed.begin(self._sizing.plan)
+        self._recorder.message(
+            f"step {step}: rank {rank} ran out of memory; repeating it with at most {size} samples at once per device"
+        )
+        self._feed.begin(self._sizer.plan)
 
     def _next_attempt(self, error: OutOfMemoryHere) -> UnisonoError:
-        """What to raise where only a restart helps; the next attempt will know what to do."""
-        rank, step = self.parts.strategy.place.rank, self.state.step + 1
-        size = self._sizing.leave_for_next_attempt(self._feed.most_at_once(self._sizing.plan))
+        """The exception to raise if only a restart helps; stores a smaller micro-batch for the next attempt."""
+        rank, step = self.components.strategy.placement.rank, self.state.step + 1
+        size = self._sizer.leave_for_next_attempt(self._feed.most_at_once(self._sizer.plan))
         if size is None:
             recomputes = self.settings.precision.activation_checkpointing
-            return TrainingFailed(advice(rank, str(error), self.parts, recomputes=recomputes))
+            return TrainingFailed(advice(rank, str(error), self.components, recomputes=recomputes))
         details = {"ranks": [rank], "error": str(error), "micro_batch": size, "in_place": False}
         append_event(self._folder.path, "oom", step=step, rank=rank, **details)
-        return TryAgain(f"out of memory: {error}; next time at most {size} at once per device")
+        return TryAgain(f"out of memory: {error}; the next attempt uses at most {size} samples at once per device")
 
     def _find_micro_batch(self) -> None:
-        """With --micro_batch auto: before the first step, the most samples at once that fit on every device."""
-        if self.settings.batch.micro_batch != "auto" or self.state.micro_batch or not self.parts.strategy.guardable:
+        """With --micro_batch auto, finds the largest micro-batch that fits on every device, before the first step."""
+        if (
+            self.settings.batch.micro_batch != "auto"
+            or self.state.micro_batch
+            or not self.components.strategy.guardable
+        ):
             return
-        trials = self._sizing.find(self._try_out)
+        trials = self._sizer.find(self._try_out)
         size = self.state.micro_batch
-        self._watch.message(f"micro_batch auto: {size} samples at once per device fit ({trials} trials)")
+        self._recorder.message(f"micro_batch auto: {size} samples at once fit on each device ({trials} trials)")
         self._folder.event("micro_batch", step=self.state.step, micro_batch=size, trials=trials)
 
     def _try_out(self, plan: BatchPlan) -> None:
+        self._clock.set(self.state.step, self.length.steps)
         with closing(self._feed.for_trial(plan)) as loader:
             self._step.try_out(loader)
 
@@ -247,7 +248,7 @@ class Trainer:
         self.state.bad_samples += 0 if evaluating else len(bad)
         for sample in bad:
             what = "evaluation" if evaluating else "step"
-            self._watch.message(f"{what} {self.state.step} leaves out {sample}")
+            self._recorder.message(f"{what} {self.state.step} skips {sample}")
             self._folder.event(
                 "bad_sample",
                 step=self.state.step,
@@ -260,10 +261,10 @@ class Trainer:
             )
 
     def _learning_rate(self) -> float:
-        if (own := self.parts.recipe.learning_rate(self.state.step)) is not None:
-            return own
+        if (own := self.components.recipe.learning_rate(self.state.step)) is not None:
+            return self.components.optimizer.set_own_learning_rate(own)
         factor = learning_rate_factor(self.state.step, self.length.steps, self.settings.optim)
-        return self.parts.updater.set_learning_rate(factor)
+        return self.components.optimizer.set_learning_rate(factor)
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.state.step % every == 0 and self.state.samples < self.length.samples
@@ -272,89 +273,78 @@ class Trainer:
         return self._due(every) or (last and every >= 0)
 
     def _settle(self) -> None:
-        """Waits for the last step's numbers: before anything that looks at weights or counters."""
+        """Waits for the last step's numbers; needed before anything that reads weights or counters."""
         self._observe(self._step.settle())
 
     def _observe(self, report: StepReport | None) -> None:
-        """Notes a step; reports come one step late, with the step they belong to."""
+        """Records the report of a step; it arrives one step late."""
         if report is None:
             return
-        self._watch.add_step(report)
+        self._recorder.add_step(report)
         self.on_report(report)
-        self._watch.first_step_done()  # the recipe is sound: from now on there is a folder
+        check_measured(self.components.recipe, self.settings, self._step.measured)
+        self._recorder.first_step_done()  # the recipe works: create the run folder
         last = report.samples == self.length.samples
+        if remark := self._step.counts_remark(ended=last):
+            self._recorder.message(f"note: {remark}")
         if report.skipped:
-            self._watch.message(f"step {report.step} skipped: non-finite loss or gradient")
-            kind = "overflow" if self.parts.scale is not None and math.isfinite(report.loss) else "nan"
+            self._recorder.message(f"step {report.step} skipped: {report.why_skipped}")
+            kind = "overflow" if self.components.scale is not None and math.isfinite(report.loss) else "nan"
             self._folder.event(kind, step=report.step, loss=report.loss, grad_norm=report.grad_norm)
         if report.step % self.settings.observe.log_every == 0 or last:
-            record = self._watch.step_record(report, self._order.num_samples, self.state.skipped)
+            record = self._recorder.step_record(report, self._order.num_samples, self.state.skipped)
             self.state.last_metrics |= {key: record[key] for key in ("loss", "lr", "grad_norm")}
 
     def _averaged(self) -> AbstractContextManager[None]:
-        ema = self.parts.ema
-        return nullcontext() if ema is None else ema.in_place_of_weights(self.parts.strategy.weights_changed)
+        ema = self.components.ema
+        return nullcontext() if ema is None else ema.in_place_of_weights(self.components.strategy.weights_changed)
 
     def _evaluate_and_preview(self, last: bool = False) -> bool:
-        """True when a signal came before it was over: it is owed to the next start."""
+        """Evaluates and draws a preview where due; True if a signal interrupted it, and the next start repeats it."""
         self._settle()
+        self._clock.set(self.state.step, self.length.steps)
         settings = self.settings.eval
         metrics: dict[str, float | list[float]] | None = {}
-        with self._watch.aside(), self._averaged():
+        with self._recorder.not_training(), self._averaged():
             if self._evaluation is not None and self._due_or(last, settings.eval_every):
                 metrics = self._evaluate()
             if metrics is not None and self._due_or(last, settings.preview_every):
-                self._preview()
+                self._heartbeat.at("preview", self.state.step)
+                draw_preview(
+                    self.components, self.settings, self.state.step, self._agreement, self._folder, self._recorder
+                )
         self.state.owes_evaluation = metrics is None
-        if metrics:  # out here, where weights and average are in their own places again: this may save
+        if metrics:  # after the average is swapped back: this may save
             self._keep_best(metrics)
         return metrics is None
 
+    def _evaluate_first(self) -> bool:
+        """Evaluates before the first step, with --eval_first; True if a signal interrupted it."""
+        if self._evaluation is None or self.state.step or not self.settings.eval.eval_first:
+            return False
+        with self._recorder.not_training(), self._averaged():
+            return self._evaluate() is None  # never the best: there is no checkpoint to keep yet
+
     def _evaluate(self) -> dict[str, float | list[float]] | None:
         assert self._evaluation is not None
-        with self._watch.saying_if_slow(f"step {self.state.step}: evaluating"):
+        self._clock.set(self.state.step, self.length.steps)
+        with self._recorder.message_if_slow(f"step {self.state.step}: evaluating"):
             metrics = self._evaluation.run(self.state.step)
         self._note_bad(self._evaluation.bad, evaluating=True)
         if metrics:
             self.state.last_metrics |= {k: v for k, v in metrics.items() if not isinstance(v, list)}
-            self.parts.recipe.evaluations.append({"step": self.state.step, **metrics})
-            self._watch.evaluated(self.state.step, self.state.samples, metrics, self.parts.recipe.headline)
+            self.components.recipe.evaluations.append({"step": self.state.step, **metrics})
+            self._recorder.evaluated(self.state.step, self.state.samples, metrics, self.components.recipe.headline)
         return metrics
-
-    def _preview(self) -> None:
-        recipe, strategy, step = self.parts.recipe, self.parts.strategy, self.state.step
-        self._pulse.at("preview", step)
-        # The same on every rank: a sharded model needs all of them to make the same number of forward passes.
-        seed_everything(key_of(Purpose.PREVIEW, self.settings.run.seed, step), strategy.place.devices)
-        drawing = Drawing(strategy.place, strategy.sharded, self._agreement, self._folder.path)
-        recipe._over_ranks = drawing.each_once
-        found: Mapping[str, Any] | None = None
-        try:
-            # As in training: weights that are 16 bit (frozen ones, gathered ones) need inputs of their type.
-            computing = autocast(strategy.place.device, self.settings.precision)
-            with self._watch.saying_if_slow(f"step {step}: drawing a preview"), strategy.evaluating(), computing:
-                found = drawing.run(lambda: strategy.infer(lambda model: recipe.preview(model, step)))
-        except LeftOut as why:
-            self._folder.event("preview_left_out", step=step, rank=why.rank, error=str(why))
-            self._watch.message(f"step {step}: preview left out, rank {why.rank} ran out of memory: {why}")
-        strategy.weights_changed()
-        if found and self._main:
-            try:
-                for path in write_previews(found, self._folder.path / "previews", step):
-                    self._folder.event("preview", step=step, file=path.name)
-            except OSError as error:
-                if error.errno is None:  # not the disk's: a picture that its kind of file cannot hold
-                    raise
-                # A full disk: as with a checkpoint, the next one may be written.
-                self._folder.event("preview_left_out", step=step, rank=0, error=str(error))
-                self._watch.message(f"step {step}: preview left out, it cannot be written: {error}")
 
     def _keep_best(self, metrics: Mapping[str, float | list[float]]) -> None:
         settings = self.settings.eval
         if settings.best_metric is None:
             return
         if settings.best_metric not in metrics:
-            raise TrainingFailed(f"best_metric {settings.best_metric}: evaluation gave {', '.join(sorted(metrics))}")
+            raise TrainingFailed(
+                f"best_metric {settings.best_metric}: evaluation returned {', '.join(sorted(metrics))}"
+            )
         value = metrics[settings.best_metric]
         if isinstance(value, list):
             raise TrainingFailed(f"best_metric {settings.best_metric} is a curve; choose a single number")
@@ -365,22 +355,25 @@ class Trainer:
             self._save(as_best=True)
 
     def _warm_up_saves(self) -> None:
-        """After the first step, when the optimizer has all its state."""
+        """Allocates memory for saves after the first step, when the optimizer has all its state."""
         if not self._saves_are_warm:
-            self._saver.warm_up(tensors_of(self.parts))
+            self._saver.warm_up(tensors_of(self.components))
             self._saves_are_warm = True
 
     def _save(self, as_best: bool = False) -> None:
-        if self._saved_step == self.state.step and not as_best:  # saved again, a checkpoint is only marked as the best
+        if (
+            self._saved_step == self.state.step and not as_best
+        ):  # saving again would only mark the checkpoint as the best
             return
         self._settle()
-        self._pulse.at("save", self.state.step)
+        self._heartbeat.at("save", self.state.step)
         best = self.state.best
         is_best = best is not None and best["step"] == self.state.step
         mark = Best(best["metric"], best["value"]) if best is not None and is_best else None
-        with self._watch.aside():
-            self.parts.strategy.share_buffers()
-            self._saver.save(self.state.step, tensors_of(self.parts), extra_of(self.parts), best=mark)
+        with self._recorder.not_training():
+            self.components.strategy.share_buffers()
+            check_remembered(self.components.recipe)
+            self._saver.save(self.state.step, tensors_of(self.components), extra_of(self.components), best=mark)
         self._saved_step = self.state.step
 
     def _report_saves(self, wait: bool = False) -> None:
@@ -389,8 +382,8 @@ class Trainer:
                 self._folder.event("save", step=result.step, seconds=round(result.seconds, 3), bytes=result.bytes)
             if result.error is None:
                 continue
-            what = "was not saved" if result.path is None else "is saved, but tidying up failed"
+            what = "was not saved" if result.path is None else "is saved, but removing old checkpoints failed"
             self._folder.event("save_failed", step=result.step, error=result.error)
-            self._watch.message(f"checkpoint of step {result.step} {what}: {result.error}")
+            self._recorder.message(f"checkpoint of step {result.step} {what}: {result.error}")
             if wait and result.path is None and result.step == self.state.step:
                 raise TrainingFailed(f"the last checkpoint (step {result.step}) could not be saved: {result.error}")

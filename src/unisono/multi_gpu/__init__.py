@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from unisono.multi_gpu.config import MultiGPUConfig
     from unisono.multi_gpu.gpus import (
         cleanup_distributed_training,
+        clear_memory_cache,
         get_gpu_info,
         select_optimal_gpus,
         setup_cuda_environment,
@@ -26,24 +27,20 @@ if TYPE_CHECKING:
     )
     from unisono.multi_gpu.launch import launch_distributed_training, launch_multi_gpu_training
     from unisono.multi_gpu.manager import MultiGPUTrainingManager
-    from unisono.multi_gpu.trainers import (
-        DataParallelTrainer,
-        DistributedDataParallelTrainer,
-        OptimizedDataParallel,
-        TrainingError,
-        load_weights,
-    )
+    from unisono.multi_gpu.parallel_trainers import DataParallelTrainer, DistributedDataParallelTrainer
+    from unisono.multi_gpu.trainers import OptimizedDataParallel, TrainingError, load_weights
 
 _HOME = {
     "MultiGPUConfig": "config",
     "get_gpu_info": "gpus",
+    "clear_memory_cache": "gpus",
     "select_optimal_gpus": "gpus",
     "setup_cuda_environment": "gpus",
     "setup_distributed_training": "gpus",
     "cleanup_distributed_training": "gpus",
     "OptimizedDataParallel": "trainers",
-    "DataParallelTrainer": "trainers",
-    "DistributedDataParallelTrainer": "trainers",
+    "DataParallelTrainer": "parallel_trainers",
+    "DistributedDataParallelTrainer": "parallel_trainers",
     "TrainingError": "trainers",
     "load_weights": "trainers",
     "MultiGPUTrainingManager": "manager",
@@ -62,6 +59,7 @@ __all__ = [
     "TrainingError",
     "benchmark_multi_gpu_performance",
     "cleanup_distributed_training",
+    "clear_memory_cache",
     "get_gpu_info",
     "get_optimal_batch_size",
     "launch_distributed_training",

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import replace
 from io import StringIO
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from unisono.multi_gpu.config import MultiGPUConfig
 from unisono.multi_gpu.gpus import get_gpu_info
 from unisono.multi_gpu.loss import loss_of
 from unisono.multi_gpu.manager import MultiGPUTrainingManager
+from unisono.planning.host import free_host_memory
 
 _LARGEST = 4096
 _PART_OF_HOST = 0.5  # of the free memory of the host: others need some, too
@@ -70,6 +71,16 @@ def benchmark_multi_gpu_performance(
         one = _from_main(one)
     one = one or {name: value for name, value in found.items() if name != "single_device"}
     speedup = found["samples_per_second"] / one["samples_per_second"]
+    asked = config.world_size or (len(config.gpu_ids) if config.gpu_ids else config.num_gpus) or found["num_devices"]
+    found["devices_asked_for"] = asked
+    if asked > found["num_devices"] and (not dist.is_initialized() or dist.get_rank() == 0):
+        name = "world_size" if config.world_size else "gpu_ids" if config.gpu_ids else "num_gpus"
+        measured = "one device was" if found["num_devices"] == 1 else f"{found['num_devices']} devices were"
+        print(
+            f"unisono: {name} {asked}, but {measured} measured: this script is one process here; start it with "
+            f"torchrun --nproc_per_node={asked} to measure {asked}",
+            file=sys.stderr,
+        )
     return {**found, "single_device": one, "speedup": speedup, "efficiency": speedup / found["num_devices"]}
 
 
@@ -159,7 +170,7 @@ def get_optimal_batch_size(
         if per_sample <= 0:
             raise ConfigError(f"memory_per_sample: expected a number of GB above 0, got {memory_per_sample}")
     state = sum(weight.numel() * weight.element_size() for weight in model.parameters()) * _STATE_PER_WEIGHT
-    free = min(gpu.free_bytes for gpu in gpus[:num_gpus]) if gpus else _free_of_host()
+    free = min(gpu.free_bytes for gpu in gpus[:num_gpus]) if gpus else free_host_memory()
     room = free * _PART_OF_HOST * (1.6 if gpus else 1.0) - state
     return max(1, min(max_batch_size, int(room / per_sample)))
 
@@ -211,20 +222,3 @@ def _kept(model: nn.Module, batch: Any, loss_fn: Any) -> int:
         for buffer, before in zip(model.buffers(), buffers, strict=True):
             buffer.copy_(before)
     return sum(seen.values())
-
-
-def _free_of_host() -> int:
-    """What the system would still give out, or the container it runs in."""
-    available = 0
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            available = min(available, int(Path(limit).read_text()) - int(Path(used).read_text()))
-        except (OSError, ValueError):  # no limit: "max"
-            continue
-    return max(available, 1)

@@ -87,6 +87,8 @@ class MultiGPUConfig(Plain):
     """A new order of the samples in every epoch."""
     seed: int = 0
     """Of the order, of dropout, and of models that model_fn makes."""
+    title: str | None = None
+    """What the start-up banner calls the run. Default: the name of the model's class."""
     output_dir: str | None = None
     """Folder of the run: a run that is started again with the same one goes on where it stopped. Default: runs/…"""
     max_restarts: int = 3

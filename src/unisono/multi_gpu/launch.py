@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.cluster.environment import detect
+from unisono.config.resolve import Resolved
 from unisono.devices import visible_gpus
-from unisono.engine.registry import load_object
-from unisono.engine.run import configure, launch_job, plan_devices
+from unisono.engine.start.registry import load_object
+from unisono.engine.start.run import configure, launch_job, plan_devices, with_absolute_paths
 from unisono.errors import EXIT_STOPPED, ConfigError
 from unisono.multi_gpu.config import STRATEGIES, MultiGPUConfig
 from unisono.multi_gpu.gpus import cleanup_distributed_training, setup_distributed_training
+from unisono.typed_paths import note_start_folder
 
 if TYPE_CHECKING:
-    from unisono.engine.session import Start
+    from unisono.engine.start.rank_start import RankStart
 
 _loading = False  # a process of the run reads the script, whose last lines must not start another run
 
@@ -52,10 +54,8 @@ def launch_multi_gpu_training(
     strategy = STRATEGIES[config.strategy]
     request = {"strategy": strategy, **_devices(config)}
     settings = configure(_recipe(), overrides={**config.engine_settings(), **request, **_endpoint(config)})
-    if settings.values["output_dir"] is None:
-        from unisono.engine.folders import default_folder
-
-        settings = settings.with_values("default", output_dir=default_folder("OwnModel"))
+    note_start_folder()
+    settings = with_absolute_paths(settings)
     words = work.to_json(settings.values["output_dir"])
     plan = plan_devices(settings)
     if plan.ranks == 1 or isinstance(words, str):
@@ -64,10 +64,14 @@ def launch_multi_gpu_training(
         if plan.lock is not None:
             plan.lock.release()
         return work.here()
-    found = launch_job({"call": f"{__name__}:run_work", "arguments": words}, settings, plan)
-    if found is None:
+
+    def job(settings: Resolved) -> Mapping[str, Any]:
+        return {"call": f"{__name__}:run_work", "arguments": work.to_json(settings.values["output_dir"])}
+
+    outcome = launch_job(job, settings, plan, "OwnModel")
+    if outcome is None:
         raise SystemExit(EXIT_STOPPED)
-    return dict(found)
+    return dict(outcome)
 
 
 def launch_distributed_training(
@@ -149,7 +153,7 @@ class _Work:
         with trainer:
             return trainer.train(self.epochs, self.save_path)
 
-    def to_json(self, output_dir: str) -> dict[str, Any] | str:
+    def to_json(self, output_dir: str | None) -> dict[str, Any] | str:
         """For other processes; or, in words, why they cannot do it."""
         described: dict[str, Any] = {}
         for name, part in self.parts.items():
@@ -177,7 +181,7 @@ class _Work:
         return cls(**parts, config=config, epochs=described["epochs"], save_path=described["save_path"])
 
 
-def run_work(described: Mapping[str, Any], start: Start) -> dict[str, Any]:
+def run_work(described: Mapping[str, Any], start: RankStart) -> dict[str, Any]:
     """One process of a run, as our launcher starts it."""
     from unisono.multi_gpu import trainers
 

@@ -14,12 +14,13 @@ class Loaded:
     """What a DataLoader knows, or a plain data set."""
 
     def __init__(self, data: Any) -> None:
-        self.data, self.batch_size, self.collate, self.shuffle = data, None, None, None
+        self.data, self.batch_size, self.collate, self.shuffle, self.drop_last = data, None, None, None, False
 
     data: Dataset[Any] | None
     batch_size: int | None
     collate: Callable[[list[Any]], Any] | None
     shuffle: bool | None
+    drop_last: bool
 
     @classmethod
     def of(cls, source: Any, name: str) -> Loaded:
@@ -39,4 +40,5 @@ class Loaded:
                 "on any number of GPUs: give the data set (for weights, repeat samples in it), or shuffle=True"
             )
         found.batch_size, found.collate, found.shuffle = source.batch_size, source.collate_fn, not plain
+        found.drop_last = source.drop_last
         return found

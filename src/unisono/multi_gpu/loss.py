@@ -9,6 +9,7 @@ a function of the user's may return (mean, count).
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -32,12 +33,31 @@ def loss_of(model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> Loss:
             f"loss_fn needs a target, and the batch has {', '.join(named) or 'nothing'}; call one of them labels, "
             "target or y"
         )
+    _check_call(model, inputs, named)
     output = model(*inputs, **named)
     if loss_fn is None and (own := _own_loss(output)) is not None:
         return summed(own, len_of(batch))
     if target is None:
         raise RecipeError("loss_fn: the model gives no loss and the batch has no target; return (inputs, target)")
     return _computed(loss_fn or _fitting(target), output, target, len_of(batch))
+
+
+def _check_call(model: nn.Module, inputs: Sequence[Any], named: Mapping[str, Any]) -> None:
+    """Whether forward() takes what the batch has, by name; what it does with that is not judged."""
+    if not named:
+        return
+    try:
+        signature = inspect.signature(model.forward)
+    except (TypeError, ValueError):  # a compiled function has none
+        return
+    try:
+        signature.bind(*inputs, **named)
+    except TypeError as error:
+        raise RecipeError(
+            f"the batch is a mapping with {', '.join(named)}, and {type(model).__name__}.forward{signature} cannot be "
+            f"called with these names ({error}); rename the entries, call the target {_TARGETS[0]}, target or y, or "
+            "return (inputs, target)"
+        ) from None
 
 
 def _taken_apart(batch: Any, *, keep_target: bool) -> tuple[Sequence[Any], dict[str, Any], Any]:

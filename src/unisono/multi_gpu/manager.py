@@ -12,7 +12,8 @@ from torch.utils.data import Dataset
 from unisono.errors import ConfigError
 from unisono.multi_gpu.config import MultiGPUConfig
 from unisono.multi_gpu.gpus import get_gpu_info, world_for
-from unisono.multi_gpu.trainers import DataParallelTrainer, DistributedDataParallelTrainer, OwnTrainer
+from unisono.multi_gpu.parallel_trainers import DataParallelTrainer, DistributedDataParallelTrainer
+from unisono.multi_gpu.trainers import OwnTrainer
 
 
 class MultiGPUTrainingManager:
@@ -60,6 +61,8 @@ class MultiGPUTrainingManager:
                 collate_fn=collate_fn,
                 strategy=strategy,
             )
+        if config is not self.config:
+            self.trainer.watch(self.config)
         return self.trainer
 
     def train(self, epochs: int, save_path: str | Path | None = "checkpoints") -> dict[str, Any]:

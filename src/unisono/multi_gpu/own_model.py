@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -15,9 +15,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import Dataset
 
 from unisono.data.noise import Noise
-from unisono.engine.optim import from_settings, named_optimizer
 from unisono.engine.recipe import Loss, Recipe
-from unisono.engine.step import StepReport
+from unisono.engine.step.make_optimizer import from_settings, named_optimizer, tables_of
+from unisono.engine.step.optimizer_step import StepReport
 from unisono.errors import ConfigError, RecipeError
 from unisono.multi_gpu.loss import LossFunction, check_loss, loss_of, same_weights_everywhere
 from unisono.settings import Settings
@@ -36,6 +36,7 @@ class Given:
     collate: Callable[[list[Any]], Any] | None = None
     every_step: bool = False  # the scheduler is stepped after every step
     ranks: int = 1
+    drops: int = 0  # a last batch of an epoch with fewer samples than this is left out, as drop_last of a loader does
     names: dict[int, str] = field(default_factory=dict)  # of the weights, by id: sharding replaces them
 
     def __post_init__(self) -> None:
@@ -51,6 +52,18 @@ class Given:
                     "and __getitem__ (an IterableDataset has no order that resume could go on with)"
                 )
         self.names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+
+    def samples_per_epoch(self) -> int | None:
+        """How many samples an epoch reads, where that is not all of them."""
+        if not self.drops:
+            return None
+        num = len(self.train)  # type: ignore[arg-type]
+        if 0 < num < self.drops:
+            raise ConfigError(
+                f"drop_last=True leaves nothing to train on: the data have {num} samples, a batch {self.drops}; "
+                "use a smaller batch, or drop_last=False"
+            )
+        return num // self.drops * self.drops or None
 
 
 @dataclass
@@ -135,8 +148,10 @@ class OwnModel(Recipe):
         own, named = self._given.optimizer, list(parameters)
         if own is None or isinstance(own, str):
             settings = self._settings.optim
-            self._optimizer = from_settings(named, settings)
-            if isinstance(own, str):
+            if own is None or own.lower() == "muon":  # which needs AdamW beside it
+                settings = settings if own is None else replace(settings, optimizer=own)
+                self._optimizer = from_settings(named, settings, tables_of(self._given.model))
+            else:
                 kind, rate = named_optimizer(own), settings.learning_rate
                 self._optimizer = kind(named, lr=rate, weight_decay=settings.weight_decay)  # type: ignore[call-arg]
         elif isinstance(own, Optimizer):
@@ -184,14 +199,14 @@ class OwnModel(Recipe):
         else:
             raise ConfigError(f"scheduler: expected one of torch.optim.lr_scheduler, got {type(own).__name__}")
 
-    def learning_rate(self, step: int) -> float:
+    def learning_rate(self, step: int) -> list[float]:
         """As the optimizer has it: its rates are the user's, who may also set them by hand."""
         assert self._optimizer is not None
         if self._given.every_step and self._scheduler is not None:
             while self.story.steps_scheduled < step:
                 self.story.steps_scheduled += 1
                 self._step_scheduler()
-        return float(self._optimizer.param_groups[0]["lr"])
+        return [float(group["lr"]) for group in self._optimizer.param_groups]
 
     def epoch_over(self, loss: float, *, validated: bool) -> None:
         """Steps a scheduler that goes by epochs; one that looks at a loss, when there is the one to look at."""

@@ -7,6 +7,7 @@ answer to a lack of memory and its checkpoints. Each method is called by every p
 from __future__ import annotations
 
 import atexit
+import functools
 import math
 import sys
 import time
@@ -14,33 +15,53 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import default_collate
 
 from unisono.checkpoint.export import load_whole
-from unisono.engine.driven import DrivenRun, DrivenTrainer
-from unisono.engine.folders import default_folder
+from unisono.config.plain import check_whole
 from unisono.engine.resume import named_checkpoint
-from unisono.engine.run import configure
-from unisono.engine.session import Start
+from unisono.engine.run_folder.new_folder import default_folder
+from unisono.engine.start.driven import DrivenRun, DrivenTrainer
+from unisono.engine.start.rank_start import RankStart
+from unisono.engine.start.run import configure, with_absolute_paths
 from unisono.errors import EXIT_STOPPED, ConfigError, TrainingFailed
+from unisono.multi_gpu.checkpoint_paths import check_place, check_there
 from unisono.multi_gpu.config import STRATEGIES, MultiGPUConfig
 from unisono.multi_gpu.gpus import cleanup_distributed_training, memory_of, take_devices, world_for
-from unisono.multi_gpu.loaders import Loaded
+from unisono.multi_gpu.model_dtype import dtype_settings
 from unisono.multi_gpu.own_model import Given, OwnModel
-from unisono.multi_gpu.places import check_place, check_there
+from unisono.typed_paths import note_start_folder, usable
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
-job_start: Start | None = None
+job_start: RankStart | None = None
 """How this process came to run, where launch_multi_gpu_training started it."""
 
 
 class TrainingError(TrainingFailed, RuntimeError):
     """Training cannot go on; also a RuntimeError, which loops of one's own catch."""
+
+
+def _one_call(method: Callable[Concatenate[OwnTrainer, P], T]) -> Callable[Concatenate[OwnTrainer, P], T]:
+    """A method that a stop signal lets finish; the signal is acted on when it returns."""
+
+    @functools.wraps(method)
+    def wrapped(self: OwnTrainer, /, *arguments: P.args, **named: P.kwargs) -> T:
+        self._in_call += 1
+        try:
+            result = method(self, *arguments, **named)
+        finally:
+            self._in_call -= 1
+        if not self._in_call and self._run.stop_requested is not None and self.world_size == 1 and not self._closed:
+            self._stop_here()
+        return result
+
+    return wrapped
 
 
 class OptimizedDataParallel(nn.DataParallel[nn.Module]):
@@ -65,23 +86,38 @@ class OwnTrainer:
         given.ranks, given.every_step = world.size, config.scheduler_interval == "step"
         # Who puts samples together in a way of his own pads them, each batch to another length.
         pads = given.collate not in (None, default_collate)
-        kind = type("OwnModel", (OwnModel,), {"given": given, "many_shapes": pads, "__module__": OwnModel.__module__})
-        chosen = {"strategy": taken.strategy, "gpus": taken.gpus, **batch}
+        own = {"given": given, "many_shapes": pads, "title": config.title or type(given.model).__name__}
+        own["samples_per_epoch"] = given.samples_per_epoch()
+        kind = type("OwnModel", (OwnModel,), {**own, "__module__": OwnModel.__module__})
+        own_dtype, remarks = dtype_settings(given.model, config)
+        chosen = {"strategy": taken.strategy, "gpus": taken.gpus, **batch, **own_dtype}
         if config.output_dir is None:
             chosen["output_dir"] = _new_folder()
-        resolved = configure(kind, overrides={**config.engine_settings(), **chosen, **settings})
-        remarks = list(taken.remarks) + (job_start.remarks if job_start is not None else [])
-        start = Start(world, taken.asked, remarks=remarks)
+        if job_start is None:
+            note_start_folder()
+        resolved = with_absolute_paths(configure(kind, overrides={**config.engine_settings(), **chosen, **settings}))
+        remarks += list(taken.remarks) + (job_start.remarks if job_start is not None else [])
+        start = RankStart(world, taken.asked, remarks=remarks)
         if job_start is not None:
-            start = Start(world, job_start.asked_devices, job_start.job_folder, remarks, job_start.trained)
+            start = RankStart(
+                world,
+                job_start.requested_devices,
+                job_start.job_folder,
+                remarks,
+                job_start.trained,
+                folder_is_held=True,
+            )
         with taken.visible():
             self._run = DrivenRun(kind, resolved, start)
         self._engine = self._run.trainer
-        self._recipe: OwnModel = self._engine.parts.recipe  # type: ignore[assignment]
+        self._recipe: OwnModel = self._engine.components.recipe  # type: ignore[assignment]
         self._engine.on_report = self._note
         self._resumed = len(self._recipe.story.epochs)  # epochs that an earlier start of this run has done
         self._resumable = config.output_dir is not None or job_start is not None
         self._seconds, self._samples, self._closed, self._told_number = 0.0, 0, False, False
+        self._watched, self._in_call = [(config, config.batch_size)], 0
+        me = weakref.ref(self)
+        self._run.on_signal_between = lambda: _stopped_between(me)
         # A script ends when its loop does: nobody closes a trainer.
         self._at_exit = weakref.ref(self)
         atexit.register(_close, self._at_exit)
@@ -92,29 +128,30 @@ class OwnTrainer:
     @property
     def strategy(self) -> str:
         """single, dataparallel, distributed or sharded: what auto has become, too."""
-        name = self._engine.parts.strategy.name
+        name = self._engine.components.strategy.name
         return next(known for known, ours in STRATEGIES.items() if ours == name)
 
     @property
     def world_size(self) -> int:
         """How many processes train."""
-        return self._engine.parts.strategy.place.world
+        return self._engine.components.strategy.placement.world
 
     @property
     def is_main(self) -> bool:
         """Whether this is the process that should talk to the user."""
-        return self._engine.parts.strategy.place.rank == 0
+        return self._engine.components.strategy.placement.rank == 0
 
     @property
     def folder(self) -> Path:
         """The run's folder: metrics.jsonl, events.jsonl, and checkpoints where output_dir was given."""
-        return self._run.folder
+        return Path(usable(self._run.folder))
 
     @property
     def history(self) -> list[dict[str, Any]]:
         """What each epoch has brought: epoch, train_loss, and val_loss where it was validated."""
         return [dict(row) for row in self._recipe.story.epochs]
 
+    @_one_call
     def train_epoch(self, epoch: int) -> dict[str, float]:
         """Trains on every sample once; {"train_loss": the mean over the epoch}, the same on every process.
 
@@ -130,6 +167,7 @@ class OwnTrainer:
                 f"train_epoch({epoch}): epoch {story.epochs[-1]['epoch']} is done already, and this trains one more; "
                 "after load_checkpoint, begin with the epoch it returns + 1"
             )
+        self._follow_batch_size()
         began, before = time.perf_counter(), self._engine.state.samples
         stopped = self._do(lambda engine: engine.train_epoch(keep_reading=self.config.persistent_workers))
         self._seconds += time.perf_counter() - began
@@ -142,6 +180,7 @@ class OwnTrainer:
             self._do(lambda engine: engine.keep())
         return found
 
+    @_one_call
     def validate(self, epoch: int) -> dict[str, float]:
         """The mean loss over the validation data, each sample once: {"val_loss": …}; {} without such data."""
         story = self._recipe.story
@@ -161,6 +200,7 @@ class OwnTrainer:
         self._recipe.epoch_over(found["val_loss"], validated=True)
         return found
 
+    @_one_call
     def train(self, epochs: int, save_path: str | Path | None = "checkpoints") -> dict[str, Any]:
         """Trains so many epochs, validates each, and keeps the best as `save_path`/best_model.pth.
 
@@ -171,6 +211,7 @@ class OwnTrainer:
             raise ConfigError(f"epochs: expected a whole number of at least 1, got {epochs!r}")
         best, best_epoch, kept = math.inf, None, None
         for epoch in range(epochs):
+            self._engine.last_epoch = epochs
             found = {**self.train_epoch(epoch), **self.validate(epoch)}
             loss = found.get("val_loss", found["train_loss"])
             if loss < best:
@@ -188,6 +229,7 @@ class OwnTrainer:
             "folder": str(self.folder),
         }
 
+    @_one_call
     def save_checkpoint(self, epoch: int, path: str | Path) -> Path:
         """Saves weights, optimizer, scheduler and place in the data; returns when it is on disk.
 
@@ -210,6 +252,7 @@ class OwnTrainer:
         done = [row["epoch"] for row in self._recipe.story.epochs[: self._resumed]]
         return epoch in done and self._engine.state.samples > (done.index(epoch) + 1) * self._engine.epoch_samples
 
+    @_one_call
     def load_checkpoint(self, path: str | Path) -> int:
         """Goes on from a checkpoint, of any strategy and number of GPUs; the last epoch that was done by then."""
         self._run.decide(lambda: check_there(Path(path)))
@@ -228,17 +271,17 @@ class OwnTrainer:
 
     def get_memory_stats(self) -> dict[str, dict[str, int]]:
         """Bytes of this process on each of its devices: allocated, reserved, max_allocated, total."""
-        return memory_of(list(self._engine.parts.strategy.place.devices))
+        return memory_of(list(self._engine.components.strategy.placement.devices))
 
     def get_performance_stats(self) -> dict[str, Any]:
         """How fast the training was so far, on what, and what it has reached."""
-        place, story = self._engine.parts.strategy.place, self._recipe.story
+        placement, story = self._engine.components.strategy.placement, self._recipe.story
         last = story.epochs[-1] if story.epochs else {}
         losses = [row["val_loss"] for row in story.epochs if "val_loss" in row]
         return {
             "strategy": self.strategy,
             "world_size": self.world_size,
-            "num_devices": self.world_size * len(place.devices),
+            "num_devices": self.world_size * len(placement.devices),
             "global_batch_size": self._engine.state.global_batch,
             "epochs": len(story.epochs),
             "steps": self._engine.state.step,
@@ -248,7 +291,7 @@ class OwnTrainer:
             "train_loss": last.get("train_loss"),
             "val_loss": last.get("val_loss"),
             "best_val_loss": min(losses, default=None),
-            "learning_rate": self._recipe.learning_rate(self._engine.state.step),
+            "learning_rate": self._recipe.learning_rate(self._engine.state.step)[0],
             "memory": self.get_memory_stats(),
         }
 
@@ -274,6 +317,25 @@ class OwnTrainer:
         if error is None:
             self.close()
 
+    def watch(self, config: MultiGPUConfig) -> None:
+        """Also follows the batch_size of this config, of which the trainer's own is a copy with other fields."""
+        self._watched.append((config, config.batch_size))
+
+    def _follow_batch_size(self) -> None:
+        """Takes up a `config.batch_size` that the caller changed, as loops do that ran out of memory."""
+        sizes = self._run.decide(lambda: [config.batch_size for config, _ in self._watched])
+        changed = [(old, new) for (_, old), new in zip(self._watched, sizes, strict=True) if old != new]
+        if not changed:
+            return
+        before, size = changed[0]
+        check_whole("batch_size", size, at_least=1)
+        self._watched = [(config, new) for (config, _), new in zip(self._watched, sizes, strict=True)]
+        plan = self._do(lambda engine: engine.use_micro_batch(size))
+        self._say(
+            f"batch_size {before} -> {size}: at most {plan.micro_batch} samples at once per device from now on; the "
+            f"effective batch stays {plan.global_batch} (gradients of {plan.accumulation} micro-batches add up)"
+        )
+
     def _do(self, work: Callable[[DrivenTrainer], T]) -> T:
         if self._closed:
             raise ConfigError("this trainer is closed; make a new one")
@@ -294,71 +356,6 @@ class OwnTrainer:
         raise SystemExit(EXIT_STOPPED)
 
 
-class DataParallelTrainer(OwnTrainer):
-    """Trains with all GPUs from one process; with one device, or none, likewise."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        config: MultiGPUConfig,
-        train_loader: DataLoader[Any] | Dataset[Any],
-        val_loader: DataLoader[Any] | Dataset[Any] | None = None,
-        optimizer: Any = None,
-        scheduler: Any = None,
-        loss_fn: Callable[[Any, Any], Any] | None = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        *,
-        strategy: str = "dataparallel",
-    ) -> None:
-        """Of the loaders, data, batch size, order and collate_fn are taken; a loader's batch is cut over all GPUs."""
-        train, val = Loaded.of(train_loader, "train_loader"), Loaded.of(val_loader, "val_loader")
-        assert train.data is not None
-        collate = collate_fn or train.collate or val.collate
-        given = Given(model, train.data, val.data, loss_fn, optimizer, scheduler, collate)
-        settings: dict[str, Any] = {} if train.shuffle is None else {"shuffle": train.shuffle}
-        batch = {"batch_size": config.batch_size, "gradient_accumulation_steps": config.gradient_accumulation_steps}
-        if train.batch_size is not None:  # as nn.DataParallel cuts it
-            whole = train.batch_size * config.gradient_accumulation_steps
-            batch = {"batch_size": train.batch_size, "global_batch_size": whole}
-        if config.global_batch_size is not None:
-            batch = {"batch_size": batch["batch_size"], "global_batch_size": config.global_batch_size}
-        if val.batch_size is not None:
-            settings["eval_batch_size"] = val.batch_size
-        super().__init__(given, config, STRATEGIES[strategy], batch, **settings)
-
-
-class DistributedDataParallelTrainer(OwnTrainer):
-    """Trains with a process per GPU: each process of the run makes this trainer and calls its methods."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        config: MultiGPUConfig,
-        train_dataset: Dataset[Any],
-        val_dataset: Dataset[Any] | None = None,
-        batch_size: int | None = None,
-        optimizer: Any = None,
-        scheduler: Any = None,
-        loss_fn: Callable[[Any, Any], Any] | None = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        *,
-        strategy: str = "distributed",
-    ) -> None:
-        """`batch_size` is per process, as the config's, which it replaces."""
-        train, val = Loaded.of(train_dataset, "train_dataset"), Loaded.of(val_dataset, "val_dataset")
-        assert train.data is not None
-        given = Given(
-            model, train.data, val.data, loss_fn, optimizer, scheduler, collate_fn or train.collate or val.collate
-        )
-        batch = {
-            "batch_size": batch_size or train.batch_size or config.batch_size,
-            "gradient_accumulation_steps": config.gradient_accumulation_steps,
-        }
-        if config.global_batch_size is not None:
-            batch = {"batch_size": batch["batch_size"], "global_batch_size": config.global_batch_size}
-        super().__init__(given, config, STRATEGIES[strategy], batch)
-
-
 _folders: set[str] = set()  # of this process's runs, which need not be there yet
 
 
@@ -371,6 +368,16 @@ def _new_folder() -> str:
         name = f"{wanted}-{number}"
     _folders.add(name)
     return name
+
+
+def _stopped_between(trainer: weakref.ref[OwnTrainer]) -> bool:
+    """On a signal while the user's own code runs: saves and ends the script, where it trains alone."""
+    found = trainer()
+    if found is None or found._closed:
+        return False
+    if found.world_size == 1 and not found._in_call:
+        found._stop_here()
+    return True
 
 
 def _close(trainer: weakref.ref[OwnTrainer]) -> None:

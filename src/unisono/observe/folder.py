@@ -7,23 +7,25 @@ lines, one write each, so that the launcher and the main rank may both append an
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import math
 import os
 import shutil
 import tempfile
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
-from io import FileIO
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, NoReturn
 
+from unisono.atomic_files import write_atomically
 from unisono.errors import UserError
+from unisono.observe.append import AppendedFile
+from unisono.observe.lock import FolderLock
+from unisono.plain_files import open_regular, parse_json, read_json
 
 log = logging.getLogger(__name__)
 
@@ -49,31 +51,13 @@ def check_writable(path: str | Path) -> None:
         (inside / RUN).write_bytes(b"{}")
         for name in (METRICS, EVENTS):
             if (target / name).exists():
-                open(target / name, "ab").close()
+                open_regular(target / name, os.O_WRONLY | os.O_APPEND).close()
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"output_dir {path} cannot be written ({reason}); choose another --output_dir") from None
     finally:
         if probe is not None:
             shutil.rmtree(probe, ignore_errors=True)
-
-
-def is_held(folder: Path) -> bool:
-    """Whether a run is writing to the folder now: it holds a lock on it."""
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # a file system without locks
-        return False
-    else:
-        return False
-    finally:
-        os.close(handle)
 
 
 def append_event(
@@ -89,6 +73,7 @@ class NotesFromOutside:
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
+        self._events = AppendedFile(self._path / EVENTS)
         self._waiting: list[str] = []
 
     def add(self, kind: str, *, step: int | None = None, rank: int | None = None, **details: Any) -> None:
@@ -99,37 +84,40 @@ class NotesFromOutside:
     def write(self) -> None:
         """Writes what waits, if there is a run by now."""
         if self._waiting and (self._path / RUN).exists():
-            events = _Lines(self._path / EVENTS)
             for line in self._waiting:
-                events.append(line)
-            events.close()
+                self._events.append(line.encode())
             self._waiting.clear()
+            self._events.release()
+        else:
+            self._events.write()  # what a full disk made wait
 
 
 class RunFolder:
     """The folder of one run. Until `open`, and for ever on ranks that never open it, it touches no file."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, lock: FolderLock | None = None) -> None:
+        """`lock`: of this folder, if it is held already."""
         self.path = Path(path)
         self.is_open = False
-        self._files = {name: _Lines(self.path / name) for name in (METRICS, EVENTS)}
+        self._files = {name: AppendedFile(self.path / name) for name in (METRICS, EVENTS)}
         # Bounded, because ranks other than the main one note things too and never open the folder.
         self._waiting: deque[tuple[str, str]] = deque(maxlen=1000)
         self._starts: list[dict[str, Any]] = []
+        self._written: Mapping[str, Any] = {}  # run.json as this run has written it
         self._rewind_to: tuple[int, bool] | None = None
-        self._lock: int | None = None
+        self._lock = lock or FolderLock(self.path)
 
     @staticmethod
     def read(path: str | Path) -> dict[str, Any] | None:
         """What run.json in the folder `path` says; None if there is no run in it."""
         file = Path(path, RUN)
         try:
-            record = json.loads(file.read_text(encoding="utf-8"))
+            record = read_json(file)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             raise UserError(f"{file} cannot be read ({error.strerror}); choose another --output_dir") from None
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             _refuse(file, str(error))
         told = record if isinstance(record, dict) else {}
         starts = told.get("starts", [])
@@ -137,32 +125,6 @@ class RunFolder:
         if not is_run or not all(isinstance(start, dict) for start in starts):
             _refuse(file, "it does not describe a run")
         return dict(told)
-
-    def hold(self, patience_s: float = 5.0) -> None:
-        """Keeps a second run out of the folder until this one closes it or dies.
-
-        One that goes on with a run does so before it looks for a checkpoint: what it finds must still be true when it
-        writes. It waits a little, because the attempt before this one may just be dying.
-        """
-        if self._lock is not None or not self.path.is_dir():
-            return
-        lock = os.open(self.path, os.O_RDONLY)
-        end = time.monotonic() + patience_s
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() < end:
-                    time.sleep(0.1)
-                    continue
-                os.close(lock)
-                raise UserError(
-                    f"another run is writing to {self.path}; wait for it, or choose another output_dir"
-                ) from None
-            except OSError:  # a file system without locks
-                pass
-            self._lock = lock
-            return
 
     def open(self, record: Mapping[str, Any]) -> None:
         """Makes the folder, writes run.json from `record` and then everything noted so far.
@@ -172,7 +134,7 @@ class RunFolder:
         if self.is_open:
             raise RuntimeError(f"the run folder {self.path} is already open")
         self.path.mkdir(parents=True, exist_ok=True)
-        self.hold()
+        self._lock.take()
         before = self.read(self.path) or {}
         if before.get("id", record.get("id")) != record.get("id"):
             raise UserError(f"another run was made in {self.path} meanwhile; choose another output_dir")
@@ -182,7 +144,7 @@ class RunFolder:
         if self._rewind_to is not None:
             self.rewind_metrics(self._rewind_to[0], evaluated=self._rewind_to[1])
         for name, line in self._waiting:
-            self._files[name].append(line)
+            self._files[name].append(line.encode())
         self._waiting.clear()
         self._starts.clear()
 
@@ -207,6 +169,7 @@ class RunFolder:
 
     def event(self, kind: str, *, step: int | None = None, rank: int | None = None, **details: Any) -> None:
         """Notes in events.jsonl that something happened (start, save, oom, …)."""
+        self._restore_run()
         self._note(EVENTS, _event_line(kind, step, rank, details))
 
     def metrics(self, record: Mapping[str, Any]) -> None:
@@ -221,75 +184,43 @@ class RunFolder:
         if not self.is_open:
             self._rewind_to = step, evaluated
             return
-        self._files[METRICS].close()
+        self._files[METRICS].drop_waiting(lambda line: _is_upto(line, step, evaluated))
         file = self.path / METRICS
         if file.exists():
-            with open(file, "rb") as lines:
-                _replace(file, (line for line in lines if _is_upto(line, step, evaluated)))
+            _keep_lines(file, lambda line: _is_upto(line, step, evaluated))
 
     def evaluations(self, step: int, *, evaluated: bool = True) -> list[dict[str, Any]]:
         """What metrics.jsonl says of evaluations up to a step; as for `rewind_metrics`."""
         file = self.path / METRICS
         if not file.exists():
             return []
-        with open(file, "rb") as lines:
+        with BufferedReader(open_regular(file)) as lines:
             kept = (line for line in lines if b'"eval/' in line and _is_upto(line, step, evaluated))
-            return [{name: _number(value) for name, value in json.loads(line).items()} for line in kept]
+            return [{name: _number(value) for name, value in parse_json(line).items()} for line in kept]
 
     def close(self) -> None:
         """Closes the files (a later note opens them again) and lets other runs into the folder."""
         for file in self._files.values():
             file.close()
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._lock.release()
 
     def _note(self, name: str, line: str) -> None:
         if self.is_open:
-            self._files[name].append(line)
+            self._files[name].append(line.encode())
         else:
             self._waiting.append((name, line))
 
     def _write_run(self, record: Mapping[str, Any]) -> None:
         text = _to_json(record, indent=2, other=str)
         _replace(self.path / RUN, [text.encode()])
+        self._written = record
 
-
-class _Lines:
-    """A file that grows by whole lines and never stops the run: days of training do not end for a log line."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: FileIO | None = None
-        self._torn = self._failing = False
-
-    def append(self, line: str) -> None:
-        try:
-            if self._file is None:
-                self._file = open(self._path, "a+b", buffering=0)  # noqa: SIM115  kept open: NFS flushes at each close
-                self._torn = _ends_torn(self._file)
-            # One unbuffered write in append mode: lines of two processes do not mix.
-            data = ("\n" * self._torn + line + "\n").encode()
-            self._torn = self._file.write(data) != len(data)
-            self._failing = False
-        except OSError as error:
-            if not self._failing:
-                log.warning("%s cannot be written (%s); lines are lost, the run goes on", self._path, error.strerror)
-            self._failing = True
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-
-def _ends_torn(file: FileIO) -> bool:
-    end = file.seek(0, os.SEEK_END)
-    if end == 0 or os.pread(file.fileno(), 1, end - 1) == b"\n":
-        return False
-    # The other process may be in the middle of its write, which then grows: only what stays is torn.
-    time.sleep(0.01)
-    return file.seek(0, os.SEEK_END) == end
+    def _restore_run(self) -> None:
+        """Writes run.json again if it was deleted, for instance with the whole folder, which a save makes again."""
+        if self.is_open and self.path.is_dir() and not os.path.lexists(self.path / RUN):
+            log.warning("%s was deleted while the run was writing to its folder; it is written again", self.path / RUN)
+            with suppress(UserError):  # a full disk: the next event tries again
+                self._write_run(self._written)
 
 
 def _is_upto(line: bytes, step: int, evaluated: bool) -> bool:
@@ -297,8 +228,8 @@ def _is_upto(line: bytes, step: int, evaluated: bool) -> bool:
     if not line.endswith(b"\n"):
         return False
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
+        record = parse_json(line)
+    except ValueError:
         return False
     if not isinstance(record, dict):
         return False
@@ -308,26 +239,36 @@ def _is_upto(line: bytes, step: int, evaluated: bool) -> bool:
     return not isinstance(at, int) or at <= step
 
 
+def _keep_lines(file: Path, is_kept: Callable[[bytes], bool]) -> None:
+    """Drops the other lines. Where these are the last ones the file is cut off, which a full disk allows too."""
+    position, cut = 0, None
+    with BufferedReader(open_regular(file)) as lines:
+        for line in lines:
+            if cut is None and not is_kept(line):
+                cut = position
+            elif cut is not None and is_kept(line):
+                lines.seek(0)
+                _replace(file, filter(is_kept, lines))
+                return
+            position += len(line)
+    if cut is None:
+        return
+    try:
+        with open_regular(file, os.O_RDWR) as shortened:
+            shortened.truncate(cut)
+            os.fsync(shortened.fileno())
+    except OSError as error:
+        raise UserError(f"{file} cannot be written ({error.strerror}); choose another --output_dir") from None
+
+
 def _replace(file: Path, chunks: Iterable[bytes]) -> None:
     """Writes `file` anew so that at any moment the old or the new one is there in full."""
-    new = file.with_name(f".{file.name}.new")
     try:
-        with open(new, "wb") as out:
-            out.writelines(chunks)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(new, file)
+        write_atomically(file, chunks, durable=True, one_writer=True)
     except OSError as error:
-        with suppress(OSError):
-            new.unlink()  # it may have taken the last of the disk
         raise UserError(
             f"{file} cannot be written ({error.strerror}); make room, or choose another --output_dir"
         ) from None
-    folder = os.open(file.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # a crash of the machine may undo the rename otherwise
-    finally:
-        os.close(folder)
 
 
 def _refuse(file: Path, reason: str) -> NoReturn:

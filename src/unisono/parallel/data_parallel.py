@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from unisono.parallel.strategy import Stage, Strategy
+from unisono.parallel.strategy import ForwardWrapper, Strategy
 
 
 class DataParallel(Strategy):
@@ -19,10 +19,10 @@ class DataParallel(Strategy):
 
     name = "dp"
 
-    def _set_up(self, stage: Stage, blocks: Sequence[nn.Module]) -> nn.Module:
-        stage = stage.to(self.place.device)
-        self._replicated = nn.DataParallel(stage, device_ids=[device.index for device in self.place.devices])
-        return stage
+    def _set_up(self, wrapper: ForwardWrapper, blocks: Sequence[nn.Module]) -> nn.Module:
+        wrapper = wrapper.to(self.placement.device)
+        self._replicated = nn.DataParallel(wrapper, device_ids=[device.index for device in self.placement.devices])
+        return wrapper
 
     def train(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """call(model, *arguments) on each GPU with its part of the batch; a mapping of sums, added up."""

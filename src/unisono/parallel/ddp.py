@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from unisono.errors import RecipeError
-from unisono.parallel.strategy import Stage, Strategy
+from unisono.parallel.strategy import ForwardWrapper, Strategy, unused_weights
 
 _BROADCAST_BYTES = 250 * 2**20
 
@@ -29,12 +28,12 @@ class DDP(Strategy):
     name = "ddp"
     collective = True
 
-    def _set_up(self, stage: Stage, blocks: Sequence[nn.Module]) -> nn.Module:
-        place, settings = self.place, self.settings
-        stage = stage.to(place.device)
+    def _set_up(self, wrapper: ForwardWrapper, blocks: Sequence[nn.Module]) -> nn.Module:
+        placement, settings = self.placement, self.settings
+        wrapper = wrapper.to(placement.device)
         self._wrapped = DistributedDataParallel(
-            stage,
-            device_ids=[place.device.index] if place.device.type == "cuda" else None,
+            wrapper,
+            device_ids=[placement.device.index] if placement.device.type == "cuda" else None,
             # DDP would copy buffers inside its forward pass, where a rank that ran out of memory may never come:
             # begin_step does it.
             **_buffer_option(False),
@@ -44,25 +43,25 @@ class DDP(Strategy):
             static_graph=settings.static_graph,
         )
         self._first_forward = True
-        self.guardable = self._is_guardable(stage)
-        self._trained = [parameter for parameter in stage.model.parameters() if parameter.requires_grad]
+        self.guardable = self._is_guardable(wrapper)
+        self._trained = [parameter for parameter in wrapper.model.parameters() if parameter.requires_grad]
         self._views: list[Tensor] | None = None  # of the gradients, inside the buckets
         self._settled = False  # whether the buckets have their final layout
         self._arrivals: list[nn.Parameter] = []  # in which order gradients became ready
         self._hooks: list[Any] = []  # that note it
-        if self.guardable and place.deterministic:
+        self._listened = False
+        if self.guardable and placement.deterministic:
             self._settle_buckets(self._trained[::-1])
-        self._buffers = [buffer for buffer in stage.model.buffers() if buffer.numel() > 0]
-        return stage
+        return wrapper
 
     @property
     def gradient_divisor(self) -> float:
         """DDP averages over the ranks."""
-        return float(self.place.world)
+        return float(self.placement.world)
 
-    def _is_guardable(self, stage: Stage) -> bool:
+    def _is_guardable(self, wrapper: ForwardWrapper) -> bool:
         """Not where DDP must see the graph of every backward pass, nor where forward passes need all ranks."""
-        in_forward = any(isinstance(module, nn.SyncBatchNorm) for module in stage.modules())
+        in_forward = any(isinstance(module, nn.SyncBatchNorm) for module in wrapper.modules())
         in_forward = in_forward or self._gathers
         return not (self.settings.static_graph or self.settings.find_unused_parameters or in_forward)
 
@@ -81,13 +80,14 @@ class DDP(Strategy):
 
     def begin_step(self, *, guarded: bool) -> None:
         """The first rank's buffers for all; for a guarded step, gradients that lie in the buckets from the start."""
-        if self.settings.broadcast_buffers and self._buffers and self.place.world > 1:
+        buffers = self.buffers.tensors() if self.settings.broadcast_buffers and self.placement.world > 1 else []
+        if buffers:
             with torch.no_grad():
                 assert dist.group.WORLD is not None
                 dist._broadcast_coalesced(  # type: ignore[attr-defined]
-                    dist.group.WORLD, self._buffers, _BROADCAST_BYTES, 0
+                    dist.group.WORLD, buffers, _BROADCAST_BYTES, 0
                 )
-        if guarded and not self._settled and not self._hooks:
+        if guarded and not self._listened:
             self._listen()
         if guarded and self._views is not None:
             torch._foreach_zero_(self._views)  # otherwise they would need memory beside the buckets
@@ -109,14 +109,13 @@ class DDP(Strategy):
 
     def reduce(self) -> None:
         """Averages the gradients of a guarded step over the ranks, in the buckets that fast steps use."""
-        if unused := [name for name, parameter in self.parameters if parameter.grad is None]:
-            raise RecipeError(
-                f"{len(unused)} weights took no part in the loss, {unused[0]} for instance; use them, freeze them "
-                "(requires_grad_(False)), or pass find_unused_parameters"
-            )
-        if not self._settled:  # on all ranks at the same time, whether they were listening or not
+        if unused := self.without_gradient():
+            raise unused_weights(unused)
+        settled = self._settled
+        if not settled:  # on all ranks at the same time, whether they were listening or not
             self._settle_with_gradients()
-        elif self._views is not None:
+        self._stop_listening()
+        if settled and self._views is not None:
             # DDP divides what lies in its buckets and multiplies what it copies there by 1 / world: other bits. Fast
             # steps copy. The activations are gone by now, so there is room for a copy.
             for parameter in self._trained:
@@ -125,14 +124,27 @@ class DDP(Strategy):
 
     def _listen(self) -> None:
         """Notes the order in which the first backward pass makes gradients ready: the best order for the buckets."""
+        self._listened = True
         for parameter in self._trained:
             hook = parameter.register_post_accumulate_grad_hook(self._arrivals.append)  # type: ignore[no-untyped-call]
             self._hooks.append(hook)
 
-    def _settle_with_gradients(self) -> None:
+    def _stop_listening(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        arrived, self._arrivals, self._hooks = self._arrivals, [], []
+        self._arrivals, self._hooks = [], []
+
+    def without_gradient(self) -> list[str]:
+        """Names of trained weights that took no part in the step."""
+        if not self._hooks:
+            return super().without_gradient()
+        # All weights may have had a gradient, zeros in the buckets, before the first backward pass.
+        arrived = {id(parameter) for parameter in self._arrivals}
+        return [name for name, parameter in self.parameters if id(parameter) not in arrived]
+
+    def _settle_with_gradients(self) -> None:
+        arrived = self._arrivals
+        self._stop_listening()
         # Ranks may have noted different orders; DDP takes the first rank's.
         order = list(dict.fromkeys([*arrived, *self._trained[::-1]]))
         gradients = [parameter.grad for parameter in self._trained]

@@ -15,24 +15,24 @@ from unisono.parallel.materialize import Weights, fill_shard
 from unisono.parallel.strategy import Placement
 
 
-def shard_frozen(module: nn.Module, place: Placement, weights: Weights, exact: Sequence[str] = ()) -> None:
+def shard_frozen(module: nn.Module, placement: Placement, weights: Weights, exact: Sequence[str] = ()) -> None:
     """Shares a module on meta out over the ranks and fills its parts, in place; buffers must be real.
 
     It computes in the types of its weights; those of `exact`, which may have another type than the rest, stay whole.
     """
     module.requires_grad_(False).eval()
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    if place.world > 1:
-        mesh = init_device_mesh(place.device.type, (place.world,))
+    if placement.world > 1:
+        mesh = init_device_mesh(placement.device.type, (placement.world,))
         whole = {parameter for name, parameter in module.named_parameters() if name in exact}
         for part in [*repeated_blocks(module), module]:
             fully_shard(part, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
-    module.to_empty(device=place.device)
+    module.to_empty(device=placement.device)
     with torch.no_grad():
         for name, buffer in module.named_buffers():
             buffer.copy_(buffers[name])
         for name, parameter in module.named_parameters():
             if isinstance(parameter, DTensor):
-                fill_shard(name, parameter.to_local(), place.rank, place.world, parameter.shape[0], weights)
+                fill_shard(name, parameter.to_local(), placement.rank, placement.world, parameter.shape[0], weights)
             else:
                 parameter.copy_(weights.rows(name, 0, len(parameter)))

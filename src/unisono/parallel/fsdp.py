@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from unisono.errors import RecipeError
 from unisono.parallel.materialize import fill_shard, is_on_meta
-from unisono.parallel.strategy import Stage, Strategy, local_norm
+from unisono.parallel.strategy import ForwardWrapper, Strategy, local_norm
 
 
 class FSDP(Strategy):
@@ -33,25 +33,25 @@ class FSDP(Strategy):
 
     _on_every_rank: Sequence[Tensor] = ()  # gradients of the weights that are not sharded
 
-    def _set_up(self, stage: Stage, blocks: Sequence[nn.Module]) -> nn.Module:
-        place, settings = self.place, self.settings
-        for name, parameter in stage.model.named_parameters():
+    def _set_up(self, wrapper: ForwardWrapper, blocks: Sequence[nn.Module]) -> nn.Module:
+        placement, settings = self.placement, self.settings
+        for name, parameter in wrapper.model.named_parameters():
             if parameter.dim() == 0:
                 raise RecipeError(f"fsdp cannot shard the scalar weight {name}; give it the shape (1,), or use ddp")
-        mesh = init_device_mesh(place.device.type, (place.world,))
-        self._host_mesh = mesh if place.device.type == "cpu" else init_device_mesh("cpu", (place.world,))
+        mesh = init_device_mesh(placement.device.type, (placement.world,))
+        self._host_mesh = mesh if placement.device.type == "cpu" else init_device_mesh("cpu", (placement.world,))
         # cast_forward_inputs is off because autocast decides about types, as under the other strategies; gathered
         # weights are 16 bit, gradients are summed in 32 bit. Not on the CPU, whose layer norm refuses 16-bit weights
         # with 32-bit inputs where CUDA's autocast helps out: there autocast alone makes 16 bit of them.
-        gathered = place.compute_type if place.device.type == "cuda" else None
+        gathered = placement.compute_type if placement.device.type == "cuda" else None
         precision = MixedPrecisionPolicy(
             param_dtype=gathered,
             reduce_dtype=torch.float32 if gathered else None,
             cast_forward_inputs=False,
         )
         offload = CPUOffloadPolicy() if settings.fsdp_cpu_offload else OffloadPolicy()
-        whole = {parameter for name, parameter in stage.model.named_parameters() if name in self._exact}
-        for module in [*blocks, stage]:
+        whole = {parameter for name, parameter in wrapper.model.named_parameters() if name in self._exact}
+        for module in [*blocks, wrapper]:
             fully_shard(
                 module,
                 mesh=mesh,
@@ -60,39 +60,39 @@ class FSDP(Strategy):
                 reshard_after_forward=settings.fsdp_reshard_after_forward,
                 ignored_params=whole,
             )
-        for module in stage.modules():
+        for module in wrapper.modules():
             if isinstance(module, FSDPModule):
                 # A plain sum, which gloo has too; the engine divides by the true count.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-        home = torch.device("cpu") if settings.fsdp_cpu_offload else place.device
-        if is_on_meta(stage):
-            self._make_shards(stage, home)
+        home = torch.device("cpu") if settings.fsdp_cpu_offload else placement.device
+        if is_on_meta(wrapper):
+            self._make_shards(wrapper, home)
         if settings.fsdp_cpu_offload:
-            _move_buffers(stage, place.device)
+            _move_buffers(wrapper, placement.device)
             # Asked for again: weights that were on meta are new ones by now.
-            for name, parameter in stage.model.named_parameters():
+            for name, parameter in wrapper.model.named_parameters():
                 if name in self._exact:
-                    parameter.data = parameter.data.to(place.device)
-            return stage
-        return stage.to(place.device)
+                    parameter.data = parameter.data.to(placement.device)
+            return wrapper
+        return wrapper.to(placement.device)
 
-    def _make_shards(self, stage: Stage, device: torch.device) -> None:
+    def _make_shards(self, wrapper: ForwardWrapper, device: torch.device) -> None:
         """Gives a model on meta its weights, each rank those of its own shards."""
         assert self._weights is not None
         # What is real already (buffers, a LoRA) is kept.
-        named = [*stage.named_buffers(), *((name, _local(it.detach())) for name, it in stage.named_parameters())]
+        named = [*wrapper.named_buffers(), *((name, _local(it.detach())) for name, it in wrapper.named_parameters())]
         kept = {name: tensor.clone() for name, tensor in named if not tensor.is_meta}
-        stage.to_empty(device=device)
+        wrapper.to_empty(device=device)
         with torch.no_grad():
-            for name, buffer in stage.named_buffers():
+            for name, buffer in wrapper.named_buffers():
                 buffer.copy_(kept[name])
-            for name, parameter in stage.model.named_parameters():
+            for name, parameter in wrapper.model.named_parameters():
                 if f"model.{name}" in kept:
                     _local(parameter).copy_(kept[f"model.{name}"])
                 elif isinstance(parameter, DTensor):
-                    place, rows = self.place, parameter.shape[0]
-                    fill_shard(name, parameter.to_local(), place.rank, place.world, rows, self._weights)
+                    placement, rows = self.placement, parameter.shape[0]
+                    fill_shard(name, parameter.to_local(), placement.rank, placement.world, rows, self._weights)
                 else:
                     parameter.copy_(self._weights.rows(name, 0, len(parameter)))
 
@@ -116,13 +116,17 @@ class FSDP(Strategy):
         self._on_every_rank = [
             local.grad for name, local in self.parameters if name in self._exact and local.grad is not None
         ]
-        if self._on_every_rank and self.place.world > 1:
+        if self._on_every_rank and self.placement.world > 1:
             together = torch.cat([gradient.flatten() for gradient in self._on_every_rank])
             dist.all_reduce(together)
             parts = torch.split(together, [gradient.numel() for gradient in self._on_every_rank])
             for gradient, part in zip(self._on_every_rank, parts, strict=True):
                 gradient.copy_(part.view_as(gradient))
         return found
+
+    def without_gradient(self) -> list[str]:
+        """Names of trained weights that took no part in the step."""
+        return [name for name, parameter in self._whole.items() if parameter.grad is None]
 
     def clear_gradients(self) -> None:
         """Frees the gradients."""
@@ -133,12 +137,13 @@ class FSDP(Strategy):
 
     def norm(self, tensors: list[Tensor]) -> Tensor:
         """Every element lies in exactly one shard, so the squares add up over the ranks; what all have counts once."""
-        on_every_rank = {id(gradient) for gradient in self._on_every_rank}
-        shards = [tensor for tensor in tensors if id(tensor) not in on_every_rank]
-        square = local_norm(shards, self.place.device).square()
-        if len(shards) < len(tensors):
-            square = square + local_norm([*self._on_every_rank], self.place.device).square() / self.place.world
-        if self.place.world > 1:
+        known = {id(gradient) for gradient in self._on_every_rank}
+        shards = [tensor for tensor in tensors if id(tensor) not in known]
+        whole = [tensor for tensor in tensors if id(tensor) in known]
+        square = local_norm(shards, self.placement.device).square()
+        if whole:
+            square = square + local_norm(whole, self.placement.device).square() / self.placement.world
+        if self.placement.world > 1:
             dist.all_reduce(square)
         return square.sqrt()
 
@@ -160,7 +165,7 @@ class FSDP(Strategy):
 
     def weights_changed(self) -> None:
         """Drops gathered weights: after a forward pass without backward the root's stay gathered, and go stale."""
-        for module in self.stage.modules():
+        for module in self.wrapped.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 

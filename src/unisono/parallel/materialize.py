@@ -31,13 +31,20 @@ def is_on_meta(model: nn.Module) -> bool:
 
 
 def fill(model: nn.Module, weights: Weights) -> None:
-    """Gives a model on the meta device its weights, whole, on the CPU; buffers must be there."""
+    """Gives a model on the meta device its weights, whole, on the CPU; buffers must be there.
+
+    A weight that several modules share is asked for once, by its first name, and stays shared.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}
     for place, module in model.named_modules():
         for short, parameter in list(module.named_parameters(recurse=False)):
-            if parameter.is_meta:
+            if not parameter.is_meta:
+                continue
+            if parameter not in made:
                 name = f"{place}.{short}" if place else short
                 whole = weights.rows(name, 0, len(parameter)).to(parameter.dtype)
-                module.register_parameter(short, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+                made[parameter] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+            module.register_parameter(short, made[parameter])
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from unisono.parallel.strategy import Stage, Strategy
+from unisono.parallel.strategy import ForwardWrapper, Strategy
 
 
 class Single(Strategy):
@@ -15,10 +15,10 @@ class Single(Strategy):
 
     name = "single"
 
-    def _set_up(self, stage: Stage, blocks: Sequence[nn.Module]) -> nn.Module:
+    def _set_up(self, wrapper: ForwardWrapper, blocks: Sequence[nn.Module]) -> nn.Module:
         self._keeps_gradients = self._all_placed = False
         self._placed: set[nn.Parameter] = set()  # whose gradients have memory of their own
-        return stage.to(self.place.device)
+        return wrapper.to(self.placement.device)
 
     def keep_gradients(self) -> bool:
         """Of weights that take part in the loss: others must not get any, or the optimizer would update them."""

@@ -1,8 +1,8 @@
-"""What a strategy is: where the weights live and how gradients are summed, and nothing about losses.
+"""The interface of a strategy: where weights live and how gradients are summed. It knows nothing about losses.
 
-The model stands inside a `Stage`. Whatever is to happen with the model is handed in as a function and runs inside the
-stage's forward pass, so that DDP's and FSDP's hooks see it, while the function itself sees the plain model: recipes
-call any method of it and never meet a wrapper.
+A strategy puts the model into a `ForwardWrapper` and wraps that with DDP or FSDP. Callers pass a function of the model,
+and the wrapper's forward pass runs it: DDP's and FSDP's hooks fire, while the function sees the plain model. So recipes
+can call any method of their model and never see a wrapper.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from unisono.errors import RecipeError
+from unisono.parallel.buffers import BufferSlots
 from unisono.parallel.materialize import Weights
 from unisono.settings import ParallelSettings
 
@@ -33,8 +35,8 @@ class Placement:
     deterministic: bool = False
 
 
-class Stage(nn.Module):
-    """Runs functions of the model as its own forward pass."""
+class ForwardWrapper(nn.Module):
+    """A module whose forward pass calls any function of the model, so that DDP and FSDP can wrap it."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -58,7 +60,7 @@ class Strategy(ABC):
         self,
         model: nn.Module,
         blocks: Sequence[nn.Module],
-        place: Placement,
+        placement: Placement,
         settings: ParallelSettings,
         exact: Sequence[str] = (),
         weights: Weights | None = None,
@@ -69,15 +71,17 @@ class Strategy(ABC):
 
         `gathers`: a forward pass needs all ranks, whatever the strategy: of something frozen each has only a part.
         """
-        self.model, self.place, self.settings, self._gathers = model, place, settings, gathers
+        self.model, self.placement, self.settings, self._gathers = model, placement, settings, gathers
         self._exact, self._weights = frozenset(exact), weights
-        self.stage = self._set_up(Stage(model), blocks)
+        self.wrapped = self._set_up(ForwardWrapper(model), blocks)
+        self.buffers = BufferSlots(model)
+        """The model's buffers, as they are at any time."""
         self._all_parameters = list(self.model.parameters())  # walking through the modules takes a while
         self.parameters = self._local_parameters()
         """(name, parameter) as the optimizer sees them: whole weights, or this rank's shards of them."""
 
     @abstractmethod
-    def _set_up(self, stage: Stage, blocks: Sequence[nn.Module]) -> nn.Module:
+    def _set_up(self, wrapper: ForwardWrapper, blocks: Sequence[nn.Module]) -> nn.Module:
         """Places and wraps the model."""
 
     @property
@@ -87,7 +91,7 @@ class Strategy(ABC):
 
     def train(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """call(model, *arguments) with gradients that are summed over the ranks in backward."""
-        return self.stage(call, *arguments)
+        return self.wrapped(call, *arguments)
 
     def rows(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """As `train`, of a function that gives a row for each sample instead of sums."""
@@ -96,7 +100,7 @@ class Strategy(ABC):
     def infer(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """call(model, *arguments) without gradients."""
         with torch.no_grad():
-            return self.stage(call, *arguments)
+            return self.wrapped(call, *arguments)
 
     def begin_step(self, *, guarded: bool) -> None:  # noqa: B027 (most strategies have nothing to do)
         """Before the first micro-batch of every step, on every rank."""
@@ -115,6 +119,10 @@ class Strategy(ABC):
         """This rank's gradients of `parameters`, where there are any; also attaches them for the optimizer."""
         return [parameter.grad for _, parameter in self.parameters if parameter.grad is not None]
 
+    def without_gradient(self) -> list[str]:
+        """Names of trained weights that took no part in the step."""
+        return [name for name, parameter in self.parameters if parameter.grad is None]
+
     def keep_gradients(self) -> bool:
         """From now on gradients stay where they are, after the first steps; False where they cannot."""
         return False
@@ -131,7 +139,7 @@ class Strategy(ABC):
 
     def norm(self, tensors: list[Tensor]) -> Tensor:
         """The norm over all weights of the model of tensors shaped like `parameters`, equal on every rank."""
-        return local_norm(tensors, self.place.device)
+        return local_norm(tensors, self.placement.device)
 
     def _local_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
@@ -161,8 +169,8 @@ class Strategy(ABC):
 
     def share_buffers(self) -> None:
         """Makes the first rank's buffers (batch norm's statistics) everybody's: one model is evaluated and saved."""
-        if self.place.world > 1:
-            for buffer in self.model.buffers():
+        if self.placement.world > 1:
+            for buffer in self.buffers.tensors():
                 dist.broadcast(buffer, src=0)
 
     @contextmanager
@@ -175,6 +183,15 @@ class Strategy(ABC):
         finally:
             for module in was_training:
                 module.training = True
+
+
+def unused_weights(names: Sequence[str], *, sharded: bool = False) -> RecipeError:
+    """The error, on any number of ranks, for trained weights that a step gave no gradient."""
+    last = "use ddp with find_unused_parameters" if sharded else "pass find_unused_parameters"
+    return RecipeError(
+        f"{len(names)} weights took no part in the loss, {names[0]} for instance; use them, freeze them "
+        f"(requires_grad_(False)), or {last}"
+    )
 
 
 def local_norm(tensors: list[Tensor], device: torch.device) -> Tensor:
@@ -199,10 +216,10 @@ def cast_weights(
     Weights that are not trained need no more bits than they are used with: they get the type `frozen`, where one is
     given, unless they are `exact`.
     """
-    for place, module in model.named_modules():
+    for prefix, module in model.named_modules():
         for short, parameter in module.named_parameters(recurse=False):
             if parameter.is_floating_point():
-                name = f"{place}.{short}" if place else short
+                name = f"{prefix}.{short}" if prefix else short
                 less = frozen is not None and not parameter.requires_grad and name not in exact
                 parameter.data = parameter.data.to(frozen if less else dtype)
         for name, buffer in module.named_buffers(recurse=False):

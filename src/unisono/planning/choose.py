@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from unisono.formatting import format_bytes
+
 _ROOM_FOR_ACTIVATIONS = 0.4  # part of a device's memory kept free of weights, gradients and optimizer state
-_GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -37,16 +38,11 @@ def choose_strategy(*, ranks: int, demand: Demand, device_memory: int | None) ->
     """The strategy for `auto`, and why."""
     if ranks == 1:
         return "single", "one device"
-    need = f"weights, gradients, optimizer and average take {in_words(demand.total)}"
+    need = f"weights, gradients, optimizer and average take {format_bytes(demand.total)}"
     if device_memory is None:
         return "ddp", f"{need}, on the CPU"
     room = device_memory * (1 - _ROOM_FOR_ACTIVATIONS)
-    there = f"{in_words(device_memory)} per device"
+    there = f"{format_bytes(device_memory)} per device"
     if demand.total <= room:
         return "ddp", f"{need} of {there}, which leaves room for activations"
     return "fsdp", f"{need}, too much for {there} with room for activations"
-
-
-def in_words(num_bytes: int) -> str:
-    """A number of bytes as people read it."""
-    return f"{num_bytes / _GIB:.1f} GiB" if num_bytes >= _GIB else f"{num_bytes / 2**20:.1f} MiB"

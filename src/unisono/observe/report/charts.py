@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Container, Iterable
 
-from unisono.observe.report.chart import Chart, Line, Mark
+from unisono.formatting import format_count, format_number, shorten
 from unisono.observe.report.reading import Metrics
 from unisono.observe.report.series import Curves, Series
 from unisono.observe.report.timeline import Timeline
-from unisono.observe.report.words import a_count, clipped, compact
+from unisono.pages.chart import Chart, Line, Mark
 
 _EVAL = "eval/"
-_NOISY = 40  # values from which on a running mean says more than the values
-_FEW = 60  # values that are drawn as dots too
+_NOISY = 40  # from this many values on, a running mean is drawn over them
+_FEW = 60  # up to this many values are also drawn as dots
 _MOST_MARKS = 40
 _MOST_BESIDE = 6  # further lines in a chart: there are eight colours
 _MARKED = {
@@ -28,19 +29,31 @@ _MARKED = {
 }
 """Events that are marked in charts, the most important first."""
 
-_SPEED = {"samples_per_s", "step_ms", "data_wait_ms", "comm_ms", "mem_gib", "mfu"}
+_UNORDERED = {"task", "goal", "class", "label", "group", "file", "video", "prompt", "language"}
+"""Categories (`…_by_task`) that have no order: their points are not joined by a line."""
+
+SPEED = {"samples_per_s", "step_ms", "data_wait_ms", "comm_ms", "mem_gib", "mfu"}
 
 
-def learning_charts(metrics: Metrics, timeline: Timeline) -> list[Chart]:
-    """How well it learns: the loss first, then what was evaluated, then the recipe's and the optimizer's numbers."""
+def learning_charts(metrics: Metrics, timeline: Timeline, named: Container[str] = ()) -> list[Chart]:
+    """The charts of learning: the loss, then evaluation metrics, then metrics of the recipe and the optimizer.
+
+    Curves in `named` are left out: their entries have names, and are drawn as bars.
+    """
     series = metrics.series
-    taken = {"loss", "lr", "grad_norm", f"{_EVAL}loss"} | _SPEED
+    taken = {"loss", "lr", "grad_norm", f"{_EVAL}loss"} | SPEED
     evaluated = [name for name in series if name.startswith(_EVAL) and name not in taken]
+    grouped = groups(evaluated)
+    in_groups = {name for lines in grouped.values() for name in lines.values()}
     own = [name for name in series if name not in taken and f"{_EVAL}{name}" not in series and name not in evaluated]
-    beside = _beside(evaluated)
+    beside = _beside(name for name in evaluated if name not in in_groups)
     charts = [
         _train_and_eval("loss", "Loss", series, may_be_log=True, marks=marks(timeline)),
-        *(_of_curves(name, curves) for name, curves in metrics.curves.items()),
+        *(_of_curves(name, curves) for name, curves in metrics.curves.items() if name not in named),
+        *(
+            _chart(rest, [(group, series[name]) for group, name in lines.items()], may_be_log="loss" in rest, eval=True)
+            for rest, lines in grouped.items()
+        ),
         *(_evaluated(name, beside[name], series) for name in beside),
         *(_train_and_eval(name, name, series) for name in own),
         _chart("Gradient norm", [("before clipping", series.get("grad_norm"))], may_be_log=True),
@@ -50,10 +63,10 @@ def learning_charts(metrics: Metrics, timeline: Timeline) -> list[Chart]:
 
 
 def speed_charts(metrics: Metrics, timeline: Timeline) -> list[Chart]:
-    """How fast it goes, and what it takes."""
+    """The charts of speed and memory."""
     series = metrics.series
     times = [("step", "step_ms"), ("waiting for data", "data_wait_ms"), ("communication", "comm_ms")]
-    ranks = [(f"rank {rank}", found) for rank, found in sorted(metrics.by_rank.items())]
+    ranks = [(f"rank {rank}", series_of_rank) for rank, series_of_rank in sorted(metrics.by_rank.items())]
     happened = marks(timeline)
     charts = [
         _chart("Throughput", [("samples/s", series.get("samples_per_s"))], from_zero=True, marks=happened),
@@ -63,7 +76,7 @@ def speed_charts(metrics: Metrics, timeline: Timeline) -> list[Chart]:
             ranks if len(ranks) > 1 else [],
             unit="ms",
             from_zero=True,
-            note="Before it waits for the others: a rank that is slower holds up all.",
+            note="Without waiting for other ranks: the slowest rank sets the pace of all.",
         ),
         _chart("Memory", [("peak", series.get("mem_gib"))], unit="GiB", from_zero=True, noisy=False),
         _chart("Model FLOPs utilization", [("MFU", series.get("mfu"))], from_zero=True),
@@ -72,32 +85,57 @@ def speed_charts(metrics: Metrics, timeline: Timeline) -> list[Chart]:
 
 
 def marks(timeline: Timeline) -> list[Mark]:
-    """The faults as places on the step axis, the most important first."""
+    """The faults as marks on the step axis, the most important first."""
     order = {kind: place for place, kind in enumerate(_MARKED)}
-    found = sorted((h for h in timeline.all() if h.kind in _MARKED), key=lambda happening: order[happening.kind])
+    events = sorted((event for event in timeline.all() if event.kind in _MARKED), key=lambda event: order[event.kind])
     return [
-        Mark(h.step, _MARKED[h.kind], f"step {compact(h.step)}: {h.title}, {clipped(h.sentence, 160)}")
-        for h in found[:_MOST_MARKS]
-        if h.step is not None
+        Mark(e.step, _MARKED[e.kind], f"step {format_number(e.step)}: {e.title}, {shorten(e.sentence, 160)}")
+        for e in events[:_MOST_MARKS]
+        if e.step is not None
     ]
 
 
+def groups(names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Metrics that several groups share, as quantity -> group -> metric; each quantity gets one chart.
+
+    `eval/train_return`, `eval/train_solved`, `eval/unseen_return`, `eval/unseen_solved`: at least two groups share at
+    least two quantities. Names that share only one (`eval/flow_loss`, `eval/velocity_loss`) may differ in kind.
+    """
+    groups: dict[str, dict[str, str]] = {}
+    for name in names:
+        group, _, rest = name.removeprefix(_EVAL).partition("_")
+        if rest:
+            groups.setdefault(rest, {})[group] = name
+    together = Counter(frozenset(lines) for lines in groups.values())
+    return {rest: lines for rest, lines in groups.items() if len(lines) > 1 and together[frozenset(lines)] > 1}
+
+
+def is_smoothed(series: Series) -> bool:
+    """Whether a running mean is drawn: then it is also the number in the legend and at the top of the page."""
+    return series.count >= _NOISY
+
+
+def is_curve(series: Series) -> bool:
+    """Whether there is something to draw: single and constant values go into a table."""
+    return series.count > 1 and series.lowest < series.highest
+
+
 def _beside(names: Iterable[str]) -> dict[str, list[str]]:
-    """Each metric with those that say the same of something else: `eval/MRR@10` with `eval/MRR@10_bm25`."""
-    found: dict[str, list[str]] = {name: [] for name in names}
-    every = list(found)
+    """Each metric with its variants, which share its chart: `eval/MRR@10` with `eval/MRR@10_bm25`."""
+    variants: dict[str, list[str]] = {name: [] for name in names}
+    every = list(variants)
     for name in every:
         base = next((other for other in sorted(every, key=len) if name.startswith(f"{other}_")), None)
-        if base is not None and len(found[base]) < _MOST_BESIDE:  # the shortest one, which is beside nothing itself
-            found[base].append(name)
-            del found[name]
-    return found
+        if base is not None and len(variants[base]) < _MOST_BESIDE:  # the shortest name, which is itself no variant
+            variants[base].append(name)
+            del variants[name]
+    return variants
 
 
 def _evaluated(name: str, beside: Iterable[str], series: dict[str, Series]) -> Chart | None:
     title = name.removeprefix(_EVAL)
     others = [(other.removeprefix(f"{name}_"), series[other]) for other in beside]
-    return _chart(title, [*_pair(title, series), *others], may_be_log="loss" in title)
+    return _chart(title, [*_pair(title, series), *others], may_be_log="loss" in title, eval=True)
 
 
 def _train_and_eval(
@@ -118,24 +156,30 @@ def _chart(
     from_zero: bool = False,
     may_be_log: bool = False,
     noisy: bool = True,
+    eval: bool = False,
     marks: Iterable[Mark] = (),
     note: str = "",
 ) -> Chart | None:
     lines, gaps = [], 0
+    named = list(named)
+    if not any(series is not None and is_curve(series) for _, series in named):
+        return None
     for colour, (name, series) in enumerate(named):
         if series is None:
             continue
         gaps += series.gaps
-        evaluated = name == "evaluation"
-        trend = series.trend() if noisy and not evaluated and series.count >= _NOISY else None
+        evaluated = name == "evaluation" or (eval and name != "training")
+        trend = series.trend() if noisy and not evaluated and is_smoothed(series) else None
         dots = evaluated and series.count <= _FEW
         if series.count:
             lines.append(Line(name, series.points(), colour, trend, dots=dots))
     if not lines:
         return None
     if gaps:
-        note = f"{a_count(gaps, 'value')} not finite, left out. {note}".strip()
-    return Chart(title, lines, "step", unit, from_zero, may_be_log, list(marks), note)
+        note = f"{format_count(gaps, 'value')} not finite, left out. {note}".strip()
+    return Chart(
+        title, lines, "step", unit, from_zero, may_be_log, list(marks), note, [series for _, series in named if series]
+    )
 
 
 def _of_curves(name: str, curves: Curves) -> Chart | None:
@@ -143,10 +187,13 @@ def _of_curves(name: str, curves: Curves) -> Chart | None:
         return None
     step, newest = curves.newest
     older = curves.older()
-    lines = [Line(f"step {compact(at)}", curve.points(), old=True) for at, curve in older]
-    lines.append(Line(f"step {compact(step)}", newest.points(), dots=newest.count <= _FEW))
     title = name.removeprefix(_EVAL)
     stem, by, what = title.rpartition("_by_")
+    joined = what not in _UNORDERED
+    lines = [Line(f"step {format_number(at)}", curve.points(), old=True, joined=joined) for at, curve in older]
+    lines.append(
+        Line(f"step {format_number(step)}", newest.points(), dots=newest.count <= _FEW or not joined, joined=joined)
+    )
     x_name = what.replace("_", " ") if by and stem else "index"
-    note = f"Bold: the newest. Faint: earlier ones, from step {compact(older[0][0])} on." if older else ""
+    note = f"Bold: the newest. Faint: earlier ones, from step {format_number(older[0][0])} on." if older else ""
     return Chart(title, lines, x_name, note=note)

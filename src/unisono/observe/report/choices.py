@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from unisono.config import fields_of
-from unisono.observe.report.words import clipped
+from unisono.formatting import shorten
 from unisono.settings import Settings
 
 
@@ -24,21 +24,30 @@ class Choice:
     doc: str
 
 
-def choices(config: Mapping[str, Any], sources: Mapping[str, Any]) -> tuple[list[Choice], list[Choice], list[Choice]]:
-    """Settings that differ from their defaults, the recipe's own, and all others."""
+def choices(
+    config: Mapping[str, Any], sources: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> tuple[list[Choice], list[Choice], list[Choice]]:
+    """Settings that differ from their defaults (as `--help` shows them), the recipe's own, and all others."""
     known = {field.name: field for field in fields_of(Settings)}
     changed, own, others = [], [], []
     for name, value in list(config.items())[:1000]:
         source = sources.get(name)
-        # A run that goes on says "run" of what the start before it was told.
-        told = {"flag": "flag", "file": "file", "recipe": "recipe"}.get(source, "") if isinstance(source, str) else ""
+        # "run" in a run.json of an earlier version: an earlier start knew it.
+        words = {
+            "flag": "flag",
+            "file": "file",
+            "recipe": "recipe",
+            "run": "an earlier start",
+            "length": "the run's length",
+        }
+        words_of_source = words.get(source, "") if isinstance(source, str) else ""
         field = known.get(name)
-        default = "" if field is None else shown(field.default)
-        choice = Choice(clipped(str(name), 80), shown(value), default, told, field.doc if field else "")
-        if field is None:
-            own.append(choice)
-        elif choice.value != default:
+        default = shown(defaults[name]) if name in defaults else "" if field is None else shown(field.default)
+        choice = Choice(shorten(str(name), 80), shown(value), default, words_of_source, field.doc if field else "")
+        if choice.value != default and (field is not None or name in defaults):
             changed.append(choice)
+        elif field is None:
+            own.append(choice)
         else:
             others.append(choice)
     return changed, own, others
@@ -47,10 +56,10 @@ def choices(config: Mapping[str, Any], sources: Mapping[str, Any]) -> tuple[list
 def shown(value: Any) -> str:
     """A value as it would be typed."""
     if isinstance(value, str):
-        return clipped(value)
+        return shorten(value)
     if value is None:
         return "none"
     try:
-        return clipped(json.dumps(value, default=str, ensure_ascii=False))
+        return shorten(json.dumps(value, default=str, ensure_ascii=False))
     except (ValueError, RecursionError):
-        return clipped(str(value))
+        return shorten(str(value))

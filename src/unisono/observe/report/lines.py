@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 from unisono.errors import UserError
+from unisono.plain_files import open_regular, parse_json
 
 LONGEST_LINE = 4 * 2**20
 
@@ -23,7 +24,7 @@ class JsonLines:
         if not self._path.is_file():  # also what only looks like one: opening a pipe would wait for ever
             return
         try:
-            with open(self._path, "rb") as file:
+            with BufferedReader(open_regular(self._path)) as file:
                 while line := file.readline(LONGEST_LINE):
                     if not line.endswith(b"\n"):  # the end of the file, or the beginning of something endless
                         self.damaged += 1
@@ -31,8 +32,8 @@ class JsonLines:
                             line = file.readline(LONGEST_LINE)
                         continue
                     try:
-                        record = json.loads(line)
-                    except (ValueError, RecursionError):
+                        record = parse_json(line)
+                    except ValueError:
                         record = None
                     if isinstance(record, dict):
                         yield record

@@ -1,4 +1,4 @@
-"""What the recipe drew while it trained, as parts of a page that needs no other file."""
+"""The previews that the recipe wrote while it trained, embedded as HTML."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import os
 import re
 import stat
 from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
 
-from unisono.observe.report.words import bytes_text, clipped, compact
+from markupsafe import Markup
+
+from unisono.formatting import format_bytes, format_number, shorten
 
 LARGEST_FILE = 4 * 2**20
 LARGEST_TOTAL = 24 * 2**20
@@ -27,6 +28,10 @@ _IMAGES = {
     ".svg": "image/svg+xml",
 }
 _VIDEOS = {".mp4": "video/mp4", ".webm": "video/webm"}
+_NUMBERED = re.compile(r".*?_(\d{1,6})\.\w+")
+_MOST_CAPTION_LINES = 4
+_LISTS = ("captions.txt", "prompts.txt")
+"""Caption files: line i belongs to the preview sample numbered i."""
 _TEXTS = {".txt", ".md", ".json", ".csv", ".log"}
 
 
@@ -34,9 +39,11 @@ _TEXTS = {".txt", ".md", ".json", ".csv", ".log"}
 class Gallery:
     """The previews as HTML, newest of each name first, and what was left out."""
 
-    shown: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
+    shown: dict[str, list[tuple[int, Markup]]] = field(default_factory=dict)
     """Name -> (step, HTML), newest first."""
     left_out: list[str] = field(default_factory=list)
+    captions: dict[tuple[str, int], str] = field(default_factory=dict)
+    """(Name, step) -> what stands below it: line 3 of captions.txt belongs to sample_02.mp4, a.txt to a.png."""
 
 
 def read_previews(folder: Path) -> Gallery:
@@ -51,8 +58,29 @@ def read_previews(folder: Path) -> Gallery:
         earlier += [(name, step, path) for step, path in rest[every - 1 :: every]]
     for name, step, path in earlier:
         room = _take(gallery, name, step, path, room)
+    _set_captions(gallery, found)
     gallery.left_out += [f"{name}: too many names" for name in list(found)[MOST_NAMES:][:MOST_NAMES]]
     return gallery
+
+
+def _set_captions(gallery: Gallery, found: dict[str, list[tuple[int, Path]]]) -> None:
+    """Puts texts below the pictures and videos that they belong to."""
+    texts = {(name, step): path for name, steps in found.items() for step, path in steps if name.endswith(".txt")}
+    for name, steps in gallery.shown.items():
+        if Path(name).suffix.lower() in _TEXTS:
+            continue
+        number = _NUMBERED.fullmatch(name)
+        for step, _ in steps:
+            own = texts.get((f"{Path(name).stem}.txt", step))
+            several = next((texts[each, step] for each in _LISTS if (each, step) in texts), None)
+            if own is not None and isinstance(text := _read(own, LARGEST_FILE), bytes):
+                caption = text.decode("utf-8", errors="replace").strip()
+                if caption.count("\n") < _MOST_CAPTION_LINES:  # a table would be unreadable; it has its own card
+                    gallery.captions[name, step] = caption
+            elif number and several is not None and isinstance(text := _read(several, LARGEST_FILE), bytes):
+                lines = text.decode("utf-8", errors="replace").splitlines()
+                if int(number[1]) < len(lines):
+                    gallery.captions[name, step] = lines[int(number[1])]
 
 
 def _list(folder: Path) -> dict[str, list[tuple[int, Path]]]:
@@ -67,14 +95,22 @@ def _list(folder: Path) -> dict[str, list[tuple[int, Path]]]:
         match = _NAME.fullmatch(entry)
         if match:
             found.setdefault(match.group(2), []).append((int(match.group(1)), folder / entry))
-    return dict(sorted(found.items()))
+    # A list of captions comes right after the pictures, with the numbered samples behind it.
+    pictures = [name for name in found if Path(name).suffix.lower() in _IMAGES and not _NUMBERED.fullmatch(name)]
+    return dict(sorted(found.items(), key=lambda each: _order(each[0], bool(pictures))))
+
+
+def _order(name: str, pictures: bool) -> tuple[int, str]:
+    if name in _LISTS:
+        return 1, name
+    return 2 if pictures and _NUMBERED.fullmatch(name) else 0, name
 
 
 def _take(gallery: Gallery, name: str, step: int, path: Path, room: int) -> int:
     """Puts a file into the gallery if it is fit to be shown; the room that is left then."""
     content = _read(path, min(LARGEST_FILE, room))
     if isinstance(content, str):
-        gallery.left_out.append(f"{clipped(path.name, 120)}: {content}")
+        gallery.left_out.append(f"{shorten(path.name, 120)}: {content}")
         return room
     gallery.shown.setdefault(name, []).append((step, _as_html(name, step, content)))
     return room - len(content)
@@ -100,18 +136,18 @@ def _read(path: Path, most: int) -> bytes | str:
         if about.st_size == 0:
             return "empty"
         if about.st_size > most:
-            return f"too large ({bytes_text(about.st_size)})"
+            return f"too large ({format_bytes(about.st_size)})"
         return file.read(most)
 
 
-def _as_html(name: str, step: int, content: bytes) -> str:
+def _as_html(name: str, step: int, content: bytes) -> Markup:
     suffix = Path(name).suffix.lower()
     if suffix in _TEXTS:
         text = content.decode("utf-8", errors="replace")
         cut = "\n…" if len(content) > LONGEST_TEXT else ""
-        return f"<pre>{escape(text[:LONGEST_TEXT])}{cut}</pre>"
+        return Markup("<pre>{}{}</pre>").format(text[:LONGEST_TEXT], cut)
     data = base64.b64encode(content).decode()
     if suffix in _VIDEOS:
-        return f'<video controls muted loop src="data:{_VIDEOS[suffix]};base64,{data}"></video>'
-    said = escape(f"{name} at step {compact(step)}")
-    return f'<img alt="{said}" src="data:{_IMAGES[suffix]};base64,{data}">'
+        return Markup('<video controls muted loop src="data:{};base64,{}"></video>').format(_VIDEOS[suffix], data)
+    description = f"{name} at step {format_number(step)}"
+    return Markup('<img alt="{}" src="data:{};base64,{}">').format(description, _IMAGES[suffix], data)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from unisono.errors import UserError
-from unisono.observe.folder import EVENTS, METRICS, RUN, is_held
+from unisono.observe.folder import EVENTS, METRICS, RUN
+from unisono.observe.lock import is_held
 from unisono.observe.report.lines import JsonLines
 from unisono.observe.report.series import Curves, Series, number
 from unisono.observe.report.timeline import Timeline
+from unisono.plain_files import read_json
 
 MOST_METRICS = 200
 MOST_RANKS = 8
@@ -117,10 +118,10 @@ def _read_record(folder: Path) -> dict[str, Any]:
     try:
         if not file.is_file():
             raise UserError(f"{folder} is not a run's folder (it has no {RUN}); give the output_dir of a run")
-        record = json.loads(file.read_text(encoding="utf-8"))
+        record = read_json(file)
     except OSError as error:
         raise UserError(f"{file} cannot be read ({error.strerror}); check its permissions") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"{file} is damaged ({error}); restore it from a copy") from None
     if not isinstance(record, dict) or "recipe" not in record:
         raise UserError(f"{file} does not describe a run of unisono's; give the output_dir of a run")

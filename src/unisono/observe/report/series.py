@@ -104,6 +104,11 @@ class Series:
         return sum(bucket.count for bucket in self._settled())
 
     @property
+    def first(self) -> Point | None:
+        """The oldest value."""
+        return self._ends[0] if self._settled() else None
+
+    @property
     def last(self) -> Point | None:
         """The newest value."""
         return self._ends[-1] if self._settled() else None

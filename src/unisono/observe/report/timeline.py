@@ -1,6 +1,6 @@
-"""What happened to a run, from events.jsonl to sentences.
+"""The timeline of a run: the events of events.jsonl as sentences.
 
-Saves and previews are only counted, and the same thing happening again and again to the same rank is told once.
+Saves and previews are only counted, and repetitions of an event on the same rank become one line.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
+from unisono.formatting import format_bytes, format_count, format_number, shorten
 from unisono.observe.report.series import number
-from unisono.observe.report.words import a_count, bytes_text, clipped, compact
 
 Tone = Literal["plain", "good", "fault", "bad", "rehearsed"]
 
@@ -24,7 +24,7 @@ _COMMON = {"time", "kind", "step", "rank"}
 
 
 @dataclass
-class Happening:
+class Event:
     """One line of the timeline: an event, or several of the same kind in a row."""
 
     kind: str
@@ -37,25 +37,25 @@ class Happening:
 
     @property
     def tone(self) -> Tone:
-        """How it is to be coloured."""
+        """Decides its colour."""
         return _KINDS[self.kind][1] if self.kind in _KINDS else "plain"
 
     @property
     def title(self) -> str:
-        """What it is, in a word or two."""
+        """Its name, in a word or two."""
         return _KINDS[self.kind][0] if self.kind in _KINDS else self.kind
 
     @property
     def sentence(self) -> str:
         """What happened."""
         if self.kind in _KINDS:
-            return clipped(_KINDS[self.kind][2](self.event))
+            return shorten(_KINDS[self.kind][2](self.event))
         details = {name: value for name, value in self.event.items() if name not in _COMMON and value is not None}
-        return clipped(", ".join(f"{name} {_said(value)}" for name, value in details.items()))
+        return shorten(", ".join(f"{name} {_as_text(value)}" for name, value in details.items()))
 
 
 class Timeline:
-    """Collects the events of a run; however many there are, it keeps only some hundreds."""
+    """Collects the events of a run, of which it keeps a few hundred."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -65,58 +65,81 @@ class Timeline:
         self.last_seen: datetime | None = None
         self.trained_seconds = 0.0
         """From each start to its end, without the time in between."""
+        self.killed = 0
+        """Starts that ended without an event (a kill, a power cut), or failed, and that a later start continued."""
+        self.repeated = 0
+        """Steps repeated after a kill or a restart: those that were logged after the last checkpoint."""
         self.status: str | None = None
         """The last of start, resume, restart, done, stopped and failed."""
-        self._first: list[Happening] = []
-        self._last: deque[Happening] = deque(maxlen=_LAST)
+        self._first: list[Event] = []
+        self._last: deque[Event] = deque(maxlen=_LAST)
         self._left_out = 0
         self._open_since: datetime | None = None
+        self._last_step: Any = None
 
     def add(self, event: Mapping[str, Any]) -> None:
-        """Takes one line of events.jsonl."""
+        """Adds one line of events.jsonl."""
         kind = event.get("kind")
         if not isinstance(kind, str):
             self.damaged += 1
             return
-        kind = clipped(kind, 40)
+        kind = shorten(kind, 40)
         if kind in self.counts or len(self.counts) < _MOST_KINDS:
             self.counts[kind] += 1
-        when = moment(event.get("time"))
+        when = parse_time(event.get("time"))
+        self._after_a_fault(kind, event)
         self._time(kind, when)
         if kind == "save":
             self.save_seconds += number(event.get("seconds")) or 0
             self.save_bytes = number(event.get("bytes")) or self.save_bytes
+        self._last_step = event.get("step", self._last_step)
         if kind not in ("save", "preview"):
             self._keep(kind, event, when)
 
     @property
     def left_out(self) -> int:
-        """Lines of the timeline that were too many."""
+        """Lines that are not shown because there are too many."""
         return self._left_out
 
-    def happenings(self) -> tuple[list[Happening], list[Happening]]:
-        """The first of them and, after what was left out, the last."""
+    def events(self) -> tuple[list[Event], list[Event]]:
+        """The first events and, after those that are left out, the last."""
         return self._first, list(self._last)
 
-    def all(self) -> list[Happening]:
-        """Those that were kept."""
+    def all(self) -> list[Event]:
+        """All events that are shown."""
         return [*self._first, *self._last]
 
     @property
     def survived(self) -> int:
-        """Faults after which the run went on."""
+        """Faults after which the run continued."""
         in_place = sum(h.count for h in self.all() if h.kind == "oom" and h.event.get("in_place") is not False)
         others = ("restart", "nan", "worker_died", "bad_sample", "save_failed")
-        went_on_after_a_signal = max(self.counts["stopped"] - (self.status == "stopped"), 0)
-        return in_place + sum(self.counts[kind] for kind in others) + went_on_after_a_signal
+        return in_place + sum(self.counts[kind] for kind in others) + self.killed
+
+    def stops(self) -> str:
+        """A sentence about stops on request (Ctrl-C, a time limit), which are no faults."""
+        count = self.counts["stopped"]
+        return f"Stopped {format_count(count, 'time')} by a signal, with a checkpoint." if count else ""
 
     def saves(self) -> str:
         """The saves in a sentence."""
         count = self.counts["save"]
         if not count:
             return "No checkpoint was saved."
-        size = f", {bytes_text(self.save_bytes)} each" if self.save_bytes else ""
-        return f"{a_count(count, 'checkpoint')} saved{size}, {compact(self.save_seconds / count, 2)} s on average."
+        size = f", {format_bytes(self.save_bytes)} each" if self.save_bytes else ""
+        seconds = format_number(self.save_seconds / count, 2)
+        return f"{format_count(count, 'checkpoint')} saved{size}, {seconds} s on average."
+
+    def _after_a_fault(self, kind: str, event: Mapping[str, Any]) -> None:
+        """Recognises a kill: a start that follows a start without an end in between."""
+        if kind not in _BEGINS:
+            return
+        if self.status in _BEGINS:
+            self._keep("killed", {"repeated": event.get("repeated"), "step": self._last_step}, self.last_seen)
+        if self.status in _BEGINS or self.status == "failed":
+            self.killed += 1
+        if self.status in _BEGINS or self.status in ("failed", "restart"):
+            self.repeated += int(number(event.get("repeated")) or 0)
 
     def _time(self, kind: str, when: datetime | None) -> None:
         if kind in _BEGINS | _ENDS:
@@ -125,7 +148,7 @@ class Timeline:
             return
         self.began = self.began or when
         if self._open_since is not None and kind in _BEGINS | _ENDS:
-            # A start that was killed says nothing at its end: the last thing it said counts.
+            # A killed start has no last event, so its time ends with the latest one.
             end = when if kind in _ENDS else self.last_seen or when
             self.trained_seconds += max((end - self._open_since).total_seconds(), 0.0)
             self._open_since = None
@@ -134,7 +157,7 @@ class Timeline:
         self.last_seen = when
 
     def seconds(self, until: datetime | None) -> float:
-        """How long the run was at work; of a start that has no end yet, `until` counts."""
+        """The time spent training, in seconds; a start that has not ended counts up to `until`."""
         if self._open_since is None:
             return self.trained_seconds
         end = max(filter(None, (until, self.last_seen)), default=self._open_since)
@@ -148,44 +171,50 @@ class Timeline:
             before.count += 1
             before.last_step = step
             return
-        small = {clipped(name, 40): _small(value) for name, value in list(event.items())[:20]}
-        happening = Happening(kind, small, when, step, rank, step)
+        small = {shorten(name, 40): _small(value) for name, value in list(event.items())[:20]}
+        new = Event(kind, small, when, step, rank, step)
         if len(self._first) < _FIRST:
-            self._first.append(happening)
+            self._first.append(new)
             return
         self._left_out += len(self._last) == _LAST
-        self._last.append(happening)
+        self._last.append(new)
 
 
-def moment(text: object) -> datetime | None:
+def parse_time(text: object) -> datetime | None:
     """A point in time as run.json and events.jsonl write it; None for anything else."""
     if not isinstance(text, str):
         return None
     try:
-        found = datetime.fromisoformat(text)
-        return found.astimezone(UTC) if found.tzinfo else found.replace(tzinfo=UTC)
+        time = datetime.fromisoformat(text)
+        return time.astimezone(UTC) if time.tzinfo else time.replace(tzinfo=UTC)
     except (ValueError, OverflowError):
         return None
 
 
 def _small(value: Any) -> Any:
-    return value if value is None or isinstance(value, bool | int | float) else _said(value)
+    return value if value is None or isinstance(value, bool | int | float) else _as_text(value)
 
 
-def _said(value: Any) -> str:
-    return clipped(value if isinstance(value, str) else repr(value), 1000)
+def _as_text(value: Any) -> str:
+    return shorten(value if isinstance(value, str) else repr(value), 1000)
 
 
 def _world(event: Mapping[str, Any]) -> str:
     world, strategy = event.get("world"), event.get("strategy")
-    ranks = a_count(world, "rank") if isinstance(world, int) else "an unknown number of ranks"
+    ranks = format_count(world, "rank") if isinstance(world, int) else "an unknown number of ranks"
     return f"{ranks}, {strategy}" if strategy else ranks
 
 
+def _resumed(event: Mapping[str, Any]) -> str:
+    repeated = number(event.get("repeated"))
+    again = f"; {format_count(int(repeated), 'step')} repeated" if repeated else ""
+    return f"from step {event.get('step')}: {_world(event)}{again}"
+
+
 def _oom(event: Mapping[str, Any]) -> str:
-    how = "the same samples again" if event.get("in_place") is not False else "all ranks start again"
+    how = "repeated with the same samples" if event.get("in_place") is not False else "all ranks restart"
     size = event.get("micro_batch")
-    return f"{how}{f', {size} at once' if size else ''}: {event.get('error', '')}"
+    return f"{how}{f', micro-batches of {size}' if size else ''}: {event.get('error', '')}"
 
 
 def _nan(event: Mapping[str, Any]) -> str:
@@ -193,13 +222,13 @@ def _nan(event: Mapping[str, Any]) -> str:
 
 
 def _straggler(event: Mapping[str, Any]) -> str:
-    why = {"compute": "it computes longer", "data": "it waits longer for its data"}
+    why = {"compute": "its computation takes longer", "data": "it waits longer for its data"}
     reason = str(event.get("reason"))
     return f"{event.get('slower_percent')} % slower than the others: {why.get(reason, reason)}"
 
 
 def _hang(event: Mapping[str, Any]) -> str:
-    return f"stood still in {event.get('phase')} for {event.get('seconds')} s"
+    return f"no progress in {event.get('phase')} for {event.get('seconds')} s"
 
 
 def _error(event: Mapping[str, Any]) -> str:
@@ -208,7 +237,7 @@ def _error(event: Mapping[str, Any]) -> str:
 
 _KINDS: dict[str, tuple[str, Tone, Callable[[Mapping[str, Any]], str]]] = {
     "start": ("started", "plain", _world),
-    "resume": ("went on", "good", lambda e: f"from step {e.get('step')}: {_world(e)}"),
+    "resume": ("resumed", "good", _resumed),
     "restart": (
         "restart",
         "fault",
@@ -219,14 +248,15 @@ _KINDS: dict[str, tuple[str, Tone, Callable[[Mapping[str, Any]], str]]] = {
     "overflow": ("overflow", "plain", lambda e: "fp16 overflowed: the loss scale was lowered and the step skipped"),
     "hang": ("hang", "fault", _hang),
     "straggler": ("slow rank", "fault", _straggler),
-    "signal": ("signal", "fault", lambda e: f"{e.get('signal', '')}: the ranks agree to save and stop"),
-    "bad_sample": ("bad sample", "fault", lambda e: f"sample {e.get('index')} was left out: {e.get('error', '')}"),
+    "killed": ("killed", "fault", lambda e: "the run ended without notice: a kill, a power cut or a lost machine"),
+    "signal": ("signal", "plain", lambda e: f"{e.get('signal', '')}: the ranks agree to save and stop"),
+    "bad_sample": ("bad sample", "fault", lambda e: f"sample {e.get('index')} was skipped: {e.get('error', '')}"),
     "worker_died": ("worker died", "fault", lambda e: f"and was replaced: {e.get('what', '')}"),
-    "save_failed": ("save failed", "fault", lambda e: f"training went on: {_error(e)}"),
+    "save_failed": ("save failed", "fault", lambda e: f"training continued: {_error(e)}"),
     "set_aside": ("set aside", "fault", lambda e: f"checkpoint {e.get('checkpoint')}: {e.get('why')}"),
-    "micro_batch": ("micro-batch", "plain", lambda e: f"{e.get('micro_batch')} samples at once fit"),
-    "injected": ("rehearsal", "rehearsed", lambda e: f"a fault on purpose: {e.get('fault', '')}"),
-    "stopped": ("stopped", "plain", lambda e: "with a checkpoint; the same command goes on"),
+    "micro_batch": ("micro-batch", "plain", lambda e: f"{e.get('micro_batch')} samples fit at once"),
+    "injected": ("rehearsal", "rehearsed", lambda e: f"an injected fault: {e.get('fault', '')}"),
+    "stopped": ("stopped", "plain", lambda e: "with a checkpoint; run the same command to continue"),
     "failed": ("failed", "bad", _error),
     "done": ("done", "good", lambda e: "the last step is trained and saved"),
 }

@@ -16,6 +16,9 @@ import torch
 from unisono.engine.export import load_trained
 from unisono.engine.recipe import Work
 from unisono.errors import EXIT_DONE, ConfigError, end_as_program
+from unisono.recipes.clips.cutting.moments import pick
+from unisono.recipes.clips.metrics.qvhighlights import SCORES, WINDOWS
+from unisono.recipes.clips.metrics.retrieval import MOST_WINDOWS
 from unisono.recipes.clips.model import Scorer
 from unisono.recipes.clips.recipe import Clips
 from unisono.recipes.clips.scoring import logits_of
@@ -24,7 +27,10 @@ from unisono.recipes.common.whole_files import write_whole
 
 @torch.no_grad()
 def predictions(run: Path, step: str | None = None) -> Iterator[dict[str, Any]]:
-    """`qid` and `pred_saliency_scores`, one for each clip of 2 s, of each query about a held-out video."""
+    """What QVHighlights evaluates, for each query about a held-out video.
+
+    `qid`; `pred_saliency_scores`, one for each clip of 2 s; `pred_relevant_windows`, the best moments of that curve.
+    """
     recipe, model, _ = load_trained(run, step=step)
     if not isinstance(recipe, Clips) or not isinstance(model, Scorer) or recipe.config.clip_seconds != 2:
         raise ConfigError(f"{run} is no run of clips with --clip_seconds 2, as QVHighlights has them")
@@ -34,7 +40,10 @@ def predictions(run: Path, step: str | None = None) -> Iterator[dict[str, Any]]:
         raise ConfigError(f"{run} holds out no queries with a qid; train with --eval_data_path val.jsonl")
     for video, item in zip(recipe.held_out, videos, strict=True):
         logits = logits_of(model, {kind: item[kind][None] for kind in model.encoders}, recipe.config.window)[0]
-        yield {"qid": video.source.qid, "pred_saliency_scores": torch.sigmoid(logits.float()).tolist()}
+        scores = torch.sigmoid(logits.float()).tolist()
+        moments = pick(scores, 2.0, number=MOST_WINDOWS, shortest=2.0, longest=150.0, gap=0.0)
+        windows = [[moment.start, moment.end, moment.score] for moment in moments]
+        yield {"qid": video.source.qid, SCORES: scores, WINDOWS: windows}
 
 
 def main(words: Sequence[str] | None = None) -> int:

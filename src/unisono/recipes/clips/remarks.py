@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from unisono.recipes.clips.cutting import Cut
-from unisono.recipes.clips.moments import Moment
+from unisono.formatting import format_count
+from unisono.recipes.clips.cutting.cut import Cut
+from unisono.recipes.clips.cutting.moments import Moment
 
 LEAST_SPREAD = 0.05
 """How far the best and the worst score of a video, of 0 to 1, must be apart for any part of it to stand out."""
@@ -39,13 +40,15 @@ def about_lowest(found: Sequence[Moment], lowest: float | None) -> str:
     if not low:
         return ""
     best = max(moment.score for moment in low)
-    return f"not cut: {counted(len(low), 'moment')} below --lowest_score {lowest:g} (the best of them: {score(best)})"
+    return (
+        f"not cut: {format_count(len(low), 'moment')} below --lowest_score {lowest:g} (the best of them: {score(best)})"
+    )
 
 
 def summary(clips: Sequence[tuple[Moment, Cut]], duration: float, seconds: float) -> str:
     """What was made of a video, and how long the scoring took."""
     total = sum(moment.seconds for moment, _ in clips)
-    made = f"{counted(len(clips), 'clip')}, {total:.0f} s in all, of a video of {duration:.0f} s"
+    made = f"{format_count(len(clips), 'clip')}, {total:.0f} s in all, of a video of {duration:.0f} s"
     text = f"{made}, scored in {seconds:.1f} s"
     early = [moment.start - cut.start for moment, cut in clips if moment.start - cut.start > UNSEEN]
     if not early:
@@ -55,11 +58,6 @@ def summary(clips: Sequence[tuple[Moment, Cut]], duration: float, seconds: float
         f"{text}; {begin} {max(early):.1f} s before the moment, as a copy can only begin at a key frame; "
         "with --exact they begin to the frame"
     )
-
-
-def counted(number: int, what: str) -> str:
-    """1 clip, 2 clips."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def score(value: float) -> str:

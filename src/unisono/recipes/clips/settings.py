@@ -1,4 +1,4 @@
-"""The recipe's settings."""
+"""The settings of the recipe `clips`."""
 
 from __future__ import annotations
 
@@ -8,66 +8,74 @@ from typing import Literal
 from unisono.engine.recipe import Recipe
 
 ALIASES = {"lr": "learning_rate", "labels": "data_path", "batch": "batch_size", "epochs": "num_epochs"}
-"""Names that people know from other scripts."""
+"""Alternative names of settings, known from other scripts."""
+
+MIRROR = "mirror"
+"""The `data_path` that selects the built-in mirror set."""
+
+INPUT_KINDS = ("frames", "mel", "stats", "features")
+"""The inputs that `use` can select."""
 
 
 @dataclass
 class Config(Recipe.Config):
-    """Which moments of a video are worth cutting out"""
+    """Highlight detection: which moments of a video are worth cutting out"""
 
     data_path: str | None = None
-    """A folder of videos with labels.csv (video,start,end,score), or a file of labels: .csv, .jsonl (QVHighlights), .h5 (Mr. HiSum); `mirror` is the built-in set."""
+    """Labelled videos: a folder with videos and labels.csv (video,start,end,score), or a label file (.csv, .jsonl of QVHighlights, .h5 of Mr. HiSum). `mirror` generates the built-in dataset."""
     media_path: str | None = None
-    """The folder of the videos, or of their features. Default: where the labels are."""
+    """Folder that contains the videos or their feature files. Default: the folder of the labels."""
     eval_data_path: str | None = None
-    """Other labels to evaluate with."""
+    """Labels of the held-out videos, in the same formats as data_path. Replaces num_eval."""
     num_eval: int | None = None
-    """Hold out so many videos of data_path (evenly spaced) instead. Default: one of five."""
+    """Number of videos of data_path to hold out for evaluation, evenly spaced. Default: one in five."""
     highest_score: float = 1.0
-    """The best score in labels.csv; they become 0 to 1."""
+    """Highest possible score in labels.csv. All scores are divided by it, so that they lie between 0 and 1."""
     feature_seconds: float | None = None
-    """Seconds of each row of a feature file. Default: clip_seconds."""
+    """Seconds of video that each row of a feature file covers. Default: clip_seconds."""
     leave_out_bad: bool = False
-    """Leave out files that cannot be used, and say which, instead of stopping."""
+    """Skip unreadable files and labels without a video, and report them, instead of stopping with an error."""
+    follow_links: bool = False
+    """Also read videos and feature files through symbolic links that point outside their folder."""
     num_videos: int = 120
-    """mirror: so many are made to learn from, and a quarter of that to evaluate with."""
+    """Number of training videos to generate with `--data_path mirror`; a quarter as many are generated for evaluation."""
     cache_dir: str | None = None
-    """Where what is computed of the videos is kept, for several runs. Default: in the run's folder."""
+    """Folder for the extracted features, which several runs can share. Default: a folder inside the run folder."""
     extract_workers: int = 1
-    """Videos that each process decodes at once."""
+    """Number of videos that each process decodes in parallel during feature extraction."""
 
     clip_seconds: float = 2.0
-    """The length of a clip, which gets one score."""
+    """Length of a clip in seconds. The model gives each clip one score."""
     frames_per_clip: int = 8
-    """Frames that are looked at in each clip."""
+    """Number of frames to sample from each clip."""
     frame_size: int = 32
-    """Their height and width in pixels."""
+    """Height and width in pixels to which `--features builtin` resizes the frames."""
     features: str = "builtin"
-    """What is computed of each clip: builtin (small frames, sound and statistics, for an encoder that is trained), files (.npy, .npz, .h5 beside the labels), transformers:FOLDER (a vision model), or module:function."""
+    """Features of each clip: builtin (small frames, mel spectrogram and statistics, for an encoder that is trained), files (.npy, .npz or .h5 next to the labels), transformers:FOLDER (a pretrained vision model), or module:function (your own)."""
     use: str = ""
-    """Which of it is given to the model, separated by commas: frames, mel, stats, features. Default: all there is but stats."""
+    """Inputs of the model, separated by commas: frames, mel, stats, features. Default: all that are available, except stats."""
 
     width: int = 96
-    """Of the model."""
+    """Hidden size of the model."""
     layers: int = 2
-    """Of the transformer over time."""
+    """Number of transformer layers over time."""
     heads: int = 4
-    """Of its attention."""
+    """Number of attention heads; must divide width."""
     dropout: float = 0.0
-    """In the transformer."""
+    """Dropout probability in the transformer."""
     window: int = 64
-    """Clips that are seen together; a longer video is scored in windows that overlap by half."""
+    """Number of consecutive clips that the model sees at once. Longer videos are scored in windows that overlap by half."""
     score_loss: Literal["bce", "mse"] = "bce"
-    """How the error of a score is measured."""
+    """Loss between predicted and labelled scores: binary cross-entropy or mean squared error."""
     ranking_weight: float = 1.0
-    """Of the loss that puts better clips before worse ones."""
+    """Weight of the pairwise ranking loss, which orders the clips of a window; 0 disables it."""
     positive_from: float = 0.5
-    """The score from which a clip counts as a highlight, in mAP and HIT@1."""
+    """Lowest labelled score (0 to 1) at which a clip counts as a highlight in mAP and HIT@1."""
     shuffle_labels: bool = False
-    """A control: labels of the training videos are dealt out at random, so that there is nothing to learn."""
+    """Shuffle the labels within each training video, as a control experiment: the model must then score like chance."""
 
 
-MIRROR = {
+MIRROR_PRESETS = {
     "batch_size": 4,
     "num_epochs": 8,
     "learning_rate": 2e-3,
@@ -79,4 +87,4 @@ MIRROR = {
     "preview_every": -1,
     "log_every": 20,
 }
-"""What suits the built-in set on a CPU."""
+"""Defaults for training on the mirror set on a CPU."""

@@ -37,7 +37,13 @@ def faults(path: Path, kind: str) -> Iterator[None]:
     except Exception as error:
         told = str(getattr(error, "strerror", None) or error)
         told = " ".join(told.replace(repr(str(path)), "").replace(str(path), "it").split())  # who asks names it
-        raise BadMedia(path, f"cannot be read as a {kind} ({told[:200] or type(error).__name__})") from error
+        raise BadMedia(
+            path, f"cannot be read as {_with_article(kind)} ({told[:200] or type(error).__name__})"
+        ) from error
+
+
+def _with_article(kind: str) -> str:
+    return f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
 
 
 def check_file(path: Path) -> None:

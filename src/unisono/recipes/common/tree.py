@@ -20,15 +20,17 @@ _OF_A_RUN = {RUN, EVENTS}  # what a run's folder has from its first step on
 class Outside(ConfigError):
     """A path that leads out of the folder."""
 
-    def __init__(self, path: object, folder: Path) -> None:
+    def __init__(self, path: object, folder: Path, *, is_link: bool = False) -> None:
+        self.is_link = is_link
         super().__init__(f"{path} leads out of {folder}; only files in that folder are read: copy it there")
 
 
 class Tree:
     """A data folder. Paths in it are given as text with `/`, relative to it; hidden files are left out."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *, follow_links: bool = False) -> None:
+        """With `follow_links`, links to files count wherever they lead: the user trusts this folder."""
+        self.folder, self._follow_links = folder, follow_links
         self._root = folder.resolve()
         # The hub's cache keeps files apart and fills its folders with links to them.
         self._allowed = [self._root]
@@ -73,10 +75,10 @@ class Tree:
             return False
         if not _leads_to(entry.is_file):
             return False
-        if entry.is_symlink():
+        if entry.is_symlink() and not self._follow_links:
             end = Path(entry.path).resolve()
             if not any(end.is_relative_to(root) for root in self._allowed):
-                raise Outside(f"the link {self.path(path)}", self.folder)
+                raise Outside(f"the link {self.path(path)}", self.folder, is_link=True)
         return True
 
     def path(self, path: str) -> Path:

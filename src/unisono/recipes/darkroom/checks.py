@@ -33,7 +33,7 @@ def check_config(config: Any, room: Room, num_tasks: int) -> None:
     # Less than two episodes in the context, and there is nothing to learn from.
     least_of[name] = 2 * room.horizon if name == "n_transit" else room.horizon
     if config.use_compressed_context:
-        least_of["n_transit"] = 2 * config.compress_interval + 2  # two regions and the marks around the first
+        _check_regions(config, room.horizon)
     for key, least in least_of.items():
         value = getattr(config, key)
         if value is not None and value < least:
@@ -58,6 +58,19 @@ def check_config(config: Any, room: Room, num_tasks: int) -> None:
         raise ConfigError(f"tf_n_embd {config.tf_n_embd} must be a multiple of tf_n_head {config.tf_n_head}")
     _check_histories(config, room, context, name)
     _check_sizes(config, room, num_tasks)
+
+
+def _check_regions(config: Any, horizon: int) -> None:
+    """Whether the context has room for both regions and the marks around the first."""
+    interval = config.compress_interval
+    if interval < horizon or config.n_transit >= 2 * interval + 2:
+        return
+    shorter = (config.n_transit - 2) // 2
+    raise ConfigError(
+        f"n_transit {config.n_transit}: two regions of compress_interval {interval} and the 2 marks around the first "
+        f"need {2 * interval + 2} tokens; use --n_transit {2 * interval + 2}"
+        + (f" or --compress_interval {shorter}" if shorter >= horizon else "")
+    )
 
 
 def _can_be_a_path(text: str) -> bool:

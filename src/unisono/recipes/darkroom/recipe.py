@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from unisono.engine.recipe import Loss, Recipe, Work
 from unisono.errors import ConfigError
-from unisono.recipes.darkroom.keys import ALIASES, translate
+from unisono.recipes.darkroom.foreign_config import ALIASES, FILE_KEYS, translate
 
 if TYPE_CHECKING:  # `unisono train darkroom --help` need not wait for torch
     from torch import Tensor, nn
 
     from unisono.data.noise import Noise
+    from unisono.recipes.darkroom.data.windows import Contexts, Windows
     from unisono.recipes.darkroom.play import Regions, Sliding
     from unisono.recipes.darkroom.rooms import Room, Split
-    from unisono.recipes.darkroom.windows import Contexts, Windows
 
 GROUPS = ("train", "validation", "unseen")
 _LAST_EPISODES = 10
@@ -52,6 +52,17 @@ class Darkroom(Recipe):
         "best_mode": "max",
     }
     aliases: ClassVar[Mapping[str, str]] = ALIASES
+    file_keys: ClassVar[Mapping[str, Any]] = FILE_KEYS
+    fixed: ClassVar[Sequence[str]] = (
+        # Which tasks there are, and which of them are unseen:
+        *("env", "grid_size", "horizon", "env_split_seed", "train_env_ratio", "num_validation", "num_tasks"),
+        # Whose histories are trained on, and how contexts are cut out of them:
+        *("source", "alg_seed", "n_stream", "total_source_timesteps", "source_noise", "source_shared", "source_lr"),
+        *("n_steps", "source_batch_size", "n_epochs", "traj_dir", "train_n_stream", "train_source_timesteps"),
+        *("history_skip", "n_transit", "use_compressed_context", "compress_interval"),
+        # The model; another number of heads would fit the weights and be another function:
+        *("tf_n_embd", "tf_n_layer", "tf_n_head", "tf_n_inner"),
+    )
 
     @classmethod
     def translate(cls, values: dict[str, Any], where: str) -> Mapping[str, Any]:
@@ -148,11 +159,12 @@ class Darkroom(Recipe):
         tasks = len(self.split.train) + len(self.split.validation) + len(self.split.unseen)
         check_config(config, self.room, tasks)
         self._histories: str | Path | Sequence[Path] = ()
+        self.labels = {"unseen_of_optimum_by_task": [self.room.describe(task) for task in self.split.unseen]}
 
     def prepare(self, work: Work) -> None:
         """Lets the source learners live, all tasks at once, unless their histories are there already."""
-        from unisono.recipes.darkroom.collect import collect
-        from unisono.recipes.darkroom.histories import histories_in
+        from unisono.recipes.darkroom.data.collect import collect
+        from unisono.recipes.darkroom.data.histories import histories_in
 
         config = self.config
         name = f"history_{config.env}_{config.source}_alg-seed{config.alg_seed}"
@@ -163,7 +175,6 @@ class Darkroom(Recipe):
             return
         split, steps = self.split, config.total_source_timesteps // config.n_stream
         tasks = [*split.train, *split.validation, *split.unseen]
-        work.message(f"collecting: {len(tasks)} tasks × {config.n_stream} learners ({config.source}) × {steps:,} steps")
         self._histories = collect(
             self.room,
             config.source,
@@ -176,6 +187,7 @@ class Darkroom(Recipe):
             work.device,
             lambda: work.stopping,
             _settings_of_source(config),
+            work.progress,
         )
 
     def model(self) -> nn.Module:
@@ -210,8 +222,8 @@ class Darkroom(Recipe):
         return self._windows(self.split.train)
 
     def _windows(self, tasks: Sequence[int]) -> Windows:
-        from unisono.recipes.darkroom.histories import read_histories
-        from unisono.recipes.darkroom.windows import TwoRegions, Windows
+        from unisono.recipes.darkroom.data.histories import read_histories
+        from unisono.recipes.darkroom.data.windows import TwoRegions, Windows
 
         config = self.config
         lived = config.total_source_timesteps // config.n_stream
@@ -292,7 +304,7 @@ class Darkroom(Recipe):
     @cached_property
     def source_curve(self) -> list[float]:
         """Mean return of the source learners on the unseen tasks, episode by episode."""
-        from unisono.recipes.darkroom.histories import read_histories
+        from unisono.recipes.darkroom.data.histories import read_histories
 
         config, horizon = self.config, self.room.horizon
         steps = config.total_source_timesteps // config.n_stream // horizon * horizon
@@ -301,10 +313,12 @@ class Darkroom(Recipe):
         return curve
 
     def optimum(self, group: str) -> float:
-        """Mean over the tasks of a group of the largest return of an episode."""
+        """Mean over the tasks of a group that are played of the largest return of an episode."""
         import torch
 
-        return self.room.optimum(torch.tensor(getattr(self.split, group))).double().mean().item()
+        tasks = getattr(self.split, group)
+        played = tasks[: self.config.eval_train_tasks] if group == "train" else tasks
+        return self.room.optimum(torch.tensor(played)).double().mean().item()
 
     def chance(self, group: str) -> float:
         """Mean return on the tasks of a group of one who does anything, with equal chances."""
@@ -325,7 +339,7 @@ class Darkroom(Recipe):
         """The figure: return per in-context episode, against the source learner, the optimum and chance."""
         if not self.evaluations:
             return None
-        from unisono.recipes.darkroom.figure import draw
+        from unisono.recipes.darkroom.previews import draw
 
         return draw(self)
 

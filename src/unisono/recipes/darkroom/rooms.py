@@ -119,6 +119,13 @@ class Room(ABC):
     def optimum(self, tasks: Tensor) -> Tensor:
         """[batch] the largest return that an agent who knows the task can get in one episode."""
 
+    def describe(self, task: int) -> str:
+        """A task in words."""
+        return f"goal {self._cell_in_words(task)}"
+
+    def _cell_in_words(self, cell: int) -> str:
+        return f"({cell // self.size}, {cell % self.size})"
+
     def _distance(self, cells: Tensor, targets: Tensor) -> Tensor:
         across = (cells // self.size - targets // self.size).abs()
         return across + (cells % self.size - targets % self.size).abs()
@@ -157,6 +164,10 @@ class DarkroomPermuted(Room):
         self.meanings = Table(torch.tensor(list(permutations(range(NUM_ACTIONS)))))  # [task, action] -> move
         self._actions = Table(self.meanings.on(torch.device("cpu")).argsort(dim=1))  # [task, move] -> action
 
+    def describe(self, task: int) -> str:
+        """See Room."""
+        return "actions " + " ".join(str(move) for move in self.meanings.on(torch.device("cpu"))[task].tolist())
+
     def move(self, tasks: Tensor, cells: Tensor, actions: Tensor) -> Tensor:
         """See Room."""
         return super().move(tasks, cells, self.meanings.on(cells.device)[tasks, actions])
@@ -190,6 +201,11 @@ class DarkKeyToDoor(Room):
         super().__init__(size, horizon)
         self.num_tasks = (size * size) ** 2
         self.start = (size // 2, size // 2)
+
+    def describe(self, task: int) -> str:
+        """See Room."""
+        key, door = divmod(task, self.num_cells)
+        return f"key {self._cell_in_words(key)}, door {self._cell_in_words(door)}"
 
     def target(self, tasks: Tensor, stage: Tensor) -> Tensor:
         """See Room."""

@@ -26,11 +26,15 @@ if TYPE_CHECKING:  # `unisono train seo --help` need not wait for torch
     from unisono.data.noise import Noise
     from unisono.parallel.materialize import Weights
     from unisono.recipes.common.lora_base import LoraBase
-    from unisono.recipes.seo.task import Task
+    from unisono.recipes.seo.tasks.task import Task
     from unisono.settings import Settings
 
 
 _PAIRS_AT_ONCE = 400
+_EPOCHS = 3
+CPU_STEPS = 120
+"""Optimizer steps on a CPU, at most, unless the user says how long: about a quarter of an hour on two cores."""
+_CPU_MICRO_BATCH = 16  # memory is that of the activations of a micro-batch, and on a CPU more at once are no faster
 
 
 class Seo(Recipe):
@@ -43,7 +47,6 @@ class Seo(Recipe):
         "weight_decay": 0.01,
         "warmup_steps": 50,
         "lr_schedule": "linear",
-        "num_epochs": 3,
         "num_workers": 2,
         "eval_every": 500,
         "save_every": 500,
@@ -51,7 +54,9 @@ class Seo(Recipe):
     aliases: ClassVar[Mapping[str, str]] = settings.ALIASES
     fixed: ClassVar[Sequence[str]] = (
         *("task", "model_name", "method", "pooling", "label", "write"),
-        *("num_eval", "hard_candidates"),  # what was learned from must not be held out later
+        # What was trained on must not be held out later, and figures of one run must be of one question:
+        *("data_path", "eval_data_path", "num_eval", "num_candidates", "hard_candidates", "rerank"),
+        *("max_length", "query_length", "target_length", "num_negatives"),  # what a sample contains
         *("lora_rank", "lora_alpha", "lora_targets"),
     )
     Config = settings.Config
@@ -64,6 +69,13 @@ class Seo(Recipe):
         found: dict[str, Any] = {"best_metric": metric, "best_mode": mode}
         if values["model_name"] == "tiny":
             found["learning_rate"] = 1e-3
+        if values["num_epochs"] is None and values["max_steps"] is None:  # what the user says counts alone
+            found["num_epochs"] = _EPOCHS
+        if values["model_name"] != "tiny" and on_cpu(values):
+            if "num_epochs" in found:
+                found["max_steps"] = CPU_STEPS
+            if isinstance(values["batch_size"], int):
+                found["micro_batch"] = max(1, min(_CPU_MICRO_BATCH, values["batch_size"]))
         if values["task"] == "rank" and values["method"] == "cross" and isinstance(values["rerank"], int):
             # A query comes with all the pages that are put in order: a batch of them is as large as one in training.
             found["eval_batch_size"] = max(1, _PAIRS_AT_ONCE // max(1, values["rerank"]))
@@ -73,6 +85,7 @@ class Seo(Recipe):
         super().__init__(config)
         check_config(config)
         self._base: LoraBase | None = None  # of a LoRA, until it is noted
+        self._said: Sequence[str] = ()  # about how long it trains
 
     @cached_property
     def task(self) -> Task:
@@ -80,19 +93,19 @@ class Seo(Recipe):
         config = self.config
         found: Task
         if config.task == "score":
-            from unisono.recipes.seo.score import Score
+            from unisono.recipes.seo.tasks.score import Score
 
             found = Score(config)
         elif config.task == "snippet":
-            from unisono.recipes.seo.snippet import Snippet
+            from unisono.recipes.seo.tasks.snippet import Snippet
 
             found = Snippet(config)
         elif config.method == "cross":
-            from unisono.recipes.seo.cross import CrossEncoder
+            from unisono.recipes.seo.tasks.cross_encoder import CrossEncoder
 
             found = CrossEncoder(config)
         else:
-            from unisono.recipes.seo.rank import BiEncoder
+            from unisono.recipes.seo.tasks.bi_encoder import BiEncoder
 
             found = BiEncoder(config)
         if self.prepared is not None:
@@ -108,6 +121,12 @@ class Seo(Recipe):
     def check_settings(self, settings: Settings) -> None:
         """Refuses what would do nothing, and what a contrastive loss cannot be trained with."""
         check_kind(self.config)
+        run = settings.run
+        if (run.max_steps, run.num_epochs) == (CPU_STEPS, _EPOCHS) and self.config.model_name != "tiny":
+            self._said = [
+                f"without a GPU the default is {CPU_STEPS} steps or {_EPOCHS} epochs, whichever is shorter; "
+                "--num_epochs or --max_steps says how long"
+            ]
         if self.coupled and settings.parallel.strategy == "dp":
             raise ConfigError(
                 "strategy dp cuts batches apart that are sorted by length; use ddp (or --method cross), which is faster"
@@ -128,7 +147,7 @@ class Seo(Recipe):
         if self.global_batch:  # it will be trained
             self.task.get_ready(found, flash_attention=self.flash_attention)
             said = self.task.said_at_start(self.global_batch)
-        self.remarks = [*self.task.remarks, *([said] if said else [])]
+        self.remarks = [*self.task.remarks, *([said] if said else []), *self._said]
         return found
 
     def weights(self, model: nn.Module) -> Weights | None:
@@ -141,8 +160,8 @@ class Seo(Recipe):
     def _beside(self) -> LoraBase | None:
         """What a LoRA is trained beside; refused where it is not what the run began with."""
         from unisono.recipes.common.lora_base import LoraBase
-        from unisono.recipes.seo.models import place_of
-        from unisono.recipes.seo.tiny import TINY
+        from unisono.recipes.seo.models.load import place_of
+        from unisono.recipes.seo.models.tiny import TINY
 
         name = self.config.model_name
         if not self.config.lora_rank or name == TINY or self.prepared is None:  # all weights are in the checkpoint
@@ -200,6 +219,15 @@ class Seo(Recipe):
     def export(self, model: nn.Module, folder: Path) -> None:
         """What transformers and sentence-transformers load."""
         self.task.export(model, folder)
+
+
+def on_cpu(values: Mapping[str, Any]) -> bool:
+    """Whether a run with these settings trains without a GPU."""
+    from unisono.devices import visible_gpus
+
+    return (
+        str(values["gpus"]) == "0" or (values["nproc"] is not None and values["gpus"] == "auto") or not visible_gpus()
+    )
 
 
 def check_kind(config: settings.Config) -> None:

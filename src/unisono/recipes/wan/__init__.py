@@ -1,1 +1,1 @@
-"""What training a Wan video model needs, whatever the objective: data, text, latents, weights in and out."""
+"""What both Wan recipes share: data, text and video encoders, the transformer, its weights, and the objective."""

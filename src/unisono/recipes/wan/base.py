@@ -1,4 +1,4 @@
-"""What every recipe that trains a Wan transformer has in common."""
+"""The base class of the Wan recipes."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from unisono.engine.recipe import Recipe
 if TYPE_CHECKING:  # `unisono train RECIPE --help` need not wait for torch
     from torch import nn
 
-    from unisono.recipes.wan.models.attention import Kernel
+    from unisono.recipes.wan.models.kernels.attention import Kernel
 
 
 class WanRecipe(Recipe):
-    """A recipe whose model is an `Experts`, and whose settings have `attention`."""
+    """A recipe whose model is an `Experts` and whose settings have `attention`."""
 
-    verify_precision: ClassVar[str] = "float32"  # diffusers' norms compute in it, whatever the rest does
+    verify_precision: ClassVar[str] = "float32"  # diffusers' norms always compute in float32
 
     @cached_property
     def kernel(self) -> Kernel:
-        """What computes attention."""
-        from unisono.recipes.wan.models.attention import Kernel
+        """The attention kernel."""
+        from unisono.recipes.wan.models.kernels.attention import Kernel
 
         return Kernel(self.config.attention)
 
     def full_precision(self, model: nn.Module) -> Sequence[str]:
-        """Norms, modulation and the time embedding."""
-        from unisono.recipes.wan.models.islands import full_precision_weights
+        """Names of the weights that stay in float32: norms, modulation and the time embedding."""
+        from unisono.recipes.wan.models.float32_weights import float32_weights
 
-        return full_precision_weights(model)
+        return float32_weights(model)
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         """The transformer blocks."""

@@ -1,4 +1,4 @@
-"""Checks of settings that both Wan recipes have, made before anything is loaded or written."""
+"""Checks of settings that both Wan recipes have."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from unisono.errors import ConfigError
 
 
 def check_frames(num_frames: int) -> None:
-    """Refuses numbers of frames that Wan's VAE cannot encode."""
+    """Raises ConfigError for numbers of frames that Wan's VAE cannot encode."""
     if num_frames < 1 or num_frames % 4 != 1:
         below = max(1, (num_frames - 1) // 4 * 4 + 1)
-        raise ConfigError(f"num_frames: Wan takes 1, 5, 9, …; got {num_frames}, use {below} or {below + 4}")
+        raise ConfigError(f"num_frames: expected 1, 5, 9, …, got {num_frames}; use {below} or {below + 4}")
 
 
 def check_prompts(config: Any, name: str) -> None:
-    """Refuses prompts that are no text, and a file of prompts that is not there."""
+    """Raises ConfigError for prompts that are not valid text and for a missing prompt file."""
     prompts = getattr(config, name)
     if not _is_text(prompts):
-        raise ConfigError(f"{name}: {shown(prompts)} is not proper Unicode")
+        raise ConfigError(f"{name}: {shown(prompts)} is not valid Unicode")
     if prompts.endswith(".txt") and not os.path.isfile(os.path.expanduser(prompts)):
-        raise ConfigError(f"{name} {shown(prompts)}: there is no such file; expected one caption in each line")
+        raise ConfigError(f"{name} {shown(prompts)}: no such file; expected a text file with one caption per line")
 
 
 def check_positions(shapes: Iterable[tuple[int, ...]], transformer: Mapping[str, Any], pixels: int) -> None:
-    """Refuses samples that reach beyond the positions that the transformer tells apart."""
+    """Raises ConfigError for samples with more positions than the transformer's rotary embedding has."""
     most, patch = int(transformer.get("rope_max_seq_len") or 1024), transformer["patch_size"]
     for shape in shapes:
         if any(side // size > most for side, size in zip(shape[1:], patch, strict=True)):
             raise ConfigError(
-                f"a sample of {shape[1]} latent frames, {shape[2] * pixels} × {shape[3] * pixels} pixels, is more than "
-                f"this model has positions for ({most} along each side, of {patch[1] * pixels} pixels each); use a "
-                "smaller max_pixels, or height and width"
+                f"a sample of {shape[1]} latent frames, {shape[2] * pixels} × {shape[3] * pixels} pixels, exceeds this "
+                f"model's positions ({most} along each side, of {patch[1] * pixels} pixels each); use a smaller "
+                "max_pixels, or a smaller height and width"
             )
 
 

@@ -1,4 +1,4 @@
-"""Settings of the recipe that no run can be made of, found before anything is loaded or written."""
+"""Checks of the settings alone, made before anything is loaded or written."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ _AT_MOST |= {
 
 
 def check_config(config: Any) -> None:
-    """Refuses numbers out of range and settings that contradict each other."""
+    """Raises ConfigError for values out of range and settings that contradict each other."""
     if not config.teacher_path:
         raise ConfigError(
             "no teacher: give --teacher_path FOLDER (a Wan model in diffusers' layout, or a hub id such as "
-            "Wan-AI/Wan2.1-T2V-1.3B-Diffusers), or --teacher_path tiny to try it out with nothing downloaded"
+            "Wan-AI/Wan2.1-T2V-1.3B-Diffusers), or --teacher_path tiny to try it out without a download"
         )
     check_paths(config, _PATHS)
     if not config.data_path:
-        raise ConfigError("no prompts: give --data_path FILE, a text file with one prompt in each line")
+        raise ConfigError("no prompts: give --data_path FILE, a text file with one prompt per line")
     if config.data_path == "shapes" and str(config.teacher_path).lower() != "tiny":
-        raise ConfigError("data_path shapes is for the tiny teacher; give a text file with one prompt in each line")
+        raise ConfigError("data_path shapes needs the tiny teacher; give a text file with one prompt per line")
     check_range(config, _AT_LEAST, _AT_MOST)
     for name in _WEIGHTS:
         if not 0 <= getattr(config, name) < math.inf:
-            raise ConfigError(f"{name}: expected a number from 0 on, got {getattr(config, name)}")
+            raise ConfigError(f"{name}: expected a number of at least 0, got {getattr(config, name)}")
     if not any(getattr(config, name) for name in _WEIGHTS):
-        raise ConfigError(f"all of {', '.join(_WEIGHTS)} are 0: there is nothing to learn")
+        raise ConfigError(f"all of {', '.join(_WEIGHTS)} are 0, so there is no loss; set at least one of them")
     for name in ("guidance", "guidance_2"):
         if not math.isfinite(getattr(config, name) or 0.0):
             raise ConfigError(f"{name}: expected a finite number, got {getattr(config, name)}")
@@ -51,19 +51,19 @@ def check_config(config: Any) -> None:
         raise ConfigError(f"shift: expected a number above 0, got {config.shift}")
     check_frames(config.num_frames)
     if bool(config.height) != bool(config.width):
-        raise ConfigError("height and width: give both, or neither")
+        raise ConfigError("height and width: set both, or neither")
     if config.num_eval is not None and config.num_eval < 0:
         raise ConfigError(f"num_eval: expected at least 0, got {config.num_eval}")
     if config.few_step_weight and config.teacher_steps % config.few_steps:
         raise ConfigError(
-            f"few_steps {config.few_steps}: the student takes some of the teacher's {config.teacher_steps} steps; make "
-            "teacher_steps a multiple of it"
+            f"few_steps {config.few_steps}: the student's steps are a subset of the teacher's {config.teacher_steps}; "
+            "make teacher_steps a multiple of few_steps"
         )
     if config.eval_data_path and config.num_eval:
-        raise ConfigError("eval_data_path and num_eval both hold out prompts; leave one of them out")
+        raise ConfigError("eval_data_path and num_eval both hold out prompts; remove one of them")
     if config.trajectory_weight and config.few_step_weight:
         raise ConfigError(
-            "trajectory_weight and few_step_weight keep different points of a path; leave one of them out"
+            "trajectory_weight and few_step_weight need different points of a trajectory; remove one of them"
         )
     check_prompts(config, "sample_prompts")
     if not config.negative_prompt.isprintable():
@@ -73,21 +73,19 @@ def check_config(config: Any) -> None:
 
 def _check_online(config: Any) -> None:
     if config.refresh_every and not config.online:
-        raise ConfigError("refresh_every: new samples need the teacher; add --online")
+        raise ConfigError("refresh_every: new samples need the teacher in memory; add --online")
     if config.online and (config.trajectory_weight or config.few_step_weight):
         raise ConfigError(
-            "online asks the teacher at new noise levels only; leave out trajectory_weight, few_step_weight"
+            "online queries the teacher at new noise levels only; remove trajectory_weight and few_step_weight"
         )
     if config.feature_weight and not config.online:
-        raise ConfigError("feature_weight: what layers give is not kept; add --online")
+        raise ConfigError("feature_weight: roll-outs contain no hidden states; add --online")
     if config.feature_weight and config.init != "teacher":
-        raise ConfigError(
-            "feature_weight compares layers that the student has from the teacher; leave out --init fresh"
-        )
+        raise ConfigError("feature_weight compares layers that the student takes from the teacher; remove --init fresh")
     if config.teacher_device_strategy == "balanced" and not config.online:
         raise ConfigError(
-            "teacher_device_strategy balanced: while samples are drawn each GPU has a teacher of its own, of which cpu "
-            "brings one block at a time; balanced is for --online"
+            "teacher_device_strategy balanced needs --online: for roll-outs each GPU has its own copy of the teacher; "
+            "use cpu to keep one block at a time on the GPU"
         )
     if config.teacher_device_strategy == "balanced" and config.teacher_dtype == "float8":
-        raise ConfigError("teacher_device_strategy balanced and teacher_dtype float8: use one of them")
+        raise ConfigError("teacher_device_strategy balanced does not support teacher_dtype float8; use one of them")

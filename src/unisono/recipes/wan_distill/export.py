@@ -1,4 +1,4 @@
-"""The student as a pipeline that diffusers loads: its own transformer, and the teacher's other parts."""
+"""Exports the student as a pipeline that diffusers loads: its own transformer, and the teacher's other parts."""
 
 from __future__ import annotations
 
@@ -16,27 +16,29 @@ if TYPE_CHECKING:
 
 
 def write_student(setup: Setup, model: Experts, folder: Path) -> str:
-    """Writes the pipeline to an empty folder; returns what it is and how to draw with it."""
+    """Writes the pipeline to an empty folder; returns a line that says what it is and how to use it."""
     config, parts, prompt = setup.config, setup.parts, setup.preview_prompts[0]
     others = {name: kind for name, kind in parts.components.items() if name not in (HIGH, LOW, "scheduler")}
-    # The teacher's sampler may be made for two experts, or for more steps than the student takes.
+    # Not the teacher's scheduler: it may be for two experts, or for more steps than the student takes.
     scheduler, steps = setup.student_scheduler()
     source = replace(parts, transformers={}, components=others, boundary_ratio=None)
-    told = write_pipeline(folder, dict(model.named_children())[HIGH], source=source, boundary_ratio=None)
+    description = write_pipeline(folder, dict(model.named_children())[HIGH], source=source, boundary_ratio=None)
     scheduler.save_pretrained(str(folder / "scheduler"))
     index = folder / "model_index.json"
     content = json.loads(index.read_text(encoding="utf-8"))
     content["scheduler"] = ["diffusers", type(scheduler).__name__]
     index.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    shape, space = setup.shape, setup.companions.geometry.space
-    drawing = {
+    shape, space = setup.shape, setup.encoders.geometry.space
+    call = {
         "height": shape[2] * space,
         "width": shape[3] * space,
         "num_frames": config.num_frames,
         "num_inference_steps": steps,
         "guidance_scale": 1.0,
+        # The pipeline pads every prompt to this length, and the transformer attends to the padding.
+        "max_sequence_length": setup.encoders.text_length,
     }
-    # For whoever has nothing but this folder; diffusers leaves it alone.
-    (folder / HOW_TO_DRAW).write_text(json.dumps(drawing, indent=2) + "\n", encoding="utf-8")
-    flags = ", ".join(f"{name}={value}" for name, value in drawing.items())
-    return f"{told}; draw with it: WanPipeline.from_pretrained({str(folder)!r})({prompt!r}, {flags})"
+    # For users who have nothing but this folder; diffusers ignores the file.
+    (folder / HOW_TO_DRAW).write_text(json.dumps(call, indent=2) + "\n", encoding="utf-8")
+    flags = ", ".join(f"{name}={value}" for name, value in call.items())
+    return f"{description}; use it with WanPipeline.from_pretrained({str(folder)!r})({prompt!r}, {flags})"

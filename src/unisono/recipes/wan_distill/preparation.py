@@ -1,4 +1,4 @@
-"""Before training: prompts become rows, the teacher draws and is let go of, the student's beginning is planned."""
+"""Before training: encodes the prompts, generates the teacher's roll-outs, and plans the student's initial weights."""
 
 from __future__ import annotations
 
@@ -14,56 +14,57 @@ from unisono.engine.recipe import Work
 from unisono.errors import ConfigError
 from unisono.recipes.common.model_files import read_json
 from unisono.recipes.common.whole_files import write_whole
-from unisono.recipes.wan.data.filling import borrowed
-from unisono.recipes.wan.models.attention import Kernel
+from unisono.recipes.wan.data.cache_fill import loaded_on_demand
 from unisono.recipes.wan.models.experts import HIGH, LOW
-from unisono.recipes.wan_distill.inherit import measured_importance, plan
-from unisono.recipes.wan_distill.prompts import unknown_to_tiny
-from unisono.recipes.wan_distill.rollouts import points_of_all_levels
+from unisono.recipes.wan.models.kernels.attention import Kernel
+from unisono.recipes.wan_distill.data.prompts import unknown_to_tiny
+from unisono.recipes.wan_distill.data.rollouts import points_of_all_levels
+from unisono.recipes.wan_distill.model_checks import check_models
+from unisono.recipes.wan_distill.models.pruning import measured_importance, plan
+from unisono.recipes.wan_distill.models.teacher import Teacher, load_teacher
+from unisono.recipes.wan_distill.models.tiny_teacher import make
 from unisono.recipes.wan_distill.setup import Setup
-from unisono.recipes.wan_distill.teacher import Teacher, load_teacher
-from unisono.recipes.wan_distill.tiny_teacher import make
 
-_SPLITS = {"train": "to learn from", "eval": "to evaluate with", "preview": "to show"}
+_SPLITS = {"train": "for training", "eval": "for evaluation", "preview": "for previews"}
 
 
 def prepare(setup: Setup, kernel: Kernel, work: Work) -> None:
-    """All of it, this process's share; comes back early when somebody asks to stop, and goes on the next time."""
+    """Does this rank's share of the work; returns early when the run is asked to stop, and continues the next time."""
     if setup.is_tiny:
-        if strange := unknown_to_tiny([*setup.prompts.train, *setup.prompts.held_out]):
-            work.message(strange)
-        make(work)  # on every machine, which may have a cache of its own
+        if warning := unknown_to_tiny([*setup.prompts.train, *setup.prompts.held_out]):
+            work.message(warning)
+        make(work)  # on every machine: each may have its own cache
     if work.meet():
         return
-    setup.check()
-    _keep_student(setup, work)
-    setup.texts.fill(work, setup.companions.text_encoder, setup.companions.vae)
+    check_models(setup)
+    _check_same_student(setup, work)
+    setup.texts.fill(work, setup.encoders.text_encoder, setup.encoders.vae)
     if work.meet():
         return
-    if long := setup.texts.num_reaching(setup.text_tokens):
-        work.message(f"{long:,} prompts have {setup.text_tokens} tokens or more; what is beyond is cut off")
-    kernel.measure(work, setup.student.config, setup.companions.geometry.tokens(setup.shape))
-    with borrowed(lambda: load(setup, work), work.device) as teacher:
-        for split, what in _SPLITS.items():
+    if num_long := setup.texts.num_with_rows(setup.text_tokens):
+        work.message(f"{num_long:,} prompts have {setup.text_tokens} tokens or more; the rest is truncated")
+    kernel.measure(work, setup.student.config, setup.encoders.geometry.tokens(setup.shape))
+    with loaded_on_demand(lambda: load(setup, work), work.device) as teacher:
+        for split, purpose in _SPLITS.items():
             if split == "eval" and not setup.prompts.held_out:
                 continue
-            took = setup.rollouts(split).fill(work, teacher, setup.rows, what)
+            seconds = setup.rollouts(split).fill(work, teacher, setup.text, purpose)
             if split == "train":
-                _note_time(setup, took[1:], work)  # the first one compiles, or wakes the device
-        if work.meet():  # importance is measured on what others have drawn
+                _store_time(setup, seconds[1:], work)  # the first block compiles, or warms up the device
+        if work.meet():  # importance is measured on samples of all ranks
             return
         if setup.config.init == "teacher":
-            for file in work.share([setup.inheritance_file]):
-                _plan_inheritance(file, setup, teacher)
-    if setup.how.endswith("compiled"):
-        # What was compiled for it would hold memory, and make its sizes part of the student's compilation.
+            for file in work.share([setup.pruning_plan_file]):
+                _plan_pruning(file, setup, teacher)
+    if setup.backend.endswith("compiled"):
+        # The teacher's compiled code would hold memory, and its sizes would become part of the student's compilation.
         torch._dynamo.reset()
 
 
 def load(setup: Setup, work: Work) -> Teacher:
-    """The teacher; says how much memory it takes, and where."""
+    """Loads the teacher and reports how much memory it takes, and where."""
     config = setup.config
-    teacher, told = load_teacher(
+    teacher, description = load_teacher(
         setup.teacher,
         setup.guidance,
         config.teacher_dtype,
@@ -71,40 +72,40 @@ def load(setup: Setup, work: Work) -> Teacher:
         work.device,
         compiled=config.compile_teacher,
     )
-    work.message(told)
+    work.message(description)
     return teacher
 
 
-def _keep_student(setup: Setup, work: Work) -> None:
-    """Refuses to go on with another student than the one that the run began with."""
+def _check_same_student(setup: Setup, work: Work) -> None:
+    """Raises ConfigError when student_config differs from the one that the run started with."""
     file, student = work.folder / "student.json", json.loads(json.dumps(replace(setup.student, remarks=()).__dict__))
     if file.exists() and read_json(file, dict) != student:
         raise ConfigError(
-            f"student_config {setup.config.student_config}: it is another student than the one this run began with "
-            f"({file}); put it back as it was, or begin a new run"
+            f"student_config {setup.config.student_config}: differs from the student that this run started with "
+            f"({file}); restore it, or start a new run"
         )
     for mine in work.share([file]):
         write_whole(mine, json.dumps(student).encode())
 
 
-def _note_time(setup: Setup, took: list[float], work: Work) -> None:
-    """Keeps how long a sample takes in most blocks: a mean would also count what else the machine did meanwhile."""
-    for file in work.share([setup.times_file]) if took else ():
-        write_whole(file, json.dumps({"seconds_per_sample": median(took), "blocks": len(took)}).encode())
+def _store_time(setup: Setup, seconds: list[float], work: Work) -> None:
+    """Stores the median time per sample: a mean would include whatever else the machine was doing."""
+    for file in work.share([setup.times_file]) if seconds else ():
+        write_whole(file, json.dumps({"seconds_per_sample": median(seconds), "blocks": len(seconds)}).encode())
 
 
-def _plan_inheritance(file: Path, setup: Setup, teacher: Callable[[], Teacher]) -> None:
-    if setup.is_planned():
+def _plan_pruning(file: Path, setup: Setup, teacher: Callable[[], Teacher]) -> None:
+    if setup.has_pruning_plan():
         return
     layers, sizes = setup.config.layers, (setup.teacher_config, setup.student.config)
     importance = _importance(setup, teacher()) if layers == "importance" else None
-    inheritance = plan(setup.giver, *sizes, layers, importance, setup.student.factor, setup.seed)
-    write_whole(file, json.dumps(asdict(inheritance)).encode())
+    pruning = plan(setup.source_weights, *sizes, layers, importance, setup.student.factor, setup.seed)
+    write_whole(file, json.dumps(asdict(pruning)).encode())
 
 
 def _importance(setup: Setup, teacher: Teacher) -> list[float]:
-    """How much each of the teacher's blocks does to samples at all noise levels."""
-    noisy, times, text = points_of_all_levels(setup.rollouts("preview").open(), setup.rows)
+    """How much each of the teacher's blocks changes its input, over all noise levels."""
+    noisy, times, text = points_of_all_levels(setup.rollouts("preview").open(), setup.text)
     experts, device = dict(teacher.experts.named_children()), setup.device
     return measured_importance(
         experts.get(LOW) or experts[HIGH],

@@ -1,4 +1,4 @@
-"""What teacher and student draw from the same prompts and the same noise, side by side."""
+"""Previews: samples of teacher and student from the same prompts and the same noise, side by side."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from unisono.recipes.wan.looking import decoded, enlarged
 from unisono.recipes.wan.models.experts import Experts
-from unisono.recipes.wan.models.islands import compute_type
-from unisono.recipes.wan_distill.measure import draw
+from unisono.recipes.wan.models.float32_weights import compute_dtype
+from unisono.recipes.wan.previews import decoded, enlarged
+from unisono.recipes.wan_distill.evaluation import generate
 
 if TYPE_CHECKING:
     from unisono.recipes.wan_distill.recipe import WanDistill
@@ -21,37 +21,38 @@ _PAIRS_ACROSS = 4
 _FPS = 16.0
 
 
-def side_by_side(recipe: WanDistill, model: Experts) -> Mapping[str, Any]:
-    """One picture with the teacher on the left of each pair and the student on the right; and films as films."""
+def previews(recipe: WanDistill, model: Experts) -> Mapping[str, Any]:
+    """Files by name: one image with the teacher left and the student right in each pair, and each video as MP4."""
     from unisono.recipes.wan.data.media import from_unit
-    from unisono.recipes.wan.data.show import grid, write_film
+    from unisono.recipes.wan.data.render import grid, labelled, write_video
 
     device = next(model.parameters()).device
     setup = recipe.setup
-    vae, samples = setup.companions.vae(), setup.rollouts("preview").open()
+    vae, samples = setup.encoders.vae(), setup.rollouts("preview").open()
 
     def both(number: int) -> tuple[Tensor, Tensor]:
-        begin = samples.drawing.begin(*samples.items[number])[None].to(device)
-        rows = setup.rows(samples.items[number][0])[None].to(device, compute_type(begin))
-        latents = torch.cat([samples.data(number)[None].to(device), draw(setup, model, begin, rows)])
+        begin = samples.spec.begin(*samples.items[number])[None].to(device)
+        text = setup.text(samples.items[number][0])[None].to(device, compute_dtype(begin))
+        latents = torch.cat([samples.data(number)[None].to(device), generate(setup, model, begin, text)])
         vae.to(device)
         teacher, student = (from_unit(decoded(vae, latent[None].float())[0]).cpu() for latent in latents)
         vae.to("cpu")
         return teacher, student
 
     pairs = recipe.over_ranks(both, range(len(samples)))
-    pictures = [enlarged(frames) for pair in pairs for frames in pair]
-    files: dict[str, Any] = {
-        "teacher_student.png": grid(pictures, 2 * min(_PAIRS_ACROSS, len(pairs)) if _still(pairs) else 0)
-    }
+    panels = [enlarged(frames) for pair in pairs for frames in pair]
+    captions = [f"{who}: {prompt}" for prompt, _ in samples.items for who in ("teacher", "student")]
+    across = 2 * min(_PAIRS_ACROSS, len(pairs)) if _are_images(pairs) else 0
+    files: dict[str, Any] = {"teacher_student.png": grid(panels, across, captions)}
     files["prompts.txt"] = "".join(f"{prompt}\n" for prompt, _ in samples.items)
-    if not _still(pairs):
+    if not _are_images(pairs):
         for number, pair in enumerate(pairs):
-            film = io.BytesIO()
-            write_film(enlarged(torch.cat(pair, dim=2)), film, _FPS)
-            files[f"teacher_student_{number:02d}.mp4"] = film.getvalue()
+            video = io.BytesIO()
+            sides = [labelled(enlarged(frames), who) for frames, who in zip(pair, ("teacher", "student"), strict=True)]
+            write_video(torch.cat(sides, dim=2), video, _FPS)
+            files[f"teacher_student_{number:02d}.mp4"] = video.getvalue()
     return files
 
 
-def _still(pairs: list[tuple[Tensor, Tensor]]) -> bool:
+def _are_images(pairs: list[tuple[Tensor, Tensor]]) -> bool:
     return all(len(frames) == 1 for pair in pairs for frames in pair)

@@ -1,4 +1,4 @@
-"""The recipe's settings."""
+"""Settings of the recipe `wan-distill`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from unisono.engine.recipe import Recipe
+from unisono.recipes.wan.settings import Attention, SigmaSampling, TextDtype
 
 ALIASES = {
     "lr": "learning_rate",
@@ -18,7 +19,7 @@ ALIASES = {
     "flow_shift": "shift",
     "num_inference_steps": "teacher_steps",
 }
-"""Names that people know from other scripts."""
+"""Names of the same settings in other training scripts."""
 
 
 @dataclass
@@ -26,88 +27,90 @@ class Config(Recipe.Config):
     """Distillation of a Wan model into a smaller one"""
 
     teacher_path: str | None = None
-    """The model to imitate: a diffusers folder, a hub id, a folder of the Wan repository, or one .safetensors file; `tiny` makes a small one first."""
+    """Model to imitate: a diffusers folder, a hub id, a folder of the Wan repository, or one .safetensors file; `tiny` trains a small one first."""
     parts_path: str | None = None
-    """The model whose VAE, text encoder and tokenizer are used. Default: the teacher's."""
+    """Model to take the VAE, text encoder and tokenizer from. Default: the teacher."""
     student_config: str | None = None
-    """A JSON file that says how large the student is: hidden_size, depth, num_heads, …, or the settings of WanTransformer3DModel. Default: half of the teacher's layers."""
+    """JSON file with the student's size: hidden_size, depth, num_heads, …, or the arguments of WanTransformer3DModel. Default: half of the teacher's layers."""
     init: Literal["teacher", "fresh"] = "teacher"
-    """How the student begins: with a part of the teacher's weights, or from nothing."""
+    """The student's initial weights: a subset of the teacher's, or random (fresh)."""
     layers: str = "even"
-    """Which of the teacher's layers the student gets: even (evenly spaced), importance (those that change most, measured), or their numbers, as in 0,3,6,9."""
+    """Which of the teacher's layers the student starts with: even (evenly spaced), importance (those that change their input most, measured), or their numbers, as in 0,3,6,9."""
 
     data_path: str | None = None
-    """A text file with one prompt in each line; `shapes` are the built-in prompts of the tiny teacher."""
+    """Text file with one prompt per line; `shapes` are the built-in prompts of the tiny teacher."""
     num_eval: int | None = None
-    """Hold out so many prompts (evenly spaced). Default: one of twenty, at most 64."""
+    """Number of prompts, evenly spaced, to hold out for evaluation. Default: one in twenty, at most 64."""
     eval_data_path: str | None = None
-    """A text file of prompts to evaluate with, instead."""
+    """Text file of prompts to evaluate with, instead of holding some out."""
     height: int = 0
-    """Of what is drawn, in pixels. Default: image_size of the student's configuration, or 512."""
+    """Height of generated samples in pixels. Default: image_size of student_config, or 512."""
     width: int = 0
-    """Of what is drawn, in pixels."""
+    """Width of generated samples in pixels. Default: image_size of student_config, or 512."""
     num_frames: int = 1
-    """1: pictures. More, 4k + 1: films."""
+    """Frames per sample: 1 generates images, more (of the form 4k + 1) videos."""
+    text_dtype: TextDtype = "bfloat16"
+    """Dtype of the text encoder, independent of mixed_precision. The tiny teacher always uses float32."""
     cache_dir: str | None = None
-    """Where what the teacher draws is kept, for several runs. Default: in the run's folder."""
+    """Folder for the teacher's roll-outs, which several runs may share. Default: inside the run folder."""
 
     rollouts: int = 4
-    """What the teacher draws for each prompt to learn from, each from another noise."""
+    """Number of samples that the teacher generates per training prompt, each from different noise."""
     eval_rollouts: int = 1
-    """What it draws for each held-out prompt."""
+    """Number of samples that the teacher generates per held-out prompt."""
     rollout_batch: int = 8
-    """Samples that the teacher draws at once; part of the result's last bits, so the same on any number of devices."""
+    """Samples that the teacher generates at once. It affects the last bits of the results, so it does not depend on the number of devices."""
     teacher_sampler: Literal["unipc", "euler"] = "unipc"
-    """How the teacher draws."""
+    """Sampler of the teacher."""
     teacher_steps: int = 32
-    """Steps of its sampler."""
+    """Sampler steps of the teacher."""
     guidance: float = 5.0
-    """Its guidance scale, which the student learns to do without; of A14B's high-noise expert, where there are two."""
+    """Guidance scale of the teacher, which the student learns to reproduce without guidance; for A14B that of the high-noise expert."""
     guidance_2: float | None = None
-    """Of its low-noise expert. Default: as guidance."""
+    """Guidance scale of the teacher's low-noise expert. Default: guidance."""
     negative_prompt: str = ""
-    """What guidance leads away from."""
+    """Prompt that guidance steers away from."""
     pairs: int = 8
-    """Noise levels at which the teacher is asked about each sample it has drawn, when its answers are kept."""
+    """Number of noise levels per sample at which the teacher's velocity is stored; not used with online."""
     shift: float = 3.0
-    """Of the noise levels, in drawing and in learning: 3 is usual at 480p, 5 at 720p and for TI2V-5B, 12 for A14B."""
-    sigma_sampling: Literal["uniform", "logit_normal", "mode"] = "uniform"
-    """How noise levels are spread, before the shift."""
+    """Shift of the noise levels towards more noise, in sampling and in training: 3 is usual at 480p, 5 at 720p and for TI2V-5B, 12 for A14B."""
+    sigma_sampling: SigmaSampling = "uniform"
+    """Distribution of the noise levels, before the shift."""
 
     teacher_dtype: Literal["auto", "float32", "float16", "bfloat16", "float8"] = "auto"
-    """What the teacher computes in; auto: bfloat16 on a GPU. float8 keeps its weights in 8 bit and computes in bfloat16."""
+    """Dtype of the teacher; auto is bfloat16 on a GPU. float8 stores the weights in 8 bit and computes in bfloat16."""
     teacher_device_strategy: Literal["auto", "gpu", "cpu", "balanced", "gpu0"] = "auto"
-    """Where the teacher's weights are: on each GPU (gpu, gpu0), in the computer's memory and brought block by block (cpu), or, with online, a part on each GPU (balanced). auto takes gpu if it fits."""
+    """Where the teacher's weights are: on each GPU (gpu, gpu0), in host memory and copied to the GPU block by block (cpu), or, with online, sharded over the GPUs (balanced). auto chooses gpu if they fit."""
     compile_teacher: bool = True
     """Compile the teacher, on a GPU."""
     online: bool = False
-    """Keep the teacher while the student learns, and ask it anew at every step."""
+    """Keep the teacher in memory and query it in every training step."""
     refresh_every: int = 0
-    """online: steps after which the teacher draws new samples; 0: never."""
+    """Steps after which an online teacher generates new samples. 0: never."""
 
     velocity_weight: float = 1.0
-    """Of the loss that compares the student's velocity with the guided teacher's."""
+    """Weight of the loss between the velocities of the student and the guided teacher."""
     flow_weight: float = 0.0
-    """Of flow matching on the teacher's samples."""
+    """Weight of the flow-matching loss on the teacher's samples."""
     trajectory_weight: float = 0.0
-    """Of the same comparison at points of the teacher's own path."""
+    """Weight of the velocity loss at points along the teacher's trajectory."""
     trajectory_points: int = 4
-    """Points of each path that are kept for it."""
+    """Number of stored points per trajectory, for trajectory_weight."""
     few_step_weight: float = 0.0
-    """Of the loss that leads from few points of the path straight to its end."""
+    """Weight of the loss that predicts the end of the teacher's trajectory from a few of its points."""
     few_steps: int = 4
-    """The number of these points, and of the steps that the student then draws in; teacher_steps is a multiple of it."""
+    """Number of these points, and of the student's sampler steps; teacher_steps must be a multiple of it."""
     feature_weight: float = 0.0
-    """Of the loss that compares what kept layers give; needs online and a student as wide as the teacher."""
-    attention: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"
-    """The kernel that computes attention on a GPU; auto measures which is fastest."""
+    """Weight of the loss between hidden states of matching layers; needs online and a student as wide as the teacher."""
+    attention: Attention = "auto"
+    """Attention kernel on a GPU; auto measures which one is fastest."""
 
     eval_levels: int = 8
-    """Noise levels at which held-out prompts are evaluated."""
+    """Number of noise levels at which to evaluate held-out prompts."""
     sample_prompts: str = ""
-    """Prompts to draw previews of, separated by |, or a text file with one in each line. Default: held-out ones, or the first ones."""
+    """Prompts to generate previews from, separated by |, or a text file with one per line. Default: held-out prompts, or the first ones."""
     num_previews: int = 4
-    """Previews to draw, when no prompts are given."""
+    """Number of previews when sample_prompts is empty."""
 
 
 TINY = {
@@ -137,10 +140,10 @@ TINY = {
     "eval_batch_size": 96,
     "log_every": 50,
 }
-"""What suits the tiny teacher on a CPU."""
+"""Defaults for the tiny teacher on a CPU."""
 
 TINY_STUDENT = {"num_attention_heads": 2, "attention_head_dim": 24, "ffn_dim": 192, "num_layers": 3}
 """The student of the tiny teacher: half its width, 0.21 of its weights."""
 
 HOW_TO_DRAW = "how_to_draw.json"
-"""In a student's folder: what to call its pipeline with."""
+"""File in an exported student's folder: the arguments to call its pipeline with."""

@@ -1,1 +1,1 @@
-"""Flow-matching training of Wan 2.1 and 2.2."""
+"""The recipe `wan-flow`: flow-matching training of Wan 2.1 and 2.2."""

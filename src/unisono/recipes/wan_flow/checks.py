@@ -1,4 +1,4 @@
-"""Settings of the recipe that no run can be made of, found before anything is loaded or written."""
+"""Checks of the settings alone, made before anything is loaded or written."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from unisono.errors import ConfigError
 from unisono.recipes.common.checks import check_paths, check_range
 from unisono.recipes.wan.checks import check_frames, check_prompts
 
-_SHARES = ("caption_dropout", "first_frame")
+_PROBABILITIES = ("caption_dropout", "first_frame")
 _AT_LEAST = {"num_eval": 0, "height": 0, "width": 0, "max_pixels": 0, "lora_rank": 0, "num_previews": 0}
 _AT_LEAST |= {"eval_levels": 1, "preview_steps": 1}
 _AT_MOST = {"num_frames": 100_001, "eval_levels": 1000, "preview_steps": 1000, "num_previews": 10_000}
 _AT_MOST |= {"height": 16_384, "width": 16_384, "fps": 1000, "lora_rank": 16_384, "num_shapes": 1_000_000}
-_MOST_PIXELS = 2**30  # of all frames of a sample, which are in memory together
+_MOST_PIXELS = 2**30  # of a sample, whose frames are in memory together
 _PATHS = ("model_path", "model_config", "parts_path", "dataset_path", "eval_dataset_path", "cache_dir", "lora_path")
 _FINITE = ("fps", "logit_mean", "logit_std", "mode_scale", "guidance")
 
 
 def check_config(config: Any) -> None:
-    """Refuses numbers out of range and settings that contradict each other."""
+    """Raises ConfigError for values out of range and settings that contradict each other."""
     check_paths(config, _PATHS)
     check_range(config, _AT_LEAST, _AT_MOST)
-    for name in _SHARES:
+    for name in _PROBABILITIES:
         if not 0 <= getattr(config, name) <= 1:
-            raise ConfigError(f"{name}: expected a share from 0 to 1, got {getattr(config, name)}")
+            raise ConfigError(f"{name}: expected a probability from 0 to 1, got {getattr(config, name)}")
     for name in _FINITE:
         if not math.isfinite(getattr(config, name)):
             raise ConfigError(f"{name}: expected a finite number, got {getattr(config, name)}")
@@ -35,35 +35,36 @@ def check_config(config: Any) -> None:
         raise ConfigError(f"logit_std: expected more than 0, got {config.logit_std}")
     if not -1 <= config.mode_scale <= 2 / (math.pi - 2):
         raise ConfigError(
-            f"mode_scale: expected -1 to {2 / (math.pi - 2):.2f}, where it still is a density, got {config.mode_scale}"
+            f"mode_scale: expected -1 to {2 / (math.pi - 2):.2f} (beyond that it is not a density), got "
+            f"{config.mode_scale}"
         )
     if config.shift != "auto" and not 0 < config.shift < math.inf:
         raise ConfigError(f"shift: expected a number above 0, or auto, got {config.shift}")
     check_frames(config.num_frames)
     if config.num_frames * config.height * config.width > _MOST_PIXELS:
         raise ConfigError(
-            f"num_frames × height × width = {config.num_frames * config.height * config.width:,} pixels of a sample; "
+            f"num_frames × height × width = {config.num_frames * config.height * config.width:,} pixels per sample; "
             f"expected at most {_MOST_PIXELS:,}"
         )
     if config.lora_alpha is not None and not 0 < config.lora_alpha < math.inf:
         raise ConfigError(f"lora_alpha: expected a number above 0, got {config.lora_alpha}")
     check_prompts(config, "preview_prompts")
     if not config.dataset_path:
-        raise ConfigError("dataset_path: expected a folder with pictures and films, or shapes; it is empty")
+        raise ConfigError("dataset_path is empty; expected a folder with images and videos, or shapes")
     if bool(config.height) != bool(config.width):
-        raise ConfigError("height and width: give both, or neither to keep each sample's proportions")
+        raise ConfigError("height and width: set both, or neither to keep each sample's aspect ratio")
     if config.model_path and config.model_config:
-        raise ConfigError("model_path and model_config: go on from a model, or train one from nothing; leave one out")
+        raise ConfigError("model_path and model_config exclude each other: continue a model, or train one from scratch")
     if not config.model_path and not config.model_config:
         raise ConfigError(
             "no model: give --model_path FOLDER (a Wan model in diffusers' layout, or a hub id such as "
-            "Wan-AI/Wan2.1-T2V-1.3B-Diffusers), or --model_config tiny to try it out with nothing downloaded"
+            "Wan-AI/Wan2.1-T2V-1.3B-Diffusers), or --model_config tiny to try it out without a download"
         )
     if config.window == "random" and not config.no_cache:
-        raise ConfigError("window random: a window that begins anywhere cannot be cached; add --no_cache, or use head")
+        raise ConfigError("window random: a random window cannot be cached; add --no_cache, or use head")
     if config.eval_dataset_path and config.num_eval:
-        raise ConfigError("eval_dataset_path and num_eval both hold out samples; leave one of them out")
+        raise ConfigError("eval_dataset_path and num_eval both hold out samples; remove one of them")
     if config.lora_path and config.lora_targets:
-        raise ConfigError("lora_targets: the LoRA in lora_path has layers of its own; leave one of them out")
+        raise ConfigError("lora_targets: lora_path already decides the layers; remove one of them")
     if config.dataset_path == "shapes" and (config.model_config or "").lower() != "tiny":
-        raise ConfigError("dataset_path shapes is for the tiny model; add --model_config tiny, or give a folder")
+        raise ConfigError("dataset_path shapes needs the tiny model; add --model_config tiny, or give a folder")

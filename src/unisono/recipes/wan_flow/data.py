@@ -1,4 +1,4 @@
-"""The samples of a run: a folder's, cached or encoded in every step, or the built-in shapes."""
+"""The dataset of a run: a folder, cached or encoded in every step, or the built-in shapes."""
 
 from __future__ import annotations
 
@@ -12,122 +12,124 @@ from unisono.engine.recipe import Work
 from unisono.errors import ConfigError
 from unisono.recipes.common.streams import FILMS
 from unisono.recipes.wan.data.cache import Cache, CacheSettings
-from unisono.recipes.wan.data.cached import Cached, ShapedSamples
-from unisono.recipes.wan.data.cut import Cut
-from unisono.recipes.wan.data.on_the_fly import Measured, OnTheFly
+from unisono.recipes.wan.data.cached import CachedSamples, ShapedSamples
+from unisono.recipes.wan.data.crop import Crop
 from unisono.recipes.wan.data.sources import Source, read_sources
-from unisono.recipes.wan.models.companions import Companions
+from unisono.recipes.wan.data.uncached import SampleSizes, UncachedSamples
+from unisono.recipes.wan.models.encoders import Encoders
 
 SHAPES = "shapes"
 TINY_SIZE = 32
-NUM_EVAL_SHAPES = 96  # four of each pair of colour and shape
+NUM_EVAL_SHAPES = 96  # four of each combination of colour and shape
 
 
-def check_there(config: Any) -> None:
-    """Refuses folders that are not there, before a model is fetched from afar."""
+def check_paths_exist(config: Any) -> None:
+    """Raises ConfigError for missing folders, before a model is downloaded."""
     for name in ("dataset_path", "eval_dataset_path"):
         path = getattr(config, name)
         if path and path != SHAPES and not Path(path).expanduser().exists():
             raise ConfigError(
-                f"{name} {path}: there is no such folder; put pictures and films with a text file each into one, or "
-                "try --model_config tiny --dataset_path shapes, which draws its own data"
+                f"{name} {path}: no such folder; expected images and videos with a text file each, or try "
+                "--model_config tiny --dataset_path shapes, which draws its own data"
             )
 
 
 class FolderData:
-    """Pictures and films of a folder, with what is held out for evaluation."""
+    """The images and videos of a folder, split into training and held-out samples."""
 
-    def __init__(self, config: Any, companions: Companions, prompts: Sequence[str]) -> None:
-        self._config, self._companions, self._prompts = config, companions, prompts
-        self._cut = Cut(config.num_frames, config.height, config.width, config.max_pixels, config.fps, config.window)
-        self._parts: dict[str, Cache | Measured] = {}
-        self._opened: dict[str, Cached | OnTheFly] = {}
+    def __init__(self, config: Any, encoders: Encoders, prompts: Sequence[str]) -> None:
+        self._config, self._encoders, self._prompts = config, encoders, prompts
+        self._crop = Crop(config.num_frames, config.height, config.width, config.max_pixels, config.fps, config.window)
+        self._indices: dict[str, Cache | SampleSizes] = {}
+        self._opened: dict[str, CachedSamples | UncachedSamples] = {}
         self.remarks: list[str] = []
 
     def prepare(self, work: Work) -> None:
-        """Encodes what is not in the cache yet; without one, only looks at the files."""
+        """Encodes samples that are not in the cache yet; without a cache, reads the sizes of the files."""
         config = self._config
         paths = {"train": config.dataset_path, "eval": config.eval_dataset_path}
-        place = Path(config.cache_dir).expanduser() if config.cache_dir else work.folder / "cache"
+        folder = Path(config.cache_dir).expanduser() if config.cache_dir else work.folder / "cache"
         for split, path in paths.items():
             if path:
                 sources = self._sources(path, split, work)
                 if split == "train":
                     self._check_held_out(len(sources))
-                self._parts[split] = self._of(sources, place, self._prompts if split == "train" else ())
+                self._indices[split] = self._index(sources, folder, self._prompts if split == "train" else ())
                 self._opened.pop(split, None)
-        for part in self._parts.values():
-            if isinstance(part, Cache):
-                part.fill(work, self._companions.text_encoder, self._companions.vae)
+        for index in self._indices.values():
+            if isinstance(index, Cache):
+                index.fill(work, self._encoders.text_encoder, self._encoders.vae)
             else:
-                part.fill(work)
+                index.fill(work)
 
     def _sources(self, path: str, split: str, work: Work) -> list[Source]:
-        sources = read_sources(Path(path).expanduser(), leave_out_bad=self._config.leave_out_bad, said=work.message)
-        films = sum(source.media is not None and source.media.suffix.lower() in FILMS for source in sources)
-        if films and self._config.num_frames == 1:
-            many = "1 film is" if films == 1 else f"{films:,} films are"
-            self.remarks.append(f"{path}: {many} used with a single frame (--num_frames 1; 5, 9, 13, ... take more)")
+        sources = read_sources(Path(path).expanduser(), leave_out_bad=self._config.leave_out_bad, report=work.message)
+        num_videos = sum(source.media is not None and source.media.suffix.lower() in FILMS for source in sources)
+        if num_videos and self._config.num_frames == 1:
+            videos = "1 video gives" if num_videos == 1 else f"{num_videos:,} videos give"
+            self.remarks.append(f"{path}: {videos} a single frame only (--num_frames 1); use 5, 9, 13, … for more")
         return sources
 
-    def _of(self, sources: list[Source], place: Path, prompts: Sequence[str]) -> Cache | Measured:
-        config, companions = self._config, self._companions
+    def _index(self, sources: list[Source], folder: Path, prompts: Sequence[str]) -> Cache | SampleSizes:
+        config, encoders = self._config, self._encoders
         if config.no_cache:
-            return Measured(place, sources, self._cut, companions.geometry)
-        vae, text = companions.fingerprints()
-        sizes = companions.text_width, companions.text_length
+            return SampleSizes(folder, sources, self._crop, encoders.geometry)
+        vae, text = encoders.fingerprints()
+        sizes = encoders.text_width, encoders.text_length
         raw = config.latents == "raw" and any(source.latent is not None for source in sources)
         settings = CacheSettings(
-            *(vae, text, companions.geometry, *sizes, self._cut, companions.text_dtype),
-            statistics=companions.statistics() if raw else None,
+            *(vae, text, encoders.geometry, *sizes, self._crop, encoders.text_dtype),
+            statistics=encoders.statistics() if raw else None,
         )
         without_caption = [""] if config.caption_dropout or config.guidance != 1 else []
-        return Cache(place, sources, settings, [*without_caption, *prompts])
+        return Cache(folder, sources, settings, [*without_caption, *prompts])
 
     def dataset(self, split: str) -> ShapedSamples | None:
         """The samples of a split."""
         config = self._config
         if split == "eval" and config.eval_dataset_path:
             return self._open("eval")
-        everything = self._open("train")
+        samples = self._open("train")
         if not config.num_eval:
-            return everything if split == "train" else None
-        self._check_held_out(len(everything))  # again: some may have been left out
-        held_out = {number * len(everything) // config.num_eval for number in range(config.num_eval)}
-        return everything.part([index for index in range(len(everything)) if (index in held_out) == (split == "eval")])
+            return samples if split == "train" else None
+        self._check_held_out(len(samples))  # again: leave_out_bad may have removed some
+        held_out = {number * len(samples) // config.num_eval for number in range(config.num_eval)}
+        return samples.subset([index for index in range(len(samples)) if (index in held_out) == (split == "eval")])
 
-    def _check_held_out(self, there: int) -> None:
-        if 0 < self._config.num_eval >= there:
-            raise ConfigError(f"num_eval {self._config.num_eval}: there are {there} samples, and some must be left")
+    def _check_held_out(self, num_samples: int) -> None:
+        if 0 < self._config.num_eval >= num_samples:
+            raise ConfigError(
+                f"num_eval {self._config.num_eval}: the dataset has {num_samples} samples, and some must remain for "
+                "training"
+            )
 
-    def _open(self, split: str) -> Cached | OnTheFly:
-        # Once: of a million samples it takes a while, and every preview asks for some.
+    def _open(self, split: str) -> CachedSamples | UncachedSamples:
+        # Only once: opening a million samples takes a while, and every preview needs some.
         if split not in self._opened:
-            self._opened[split] = data = self._parts[split].open(self._config.leave_out_bad)
+            self._opened[split] = data = self._indices[split].open(self._config.leave_out_bad)
             self.remarks += [remark for remark in data.remarks if remark not in self.remarks]
         return self._opened[split]
 
     def most_tokens(self) -> int:
-        """Of a sample, in the transformer; after everybody's prepare()."""
-        there = self._open("train").shapes_there
-        return max(self._companions.geometry.tokens(shape) for shape in there)
+        """The largest number of transformer tokens of a sample; valid after all ranks ran prepare()."""
+        return max(self._encoders.geometry.tokens(shape) for shape in self._open("train").distinct_shapes)
 
     def text(self, caption: str) -> Tensor | None:
-        """[text length, width] what the transformer gets for a caption that was named before; None without a cache."""
-        cache = self._parts["train"]
+        """[text length, width] the cached text embedding of a caption; None without a cache."""
+        cache = self._indices["train"]
         return cache.text(caption) if isinstance(cache, Cache) else None
 
 
 class ShapesData:
-    """The built-in set: coloured shapes, drawn by code."""
+    """The built-in dataset: coloured shapes drawn by code."""
 
-    def __init__(self, config: Any, companions: Companions, prompts: Sequence[str]) -> None:
+    def __init__(self, config: Any, encoders: Encoders, prompts: Sequence[str]) -> None:
         from unisono.recipes.wan.tiny.shapes import Shapes
 
-        self._companions, self._prompts = companions, prompts
+        self._encoders, self._prompts = encoders, prompts
         size, frames = config.height or TINY_SIZE, config.num_frames
         if config.width not in (0, size):
-            raise ConfigError(f"shapes are drawn in squares: height {config.height} and width {config.width} differ")
+            raise ConfigError(f"height {config.height}, width {config.width}: shapes are square; use equal values")
         self._shapes = {
             "train": Shapes(config.num_shapes, frames, size, split="train"),
             "eval": Shapes(NUM_EVAL_SHAPES, frames, size, split="eval"),
@@ -136,16 +138,16 @@ class ShapesData:
         self.remarks: list[str] = []
 
     def prepare(self, work: Work) -> None:
-        """Draws and encodes them."""
+        """Draws and encodes the shapes."""
         from unisono.recipes.wan.tiny.encoded import encode, is_encoded
 
-        vae = self._companions.vae()
+        vae = self._encoders.vae()
         self._folder = work.folder / "shapes" / vae.fingerprint()
-        missing = [split for split in self._shapes if not is_encoded(self._shapes[split], self._place(split))]
+        missing = [split for split in self._shapes if not is_encoded(self._shapes[split], self._split_folder(split))]
         if missing:
             work.message(f"drawing and encoding {sum(len(self._shapes[split]) for split in missing):,} shapes")
         for split in missing:
-            encode(work, self._shapes[split], self._place(split), vae)
+            encode(work, self._shapes[split], self._split_folder(split), vae)
 
     def dataset(self, split: str) -> Any:
         """The samples of a split."""
@@ -153,23 +155,23 @@ class ShapesData:
 
         shapes = self._shapes[split]
         captions = {shapes.plan(index).caption for index in range(len(shapes))}
-        return read(shapes, self._place(split), self._rows(captions))
+        return read(shapes, self._split_folder(split), self._embeddings(captions))
 
     def most_tokens(self) -> int:
-        """Of each sample, in the transformer."""
-        geometry, shapes = self._companions.geometry, self._shapes["train"]
+        """The number of transformer tokens of a sample."""
+        geometry, shapes = self._encoders.geometry, self._shapes["train"]
         side = shapes.size // geometry.space
         return geometry.tokens((0, 1 + shapes.num_frames // geometry.time, side, side))
 
     def text(self, caption: str) -> Tensor:
-        """[text length, width] what the transformer gets for a caption."""
-        return self._rows({caption})[caption]
+        """[text length, width] the text embedding of a caption."""
+        return self._embeddings({caption})[caption]
 
-    def _rows(self, captions: set[str]) -> dict[str, Tensor]:
-        from unisono.recipes.wan.tiny.encoded import rows_of
+    def _embeddings(self, captions: set[str]) -> dict[str, Tensor]:
+        from unisono.recipes.wan.tiny.encoded import embeddings_of
 
-        return rows_of(captions, self._companions.text_encoder(), self._companions.text_length)
+        return embeddings_of(captions, self._encoders.text_encoder(), self._encoders.text_length)
 
-    def _place(self, split: str) -> Path:
+    def _split_folder(self, split: str) -> Path:
         shapes = self._shapes[split]
         return self._folder / f"{split}_{len(shapes)}x{shapes.num_frames}x{shapes.size}"

@@ -1,15 +1,14 @@
-"""The recipe `wan-flow`: pictures, films and captions in, a Wan transformer that draws such ones out.
+"""The recipe `wan-flow`: trains a Wan transformer on images, videos and captions by flow matching.
 
-Encode them once (`data.py`, `wan/data/cache.py`), take a Wan transformer from wherever it comes
-(`wan/models/load.py`), teach it the velocity from data to noise (`flow.py`, `wan/objective.py`), look at what it draws
-(`wan/sample.py`), and write it as diffusers loads it (`wan/models/pipeline.py`).
+`setup.py` derives the model from the settings (`wan/models/load.py` reads pretrained weights). `data.py` encodes the
+samples once into a cache (`wan/data/cache.py`). The transformer learns the velocity from data to noise (`loss.py`,
+`wan/objective.py`). `previews.py` shows what it generates, and `export.py` writes a pipeline that diffusers loads.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -19,6 +18,7 @@ from unisono.errors import ConfigError
 from unisono.recipes.wan.base import WanRecipe
 from unisono.recipes.wan_flow import settings
 from unisono.recipes.wan_flow.checks import check_config
+from unisono.recipes.wan_flow.setup import Setup
 
 if TYPE_CHECKING:  # `unisono train wan-flow --help` need not wait for torch
     from torch import Tensor, nn
@@ -26,15 +26,12 @@ if TYPE_CHECKING:  # `unisono train wan-flow --help` need not wait for torch
     from unisono.data.noise import Noise
     from unisono.parallel.materialize import Weights
     from unisono.recipes.common.lora_base import LoraBase
-    from unisono.recipes.wan.models.companions import Companions
-    from unisono.recipes.wan.models.load import WanFolder
     from unisono.recipes.wan_flow.data import FolderData, ShapesData
-    from unisono.recipes.wan_flow.flow import Flow
     from unisono.settings import Settings
 
 
 class WanFlow(WanRecipe):
-    """Flow-matching training of Wan 2.1 and 2.2, from scratch, whole or as a LoRA."""
+    """Flow-matching training of Wan 2.1 and 2.2: from scratch, all weights, or a LoRA."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "batch_size": 1,
@@ -49,297 +46,228 @@ class WanFlow(WanRecipe):
         "preview_every": 500,
     }
     aliases: ClassVar[Mapping[str, str]] = settings.ALIASES
-    fixed: ClassVar[Sequence[str]] = ("expert", "lora_rank", "lora_alpha", "lora_targets", "model_config")
+    fixed: ClassVar[Sequence[str]] = (
+        # Which samples are for training and which are held out:
+        *("dataset_path", "eval_dataset_path", "num_eval", "num_shapes"),
+        # What a sample contains:
+        *("parts_path", "height", "width", "max_pixels", "num_frames", "fps", "window", "latents", "text_dtype"),
+        # The model, and what its weights mean. model_path may change: a LoRA's base is identified by its content, and a
+        # run that trains all weights has them in its checkpoints.
+        *("model_config", "expert", "lora_rank", "lora_alpha", "lora_targets", "lora_path"),
+    )
     Config = settings.Config
 
     @classmethod
     def presets(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What suits the tiny model on a CPU, and a LoRA."""
+        """Defaults for the tiny model on a CPU, and for a LoRA."""
         if str(values["model_config"]).lower() == "tiny":
-            left_out = set()
+            excluded = set()
             if values["num_epochs"] is not None:  # then the number of steps is the user's choice
-                left_out.add("max_steps")
+                excluded.add("max_steps")
             if values["dataset_path"] not in (cls.Config.dataset_path, settings.TINY["dataset_path"]):
-                left_out.add("num_previews")  # of small pictures there are many
-            return {name: value for name, value in settings.TINY.items() if name not in left_out}
+                excluded.add("num_previews")  # 24 suit the small shapes only
+            return {name: value for name, value in settings.TINY.items() if name not in excluded}
         return settings.LORA if values["lora_rank"] or values["lora_path"] else {}
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         check_config(config)
-        self._base: LoraBase | None = None  # of a LoRA, until it is noted
-
-    @property
-    def is_lora(self) -> bool:
-        """Whether a LoRA is trained, and not all weights."""
-        return bool(self.config.lora_rank or self.config.lora_path)
+        self.setup = Setup(config)
+        self._base_to_record: LoraBase | None = None  # until the first step
 
     @cached_property
-    def found(self) -> WanFolder | None:
-        """What model_path is."""
-        from unisono.recipes.wan.models.experts import HIGH, LOW
-        from unisono.recipes.wan.models.load import describe
-
-        if not self.config.model_path:
-            return None
-        found = describe(self.config.model_path)
-        if self.config.expert == "low" and list(found.transformers) == [HIGH] and not _is_whole(found):
-            return replace(found, transformers={LOW: found.transformers[HIGH]})  # only the user knows which it is
-        return found
-
-    @cached_property
-    def trained(self) -> list[str]:
-        """Which transformers are trained, by diffusers' names."""
-        from unisono.recipes.wan.models.experts import HIGH, LOW, parts_to_train
-
-        named = (self.config.model_config or "").lower() == "a14b"
-        found: Any = self.found.transformers if self.found else (HIGH, LOW) if named else (HIGH,)
-        if self.config.expert != "both" and len(found) == 1 and (self.found is None or _is_whole(self.found)):
-            raise ConfigError(
-                f"expert {self.config.expert}: this model is one transformer for all noise levels; leave it out"
-            )
-        return parts_to_train(dict.fromkeys(found), self.config.expert)
-
-    @cached_property
-    def boundary(self) -> float | None:
-        """The noise level at which one expert hands over to the other, where there are two."""
-        from unisono.recipes.wan.models.load import BOUNDARY
-
-        if self.found is not None:
-            return self.found.boundary_ratio if len(self.found.transformers) > 1 else None
-        return BOUNDARY if (self.config.model_config or "").lower() == "a14b" else None
-
-    @cached_property
-    def transformer(self) -> dict[str, Any]:
-        """The configuration of the transformer, or of the experts, which are alike."""
-        from unisono.recipes.wan.models.load import transformer_config
-
-        return transformer_config(self.found, self.config.model_config, part=self.trained[0])
-
-    @cached_property
-    def companions(self) -> Companions:
-        """VAE and text encoder."""
-        from unisono.recipes.wan.models.companions import FromFolder, Tiny, without
-        from unisono.recipes.wan.models.load import TEXT_LENGTH, describe
-
-        parts = describe(self.config.parts_path, "parts_path") if self.config.parts_path else self.found
-        if parts is not None and parts.kind == "pipeline":
-            return FromFolder(parts, self.transformer)
-        if (self.config.model_config or "").lower() == "tiny":
-            return Tiny(self.transformer)
-        return without(self.transformer, parts.text_length if parts else TEXT_LENGTH)
-
-    @cached_property
-    def _data(self) -> FolderData | ShapesData:
+    def data(self) -> FolderData | ShapesData:
+        """The training and held-out samples."""
         from unisono.recipes.wan_flow.data import SHAPES, FolderData, ShapesData
 
         kind = ShapesData if self.config.dataset_path == SHAPES else FolderData
-        return kind(self.config, self.companions, self._prompts)
+        return kind(self.config, self.setup.encoders, self.preview_prompts)
 
     @cached_property
-    def _prompts(self) -> list[str]:
-        """The captions to draw that were asked for."""
-        from unisono.recipes.wan.looking import prompts_in
+    def preview_prompts(self) -> list[str]:
+        """The captions in the setting preview_prompts."""
+        from unisono.recipes.wan.previews import prompts_in
 
         return prompts_in(self.config.preview_prompts, "preview_prompts")
 
-    @cached_property
-    def flow(self) -> Flow:
-        """The objective."""
-        from unisono.recipes.wan.models.experts import HIGH, LOW, parts_to_train, range_of
-        from unisono.recipes.wan.models.load import BOUNDARY
-        from unisono.recipes.wan.objective import NoiseLevels
-        from unisono.recipes.wan_flow.flow import Flow
-
-        config, by_size = self.config, self.config.shift == "auto"
-        shift = 1.0 if by_size else float(config.shift)
-        levels = NoiseLevels(config.sigma_sampling, config.logit_mean, config.logit_std, config.mode_scale, shift)
-        parts, boundary = self.trained, self.boundary
-        if boundary is None and config.expert != "both":  # one of two in a file of its own: only the user knows which
-            parts, boundary = parts_to_train({HIGH: None, LOW: None}, config.expert), BOUNDARY
-        low, high = range_of(parts, boundary, 1 if boundary is None else 2)
-        space = self.companions.geometry.space
-        return Flow(levels, low, high, by_size, space, config.caption_dropout, config.first_frame)
-
     def check_settings(self, settings: Settings) -> None:
-        """Refuses to record steps of two experts: which samples each of them gets is decided anew in every step."""
-        if settings.precision.cuda_graph and len(self.trained) > 1:
+        """Refuses cuda_graph with two experts: which samples each of them gets changes from step to step."""
+        if settings.precision.cuda_graph and len(self.setup.trained) > 1:
             raise ConfigError(
-                "cuda_graph records a step once and for all, and with two experts each sample goes to the one of its "
-                "noise level; leave cuda_graph out, or train one of them by --expert high or low"
+                "cuda_graph replays one recorded step, but with two experts the noise level decides which expert gets "
+                "a sample; leave cuda_graph out, or train one expert with --expert high or low"
             )
 
-    def prepare(self, work: Work) -> None:
-        """Encodes pictures, films and captions that are not in the cache yet, and finds the fastest kernel."""
-        from unisono.recipes.wan_flow.data import check_there
-        from unisono.recipes.wan_flow.early import check_model
+    def metric_names(self) -> Collection[str]:
+        """The loss and the cosine of the velocity; for the built-in shapes also what the model generates."""
+        config, shapes = self.config, self.config.dataset_path == "shapes"
+        if not (shapes or config.num_eval or config.eval_dataset_path):
+            return ()
+        recognised = ("colour", "shape", "colour_and_shape") if shapes else ()
+        return ("loss", "velocity_cosine", *recognised)
 
-        self.prepared = work.folder  # also for those who call it by themselves
-        check_there(self.config)
-        check_model(self)
-        self._base = self._beside and self._beside.to_note(work)
-        self._data.prepare(work)
+    def prepare(self, work: Work) -> None:
+        """Encodes images, videos and captions that are not in the cache yet, and measures attention kernels."""
+        from unisono.recipes.wan_flow.data import check_paths_exist
+        from unisono.recipes.wan_flow.model_checks import check_model
+
+        self.prepared = work.folder  # for callers that run prepare() without the engine
+        check_paths_exist(self.config)
+        check_model(self.setup)
+        self._base_to_record = self._lora_base and self._lora_base.to_note(work)
+        self.data.prepare(work)
         if not work.meet():
-            self.kernel.measure(work, self.transformer, self._data.most_tokens())
+            self.kernel.measure(work, self.setup.transformer, self.data.most_tokens())
 
     @cached_property
-    def _beside(self) -> LoraBase | None:
-        """What a LoRA is trained beside; refused where it is not what the run began with."""
+    def _lora_base(self) -> LoraBase | None:
+        """The frozen weights under a LoRA; raises ConfigError when they are not those the run started with."""
         from unisono.recipes.common.lora_base import LoraBase
 
-        if not self.is_lora or self.found is None or self.prepared is None:  # all weights are in the checkpoint
+        setup = self.setup
+        if not setup.is_lora or setup.pretrained is None or self.prepared is None:  # all weights are in the checkpoint
             return None
-        base = LoraBase(self.prepared, (self.found.transformers[name] for name in self.trained))
-        base.check(f"model_path {self.config.model_path}", " (with lora_path, to go on from the LoRA)")
+        base = LoraBase(self.prepared, (setup.pretrained.transformers[name] for name in setup.trained))
+        base.check(f"model_path {self.config.model_path}", " (with lora_path, to continue the LoRA)")
         return base
 
     def model(self) -> nn.Module:
-        """The transformer, or the experts; on meta, if the weights are in files."""
-        from unisono.recipes.wan.models.attention import use
-        from unisono.recipes.wan.models.block import use_fast_blocks
+        """The transformer, or the two experts; on the meta device when their weights come from files."""
         from unisono.recipes.wan.models.experts import Experts
-        from unisono.recipes.wan.models.islands import keep_time_embedding_exact
+        from unisono.recipes.wan.models.float32_weights import keep_time_embedding_in_float32
+        from unisono.recipes.wan.models.kernels.attention import use
+        from unisono.recipes.wan.models.kernels.block import use_fast_blocks
         from unisono.recipes.wan.models.load import build, build_meta
 
-        make = build if self.found is None else build_meta
-        transformers = {name: make(self.transformer) for name in self.trained}
+        setup = self.setup
+        make = build if setup.pretrained is None else build_meta
+        transformers = {name: make(setup.transformer) for name in setup.trained}
         for name, transformer in transformers.items():
-            self._check_and_adapt(name, transformer)
-            keep_time_embedding_exact(transformer)
+            self._add_lora(name, transformer)
+            keep_time_embedding_in_float32(transformer)
             use(self.kernel.name, transformer)
             use_fast_blocks(transformer)
-        return Experts(transformers, self.boundary)
+        return Experts(transformers, setup.boundary)
 
-    def _check_and_adapt(self, name: str, transformer: Any) -> None:
+    def _add_lora(self, name: str, transformer: Any) -> None:
         from unisono.recipes.wan.models.lora import add_lora, load_lora
-        from unisono.recipes.wan_flow.early import check_weights, lora_targets
+        from unisono.recipes.wan_flow.model_checks import check_weights, lora_targets
 
         config = self.config
-        check_weights(self, name, transformer)
+        check_weights(self.setup, name, transformer)
         if config.lora_path:
             load_lora(transformer, Path(config.lora_path).expanduser(), config.lora_alpha, name)
         elif config.lora_rank:
             add_lora(transformer, config.lora_rank, config.lora_alpha, lora_targets(config))
 
-    @cached_property
-    def files(self) -> dict[str, Any]:
-        from unisono.recipes.wan.models.weights import open_weights
-
-        assert self.found is not None
-        return {name: open_weights(self.found.transformers[name]) for name in self.trained}
-
     def weights(self, model: nn.Module) -> Weights | None:
-        """Those in the model's files, read row by row."""
-        from unisono.recipes.wan.models.initial import FromFiles
+        """The pretrained weights, read from their files row by row; None when training from scratch."""
+        from unisono.recipes.wan.models.initial_weights import ExpertWeights
 
-        _ = self._beside  # a run may be exported long after it was prepared
-        return None if self.found is None else FromFiles(self.files)
+        _ = self._lora_base  # checks the base again: a run may be exported long after prepare()
+        return None if self.setup.pretrained is None else ExpertWeights(self.setup.weight_files)
 
     def frozen(self) -> Mapping[str, nn.Module]:
-        """VAE and text encoder, when there is no cache."""
+        """The VAE and the text encoder, when there is no cache."""
         if not self.config.no_cache:
             return {}
-        self._vae, self._text_encoder = self.companions.vae(), self.companions.text_encoder()
+        encoders = self.setup.encoders
+        self._vae, self._text_encoder = encoders.vae(), encoders.text_encoder()
         return {"vae": self._vae.vae, "text_encoder": self._text_encoder.model}
 
     def dataset(self, split: str) -> Any:
-        """Latents and embeddings, or frames and captions."""
+        """Latents and text embeddings or, without a cache, frames and captions."""
         from unisono.recipes.wan.checks import check_positions
 
-        data = self._data.dataset(split)
-        if data is not None and hasattr(data, "shapes_there"):
-            check_positions(data.shapes_there, self.transformer, self.companions.geometry.space)
-        self.remarks = [*self._data.remarks]
+        data = self.data.dataset(split)
+        if data is not None and hasattr(data, "distinct_shapes"):
+            check_positions(data.distinct_shapes, self.setup.transformer, self.setup.encoders.geometry.space)
+        self.remarks = [*self.data.remarks]
         if self.config.model_config and self.config.lora_rank:
             self.remarks.append(
-                "a LoRA beside weights that nobody has trained (--model_config): good for trying the commands; what it "
-                "learns fits no other model"
+                "training a LoRA on random weights (--model_config): this tries out the commands, but the LoRA fits no "
+                "other model"
             )
         return data
 
     def collate(self, items: list[Any]) -> Any:
-        """A micro-batch of samples of one shape."""
-        from unisono.recipes.wan_flow.flow import collated
+        """Collates samples of one shape into a micro-batch."""
+        from unisono.recipes.wan_flow.loss import collated
 
         return collated(items)
 
     def _encoded(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """[batch, C, f, h, w] latents and [batch, length, width] text."""
+        """[batch, C, f, h, w] latents and [batch, length, width] text embeddings."""
         import torch
 
         from unisono.recipes.wan.models.text import pad
 
         if "latent" in batch:
             return batch["latent"], batch["text"]
-        length = self.companions.text_length
+        length = self.setup.encoders.text_length
         rows = [pad(row, length) for row in self._text_encoder.encode(batch["caption"], length)]
-        return self._vae.encode_pictures(batch["frames"]), torch.stack(rows)
+        return self._vae.encode_frames(batch["frames"]), torch.stack(rows)
 
     def encoded_sample(self, item: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """The latent and the text of one sample of a data set."""
+        """The latent and the text embedding of one sample of a dataset."""
         latent, text = self._encoded(self.collate([item]))
         return latent[0], text[0]
 
     def text(self, caption: str) -> Tensor:
-        """[text length, width] what the transformer gets for a caption."""
+        """[text length, width] the text embedding of a caption."""
         from unisono.recipes.wan.models.text import pad
 
-        length, kept = self.companions.text_length, self._data.text(caption)
-        return kept if kept is not None else pad(self._text_encoder.encode([caption], length)[0], length)
+        length, cached = self.setup.encoders.text_length, self.data.text(caption)
+        return cached if cached is not None else pad(self._text_encoder.encode([caption], length)[0], length)
 
     @cached_property
     def _no_caption(self) -> dict[Any, Tensor]:
-        """What there is for no caption, and copies of it by device and type.
+        """The embedding of the empty caption (key None), and its copies by device and dtype.
 
-        A copy is never let go of: a recorded step (`cuda_graph`) reads from the very same memory each time.
+        A copy is never freed: a recorded step (`cuda_graph`) reads from the same memory each time.
         """
         return {None: self.text("")}
 
     def without_caption(self, like: Tensor) -> Tensor:
-        """What the transformer gets for no caption, where `like` is and as it is."""
+        """The embedding of the empty caption, on the device and in the dtype of `like`."""
         if not self.config.caption_dropout and self.config.guidance == 1:
             return like.new_zeros(like.shape[-2:])
-        kept = self._no_caption
-        if (like.device, like.dtype) not in kept:
-            kept[like.device, like.dtype] = kept[None].to(like.device, like.dtype)
-        return kept[like.device, like.dtype]
+        copies = self._no_caption
+        if (like.device, like.dtype) not in copies:
+            copies[like.device, like.dtype] = copies[None].to(like.device, like.dtype)
+        return copies[like.device, like.dtype]
 
     def loss(self, model: nn.Module, batch: Any, noise: Noise) -> Loss:
-        """The error of the velocity: of each sample the mean over its elements, summed over samples."""
-        from unisono.recipes.wan.models.islands import compute_type
+        """The squared error of the velocity: the mean over each sample's elements, summed over samples."""
+        from unisono.recipes.wan.models.float32_weights import compute_dtype
 
         latent, text = self._encoded(batch)
-        self.kernel.settle(model, latent.device.type, compute_type(latent))
-        if self._base is not None:
-            self._base.note()
-            self._base = None
-        return self.flow.loss(model, latent, text, self.without_caption(text), noise)  # type: ignore[arg-type]
+        self.kernel.settle(model, latent.device.type, compute_dtype(latent))
+        if self._base_to_record is not None:
+            self._base_to_record.note()
+            self._base_to_record = None
+        return self.setup.flow.loss(model, latent, text, self.without_caption(text), noise)  # type: ignore[arg-type]
 
     def evaluate(self, model: nn.Module, batch: Any, noise: Noise) -> Mapping[str, Any]:
-        """The loss at fixed noise levels; of the built-in shapes also whether what is drawn is what was asked for."""
-        from unisono.recipes.wan.models.islands import compute_type
-        from unisono.recipes.wan_flow.previews import judged
+        """The loss at fixed noise levels; for the built-in shapes also what is generated."""
+        from unisono.recipes.wan.models.float32_weights import compute_dtype
+        from unisono.recipes.wan_flow.evaluation import loss_by_level, recognised_shapes
 
         latent, text = self._encoded(batch)
-        self.kernel.settle(model, latent.device.type, compute_type(latent))
-        found = dict(self.flow.held_out(model, latent, text, noise, self.config.eval_levels))  # type: ignore[arg-type]
-        if "colour" in batch:
-            found |= judged(self, model, batch, text, noise)  # type: ignore[arg-type]
-        return found
+        self.kernel.settle(model, latent.device.type, compute_dtype(latent))
+        metrics = loss_by_level(self.setup.flow, model, latent, text, noise, self.config.eval_levels)  # type: ignore[arg-type]
+        if "colour" not in batch:
+            return metrics
+        return {**metrics, **recognised_shapes(self, model, batch, text, noise)}  # type: ignore[arg-type]
 
     def preview(self, model: nn.Module, step: int) -> Mapping[str, Any] | None:
-        """What the model draws for some captions, always from the same noise."""
-        from unisono.recipes.wan_flow.previews import draw
+        """Samples that the model generates from some captions, always from the same noise."""
+        from unisono.recipes.wan_flow.previews import previews
 
-        return draw(self, model)  # type: ignore[arg-type]
+        return previews(self, model)  # type: ignore[arg-type]
 
     def export(self, model: nn.Module, folder: Path) -> None:
-        """A folder for `WanPipeline.from_pretrained`, or LoRAs for `load_lora_weights`."""
-        from unisono.recipes.wan_flow.out import write
+        """Writes a folder for `WanPipeline.from_pretrained`, or LoRA files for `load_lora_weights`."""
+        from unisono.recipes.wan_flow.export import write_model
 
-        print(f"unisono: {write(self, dict(model.named_children()), folder)}", file=sys.stderr)
-
-
-def _is_whole(found: WanFolder) -> bool:
-    """Whether what was found is all of a model, and no expert in a file of its own."""
-    return found.kind == "pipeline" or found.expand_timesteps
+        print(f"unisono: {write_model(self.setup, dict(model.named_children()), folder)}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The recipe's settings."""
+"""Settings of the recipe `wan-flow`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from unisono.engine.recipe import Recipe
+from unisono.recipes.wan.settings import Attention, SigmaSampling, TextDtype
 
 ALIASES = {
     "checkpoint_dir": "output_dir",
@@ -29,7 +30,7 @@ ALIASES = {
     "timestep_sampling": "sigma_sampling",
     "weighting_scheme": "sigma_sampling",
 }
-"""Names that people know from other scripts."""
+"""Names of the same settings in other training scripts."""
 
 
 @dataclass
@@ -37,79 +38,81 @@ class Config(Recipe.Config):
     """Flow matching on Wan"""
 
     model_path: str | None = None
-    """The model to go on from: a diffusers folder, a hub id, a folder of the Wan repository, or one .safetensors file (native and ComfyUI names too)."""
+    """Model to continue training: a diffusers folder, a hub id, a folder of the Wan repository, or one .safetensors file (native and ComfyUI weight names too)."""
     model_config: str | None = None
-    """Train from nothing instead: tiny (with its own VAE, text encoder and data), 1.3b, 14b, ti2v-5b, a14b, or a JSON file with the settings of WanTransformer3DModel."""
+    """Train from scratch instead: tiny (with its own VAE, text encoder and data), 1.3b, 14b, ti2v-5b, a14b, or a JSON file with the arguments of WanTransformer3DModel."""
     parts_path: str | None = None
-    """The model whose VAE, text encoder and tokenizer are used. Default: those of model_path."""
+    """Model to take the VAE, text encoder and tokenizer from. Default: model_path."""
     expert: Literal["high", "low", "both"] = "both"
-    """Wan 2.2 A14B: which of its two transformers is trained."""
+    """Which of the two transformers of Wan 2.2 A14B to train."""
 
     dataset_path: str = "./dataset"
-    """A folder of pictures and films with a text file each, or with metadata.csv, .json or .jsonl; `shapes` is the built-in set."""
+    """Folder of images and videos, each with a text file of its name, or with metadata.csv, .json or .jsonl; `shapes` is the built-in dataset."""
     eval_dataset_path: str | None = None
-    """The same, held out for evaluation."""
+    """Folder of samples to hold out for evaluation, laid out like dataset_path."""
     num_shapes: int = 2400
-    """shapes: so many of them are drawn to train on."""
+    """Number of training samples to draw with dataset_path shapes."""
     num_eval: int = 0
-    """Hold out so many samples of dataset_path (evenly spaced) instead."""
+    """Number of samples of dataset_path, evenly spaced, to hold out for evaluation when eval_dataset_path is not given."""
     height: int = 0
-    """Of all samples, in pixels; 0 (and width 0): each keeps its proportions."""
+    """Height of all samples in pixels. 0 (with width 0) keeps each sample's aspect ratio."""
     width: int = 0
-    """Of all samples, in pixels."""
+    """Width of all samples in pixels. 0 (with height 0) keeps each sample's aspect ratio."""
     max_pixels: int = 480 * 832
-    """Of a frame that keeps its proportions: larger ones are made smaller."""
+    """Largest number of pixels of a frame when samples keep their aspect ratio; larger frames are scaled down."""
     num_frames: int = 81
-    """Of a film, 4k + 1. A shorter one is used with the longest window it has."""
+    """Frames per video, of the form 4k + 1. A shorter video gives the longest such window it has."""
     fps: float = 16.0
-    """Frames per second that films are brought to; 0 leaves them."""
+    """Frames per second to resample videos to. 0 keeps each video's own frame rate."""
     window: Literal["head", "middle", "random"] = "head"
-    """Where in a longer film its window begins; random needs no_cache."""
+    """Where the window starts in a video that is longer than num_frames; random needs no_cache."""
     leave_out_bad: bool = False
-    """Leave out files that cannot be used, and say which, instead of stopping."""
+    """Skip files that cannot be used and list them, instead of stopping."""
     latents: Literal["normalised", "raw"] = "normalised"
-    """What name.latent.safetensors beside the data hold: latents as the transformer takes them, or as the VAE gave them (raw), which are normalised here."""
+    """What the files name.latent.safetensors in the dataset contain: normalised latents as the transformer takes them, or raw VAE latents, which are then normalised on loading."""
     cache_dir: str | None = None
-    """Where latents and embeddings are kept, for several runs. Default: in the run's folder."""
+    """Folder for cached latents and text embeddings, which several runs may share. Default: inside the run folder."""
     no_cache: bool = False
-    """Encode pictures, films and captions anew in every step; VAE and text encoder then stay in memory."""
+    """Encode images, videos and captions in every step instead of caching them. Keeps the VAE and the text encoder in memory."""
+    text_dtype: TextDtype = "bfloat16"
+    """Dtype of the text encoder, independent of mixed_precision; published pipelines use bfloat16. The tiny model always uses float32."""
 
-    sigma_sampling: Literal["logit_normal", "uniform", "mode"] = "logit_normal"
-    """How noise levels are drawn, before the shift."""
+    sigma_sampling: SigmaSampling = "logit_normal"
+    """Distribution of the noise levels, before the shift."""
     logit_mean: float = 0.0
-    """logit_normal: mean of the logit."""
+    """Mean of the logit, for sigma_sampling logit_normal. Larger values train more noise."""
     logit_std: float = 1.0
-    """logit_normal: its standard deviation."""
+    """Standard deviation of the logit, for sigma_sampling logit_normal."""
     mode_scale: float = 1.29
-    """mode: how much the middle is preferred."""
+    """How strongly sigma_sampling mode prefers medium noise levels; 0 is uniform."""
     shift: float | Literal["auto"] = 3.0
-    """More noise for larger pictures: 3 is usual at 480p, 5 at 720p and for TI2V-5B; auto follows each sample's size."""
+    """Shifts the noise levels towards more noise, which larger samples need: 3 is usual at 480p, 5 at 720p and for TI2V-5B; auto follows each sample's size."""
     caption_dropout: float = 0.1
-    """How often a sample is learned without its caption, which guidance needs."""
+    """Probability of training a sample without its caption, which classifier-free guidance needs."""
     first_frame: float = 0.0
-    """TI2V-5B only: how often a film's first frame is given, and only what follows is learned."""
+    """Probability that a video's first frame is a condition instead of a target. TI2V-5B only."""
 
     lora_rank: int = 0
-    """Train a LoRA of this rank instead of all weights; 0: all weights."""
+    """Rank of the LoRA to train. 0 trains all weights."""
     lora_alpha: float | None = None
-    """Its strength. Default: its rank."""
+    """Scale of the LoRA is lora_alpha / rank. Default: the rank."""
     lora_targets: str = ""
-    """Ends of the names of layers that get one, separated by commas. Default: attention and feed-forward layers."""
+    """Name endings of the layers that get a LoRA, separated by commas. Default: attention and feed-forward layers."""
     lora_path: str | None = None
-    """A LoRA to go on from, with its own rank and layers."""
-    attention: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"
-    """The kernel that computes attention on a GPU; auto measures which is fastest."""
+    """LoRA to continue training; its file decides rank and layers."""
+    attention: Attention = "auto"
+    """Attention kernel on a GPU; auto measures which one is fastest."""
 
     eval_levels: int = 8
-    """Noise levels at which held-out samples are evaluated."""
+    """Number of noise levels at which to evaluate held-out samples."""
     preview_prompts: str = ""
-    """Captions to draw previews of, separated by |, or a text file with one in each line. Default: some of the data's."""
+    """Captions to generate previews from, separated by |, or a text file with one per line. Default: some captions of the dataset."""
     num_previews: int = 4
-    """Previews to draw, when no captions are given."""
+    """Number of previews when preview_prompts is empty."""
     preview_steps: int = 30
-    """Steps of the sampler."""
+    """Sampler steps of a preview."""
     guidance: float = 5.0
-    """Guidance scale of previews."""
+    """Classifier-free guidance scale of previews."""
 
 
 TINY = {
@@ -133,7 +136,7 @@ TINY = {
     "eval_batch_size": 96,
     "log_every": 50,
 }
-"""What suits the tiny model on a CPU."""
+"""Defaults for the tiny model on a CPU."""
 
 LORA = {"learning_rate": 1e-4}
-"""What suits a LoRA."""
+"""Defaults for a LoRA."""

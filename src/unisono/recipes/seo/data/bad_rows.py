@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from unisono.errors import ConfigError
+from unisono.formatting import format_count
 from unisono.recipes.common.bad_files import few
 from unisono.recipes.common.tree import one_line
 
@@ -34,10 +35,5 @@ class BadRows:
             why = f" ({few(self._first)})" if self._first else ""
             raise ConfigError(f"there is not one {what} of {where} that can be used{why}")
         if self.number:
-            out = f"left out {self.number:,} {_plural('row', self.number)} that cannot be used"
-            said(f"{out}, {kept:,} {_plural(what, kept)} of {where} are there: {few(self._first)}")
-
-
-def _plural(what: str, number: int) -> str:
-    """A word for so many."""
-    return what if number == 1 else f"{what[:-1]}ies" if what.endswith("y") else f"{what}s"
+            out = f"left out {format_count(self.number, 'row')} that cannot be used"
+            said(f"{out}, {format_count(kept, what)} of {where} are there: {few(self._first)}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -14,9 +13,9 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.checkpoint.manifest import sync_folder
+from unisono.atomic_files import atomic_file
 from unisono.errors import UserError
-from unisono.recipes.common.whole_files import partial_name, write_whole
+from unisono.recipes.common.whole_files import write_whole
 
 DONE, TOKENS, STARTS = "texts.json", "tokens.npy", "starts.npy"
 
@@ -98,17 +97,11 @@ def _join(folder: Path, num_blocks: int) -> None:
     file = io.BytesIO()
     np.save(file, starts, allow_pickle=False)
     write_whole(folder / STARTS, file.getvalue())
-    partial = partial_name(folder / TOKENS)
-    try:
-        with partial.open("xb") as new:
-            _write_tokens(new, folder, num_blocks, int(starts[-1]))
-        os.replace(partial, folder / TOKENS)
-    finally:
-        partial.unlink(missing_ok=True)
+    with atomic_file(folder / TOKENS, durable=True) as temporary, temporary.open("xb") as new:
+        _write_tokens(new, folder, num_blocks, int(starts[-1]))
     sizes = {name: (folder / name).stat().st_size for name in (TOKENS, STARTS)}
     facts = Facts(len(starts) - 1, int(starts[-1]), num_cut, sizes)
     write_whole(folder / DONE, json.dumps(facts._asdict()).encode())
-    sync_folder(folder)
 
 
 def _write_tokens(new: BinaryIO, folder: Path, num_blocks: int, num_tokens: int) -> None:
@@ -116,8 +109,6 @@ def _write_tokens(new: BinaryIO, folder: Path, num_blocks: int, num_tokens: int)
     np.lib.format.write_array_header_1_0(new, header)
     for number in range(num_blocks):
         new.write(np.ascontiguousarray(_unpacked(folder / block_name(number))[2]).data)
-    new.flush()
-    os.fsync(new.fileno())
 
 
 def _unpacked(path: Path) -> tuple[NDArray[np.int32], int, NDArray[np.int32]]:

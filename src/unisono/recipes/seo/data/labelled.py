@@ -14,7 +14,7 @@ from unisono.config.values import shown
 from unisono.errors import ConfigError
 from unisono.recipes.common.tree import one_line
 from unisono.recipes.seo.data.bad_rows import BadRows
-from unisono.recipes.seo.data.tables import rows_of, text_in
+from unisono.recipes.seo.data.tables import no_text, rows_of, text_in
 
 TEXT = ("text", "page", "content", "body")
 LABEL = ("label", "score", "target", "class", "labels")
@@ -55,7 +55,7 @@ def read_labelled(
     for row in rows_of(place, (TEXT, LABEL), bad, said):
         text, label = text_in(row.first(TEXT)), _label(row.first(LABEL))
         if text is None:
-            bad.add(row.where, "its text is empty")
+            bad.add(row.where, f"its text {no_text(row.first(TEXT))}")
         elif label is None:
             bad.add(row.where, f"its label is {shown(row.first(LABEL))}; expected a number (below 1e15) or a word")
         else:

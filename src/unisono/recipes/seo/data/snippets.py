@@ -13,7 +13,7 @@ from unisono.recipes.seo.data.labelled import TEXT
 from unisono.recipes.seo.data.lines import plain_suffix
 from unisono.recipes.seo.data.pages import MOST_BYTES, parse_page
 from unisono.recipes.seo.data.site import pages_of
-from unisono.recipes.seo.data.tables import TABLES, rows_of, text_in
+from unisono.recipes.seo.data.tables import TABLES, no_text, rows_of, text_in
 
 
 def read_snippets(
@@ -38,7 +38,8 @@ def _of_table(path: Path, write: str, bad: BadRows, said: Callable[[str], None])
     for row in rows_of(path, (TEXT, (write,)), bad, said):
         text, target = text_in(row.first(TEXT)), text_in(row.first((write,)))
         if text is None or target is None:
-            bad.add(row.where, f"its {'text' if text is None else write} is empty")
+            what, lacking = ("text", TEXT) if text is None else (write, (write,))
+            bad.add(row.where, f"its {what} {no_text(row.first(lacking))}")
         else:
             pairs.append((text, target))
     return pairs

@@ -13,6 +13,7 @@ from unisono.errors import ConfigError
 from unisono.recipes.common.tree import one_line
 from unisono.recipes.seo.data.bad_rows import BadRows
 from unisono.recipes.seo.data.lines import lines_of, plain_suffix
+from unisono.recipes.seo.data.tokens import whole_text
 
 TABLES = (".csv", ".jsonl")
 
@@ -50,11 +51,15 @@ def text_in(value: Any) -> str | None:
     """The text without blanks around it; None if it is not text, or there is nothing in it."""
     if not isinstance(value, str):
         return None
-    text = value.strip()
-    if not text.isascii():
-        # Half a character, as JSON can write it, is nothing that a tokenizer takes.
-        text = text.encode("utf-8", "replace").decode()
-    return text or None
+    return whole_text(value.strip()) or None
+
+
+def no_text(value: Any) -> str:
+    """Why text_in() gave nothing: "is empty", or "is 12345, not text; …"."""
+    if value is None or isinstance(value, str):
+        return "is empty"
+    hint = "; write it in quotes" if isinstance(value, int | float) else ""
+    return f"is {shown(value)}, not text{hint}"
 
 
 def _csv(path: Path, needed: Sequence[Sequence[str]], bad: BadRows, said: Callable[[str], None]) -> Iterator[Row]:

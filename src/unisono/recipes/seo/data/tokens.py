@@ -9,6 +9,11 @@ from typing import Any
 _VERSION = 1
 
 
+def whole_text(text: str) -> str:
+    """The text with each lone surrogate (half a character, as JSON can write it) replaced: no tokenizer takes one."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
+
+
 class Tokenize:
     """Turns texts into tokens, special ones included unless told, cuts them to a limit, and counts what it has cut."""
 
@@ -19,7 +24,8 @@ class Tokenize:
     def __call__(self, texts: Sequence[str]) -> list[list[int]]:
         """The tokens of each text."""
         like: dict[str, Any] = {"add_special_tokens": self._special, "return_attention_mask": False, "verbose": False}
-        made = self._tokenizer(list(texts), truncation=True, max_length=self._limit, **like)
+        texts = [whole_text(text) for text in texts]
+        made = self._tokenizer(texts, truncation=True, max_length=self._limit, **like)
         rows: list[list[int]] = made["input_ids"]
         if made.encodings is not None:
             self.num_cut += sum(bool(each.overflowing) for each in made.encodings)

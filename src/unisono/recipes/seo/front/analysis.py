@@ -10,10 +10,11 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from unisono.config.values import shown
 from unisono.errors import ConfigError
-from unisono.recipes.seo.checks import Check, check_text
 from unisono.recipes.seo.front.learner import Learner
 from unisono.recipes.seo.front.rewriting import proposals, titles
+from unisono.recipes.seo.site.text_rules import Check, check_text
 
 NO_SCORE = "no score: this engine was not trained yet; train it on texts with real labels, or load_checkpoint"
 _WORDS = "classes that are words have no score; see label and probabilities"
@@ -39,9 +40,8 @@ class Analysis:
     def of(self, texts: Sequence[str], keywords: Sequence[str]) -> list[dict[str, Any]]:
         """Score and checks of each text."""
         for place, text in enumerate(texts):
-            if not isinstance(text, str) or not text.strip():
-                which = f"text number {place}" if len(texts) > 1 else "the text"
-                raise ConfigError(f"{which} is empty; there is nothing to analyse")
+            which = f"text number {place}" if len(texts) > 1 else "the text"
+            need_text(text, which, "analyse")
         learned = self._learned(texts)
         return [
             {**said, "checks": [described(check) for check in check_text(text, keywords)], "keywords": list(keywords)}
@@ -63,8 +63,9 @@ class Analysis:
         text, changes = content.strip(), []
         score = before = judge(text) if judge else None
         tried: set[str] = set()
+        waiting = proposals(text, keywords)
         while len(tried) < _MOST_CHANGES:
-            made = next((each for each in proposals(text, keywords) if each.text not in tried), None)
+            made = next((each for each in waiting if each.text not in tried), None)
             if made is None:
                 break
             tried.add(made.text)
@@ -75,6 +76,7 @@ class Analysis:
             changes.append({**told, "score_before": score, "score_after": after, "kept": kept})
             if kept:
                 text, score = made.text, after
+                waiting = proposals(text, keywords)
         return Answer(
             original_content=content,
             optimized_content=text if text != content.strip() else content,
@@ -115,10 +117,18 @@ class Analysis:
 
     def _open_ranker(self) -> Any:
         if self._ranker is None:
-            from unisono.recipes.seo.using import open_ranker
+            from unisono.recipes.seo.trained import open_ranker
 
             self._ranker = open_ranker(str(self._learner.config.rank_model))
         return self._ranker
+
+
+def need_text(text: Any, which: str, what_for: str) -> None:
+    """Refuses what is no text, and a text with nothing in it."""
+    if not isinstance(text, str):
+        raise ConfigError(f"{which}: expected a string, got {shown(text)} of type {type(text).__name__}")
+    if not text.strip():
+        raise ConfigError(f"{which} is empty; there is nothing to {what_for}")
 
 
 def described(check: Check) -> dict[str, Any]:

@@ -81,6 +81,8 @@ class SEOConfig(Plain, Meaningless):  # type: ignore[misc]
     """auto (bfloat16 where the GPU has it, else float16), float16, bfloat16 or float32."""
     mixed_precision_enabled: bool = True
     """False: as use_mixed_precision=False."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass instead of storing them: less memory, more time, the same result."""
 
     dataloader_num_workers: int = 4
     """Loader processes for each training process. Any number gives the same run."""
@@ -166,6 +168,8 @@ class SEOConfig(Plain, Meaningless):  # type: ignore[misc]
         self._check_batch()
         if not isinstance(self.settings, Mapping):
             raise ConfigError(f"settings: expected a dict of settings by name, got {type(self.settings).__name__}")
+        if twice := [name for name in self.settings if name in _FIELD_OF]:
+            raise ConfigError(f"settings: {twice[0]} has a field of its own here ({_FIELD_OF[twice[0]]}); set that")
 
     def _check_device(self) -> None:
         number = self.device.removeprefix("cuda:")
@@ -216,6 +220,24 @@ class SEOConfig(Plain, Meaningless):  # type: ignore[misc]
                 f"batch_size {self.batch_size} x {devices} GPUs x gradient_accumulation_steps {steps} = "
                 f"{self.batch_size * devices * steps} is not effective_batch_size {wanted}; leave one of them out"
             )
+
+
+_FIELD_OF = {
+    "activation_checkpointing": "gradient_checkpointing",
+    "grad_clip": "max_grad_norm",
+    "mixed_precision": "mixed_precision_dtype",
+    "global_batch_size": "effective_batch_size",
+    "num_workers": "dataloader_num_workers",
+    "pin_memory": "dataloader_pin_memory",
+    "strategy": "multi_gpu_strategy",
+    "backend": "distributed_backend",
+    "gpus": "num_gpus",
+    "nproc": "distributed_world_size",
+    "lr_schedule": "lr_scheduler",
+    **{name: name for name in ("gradient_checkpointing", "batch_size", "learning_rate", "weight_decay", "num_epochs")},
+    **{name: name for name in ("gradient_accumulation_steps", "warmup_steps", "seed", "output_dir", "num_gpus")},
+}
+"""Settings of the engine that SEOConfig has a field for -> that field."""
 
 
 def _number(name: str, value: Any, *, above: float | None = None) -> None:

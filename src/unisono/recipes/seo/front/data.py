@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 from unisono.errors import ConfigError
+from unisono.recipes.seo.data.tokens import whole_text
 
 
 class SEODataset(Dataset[dict[str, Any]]):
@@ -43,8 +44,8 @@ class SEODataset(Dataset[dict[str, Any]]):
             item["labels"] = _as_tensor(self.labels[index])
         item.update({name: values[index] for name, values in self.metadata.items()})
         if self.tokenizer is not None:
-            found = self.tokenizer(self.texts[index], truncation=True, max_length=self.max_length)
-            item["input_ids"] = torch.tensor(found["input_ids"], dtype=torch.int64)
+            tokens = self.tokenizer(whole_text(self.texts[index]), truncation=True, max_length=self.max_length)
+            item["input_ids"] = torch.tensor(tokens["input_ids"], dtype=torch.int64)
             item["attention_mask"] = torch.ones_like(item["input_ids"])
         return item
 

@@ -151,6 +151,7 @@ def trainer_config(config: SEOConfig, devices: Devices, batch_size: int, **more:
     launched = devices.world.size > 1
     number = None if launched and devices.num_gpus else devices.num_gpus
     return MultiGPUConfig(
+        title=f"AdvancedLLMSEOEngine ({config.model_name})",
         num_gpus=None if devices.gpu_ids else number,
         gpu_ids=list(devices.gpu_ids) if devices.gpu_ids else None,
         min_memory_gb=0.0,
@@ -170,6 +171,7 @@ def trainer_config(config: SEOConfig, devices: Devices, batch_size: int, **more:
         weight_decay=config.weight_decay,
         grad_clip=config.max_grad_norm,
         mixed_precision=precision(config, devices),
+        activation_checkpointing=config.gradient_checkpointing,
         scheduler_interval="epoch" if config.lr_scheduler == "plateau" else "step",
         seed=config.seed,
         settings={

@@ -12,12 +12,12 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from unisono.errors import ConfigError
-from unisono.recipes.seo.front.analysis import Analysis, Answer, described
+from unisono.recipes.seo.front.analysis import Analysis, Answer, described, need_text
 from unisono.recipes.seo.front.config import SEOConfig
 from unisono.recipes.seo.front.data import SEODataset
 from unisono.recipes.seo.front.devices import precision
 from unisono.recipes.seo.front.loaders import DataLoaderConfig, DataLoaderManager, Loaders, OfRank
-from unisono.recipes.seo.front.measures import of_classes, of_numbers, of_order
+from unisono.recipes.seo.front.metrics import of_classes, of_numbers, of_order
 from unisono.recipes.seo.front.teaching import Teaching
 
 
@@ -153,9 +153,9 @@ class AdvancedLLMSEOEngine(Teaching):
         keywords: Sequence[str] | None = None,
     ) -> dict[str, Any]:
         """The checks of each text, or of its page where the HTML is given: plain rules, none of them learned."""
-        from unisono.recipes.seo.checks import check_text
         from unisono.recipes.seo.data.pages import parse_page
-        from unisono.recipes.seo.onpage import check_page
+        from unisono.recipes.seo.site.page_rules import check_page
+        from unisono.recipes.seo.site.text_rules import check_text
 
         if html_contents is not None and len(html_contents) != len(texts):
             raise ConfigError(f"html_contents: {len(html_contents)} of them for {len(texts)} texts; give one for each")
@@ -205,6 +205,5 @@ class AdvancedLLMSEOEngine(Teaching):
         words = self._keywords(target_keywords)
         if not words:
             raise ConfigError("target_keywords: none were given; say what the text should be found for")
-        if not isinstance(content, str) or not content.strip():
-            raise ConfigError("content is empty; there is nothing to optimize")
+        need_text(content, "content", "optimize")
         return self._analysis.improved(content, words)

@@ -20,12 +20,12 @@ from unisono.errors import ConfigError
 from unisono.multi_gpu import load_weights
 from unisono.recipes.common.whole_files import write_whole
 from unisono.recipes.seo.data.tokens import Tokenize
-from unisono.recipes.seo.encoder import pad
 from unisono.recipes.seo.front.config import SEOConfig
 from unisono.recipes.seo.front.labels import Labels
-from unisono.recipes.seo.models import load_classifier, load_tokenizer
+from unisono.recipes.seo.models.encoder import pad
+from unisono.recipes.seo.models.load import load_classifier, load_tokenizer
+from unisono.recipes.seo.models.tiny import TINY, keep_tokenizer
 from unisono.recipes.seo.settings import Config
-from unisono.recipes.seo.tiny import TINY, keep_tokenizer
 
 TRAINING, ABOUT = "training", "seo.json"
 """In the folder of a checkpoint: the engine's own, and what is to be known of it."""

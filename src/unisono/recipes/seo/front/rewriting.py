@@ -6,12 +6,14 @@ be invented and no keyword appended; `says_nothing_new` is asked about every cha
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
-from unisono.recipes.seo.checks import words_of
+from unisono.recipes.seo.site.text_rules import words_of
 
 LONG = 25
 """Words; a longer sentence is proposed to be split, where it has a seam."""
@@ -65,9 +67,10 @@ def says_nothing_new(text: str, changed: str) -> bool:
 
 def proposals(text: str, keywords: Sequence[str]) -> Iterator[Proposal]:
     """Changes to this text, each by itself: repetition out, the answer first, long sentences split."""
-    lines = _Lines.of(text)
-    for made in (*_without_repetition(lines), *_answer_first(lines, keywords), *_shorter(lines)):
-        if made.text != text and says_nothing_new(text, made.text):
+    lines, there = _Lines.of(text), Counter(words_of(text))
+    # One at a time: each holds the whole text, and a caller who keeps the first needs no other.
+    for made in chain(_without_repetition(lines), _answer_first(lines, keywords), _shorter(lines)):
+        if made.text != text and not Counter(words_of(made.text)) - there:
             yield made
 
 
@@ -85,35 +88,104 @@ class _Lines:
 
     def joined(self, place: int, line: list[str], first: str | None = None) -> str:
         """The text with another line in one place, and with a sentence before all others."""
-        lines = [*self.sentences[:place], line, *self.sentences[place + 1 :]]
+        return self.without({place: line}, first)
+
+    def without(self, others: Mapping[int, list[str]], first: str | None = None) -> str:
+        """The text with other lines in these places, and with a sentence before all others."""
+        lines = [others.get(place, line) for place, line in enumerate(self.sentences)]
         if first is not None:
             lines[0] = [first, *lines[0]]
-        written = ""
-        for sentences, after in zip(lines, [*self.breaks, ""], strict=True):
-            if sentences:
-                written += " ".join(sentences) + after
-        return written.strip()
+        pairs = zip(lines, [*self.breaks, ""], strict=True)
+        return "".join(" ".join(sentences) + after for sentences, after in pairs if sentences).strip()
 
 
 def _without_repetition(lines: _Lines) -> Iterator[Proposal]:
-    seen: list[tuple[str, Counter[str]]] = []
+    """Without each sentence that says what one before it said; without all its exact copies at once."""
+    for copies, twin in _repetitions(lines):
+        left: dict[int, list[str]] = {}
+        for place in {place for place, _ in copies}:
+            left[place] = [each for number, each in enumerate(lines.sentences[place]) if (place, number) not in copies]
+        place, number = min(copies)
+        times = f" ({len(copies):,} times)" if len(copies) > 1 else ""
+        why = f"it says again{times}: {twin}"
+        yield Proposal("repetition", why, lines.sentences[place][number], "", lines.without(left))
+
+
+def _repetitions(lines: _Lines) -> Iterator[tuple[set[tuple[int, int]], str]]:
+    """Where each repeated sentence and its exact copies stand, and the sentence that said the same before."""
+    places: dict[str, list[tuple[int, int]]] = {}
     for place, line in enumerate(lines.sentences):
         for number, sentence in enumerate(line):
-            words = Counter(words_of(sentence))
-            if sum(words.values()) < _SHORT:
-                continue
-            twin = next((other for other, theirs in seen if _alike(words, theirs)), None)
-            if twin is None:
-                seen.append((sentence, words))
-                continue
-            text = lines.joined(place, line[:number] + line[number + 1 :])
-            yield Proposal("repetition", f"it says again: {twin}", sentence, "", text)
+            if len(words_of(sentence)) >= _SHORT:
+                places.setdefault(sentence, []).append((place, number))
+    found: dict[str, tuple[set[tuple[int, int]], str]] = {}
+    seen = _Seen(places)
+    for sentence, where in places.items():
+        twin = seen.twin_of(sentence)
+        if twin is not None:
+            found[sentence] = set(where), twin
+        elif len(where) > 1:
+            found[sentence] = set(where[1:]), sentence
+        if twin is None:
+            seen.add(sentence)
+    yield from sorted(found.values(), key=lambda each: min(each[0]))
+
+
+class _Seen:
+    """Sentences, of which one that says the same as another is found without comparing with each of them.
+
+    Two sentences that share 90 % of their words cannot differ in all of the rarest words of either: only sentences that
+    share one of those are compared (prefix filtering), only if enough words follow it in both (positional filtering),
+    and only if both have the same numbers. A repeated word counts as a word of its own each time.
+    """
+
+    def __init__(self, sentences: Iterable[str]) -> None:
+        self._words = {sentence: Counter(words_of(sentence)) for sentence in sentences}
+        self._often = Counter(_counted(word, time) for words in self._words.values() for word, time in _times(words))
+        self._order = {sentence: place for place, sentence in enumerate(self._words)}
+        # (numbers, word) -> (how many words follow it, length of the sentence) -> sentences
+        self._with: dict[tuple[frozenset[str], str], dict[tuple[int, int], list[str]]] = {}
+
+    def add(self, sentence: str) -> None:
+        """Remembers a sentence."""
+        for key, follow, length in self._rarest(sentence):
+            self._with.setdefault(key, {}).setdefault((follow, length), []).append(sentence)
+
+    def twin_of(self, sentence: str) -> str | None:
+        """The first of the added sentences that says the same."""
+        candidates: set[str] = set()
+        for key, follow, length in self._rarest(sentence):
+            for (follow_there, length_there), others in self._with.get(key, {}).items():
+                least = _ALIKE / (1 + _ALIKE) * (length + length_there)  # common words of two that are alike
+                if 1 + min(follow, follow_there) >= least - 1e-9:  # if it is the first word that they share
+                    candidates.update(others)
+        alike = (other for other in candidates if _alike(self._words[sentence], self._words[other]))
+        return min(alike, key=self._order.__getitem__, default=None)
+
+    def _rarest(self, sentence: str) -> Iterator[tuple[tuple[frozenset[str], str], int, int]]:
+        """The rarest words, rarest first, each with the number of words after it and the length of the sentence."""
+        words = [_counted(word, time) for word, time in _times(self._words[sentence])]
+        words.sort(key=lambda word: (self._often[word], word))
+        numbers, length = _numbers(self._words[sentence]), len(words)
+        for place, word in enumerate(words[: length - math.ceil(_ALIKE * length) + 1]):
+            yield (numbers, word), length - place - 1, length
+
+
+def _times(words: Counter[str]) -> Iterator[tuple[str, int]]:
+    return ((word, time) for word, times in words.items() for time in range(times))
+
+
+def _counted(word: str, time: int) -> str:
+    return f"{word} {time}" if time else word
 
 
 def _alike(one: Counter[str], other: Counter[str]) -> bool:
-    numbers = [{word for word in words if any(sign.isdigit() for sign in word)} for words in (one, other)]
     common = sum((one & other).values())
-    return numbers[0] == numbers[1] and common >= _ALIKE * sum((one | other).values())
+    return _numbers(one) == _numbers(other) and common >= _ALIKE * sum((one | other).values())
+
+
+def _numbers(words: Iterable[str]) -> frozenset[str]:
+    return frozenset(word for word in words if any(sign.isdigit() for sign in word))
 
 
 def _answer_first(lines: _Lines, keywords: Sequence[str]) -> Iterator[Proposal]:

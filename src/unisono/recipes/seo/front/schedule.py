@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from unisono.config.values import did_you_mean
-from unisono.engine.optim import learning_rate_factor
+from unisono.engine.step.learning_rate import learning_rate_factor
 from unisono.errors import ConfigError
 from unisono.recipes.seo.front.config import SCHEDULES, SEOConfig
 from unisono.settings import OptimSettings

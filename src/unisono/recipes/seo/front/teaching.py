@@ -14,11 +14,11 @@ from unisono.errors import ConfigError
 from unisono.multi_gpu.trainers import OwnTrainer
 from unisono.recipes.seo.front.config import SEOConfig
 from unisono.recipes.seo.front.data import texts_and_labels
+from unisono.recipes.seo.front.device_info import Placed
 from unisono.recipes.seo.front.devices import precision
 from unisono.recipes.seo.front.learner import TRAINING
 from unisono.recipes.seo.front.loaders import Loaders
-from unisono.recipes.seo.front.measures import of_classes, of_numbers
-from unisono.recipes.seo.front.placed import Placed
+from unisono.recipes.seo.front.metrics import of_classes, of_numbers
 from unisono.recipes.seo.front.stopping import EarlyStopping
 from unisono.recipes.seo.front.training import Material, gathered, make_trainer, share
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from unisono.engine.folders import print_line
 from unisono.errors import ConfigError
 from unisono.multi_gpu.loaders import Loaded
 from unisono.multi_gpu.manager import MultiGPUTrainingManager
 from unisono.multi_gpu.trainers import OwnTrainer
+from unisono.observe.status_line import print_line
 from unisono.recipes.seo.front.data import texts_and_labels
 from unisono.recipes.seo.front.devices import Devices, effective_batch, trainer_config
 from unisono.recipes.seo.front.labels import Labels

@@ -1,1 +1,1 @@
-"""From a folder of pictures, films and captions to latents and rows of text."""
+"""Reads a folder of images, videos and captions, and turns it into latents and text embeddings."""

@@ -1,13 +1,13 @@
-"""Latents and embeddings computed once and kept on disk; training then needs neither VAE nor text encoder.
+"""The cache of latents and text embeddings on disk; training then needs neither VAE nor text encoder.
 
-Everything is kept under a key that names all it was computed from: the model's weights, the size, of films also frames
-and window, and the file. What changes is computed anew, what comes back is found again, and several runs, ranks and
-settings may share one folder. Nothing in it has a name that comes from the data.
+Each entry has a key that hashes everything it was computed from: the model's weights, the sample's size (for videos
+also frames and window), and the file. A changed input gets a new entry, an unchanged one finds its old entry, and
+several runs, ranks and settings can share one folder. No name in the folder comes from the data.
 
     latents/<hash>.safetensors   packs of latents
-    text/<hash>.safetensors      packs of the rows of captions, each distinct caption once
-    sizes/<hash>.safetensors     without a cache: what each sample is cut to
-    bad/<key>.json               what is wrong with a file that could not be used
+    text/<hash>.safetensors      packs of caption embeddings, each distinct caption once
+    sizes/<hash>.safetensors     without a cache: the size of each sample after cropping
+    bad/<key>.json               why a file cannot be used
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ from unisono.errors import ConfigError
 from unisono.recipes.common.bad_files import BadFiles, BadMedia, usable
 from unisono.recipes.common.fingerprint import Keys
 from unisono.recipes.common.packs import Kept, Packs, Shelf
-from unisono.recipes.wan.data.cached import Cached
-from unisono.recipes.wan.data.cut import Cut, MediaKeys, media_of, short_films
-from unisono.recipes.wan.data.filling import Finish, borrowed, fill
+from unisono.recipes.wan.data.cache_fill import Finish, fill, loaded_on_demand
+from unisono.recipes.wan.data.cached import CachedSamples
+from unisono.recipes.wan.data.crop import Crop, MediaKeys, media_of, short_videos
 from unisono.recipes.wan.data.precomputed import read_embedding, read_latent
 from unisono.recipes.wan.data.sources import Source
 from unisono.recipes.wan.models.text import TextEncoder, pad
 from unisono.recipes.wan.models.vae import Geometry, Latents
 
-_FORMAT = 1  # of what is kept; what has another one is not found
+_FORMAT = 1  # part of every key: entries of another format are ignored
 
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """What decides the content of a cache, besides the files."""
+    """Everything that decides the content of a cache, besides the files."""
 
     vae: str
-    """The fingerprint of the VAE."""
+    """Fingerprint of the VAE."""
     text: str
-    """The fingerprint of tokenizer and text encoder."""
+    """Fingerprint of tokenizer and text encoder."""
     geometry: Geometry
     text_width: int
     text_length: int
-    cut: Cut
+    crop: Crop
     text_dtype: torch.dtype = torch.bfloat16
     half: bool = False
-    """Keep latents in bfloat16: half the space, and no longer exactly what the VAE gave."""
+    """Store latents in bfloat16: half the space, but rounded."""
     statistics: tuple[Tensor, Tensor] | None = None
-    """Latents that lie beside the data are raw, and normalised with this mean and deviation. None: they are already."""
+    """Mean and standard deviation to normalise the user's own latents with; None when they are normalised."""
 
 
 class Cache:
-    """The cache of a list of samples."""
+    """The cached latents and text embeddings of a list of samples."""
 
     def __init__(
         self,
@@ -65,25 +65,32 @@ class Cache:
         settings: CacheSettings,
         captions: Sequence[str] = ("",),
     ) -> None:
-        """`captions` are kept too, besides those of the samples; the empty one is what dropping a caption needs."""
-        if settings.cut.start == "random":
-            raise ConfigError("a window that begins at random cannot be cached; use head or middle, or --no_cache")
+        """`captions` are cached in addition to those of the samples; caption dropout needs the empty one."""
+        if settings.crop.start == "random":
+            raise ConfigError("window random: a random window cannot be cached; use head or middle, or --no_cache")
         self._sources, self._settings = sources, settings
         self._latents = Packs(folder / "latents", self._is_latent)
         self._texts = Packs(folder / "text", self._is_text)
         self._bad = BadFiles(folder / "bad")
         self._of_caption = Keys("caption", _FORMAT, settings.text, settings.text_length, str(settings.text_dtype))
-        self._further = {self._of_caption.of_text(caption): Source("", None, caption) for caption in captions}
-        self._found: dict[str, Kept] = {}
+        self._extra = {self._of_caption.of_text(caption): Source("", None, caption) for caption in captions}
+        self._extra_entries: dict[str, Kept] = {}
 
     def fill(self, work: Work, text_encoder: Callable[[], TextEncoder], vae: Callable[[], Latents]) -> None:
-        """Computes this process's share of what is missing; a model is loaded only if it is needed."""
-        captions = {**self._further, **dict(zip(self._text_keys, self._sources, strict=True))}
-        with borrowed(text_encoder, work.device) as encoder:
-            fill(work, self._texts, self._bad, "captions", captions, partial(self._read_text, encoder))
+        """Computes this rank's share of the missing entries; loads a model only if it is needed."""
+        captions = {**self._extra, **dict(zip(self._text_keys, self._sources, strict=True))}
+        with loaded_on_demand(text_encoder, work.device) as encoder:
+            fill(work, self._texts, self._bad, "encoding captions", captions, partial(self._read_text, encoder))
         latents = dict(zip(self._latent_keys, self._sources, strict=True))
-        with borrowed(vae, work.device) as encoder_of_frames:
-            fill(work, self._latents, self._bad, "latents", latents, partial(self._read_latent, encoder_of_frames))
+        with loaded_on_demand(vae, work.device) as encoder_of_frames:
+            fill(
+                work,
+                self._latents,
+                self._bad,
+                "encoding latents",
+                latents,
+                partial(self._read_latent, encoder_of_frames),
+            )
 
     def _is_latent(self, kept: Kept) -> bool:
         geometry, shape = self._settings.geometry, kept.shape
@@ -113,60 +120,59 @@ class Cache:
             latent = read_latent(source.latent, settings.geometry, settings.statistics)
             return lambda: latent.to(dtype)
         path = media_of(source)
-        frames = settings.cut.read(path, settings.cut.fit(path, settings.geometry.multiple))
+        frames = settings.crop.read(path, settings.crop.fit(path, settings.geometry.multiple))
 
         def finish() -> Tensor:
-            latent = vae().encode_pictures(frames[None])[0]
+            latent = vae().encode_frames(frames[None])[0]
             if not latent.isfinite().all():
-                raise BadMedia(path, "the VAE gives numbers for it that are not finite")
+                raise BadMedia(path, "the VAE's latent of it is not finite")
             return latent.to(dtype)
 
         return finish
 
-    def open(self, leave_out_bad: bool = False) -> Cached:
-        """The samples, once all processes have filled their share. Bad ones are an error, or left out."""
+    def open(self, leave_out_bad: bool = False) -> CachedSamples:
+        """The samples; call it after all ranks have filled their share. Bad samples are an error, or skipped."""
         latents, texts = self._latents.find(), self._texts.find()
         needed = [(latents, self._latent_keys), (texts, self._text_keys)]
-        kept, remarks = usable(self._sources, needed, self._bad, leave_out_bad)
-        captions = list(dict.fromkeys(self._text_keys[index] for index in kept))
+        good, remarks = usable(self._sources, needed, self._bad, leave_out_bad)
+        captions = list(dict.fromkeys(self._text_keys[index] for index in good))
         number = {key: index for index, key in enumerate(captions)}
-        found = [latents[self._latent_keys[index]] for index in kept]
-        data = Cached(
-            [self._sources[index] for index in kept],
-            [entry.shape for entry in found],
+        entries = [latents[self._latent_keys[index]] for index in good]
+        data = CachedSamples(
+            [self._sources[index] for index in good],
+            [entry.shape for entry in entries],
             self._settings.geometry,
-            Shelf(self._latents.folder, found),
+            Shelf(self._latents.folder, entries),
             Shelf(self._texts.folder, [texts[key] for key in captions]),
-            [number[self._text_keys[index]] for index in kept],
+            [number[self._text_keys[index]] for index in good],
             self._settings.text_length,
         )
-        frames = (1 + (entry.shape[1] - 1) * self._settings.geometry.time for entry in found)
-        data.remarks = remarks + short_films(data.sources, frames, self._settings.cut.num_frames)
+        frames = (1 + (entry.shape[1] - 1) * self._settings.geometry.time for entry in entries)
+        data.remarks = remarks + short_videos(data.sources, frames, self._settings.crop.num_frames)
         return data
 
-    def num_reaching(self, rows: int) -> int:
-        """How many of `captions` have so many rows: the text length cuts them off, or just does not."""
-        there = self._texts.find()
-        return sum(there[key].shape[0] >= rows for key in self._further if key in there)
+    def num_with_rows(self, rows: int) -> int:
+        """How many of `captions` have at least `rows` tokens, the text length at which they are truncated."""
+        entries = self._texts.find()
+        return sum(entries[key].shape[0] >= rows for key in self._extra if key in entries)
 
     def text(self, caption: str) -> Tensor:
-        """[text length, width] what the transformer gets for one of `captions`."""
+        """[text length, width] the embedding of one of `captions`."""
         key = self._of_caption.of_text(caption)
-        if key not in self._found:  # all at once: looking through the packs of a large cache takes a while
-            there = self._texts.find()
-            self._found = {key: there[key] for key in self._further if key in there}
-        return pad(Shelf(self._texts.folder, [self._found[key]])[0], self._settings.text_length)
+        if key not in self._extra_entries:  # all at once: reading the index of a large cache takes a while
+            entries = self._texts.find()
+            self._extra_entries = {key: entries[key] for key in self._extra if key in entries}
+        return pad(Shelf(self._texts.folder, [self._extra_entries[key]])[0], self._settings.text_length)
 
     @cached_property
     def _latent_keys(self) -> list[str]:
         settings, geometry = self._settings, self._settings.geometry
         of_media = MediaKeys(
-            settings.cut,
-            lambda cut: Keys("media", _FORMAT, settings.vae, geometry.multiple, asdict(cut), settings.half),
+            settings.crop,
+            lambda crop: Keys("media", _FORMAT, settings.vae, geometry.multiple, asdict(crop), settings.half),
         )
         raw = settings.statistics and [part.flatten().tolist() for part in settings.statistics]
-        told = [geometry.channels, geometry.patch, settings.half, *([raw] if raw else [])]
-        of_latent = Keys("latent", _FORMAT, *told)
+        of_latent = Keys("latent", _FORMAT, geometry.channels, geometry.patch, settings.half, *([raw] if raw else []))
         return [
             of_media.of(source) if source.latent is None else of_latent.of_file(source.name, source.latent)
             for source in self._sources

@@ -1,4 +1,4 @@
-"""The data set of latents and embeddings from the cache."""
+"""Datasets whose samples have known shapes, and the dataset of cached latents."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from unisono.recipes.wan.models.text import pad
 from unisono.recipes.wan.models.vae import Geometry
 
 Shape = tuple[int, ...]
-"""Of a latent: channels, frames, height, width."""
+"""Shape of a latent: channels, frames, height, width."""
 
 
 class ShapedSamples(Dataset[dict[str, Any]]):
-    """Samples whose latents' shapes are known without reading them.
+    """Samples whose latent shapes are known without reading them.
 
-    The engine makes micro-batches of samples of one shape, and gives every rank as much to do.
+    The engine builds micro-batches of samples of one shape, and gives every rank an equal amount of work.
     """
 
     def __init__(self, sources: Sequence[Source], shapes: Sequence[Shape], geometry: Geometry) -> None:
         self.sources = list(sources)
         self.remarks: list[str] = []
-        """What a user should be told about the samples, a line each."""
-        # Arrays, because counting references to a million objects would copy them into every forked worker.
+        """Messages about the samples for the user, a line each."""
+        # Arrays: reference counts of a million objects would copy their memory pages into every forked worker.
         self._geometry, self._shapes = geometry, sorted(set(shapes))
         number = {shape: index for index, shape in enumerate(self._shapes)}
         self._shape = np.array([number[shape] for shape in shapes], dtype=np.int32)
@@ -42,24 +42,24 @@ class ShapedSamples(Dataset[dict[str, Any]]):
         return self._shapes[int(self._shape[index])]
 
     @property
-    def shapes_there(self) -> list[Shape]:
+    def distinct_shapes(self) -> list[Shape]:
         """Each shape once."""
         return self._shapes
 
     def cost(self, index: int) -> float:
-        """How much work a sample is: its tokens."""
+        """The amount of work that a sample is: its number of tokens."""
         return float(self._geometry.tokens(self.shape(index)))
 
-    def part(self, indices: Sequence[int]) -> Self:
-        """Some of the samples, in this order."""
+    def subset(self, indices: Sequence[int]) -> Self:
+        """The samples of these indices, in this order."""
         some = copy.copy(self)
         some.sources = [self.sources[index] for index in indices]
         some._shape = self._shape[list(indices)]
         return some
 
 
-class Cached(ShapedSamples):
-    """Latents and the rows of their captions, from the cache."""
+class CachedSamples(ShapedSamples):
+    """Latents and caption embeddings from the cache."""
 
     def __init__(
         self,
@@ -83,8 +83,8 @@ class Cached(ShapedSamples):
             "index": index,
         }
 
-    def part(self, indices: Sequence[int]) -> Self:
-        """Some of the samples, in this order."""
-        some = super().part(indices)
+    def subset(self, indices: Sequence[int]) -> Self:
+        """The samples of these indices, in this order."""
+        some = super().subset(indices)
         some._latent_of, some._text_of = self._latent_of[list(indices)], self._text_of[list(indices)]
         return some

@@ -1,7 +1,7 @@
-"""A file as pictures with their times: stills and animations by Pillow, films by PyAV.
+"""Decodes a file into frames with their times: still images and animations by Pillow, videos by PyAV.
 
-Files come from anywhere: what cannot be read is a BadMedia that names the file, never a crash, a hang or a read of
-anything but the file itself.
+Files may come from anywhere: a file that cannot be decoded raises BadMedia with its name; it never crashes or hangs the
+run, and never makes it read another file.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from av.video.stream import VideoStream
     from PIL.Image import Image
 
-PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
+IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
 
-_MOST_TO_DECODE = 2**32  # pixels of an animation, which is decoded from its beginning whatever is wanted of it
-_PICTURE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")  # Pillow also knows formats that start other programs
+_MOST_TO_DECODE = 2**32  # pixels of an animation, which is always decoded from its first frame
+_IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")  # Pillow also reads formats that start other programs
 _WORTH_SEEKING = 1.0  # seconds
 _ANIMATED = 2  # the flag in an extended WebP's header
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # the EXIF tag, and its values that swap height and width
@@ -38,7 +38,7 @@ _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # the EXIF tag, and its values tha
 
 @dataclass(frozen=True)
 class MediaFacts:
-    """What a file shows: how many pictures, how large as displayed, how fast. A still picture has 1 frame and fps 0."""
+    """What a file contains: its number of frames, displayed size and frame rate (a still image: 1 frame, fps 0)."""
 
     frames: int
     height: int
@@ -47,52 +47,52 @@ class MediaFacts:
 
 
 @dataclass(frozen=True)
-class Shown:
-    """One picture of a file, not yet converted, and its time in seconds after the first one."""
+class TimedFrame:
+    """One frame of a file, not yet converted, and its time in seconds after the first one."""
 
     time: float
     frame: Any
 
 
-def opened(path: Path) -> StillOrAnimation | Film:
-    """The file, looked at and ready to be read."""
+def opened(path: Path) -> ImageOrAnimation | Video:
+    """Opens a file and reads its facts."""
     check_file(path)
-    if path.suffix.lower() in PICTURES:
-        return StillOrAnimation(path)
+    if path.suffix.lower() in IMAGES:
+        return ImageOrAnimation(path)
     if path.suffix.lower() in FILMS:
-        return Film(path)
-    raise BadMedia(path, f"files of this kind are not read; those that are: {' '.join((*FILMS, *PICTURES))}")
+        return Video(path)
+    raise BadMedia(path, f"unsupported file type; supported are {' '.join((*FILMS, *IMAGES))}")
 
 
 def is_still(path: Path) -> bool:
-    """Whether a file is one picture for sure, by its first bytes: an animation may have any picture's suffix."""
+    """Whether a file is certainly a still image, by its first bytes: an animation may have any image's suffix."""
     try:
-        if path.suffix.lower() not in PICTURES or not path.is_file():  # a pipe would be waited for, for ever
+        if path.suffix.lower() not in IMAGES or not path.is_file():  # a pipe would block for ever
             return False
         with path.open("rb") as file:
             head = file.read(21)
-    except OSError:  # whoever reads it will say what is wrong with it
+    except OSError:  # decoding it will report the error
         return False
     if head[:4] == b"RIFF" and head[8:12] == b"WEBP":
         return head[12:15] == b"VP8" and not (head[15:16] == b"X" and int.from_bytes(head[20:]) & _ANIMATED)
     return head.startswith((b"\xff\xd8", b"\x89PNG", b"BM"))
 
 
-class StillOrAnimation:
-    """A still picture, or an animation in a picture format (GIF, WebP)."""
+class ImageOrAnimation:
+    """A still image, or an animation in an image format (GIF, WebP)."""
 
     pixel_aspect = 1.0
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with faults(path, "picture"), self._open() as image:
+        with faults(path, "image"), self._open() as image:
             height, width = image.height, image.width
             if image.getexif().get(_ORIENTATION) in _TURNED:
                 height, width = width, height
             frames: int = getattr(image, "n_frames", 1) if image.format in ("GIF", "WEBP") else 1
             if frames > 1 and frames * height * width > _MOST_TO_DECODE:
                 raise BadMedia(
-                    path, f"{frames:,} pictures of {height}×{width} are too long an animation; make a film of it"
+                    path, f"an animation of {frames:,} frames of {height}×{width} is too long; convert it to a video"
                 )
             self._delays = [self._delay(image, number) for number in range(frames)] if frames > 1 else []
         fps = frames / sum(self._delays) if self._delays else 0.0
@@ -101,39 +101,37 @@ class StillOrAnimation:
     @staticmethod
     def _delay(image: Image, number: int) -> float:
         image.seek(number)
-        image.load()  # WebP tells the delay of a frame only once it is decoded
+        image.load()  # WebP knows the delay of a frame only after decoding it
         milliseconds = float(image.info.get("duration") or 0)
-        return (
-            milliseconds / 1000 if milliseconds > 10 else 0.1
-        )  # shorter ones are not meant, and no browser obeys them
+        return milliseconds / 1000 if milliseconds > 10 else 0.1  # browsers show shorter delays as 100 ms too
 
     @contextmanager
     def _open(self) -> Iterator[Image]:
         from PIL import Image
 
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit is ours
-            opened_image = Image.open(self._path, formats=_PICTURE_FORMATS)
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # we check our own limit
+            opened_image = Image.open(self._path, formats=_IMAGE_FORMATS)
         with opened_image as image:
             if image.height * image.width > MOST_PIXELS:
                 raise BadMedia(self._path, f"{image.height}×{image.width} is more than {MOST_PIXELS:,} pixels")
             yield image
 
-    def frames(self, start: float) -> Iterator[Shown]:
-        """The pictures in order; from the beginning, since an animation has no place to start in the middle."""
+    def frames(self, start: float) -> Iterator[TimedFrame]:
+        """The frames in order, always from the first: an animation cannot be decoded from the middle."""
         from PIL import ImageOps
 
         time = 0.0
-        with faults(self._path, "picture"), self._open() as image:
+        with faults(self._path, "image"), self._open() as image:
             for number in range(self.facts.frames):
                 image.seek(number)
                 image.load()
-                yield Shown(time, ImageOps.exif_transpose(image) if self.facts.frames == 1 else image.copy())
+                yield TimedFrame(time, ImageOps.exif_transpose(image) if self.facts.frames == 1 else image.copy())
                 time += self._delays[number] if self._delays else 0.0
 
-    def picture(self, shown: Shown) -> NDArray[np.uint8]:
-        """[height, width, 3] as 8-bit RGB; what is transparent becomes white."""
-        with faults(self._path, "picture"):
+    def rgb(self, shown: TimedFrame) -> NDArray[np.uint8]:
+        """[height, width, 3] a frame as 8-bit RGB; transparent pixels become white."""
+        with faults(self._path, "image"):
             return np.array(_rgb(shown.frame))
 
 
@@ -149,8 +147,8 @@ def _rgb(image: Image) -> Image:
     return ground.convert("RGB")
 
 
-class Film:
-    """A film."""
+class Video:
+    """A video file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -159,7 +157,7 @@ class Film:
             times = self._times_by_index(container, stream)
             first = next(container.decode(stream), None)
             if first is None:
-                raise BadMedia(path, "there is not one frame in it")
+                raise BadMedia(path, "has no frames")
             self._begin = first.time if first.pts is not None else None
             self._quarter_turns = round(first.rotation / 90) % 4  # counter-clockwise
             aspect = float(stream.sample_aspect_ratio or 1)
@@ -171,41 +169,41 @@ class Film:
             height, width = width, height
         frames, span = len(times), max(times) - min(times)
         if frames > 1:
-            # The rate of the header is exact where it is right; times in a file are often rounded to milliseconds.
+            # The header's rate is more exact if it is right: times in a file are often rounded to milliseconds.
             measured = (frames - 1) / span if span > 0 else rate
             rate = rate if rate and abs(rate - measured) < 0.01 * rate else measured
             if not 0.001 < rate < 10_000:
-                raise BadMedia(path, "it does not say how fast its frames follow each other")
+                raise BadMedia(path, "has no usable frame rate")
         elif not 0.001 < rate < 10_000:
-            rate = 1.0  # of a single frame it does not matter
+            rate = 1.0  # irrelevant for a single frame
         self.facts = MediaFacts(frames, height, max(1, round(width * self.pixel_aspect)), rate)
 
     @contextmanager
     def _open(self) -> Iterator[tuple[InputContainer, VideoStream]]:
-        with streams.opened(self._path, "film") as container:
+        with streams.opened(self._path, "video") as container:
             stream = streams.video_of(self._path, container)
             if stream is None:
-                raise BadMedia(self._path, "there is no film in it, only sound or a cover")
+                raise BadMedia(self._path, "has no video stream, only audio or a cover image")
             yield container, stream
 
     def _times_by_index(self, container: InputContainer, stream: VideoStream) -> list[float]:
-        """When the frames come, by the table in the header; nothing where it is missing, not complete or not enough."""
+        """The frames' times from the index in the header; empty when it is missing, incomplete or ambiguous."""
         entries = [entry for entry in stream.index_entries if entry.size]
         if not entries or len(entries) < stream.frames or not stream.frames:
             return []
         if max(entry.pos + entry.size for entry in entries) > container.size:
-            raise BadMedia(self._path, "it is cut off: frames of its table lie behind its end")
+            raise BadMedia(self._path, "is truncated: its index lists frames beyond its end")
         tick = _seconds(stream.time_base)
         times = [entry.timestamp * tick for entry in entries if not entry.is_discard]
-        # Frames are listed when they are decoded, not when they are shown: the same only at an even pace.
+        # The index has decoding times, not presentation times: they agree only at a constant frame rate.
         steps = [later - sooner for sooner, later in pairwise(times)]
         even = not steps or max(steps) < 1.5 * min(steps)
         return times if even and entries[0].is_keyframe else []
 
     def _times_by_counting(self) -> list[float]:
-        """When the frames come, by walking through the whole file without decoding it."""
+        """The frames' times from all packets of the file, without decoding them."""
         times: list[float] = []
-        decodable = False  # what comes before the first key frame is not
+        decodable = False  # until the first key frame
         with self._open() as (container, stream):
             for packet in container.demux(stream):
                 decodable = decodable or packet.is_keyframe
@@ -213,16 +211,16 @@ class Film:
                     ticks = packet.pts if packet.pts is not None else packet.dts
                     times.append((ticks or 0) * _seconds(packet.time_base))
         if not times:
-            raise BadMedia(self._path, "there is not one key frame in it")
+            raise BadMedia(self._path, "has no key frame")
         return times
 
-    def frames(self, start: float) -> Iterator[Shown]:
-        """The frames in order, from the last key frame at or before `start` where the file allows it."""
+    def frames(self, start: float) -> Iterator[TimedFrame]:
+        """The frames in order, from the last key frame at or before `start` where the file allows seeking."""
         if start > _WORTH_SEEKING and self._begin is not None:
             decoded = self._decoded(start)
             try:
                 first = next(decoded, None)
-            except BadMedia:  # not every file can be entered in the middle
+            except BadMedia:  # not every file supports seeking
                 first = None
             if first is not None and first.frame.pts is not None and first.time <= start:
                 yield first
@@ -230,25 +228,25 @@ class Film:
                 return
         yield from self._decoded(0)
 
-    def _decoded(self, start: float) -> Iterator[Shown]:
+    def _decoded(self, start: float) -> Iterator[TimedFrame]:
         with self._open() as (container, stream):
             if start:
                 assert self._begin is not None
                 container.seek(int((self._begin + start) / _seconds(stream.time_base)), stream=stream)
             for number, frame in enumerate(container.decode(stream)):
                 if self._begin is None or frame.pts is None:
-                    yield Shown(number / self.facts.fps, frame)
+                    yield TimedFrame(number / self.facts.fps, frame)
                 else:
-                    yield Shown(frame.time - self._begin, frame)
+                    yield TimedFrame(frame.time - self._begin, frame)
 
-    def picture(self, shown: Shown) -> NDArray[np.uint8]:
-        """[height, width, 3] as 8-bit RGB, upright."""
+    def rgb(self, shown: TimedFrame) -> NDArray[np.uint8]:
+        """[height, width, 3] a frame as 8-bit RGB, upright."""
         frame: VideoFrame = shown.frame
-        with faults(self._path, "film"):
+        with faults(self._path, "video"):
             pixels = np.asarray(frame.to_ndarray(format="rgb24"), dtype=np.uint8)
             return np.ascontiguousarray(np.rot90(pixels, self._quarter_turns))
 
 
 def _seconds(tick: Any) -> float:
-    # A fraction or None, and from PyAV 19 on a type of its own.
+    # A fraction or None; from PyAV 19 on a type of PyAV's own.
     return float(tick) if tick else 0.0

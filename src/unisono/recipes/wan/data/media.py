@@ -1,7 +1,8 @@
-"""Pictures and films as tensors: what a file holds, what a sample is cut to, and its frames.
+"""Reads images and videos as tensors: probes a file, fits a sample to the model's sizes, and decodes its frames.
 
-A video model takes 4k + 1 frames (the first stands alone, then four become one latent frame) of sizes that its patches
-divide. `probe` says what is there, `fit` what of it is used, `read` gives exactly that.
+A Wan model takes 4k + 1 frames (the first stands alone, then four become one latent frame) of sizes divisible by its
+patches. `probe` reads what a file contains, `fit` chooses the frames and size of its sample, `read` returns exactly
+those.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from torch.nn import functional
 from unisono.errors import ConfigError
 from unisono.recipes.common.bad_files import BadMedia
 from unisono.recipes.common.streams import FILMS
-from unisono.recipes.wan.data.decode import PICTURES, Film, MediaFacts, Shown, StillOrAnimation, opened
-from unisono.recipes.wan.data.show import grid, write_film
+from unisono.recipes.wan.data.decode import IMAGES, ImageOrAnimation, MediaFacts, TimedFrame, Video, opened
+from unisono.recipes.wan.data.render import grid, write_video
 
 __all__ = [
     "FILMS",
-    "PICTURES",
+    "IMAGES",
     "STARTS",
     "BadMedia",
     "Fit",
@@ -39,27 +40,27 @@ __all__ = [
     "read",
     "to_unit",
     "window",
-    "write_film",
+    "write_video",
 ]
 
-STARTS = ("head", "middle", "random")  # where in a film that is longer than the window the window begins
+STARTS = ("head", "middle", "random")  # where the window starts in a longer video
 
 
 def probe(path: Path) -> MediaFacts:
-    """What a file shows, as displayed: turned upright, with square pixels.
+    """The facts of a file as displayed: upright, with square pixels.
 
-    Reads the header and one frame; where the header does not know the length, the frames are counted.
+    Reads the header and one frame; where the header does not contain the length, counts the frames.
     """
     return opened(path).facts
 
 
 def window(frames: int, wanted: int) -> int:
-    """The longest window of 4k + 1 frames that is not longer than what there is and what is wanted; at least 1."""
+    """The longest window of 4k + 1 frames that neither the available nor the wanted number exceeds; at least 1."""
     return max(0, min(frames, wanted) - 1) // 4 * 4 + 1
 
 
 def frames_at(facts: MediaFacts, fps: float) -> int:
-    """How many frames a film has when it is shown with `fps` frames per second; 0 leaves its own rate."""
+    """The number of frames of a video at `fps` frames per second; 0 keeps its own rate."""
     if not facts.fps or not fps:
         return facts.frames
     return max(1, math.floor(facts.frames * fps / facts.fps + 0.5))
@@ -67,7 +68,7 @@ def frames_at(facts: MediaFacts, fps: float) -> int:
 
 @dataclass(frozen=True)
 class Fit:
-    """What a sample is cut to."""
+    """The frames and size of a sample."""
 
     frames: int
     height: int
@@ -77,26 +78,26 @@ class Fit:
 def fit(
     facts: MediaFacts, *, num_frames: int, height: int, width: int, max_pixels: int, multiple: int, fps: float
 ) -> Fit:
-    """What a sample with these facts is cut to: `num_frames` or the longest window it has, and a size the model takes.
+    """The sample of a file: `num_frames` or the longest window it has, and a size that the model takes.
 
-    With a height and a width every sample gets exactly these. With 0 and 0 it keeps its own proportions: as large as it
-    is and `max_pixels` allows (0: any size), rounded down to multiples of `multiple`.
+    With a height and a width every sample has that size. With 0 and 0 it keeps its aspect ratio and its size, as far
+    as `max_pixels` allows (0: no limit), rounded down to multiples of `multiple`.
     """
     if num_frames < 1:
         raise ConfigError(f"num_frames: expected at least 1, got {num_frames}")
     if not 0 <= fps < math.inf:
-        raise ConfigError(f"fps: expected 0 (as the film is) or more, got {fps}")
+        raise ConfigError(f"fps: expected 0 (the video's own) or more, got {fps}")
     frames = window(frames_at(facts, fps), num_frames)
     if height or width:
         _check_size(height, width, multiple)
         return Fit(frames, height, width)
     if max_pixels and max_pixels < multiple**2:
-        raise ConfigError(f"max_pixels {max_pixels}: the smallest picture has {multiple}×{multiple} = {multiple**2}")
+        raise ConfigError(f"max_pixels {max_pixels}: expected at least {multiple}×{multiple} = {multiple**2}")
     most = max_pixels or facts.height * facts.width
     scale = min(1.0, math.sqrt(most / (facts.height * facts.width)))
-    # A billionth more than exact: 0.1 × 160 must not fall below 16.
+    # The billionth absorbs rounding: 0.1 × 160 must not fall below 16.
     high, wide = (math.floor(side * scale * (1 + 1e-9) / multiple) * multiple for side in (facts.height, facts.width))
-    if max_pixels:  # a strip narrower than one multiple grows to it, and must not be too long then
+    if max_pixels:  # a strip narrower than one multiple grows to it, so its length needs a limit
         longest = max_pixels // multiple // multiple * multiple
         high, wide = min(high, longest), min(wide, longest)
     return Fit(frames, max(high, multiple), max(wide, multiple))
@@ -106,26 +107,26 @@ def _check_size(height: int, width: int, multiple: int) -> None:
     for name, side in (("height", height), ("width", width)):
         if side < 1:
             raise ConfigError(
-                f"height {height}, width {width}: give both, or neither to keep each sample's proportions"
+                f"height {height}, width {width}: set both, or neither to keep each sample's aspect ratio"
             )
         if side % multiple:
             below = side // multiple * multiple
             near = " or ".join(str(size) for size in (below, below + multiple) if size)
-            raise ConfigError(f"{name} {side} is not a multiple of {multiple}, as this model needs; use {near}")
+            raise ConfigError(f"{name} {side}: this model needs a multiple of {multiple}; use {near}")
 
 
 def read(path: Path, fit: Fit, *, fps: float, start: str = "head") -> Tensor:
-    """uint8 [F, H, W, 3] the frames of a sample: resized until they cover the size, the middle cut out.
+    """uint8 [F, H, W, 3] the frames of a sample: resized to cover the size, and centre-cropped.
 
-    With `fps` a film is resampled by the times of its frames. A film longer than the window is read from its `start`:
-    "head", "middle", or "random", drawn from torch's global generator. Only what is needed is decoded.
+    With `fps`, resamples a video by the times of its frames. `start` says where the window starts in a longer video:
+    "head", "middle", or "random" (from torch's global generator). Decodes only the frames it needs.
     """
     if start not in STARTS:
-        raise ConfigError(f"start of the window: expected one of {', '.join(STARTS)}, got {start!r}")
+        raise ConfigError(f"window: expected one of {', '.join(STARTS)}, got {start!r}")
     medium = opened(path)
     spare = frames_at(medium.facts, fps) - fit.frames
     if spare < 0:
-        raise BadMedia(path, f"has {spare + fit.frames} frames, {fit.frames} were expected; it is not what it was")
+        raise BadMedia(path, f"has {spare + fit.frames} frames, {fit.frames} were expected; the file has changed")
     first = 0
     if start == "middle":
         first = spare // 2
@@ -134,17 +135,17 @@ def read(path: Path, fit: Fit, *, fps: float, start: str = "head") -> Tensor:
     frames = torch.empty((fit.frames, fit.height, fit.width, 3), dtype=torch.uint8)
     number, before = 0, None
     for shown in _chosen(medium, first, fit.frames, fps if medium.facts.fps else 0.0):
-        if shown is before:  # at more frames per second than the film has, a frame is shown more than once
+        if shown is before:  # at a higher frame rate than the video's, frames repeat
             frames[number] = frames[number - 1]
         else:
-            frames[number] = _cover(medium.picture(shown), fit, medium.pixel_aspect)
+            frames[number] = _cover(medium.rgb(shown), fit, medium.pixel_aspect)
         number, before = number + 1, shown
     if number < fit.frames:
-        raise BadMedia(path, f"ends after {number} of the {fit.frames} frames from frame {first}; it is damaged")
+        raise BadMedia(path, f"ends after {number} of the {fit.frames} frames from frame {first}; the file is damaged")
     return frames
 
 
-def _chosen(medium: Film | StillOrAnimation, first: int, count: int, fps: float) -> Iterator[Shown]:
+def _chosen(medium: Video | ImageOrAnimation, first: int, count: int, fps: float) -> Iterator[TimedFrame]:
     if fps:
         times = [(first + number) / fps for number in range(count)]
         return _shown_at(times, medium.frames(times[0]), 1 / medium.facts.fps)
@@ -153,23 +154,23 @@ def _chosen(medium: Film | StillOrAnimation, first: int, count: int, fps: float)
     return _in_order(medium, first, count)
 
 
-def _in_order(medium: Film | StillOrAnimation, first: int, count: int) -> Iterator[Shown]:
-    """`count` frames as they come, from the one at the time that number `first` would have at an even pace."""
+def _in_order(medium: Video | ImageOrAnimation, first: int, count: int) -> Iterator[TimedFrame]:
+    """`count` consecutive frames, from the time that number `first` has at a constant frame rate."""
     begin = (first - 0.5) / medium.facts.fps
-    found = list(islice((shown for shown in medium.frames(begin) if shown.time >= begin), count))
-    if len(found) == count:
-        return iter(found)
-    return islice(medium.frames(0), first, first + count)  # an uneven pace, and too few left: by counting then
+    frames = list(islice((shown for shown in medium.frames(begin) if shown.time >= begin), count))
+    if len(frames) == count:
+        return iter(frames)
+    return islice(medium.frames(0), first, first + count)  # a varying frame rate, and too few left: count instead
 
 
-def _shown_at(times: list[float], frames: Iterator[Shown], period: float) -> Iterator[Shown]:
-    """For each time the frame that is shown then; the last frame lasts as long as one usually does."""
-    # Times in files are rounded, and those of phones tremble: a frame may come a little early. Not half a period, which
-    # would make every other frame of a film at twice its rate a matter of rounding.
+def _shown_at(times: list[float], frames: Iterator[TimedFrame], period: float) -> Iterator[TimedFrame]:
+    """For each time the frame that is displayed then; the last frame lasts as long as an average one."""
+    # Times in files are rounded, and phones write jittery ones: a frame may come a little early. The tolerance is not
+    # half a period: at half the frame rate, rounding would then decide which of two frames is used.
     early = 0.3 * period
     wanted = iter(times)
     time = next(wanted)
-    last: Shown | None = None
+    last: TimedFrame | None = None
     for shown in frames:
         while last is not None and time + early < shown.time:
             yield last
@@ -186,18 +187,18 @@ def _shown_at(times: list[float], frames: Iterator[Shown], period: float) -> Ite
         time = following
 
 
-def _cover(picture: NDArray[np.uint8], fit: Fit, pixel_aspect: float) -> Tensor:
-    """uint8 [H, W, 3] the middle of the picture, as large as the proportions of the size allow, in that size."""
-    height, width = picture.shape[:2]
+def _cover(image: NDArray[np.uint8], fit: Fit, pixel_aspect: float) -> Tensor:
+    """uint8 [H, W, 3] the largest centre crop with the aspect ratio of the size, resized to it."""
+    height, width = image.shape[:2]
     scale = max(fit.height / height, fit.width / (width * pixel_aspect))
     high = min(height, max(1, round(fit.height / scale)))
     wide = min(width, max(1, round(fit.width / scale / pixel_aspect)))
     top, left = (height - high) // 2, (width - wide) // 2
-    middle = torch.from_numpy(picture)[top : top + high, left : left + wide]
+    middle = torch.from_numpy(image)[top : top + high, left : left + wide]
     if (high, wide) == (fit.height, fit.width):
         return middle
     channels_first = middle.permute(2, 0, 1)[None]
-    # antialias: the filter widens as it shrinks. The same numbers as Pillow's, in a third of the time.
+    # antialias widens the filter when shrinking: Pillow's numbers, in a third of the time.
     small = functional.interpolate(channels_first, (fit.height, fit.width), mode="bicubic", antialias=True)
     return small[0].permute(1, 2, 0)
 
@@ -208,5 +209,5 @@ def to_unit(frames: Tensor) -> Tensor:
 
 
 def from_unit(frames: Tensor) -> Tensor:
-    """Frames float [3, F, H, W] in [-1, 1] as uint8 [F, H, W, 3] to look at."""
+    """Frames float [3, F, H, W] in [-1, 1] as uint8 [F, H, W, 3]."""
     return frames.permute(1, 2, 3, 0).float().add(1).mul(127.5).round().clamp(0, 255).to(torch.uint8).contiguous()

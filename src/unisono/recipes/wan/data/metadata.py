@@ -1,4 +1,4 @@
-"""Files that list the samples of a data folder, in the forms that people have.
+"""Files that list the samples of a dataset folder, in the formats of common training scripts.
 
 metadata.csv           columns for the file and its caption (DiffSynth, the hub's image folders)
 metadata.jsonl         the same, one JSON object per line (musubi)
@@ -30,7 +30,7 @@ _MOST_BYTES = 2**32
 
 @dataclass(frozen=True)
 class Row:
-    """One sample as a metadata file has it."""
+    """One sample of a metadata file."""
 
     where: str  # the file and the line, for messages
     media: str
@@ -45,7 +45,7 @@ def rows_of(tree: Tree, table: str) -> Iterator[Row]:
 
 
 def rows_of_lists(tree: Tree, media_list: str, caption_list: str) -> Iterator[Row]:
-    """The samples of two lists that belong together line by line."""
+    """The samples of two lists that correspond line by line."""
     media, captions = (
         [line.strip() for _, line in tree.lines(each, _MOST_BYTES)] for each in (media_list, caption_list)
     )
@@ -61,20 +61,20 @@ def rows_of_lists(tree: Tree, media_list: str, caption_list: str) -> Iterator[Ro
     for number, (path, caption) in enumerate(zip(media, captions, strict=True), 1):
         where = f"{tree.path(media_list)}, line {number}"
         if not path:
-            raise ConfigError(f"{where}: empty, where the name of a file was expected")
+            raise ConfigError(f"{where}: the line is empty; expected the name of a file")
         yield Row(where, path, caption)
 
 
 def _csv(tree: Tree, table: str) -> Iterator[Row]:
     where = tree.path(table)
-    # strict: a quote that is never closed would otherwise swallow the rest of the file as one caption
+    # strict: an unclosed quote would otherwise turn the rest of the file into one caption
     reader = csv.reader((f"{line}\n" for _, line in tree.lines(table, _MOST_BYTES)), strict=True)
     try:
         header = [name.strip().lower() for name in next(reader, [])]
         _refuse_twice(header, str(where))
         if not set(header) & set(_MEDIA) or not set(header) & set(_CAPTION):
             raise ConfigError(
-                f"{where}: its columns are {shown(', '.join(header))}; expected one of "
+                f"{where}: the columns are {shown(', '.join(header))}; expected one of "
                 f"{', '.join(_MEDIA)} for the file, and one of {', '.join(_CAPTION)} for its caption"
             )
         for fields in reader:
@@ -83,12 +83,12 @@ def _csv(tree: Tree, table: str) -> Iterator[Row]:
                 continue
             if len(fields) != len(header):
                 raise ConfigError(
-                    f"{line}: {len(fields)} fields, where the first line has {len(header)} columns; "
-                    "put captions that have commas or quotes into double quotes"
+                    f"{line}: {len(fields)} fields, but the header has {len(header)} columns; "
+                    "put captions with commas or quotes in double quotes"
                 )
             yield _row(line, dict(zip(header, (field.strip() for field in fields), strict=True)))
     except csv.Error as error:
-        raise ConfigError(f"{where}, line {reader.line_num}: not proper CSV ({error})") from None
+        raise ConfigError(f"{where}, line {reader.line_num}: invalid CSV ({error})") from None
 
 
 def _jsonl(tree: Tree, table: str) -> Iterator[Row]:
@@ -112,9 +112,9 @@ def _parsed(text: str, where: str) -> Any:
         return json.loads(text, object_pairs_hook=lambda pairs: _once(pairs, where))
     except json.JSONDecodeError as error:
         place = f" (line {error.lineno}, column {error.colno})" if error.lineno > 1 else f" (column {error.colno})"
-        raise ConfigError(f"{where}: not proper JSON: {error.msg}{place}") from None
+        raise ConfigError(f"{where}: invalid JSON: {error.msg}{place}") from None
     except (ValueError, RecursionError) as error:  # a number of a million digits, a million brackets
-        raise ConfigError(f"{where}: not proper JSON: {type(error).__name__}") from None
+        raise ConfigError(f"{where}: invalid JSON: {type(error).__name__}") from None
 
 
 def _once(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
@@ -123,20 +123,20 @@ def _once(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
 
 
 def _refuse_twice(names: list[str], where: str) -> None:
-    """What stands there twice is read in different ways by different programs."""
+    """Raises ConfigError for duplicate names, which programs read in different ways."""
     twice = next((name for name in (*_MEDIA, *_CAPTION) if names.count(name) > 1), None)
     if twice is not None:
-        raise ConfigError(f"{where}: {twice} stands there {names.count(twice)} times; leave one of them")
+        raise ConfigError(f"{where}: {twice} occurs {names.count(twice)} times; keep one of them")
 
 
 def _row(where: str, entry: Any) -> Row:
     if not isinstance(entry, dict):
-        raise ConfigError(f"{where}: expected the names of a file and its caption, {{...}}, got {shown(entry)}")
+        raise ConfigError(f"{where}: expected an object with a file and its caption, {{...}}, got {shown(entry)}")
     media = next((entry[key] for key in _MEDIA if entry.get(key)), None)
     if not isinstance(media, str):
-        raise ConfigError(f"{where}: no file is named; expected one of {', '.join(_MEDIA)}, got {shown(entry)}")
+        raise ConfigError(f"{where}: names no file; expected one of {', '.join(_MEDIA)}, got {shown(entry)}")
     captions = [entry[key] for key in _CAPTION if entry.get(key) is not None]
-    # An empty text is a caption too, where there is no other.
+    # An empty text is a caption if there is no other.
     caption = next((each for each in captions if each), captions[0] if captions else None)
     num_captions = 1
     if isinstance(caption, list) and all(isinstance(each, str) for each in caption):

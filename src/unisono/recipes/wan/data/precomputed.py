@@ -1,7 +1,7 @@
-"""Latents and embeddings that people computed before and keep beside their pictures and films.
+"""Latents and text embeddings that users computed themselves and keep next to their images and videos.
 
-They are somebody's files: each is checked before anything is trained on it. A latent is normalised, as the transformer
-takes it, or as the VAE gave it, which a user has to say; an embedding may have its padding with it, which is cut off.
+Each file is checked before training uses it. The user says whether a latent is normalised, as the transformer takes it,
+or raw, as the VAE outputs it; the padding of an embedding is removed.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from unisono.recipes.wan.models.vae import Geometry, normalised
 
 
 def read_latent(path: Path, geometry: Geometry, statistics: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """[C, f, h, w] the latent in a file (key "latent"), as float32; normalised with `statistics`, if it is raw."""
+    """[C, f, h, w] the latent in a file (key "latent") as float32; normalised with `statistics` if it is raw."""
     latent = _read(path, "latent")
     if latent.dim() == 5 and len(latent) == 1:
         latent = latent[0]
-    if latent.dim() == 3:  # of a picture
+    if latent.dim() == 3:  # an image
         latent = latent[:, None]
     if latent.dim() != 4 or 0 in latent.shape:
         raise BadMedia(path, f"a latent of shape {tuple(latent.shape)}; expected (channels, frames, height, width)")
@@ -29,8 +29,8 @@ def read_latent(path: Path, geometry: Geometry, statistics: tuple[Tensor, Tensor
     if channels != geometry.channels:
         raise BadMedia(
             path,
-            f"a latent of {channels} channels, and the model takes {geometry.channels}; it was made with the "
-            "VAE of another model",
+            f"a latent of {channels} channels, but the model takes {geometry.channels}; it is from the VAE of another "
+            "model",
         )
     if height % geometry.patch or width % geometry.patch:
         raise BadMedia(path, f"a latent of {height} × {width}; both must be divisible by {geometry.patch}")
@@ -38,7 +38,7 @@ def read_latent(path: Path, geometry: Geometry, statistics: tuple[Tensor, Tensor
 
 
 def read_embedding(path: Path, width: int, max_length: int) -> Tensor:
-    """[n, width] the rows of a caption in a file (key "embeddings"), without padding, as float32."""
+    """[n, width] the caption embedding in a file (key "embeddings") as float32, without padding."""
     rows = _read(path, "embeddings")
     if rows.dim() == 3 and len(rows) == 1:
         rows = rows[0]
@@ -46,28 +46,28 @@ def read_embedding(path: Path, width: int, max_length: int) -> Tensor:
         raise BadMedia(path, f"an embedding of shape {tuple(rows.shape)}; expected (rows, {width})")
     filled = rows.any(dim=1).nonzero()
     if not len(filled):
-        raise BadMedia(path, "an embedding without a number in it that is not zero")
+        raise BadMedia(path, "an embedding of zeros only")
     rows = rows[: int(filled[-1]) + 1]
     if len(rows) > max_length:
-        raise BadMedia(path, f"an embedding of {len(rows)} rows, and the model takes {max_length}")
+        raise BadMedia(path, f"an embedding of {len(rows)} rows, but the model takes {max_length}")
     return rows
 
 
 def _read(path: Path, key: str) -> Tensor:
     try:
-        if not path.is_file():  # a pipe would be waited for, for ever
+        if not path.is_file():  # a pipe would block for ever
             raise BadMedia(path, "not a file")
         with safe_open(path, framework="pt") as file:
             names = list(file.keys())
             if key not in names:
-                held = ", ".join(map(repr, names[:3])) or "nothing"
-                raise BadMedia(path, f"holds {held}; expected a tensor {key!r}")
+                contents = ", ".join(map(repr, names[:3])) or "nothing"
+                raise BadMedia(path, f"contains {contents}; expected a tensor {key!r}")
             tensor: Tensor = file.get_tensor(key)
     except (OSError, SafetensorError) as error:
         raise BadMedia(path, f"cannot be read as safetensors ({error})") from None
     if not tensor.is_floating_point():
-        raise BadMedia(path, f"{key!r} has numbers of type {tensor.dtype}; expected floating-point ones")
+        raise BadMedia(path, f"{key!r} has dtype {tensor.dtype}; expected floating point")
     tensor = tensor.to(torch.float32)
     if not tensor.isfinite().all():
-        raise BadMedia(path, f"{key!r} has numbers that are not finite")
+        raise BadMedia(path, f"{key!r} has values that are not finite")
     return tensor

@@ -1,1 +1,1 @@
-"""Wan's transformers, VAE and text encoder: in from wherever they are, out as diffusers loads them."""
+"""Wan's transformers, VAE and text encoder: loading from every published format, and writing for diffusers."""

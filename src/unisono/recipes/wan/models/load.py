@@ -1,4 +1,4 @@
-"""A Wan transformer, from wherever people have one: a diffusers folder, a hub id, a single file, a size by name."""
+"""Finds and builds a Wan transformer: from a diffusers folder, a hub id, a single file, or a size by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import torch
 from unisono.config.values import shown
 from unisono.errors import ConfigError
 from unisono.recipes.common.model_files import read_json
-from unisono.recipes.wan.models.native import config_of
+from unisono.recipes.wan.models.unsupported import refuse_class
+from unisono.recipes.wan.models.weight_names import config_of
 from unisono.recipes.wan.models.weights import open_weights, refuse_pickle
 
 _COMMON: dict[str, Any] = {
@@ -24,8 +25,8 @@ _COMMON: dict[str, Any] = {
 
 
 def _size(heads: int, layers: int, ffn: int, channels: int) -> dict[str, Any]:
-    channels_too = {"in_channels": channels, "out_channels": channels}
-    return {**_COMMON, "num_attention_heads": heads, "num_layers": layers, "ffn_dim": ffn, **channels_too}
+    in_and_out = {"in_channels": channels, "out_channels": channels}
+    return {**_COMMON, "num_attention_heads": heads, "num_layers": layers, "ffn_dim": ffn, **in_and_out}
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -35,13 +36,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "a14b": _size(40, 40, 13824, 16),  # one of its two experts
 }
 BOUNDARY = 0.875  # the σ at which A14B's high-noise expert hands over to the low-noise one; 0.9 from image to video
-TEXT_LENGTH = 512  # rows of text that every published model was trained with
+TEXT_LENGTH = 512  # tokens of text that every published model was trained with
 _NUMBERS = (
     *("num_attention_heads", "attention_head_dim", "in_channels", "out_channels", "text_dim", "freq_dim", "ffn_dim"),
     *("num_layers", "rope_max_seq_len"),
 )
 _NUMBERS_OR_NONE = ("image_dim", "added_kv_proj_dim", "pos_embed_seq_len")
-_EXPERTS = {"transformer": "high_noise_model", "transformer_2": "low_noise_model"}  # diffusers' folders, the originals'
+_EXPERTS = {
+    "transformer": "high_noise_model",
+    "transformer_2": "low_noise_model",
+}  # diffusers' folders, and the Wan repository's
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_PARTS = ("transformer", "transformer_2", "vae", "text_encoder", "tokenizer", "scheduler", *_EXPERTS.values())
 _HUB_KINDS = ("*.json", "*.safetensors", "*.model", "*.txt")
@@ -49,7 +53,7 @@ _HUB_KINDS = ("*.json", "*.safetensors", "*.model", "*.txt")
 
 @dataclass(frozen=True)
 class WanFolder:
-    """What lies where the user's model_path points to."""
+    """A model on disk."""
 
     kind: str
     """pipeline (a folder with model_index.json), transformer (diffusers'), native (the Wan repository's), file."""
@@ -59,21 +63,21 @@ class WanFolder:
     boundary_ratio: float | None = None
     """The σ at which the high-noise expert hands over, where there are two."""
     expand_timesteps: bool = False
-    """Whether each token has a time of its own (TI2V)."""
+    """Whether each token has its own timestep (TI2V)."""
     text_length: int = TEXT_LENGTH
     components: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """For a pipeline: its parts as model_index.json lists them, each with its library and class."""
 
     def part(self, name: str) -> Path | None:
-        """The folder of another part of the pipeline (vae, text_encoder, tokenizer, scheduler), if it has that."""
-        place = self.path / name
-        return place if name in self.components and place.is_dir() else None
+        """The folder of another part of the pipeline (vae, text_encoder, tokenizer, scheduler), or None."""
+        folder = self.path / name
+        return folder if name in self.components and folder.is_dir() else None
 
 
 def describe(model_path: str | Path, setting: str = "model_path") -> WanFolder:
-    """Finds out what a model_path is; a hub id is downloaded first, unless it is here already.
+    """Inspects a model_path; downloads a hub id first, unless it is cached.
 
-    `setting` is what the user knows it as.
+    `setting` is the name of the user's setting, for messages.
     """
     path = _local(model_path, setting)
     if path.is_file():
@@ -86,6 +90,7 @@ def describe(model_path: str | Path, setting: str = "model_path") -> WanFolder:
     config = read_json(path / "config.json", dict) if (path / "config.json").is_file() else {}
     kind = {"WanTransformer3DModel": "transformer", "WanModel": "native"}.get(str(config.get("_class_name")))
     if kind is None:
+        refuse_class(str(config.get("_class_name")), f"{setting} {path}")
         what = f"a {shown(config['_class_name'])}" if "_class_name" in config else "it has no model_index.json"
         raise ConfigError(
             f"{setting} {path} is not a Wan transformer ({what}); expected a diffusers folder, its transformer "
@@ -102,7 +107,7 @@ def _local(model_path: str | Path, setting: str) -> Path:
         return path
     if not _HUB_ID.fullmatch(str(model_path)):
         raise ConfigError(
-            f"{setting} {model_path}: there is no such file or folder; give one, or a hub id such as "
+            f"{setting} {model_path}: no such file or folder; give one, or a hub id such as "
             "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
         )
     from huggingface_hub import snapshot_download
@@ -111,11 +116,11 @@ def _local(model_path: str | Path, setting: str) -> Path:
     patterns += [f"{part}/{kind}" for part in _HUB_PARTS for kind in _HUB_KINDS]
     try:
         return Path(snapshot_download(str(model_path), allow_patterns=patterns))
-    except Exception as error:  # a network fails in many ways, and each library names them differently
+    except Exception as error:  # networks fail in many ways, with exceptions of many libraries
         why = str(error).strip().split("\n")[0] or type(error).__name__
         raise ConfigError(
-            f"{setting} {model_path}: there is no such folder, and the hub did not give it ({why}); check the name "
-            "and the network, log in where the model asks for it, or download it elsewhere and give its folder"
+            f"{setting} {model_path}: no such folder, and the download from the hub failed ({why}); check the name and "
+            "the network, log in if the model requires it, or download it elsewhere and give its folder"
         ) from None
 
 
@@ -128,13 +133,15 @@ def _pipeline(path: Path, setting: str) -> WanFolder:
     }
     kinds = {listed[name][1] for name in _EXPERTS if name in listed}
     if kinds != {"WanTransformer3DModel"}:
+        for name in (*sorted(kinds), str(index.get("_class_name"))):
+            refuse_class(name, f"{setting} {path}")
         raise ConfigError(
             f"{setting} {path} is a {shown(index.get('_class_name'))} with "
             f"{', '.join(sorted(kinds)) or 'no transformer'}; expected a Wan pipeline with a WanTransformer3DModel"
         )
     transformers = {name: path / name for name in _EXPERTS if name in listed}
-    for name, place in transformers.items():
-        if not place.is_dir():
+    for name, folder in transformers.items():
+        if not folder.is_dir():
             raise ConfigError(f"{setting} {path} lists {name}, but has no such folder; copy or download it again")
     boundary = index.get("boundary_ratio")
     if boundary is not None and not (isinstance(boundary, int | float) and 0 <= boundary <= 1):
@@ -152,7 +159,7 @@ def _pipeline(path: Path, setting: str) -> WanFolder:
 
 
 def _described_by_weights(kind: str, path: Path, transformers: Mapping[str, Path]) -> WanFolder:
-    """What the originals have in their code and not in their files follows from the number of channels."""
+    """Derives from the number of channels what the Wan repository has in code instead of files."""
     shapes = open_weights(next(iter(transformers.values()))).shapes()
     channels = (*shapes.get("patch_embedding.weight", ()), 0, 0)[1]
     boundary = (BOUNDARY if channels == 16 else 0.9) if len(transformers) > 1 else None
@@ -160,30 +167,30 @@ def _described_by_weights(kind: str, path: Path, transformers: Mapping[str, Path
 
 
 def _text_length(path: Path) -> int:
-    told = path / "tokenizer" / "tokenizer_config.json"
-    length = read_json(told, dict).get("model_max_length") if told.is_file() else None
-    # Tokenizers without a limit say 10^30.
+    config = path / "tokenizer" / "tokenizer_config.json"
+    length = read_json(config, dict).get("model_max_length") if config.is_file() else None
+    # Tokenizers without a limit have 10^30.
     return length if type(length) is int and 0 < length < TEXT_LENGTH else TEXT_LENGTH
 
 
 def transformer_config(
     model_path: str | Path | WanFolder | None, model_config: str | None = None, part: str = "transformer"
 ) -> dict[str, Any]:
-    """What to build a WanTransformer3DModel with: as model_config says (a size, a JSON file), else as the model is."""
+    """The arguments of a WanTransformer3DModel: as model_config says (a size, a JSON file), else the model's own."""
     if model_config is not None:
         return _named_config(model_config)
     if model_path is None:
         raise ConfigError(
             f"no model: give model_path, or model_config to train from scratch (tiny, {', '.join(CONFIGS)})"
         )
-    found = model_path if isinstance(model_path, WanFolder) else describe(model_path)
-    if part not in found.transformers:
-        raise ConfigError(f"model_path {found.path} has no {part}; it has {', '.join(found.transformers)}")
-    place = found.transformers[part]
-    if found.kind in ("pipeline", "transformer"):
-        return checked_config(read_json(place / "config.json", dict), str(place / "config.json"), strict=False)
-    weights = open_weights(place)
-    return checked_config(config_of(weights.shapes(), weights.told), weights.told)
+    folder = model_path if isinstance(model_path, WanFolder) else describe(model_path)
+    if part not in folder.transformers:
+        raise ConfigError(f"model_path {folder.path} has no {part}; it has {', '.join(folder.transformers)}")
+    path = folder.transformers[part]
+    if folder.kind in ("pipeline", "transformer"):
+        return checked_config(read_json(path / "config.json", dict), str(path / "config.json"), strict=False)
+    weights = open_weights(path)
+    return checked_config(config_of(weights.shapes(), weights.label), weights.label)
 
 
 def _named_config(model_config: str) -> dict[str, Any]:
@@ -201,14 +208,14 @@ def _named_config(model_config: str) -> dict[str, Any]:
 
 
 def checked_config(values: Mapping[str, Any], where: str, strict: bool = True) -> dict[str, Any]:
-    """Only what the constructor knows, and numbers that it can build a model of."""
+    """Keeps the constructor's arguments and checks their values."""
     from diffusers import WanTransformer3DModel
 
-    known = inspect.signature(WanTransformer3DModel.__init__).parameters.keys() - {"self"}
-    unknown = [name for name in values if name not in known and not name.startswith("_")]
+    arguments = inspect.signature(WanTransformer3DModel.__init__).parameters.keys() - {"self"}
+    unknown = [name for name in values if name not in arguments and not name.startswith("_")]
     if strict and unknown:
-        raise ConfigError(f"{where}: {shown(unknown[0])} is not a setting of WanTransformer3DModel")
-    config = {name: value for name, value in values.items() if name in known}
+        raise ConfigError(f"{where}: {shown(unknown[0])} is not an argument of WanTransformer3DModel")
+    config = {name: value for name, value in values.items() if name in arguments}
     patch = config.get("patch_size", (1, 2, 2))
     if not (isinstance(patch, list | tuple) and len(patch) == 3 and all(_is_count(side) for side in patch)):
         raise ConfigError(f"{where}: patch_size {shown(patch)}; expected three numbers, as in [1, 2, 2]")
@@ -222,7 +229,7 @@ def checked_config(values: Mapping[str, Any], where: str, strict: bool = True) -
     head = config.get("attention_head_dim", 128)
     if head < 6 or head % 2:
         raise ConfigError(
-            f"{where}: attention_head_dim {head} cannot be turned along three axes; use 12, 24, 64 or 128"
+            f"{where}: attention_head_dim {head} does not fit a rotary embedding of three axes; use 12, 24, 64 or 128"
         )
     return {**config, "patch_size": tuple(patch)}
 
@@ -239,14 +246,14 @@ def build(config: Mapping[str, Any]) -> Any:
 
 
 def build_meta(config: Mapping[str, Any]) -> Any:
-    """A WanTransformer3DModel whose weights have no memory yet; its tables of positions are real."""
+    """A WanTransformer3DModel on the meta device; its tables of positions are real."""
     with torch.device("meta"):
         model = build(config)
-    # The tables are in no file and only the constructor makes them.
+    # The tables are in no file: only the constructor creates them.
     with torch.device("cpu"):
         rope = model.rope
         model.rope = type(rope)(rope.attention_head_dim, rope.patch_size, rope.max_seq_len)
     lost = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if lost:
-        raise RuntimeError(f"WanTransformer3DModel has buffers that we do not know how to make: {', '.join(lost)}")
+        raise RuntimeError(f"WanTransformer3DModel has unknown buffers, which cannot be created: {', '.join(lost)}")
     return model

@@ -1,7 +1,7 @@
-"""LoRA on a Wan transformer: small trained matrices beside frozen weights, in the files that pipelines load.
+"""LoRA on a Wan transformer: small trained matrices next to frozen weights, in the files that pipelines load.
 
-A LoRA adds scale · B A to a weight, with scale = alpha / rank. Files are written with the scale inside B: ComfyUI and
-older versions of diffusers do not know where diffusers puts alpha, and would add a LoRA of another strength.
+A LoRA adds scale · B A to a weight, with scale = alpha / rank. Files are written with the scale multiplied into B:
+ComfyUI and older versions of diffusers do not know where diffusers stores alpha, and would use another strength.
 """
 
 from __future__ import annotations
@@ -17,26 +17,27 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
+from unisono.checkpoint.tensor_file import TensorFile
 from unisono.data.bits import Purpose, key_of
 from unisono.errors import ConfigError, UserError
-from unisono.recipes.wan.models.native import COMFY, native_name, plain_name
-from unisono.recipes.wan.models.weights import refuse_pickle
+from unisono.recipes.wan.models.weight_names import COMFY, native_name, plain_name
+from unisono.recipes.wan.models.weights import reading_safetensors, refuse_pickle
 
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2")
-"""Ends of the names of the layers that get a LoRA: all projections of both attentions, and the feed-forward layers."""
+"""Name endings of the layers that get a LoRA: all projections of both attentions, and the feed-forward layers."""
 FILE = "pytorch_lora_weights.safetensors"
 SECOND = "transformer_2"  # the folder beside FILE for the low-noise expert
 COMFY_FILE = {"transformer": "comfyui_lora.safetensors", SECOND: "comfyui_lora_low_noise.safetensors"}
-"""The same in the names that ComfyUI knows; in its folder of LoRAs, both experts' lie beside each other."""
+"""The same with ComfyUI's names; ComfyUI keeps the files of both experts in one folder."""
 _ADAPTER = "default"
 _LARGEST_RANK = 2**14
 
 
 def add_lora(transformer: Any, rank: int, alpha: float | None = None, targets: Sequence[str] = TARGETS) -> None:
-    """Gives the layers whose names end like `targets` a LoRA, which adds nothing yet, and freezes all else.
+    """Adds a LoRA, initially without effect, to the layers whose names end like `targets`, and freezes all else.
 
-    The LoRA's weights are real also where the model's are on meta, and drawn by name, so that it does not matter how
-    the model was built.
+    The LoRA's weights are real even where the model is on the meta device. They are random by layer name, so it does
+    not matter how the model was built.
     """
     if not 0 < rank <= _LARGEST_RANK:
         raise ConfigError(f"lora_rank: expected a whole number from 1 to {_LARGEST_RANK}, got {rank}")
@@ -52,19 +53,19 @@ def add_lora(transformer: Any, rank: int, alpha: float | None = None, targets: S
 
 
 def targeted(transformer: nn.Module, targets: Sequence[str]) -> list[str]:
-    """The full names of the layers that targets are the ends of."""
+    """The full names of the layers that end like the targets."""
     linear = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)]
-    found: list[str] = []
+    layers: list[str] = []
     for target in targets:
         ends = [name for name in linear if name == target or name.endswith(f".{target}")]
         if not ends:
             raise ConfigError(
-                f"lora_targets: no linear layer's name ends in {target}; the usual ones are {', '.join(TARGETS)}"
+                f"lora_targets: no linear layer's name ends in {target}; the default is {', '.join(TARGETS)}"
             )
-        found += ends
-    if not found:
-        raise ConfigError(f"lora_targets is empty; the usual ones are {', '.join(TARGETS)}")
-    return sorted(set(found))
+        layers += ends
+    if not layers:
+        raise ConfigError(f"lora_targets is empty; the default is {', '.join(TARGETS)}")
+    return sorted(set(layers))
 
 
 def _lora_layers(transformer: nn.Module) -> dict[str, Any]:
@@ -77,20 +78,20 @@ def _lora_layers(transformer: nn.Module) -> dict[str, Any]:
 def _draw(layer: Any, name: str) -> None:
     for half in (layer.lora_A, layer.lora_B):
         linear = half[_ADAPTER]
-        # peft makes them like the frozen weight: without memory, or too coarse to be trained.
+        # peft creates them like the frozen weight: on the meta device, or in a dtype too coarse to be trained.
         wide = torch.float32 if linear.weight.dtype.itemsize < 4 else linear.weight.dtype
         linear.to_empty(device="cpu" if linear.weight.is_meta else linear.weight.device).to(wide)
     first, second = layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
     seed = key_of(Purpose.WEIGHTS, torch.initial_seed(), crc32(name.encode()))
-    drawn = torch.empty(first.shape)
-    nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=torch.Generator().manual_seed(seed & (2**63 - 1)))
+    initial = torch.empty(first.shape)
+    nn.init.kaiming_uniform_(initial, a=math.sqrt(5), generator=torch.Generator().manual_seed(seed & (2**63 - 1)))
     with torch.no_grad():
-        first.copy_(drawn)
+        first.copy_(initial)
         second.zero_()
 
 
 def lora_state(transformer: nn.Module) -> dict[str, Tensor]:
-    """The LoRA's weights on the CPU, named as files name them, with the scale inside B."""
+    """The LoRA's weights on the CPU, by the names in files, with the scale multiplied into B."""
     state = {}
     for name, layer in _lora_layers(transformer).items():
         first, second = layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
@@ -100,7 +101,7 @@ def lora_state(transformer: nn.Module) -> dict[str, Tensor]:
 
 
 def save_lora(folder: Path, high: Mapping[str, Tensor] | None, low: Mapping[str, Tensor] | None = None) -> str:
-    """Writes LoRAs as WanPipeline.load_lora_weights takes them; returns how to load them.
+    """Writes LoRAs for WanPipeline.load_lora_weights; returns a line that says how to load them.
 
     `high` is for `transformer` (the only one, or the high-noise expert), `low` for `transformer_2`.
     """
@@ -112,10 +113,10 @@ def save_lora(folder: Path, high: Mapping[str, Tensor] | None, low: Mapping[str,
     for part, (place, _) in states.items():
         for file in (place / FILE, place / COMFY_FILE[part]):
             if file.exists():
-                raise UserError(f"{file} is there already and will not be overwritten; choose another folder")
+                raise UserError(f"{file} already exists and is not overwritten; choose another folder")
     how, comfy = [], []
     for part, (place, state) in states.items():
-        # One call knows one transformer; both files call theirs "transformer", as load_into_transformer_2 expects.
+        # One file per transformer; both call theirs "transformer", as load_into_transformer_2 expects.
         WanPipeline.save_lora_weights(str(place), transformer_lora_layers=dict(state))
         save_file(_for_comfy(state), str(place / COMFY_FILE[part]), {"format": "pt"})
         how.append(f"load_lora_weights({str(place)!r}{', load_into_transformer_2=True' if part == SECOND else ''})")
@@ -128,7 +129,7 @@ def _for_comfy(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in state.items():
         layer, _, half = name.partition(".lora_")
         if (theirs := native_name(layer)) is None:
-            raise RuntimeError(f"{layer} has a LoRA, and we do not know what the Wan repository calls it")
+            raise RuntimeError(f"{layer} has a LoRA, but no name in the Wan repository")
         named[f"{COMFY}{theirs}.lora_{half}"] = tensor
     return named
 
@@ -138,16 +139,16 @@ class LoraFile:
     """A LoRA that fits a transformer."""
 
     state: Mapping[str, Tensor]
-    """By the names of the transformer's layers, with the scale inside B."""
+    """By the names of the transformer's layers, with the scale multiplied into B."""
     layers: Sequence[str]
     rank: int
-    """Of the layer that has most."""
+    """The largest rank of a layer."""
 
 
 def open_lora(transformer: nn.Module, path: Path, rank: int = 0, part: str = "transformer") -> LoraFile:
-    """Reads the LoRA in a file, or in a folder of `save_lora`; refuses one that is not of this transformer.
+    """Reads the LoRA in a file, or in a folder of `save_lora`; raises ConfigError when it does not fit the transformer.
 
-    Files of diffusers, ComfyUI and musubi are understood. `rank` is the one that was asked for, or 0.
+    Reads files of diffusers, ComfyUI and musubi. `rank` is the one in the settings, or 0.
     """
     file = _file(path, part)
     state = _read(file, part)
@@ -156,7 +157,7 @@ def open_lora(transformer: nn.Module, path: Path, rank: int = 0, part: str = "tr
         odd = next(
             (name for name in state if not name.endswith((".lora_A.weight", ".lora_B.weight"))), "an unpaired half"
         )
-        raise ConfigError(f"{file}: only LoRAs of plain A and B matrices can be trained on, not {odd}")
+        raise ConfigError(f"{file}: only LoRAs of plain A and B matrices can be continued, not {odd}")
     own = {name: module for name, module in transformer.named_modules() if isinstance(module, nn.Linear)}
     for name in sorted(pairs):
         first, second = state[f"{name}.lora_A.weight"], state[f"{name}.lora_B.weight"]
@@ -172,22 +173,24 @@ def open_lora(transformer: nn.Module, path: Path, rank: int = 0, part: str = "tr
                 f"{file} was trained for another architecture: {name} is {tuple(second.shape)} · {tuple(first.shape)} "
                 f"in it and {shape or 'not there'} in the model"
             )
-    found = max(len(state[f"{name}.lora_A.weight"]) for name in pairs)
-    if rank not in (0, found):
-        raise ConfigError(f"lora_rank {rank}: the LoRA in {file} has rank {found} and keeps it; leave lora_rank out")
-    return LoraFile(state, sorted(pairs), found)
+    rank_in_file = max(len(state[f"{name}.lora_A.weight"]) for name in pairs)
+    if rank not in (0, rank_in_file):
+        raise ConfigError(
+            f"lora_rank {rank}: the LoRA in {file} has rank {rank_in_file} and keeps it; leave lora_rank out"
+        )
+    return LoraFile(state, sorted(pairs), rank_in_file)
 
 
 def load_lora(
     transformer: Any, path: Path, alpha: float | None = None, part: str = "transformer", rank: int = 0
 ) -> None:
-    """Adds the LoRA in a file (see `open_lora`) to go on training it, with the rank that it has.
+    """Adds the LoRA in a file (see `open_lora`) to continue training it, with its own rank.
 
-    `alpha` (the rank unless given) changes how fast it learns from here on, not what it does.
+    `alpha` (the rank unless given) changes how fast it learns from here on, not what it computes.
     """
     lora = open_lora(transformer, path, rank, part)
     state = lora.state
-    # Layers of a smaller rank get further directions that do nothing yet.
+    # Layers of a smaller rank get extra directions, whose initial effect is zero.
     add_lora(transformer, lora.rank, alpha, lora.layers)
     with torch.no_grad():
         for name, layer in _lora_layers(transformer).items():
@@ -198,57 +201,54 @@ def load_lora(
 
 def _file(path: Path, part: str) -> Path:
     if not path.exists():
-        raise ConfigError(f"{path}: there is no such LoRA; expected a .safetensors file, or a folder with {FILE}")
+        raise ConfigError(f"{path}: no such LoRA; expected a .safetensors file, or a folder with {FILE}")
     if path.is_dir():
         path = (path / SECOND if part == SECOND and (path / SECOND).is_dir() else path) / FILE
         if not path.is_file():
-            raise ConfigError(f"{path.parent} has no {FILE}; name the LoRA's .safetensors file")
+            raise ConfigError(f"{path.parent} has no {FILE}; give the LoRA's .safetensors file")
     refuse_pickle(path)
     return path
 
 
 def _read(file: Path, part: str) -> dict[str, Tensor]:
-    """The LoRA's weights under the names of the transformer's layers, with the scale inside B."""
+    """The LoRA's weights by the names of the transformer's layers, with the scale multiplied into B."""
     from diffusers import WanPipeline
-    from safetensors import SafetensorError, safe_open
 
-    try:
-        with safe_open(str(file), framework="pt") as opened:
-            told = (opened.metadata() or {}).get("lora_adapter_metadata", "{}")
-            raw = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{file} cannot be read as safetensors ({error}); copy or download it again") from None
+    with reading_safetensors(file):
+        opened = TensorFile(file)
+        metadata = opened.metadata.get("lora_adapter_metadata", "{}")
+        raw = {name: opened.tensor(name) for name in opened.entries}
     names = {name.removeprefix("base_model.model."): name for name in raw}
     if any(name.startswith("blocks.") for name in names):
         names = {f"transformer.{name}": theirs for name, theirs in names.items()}
     try:
         state = WanPipeline.lora_state_dict({name: raw[theirs] for name, theirs in names.items()})
-    except Exception as error:  # diffusers' converters fail in many ways on what they do not know
+    except Exception as error:  # diffusers' converters raise many kinds of exceptions for unknown files
         why = " ".join(str(error).split())[:200] or type(error).__name__
         raise ConfigError(f"{file} is not a LoRA of a Wan transformer ({why})") from None
-    # A file may hold both experts under their names, or one expert under the name of the first.
+    # A file may contain both experts under their names, or one expert under the name of the first.
     prefix = f"{part}." if any(name.startswith(f"{part}.") for name in state) else "transformer."
-    scale = _scale(told, prefix, file)
+    scale = _scale(metadata, prefix, file)
     mine = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
     return {name: tensor.float() * scale if ".lora_B." in name else tensor for name, tensor in mine.items()}
 
 
-def _scale(told: str, prefix: str, file: Path) -> float:
-    """What diffusers noted beside the weights. Only its numbers are used: the rest of it can name code to import."""
+def _scale(metadata: str, prefix: str, file: Path) -> float:
+    """The scale in diffusers' metadata. Uses only its numbers: other entries can name code to import."""
     try:
-        noted = {name.removeprefix(prefix): value for name, value in json.loads(told).items()}
+        values = {name.removeprefix(prefix): value for name, value in json.loads(metadata).items()}
     except (ValueError, AttributeError, RecursionError):
-        raise ConfigError(f"{file}: its notes on the LoRA are damaged; copy or download it again") from None
-    rank, alpha = noted.get("r"), noted.get("lora_alpha")
+        raise ConfigError(f"{file}: the LoRA's metadata is damaged; copy or download it again") from None
+    rank, alpha = values.get("r"), values.get("lora_alpha")
     if rank is None or alpha is None:
         return 1.0
     numbers = all(isinstance(value, int | float) and 0 < value < math.inf for value in (rank, alpha))
-    if not numbers or noted.get("rank_pattern") or noted.get("alpha_pattern") or noted.get("use_dora"):
-        raise ConfigError(f"{file}: a LoRA with alphas of its own for some layers, or with DoRA, cannot be trained on")
-    return float(alpha / (math.sqrt(rank) if noted.get("use_rslora") else rank))
+    if not numbers or values.get("rank_pattern") or values.get("alpha_pattern") or values.get("use_dora"):
+        raise ConfigError(f"{file}: a LoRA with an alpha per layer, or with DoRA, cannot be continued")
+    return float(alpha / (math.sqrt(rank) if values.get("use_rslora") else rank))
 
 
 def merge(transformer: Any) -> None:
-    """Adds the LoRA to the weights and takes it away: a plain model that computes the same."""
+    """Adds the LoRA to the weights and removes it: a plain model that computes the same."""
     transformer.fuse_lora()
     transformer.unload_lora()

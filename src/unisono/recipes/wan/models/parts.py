@@ -14,7 +14,7 @@ _OWN_ATTENTION = ("eager", "sdpa")
 
 
 def part_of(model_path: str | Path, name: str) -> Path:
-    """The folder of a part of a model; a hub id is downloaded first, unless it is here already."""
+    """The folder of a part of a model; downloads a hub id first, unless it is cached."""
     path = Path(model_path).expanduser()
     if not path.exists():
         from unisono.recipes.wan.models.load import describe
@@ -29,21 +29,14 @@ def part_of(model_path: str | Path, name: str) -> Path:
     return folder
 
 
-def part_config(model_path: str | Path, name: str) -> dict[str, Any]:
-    """The config of a part of a model."""
-    from unisono.recipes.common.model_files import read_json
-
-    return read_json(part_of(model_path, name) / "config.json", dict)
-
-
 def load_part(kind: Any, model_path: str | Path, name: str, **options: Any) -> Any:
-    """A part of a model, by its class of diffusers or transformers, with all its weights."""
+    """Loads a part of a model by its class of diffusers or transformers, with all its weights."""
     folder = part_of(model_path, name)
     _refuse_code(folder)
     with loading(folder), _quietly():
         # A .bin is a pickle, which may hold any program.
-        model, told = kind.from_pretrained(folder, use_safetensors=True, output_loading_info=True, **options)
-    if missing := sorted(told["missing_keys"]):  # both libraries would go on with random numbers in their place
+        model, loading_info = kind.from_pretrained(folder, use_safetensors=True, output_loading_info=True, **options)
+    if missing := sorted(loading_info["missing_keys"]):  # both libraries would continue with random weights
         raise ConfigError(
             f"{folder} lacks {len(missing)} of the weights of {kind.__name__}, such as {missing[0]}; "
             "use a complete copy of the model"
@@ -52,16 +45,16 @@ def load_part(kind: Any, model_path: str | Path, name: str, **options: Any) -> A
 
 
 def _refuse_code(folder: Path) -> None:
-    """Refuses what would make the libraries fetch and run programs, or models from other places."""
+    """Raises ConfigError for files that would make the libraries fetch and run code, or load other models."""
     from unisono.recipes.common.model_files import read_json
 
     if (adapter := folder / "adapter_config.json").exists():
-        raise ConfigError(f"{adapter}: an adapter, which can name code and other models; remove it, or merge it first")
+        raise ConfigError(f"{adapter}: an adapter can load code and other models; remove it, or merge it first")
     config = read_json(folder / "config.json", dict)
     for key, value in config.items():
         if key.endswith("attn_implementation") and value not in (None, *_OWN_ATTENTION):
             raise ConfigError(
-                f"{folder / 'config.json'}: {shown(key)} {shown(value)} can name code from the hub; remove that line"
+                f"{folder / 'config.json'}: {shown(key)} {shown(value)} can load code from the hub; remove that line"
             )
     if config.get("quantization_config"):
         raise ConfigError(f"{folder} is quantized; use a copy of the model in 16 or 32 bit")
@@ -78,17 +71,17 @@ def count_in(config: Mapping[str, Any], name: str, of: str, default: int | None 
 
 @contextmanager
 def loading(folder: Path) -> Iterator[None]:
-    """While a library loads what is in a folder: what it has to say against it is told in one line."""
+    """Turns whatever a library raises while it loads a folder into a one-line ConfigError."""
     try:
         yield
-    except Exception as error:  # both libraries fail in many ways on what they do not expect
-        said = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ConfigError(f"{folder} cannot be loaded ({said}); use a complete copy of the model") from None
+    except Exception as error:  # both libraries raise many kinds of exceptions for bad files
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ConfigError(f"{folder} cannot be loaded ({reason}); use a complete copy of the model") from None
 
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without bars and warnings, of which every rank would draw its own; what is wrong is told by us."""
+    """Silences progress bars and warnings, or every rank would print its own."""
     from diffusers.utils import logging as of_diffusers
     from transformers.utils import logging as of_transformers
 

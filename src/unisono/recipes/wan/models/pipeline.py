@@ -1,4 +1,4 @@
-"""A trained transformer as a folder that `diffusers.WanPipeline.from_pretrained` loads."""
+"""Writes a trained transformer as a folder that `diffusers.WanPipeline.from_pretrained` loads."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ Trained = nn.Module | Mapping[str, Tensor]
 
 
 def other_parts(pipeline: WanFolder, trained: Sequence[str], expert: str) -> WanFolder:
-    """All of a pipeline but its transformers: these are not what was trained, nor belong to it.
+    """A pipeline without its transformers, which are not those that were trained.
 
-    Only beside an expert that was trained alone, a pipeline that has two gives the other one.
+    One exception: next to an expert that was trained alone, a pipeline of two experts provides the other one.
     """
     alone = expert != "both" and len(trained) == 1 and len(pipeline.transformers) == 2
     kept = {name: place for name, place in pipeline.transformers.items() if alone and name not in trained}
@@ -54,14 +54,14 @@ def write_pipeline(
     boundary_ratio: float | None = None,
     expand_timesteps: bool | None = None,
 ) -> str:
-    """Writes trained transformers and the other parts of a pipeline to an empty folder; returns what it wrote.
+    """Writes trained transformers and the other parts of a pipeline to an empty folder; returns a description.
 
     The other parts come from `source`: the model that training started from (they are copied, and so is an expert that
     was not trained), or the parts themselves. `config` says how to build transformers that are given as weights only.
-    What is not told of the pipeline's settings is as in the source.
+    Pipeline settings that are None are taken from the source.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} is not an empty folder; nothing there will be overwritten: choose another")
+        raise UserError(f"{folder} is not an empty folder, and nothing is overwritten; choose another")
     trained = {"transformer": transformer, "transformer_2": transformer_2}
     models = {name: _module(it, config) for name, it in trained.items() if it is not None}
     if not models:
@@ -69,8 +69,8 @@ def write_pipeline(
     folder.mkdir(parents=True, exist_ok=True)
     settings = {"boundary_ratio": boundary_ratio, "expand_timesteps": expand_timesteps}
     if isinstance(source, WanFolder):
-        told = {"boundary_ratio": source.boundary_ratio, "expand_timesteps": source.expand_timesteps}
-        settings = {name: told[name] if value is None else value for name, value in settings.items()}
+        defaults = {"boundary_ratio": source.boundary_ratio, "expand_timesteps": source.expand_timesteps}
+        settings = {name: defaults[name] if value is None else value for name, value in settings.items()}
         return _beside_source(folder, models, source, settings)
     if source is None:
         return _alone(folder, models, "there are no other parts")
@@ -79,7 +79,7 @@ def write_pipeline(
 
 
 def _module(trained: Trained, config: Mapping[str, Any] | None) -> Any:
-    """The transformer as diffusers' own class, which knows how to save itself."""
+    """The transformer as diffusers' own class, which can save itself."""
     if isinstance(trained, nn.Module):
         if any(".lora_" in name for name, _ in trained.named_parameters()):
             raise ValueError("write_pipeline: the transformer has a LoRA; merge it first, or save the LoRA alone")
@@ -105,14 +105,14 @@ def _save_objects(folder: Path, models: Mapping[str, Any], parts: PipelineParts,
 
 def _beside_source(folder: Path, models: Mapping[str, Any], source: WanFolder, settings: Mapping[str, Any]) -> str:
     for name in source.transformers:
-        if name not in models and source.kind != "pipeline":  # under other names, perhaps: written anew
+        if name not in models and source.kind != "pipeline":  # its weights may have other names: convert them
             untrained = build_meta(transformer_config(source, part=name))
             fill(untrained, source.transformers[name])
             models = {**models, name: untrained}
     if source.kind != "pipeline":
         return _alone(folder, models, f"{source.path} has no VAE, text encoder and tokenizer in diffusers' layout")
     index = read_json(source.path / "model_index.json", dict)
-    # A second transformer that is not written must not be looked for; this is how diffusers says so.
+    # This is how diffusers marks a transformer that the folder does not contain.
     index |= {
         name: [None, None]
         for name in ("transformer", "transformer_2")
@@ -126,19 +126,19 @@ def _beside_source(folder: Path, models: Mapping[str, Any], source: WanFolder, s
     for name, model in models.items():
         model.save_pretrained(str(folder / name), max_shard_size=_SHARD, safe_serialization=True)
         index[name] = ["diffusers", "WanTransformer3DModel"]
-    # Last: without it, what a full disk has cut short does not look like a pipeline.
+    # Last: without it, a folder that a full disk left incomplete does not look like a pipeline.
     (folder / "model_index.json").write_text(json.dumps({**index, **settings}, indent=2) + "\n", encoding="utf-8")
-    told = f"a pipeline for {index.get('_class_name')}.from_pretrained"
+    description = f"a pipeline for {index.get('_class_name')}.from_pretrained"
     if "transformer" not in (*models, *others):
-        told += "; it lacks the high-noise expert: give it that as transformer"
-    return told
+        description += "; it lacks the high-noise expert: pass that as transformer"
+    return description
 
 
 def _alone(folder: Path, models: Mapping[str, Any], why: str) -> str:
     for name, model in models.items():
         model.save_pretrained(str(folder / name), max_shard_size=_SHARD, safe_serialization=True)
     return (
-        f"only {' and '.join(models)}, since {why}: give WanPipeline.from_pretrained a whole pipeline and, as "
+        f"only {' and '.join(models)}, since {why}: call WanPipeline.from_pretrained on a whole pipeline and pass, as "
         f"{next(iter(models))}, WanTransformer3DModel.from_pretrained({str(folder / next(iter(models)))!r})"
     )
 
@@ -150,16 +150,16 @@ def _check_part(source: WanFolder, name: str) -> None:
             f"{source.path / 'model_index.json'}: {shown(name)} is a {shown(kind)} of {shown(library)}; only parts "
             f"from {' and '.join(_LIBRARIES)} are exported"
         )
-    place = source.path / name
-    if not place.is_dir():
+    folder = source.path / name
+    if not folder.is_dir():
         raise ConfigError(f"{source.path} lists {name}, but has no such folder; copy or download it again")
-    if not any(place.glob("*.safetensors")):
-        for file in place.iterdir():
+    if not any(folder.glob("*.safetensors")):
+        for file in folder.iterdir():
             refuse_pickle(file)
 
 
 def _bring(source: Path, folder: Path) -> None:
-    """Copies a part's files. A hub's cache is full of links, so what they point to is taken."""
+    """Copies a part's files. The hub's cache is full of links, so their targets are copied."""
     folder.mkdir()
     for file in sorted(source.iterdir()):
         if file.is_file() and file.suffix in _KINDS:
@@ -167,13 +167,13 @@ def _bring(source: Path, folder: Path) -> None:
 
 
 def _copy(file: Path, to: Path) -> None:
-    # No hard link: who saves over it later, in place, would change the source too. This way file systems that can
-    # share blocks do, and a network's server copies by itself.
+    # No hard link: a program that later overwrites the copy in place would change the source too. copy_file_range lets
+    # file systems share blocks, and network servers copy on their own.
     with file.open("rb") as source, to.open("xb") as target:
         try:
             while os.copy_file_range(source.fileno(), target.fileno(), 2**30):
                 pass
-        except OSError:  # between some file systems it does not work
+        except OSError:  # not supported between some file systems
             source.seek(0)
             target.seek(0)
             shutil.copyfileobj(source, target, 2**24)

@@ -1,8 +1,8 @@
-"""From captions to the rows of numbers that a Wan transformer attends to.
+"""Encodes captions into the text embeddings that a Wan transformer attends to.
 
-The text encoder (UMT5) gives one row per token. Only the rows of the caption are kept; the transformer gets them with
-zeros up to its text length (512 for the real models) and, without a mask, attends to the zeros too. All of it as
-`diffusers.WanPipeline.encode_prompt` does it, to the bit, so that a model is trained on what it is used with.
+The text encoder (UMT5) gives one row per token. Only the rows of the caption are stored; the transformer gets them
+padded with zeros to its text length (512 for the published models) and, without a mask, attends to the zeros too. All
+of this matches `diffusers.WanPipeline.encode_prompt` to the bit, so that training sees what inference sees.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from unisono.recipes.wan.models.parts import count_in, load_part, loading, part_
 
 
 def clean(caption: str) -> str:
-    """The caption as the encoder gets it: broken characters mended, HTML's signs read, one space between words."""
+    """The caption as the encoder gets it: mojibake repaired, HTML entities decoded, whitespace collapsed."""
     try:
         import ftfy
     except ImportError:
-        # diffusers leaves this step out without a word when ftfy is missing, and other rows come out.
-        raise ConfigError("captions are cleaned with ftfy, which is not installed; run: pip install ftfy") from None
+        # Without ftfy, diffusers silently skips this step and computes other embeddings.
+        raise ConfigError("cleaning captions needs ftfy, which is not installed; run: pip install ftfy") from None
     # Twice, because text from the web is often escaped twice.
-    mended = html.unescape(html.unescape(ftfy.fix_text(caption)))
-    return re.sub(r"\s+", " ", mended.strip()).strip()
+    repaired = html.unescape(html.unescape(ftfy.fix_text(caption)))
+    return re.sub(r"\s+", " ", repaired.strip()).strip()
 
 
 class TextEncoder:
-    """A tokenizer and a UMT5 encoder: captions in, rows out."""
+    """A tokenizer and a UMT5 encoder."""
 
     def __init__(self, tokenizer: Any, model: Any) -> None:  # a fast tokenizer and a UMT5EncoderModel
-        clean("")  # says at once if it cannot
+        clean("")  # raises early if ftfy is missing
         if len(tokenizer) > model.config.vocab_size:
             raise ConfigError(
-                f"the tokenizer knows {len(tokenizer):,} tokens and the text encoder {model.config.vocab_size:,}; use "
-                "the tokenizer that belongs to the model"
+                f"the tokenizer has {len(tokenizer):,} tokens and the text encoder {model.config.vocab_size:,}; use "
+                "the model's own tokenizer"
             )
         self.tokenizer, self.model = tokenizer, model.eval().requires_grad_(False)
 
@@ -58,27 +58,27 @@ class TextEncoder:
         return cls(tokenizer, load_part(UMT5EncoderModel, model_path, "text_encoder", dtype=dtype)).to(device)
 
     def to(self, device: str | torch.device) -> TextEncoder:
-        """Itself, on a device."""
+        """Moves the encoder to a device; returns itself."""
         self.model.to(device)
         return self
 
     @property
     def width(self) -> int:
-        """Numbers in a row."""
+        """The width of an embedding."""
         return int(self.model.config.d_model)
 
     def fingerprint(self) -> str:
-        """A name for what it computes: another tokenizer or other weights have another one."""
+        """A hash of the tokenizer and the weights."""
         return together(of_tokenizer(self.tokenizer), of_module(self.model))
 
     @torch.no_grad()
     def encode(self, captions: Sequence[str], max_length: int) -> list[Tensor]:
-        """The rows of each caption, [n, width]: those of its tokens, of which it has at most `max_length`."""
+        """The embedding of each caption, [n, width]: one row per token, at most `max_length`."""
         return [self._encode(clean(caption), max_length) for caption in captions]
 
     def _encode(self, text: str, max_length: int) -> Tensor:
-        # One by one and padded to the full length: both change the rounding, and the rows of a caption must not depend
-        # on who else is encoded, nor differ from what the pipeline computes.
+        # One by one and padded to the full length: both affect rounding, and an embedding must neither depend on other
+        # captions nor differ from what the pipeline computes.
         tokens = self.tokenizer(
             [text],
             padding="max_length",
@@ -89,14 +89,14 @@ class TextEncoder:
             return_tensors="pt",
         )
         device, length = self.model.device, int(tokens.attention_mask.sum())
-        with torch.autocast(device.type, enabled=False):  # a run may compute in 16 bit around us
+        with torch.autocast(device.type, enabled=False):  # the run may use 16-bit autocast
             rows = self.model(tokens.input_ids.to(device), tokens.attention_mask.to(device)).last_hidden_state[0]
-        own: Tensor = rows[:length].clone()  # not a view, which would keep the padding in memory
-        return own
+        unpadded: Tensor = rows[:length].clone()  # a view would keep the padding in memory
+        return unpadded
 
 
 def pad(rows: Tensor, length: int) -> Tensor:
-    """[length, width] the rows of a caption with zeros below."""
+    """[length, width] an embedding, padded with zeros."""
     if len(rows) > length:
         raise ValueError(f"{len(rows)} rows do not fit into a text length of {length}")
     padded = rows.new_zeros(length, rows.shape[1])
@@ -105,10 +105,10 @@ def pad(rows: Tensor, length: int) -> Tensor:
 
 
 def check_width(text_config: Mapping[str, Any], transformer_config: Mapping[str, Any]) -> None:
-    """Says (ConfigError) if a transformer is not made for the rows of a text encoder."""
-    given, taken = count_in(text_config, "d_model", "text encoder"), int(transformer_config.get("text_dim") or 4096)
-    if given != taken:
+    """Raises ConfigError when a transformer does not take the embeddings of a text encoder."""
+    outputs, inputs = count_in(text_config, "d_model", "text encoder"), int(transformer_config.get("text_dim") or 4096)
+    if outputs != inputs:
         raise ConfigError(
-            f"the text encoder gives rows of {given} numbers (d_model) and the transformer takes {taken} (text_dim); "
-            "use the text encoder that belongs to the model"
+            f"the text encoder's embeddings have width {outputs} (d_model), but the transformer takes {inputs} "
+            "(text_dim); use the model's own text encoder"
         )

@@ -1,4 +1,4 @@
-"""Files of weights, read one tensor at a time, and a transformer filled from them.
+"""Reads weights from safetensors files, one tensor at a time, and fills a transformer with them.
 
 Only safetensors files are read: other formats are pickles, which can run code when they are opened.
 """
@@ -7,90 +7,92 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from unisono.checkpoint.pickles import how_to_convert, is_pickle
+from unisono.checkpoint.tensor_file import BadTensorFile, TensorFile
 from unisono.errors import ConfigError
-from unisono.recipes.wan.models.native import Shapes, base_name, diffusers_names, num_layers
-
-_PICKLES = {".pth", ".pt", ".bin", ".ckpt", ".pkl", ".pickle"}
+from unisono.recipes.wan.models.weight_names import Shapes, base_name, diffusers_names, num_layers
 
 
 class Weights:
-    """The weights in safetensors files, under diffusers' names; each is read when it is asked for."""
+    """The weights in safetensors files, by diffusers' names; each is read on request."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.files = [Path(file) for file in files]
         places: dict[str, Path] = {}
-        self._opened: dict[Path, Any] = {}
+        self._opened: dict[Path, TensorFile] = {}
         for file in self.files:
-            for name in self._open(file).keys():  # noqa: SIM118 (not a mapping)
+            for name in self._open(file).entries:
                 if places.setdefault(name, file) != file:
                     raise ConfigError(
                         f"{file}: {name} is also in {places[name].name}; these are not parts of one model"
                     )
-        self._places = {ours: (places[name], name) for ours, name in diffusers_names(places, self.told).items()}
+        self._places = {ours: (places[name], name) for ours, name in diffusers_names(places, self.label).items()}
 
     @property
-    def told(self) -> str:
-        """The files, as a message names them."""
+    def label(self) -> str:
+        """The files' name for messages."""
         return str(self.files[0]) if len(self.files) == 1 else f"{self.files[0]} and {len(self.files) - 1} more files"
 
     def names(self) -> list[str]:
-        """All names, in diffusers' words."""
+        """All names, in diffusers' form."""
         return list(self._places)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a weight, from the file's header."""
-        return tuple(self._slice(name).get_shape())
+        file, theirs = self._places[name]
+        return self._open(file).entries[theirs].shape
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of all weights."""
         return {name: self.shape(name) for name in self._places}
 
     def num_weights(self) -> int:
-        """How many numbers there are."""
+        """The total number of elements."""
         return sum(math.prod(self.shape(name)) for name in self._places)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """A weight, in memory of its own; in the file's type unless told otherwise."""
-        return self._own(name, self._slice(name)[:], dtype)
+        """A weight, in memory of its own; in the file's dtype unless `dtype` is given."""
+        return self._read(name, dtype, lambda file, theirs: file.tensor(theirs))
 
     def slice(self, name: str, start: int, end: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Rows `start` to `end` of a weight's first dimension; only these are read."""
-        return self._own(name, self._slice(name)[start:end], dtype)
+        """Rows `start` to `end` of a weight's first dimension; reads only these."""
+        return self._read(name, dtype, lambda file, theirs: file.rows(theirs, start, end))
 
-    def _own(self, name: str, view: Tensor, dtype: torch.dtype | None) -> Tensor:
-        if not view.is_floating_point():
-            raise ConfigError(
-                f"{self.told}: {name} has numbers of type {view.dtype}; training starts from floating point"
-            )
-        # What the file gives is a view of its own pages: writing into it would change what the next reader sees.
-        return view.to(dtype=dtype, copy=True)
-
-    def _slice(self, name: str) -> Any:
+    def _read(self, name: str, dtype: torch.dtype | None, read: Callable[[TensorFile, str], Tensor]) -> Tensor:
         file, theirs = self._places[name]
-        return self._open(file).get_slice(theirs)
+        opened = self._open(file)
+        with reading_safetensors(file):
+            kind = opened.dtype(theirs)
+            if not kind.is_floating_point:
+                raise ConfigError(f"{self.label}: {name} has dtype {kind}; expected floating point")
+            return read(opened, theirs).to(dtype=dtype)
 
-    def _open(self, file: Path) -> Any:
-        from safetensors import SafetensorError, safe_open
-
+    def _open(self, file: Path) -> TensorFile:
         if file not in self._opened:
             refuse_pickle(file)
-            if not file.is_file():  # a pipe would be waited for, for ever
-                raise ConfigError(f"{file} is not a file; copy or download the model again")
-            try:
-                self._opened[file] = safe_open(str(file), framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise ConfigError(
-                    f"{file} cannot be read as safetensors ({error}); it is something else, or was cut short: "
-                    "copy or download it again"
-                ) from None
+            with reading_safetensors(file):
+                self._opened[file] = TensorFile(file)
         return self._opened[file]
+
+
+@contextmanager
+def reading_safetensors(file: Path) -> Iterator[None]:
+    """Turns errors while reading a file of weights into a ConfigError."""
+    try:
+        yield
+    except (BadTensorFile, OSError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(
+            f"{file} cannot be read as safetensors ({why}); it is another format, or truncated: copy or download it "
+            "again"
+        ) from None
 
 
 def open_weights(files: Path | Sequence[Path]) -> Weights:
@@ -122,13 +124,9 @@ def weight_files(place: Path) -> list[Path]:
 
 
 def refuse_pickle(file: Path) -> None:
-    """Refuses formats that can run code when they are opened."""
-    if file.suffix.lower() in _PICKLES:
-        raise ConfigError(
-            f'{file} is a pickle, which can run code when it is opened; convert it: python -c "import torch, '
-            f"safetensors.torch as s; s.save_file(torch.load('{file.name}', weights_only=True), "
-            f"'{file.stem}.safetensors')\""
-        )
+    """Raises ConfigError for formats that can run code when they are opened."""
+    if is_pickle(file):
+        raise ConfigError(how_to_convert(file))
 
 
 def _indexed(index: Path) -> list[Path]:
@@ -137,7 +135,7 @@ def _indexed(index: Path) -> list[Path]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ConfigError(f"{index} is damaged; copy or download it again") from None
     if not all(isinstance(name, str) and name == Path(name).name for name in names):
-        raise ConfigError(f"{index} names files outside of its folder; such models are not read")
+        raise ConfigError(f"{index} names files outside of its folder, which is not allowed")
     files = [index.parent / name for name in sorted(names)]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
@@ -146,35 +144,35 @@ def _indexed(index: Path) -> list[Path]:
 
 
 def fill(model: nn.Module, weights: Weights | Path | Sequence[Path], dtype: torch.dtype | None = None) -> None:
-    """Loads a transformer's weights one by one; never a second copy of the whole model.
+    """Loads a transformer's weights one by one; never holds a second copy of the whole model.
 
-    Weights on meta get memory on the CPU, in the file's type unless `dtype` says another; others keep their own type. A
-    LoRA that was added before keeps its weights.
+    Weights on the meta device get memory on the CPU, in the file's dtype unless `dtype` is given; others keep their own
+    dtype. A LoRA that was added before keeps its weights.
     """
     if not isinstance(weights, Weights):
         weights = open_weights(weights)
     check_fit(model, weights)
     for name, parameter in list(model.named_parameters()):
-        if (told := base_name(name)) is None:
+        if (name_in_file := base_name(name)) is None:
             continue
         if parameter.is_meta:
             owner, _, leaf = name.rpartition(".")
-            filled = nn.Parameter(weights.tensor(told, dtype), requires_grad=parameter.requires_grad)
+            filled = nn.Parameter(weights.tensor(name_in_file, dtype), requires_grad=parameter.requires_grad)
             setattr(model.get_submodule(owner), leaf, filled)
         else:
             with torch.no_grad():
-                parameter.copy_(weights.tensor(told))
+                parameter.copy_(weights.tensor(name_in_file))
 
 
 def check_fit(model: nn.Module, weights: Weights) -> None:
-    """Refuses weights that are not exactly those of the model."""
-    own = {told: tuple(it.shape) for name, it in model.named_parameters() if (told := base_name(name)) is not None}
+    """Raises ConfigError for weights that are not exactly those of the model."""
+    own = {base: tuple(it.shape) for name, it in model.named_parameters() if (base := base_name(name)) is not None}
     theirs = weights.shapes()
     if own == theirs:
         return
     if (mine := _architecture(own)) != (other := _architecture(theirs)):
         raise ConfigError(
-            f"{weights.told} is a checkpoint of another architecture: it has {other}, the model {mine}; give other "
+            f"{weights.label} is a checkpoint of another architecture: it has {other}, the model {mine}; give other "
             "weights, or the model_config that they were trained with"
         )
     missing, unexpected = [*(own.keys() - theirs.keys())], [*(theirs.keys() - own.keys())]
@@ -187,7 +185,8 @@ def check_fit(model: nn.Module, weights: Weights) -> None:
         )
         if names
     ]
-    raise ConfigError(f"{weights.told} does not fit the model: it {'; it '.join(what)}; is the download whole?")
+    why = "the download may be incomplete" if missing else "it belongs to a kind of model that cannot be trained"
+    raise ConfigError(f"{weights.label} does not fit the model: it {'; it '.join(what)}; {why}")
 
 
 def _architecture(shapes: Shapes) -> str:

@@ -1,4 +1,4 @@
-"""The built-in shapes as latents: encoded once, shared over the ranks, and held in memory."""
+"""The built-in shapes as latents: encoded once by all ranks together, and kept in memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from unisono.atomic_files import atomic_file
 from unisono.engine.recipe import Work
 from unisono.recipes.wan.models.text import TextEncoder, pad
 from unisono.recipes.wan.models.vae import Latents
@@ -19,7 +20,7 @@ _AT_ONCE = 64
 
 
 class EncodedShapes(Dataset[dict[str, Any]]):
-    """Latents of shapes with the rows of their captions, and what they show."""
+    """Latents of shapes with the embeddings of their captions, and their labels."""
 
     def __init__(self, shapes: Shapes, latents: Tensor, texts: dict[str, Tensor]) -> None:
         self.shapes, self._latents, self._texts = shapes, latents, texts
@@ -40,7 +41,7 @@ class EncodedShapes(Dataset[dict[str, Any]]):
 
 
 def is_encoded(shapes: Shapes, folder: Path) -> bool:
-    """Whether all of them are there."""
+    """Whether all files exist."""
     return all(_file(folder, start).exists() for start in range(0, len(shapes), _AT_ONCE))
 
 
@@ -49,24 +50,23 @@ def _file(folder: Path, start: int) -> Path:
 
 
 def encode(work: Work, shapes: Shapes, folder: Path, vae: Latents) -> None:
-    """Encodes this process's share, in files of some samples each."""
+    """Encodes this rank's share of the shapes, in files of several samples each."""
     folder.mkdir(parents=True, exist_ok=True)
     for start in work.share(range(0, len(shapes), _AT_ONCE)):
         file = _file(folder, start)
         if file.exists() or work.stopping:
             continue
         frames = torch.stack([shapes[index]["frames"] for index in range(start, min(start + _AT_ONCE, len(shapes)))])
-        unfinished = file.with_suffix(".unfinished")
-        save_file({"latents": vae.encode(frames)}, unfinished)
-        unfinished.replace(file)
+        with atomic_file(file) as temporary:
+            save_file({"latents": vae.encode(frames)}, temporary)
 
 
 def read(shapes: Shapes, folder: Path, texts: dict[str, Tensor]) -> EncodedShapes:
-    """What all processes have encoded."""
+    """The shapes that all ranks have encoded."""
     latents = [load_file(file)["latents"] for file in sorted(folder.glob("*.safetensors"))]
     return EncodedShapes(shapes, torch.cat(latents), texts)
 
 
-def rows_of(captions: set[str], encoder: TextEncoder, length: int) -> dict[str, Tensor]:
-    """What the transformer gets for each caption."""
+def embeddings_of(captions: set[str], encoder: TextEncoder, length: int) -> dict[str, Tensor]:
+    """The text embedding of each caption."""
     return {caption: pad(encoder.encode([caption], length)[0], length) for caption in sorted(captions)}

@@ -1,7 +1,7 @@
-"""Says what a sample shows: a small classifier that has only ever seen the shapes as they are drawn.
+"""Recognises what a sample shows: a small classifier, trained only on the shapes as code draws them.
 
-A flow-matching loss proves little: a run that draws mud can have a good one. What counts is that a stranger recognises
-the colour and the shape which the caption asked for.
+A flow-matching loss proves little: a model that generates mud can have a low one. What counts is whether an independent
+classifier recognises the colour and the shape that the caption asks for.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from torch.nn import functional as F
 from unisono.recipes.wan.tiny.shapes import COLOURS, SHAPES, Shapes, labels
 
 _SIZE = 32  # pixels; other sizes are scaled to it
-_NUM_STILLS, _NUM_CLIPS, _CLIP = 1440, 240, 5  # what it learns from
+_NUM_STILLS, _NUM_CLIPS, _CLIP = 1440, 240, 5  # training data
 _STEPS, _BATCH = 300, 64
-_GRAIN = 0.1  # noise on what it learns from: a sample is never as clean as a drawing
+_GRAIN = 0.1  # noise on the training images: a sample is never as clean as a drawing
 
 
 class Accuracy(NamedTuple):
-    """The parts of some samples whose colour and whose shape were recognised."""
+    """The fractions of samples whose colour and whose shape were recognised."""
 
     colour: float
     shape: float
 
 
 class Judge(nn.Module):
-    """A small convolutional network with a head for the colour and one for the shape."""
+    """A small convolutional network with one head for the colour and one for the shape."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,29 +47,29 @@ class Judge(nn.Module):
         self.colour = nn.Linear(64, len(COLOURS))
         self.shape = nn.Linear(64, len(SHAPES))
 
-    def forward(self, pictures: Tensor) -> tuple[Tensor, Tensor]:
-        """[pictures, 3, size, size] in [-1, 1] -> logits of colours and of shapes."""
-        seen = self.eye(pictures)
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """[images, 3, size, size] in [-1, 1] -> logits of colours and of shapes."""
+        seen = self.eye(images)
         return self.colour(seen), self.shape(seen)
 
     @torch.no_grad()
     def judge(self, frames: Tensor) -> tuple[Tensor, Tensor]:
-        """[samples, 3, frames, height, width] in [-1, 1] -> numbers of the colours and of the shapes, [samples].
+        """[samples, 3, frames, height, width] in [-1, 1] -> indices of the colours and of the shapes, [samples].
 
-        Of a clip it sees every frame and says what it finds in all of them together.
+        The logits of all frames of a clip are averaged.
         """
         num_samples, _, num_frames = frames.shape[:3]
-        pictures = frames.transpose(1, 2).flatten(0, 1).float()
-        if pictures.shape[-2:] != (_SIZE, _SIZE):
-            pictures = F.interpolate(pictures, (_SIZE, _SIZE), mode="bilinear", antialias=True)
-        with torch.autocast(pictures.device.type, enabled=False):  # a run may compute in 16 bit around us
-            seen = self(pictures)
+        images = frames.transpose(1, 2).flatten(0, 1).float()
+        if images.shape[-2:] != (_SIZE, _SIZE):
+            images = F.interpolate(images, (_SIZE, _SIZE), mode="bilinear", antialias=True)
+        with torch.autocast(images.device.type, enabled=False):  # the run may use 16-bit autocast
+            seen = self(images)
         heads = (logits.log_softmax(1).view(num_samples, num_frames, -1) for logits in seen)
         colours, shapes = (scores.mean(1).argmax(1) for scores in heads)
         return colours, shapes
 
     def accuracy(self, frames: Tensor, colours: Tensor, shapes: Tensor) -> Accuracy:
-        """How many samples show what they should; colours and shapes as in `shapes.labels`."""
+        """The fraction of samples that show what they should; colours and shapes as in `shapes.labels`."""
         seen_colours, seen_shapes = self.judge(frames)
         return Accuracy(
             (seen_colours == colours.to(seen_colours.device)).float().mean().item(),
@@ -79,10 +79,9 @@ class Judge(nn.Module):
 
 @cache
 def trained_judge(seed: int = 0) -> Judge:
-    """A judge that has learned from drawings; takes some seconds, once."""
-    pictures, colours, shapes = _lessons(seed)
-    # A run may evaluate in 16 bit around us: autocast would cast the weights once, keep the copies, and never see them
-    # learn.
+    """A judge trained on drawings; takes some seconds, once."""
+    images, colours, shapes = _lessons(seed)
+    # The run may evaluate under 16-bit autocast, which would cache casts of the weights and never see them change.
     with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False):
         torch.manual_seed(seed)
         judge = Judge()
@@ -90,8 +89,8 @@ def trained_judge(seed: int = 0) -> Judge:
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, _STEPS)
         with torch.enable_grad():
             for _ in range(_STEPS):
-                rows = torch.randint(len(pictures), (_BATCH,))
-                seen = pictures[rows] + _GRAIN * torch.rand(_BATCH, 1, 1, 1) * torch.randn(_BATCH, 3, _SIZE, _SIZE)
+                rows = torch.randint(len(images), (_BATCH,))
+                seen = images[rows] + _GRAIN * torch.rand(_BATCH, 1, 1, 1) * torch.randn(_BATCH, 3, _SIZE, _SIZE)
                 colour_logits, shape_logits = judge(seen)
                 loss = F.cross_entropy(colour_logits, colours[rows]) + F.cross_entropy(shape_logits, shapes[rows])
                 optimizer.zero_grad()
@@ -102,13 +101,13 @@ def trained_judge(seed: int = 0) -> Judge:
 
 
 def _lessons(seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Still pictures and all frames of clips: [pictures, 3, size, size], and their colours and shapes."""
-    pictures, colours, shapes = [], [], []
+    """Still images and all frames of clips: [images, 3, size, size], and their colours and shapes."""
+    images, colours, shapes = [], [], []
     for num_samples, num_frames in ((_NUM_STILLS, 1), (_NUM_CLIPS, _CLIP)):
         drawings = Shapes(num_samples, num_frames, _SIZE, seed, split="judge")
         frames = torch.stack([drawings[i]["frames"] for i in range(num_samples)])
         of_colour, of_shape = labels([drawings.plan(i) for i in range(num_samples)])
-        pictures.append(frames.transpose(1, 2).flatten(0, 1))
+        images.append(frames.transpose(1, 2).flatten(0, 1))
         colours.append(of_colour.repeat_interleave(num_frames))
         shapes.append(of_shape.repeat_interleave(num_frames))
-    return torch.cat(pictures), torch.cat(colours), torch.cat(shapes)
+    return torch.cat(images), torch.cat(colours), torch.cat(shapes)

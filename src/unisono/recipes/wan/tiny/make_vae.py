@@ -1,6 +1,6 @@
-"""Makes the weights of the tiny VAE: `python -m unisono.recipes.wan.tiny.make_vae --output FILE`.
+"""Trains the tiny VAE: `python -m unisono.recipes.wan.tiny.make_vae --output FILE`.
 
-Trains it from nothing on `Shapes`, still and moving, on the CPU, in a few minutes.
+Trains it from scratch on `Shapes`, still and moving, on the CPU, in a few minutes.
 """
 
 from __future__ import annotations
@@ -22,29 +22,34 @@ from unisono.recipes.wan.tiny.shapes import Shapes
 _SIZE = 32
 _LEARNING_RATE, _WARMUP = 4e-3, 50
 _KL_WEIGHT = 1e-4
-_FIRST_LOG_VARIANCE = -5.0  # of the posterior: as wide as the constructor makes it, it would drown the latents at first
+_FIRST_LOG_VARIANCE = -5.0  # of the posterior: the constructor's is so wide that noise would hide the latents at first
 
 
 class Lesson(NamedTuple):
-    """Drawings that it learns from."""
+    """One kind of training batch."""
 
     num_frames: int
     num_samples: int
     at_once: int
 
 
-# Nine frames because the third latent frame takes another way through the VAE than the second.
+# Nine frames because the third latent frame takes another path through the VAE than the second.
 _LESSONS = (Lesson(1, 2400, 32), Lesson(5, 1440, 8), Lesson(1, 2400, 32), Lesson(9, 720, 6))
-"""By turns, one for each optimizer step."""
+"""Used in turn, one per optimizer step."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command; gives its exit code."""
+    """The command; returns its exit code."""
     parser = argparse.ArgumentParser(prog="make_vae", description="Train the tiny VAE on drawn shapes.")
-    parser.add_argument("--output", type=Path, required=True, help="the safetensors file to write")
-    parser.add_argument("--force", action="store_true", help="replace the file if it exists")
+    parser.add_argument("--output", type=Path, required=True, help="safetensors file to write")
+    parser.add_argument("--force", action="store_true", help="overwrite an existing file")
     parser.add_argument("--steps", type=int, default=2000, help="optimizer steps (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first weights and the order (default: %(default)s)")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="random seed of the initial weights and the sample order (default: %(default)s)",
+    )
     options = parser.parse_args(arguments)
     try:
         _check(options.output, options.force, options.steps)
@@ -53,14 +58,14 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"make_vae: {error}", file=sys.stderr)
         return error.exit_code
-    kept = tiny_vae(options.output)  # as the file has it: in half precision
+    saved = tiny_vae(options.output)  # in half precision, as in the file
     for num_frames in (1, 5, 9):
-        print(f"PSNR on held-out drawings, frames {num_frames}: {psnr(kept, num_frames):.1f} dB")
+        print(f"PSNR on held-out drawings, frames {num_frames}: {psnr(saved, num_frames):.1f} dB")
     return 0
 
 
 def train(steps: int, seed: int = 0) -> AutoencoderKLWan:
-    """A VAE that can encode and decode the shapes."""
+    """Trains a VAE on the shapes."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         vae = untrained_vae()
@@ -74,10 +79,10 @@ def train(steps: int, seed: int = 0) -> AutoencoderKLWan:
             chosen = torch.randint(lesson.num_samples, (lesson.at_once,)).tolist()
             frames = torch.stack([drawings[index]["frames"] for index in chosen])
             posterior = vae.encode(frames).latent_dist
-            again = _decode_without_clamp(vae, posterior.sample())
-            # A weak pull towards N(0, 1) keeps the latents smooth, which is what makes them easy to learn.
+            decoded = _decode_without_clamp(vae, posterior.sample())
+            # A weak pull towards N(0, 1) keeps the latents smooth, which makes them easy to learn.
             divergence = 0.5 * (posterior.mean.square() + posterior.var - 1 - posterior.logvar).mean()
-            loss = F.mse_loss(again, frames) + 0.5 * F.l1_loss(again, frames) + _KL_WEIGHT * divergence
+            loss = F.mse_loss(decoded, frames) + 0.5 * F.l1_loss(decoded, frames) + _KL_WEIGHT * divergence
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
@@ -88,35 +93,35 @@ def train(steps: int, seed: int = 0) -> AutoencoderKLWan:
 
 
 def save(vae: AutoencoderKLWan, file: Path) -> None:
-    """Writes the weights in half precision, and the mean and spread of the latents of the drawings beside them."""
+    """Writes the weights in half precision, with the mean and standard deviation of the drawings' latents."""
     from safetensors.torch import save as to_bytes
 
     with torch.no_grad():
         latents = [vae.encode(_frames(480, num_frames)).latent_dist.mean for num_frames in (1, 5)]
     by_channel = torch.cat([part.transpose(0, 1).flatten(1) for part in latents], dim=1)
     tensors = {name: tensor.half().contiguous() for name, tensor in vae.state_dict().items()}
-    # Not by save_file, which makes files that only their owner may read.
+    # Not with save_file, which creates files that only their owner may read.
     file.write_bytes(to_bytes({**tensors, "latents_mean": by_channel.mean(1), "latents_std": by_channel.std(1)}))
 
 
 @torch.no_grad()
 def psnr(vae: AutoencoderKLWan, num_frames: int, num_samples: int = 96) -> float:
-    """How well held-out drawings come back, in decibels."""
+    """The peak signal-to-noise ratio of reconstructed held-out drawings, in decibels."""
     frames = _frames(num_samples, num_frames, split="eval")
-    again = vae.decode(vae.encode(frames).latent_dist.mean).sample
-    return -10 * math.log10(((again - frames) / 2).square().mean().item())
+    decoded = vae.decode(vae.encode(frames).latent_dist.mean).sample
+    return -10 * math.log10(((decoded - frames) / 2).square().mean().item())
 
 
 def _decode_without_clamp(vae: AutoencoderKLWan, latents: Tensor) -> Tensor:
-    """What `vae.decode` does before it cuts off at -1 and 1: beyond them it has no gradient, and training dies."""
+    """`vae.decode` without its clamp to [-1, 1], beyond which there is no gradient and training stalls."""
     vae.clear_cache()
     latents = vae.post_quant_conv(latents)
     parts = []
     for i in range(latents.shape[2]):
-        # The decoder keeps what it saw of earlier frames in a list that it walks through anew for each frame.
-        place = [0]
+        # The decoder caches features of earlier frames in a list, which it walks through anew for each frame.
+        index = [0]
         parts.append(
-            vae.decoder(latents[:, :, i : i + 1], feat_cache=vae._feat_map, feat_idx=place, first_chunk=i == 0)
+            vae.decoder(latents[:, :, i : i + 1], feat_cache=vae._feat_map, feat_idx=index, first_chunk=i == 0)
         )
     vae.clear_cache()
     return torch.cat(parts, dim=2)
@@ -138,7 +143,7 @@ def _check(output: Path, force: bool, steps: int) -> None:
     if output.is_dir() or not output.absolute().parent.is_dir():
         raise ConfigError(f"--output {output}: expected a file in a folder that exists")
     if output.exists() and not force:
-        raise ConfigError(f"{output} exists; --force replaces it")
+        raise ConfigError(f"{output} already exists; pass --force to overwrite it")
 
 
 if __name__ == "__main__":

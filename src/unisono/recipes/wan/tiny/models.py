@@ -1,7 +1,7 @@
-"""Small real Wan models that need no download: every class is the one the big models use, only the sizes differ.
+"""Tiny Wan models that need no download: every class is the one that the published models use, only the sizes differ.
 
-The VAE is trained (its weights lie beside this file, `make_vae.py` makes them), the text encoder is random and frozen,
-the transformer is what a run trains.
+The VAE is trained (`make_vae.py` writes the weights next to this file), the text encoder is random and frozen, and the
+transformer is what a run trains.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from unisono.data.bits import key_of, random_bits, to_unit
 from unisono.errors import ConfigError
 from unisono.recipes.wan.tiny.shapes import COLOURS, DIRECTIONS, SHAPES, WORDINGS
 
-# To a type checker these classes are stand-ins without methods, or not there at all.
+# For a type checker these classes have no methods, or do not exist.
 AutoencoderKLWan: TypeAlias = Any
 FlowMatchEulerDiscreteScheduler: TypeAlias = Any
 T5TokenizerFast: TypeAlias = Any
 UMT5EncoderModel: TypeAlias = Any
 
 TEXT_LENGTH = 16
-"""Rows of text that the tiny transformer attends to; the real ones have 512."""
+"""Tokens of text that the tiny transformer attends to; the published models have 512."""
 
 VAE_WEIGHTS = Path(__file__).with_name("vae.safetensors")
 
 _TEXT_DIM = 64
 _LATENT_CHANNELS = 8
 _STATISTICS = ("latents_mean", "latents_std")
-_SPECIAL_PIECES = ("<pad>", "</s>", "<unk>")  # numbers 0, 1 and 2, as in UMT5
+_SPECIAL_PIECES = ("<pad>", "</s>", "<unk>")  # tokens 0, 1 and 2, as in UMT5
 
 
 class PipelineParts(NamedTuple):
-    """All that a `WanPipeline` consists of but the transformer."""
+    """All parts of a `WanPipeline` except the transformer."""
 
     tokenizer: T5TokenizerFast
     text_encoder: UMT5EncoderModel
@@ -46,7 +46,7 @@ class PipelineParts(NamedTuple):
 
 
 def tiny_transformer_config() -> dict[str, Any]:
-    """What to build a small `WanTransformer3DModel` with: 0.7 M parameters."""
+    """Arguments of a tiny `WanTransformer3DModel`: 0.7 M parameters."""
     return {
         "patch_size": (1, 2, 2),
         "num_attention_heads": 4,
@@ -64,14 +64,14 @@ def tiny_transformer_config() -> dict[str, Any]:
 
 
 def tiny_vae_config() -> dict[str, Any]:
-    """What to build a small `AutoencoderKLWan` with: 4 x 4 pixels of 4 frames become one place of 8 channels."""
+    """Arguments of a tiny `AutoencoderKLWan`: 4 x 4 pixels of 4 frames become one latent position of 8 channels."""
     return {
         "base_dim": 16,
         "z_dim": _LATENT_CHANNELS,
         "dim_mult": [1, 1, 1],
         "num_res_blocks": 0,
         "temperal_downsample": [True, True],
-        "is_residual": True,  # as in Wan 2.2: learns in half the steps
+        "is_residual": True,  # as in Wan 2.2: trains in half the steps
         "scale_factor_temporal": 4,
         "scale_factor_spatial": 4,
         "latents_mean": [0.0] * _LATENT_CHANNELS,
@@ -80,39 +80,39 @@ def tiny_vae_config() -> dict[str, Any]:
 
 
 def untrained_vae(**other: Any) -> AutoencoderKLWan:
-    """The small VAE as its constructor makes it, with other settings for some of its own."""
+    """The tiny VAE as its constructor makes it, with `other` arguments replaced."""
     import diffusers
 
     return diffusers.AutoencoderKLWan(**{**tiny_vae_config(), **other})  # type: ignore[no-untyped-call]
 
 
 def tiny_vae(weights: Path = VAE_WEIGHTS) -> AutoencoderKLWan:
-    """The small VAE, trained on `Shapes`, with the statistics of their latents in its config."""
+    """The tiny VAE, trained on `Shapes`, with the statistics of their latents in its config."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
         tensors = {name: tensor.float() for name, tensor in load_file(weights).items()}
         statistics = {name: [float(value) for value in tensors.pop(name)] for name in _STATISTICS}
-        with torch.random.fork_rng(devices=[]):  # the weights that the constructor draws are replaced anyway
+        with torch.random.fork_rng(devices=[]):  # the constructor's random weights are replaced anyway
             vae = untrained_vae(**statistics)
         vae.load_state_dict(tensors)
     except (OSError, SafetensorError, KeyError, RuntimeError) as error:
         raise ConfigError(
             f"{weights}: not the weights of the tiny VAE ({error}); "
-            "make them anew: python -m unisono.recipes.wan.tiny.make_vae --output FILE"
+            "train it again: python -m unisono.recipes.wan.tiny.make_vae --output FILE"
         ) from None
     return vae.eval().requires_grad_(False)
 
 
 def tiny_tokenizer() -> T5TokenizerFast:
-    """A tokenizer that knows the words of the captions; other words it spells."""
+    """A tokenizer that knows the words of the captions and spells other words."""
     import transformers
 
     words = sorted({*" ".join(WORDINGS).split(), *COLOURS, *SHAPES, *DIRECTIONS, "moving"} - {"{colour}", "{shape}"})
     letters = string.ascii_letters + string.digits + string.punctuation
     vocab = [(piece, 0.0) for piece in _SPECIAL_PIECES]
-    # The best score wins: a known word is one piece, another one its letters.
+    # The best score wins: a known word is one piece, an unknown word its letters.
     vocab += [(f"▁{word}", -1.0) for word in words]
     vocab += [(piece, -8.0) for piece in ("▁", *letters)]
     kind: Any = transformers.T5TokenizerFast  # type: ignore[attr-defined]
@@ -120,14 +120,15 @@ def tiny_tokenizer() -> T5TokenizerFast:
 
 
 def tiny_text_encoder() -> UMT5EncoderModel:
-    """A small UMT5 with random weights, the same ones on every machine."""
+    """A tiny UMT5 with random weights, the same on every machine."""
     import transformers
 
     config = transformers.UMT5Config(
         vocab_size=len(tiny_tokenizer()), d_model=_TEXT_DIM, d_kv=16, d_ff=128, num_layers=2, num_heads=4
     )
-    with torch.random.fork_rng(devices=[]):  # torch's generators differ between machines in the last bits
-        encoder: Any = transformers.UMT5EncoderModel(config)  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng(devices=[]):  # PyTorch's generators differ between machines in the last bits
+        untyped: Any = transformers.UMT5EncoderModel  # its constructor has types only in some versions
+        encoder = untyped(config)
     with torch.no_grad():
         for name, weight in encoder.named_parameters():
             if weight.dim() > 1:
@@ -136,7 +137,7 @@ def tiny_text_encoder() -> UMT5EncoderModel:
 
 
 def tiny_pipeline_parts() -> PipelineParts:
-    """All parts of a pipeline but the transformer."""
+    """All parts of a pipeline except the transformer."""
     import diffusers
 
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=1.0)  # type: ignore[no-untyped-call]
@@ -144,13 +145,13 @@ def tiny_pipeline_parts() -> PipelineParts:
 
 
 def _uniform(name: str, shape: torch.Size) -> Tensor:
-    """Numbers with mean 0 and variance 1. Uniform ones: a normal distribution would need a logarithm, and rounding."""
+    """Uniform numbers of mean 0 and variance 1: normal ones need a logarithm, which machines round differently."""
     bits = random_bits(key_of(crc32(name.encode())), torch.arange(shape.numel()))
     return ((to_unit(bits, torch.float32) - 0.5) * math.sqrt(12)).view(shape)
 
 
 def _spread(name: str, fan_in: int, width_of_a_head: int) -> float:
-    """The standard deviation that T5 begins with."""
+    """The standard deviation of T5's initial weights."""
     if "shared" in name or "embed_tokens" in name:
         return 1.0
     if "relative_attention_bias" in name:

@@ -1,7 +1,7 @@
-"""A data set drawn by code: one coloured shape on grey, still or moving, with a caption that says what it is.
+"""A dataset drawn by code: one coloured shape on grey, still or moving, with a caption that describes it.
 
-Item i is a function of (seed, split, i) and of nothing else, so there are no files, no downloads and no state. Colours
-and shapes come in turn, all pairs of them equally often; everything else about a picture is random.
+Item i is a function of (seed, split, i) only, so there are no files, no downloads and no state. Colours and shapes
+alternate, so that all pairs occur equally often; everything else about an image is random.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ COLOURS: dict[str, tuple[float, float, float]] = {
     "purple": (0.8, 0.1, 0.85),
     "cyan": (0.1, 0.85, 0.9),
 }
-"""Names and what they look like: red, green and blue in [0, 1]."""
+"""Names and their red, green and blue in [0, 1]."""
 
 SHAPES = ("circle", "square", "triangle", "cross")
 
 DIRECTIONS: dict[str, tuple[float, float]] = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
-"""Names and where they lead, x to the right and y down."""
+"""Names and their directions, x to the right and y down."""
 
 WORDINGS = (
     "a {colour} {shape}",
@@ -39,22 +39,22 @@ WORDINGS = (
     "a picture of a {colour} {shape}",
 )
 
-_DRAWS = 16  # random numbers of one item, more than are used
+_DRAWS = 16  # random numbers per item, more than are used
 
 
 class Drawing(TypedDict):
-    """What an item is."""
+    """An item of the dataset."""
 
     frames: Tensor  # [3, frames, height, width] in [-1, 1]
     caption: str
 
 
 class Plan(NamedTuple):
-    """What is drawn, before it is drawn. Lengths are parts of the picture's side; y points down."""
+    """What an item shows. Lengths are fractions of the image's side; y points down."""
 
     colour: str
     shape: str
-    direction: str | None  # None: it stands still
+    direction: str | None  # None: it does not move
     caption: str
     rgb: tuple[float, float, float]
     background: float
@@ -70,11 +70,11 @@ class Shapes(Dataset[Drawing]):
         self, num_samples: int, num_frames: int = 1, size: int = 32, seed: int = 0, split: str = "train"
     ) -> None:
         if num_samples < 1:
-            raise ConfigError(f"{num_samples} samples of shapes: expected at least 1")
+            raise ConfigError(f"num_shapes {num_samples}: expected at least 1")
         if num_frames < 1 or num_frames % 4 != 1:
-            raise ConfigError(f"clips of {num_frames} frames: expected 1, 5, 9 or another multiple of 4, plus 1")
+            raise ConfigError(f"num_frames {num_frames}: expected 1, 5, 9, … (a multiple of 4, plus 1)")
         if size < 16 or size % 8:
-            raise ConfigError(f"pictures of {size} x {size} pixels: expected a multiple of 8, at least 16")
+            raise ConfigError(f"shapes of {size} × {size} pixels: expected a multiple of 8, at least 16")
         self.num_samples, self.num_frames, self.size = num_samples, num_frames, size
         self._key = key_of(seed, crc32(split.encode()))
 
@@ -121,26 +121,26 @@ def draw(plan: Plan, num_frames: int, size: int) -> Tensor:
     middles = (torch.arange(size) + 0.5) / size  # of the pixels
     x = middles[None, None, :] - (plan.centre[0] + plan.travel * towards[0] * ahead)[:, None, None]
     y = middles[None, :, None] - (plan.centre[1] + plan.travel * towards[1] * ahead)[:, None, None]
-    # A pixel that the outline cuts in two is half covered.
+    # Antialiasing: a pixel that the outline halves is half covered.
     covered = (0.5 - _outside(plan.shape, x, y, plan.radius) * size).clamp(0, 1)  # [frames, size, size]
     rgb = torch.tensor(plan.rgb).clamp(0, 1)[:, None, None, None]
     return (plan.background + (rgb - plan.background) * covered) * 2 - 1
 
 
 def labels(plans: list[Plan]) -> tuple[Tensor, Tensor]:
-    """[items] numbers of the colours, and of the shapes."""
+    """[items] indices of the colours, and of the shapes."""
     colours = torch.tensor([list(COLOURS).index(plan.colour) for plan in plans])
     return colours, torch.tensor([SHAPES.index(plan.shape) for plan in plans])
 
 
 def _outside(shape: str, x: Tensor, y: Tensor, radius: float) -> Tensor:
-    """How far points lie outside of a shape around the origin; negative within. Areas are about the same."""
+    """The distance of points from a shape around the origin; negative inside. All shapes have about the same area."""
     if shape == "circle":
         return torch.sqrt(x * x + y * y) - radius
     if shape == "square":
         return torch.maximum(x.abs(), y.abs()) - radius * 0.9
     if shape == "triangle":
-        # On its base: three lines at the same distance from the middle.
+        # Standing on its base: three lines at the same distance from the centre.
         inner, slope = radius * 0.75, math.sqrt(0.75)
         y = y - radius * 0.3
         return torch.maximum(slope * x.abs() - 0.5 * y, y.expand_as(x + y)) - inner

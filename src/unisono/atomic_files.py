@@ -1,0 +1,97 @@
+"""Files and folders that appear complete or not at all.
+
+The content goes to a temporary name in the same folder, and a rename gives it its real name. A process that dies in
+between leaves at most a hidden temporary file; a reader never sees half a file.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+
+def temporary_name(path: Path) -> Path:
+    """A hidden name beside `path` that no other writer uses."""
+    return path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}.part")
+
+
+@contextmanager
+def atomic_file(
+    path: Path, *, overwrite: bool = True, durable: bool = False, one_writer: bool = False
+) -> Iterator[Path]:
+    """Yields a temporary path to write to, and renames it to `path` when the block ends without an exception.
+
+    With `overwrite=False` a `path` that exists by then is a FileExistsError and stays as it is. `durable` forces the
+    file and its name to permanent storage, so that both survive a power cut. `one_writer` promises that no other
+    process writes `path` at the same time: the temporary name is then fixed, and a killed writer leaves one at most.
+    """
+    temporary = path.with_name(f".{path.name}.new") if one_writer else temporary_name(path)
+    try:
+        if one_writer:
+            with suppress(FileNotFoundError):
+                os.unlink(temporary)  # a link left there would redirect the writing, a FIFO would block it
+        yield temporary
+        if durable:
+            _sync(temporary)
+        if overwrite:
+            os.replace(temporary, path)
+        else:
+            _rename_to_new(temporary, path)
+        if durable:
+            sync_folder(path.parent)
+    finally:
+        with suppress(OSError):  # renamed by now, or never created
+            os.unlink(temporary)
+
+
+def write_atomically(
+    path: Path, content: bytes | str | Iterable[bytes], *, durable: bool = False, one_writer: bool = False
+) -> None:
+    """Writes or replaces a file in one piece; the options are those of `atomic_file`."""
+    with atomic_file(path, durable=durable, one_writer=one_writer) as temporary, open(temporary, "xb") as file:
+        if isinstance(content, str):
+            content = content.encode("utf-8", "replace")
+        file.writelines([content] if isinstance(content, bytes) else content)
+
+
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Yields a temporary folder beside `path`, and renames it to `path` when the block ends without an exception.
+
+    The rename replaces an empty folder and nothing else. Relative links that lead out of the folder stay valid.
+    """
+    temporary = temporary_name(path)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        os.rename(temporary, path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Forces a folder's list of names to permanent storage: without it a power cut may undo a rename."""
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _rename_to_new(temporary: Path, path: Path) -> None:
+    try:
+        os.link(temporary, path)  # unlike rename, it never replaces a file
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without links
+        if os.path.lexists(path):
+            raise FileExistsError(f"{path} already exists") from None
+        os.rename(temporary, path)

@@ -1,0 +1,135 @@
+"""Command-line parsing, the same for every command.
+
+argparse with four conventions: a flag may be written with hyphens or underscores, a flag is never abbreviated, a
+mistake is one line with the nearest flag (exit code 2), and `train`, `verify` and `slurm` pass every flag that is not
+their own on to the settings of the recipe.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from unisono.errors import ConfigError
+
+_SIMILAR = 0.7
+_VERY_SIMILAR = 0.85  # a flag that is almost one of the command's own, and no setting, is a slip
+
+
+class Parser(argparse.ArgumentParser):
+    """The parser of one command."""
+
+    def __init__(self, command: str, description: str, **options: Any) -> None:
+        self._spellings: dict[str, str] = {}
+        self._command = command
+        super().__init__(prog=f"unisono {command}", description=description, allow_abbrev=False, **options)
+
+    def add_argument(self, *names: str, **options: Any) -> argparse.Action:
+        """Adds an argument that may be written with hyphens or underscores."""
+        action = super().add_argument(*names, **options)
+        self._spellings.update({_underscored(name): name for name in action.option_strings})
+        return action
+
+    def error(self, message: str) -> NoReturn:
+        """Raises the mistake as one line instead of printing the usage."""
+        raise ConfigError(f"{message.removeprefix('argument ')}; see unisono {self._command} --help")
+
+    def read(self, words: Sequence[str]) -> argparse.Namespace:
+        """Parses the whole command line; a word that belongs to no argument is a ConfigError."""
+        options, rest = self.read_own(words)
+        if not rest:
+            return options
+        flags = [word.partition("=")[0] for word in rest if word.startswith("--")]
+        if not flags:
+            self.error(f"unexpected argument {rest[0]!r}")
+        hint = self._nearest(flags[0], _SIMILAR)
+        if not hint:
+            self.error(f"unknown flag {flags[0]}")
+        raise ConfigError(f"unknown flag {flags[0]}{hint}")
+
+    def read_own(self, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+        """Parses the command's own arguments; returns all other words as they were written, in order."""
+        return self.parse_known_args([self._as_declared(word) for word in words])
+
+    def refuse_slips(self, flags: Sequence[str]) -> None:
+        """Raises ConfigError for a flag that is no setting and almost one of this command's."""
+        from unisono.config.fields import fields_by_name
+        from unisono.settings import Settings
+
+        settings = fields_by_name((Settings,))
+        for flag in (word.partition("=")[0] for word in flags if word.startswith("--")):
+            name = _underscored(flag).removeprefix("__")
+            if name not in settings and (hint := self._nearest(flag, _VERY_SIMILAR)):
+                raise ConfigError(f"unknown flag {flag}{hint}")
+
+    def _as_declared(self, word: str) -> str:
+        if not word.startswith("--"):
+            return word
+        name, equals, value = word.partition("=")
+        return self._spellings.get(_underscored(name), name) + equals + value
+
+    def _nearest(self, flag: str, cutoff: float) -> str:
+        names = {spelling.removeprefix("__"): name for spelling, name in self._spellings.items()}
+        nearest = get_close_matches(_underscored(flag).removeprefix("__"), names, n=1, cutoff=cutoff)
+        return f"; did you mean {names[nearest[0]]}?" if nearest else ""
+
+
+class StoreOnce(argparse.Action):
+    """Stores one value and refuses a second one."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if getattr(namespace, self.dest) != self.default:
+            raise argparse.ArgumentError(self, "is given twice")
+        setattr(namespace, self.dest, values)
+
+
+class TrainingWords(NamedTuple):
+    """The command line of a command that trains a recipe, taken apart."""
+
+    recipe: str | None
+    files: list[Path]
+    flags: list[str]
+    options: argparse.Namespace
+
+
+class TrainingParser(Parser):
+    """The parser of `train`, `verify` and `slurm`: a recipe, --config files, own options, and settings as flags."""
+
+    def __init__(self, command: str, usage: str, description: str) -> None:
+        super().__init__(
+            command,
+            description,
+            usage=f"unisono {command} {usage}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            add_help=False,  # with a recipe, the help also lists its settings
+        )
+        self.add_argument("-h", "--help", action="store_true", help="show this help and exit")
+        self.add_argument(
+            "--config",
+            type=Path,
+            action="append",
+            default=[],
+            metavar="FILE",
+            help="YAML or JSON file with settings; later files override earlier ones, and flags override all files. "
+            "The key `include` names files to read first: `include: base.yaml`, or a list",
+        )
+
+    def read_training(self, words: Sequence[str]) -> TrainingWords:
+        """Takes a command line apart; the recipe is the first word."""
+        has_recipe = bool(words) and not words[0].startswith("-")
+        options, flags = self.read_own(words[1:] if has_recipe else words)
+        self.refuse_slips(flags)
+        return TrainingWords(words[0] if has_recipe else None, options.config, flags, options)
+
+
+def _underscored(name: str) -> str:
+    return name.replace("-", "_")

@@ -1,0 +1,60 @@
+"""Words a hang for the user, the event log and the rank's outcome; the same text whoever detected it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unisono.cluster.hangs.diagnosis import Limits, RankStatus
+from unisono.cluster.hangs.stacks import save_stacks
+from unisono.cluster.outcome import Outcome
+
+
+@dataclass(frozen=True)
+class Hang:
+    """A rank that hangs."""
+
+    status: RankStatus
+    limits: Limits
+    calls: Sequence[str]
+    """Python frames of its main thread, innermost call first; empty if there is no stack."""
+    is_silent: bool = False
+    """Whether not even the watchdog thread of that rank responds."""
+    stacks_note: str = ""
+    """The end of the message: where the stacks of all ranks are."""
+
+    def event(self) -> dict[str, Any]:
+        """Returns the details of the run's `hang` event."""
+        beat = self.status.beat
+        return {"step": beat.step, "rank": beat.rank, "phase": beat.phase, "seconds": round(self.status.idle_s)}
+
+    def outcome(self) -> Outcome:
+        """Returns the outcome of that rank: crashed, with its stack as the traceback."""
+        beat = self.status.beat
+        if self.is_silent:
+            message = (
+                f"no response for {self.status.idle_s:.0f} s (stopped, killed, disconnected, or in a call that holds "
+                "python's GIL)"
+            )
+        else:
+            limit = self.limits.limit_for(beat) or 0.0
+            message = f"{describe(self.status)} ({self.limits.setting_for(beat)} {limit:g})"
+        header = f"stack of rank {beat.rank}, innermost call first:"
+        stack = "\n".join([header, *self.calls]) if self.calls else ""
+        return Outcome("crashed", message + self.stacks_note, beat.rank, beat.step or None, stack)
+
+
+def describe(status: RankStatus) -> str:
+    """Returns one phrase: for how long there was no progress, and in which phase."""
+    phase = {"start": "startup", "end": "shutdown"}.get(status.beat.phase, status.beat.phase)
+    waiting = ", waiting for other ranks" if status.waits_for_peers else ""
+    return f"no progress for {status.idle_s:.0f} s in {phase}{waiting}"
+
+
+def save_attempt_stacks(run_folder: Path | None, step: int, attempt: int, stacks: Mapping[int, str]) -> str:
+    """Saves these stacks, by rank, under the step and the attempt; returns the end of a message that says where."""
+    if run_folder is None:
+        return ""
+    return "; " + save_stacks(run_folder, f"step_{step:08d}-attempt{attempt}", stacks)

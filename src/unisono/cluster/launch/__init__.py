@@ -1,0 +1,7 @@
+"""Starts the ranks on this machine and restarts them after a failure.
+
+`launcher.py` is the entry point; `agent.py` is torch's elastic agent with unisono's rules; `job_folder.py` is the
+folder through which a launcher and its ranks exchange files; `warm_ranks.py` forks the ranks of many short runs.
+
+What happens after `kill -9` of one rank on one of two machines is described step by step in `agent.py`.
+"""

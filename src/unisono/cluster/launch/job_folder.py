@@ -1,0 +1,63 @@
+"""The temporary folder through which a launcher and its ranks exchange files; also removes abandoned ones.
+
+A rank writes its heartbeat (`heartbeat_rank0`), its stacks on request (`stack_rank0.txt`) and how it ended
+(`outcome_rank0.json`). The launcher writes the stop file (`stop`) and renames the outcomes of earlier attempts.
+
+A launcher locks its folder (flock) before it writes a marker file into it. A folder that has the marker but no lock
+therefore belongs to a launcher that is gone: the kernel releases a lock when its process ends. A folder without the
+marker is never removed, because it may be a user's, or that of a launcher that is just starting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+_PREFIX, _MARKER = "unisono-", ".unisono-launcher"
+
+
+@contextlib.contextmanager
+def job_folder() -> Iterator[Path]:
+    """Creates this launcher's job folder and removes it at the end; also removes those of killed launchers."""
+    remove_abandoned()
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(
+            OSError
+        ):  # a file system without locks: no marker, or other launchers would remove the folder
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            (folder / _MARKER).touch()
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(handle)
+
+
+def remove_abandoned(parent: Path | None = None) -> None:
+    """Removes this user's job folders whose launcher no longer runs; never raises."""
+    parent = parent or Path(tempfile.gettempdir())
+    with contextlib.suppress(OSError):
+        for folder in parent.glob(f"{_PREFIX}*"):
+            with contextlib.suppress(OSError):
+                _remove_if_abandoned(folder)
+
+
+def _remove_if_abandoned(folder: Path) -> None:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+        return
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        # Look for the marker only under the lock: whoever wrote it either holds the lock or is gone.
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(handle).st_uid == os.geteuid() and (folder / _MARKER).is_file():
+            shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(handle)

@@ -1,0 +1,230 @@
+"""A launcher's side of the rendezvous, in the form that torch's elastic agent expects (`RendezvousHandler`).
+
+The agent calls three methods. `next_rendezvous` reports to the server that no rank of this machine is running and
+blocks until the server sends the next round. `num_nodes_waiting`, which the agent polls ten times per second while its
+ranks are healthy, returns a positive number when this machine has to regroup; the agent then kills its ranks and calls
+`next_rendezvous` again. `shutdown` disconnects.
+
+A thread reads the server's messages (`_receive`), another sends heartbeats. If the connection is lost, this machine
+counts as disconnected: the agent kills its ranks, and `next_rendezvous` reconnects for up to `JOIN_S`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+
+from unisono.cluster.awake_clock import AwakeClock
+from unisono.cluster.rendezvous.connection import HEARTBEAT_S, SILENCE_S, Connection
+from unisono.cluster.rendezvous.server import RendezvousServer, Round
+from unisono.errors import UserError
+
+JOIN_S = 900.0
+"""How long a machine waits for the others, at the start and after it lost them."""
+
+_MESSAGE_AFTER_S = 10.0  # of waiting, before the user sees why nothing happens
+_RETRY_S = 0.5
+_CONNECT_S = 5.0
+
+
+@dataclass(frozen=True)
+class RendezvousConfig:
+    """Which machine this is, how many there may be, and where the server listens."""
+
+    machine: int
+    ranks: int
+    min_machines: int
+    max_machines: int
+    host: str
+    port: int
+
+
+class RendezvousClient(RendezvousHandler):
+    """Connects this machine's launcher to the server; on machine 0 it also starts the server and the ranks' store."""
+
+    def __init__(self, config: RendezvousConfig, max_restarts: int, print_line: Callable[[str], None]) -> None:
+        self._config, self._print_line = config, print_line
+        self._store: TCPStore | None = None
+        self._server: RendezvousServer | None = None
+        self._port = config.port
+        if config.machine == 0:
+            self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+            self._server = RendezvousServer(
+                config.port, self._store.port, config.min_machines, config.max_machines, max_restarts
+            )
+            self._port = self._server.port
+        self.cause: dict[str, Any] | None = None
+        """Why this machine wants a new round, if one of its own ranks caused it."""
+        self.round: Round | None = None
+        self._last_attempt_at = 0.0
+        self._changed = threading.Condition()
+        # What the receiving thread has learned, guarded by _changed:
+        self._connection: Connection | None = None
+        self._next_round: Round | None = None
+        self._regroup = ""  # "save" or "now" once the server has asked for it
+        self._closed_because: str | None = None
+        self._rejected_because = ""
+
+    # ---- what the elastic agent calls ----
+
+    def get_backend(self) -> str:
+        """Returns a name; torch requires one."""
+        return "unisono"
+
+    def get_run_id(self) -> str:
+        """Returns a name; torch requires one."""
+        return "unisono"
+
+    @property
+    def use_agent_store(self) -> bool:
+        """True: the launcher of machine 0 hosts the ranks' store, so the store survives the death of any rank."""
+        return True
+
+    @property
+    def hosts_server(self) -> bool:
+        """Whether the rendezvous server runs in this launcher."""
+        return self._server is not None
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Reports this machine as ready and blocks until a round begins in which it takes part."""
+        self.round = self._wait_for_round()
+        machines = [machine for machine, _ in self.round.machines]
+        host = "localhost" if self._config.max_machines == 1 else self._config.host
+        store_info = RendezvousStoreInfo(host, self.round.store_port)
+        # The first argument is a store for the agent itself, which ours does not use.
+        return RendezvousInfo(HashStore(), machines.index(self._config.machine), len(machines), store_info)
+
+    def num_nodes_waiting(self) -> int:
+        """Returns 1 if this machine has to regroup or is disconnected: the agent then kills its ranks and rejoins."""
+        with self._changed:
+            return int(self._regroup == "now" or self._connection is None or self._closed_because is not None)
+
+    def is_closed(self) -> bool:
+        """Whether the run is over."""
+        return self._closed_because is not None
+
+    def set_closed(self) -> None:
+        """Ends the run for all machines."""
+        self.end_run("the run was ended")
+
+    def shutdown(self) -> bool:
+        """Disconnects; on machine 0 it also stops the server."""
+        with self._changed:
+            connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+        if self._server is not None:
+            self._server.shut_down()
+        return True
+
+    # ---- what unisono's agent calls in addition ----
+
+    @property
+    def wants_checkpoint(self) -> bool:
+        """Whether machines wait to join while all ranks are well: the ranks should save a checkpoint and stop."""
+        with self._changed:
+            return self._regroup == "save"
+
+    def leave_round(self) -> None:
+        """Makes `num_nodes_waiting` positive, after all ranks have saved and stopped so that machines can join."""
+        with self._changed:
+            self._regroup = "now"
+
+    def finish(self) -> None:
+        """Reports that all ranks of this machine ended well; blocks until the other machines have finished or left."""
+        with self._changed:
+            if self._connection is not None and self._connection.send(finished=True):
+                while self._connection is not None and self._closed_because is None:
+                    self._changed.wait(1.0)
+
+    def end_run(self, reason: str) -> None:
+        """Ends the run for all machines, because another round would end the same way."""
+        with self._changed:
+            if self._connection is not None:
+                self._connection.send(closed=reason)
+
+    # ---- the connection to the server ----
+
+    def _wait_for_round(self) -> Round:
+        clock = AwakeClock()
+        user_knows = self._config.max_machines == 1
+        reported_on: Connection | None = None  # the connection over which this machine has reported ready
+        while True:
+            with self._changed:
+                if self._closed_because is not None:
+                    raise RendezvousClosedError(self._closed_because)
+                connection = self._connection
+                if reported_on is not None and connection is reported_on and self._next_round is not None:
+                    new_round, self._next_round = self._next_round, None
+                    return new_round
+                if connection is not None and connection is not reported_on:
+                    self._next_round = None  # from a round that this machine has left
+                    connection.send(ready=self.cause)
+                    reported_on = connection
+                elif connection is not None:
+                    self._changed.wait(0.2)
+            if connection is None:
+                self._connect(clock.now)
+            waited_s = clock.advance(_CONNECT_S + _RETRY_S)
+            address = f"{self._config.host}:{self._port}"
+            if not user_knows and waited_s > _MESSAGE_AFTER_S:
+                user_knows = True
+                self._print_line(f"waiting for the other machines at {address}")
+            if waited_s > JOIN_S:
+                raise RendezvousTimeoutError(f"no other machine joined at {address} within {JOIN_S:.0f} s")
+
+    def _connect(self, waited_s: float) -> None:
+        """Tries once to connect; `waited_s` is for how long this machine has tried."""
+        # The server may still hold this machine's own connection from before a network failure and reject the new one.
+        if self._rejected_because and waited_s > 2 * SILENCE_S:
+            raise UserError(f"{self._rejected_because}; give each machine a different node_rank")
+        time.sleep(max(0.0, self._last_attempt_at + _RETRY_S - time.monotonic()))
+        self._last_attempt_at = time.monotonic()
+        host = "127.0.0.1" if self._server is not None else self._config.host
+        connection: Connection | None = None
+        with contextlib.suppress(OSError):
+            connection = Connection(socket.create_connection((host, self._port), timeout=_CONNECT_S))
+        if connection is not None and connection.send(machine=self._config.machine, ranks=self._config.ranks):
+            with self._changed:
+                self._connection, self._regroup = connection, ""
+            for target in (self._receive, self._send_heartbeats):
+                threading.Thread(target=target, args=(connection,), name="rendezvous", daemon=True).start()
+
+    def _receive(self, connection: Connection) -> None:
+        for message in connection.messages():
+            with self._changed:
+                self._handle(message)
+                self._changed.notify_all()
+        connection.close()
+        with self._changed:
+            if self._connection is connection:
+                self._connection = None
+            self._changed.notify_all()
+
+    def _handle(self, message: dict[str, Any]) -> None:
+        if "round" in message:
+            self._next_round, self._regroup, self._rejected_because = Round(**message["round"]), "", ""
+        elif "regroup" in message:
+            self._regroup = str(message["regroup"])
+        elif "closed" in message:
+            self._closed_because = str(message["closed"])
+        elif "rejected" in message:
+            self._rejected_because = str(message["rejected"])
+
+    def _send_heartbeats(self, connection: Connection) -> None:
+        while connection.send(heartbeat=True):
+            time.sleep(HEARTBEAT_S)

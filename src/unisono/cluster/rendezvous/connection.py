@@ -1,0 +1,86 @@
+"""A TCP connection between two launchers. It carries one JSON object per line and detects a peer that is gone.
+
+A killed peer is detected at once, because its connection closes. A cut cable or a frozen machine is detected after
+`SILENCE_S` without a message; both sides send a heartbeat every `HEARTBEAT_S`. Time in which this process was itself
+suspended (Ctrl-Z) does not count as silence of the peer: the peer may be a thread of the same process, and the messages
+of another machine wait in the socket. Anything but a JSON object closes the connection, because port scanners and other
+programs connect to open ports too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from unisono.cluster.awake_clock import AwakeClock
+from unisono.plain_files import parse_json
+
+HEARTBEAT_S = 2.0
+"""Seconds between two heartbeats of a launcher."""
+
+SILENCE_S = 15.0
+"""Seconds without a message after which a peer counts as gone; shorter network outages are harmless."""
+
+_MAX_LINE_BYTES = 1 << 20
+
+
+class Connection:
+    """One end of a connection. Any thread may send; one thread reads."""
+
+    def __init__(self, peer: socket.socket) -> None:
+        self._socket = peer
+        self._send_lock = threading.Lock()
+        peer.settimeout(SILENCE_S)  # for sending; `messages` polls with a shorter timeout
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(self, **message: Any) -> bool:
+        """Sends a message; returns False if the peer is gone."""
+        try:
+            with self._send_lock:
+                self._socket.sendall(json.dumps(message).encode() + b"\n")
+            return True
+        except OSError:
+            return False
+
+    def messages(self) -> Iterator[dict[str, Any]]:
+        """Yields the peer's messages until the peer is gone or silent for too long."""
+        rest = b""
+        poll_s = SILENCE_S / 20
+        clock, last_message_at = AwakeClock(), 0.0
+        readable = select.poll()
+        try:
+            readable.register(self._socket, select.POLLIN)
+        except ValueError:  # already closed
+            return
+        while True:
+            try:
+                if not readable.poll(1000 * poll_s):
+                    if clock.advance(poll_s) - last_message_at > SILENCE_S:
+                        return
+                    continue
+                data = self._socket.recv(1 << 16)
+            except OSError:
+                return
+            last_message_at = clock.advance(poll_s)
+            *lines, rest = (rest + data).split(b"\n")
+            if not data or len(rest) > _MAX_LINE_BYTES:
+                return
+            for text in lines:
+                try:
+                    message = parse_json(text)
+                except ValueError:
+                    return
+                if not isinstance(message, dict):
+                    return
+                yield message
+
+    def close(self) -> None:
+        """Closes the connection; readers on both sides stop."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()

@@ -1,0 +1,260 @@
+"""The rendezvous server, in the launcher of machine 0: it decides which machines take part in each round of a run.
+
+A round is the time in which one set of machines trains together. A new round begins when a rank died, or when a machine
+joined, left or came back. Each launcher keeps one connection to the server and sends
+
+    {"machine": 1, "ranks": 8}      first message: which machine this is, and how many ranks it runs
+    {"ready": cause or null}        none of its ranks is running; it waits for the next round (and why, if it knows)
+    {"finished": true}              all of its ranks ended well
+    {"closed": text}                the run cannot continue, for the given reason
+    {"heartbeat": true}             the launcher is alive
+
+and receives
+
+    {"regroup": "save"}             machines want to join while all ranks are well: save a checkpoint and stop
+    {"regroup": "now"}              a machine is gone or a rank has died: kill the ranks and report ready
+    {"round": {...}}                the new round (`Round`): start the ranks
+    {"closed": text}                the run is over
+    {"rejected": text}              another machine uses the same number
+    {"heartbeat": true}             the server is alive
+
+After `kill -9` of a rank on machine 1, that machine's launcher kills its other ranks and reports ready with the cause.
+`_decide` then sends `regroup: now` to all other machines. Their launchers kill their ranks and report ready too. When
+all connected machines are ready, `_begin_round` counts a restart and sends the same `Round` to each.
+
+Machine 0 decides alone, so no clocks are compared between machines, as torch's c10d rendezvous does. Ranks are numbered
+by machine, so rank 0 always runs on machine 0. A machine that lost its connection may return at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+import uuid
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from unisono.cluster.rendezvous.connection import HEARTBEAT_S, Connection
+
+LAST_CALL_FIRST_ROUND_S = 30.0
+"""How long the first round waits for more machines once there are enough: they determine the effective batch."""
+
+LAST_CALL_LATER_ROUNDS_S = 2.0
+"""The same wait in later rounds, where a late machine only costs one more round."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """The machines that train together, and why there is a new round."""
+
+    number: int  # from 1
+    name: str  # unique; prefixes the keys of this round in the ranks' store
+    machines: list[list[int]]  # [machine, number of ranks], in the order of their ranks
+    store_port: int  # of the ranks' TCPStore on machine 0
+    num_restarts: int  # rounds that began because a rank died, and not because machines joined or left
+    joined: list[int]
+    left: list[int]
+    causes: list[dict[str, Any]]  # rank, step and cause, from each machine that knows one
+
+    def describe_change(self) -> str:
+        """Returns one line: which machines joined, left or came back, and how many continue."""
+        back = sorted(set(self.joined) & set(self.left))
+        changes = [(back, "came back"), ([m for m in self.joined if m not in back], "joined")]
+        changes.append(([m for m in self.left if m not in back], "left"))
+        parts = [
+            f"machine{'s' * (len(machines) > 1)} {', '.join(map(str, machines))} {what}"
+            for machines, what in changes
+            if machines
+        ]
+        ranks = sum(ranks for _, ranks in self.machines)
+        now = f"{len(self.machines)} machine{'s' * (len(self.machines) > 1)}, {ranks} rank{'s' * (ranks > 1)}"
+        return f"{'; '.join(parts)}: continuing from the last checkpoint with {now}"
+
+
+@dataclass(eq=False)
+class _Member:
+    """A machine that is connected. A machine that reconnects is a new member."""
+
+    machine: int
+    ranks: int
+    address: str
+    connection: Connection
+    last_message_at: float
+    ready: bool = False  # none of its ranks is running
+    regroup_sent: str = ""  # the last `regroup` message it got in this round
+    cause: dict[str, Any] | None = None  # why it wants a new round
+
+
+class RendezvousServer:
+    """The server. Its methods may be called from any thread."""
+
+    def __init__(self, port: int, store_port: int, min_machines: int, max_machines: int, max_restarts: int) -> None:
+        """Listens on `port` (0: any free one); on all interfaces if there can be several machines."""
+        self._min_machines, self._max_machines = min_machines, max_machines
+        self._max_restarts, self._store_port = max_restarts, store_port
+        self._server = _listen(port, all_interfaces=max_machines > 1)
+        self.port: int = self._server.getsockname()[1]
+        self._lock = threading.RLock()
+        self._connected: dict[int, _Member] = {}
+        self._participants: dict[int, _Member] = {}  # of the current round
+        self._finished: set[int] = set()  # machines of the current round whose ranks have all ended well
+        self._round = 0
+        self._num_restarts = 0
+        self._last_call_ends: float | None = None
+        self._closed_because: str | None = None
+        self._shut_down = threading.Event()
+        for target in (self._accept, self._poll_last_call):
+            threading.Thread(target=target, name="rendezvous-server", daemon=True).start()
+
+    def end_run(self, reason: str) -> None:
+        """Ends the run for all machines."""
+        with self._lock:
+            if self._closed_because is None:
+                self._closed_because = reason
+            for member in self._connected.values():
+                member.connection.send(closed=self._closed_because)
+
+    def shut_down(self) -> None:
+        """Stops listening and closes all connections."""
+        self._shut_down.set()
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)  # without it the port stays in use while `accept` blocks
+        self._server.close()
+        with self._lock:
+            for member in self._connected.values():
+                member.connection.close()
+
+    def _accept(self) -> None:
+        while not self._shut_down.is_set():
+            try:
+                peer, address = self._server.accept()
+            except OSError:
+                if self._shut_down.wait(0.1):  # otherwise a passing error, such as too many open files
+                    return
+                continue
+            threading.Thread(target=self._serve, args=(Connection(peer), address[0]), daemon=True).start()
+
+    def _serve(self, connection: Connection, address: str) -> None:
+        """Handles the messages of one machine until it is gone."""
+        member: _Member | None = None
+        for message in connection.messages():
+            with self._lock:
+                if member is None:
+                    member = self._admit(connection, address, message)
+                    if member is None:
+                        break
+                else:
+                    member.last_message_at = time.monotonic()
+                    self._handle(member, message)
+                self._decide()
+        connection.close()
+        with self._lock:
+            if member is not None and self._connected.get(member.machine) is member:
+                del self._connected[member.machine]
+                self._decide()
+
+    def _admit(self, connection: Connection, address: str, message: dict[str, Any]) -> _Member | None:
+        machine, ranks = message.get("machine"), message.get("ranks")
+        if not isinstance(machine, int) or not isinstance(ranks, int):
+            return None
+        if not 0 <= machine < self._max_machines or ranks < 1:
+            return None
+        if self._closed_because is not None or self._shut_down.is_set():
+            connection.send(closed=self._closed_because or "")
+            return None
+        before = self._connected.get(machine)
+        if before is not None:
+            if time.monotonic() - before.last_message_at < 3 * HEARTBEAT_S:
+                connection.send(rejected=f"node_rank {machine} is already taking part (from {before.address})")
+                return None
+            before.connection.close()  # the machine lost its connection before this side noticed
+        member = self._connected[machine] = _Member(machine, ranks, address, connection, time.monotonic())
+        return member
+
+    def _handle(self, member: _Member, message: dict[str, Any]) -> None:
+        if "heartbeat" in message:
+            member.connection.send(heartbeat=True)
+        elif "ready" in message:
+            member.ready, member.cause = True, _cause_in(message["ready"])
+        elif "finished" in message:
+            self._finished.add(member.machine)
+        elif "closed" in message:
+            self.end_run(str(message["closed"]))
+
+    def _decide(self) -> None:
+        """Called after every change: ends the run, asks machines to regroup, or begins a new round."""
+        if self._closed_because is not None:
+            return
+        ready = [member for member in self._connected.values() if member.ready]
+        if self._finished:
+            # The run has reached its last step. A machine that failed after that has nothing left to continue.
+            participants = self._participants.items()
+            if all(m in self._finished for m, member in participants if self._connected.get(m) is member):
+                self.end_run("")
+            for member in ready:
+                member.connection.send(closed="the run has ended on the other machines")
+            return
+        someone_left = any(self._connected.get(machine) is not each for machine, each in self._participants.items())
+        if not ready and not someone_left:
+            return
+        rank_died = any(member.ready for member in self._participants.values())
+        # While all ranks are well and a machine only wants to join, the ranks save first, and no step is lost.
+        request = "now" if someone_left or rank_died else "save"
+        for member in self._participants.values():
+            if not member.ready and member.regroup_sent not in (request, "now"):
+                member.regroup_sent = request
+                member.connection.send(regroup=request)
+        if len(ready) < max(self._min_machines, len(self._connected)) or 0 not in self._connected:
+            self._last_call_ends = None
+            return
+        if self._last_call_ends is None:
+            last_call_s = LAST_CALL_LATER_ROUNDS_S if self._round else LAST_CALL_FIRST_ROUND_S
+            self._last_call_ends = time.monotonic() + last_call_s
+        if len(ready) == self._max_machines or time.monotonic() >= self._last_call_ends:
+            self._begin_round()
+
+    def _begin_round(self) -> None:
+        before, self._participants = self._participants, dict(sorted(self._connected.items()))
+        joined = [machine for machine, member in self._participants.items() if before.get(machine) is not member]
+        left = [machine for machine, member in before.items() if self._participants.get(machine) is not member]
+        causes = [member.cause for member in self._participants.values() if member.cause]
+        if not joined and not left:
+            self._num_restarts += 1
+            if self._num_restarts > self._max_restarts:
+                return self.end_run(causes[0]["cause"] if causes else "the machines keep losing each other")
+        self._round += 1
+        self._last_call_ends = None
+        self._finished.clear()
+        new_round = Round(
+            number=self._round,
+            name=uuid.uuid4().hex,
+            machines=[[member.machine, member.ranks] for member in self._participants.values()],
+            store_port=self._store_port,
+            num_restarts=self._num_restarts,
+            joined=joined if before else [],
+            left=left,
+            causes=causes,
+        )
+        for member in self._participants.values():
+            member.ready, member.regroup_sent, member.cause = False, "", None
+            member.connection.send(round=asdict(new_round))
+
+    def _poll_last_call(self) -> None:
+        while not self._shut_down.wait(0.1):
+            with self._lock:
+                if self._last_call_ends is not None:
+                    self._decide()
+
+
+def _cause_in(message: Any) -> dict[str, Any] | None:
+    return message if isinstance(message, dict) and isinstance(message.get("cause"), str) else None
+
+
+def _listen(port: int, *, all_interfaces: bool) -> socket.socket:
+    if not all_interfaces:
+        return socket.create_server(("127.0.0.1", port))
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))

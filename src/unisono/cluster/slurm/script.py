@@ -1,0 +1,198 @@
+"""Writes the batch script of a run under SLURM.
+
+The script takes the role of the launcher. One srun task is one rank. When a rank dies, srun kills the others, and the
+script restarts all of them from the last checkpoint. Near the time limit SLURM signals the ranks, they save and stop,
+and the script requeues the job. srun's exit code cannot distinguish these cases: it is the highest exit code of all
+tasks, including those that srun killed itself. So each rank writes its outcome to a file, and
+`python -m unisono.engine.start.srun` decides from these files what the script does next.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from unisono.errors import EXIT_STOPPED, ConfigError
+
+EXIT_AGAIN = 76
+"""Exit code with which `python -m unisono.engine.start.srun` asks the script to restart all ranks."""
+
+OUTCOMES = "UNISONO_OUTCOMES"
+"""Environment variable: the folder to which the ranks of one attempt write their outcomes."""
+
+_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
+_WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+:-]*")
+_FORMATS: dict[str, tuple[re.Pattern[str], str]] = {
+    "gpus_per_node": (re.compile(r"(?:[A-Za-z0-9_.-]+:)?\d+"), "a number such as 8, or type:number such as a100:8"),
+    "time": (_TIME, "minutes, hours:minutes:seconds or days-hours, for instance 24:00:00"),
+    "partition": (re.compile(r"[A-Za-z0-9_.,-]+"), "names of partitions, separated by commas"),
+    "account": (_WORD, "the name of an account"),
+    "qos": (_WORD, "the name of a quality of service"),
+    "constraint": (re.compile(r"[A-Za-z0-9_.,:&|*()\[\]-]+"), "features of nodes, for instance a100&nvlink"),
+    "mem": (re.compile(r"\d+[KMGT]?"), "memory per node such as 64G; 0 is all of it"),
+    "job_name": (re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*"), "letters, digits, dots, - and _"),
+}
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_MODULE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./+-]*")
+
+
+@dataclass(frozen=True)
+class BatchJob:
+    """The resources to request from SLURM and the command to run. The constructor checks all fields."""
+
+    job_name: str
+    folder: str
+    """The working directory of the job, where it also writes its log; relative paths in `train` start here."""
+    output_dir: str
+    python: str
+    train: Sequence[str]
+    """The arguments after `unisono train`, including output_dir."""
+    nodes: int = 1
+    gpus_per_node: str | None = None
+    ntasks_per_node: int | None = None
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    cpus_per_task: int | None = None
+    mem: str | None = None
+    modules: Sequence[str] = ()
+    environ: Mapping[str, str] = field(default_factory=dict)
+    signal_before: int = 120
+    requeue: bool = True
+    max_restarts: int = 3
+
+    def __post_init__(self) -> None:
+        for name, (pattern, expected) in _FORMATS.items():
+            value = getattr(self, name)
+            if value is not None and pattern.fullmatch(value) is None:
+                raise ConfigError(f"{name}: expected {expected}, got {value!r}")
+        for name in ("nodes", "ntasks_per_node", "cpus_per_task"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}: expected at least 1, got {value}")
+        if self.gpus == 0 and self.ntasks_per_node is None:
+            raise ConfigError(
+                "gpus_per_node: set the number of GPUs per node, or ntasks_per_node to train without GPUs"
+            )
+        if self.gpus and self.ntasks_per_node not in (None, self.gpus):
+            raise ConfigError(
+                f"ntasks_per_node {self.ntasks_per_node}: there is one task for each of the {self.gpus} GPUs of a "
+                "node; leave it out"
+            )
+        limit = None if self.time is None else seconds_of(self.time)
+        if self.signal_before < 0 or (limit is not None and self.signal_before >= limit):
+            raise ConfigError(
+                f"signal_before: expected 0 to less than the time limit ({limit} s), got {self.signal_before}"
+                if limit is not None
+                else f"signal_before: expected at least 0, got {self.signal_before}"
+            )
+        for module in self.modules:
+            if _MODULE.fullmatch(module) is None:
+                raise ConfigError(f"module: expected a name such as cuda/12.4, got {module!r}")
+        for name in self.environ:
+            if _VARIABLE.fullmatch(name) is None:
+                raise ConfigError(f"env: expected NAME=VALUE, got {name!r} as the name")
+        for text in (self.folder, self.output_dir, self.python, *self.train, *self.environ.values()):
+            if not text.isprintable():
+                raise ConfigError(
+                    f"{text!r} contains unprintable characters, which a script cannot contain; remove them"
+                )
+
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs per node."""
+        return int((self.gpus_per_node or "0").rpartition(":")[2])
+
+    @property
+    def tasks_per_node(self) -> int:
+        """Number of ranks per node."""
+        return self.gpus or self.ntasks_per_node or 1
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks of the run."""
+        return self.nodes * self.tasks_per_node
+
+
+def seconds_of(time: str) -> int:
+    """Converts SLURM's "30", "30:00", "24:00:00", "2-12" or "2-12:00:00" to seconds."""
+    match = _TIME.fullmatch(time)
+    if match is None:
+        raise ConfigError(f"time: expected {_FORMATS['time'][1]}, got {time!r}")
+    days, *rest = match.groups()
+    numbers = [int(part) for part in rest if part is not None]
+    if days is not None:
+        hours, minutes, seconds = [*numbers, 0, 0][:3]
+        return ((int(days) * 24 + hours) * 60 + minutes) * 60 + seconds
+    if len(numbers) == 3:
+        return (numbers[0] * 60 + numbers[1]) * 60 + numbers[2]
+    return numbers[0] * 60 + (numbers[1] if len(numbers) == 2 else 0)
+
+
+def script(job: BatchJob) -> str:
+    """Returns the text of the batch script."""
+    tasks = " ".join(f"{flag}={value}" for flag, value in _step_options(job))
+    lines = ["#!/bin/bash", "# Written by `unisono slurm`: one srun task per rank.", *_directives(job), ""]
+    lines += [f"module load {module}" for module in job.modules]
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in job.environ.items()]
+    if job.modules or job.environ:
+        lines.append("")
+    lines += [
+        f"python={shlex.quote(job.python)}",
+        f"run={shlex.quote(job.output_dir)}",
+        f"max_restarts={job.max_restarts}",
+        f"train=(train {' '.join(map(shlex.quote, job.train))})",
+        "",
+        "for ((attempt = 0; ; attempt++)); do",
+        "    # Each rank writes its outcome here; the folder is on the file system that all nodes share.",
+        f'    export {OUTCOMES}="$run/.slurm/$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}.$attempt"',
+        f'    mkdir -p "${OUTCOMES}" || exit 2',
+        f'    srun {tasks} "$python" -P -m unisono "${{train[@]}}"',
+        f'    "$python" -P -m unisono.engine.start.srun "${OUTCOMES}" "$run" $? "$attempt" "$max_restarts"',
+        "    outcome=$?",
+        f"    # {EXIT_AGAIN}: a rank died; restart all of them from the last checkpoint.",
+        f"    [ $outcome -eq {EXIT_AGAIN} ] || break",
+        "done",
+        "",
+    ]
+    if job.requeue:
+        lines += [
+            f"# {EXIT_STOPPED}: stopped by a signal, with a checkpoint; requeue the job to continue from there.",
+            f'[ $outcome -eq {EXIT_STOPPED} ] && scontrol requeue "$SLURM_JOB_ID" && sleep 60',
+        ]
+    return "\n".join([*lines, "exit $outcome", ""])
+
+
+def _directives(job: BatchJob) -> list[str]:
+    options: list[tuple[str, object]] = [
+        ("job-name", job.job_name),
+        ("chdir", shlex.quote(job.folder)),
+        ("output", f"{job.job_name}-%j.log"),
+        ("open-mode", "append"),
+        ("nodes", job.nodes),
+        ("ntasks-per-node", job.tasks_per_node),
+        ("gpus-per-node", job.gpus_per_node if job.gpus else None),
+        ("cpus-per-task", job.cpus_per_task),
+        ("mem", job.mem),
+        ("time", job.time),
+        ("partition", job.partition),
+        ("account", job.account),
+        ("qos", job.qos),
+        ("constraint", None if job.constraint is None else shlex.quote(job.constraint)),
+        ("signal", f"USR1@{job.signal_before}" if job.signal_before else None),
+    ]
+    lines = [f"#SBATCH --{name}={value}" for name, value in options if value is not None]
+    return [*lines, "#SBATCH --requeue" if job.requeue else "#SBATCH --no-requeue"]
+
+
+def _step_options(job: BatchJob) -> list[tuple[str, object]]:
+    # kill-on-bad-exit: without it the other ranks would wait for a dead one. cpus-per-task: since SLURM 22.05 srun does
+    # not inherit it from the job.
+    options: list[tuple[str, object]] = [("--kill-on-bad-exit", 1)]
+    if job.cpus_per_task is not None:
+        options.append(("--cpus-per-task", job.cpus_per_task))
+    return options

@@ -1,0 +1,60 @@
+"""Copies the next batch to a GPU on a CUDA stream of its own, while the GPU computes.
+
+The host launches kernels ahead of the GPU. A copy on the compute stream would wait for all kernels launched before it;
+a copy on a separate stream runs at the same time. A batch's memory can be reused only once the GPU has read it. To hold
+at most three batches on the GPU, a third batch in flight is copied on the compute stream instead.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+_LARGE = 2**20  # bytes; for less, switching streams costs more than the copy
+
+
+def is_worth_prefetching(leaf: Tensor, device: torch.device) -> bool:
+    """Whether to copy a tensor on the prefetch stream: it is a plain tensor, on the host, and large."""
+    is_plain = type(leaf) is Tensor and leaf.layout is torch.strided and leaf.device.type == "cpu"
+    return device.type == "cuda" and is_plain and leaf.nbytes >= _LARGE
+
+
+class PrefetchStream:
+    """Copies the large tensors of successive batches to a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._read: torch.cuda.Event | None = None  # recorded once all kernels that read earlier batches were launched
+        self._is_free = True
+
+    @classmethod
+    def on(cls, device: torch.device) -> PrefetchStream:
+        """The stream of this device, at the beginning of a new batch."""
+        index = torch.cuda.current_device() if device.index is None else device.index
+        prefetch = _stream_of(torch.device("cuda", index))
+        prefetch._begin()
+        return prefetch
+
+    def _begin(self) -> None:
+        self._is_free = self._read is None or bool(self._read.query())  # type: ignore[no-untyped-call]
+        self._read = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._read.record(torch.cuda.current_stream(self._device))
+
+    def copied(self, leaf: Tensor, dtype: torch.dtype) -> Tensor:
+        """The tensor on the device, ready for kernels that are launched after this call."""
+        if not self._is_free:
+            return leaf.to(self._device, dtype, non_blocking=True)
+        with torch.cuda.stream(self.stream):
+            copied = leaf.to(self._device, dtype, non_blocking=True)
+        using = torch.cuda.current_stream(self._device)
+        using.wait_stream(self.stream)
+        copied.record_stream(using)  # or the allocator would reuse its memory while the compute stream still reads it
+        return copied
+
+
+@cache
+def _stream_of(device: torch.device) -> PrefetchStream:
+    return PrefetchStream(device)

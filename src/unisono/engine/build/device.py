@@ -1,0 +1,94 @@
+"""Which device this process computes on, and the switches of torch that go with it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+
+from unisono.cluster.environment import World
+from unisono.engine.step.precision import compute_type, weight_type
+from unisono.errors import ConfigError
+from unisono.parallel.strategy import Placement
+from unisono.settings import Settings
+
+
+def find_placement(world: World, settings: Settings) -> Placement:
+    """The device of this rank: its GPU by local rank, or the CPU."""
+    count = torch.cuda.device_count() if settings.launch.gpus != "0" else 0
+    if count == 0:
+        device = torch.device("cpu")
+        devices = [device]
+    else:
+        # In a process of its own, the device that it has chosen for itself: 0 unless somebody has set another.
+        alone = world.launcher == "plain"
+        device = torch.device("cuda", torch.cuda.current_device() if alone else world.local_rank % count)
+        torch.cuda.set_device(device)
+        devices = [torch.device("cuda", i) for i in range(count)] if settings.parallel.strategy == "dp" else [device]
+    dtype = compute_type(settings.precision)
+    if dtype == torch.bfloat16 and device.type == "cuda" and not torch.cuda.is_bf16_supported():
+        raise ConfigError(
+            f"mixed_precision bf16: {torch.cuda.get_device_name(device)} cannot compute in bf16; use fp16"
+        )
+    if dtype is not None and settings.precision.dtype == "float64":
+        raise ConfigError("mixed_precision and dtype float64 contradict each other; leave one of them out")
+    return Placement(device, world.rank, world.size, devices, dtype, settings.run.deterministic)
+
+
+@cache
+def has_flash_attention(device: torch.device) -> bool:
+    """Whether flash attention's own kernels run there, which compute in 16 bit."""
+    return (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.backends.cuda.is_flash_attention_available()
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+    )
+
+
+@contextmanager
+def own_stream(settings: Settings, device: torch.device) -> Iterator[None]:
+    """With cuda_graph, a stream for the whole run.
+
+    Recording needs one that is not the default one, and gradients that were first met on it.
+    """
+    if not settings.precision.cuda_graph or device.type != "cuda":
+        yield
+        return
+    before, own = torch.cuda.current_stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    own.wait_stream(before)
+    with torch.cuda.stream(own):
+        yield
+    before.wait_stream(own)
+
+
+@contextmanager
+def switches(settings: Settings, *, many_shapes: bool = False) -> Iterator[None]:
+    """Determinism, precision and kernels, which torch keeps per process; as they were before when the run is over.
+
+    `many_shapes`: attention without cuDNN, which takes some ten milliseconds to get ready for each new shape.
+    """
+    cudnn, attention = torch.backends.cudnn, torch.backends.cuda
+    before = torch.get_default_dtype(), torch.get_float32_matmul_precision(), cudnn.allow_tf32, cudnn.benchmark
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
+    had_cudnn = attention.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    torch.set_default_dtype(weight_type(settings.precision))
+    torch.set_float32_matmul_precision("high" if settings.precision.tf32 else "highest")
+    cudnn.allow_tf32 = settings.precision.tf32
+    if settings.run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+        cudnn.benchmark = False
+    torch.use_deterministic_algorithms(settings.run.deterministic)
+    if many_shapes:
+        attention.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before[0])
+        torch.set_float32_matmul_precision(before[1])
+        cudnn.allow_tf32, cudnn.benchmark = before[2:]
+        torch.use_deterministic_algorithms(was_deterministic)
+        attention.enable_cudnn_sdp(had_cudnn)

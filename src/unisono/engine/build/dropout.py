@@ -1,0 +1,37 @@
+"""Turns dropout off in a model, for runs that are compared: what dropout drops depends on the number of ranks.
+
+Dropout layers are known by their class. Others use functions (attention, recurrent layers, stochastic depth) and hold
+the probability as a number of their own; those are known by the usual names of such a number, and only if it can be a
+probability. A `droplet_size`, a `pressure_drop` or a `drop_threshold` is left alone.
+"""
+
+from __future__ import annotations
+
+import re
+
+from torch import nn
+
+_MEASURE = r"(?:_?(?:p|prob|probs|probability|rate|ratio))"
+_PART = r"(?:attn|attention|proj|resid|residual|embd|embed|path|ffn|mlp|hidden|head|pos|patch|token|block|input|output)"
+_NAME = re.compile(
+    rf"_*(?:(?:\w+_)?p_?)?(?:\w+_)?(?:dropout|drop_?path|drop_?connect|layer_?drop){_MEASURE}?"
+    rf"|_*{_PART}_drop{_MEASURE}?"
+    rf"|_*drop{_MEASURE}"
+    r"|_*(?:\w+_)?drop_?(?:p|prob|probs|probability)"  # cond_drop_prob
+    r"|_*(?:\w+_)?p_?drop",  # attn_pdrop
+)
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Sets the probability of every dropout in the model to 0."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if is_dropout(name, value):
+                setattr(module, name, 0.0)
+
+
+def is_dropout(name: str, value: object) -> bool:
+    """Whether a module's attribute is the probability of a dropout."""
+    return isinstance(value, float) and 0 < value < 1 and _NAME.fullmatch(name.lower()) is not None

@@ -1,0 +1,55 @@
+"""Whether a run's steps can be recorded as CUDA graphs, and whether they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from unisono.engine.recipe import Recipe
+from unisono.errors import ConfigError
+from unisono.parallel.strategy import Strategy
+from unisono.settings import Settings
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The decision about CUDA graphs."""
+
+    captures: bool  # steps are recorded
+    is_possible: bool  # steps are not recorded, but `--cuda_graph` would work
+    remarks: list[str] = field(default_factory=list)
+
+
+def plan_recording(recipe: Recipe, settings: Settings, device: torch.device, strategy: str) -> Recording:
+    """Decides whether to record; refuses `--cuda_graph` for a run that cannot be recorded."""
+    on_gpu, is_requested = device.type == "cuda", settings.precision.cuda_graph
+    captures = is_requested and on_gpu
+    obstacle = _obstacle(recipe, settings, strategy)
+    if obstacle is not None and (captures or (is_requested and recipe.coupled)):
+        raise ConfigError(obstacle)
+    remarks = ["cuda_graph: there is no GPU here; steps run as usual"] if is_requested and not on_gpu else []
+    is_possible = on_gpu and not captures and obstacle is None and not recipe.many_shapes
+    return Recording(captures, is_possible, remarks)
+
+
+def check_strategy_records(strategy: Strategy) -> None:
+    """Keeps the strategy's gradients at fixed addresses, as a recording needs; refuses one that cannot do that."""
+    if not strategy.keep_gradients():
+        raise ConfigError(
+            "cuda_graph cannot record ddp with find_unused_parameters, static_graph or sync_batch_norm, nor without "
+            "gradient_as_bucket_view; leave these out, or cuda_graph"
+        )
+
+
+def _obstacle(recipe: Recipe, settings: Settings, strategy: str) -> str | None:
+    if strategy not in ("single", "ddp"):
+        return f"cuda_graph works with strategy single and ddp, not with {strategy}; leave one of them out"
+    if settings.precision.activation_checkpointing:
+        # Recomputation reads the state of the random number generator, which a recording does not have.
+        return "cuda_graph cannot record activation_checkpointing; leave one of them out"
+    if recipe.coupled:
+        return "cuda_graph cannot record a loss that compares samples with each other; leave it out"
+    if recipe.refresh_every:
+        return "cuda_graph always reads the same memory, and this run replaces its samples; leave it out"
+    return None

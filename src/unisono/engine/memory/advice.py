@@ -1,0 +1,83 @@
+"""Advice for a run in which not even one sample fits: how much memory is missing, and which settings free how much."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.engine.step.components import Components
+from unisono.engine.step.out_of_memory import IN_COUPLE
+from unisono.formatting import format_bytes
+from unisono.planning.choose import Demand
+
+_AMOUNT = r"([\d.]+) (GiB|MiB|KiB|bytes)"
+_UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
+
+
+def advice(rank: int, message: str, components: Components, *, recomputes: bool) -> str:
+    """The error text: how much memory is missing for one sample, and what would help, in numbers."""
+    placement, strategy = components.strategy.placement, components.strategy
+    demand = Demand(
+        weights=_bytes(strategy.model.parameters()),
+        gradients=_bytes(parameter for _, parameter in strategy.parameters),
+        optimizer=_bytes(components.optimizer.tensors().values()),
+        average=0 if components.ema is None else _bytes(components.ema.tensors().values()),
+    )
+    where = f" on rank {rank}" if placement.world > 1 else ""
+    if message.startswith(IN_COUPLE):
+        return (
+            f"the loss of a whole global batch ({components.state.global_batch} samples) does not fit{where}, even "
+            f"beside one sample's activations: {message}; use a smaller global_batch_size, or compute couple() in parts"
+        )
+    begin = f"even one sample does not fit{where}: {message}"
+    wanted, free = _amount(rf"allocate {_AMOUNT}", message), _free(message)
+    if wanted is not None and free is not None:
+        amounts = f"{format_bytes(wanted)} more were needed, {format_bytes(free)} were free"
+        begin = f"even one sample does not fit{where}: {amounts}"
+        missing = wanted - free
+        begin += f", so at least {format_bytes(missing)} are missing" if missing > 0 else ", but fragmented"
+    kept = f"weights, gradients, optimizer state and average take {format_bytes(demand.total)} on each device"
+    remedies = []
+    if placement.device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(placement.device)
+        activations = max(0, peak - demand.total)
+        kept += f", activations and the rest {format_bytes(activations)} when it failed"
+        if not recomputes:
+            remedies.append(f"activation_checkpointing (frees most of the activations' {format_bytes(activations)})")
+    elif not recomputes:
+        remedies.append("activation_checkpointing")
+    if not strategy.sharded:
+        num = max(placement.world, 2)
+        each = format_bytes(demand.total // num)
+        remedies.append(f"strategy fsdp on {num} GPUs ({each} each instead of {format_bytes(demand.total)})")
+    if not strategy.settings.fsdp_cpu_offload:
+        remedies.append(f"fsdp with fsdp_cpu_offload (takes {format_bytes(demand.total)} off the GPUs together)")
+    if components.ema is not None:
+        remedies.append(f"ema_decay 0 (saves {format_bytes(demand.average)})")
+    return f"{begin}; {kept}. What would help: {', '.join(remedies)}"
+
+
+def _free(message: str) -> int | None:
+    """Free memory of the device, or of the part of it that this process may use."""
+    free, allowed = _amount(rf"{_AMOUNT} is free", message), _amount(rf"{_AMOUNT} allowed", message)
+    if free is None or allowed is None:
+        return free
+    taken = _amount(rf"memory {_AMOUNT} is allocated by PyTorch", message) or 0
+    return min(free, max(0, allowed - taken))
+
+
+def _amount(pattern: str, text: str) -> int | None:
+    match = re.search(pattern, text)
+    return None if match is None else int(float(match[1]) * _UNITS[match[2]])
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(_local(tensor).numel() * tensor.element_size() for tensor in tensors)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()

@@ -1,0 +1,79 @@
+"""The micro-batch size: as large as memory allows, without any effect on the result.
+
+All ranks halve it together when one runs out of memory. It grows only with `--micro_batch auto`: before the first step
+by trying sizes, and later by doubling, which is retried less often after each failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from unisono.engine.batch import BatchPlan
+from unisono.engine.memory.remembered_size import remember, smaller
+from unisono.engine.state import TrainState
+from unisono.engine.step.out_of_memory import OutOfMemoryTogether
+
+_STEPS_BEFORE_RISING = 200
+_REFINEMENTS = 3  # trials between the largest size that fits and the smallest that does not
+
+
+class MicroBatchSizer:
+    """Chooses the micro-batch size of a run, the same on every rank."""
+
+    def __init__(self, plan: BatchPlan, state: TrainState, run_folder: Path, *, may_rise: bool, largest: int) -> None:
+        self.plan, self._state, self._folder = plan, state, run_folder
+        self._may_rise, self._largest = may_rise, min(largest, plan.share)
+        if may_rise and plan.micro_batch < min(state.micro_batch, plan.share):
+            # The previous attempt ran out of memory after the checkpoint: do not start with that size again.
+            state.memory_failures += 1
+            self._take(plan.micro_batch)
+
+    def shrink(self, tried: int) -> bool:
+        """Halves the size after `tried` samples at once did not fit; False if that was a single sample."""
+        size = smaller(self.plan.micro_batch, tried)
+        if size is None:
+            return False
+        self._state.memory_failures += 1
+        self._take(size)
+        return True
+
+    def leave_for_next_attempt(self, tried: int) -> int | None:
+        """Halves the size for the next attempt, and returns it; None if a single sample did not fit."""
+        size = smaller(self.plan.micro_batch, tried)
+        if size is not None:
+            remember(self._folder, size)
+        return size
+
+    def rise(self) -> bool:
+        """Doubles the size if the settings allow it and the last change was long enough ago; whether it did."""
+        wait = _STEPS_BEFORE_RISING * 2**self._state.memory_failures
+        if not self._may_rise or self.plan.micro_batch >= self._largest:
+            return False
+        if self._state.step - self._state.memory_step < wait:
+            return False
+        self._take(min(2 * self.plan.micro_batch, self._largest))
+        return True
+
+    def find(self, try_out: Callable[[BatchPlan], None]) -> int:
+        """Sets the largest size that fits, or 1 if none does; returns the number of trials."""
+        good, bad, trials = 0, self._largest + 1, 0
+        size = 1
+        while good + 1 < bad and trials < _REFINEMENTS + self._largest.bit_length() + 1:
+            trials += 1
+            try:
+                try_out(replace(self.plan, micro_batch=size))
+                good = size
+            except OutOfMemoryTogether:
+                bad = size
+            refining = bad <= self._largest
+            size = (good + bad) // 2 if refining else min(2 * size, self._largest)
+            if refining and bad - good <= max(1, good // 8):
+                break
+        self._take(max(good, 1))
+        return trials
+
+    def _take(self, size: int) -> None:
+        self.plan = replace(self.plan, micro_batch=size)
+        self._state.micro_batch, self._state.memory_step = size, self._state.step

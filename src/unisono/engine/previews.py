@@ -1,0 +1,168 @@
+"""Draws a recipe's previews: all ranks share the work, and the main rank writes the files.
+
+A preview must not end a run. If it does not fit into memory, it is skipped: ranks exchange their failures wherever they
+exchange results, so none of them waits for a result that never comes. Under a sharded strategy a rank that fails leaves
+the others inside a forward pass; the run restarts, and the next attempt skips previews.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from unisono.cluster.agree import Agreement
+from unisono.data.bits import Purpose, key_of
+from unisono.data.seeding import seed_everything
+from unisono.engine.step.out_of_memory import in_one_line, is_out_of_memory
+from unisono.engine.step.precision import autocast
+from unisono.errors import RecipeError, TryAgain
+from unisono.observe.folder import RunFolder
+from unisono.observe.note import leave_note
+from unisono.parallel.strategy import Placement
+from unisono.plain_files import read_json
+from unisono.settings import Settings
+
+if TYPE_CHECKING:  # these modules import this one
+    from unisono.engine.recorder import Recorder
+    from unisono.engine.step.components import Components
+
+TOO_LARGE = "previews_left_out.json"
+"""The file in a run folder that records that previews do not fit; without it, the run draws them again."""
+
+
+class PreviewSkipped(Exception):
+    """A rank ran out of memory while it drew a preview; all ranks raise this."""
+
+    def __init__(self, rank: int, why: str) -> None:
+        super().__init__(why)
+        self.rank = rank
+
+
+class Drawing:
+    """One preview, which either all ranks draw or none."""
+
+    def __init__(self, placement: Placement, needs_all_ranks: bool, agreement: Agreement, run_folder: Path) -> None:
+        """`needs_all_ranks`: a forward pass needs all ranks, because the model is sharded."""
+        self._placement, self._needs_all_ranks = placement, needs_all_ranks
+        self._agreement, self._run_folder = agreement, run_folder
+
+    def run(self, preview: Callable[[], Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
+        """Calls `preview` and returns its result; PreviewSkipped on every rank if any rank ran out of memory."""
+        if (
+            self._needs_all_ranks
+            and (before := self._agreement.broadcast(_earlier_failure(self._run_folder))) is not None
+        ):
+            raise PreviewSkipped(*before)
+        drawn: Mapping[str, Any] | None
+        drawn, failure = self._unless_out_of_memory(preview)
+        self._gather(failure, None)
+        return drawn
+
+    def over_ranks(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+        """[function(item) for item in items], each computed on one rank; all ranks get all results.
+
+        If a forward pass needs all ranks, every rank makes the same number of calls; some repeat a call and drop it.
+        """
+        rank, world = self._placement.rank, self._placement.world
+        mine = range(rank, len(items), world)
+
+        def compute() -> dict[int, Any]:
+            results = {number: function(items[number]) for number in mine}
+            if self._needs_all_ranks and len(items) % world and len(mine) <= len(items) // world:
+                function(items[0])
+            return results
+
+        results, failure = self._unless_out_of_memory(compute)
+        gathered = self._gather(failure, results)
+        return [gathered[number % world][number] for number in range(len(items))]
+
+    def _unless_out_of_memory(self, compute: Callable[[], Any]) -> tuple[Any, str | None]:
+        """The result of `compute`, or the allocator's error message."""
+        try:
+            return compute(), None
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = in_one_line(error)
+        # Outside of the except block, where the frames that held the tensors are gone.
+        if self._placement.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if self._needs_all_ranks:
+            leave_note(self._run_folder / TOO_LARGE, {"rank": self._placement.rank, "why": failure})
+            raise TryAgain(f"out of memory in a preview: {failure}; previews are skipped from now on")
+        return None, failure
+
+    def _gather(self, failure: str | None, results: Any) -> list[Any]:
+        """Gathers the results of all ranks. A rank that failed joins the next gather that the others reach."""
+        answers = self._agreement.all_gather((failure, results))
+        for rank, (why, _) in enumerate(answers):
+            if why is not None:
+                raise PreviewSkipped(rank, why)
+        return [result for _, result in answers]
+
+
+def _earlier_failure(run_folder: Path) -> tuple[int, str] | None:
+    """The rank on which previews did not fit in an earlier attempt, and the reason; None if there was none."""
+    file = run_folder / TOO_LARGE
+    try:
+        note = read_json(file)
+        return int(note["rank"]), f"{note['why']}; to try again, remove {file}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def write_previews(previews: Mapping[str, Any], folder: Path, step: int) -> Iterator[Path]:
+    """Writes each entry to folder/step_<step>_<name>: text, bytes, PIL images and matplotlib figures."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, value in previews.items():
+        if Path(name).name != name or name.startswith("."):
+            raise RecipeError(f"preview(): {name!r} is not a plain file name")
+        path = folder / f"step_{step:08d}_{name}"
+        try:
+            path.unlink(missing_ok=True)  # writing to a FIFO of this name would block for ever
+            _write(path, name, value)
+        except OSError:
+            with suppress(OSError):
+                path.unlink()  # half an image is useless
+            raise
+        yield path
+
+
+def _write(path: Path, name: str, value: Any) -> None:
+    if isinstance(value, str):
+        path.write_text(value, encoding="utf-8", errors="backslashreplace")  # a model may generate half a character
+    elif isinstance(value, bytes):
+        path.write_bytes(value)
+    elif hasattr(value, "savefig"):
+        value.savefig(path)
+    elif hasattr(value, "save"):
+        value.save(path)
+    else:
+        raise RecipeError(f"preview(): {name} is {type(value).__name__}; return text, bytes, an image or a figure")
+
+
+def draw_preview(
+    components: Components, settings: Settings, step: int, agreement: Agreement, folder: RunFolder, recorder: Recorder
+) -> None:
+    """Draws the preview of step `step` on all ranks; skips one that does not fit into memory."""
+    recipe, strategy = components.recipe, components.strategy
+    # The same seed on every rank: with a sharded model, all ranks must make the same number of forward passes.
+    seed_everything(key_of(Purpose.PREVIEW, settings.run.seed, step), strategy.placement.devices)
+    drawing = Drawing(strategy.placement, strategy.sharded, agreement, folder.path)
+    recipe._over_ranks = drawing.over_ranks
+    drawn: Mapping[str, Any] | None = None
+    try:
+        # As in training: 16-bit weights (frozen or gathered ones) need 16-bit inputs.
+        computing = autocast(strategy.placement.device, settings.precision)
+        with recorder.message_if_slow(f"step {step}: drawing a preview"), strategy.evaluating(), computing:
+            drawn = drawing.run(lambda: strategy.infer(lambda model: recipe.preview(model, step)))
+    except PreviewSkipped as skipped:
+        folder.event("preview_left_out", step=step, rank=skipped.rank, error=str(skipped))
+        recorder.message(f"step {step}: preview skipped, rank {skipped.rank} ran out of memory: {skipped}")
+    strategy.weights_changed()
+    if drawn:
+        recorder.save_previews(drawn, step)

@@ -1,0 +1,46 @@
+"""This rank and its connections: to the other ranks, to whoever may ask it to stop, and to hang detection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from unisono.cluster.agree import Agreement
+from unisono.cluster.environment import World
+from unisono.cluster.hangs.heartbeat import Heartbeat
+from unisono.cluster.signals import StopRequest
+from unisono.errors import UserError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """What a rank needs from its first to its last line, whatever it trains."""
+
+    world: World
+    agreement: Agreement  # exchanges small values with the other ranks
+    stop: StopRequest  # a signal, or the launcher, asks this rank to stop
+    heartbeat: Heartbeat  # reports the step and phase that this rank is in
+
+    def main_decides(self, decide: Callable[[], T]) -> T:
+        """Calls `decide` on the main rank; returns its result, or raises its UserError, on every rank.
+
+        Every rank must call this at the same point.
+        """
+        answer: tuple[bool, Any] = (True, None)
+        if self.world.is_main:
+            try:
+                answer = (True, decide())
+            except UserError as error:
+                answer = (False, str(error))
+        succeeded, value = self.agreement.broadcast(answer)
+        if not succeeded:
+            raise UserError(value)
+        return value  # type: ignore[no-any-return]
+
+    @property
+    def is_asked_to_stop(self) -> bool:
+        """Whether a signal or the launcher has asked this rank to stop."""
+        return self.stop.requested is not None

@@ -1,0 +1,205 @@
+"""Records training: progress line, metrics.jsonl and trackers, on the main rank. Other ranks only send timings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from threading import Timer
+from typing import Any
+
+from unisono.cluster.agree import Agreement
+from unisono.cluster.lifetime import flush_streams
+from unisono.data.loader import MicroBatch
+from unisono.engine.previews import write_previews
+from unisono.engine.step.optimizer_step import StepReport
+from unisono.observe.folder import RunFolder
+from unisono.observe.forecast import Forecast
+from unisono.observe.idle import Idle
+from unisono.observe.meter import Meter, gpu_memory_gib, host_memory_gib, slowest
+from unisono.observe.straggler import Stragglers
+from unisono.observe.trackers import Tracker, ends_of, open_trackers
+from unisono.observe.training_line import TrainingLine
+from unisono.parallel.strategy import Placement
+from unisono.settings import ObserveSettings
+
+_SLOW_S = 10.0
+
+
+class Recorder:
+    """Progress line, metrics.jsonl and trackers of one run."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        placement: Placement,
+        settings: ObserveSettings,
+        agreement: Agreement,
+        *,
+        total_steps: int,
+        start_step: int,
+        start_samples: int,
+        recordable: bool,
+        open_folder: Callable[[], None],
+    ) -> None:
+        self._folder, self._placement, self._settings, self._agreement = folder, placement, settings, agreement
+        self._main = placement.rank == 0
+        self._start_step, self._samples = start_step, start_samples
+        self._open, self._opened = open_folder, False
+        self._progress = TrainingLine(total_steps, enabled=self._main)
+        self._meter, self._stragglers, self._idle = Meter(), Stragglers(), Idle(recordable=recordable)
+        self._trackers: list[Tracker] = []
+        self._waiting: list[tuple[int, dict[str, float]]] = []
+        self._forecast = Forecast()
+
+    def first_step_done(self) -> None:
+        """On its first call, opens the run folder and the trackers; from then on, records go to files."""
+        if self._opened:
+            return
+        self._opened = True
+        self._open()
+        if self._main:
+            self._trackers = open_trackers(self._settings, self._folder.path, self._start_step)
+            for tracker in self._trackers:
+                for step, numbers in self._waiting:
+                    tracker.log(step, numbers)
+
+    def step(self) -> AbstractContextManager[Any]:
+        """A context that times an optimizer step."""
+        return self._meter.phase("step")
+
+    def not_training(self) -> AbstractContextManager[Any]:
+        """A context that times everything that is not training: evaluation, previews, the stall of a save."""
+        return self._meter.phase("aside")
+
+    def add_step(self, report: StepReport) -> None:
+        """Notes the report of a step on this rank."""
+        self._progress.step(report.step)
+        forecast = self._forecast.step(report.step, self._progress.total)
+        if forecast is not None:
+            self.message(forecast)
+        self._meter.add("own", report.own_seconds)
+        self._idle.step(waited=report.waited)
+
+    def waiting(self, feed: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        """Iterates over the feed's micro-batches and measures the time spent waiting for them."""
+        while True:
+            with self._meter.phase("data"):
+                micro = next(feed)
+            yield micro
+
+    def message(self, text: str) -> None:
+        """Prints a line for the user, on the main rank only."""
+        self._progress.message(text) if self._main else None
+
+    @contextmanager
+    def message_if_slow(self, text: str) -> Iterator[None]:
+        """A context that prints `text` if its body takes long, so that users do not mistake it for a hang."""
+        timer = Timer(_SLOW_S, self.message, [text])
+        timer.daemon = True
+        if self._main:
+            timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def step_record(self, report: StepReport, num_samples: int, skipped: int) -> dict[str, Any]:
+        """Writes the record of a logged step; every rank calls it, because each sends its timings."""
+        timing = self._meter.interval(report.samples - self._samples)
+        self._samples = report.samples
+        record: dict[str, Any] = {
+            "step": report.step,
+            "epoch": round(report.samples / num_samples, 4),
+            "samples": report.samples,
+            "loss": report.loss,
+            "lr": report.learning_rate,
+            "grad_norm": report.grad_norm,
+            "count": report.count,
+            **report.metrics,
+            **timing,
+            "world": self._placement.world,
+            "skipped": skipped,
+        }
+        record |= self._per_rank(timing, report.step)
+        advice = self._idle.look(timing.get("step_ms", 0.0), timing.get("data_wait_ms", 0.0))
+        if advice is not None:
+            self.message(advice)
+        if not self._main:
+            return record
+        memory = gpu_memory_gib(self._placement.device)
+        record["mem_gib"] = host_memory_gib() if memory is None else memory
+        self._folder.metrics(record)
+        self._progress.update(**record)
+        for tracker in self._trackers:
+            tracker.log(report.step, {key: value for key, value in record.items() if isinstance(value, int | float)})
+        return record
+
+    def _per_rank(self, timing: Mapping[str, float], step: int) -> dict[str, Any]:
+        """The time of each rank's own work: ranks run in lockstep, so only that shows which one is slowest."""
+        if self._placement.world == 1 or not timing:  # no step since the last record; the same on all ranks
+            return {}
+        mine = [round(timing.get(name, 0.0), 3) for name in ("step_ms", "own_ms", "data_wait_ms")]
+        steps, owns, waits = zip(
+            *self._agreement.all_gather(mine), strict=True
+        )  # between hosts: does not involve the GPU
+        rank, _ = slowest(list(owns))
+        straggler = self._stragglers.look(owns, waits)
+        if straggler is not None:
+            self.message(straggler.describe())
+            percent, reason = straggler.slower_percent, straggler.reason
+            self._folder.event("straggler", step=step, rank=straggler.rank, slower_percent=percent, reason=reason)
+        return {
+            "step_ms_by_rank": list(steps),
+            "own_ms_by_rank": list(owns),
+            "data_wait_ms_by_rank": list(waits),
+            "slowest_rank": rank,
+        }
+
+    def evaluated(
+        self, step: int, samples: int, metrics: Mapping[str, float | list[float]], shown: Sequence[str] = ()
+    ) -> None:
+        """Writes the record of an evaluation, with curves as lists; prints the numbers in `shown`, or all of them."""
+        if not self._main:
+            return
+        self._folder.metrics({"step": step, "samples": samples, **metrics})
+        numbers = {name: value for name, value in metrics.items() if not isinstance(value, list)}
+        printed = [name for name in shown if name in numbers] or list(numbers)
+        self.message(f"step {step}  " + "  ".join(f"{name} {numbers[name]:.4f}" for name in printed))
+        if not self._opened:  # before the first step there are no trackers
+            self._waiting.append((step, {**numbers, **ends_of(metrics)}))
+        for tracker in self._trackers:
+            tracker.log(step, {**numbers, **ends_of(metrics)})
+
+    def save_previews(self, previews: Mapping[str, Any], step: int) -> None:
+        """Writes a recipe's previews to files and logs them to the trackers."""
+        if not self._main:
+            return
+        try:
+            for path in write_previews(previews, self._folder.path / "previews", step):
+                self._folder.event("preview", step=step, file=path.name)
+                for tracker in self._trackers:
+                    tracker.show(step, path)
+        except OSError as error:
+            if error.errno is None:  # not an error of the disk: an image that its file format cannot hold
+                raise
+            # A full disk: as with a checkpoint, the next one may succeed.
+            self._folder.event("preview_left_out", step=step, rank=0, error=str(error))
+            self.message(f"step {step}: preview skipped, it cannot be written: {error}")
+
+    def set_total_steps(self, step: int, until: str = "") -> None:
+        """Sets the total that the progress line shows, for a caller that drives the run and changes its length.
+
+        `until` names what ends there ("in this epoch"), if it is not the run.
+        """
+        self._progress.total, self._progress.until = step, until
+
+    def moved_to(self, samples: int) -> None:
+        """Sets the number of samples consumed, after the run was restored from another checkpoint."""
+        self._samples = samples
+
+    def close(self) -> None:
+        """Closes the progress line and the trackers."""
+        self._progress.close()
+        for tracker in self._trackers:
+            tracker.close()
+        flush_streams()

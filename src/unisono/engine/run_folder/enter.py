@@ -1,0 +1,99 @@
+"""A start enters its run folder: it locks the folder, reads which run is in it, and adopts that run's settings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unisono.cluster.shared_folder import check_shared
+from unisono.config.resolve import Resolved
+from unisono.engine.checks import check_settings
+from unisono.engine.rank_context import RankContext
+from unisono.engine.recipe import Recipe
+from unisono.engine.run_folder.new_folder import hold_folder, read_own
+from unisono.engine.run_folder.stored_settings import changed_settings, continue_run, record_of
+from unisono.observe.folder import RunFolder, check_writable
+from unisono.observe.lock import FolderLock
+from unisono.settings import Settings
+
+
+@dataclass(frozen=True)
+class EnteredRun:
+    """The run that a start creates or continues: its folder and settings, the same on every rank."""
+
+    recipe_class: type[Recipe]
+    folder: RunFolder
+    record: Mapping[str, Any] | None  # run.json, if the folder already holds a run
+    origin: Mapping[str, Any] | None  # the same, or the record of the run whose checkpoint this start continues from
+    resolved: Resolved
+    settings: Settings
+    changed: Mapping[str, list[Any]]  # settings that differ from the run's last start: name -> [old, new]
+
+    @property
+    def recipe_name(self) -> str:
+        """The recipe's name in run.json and in checkpoints."""
+        return self.recipe_class.__qualname__
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the run's checkpoints."""
+        return self.folder.path / "checkpoints"
+
+    @property
+    def stored_batch(self) -> int | None:
+        """The effective batch in run.json."""
+        return None if self.record is None else self.record.get("global_batch")
+
+    @property
+    def earlier_resumes(self) -> set[str]:
+        """The values of `resume` that earlier starts of this run had."""
+        values = [str(start.get("resume")) for start in (self.record or {}).get("starts", [])]
+        return {value if value in ("auto", "never") else os.path.abspath(value) for value in values} | set(values)
+
+
+def enter_run_folder(
+    recipe_class: type[Recipe], resolved: Resolved, rank: RankContext, *, is_held: bool = False
+) -> EnteredRun:
+    """Locks the run folder and settles the run's settings, on every rank alike.
+
+    `is_held`: the launcher of this run, or the caller, has already locked the folder.
+    """
+    recipe_name, classes = recipe_class.__qualname__, (Settings, recipe_class.Config)
+    with ExitStack() as on_failure:
+        lock: FolderLock | None = None  # on the main rank
+
+        def lock_folder() -> str:
+            nonlocal lock
+            path, lock = _lock_folder(resolved, recipe_name, is_held=is_held)
+            on_failure.callback(lock.release)
+            return path
+
+        path = rank.main_decides(lock_folder)
+        resolved = resolved.with_values(resolved.sources["output_dir"], output_dir=path)
+        check_shared(path, rank.world, rank.agreement)
+        record = rank.main_decides(lambda: read_own(path))
+        resume = resolved.values["resume"]
+        origin = record or rank.main_decides(lambda: record_of(resume, Path(path), recipe_name))
+        where = f"output_dir {path}" if record or resume == "auto" else f"resume {resume}"
+        resolved = continue_run(resolved, origin, recipe_name, classes, where, recipe_class.fixed)
+        changed = changed_settings(resolved, record, classes)
+        settings = resolved.build(Settings)
+        check_settings(settings)
+        on_failure.pop_all()
+    return EnteredRun(recipe_class, RunFolder(path, lock), record, origin, resolved, settings, changed)
+
+
+def _lock_folder(resolved: Resolved, recipe: str, *, is_held: bool) -> tuple[str, FolderLock]:
+    """Locks the folder before anything reads it; creates a new one if the user named none."""
+    if not is_held:
+        resolved, lock = hold_folder(resolved, recipe)
+        return str(resolved.values["output_dir"]), lock
+    path = str(resolved.values["output_dir"])
+    check_writable(path)
+    lock = FolderLock(Path(path))
+    lock.share()
+    return path, lock

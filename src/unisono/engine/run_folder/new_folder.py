@@ -1,0 +1,77 @@
+"""A run folder before the run starts: its name, its lock, and what run.json will record about the environment."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unisono.config.resolve import Resolved, with_recipe_defaults
+from unisono.engine.recipe import Recipe
+from unisono.errors import UserError
+from unisono.observe.folder import RunFolder, check_writable
+from unisono.observe.lock import FolderLock
+from unisono.settings import Settings
+from unisono.typed_paths import absolute
+
+
+def read_own(path: str) -> dict[str, Any] | None:
+    """The run.json of a folder, None if there is none; refuses a folder with other people's files of our names."""
+    record = RunFolder.read(path)
+    foreign = [name for name in ("metrics.jsonl", "events.jsonl") if Path(path, name).exists()]
+    if record is None and foreign:
+        lost = ""
+        if Path(path, "checkpoints").is_dir():
+            lost = f"; to continue a run whose run.json was lost, use --resume {path} with another folder"
+        raise UserError(f"output_dir {path} holds a {foreign[0]} but no unisono run; choose another folder{lost}")
+    return record
+
+
+def hold_folder(resolved: Resolved, recipe: str) -> tuple[Resolved, FolderLock]:
+    """Locks the run folder before anything reads it; creates a new one if the user named none."""
+    path = resolved.values["output_dir"]
+    if path is not None:
+        check_writable(path)
+        lock = FolderLock(Path(path))
+        lock.take()
+        return resolved, lock
+    typed = default_folder(recipe)
+    check_writable(absolute(typed))
+    lock = FolderLock.of_new_folder(Path(absolute(typed)))
+    number = lock.path.name.removeprefix(Path(typed).name)
+    return resolved.with_values(resolved.sources["output_dir"], output_dir=absolute(typed + number)), lock
+
+
+def remove_empty(folder: Path) -> None:
+    """Removes a folder and its subfolders as far as they contain no files; ignores errors."""
+    for path, _, _ in os.walk(folder, topdown=False):
+        with suppress(OSError):
+            os.rmdir(path)
+
+
+def default_folder(recipe: str) -> str:
+    """runs/<recipe>-<time>"""
+    return f"runs/{recipe.lower()}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def defaults_of(kind: type[Recipe]) -> dict[str, Any]:
+    """The default of every setting, as the recipe's `--help` shows it."""
+    return with_recipe_defaults((Settings, kind.Config), kind.defaults).to_json()["values"]  # type: ignore[no-any-return]
+
+
+def versions() -> dict[str, str]:
+    """Versions of the software and the GPU that a run's numbers depend on."""
+    versions_by_name = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in ("unisono", "safetensors", "numpy", "diffusers", "transformers", "peft", "accelerate"):
+        with suppress(PackageNotFoundError):  # reads the metadata: importing the package would take seconds
+            versions_by_name[package] = version(package)
+    if torch.cuda.is_available():
+        versions_by_name["cuda"] = str(torch.version.cuda)
+        versions_by_name["gpu"] = torch.cuda.get_device_name()
+    return versions_by_name

@@ -1,0 +1,190 @@
+"""The settings that a run folder stores: which a start adopts, which may change, and which may not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from unisono.checkpoint.find import list_steps
+from unisono.checkpoint.manifest import CheckpointError, read_manifest
+from unisono.config.resolve import Resolved
+from unisono.engine.length import BY_LENGTH
+from unisono.errors import ConfigError, UnisonoError, UserError
+from unisono.observe.folder import EVENTS, RunFolder
+from unisono.observe.lock import is_held
+from unisono.observe.report.lines import JsonLines
+from unisono.observe.report.timeline import Timeline
+from unisono.settings import LARGEST_BATCH, LaunchSettings, ParallelSettings
+
+# How and where a run is executed may differ from start to start.
+_OF_THE_START = {f.name for group in (LaunchSettings, ParallelSettings) for f in fields(group)}
+_OF_THE_START -= {"sync_batch_norm", "find_unused_parameters"}  # these affect the model
+_OF_THE_START |= {"output_dir", "resume", "batch_size", "gradient_accumulation_steps", "global_batch_size"}
+_OF_THE_START |= {"micro_batch", "guard_steps", "inject"}
+_OF_THE_START |= {"num_workers", "prefetch_factor", "pin_memory"}
+
+FIXED = ("shuffle",)
+"""Engine settings that decide which samples a run reads, and when: they cannot change within a run. Neither can seed
+and effective batch, which have their own checks; a recipe lists its own settings in `Recipe.fixed`."""
+
+_MOST_RUNS = 20  # runs to compare with
+
+
+def record_of(resume: str, folder: Path, recipe: str) -> Mapping[str, Any] | None:
+    """The record of the run that a start without a run.json continues, if any.
+
+    With `--resume PATH` that is the run of that path; otherwise the run whose checkpoints are in the run folder.
+    """
+    path = Path(resume)
+    if resume == "auto":
+        return _record_of_checkpoints(folder / "checkpoints", recipe)
+    if resume == "never" or not path.is_dir():
+        return None
+    record = RunFolder.read(path) or RunFolder.read(path.resolve().parent.parent)
+    if record is not None:
+        return record
+    try:  # a checkpoint that was taken out of its run still knows the essentials
+        return {"config": {}, "sources": {}, **read_manifest(path).identity}
+    except CheckpointError:
+        return None  # resume says more about it
+
+
+def _record_of_checkpoints(checkpoints: Path, recipe: str) -> Mapping[str, Any] | None:
+    """What the newest checkpoint says of its run."""
+    for _, path in reversed(list_steps(checkpoints)):
+        with suppress(CheckpointError):
+            identity = read_manifest(path).identity
+            if identity.get("recipe") == recipe and "seed" in identity:
+                return {"config": {}, "sources": {}, **identity}
+    return None
+
+
+def continue_run(
+    resolved: Resolved,
+    record: Mapping[str, Any] | None,
+    recipe: str,
+    classes: Sequence[type],
+    where: str,
+    fixed: Sequence[str] = (),
+) -> Resolved:
+    """The settings of a start that continues the run whose run.json, at `where`, is `record`.
+
+    Settings that this start does not set keep the run's values. Recipe, seed and the settings in FIXED and `fixed`
+    cannot change: samples that were trained on would count as unseen, or weights would mean something else.
+    """
+    if record is None:
+        return resolved
+    broken = [key for key in ("config", "sources", "seed") if key not in record]
+    batch = record.get("global_batch", 1)
+    sound = isinstance(batch, int) and 1 <= batch <= LARGEST_BATCH
+    if not sound or (record.get("recipe") == recipe and broken):
+        raise UserError(f"{where}: its run.json is damaged; restore it, or choose another folder")
+    if record.get("recipe") != recipe:
+        raise UserError(f"{where} holds a run of {record.get('recipe')}, not {recipe}; choose another folder")
+    other_run = "leave out --resume" if where.startswith("resume ") else "start a new output_dir"
+    seed = resolved.values["seed"]
+    if resolved.explicit("seed") and seed != record.get("seed"):
+        raise UserError(f"seed {seed} differs from this run's {record.get('seed')}; leave the flag out, or {other_run}")
+    try:
+        before = Resolved.from_json(classes, {"values": record["config"], "sources": record["sources"]})
+    except ConfigError as error:
+        raise UserError(
+            f"{where}: its run.json cannot be used ({error}); restore it, or choose another folder"
+        ) from None
+    for name in (*FIXED, *fixed):
+        if name not in record["config"]:  # only a checkpoint is left of the run: the stored value is unknown
+            continue
+        if resolved.explicit(name) and not _is_same(resolved.values[name], before.values[name]):
+            now, then, by_file = resolved.values[name], before.values[name], resolved.sources[name] == "file"
+            remedy = f"give --{name} {then}" if by_file else "leave the flag out"
+            if _is_gone(then):
+                remedy = f"if the data was moved, give a path that ends in {_last_part(then)}"
+            raise UserError(
+                f"{name} {now}{' (config file)' * by_file} differs from this run's {then}, and it cannot change "
+                f"within a run; {remedy}, or {other_run}"
+            )
+    kept = {
+        name: before.values[name]
+        for name in record["config"]
+        if not resolved.explicit(name) and name not in _OF_THE_START
+    }
+    return resolved.with_values("run", **{**kept, "seed": record["seed"]})
+
+
+def _is_same(now: Any, before: Any) -> bool:
+    """Whether two values of a setting are equal, or two paths of the same data.
+
+    Data may have moved, or a relative path may start from another folder: if the stored path does not exist here, an
+    existing path that ends in the same name counts as the same data.
+    """
+    if now == before or not (isinstance(now, str) and isinstance(before, str)):
+        return bool(now == before)
+    path, old_path = os.path.expanduser(now), os.path.expanduser(before)
+    with suppress(OSError, ValueError):  # no such file, or not a valid file name
+        if os.path.exists(old_path):
+            return os.sep in now + before and os.path.samefile(path, old_path)
+        return _is_gone(before) and os.path.exists(path) and _last_part(path) == _last_part(old_path)
+    return False
+
+
+def _is_gone(path: Any) -> bool:
+    """Whether a value is a path that does not exist here; a bare word may name a built-in dataset."""
+    is_path = isinstance(path, str) and (os.sep in path or "." in path)
+    return is_path and not os.path.exists(os.path.expanduser(path))
+
+
+def _last_part(path: str) -> str:
+    return os.path.basename(os.path.normpath(path))
+
+
+def changed_settings(
+    resolved: Resolved, record: Mapping[str, Any] | None, classes: Sequence[type]
+) -> dict[str, list[Any]]:
+    """Settings of the run that differ from its last start: name -> [old value, new value]."""
+    if record is None:
+        return {}
+    before = Resolved.from_json(classes, {"values": record["config"], "sources": record["sources"]}).to_json()["values"]
+    now = resolved.to_json()["values"]
+    # Settings that follow from the run's length are derived again, unless the user sets them now.
+    by_length = {name for name, source in record["sources"].items() if source == BY_LENGTH}
+    by_length = {name for name in by_length if not resolved.explicit(name)}
+    comparable = [name for name in record["config"] if name not in _OF_THE_START | by_length]
+    return {name: [before[name], now[name]] for name in comparable if name in now and before[name] != now[name]}
+
+
+def sources_of(resolved: Resolved, record: Mapping[str, Any] | None) -> dict[str, str]:
+    """The source of each setting; one that a resumed run adopted from run.json keeps its original source."""
+    before = (record or {}).get("sources")
+    original = before if isinstance(before, Mapping) else {}
+    return {
+        name: str(original.get(name, source)) if source == "run" else source
+        for name, source in resolved.sources.items()
+    }
+
+
+def unfinished(resolved: Resolved, recipe: str, classes: Sequence[type]) -> list[str]:
+    """A note for a start with a new default folder, if the newest run with the same settings is unfinished."""
+    if resolved.explicit("output_dir") or resolved.explicit("resume"):
+        return []
+    with suppress(OSError, UnisonoError, ValueError, KeyError, TypeError):  # only a hint: never fail for it
+        others = sorted(Path(resolved.values["output_dir"]).parent.glob(f"{recipe.lower()}-*"), reverse=True)
+        for other in others[:_MOST_RUNS]:
+            record = RunFolder.read(other)
+            if record is None or record["recipe"] != recipe or changed_settings(resolved, record, classes):
+                continue
+            if not _has_ended(other) and list_steps(other / "checkpoints"):
+                return [f"{other} is the same run, unfinished; to continue it: --output_dir {other}"]
+            break
+    return []
+
+
+def _has_ended(folder: Path) -> bool:
+    """Whether the run in a folder is done or still running."""
+    timeline = Timeline()
+    for event in JsonLines(folder / EVENTS):
+        timeline.add(event)
+    return is_held(folder) or timeline.status == "done"

@@ -1,0 +1,92 @@
+"""The banner that a run prints at its start: devices, strategy, batch, data, and the reasons for each choice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from unisono.cluster.environment import World
+from unisono.engine.batch import BatchPlan
+from unisono.engine.length import Length
+from unisono.engine.step.components import Components
+from unisono.faults import Fault
+from unisono.formatting import format_count
+from unisono.observe.banner import banner, effective_batch_text
+from unisono.settings import Settings
+
+
+def banner_of(
+    components: Components,
+    settings: Settings,
+    world: World,
+    *,
+    batch: BatchPlan,
+    length: Length,
+    num_samples: int,
+    eval_dataset: Any,
+    folder: str,
+) -> str:
+    """The start-up banner of a run."""
+    strategy, placement = components.strategy, components.strategy.placement
+    weights = sum(parameter.numel() for parameter in strategy.model.parameters())
+    trainable = sum(parameter.numel() for parameter in strategy.model.parameters() if parameter.requires_grad)
+    precision = settings.precision
+    steps = f"{length.steps:,}"
+    if components.recipe.whole_epochs:  # the user's own loop decides how many epochs there are
+        steps = f"{-(-(components.recipe.samples_per_epoch or num_samples) // batch.global_batch):,} in an epoch"
+    rows = {
+        "processes": f"{world.size}" + (f" on {world.num_nodes} machines" if world.num_nodes > 1 else ""),
+        "launcher": world.describe(),
+        "device": _devices(placement.devices),
+        "strategy": f"{strategy.name} ({components.why_strategy})",
+        "precision": precision.dtype if precision.mixed_precision == "no" else f"{precision.mixed_precision} (mixed)",
+        "effective batch": effective_batch_text(
+            batch.global_batch,
+            batch.micro_batch,
+            batch.devices,
+            batch.accumulation,
+            device="GPU" if placement.device.type == "cuda" else "rank",
+        ),
+        "model": f"{weights:,} parameters" + (f", {trainable:,} trained" if trainable != weights else ""),
+        "data": f"{num_samples:,} samples"
+        + (f", {len(eval_dataset):,} for evaluation" if eval_dataset is not None else ""),
+        "steps": steps + (f", from {components.state.step:,}" if components.state.step else ""),
+        "folder": folder,
+        "in short": _in_short(strategy.name, world, placement.device, precision.mixed_precision, batch.accumulation),
+    }
+    return banner(rows, f"unisono: {components.recipe.title or type(components.recipe).__name__}")
+
+
+def _in_short(strategy: str, world: World, device: torch.device, precision: str, accumulation: int) -> str:
+    """The lines that guides to Accelerate tell people to look for."""
+    devices = "GPU" if device.type == "cuda" else "CPU"
+    kind = "none (one process)"
+    if world.size > 1:
+        kind = f"{'fully sharded data parallel' if strategy == 'fsdp' else 'data parallel'} ({strategy}) on {devices}s"
+    return (
+        f"Number of processes: {world.size}, Distributed type: {kind}\n"
+        f"Mixed precision: {precision}, Gradient accumulation steps: {accumulation}\n"
+        f"Main process device: {device}"
+    )
+
+
+def _devices(devices: Any) -> str:
+    first = devices[0]
+    name = torch.cuda.get_device_name(first) if first.type == "cuda" else "CPU"
+    return (
+        f"{first} ({name})"
+        if first.type == "cuda"
+        else f"CPU, {format_count(torch.get_num_threads(), 'thread')} per process"
+    )
+
+
+def idle_faults(faults: Sequence[Fault], world: int, steps: int) -> list[str]:
+    """Notes on injected faults that cannot happen in this run."""
+    no_such_rank = [fault for fault in faults if fault.rank is not None and fault.rank >= world]
+    no_such_step = [fault for fault in faults if fault.step > steps]
+    return [
+        *(f"inject: {fault.text} will not happen, the run has {format_count(world, 'rank')}" for fault in no_such_rank),
+        *(f"inject: {fault.text} will not happen, the run has {format_count(steps, 'step')}" for fault in no_such_step),
+    ]

@@ -1,0 +1,99 @@
+"""One rank, as our launcher starts it: `python -m unisono.engine.start.rank`, with the job's folder in UNISONO_JOB."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from unisono.cluster.hangs.stacks import write_stacks_on_signal
+from unisono.cluster.lifetime import die_with_parent, end_process, flush_streams
+from unisono.cluster.signals import note_signals_early
+from unisono.formatting import describe_exception
+from unisono.typed_paths import note_start_folder, take_over
+
+if __name__ == "__main__":
+    # Before torch: its import takes seconds in which the parent could die, a signal could arrive or a disk could hang.
+    die_with_parent()
+    note_signals_early()
+    note_start_folder()
+    write_stacks_on_signal(Path(os.environ["UNISONO_JOB"]), int(os.environ["RANK"]))
+
+import json
+from dataclasses import asdict, replace
+from threading import Event
+from typing import TYPE_CHECKING, Any
+
+from unisono import tracebacks
+from unisono.cluster.environment import detect
+from unisono.cluster.outcome import Kind, Outcome, write
+from unisono.errors import EXIT_STOPPED, TryAgain, UnisonoError, UserError
+
+if TYPE_CHECKING:
+    from unisono.engine.start.rank_start import RankStart
+
+
+def main() -> int:
+    """Does the job in the job folder and writes the outcome there; exits with status 0 if it succeeded."""
+    folder = Path(os.environ["UNISONO_JOB"])
+    rank = int(os.environ["RANK"])
+    trained = Event()
+    try:
+        status = _train(folder, trained)
+    except TryAgain as error:
+        write(folder, Outcome("crashed", str(error), rank))
+    except UnisonoError as error:
+        kind: Kind = "user_error" if isinstance(error, UserError) else "failed"
+        write(folder, Outcome(kind, str(error), rank))
+    except BaseException as error:
+        tracebacks.keep_once(error)
+        outcome = Outcome("crashed", describe_exception(error), rank, traceback=tracebacks.shown(error))
+        if not trained.is_set() and not outcome.blames_a_peer:
+            outcome = replace(outcome, kind="failed")  # before the first step: another attempt would fail the same way
+        write(folder, outcome)
+    else:
+        write(folder, Outcome(status, rank=rank))
+        return 0
+    flush_streams()
+    os._exit(1)  # skips destructors, which may wait for a peer that is gone
+
+
+def _train(folder: Path, trained: Event) -> Kind:
+    from unisono.config.resolve import Resolved
+    from unisono.engine.start.rank_start import RankStart
+    from unisono.engine.start.registry import load_recipe
+    from unisono.engine.start.session import run_session
+    from unisono.settings import Settings
+
+    job = json.loads((folder / "job.json").read_text())
+    take_over(job.get("typed", {}))
+    is_held = job.get("folder_is_held", False)
+    start = RankStart(detect(), job["requested_devices"], folder, job["remarks"], trained, folder_is_held=is_held)
+    if "call" in job:
+        return _call(job, start)
+    kind = load_recipe(job["recipe"])
+    resolved = Resolved.from_json((Settings, kind.Config), job["resolved"])
+    result = run_session(kind, resolved, start)
+    if start.world.local_rank == 0:  # each machine has a job folder of its own
+        (folder / "result.json").write_text(json.dumps({**asdict(result), "folder": str(result.folder)}))
+    return "stopped" if result.status == "stopped" else "done"
+
+
+def _call(job: dict[str, Any], start: RankStart) -> Kind:
+    """Calls a function that drives a run itself, instead of a recipe; it reports a stopped run by its exit code."""
+    from unisono.engine.start.registry import load_object
+
+    assert start.job_folder is not None
+    status: Kind = "done"
+    try:
+        result = load_object(job["call"])(job["arguments"], start)
+    except SystemExit as error:
+        if error.code != EXIT_STOPPED:
+            raise
+        status, result = "stopped", None
+    if start.world.local_rank == 0:
+        (start.job_folder / "result.json").write_text(json.dumps(result))
+    return status
+
+
+if __name__ == "__main__":
+    end_process(main())

@@ -1,0 +1,21 @@
+"""How a rank was started: by which launcher, as which rank, and for which devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event
+
+from unisono.cluster.environment import World
+
+
+@dataclass(frozen=True)
+class RankStart:
+    """How this process was started."""
+
+    world: World
+    requested_devices: int | None = None  # on this machine; accumulation makes up for those that are missing
+    job_folder: Path | None = None  # of our own launcher, if that started this rank
+    remarks: list[str] = field(default_factory=list)  # notes of the launcher; the main rank prints them
+    trained: Event = field(default_factory=Event)  # set after the first successful step
+    folder_is_held: bool = False  # the launcher, or the caller, has locked the run folder

@@ -1,0 +1,179 @@
+"""One rank from its first to its last line: join the other ranks, enter the run folder, build the run, train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from unisono.cluster.agree import Agreement
+from unisono.cluster.environment import World
+from unisono.cluster.hangs.diagnosis import Limits
+from unisono.cluster.hangs.heartbeat import Heartbeat
+from unisono.cluster.hangs.rank_watchdog import Watchdog
+from unisono.cluster.process_group import COLLECTIVE_TIMEOUT, join_process_group, leave_process_group
+from unisono.cluster.signals import StopRequest
+from unisono.config.resolve import Resolved
+from unisono.engine.build.device import find_placement, own_stream, switches
+from unisono.engine.checks import check_settings
+from unisono.engine.length import Result
+from unisono.engine.memory.cpu_heap import kept_heap
+from unisono.engine.rank_context import RankContext
+from unisono.engine.recipe import Recipe
+from unisono.engine.resume import find_checkpoint
+from unisono.engine.run_folder.enter import EnteredRun, enter_run_folder
+from unisono.engine.run_folder.stored_settings import unfinished
+from unisono.engine.start.announce import announce, open_run_folder
+from unisono.engine.start.build_run import build_run, training_run
+from unisono.engine.start.crash import note_crash
+from unisono.engine.start.prepare import StoppedBeforeTraining
+from unisono.engine.start.rank_start import RankStart
+from unisono.engine.start.registry import importable_name
+from unisono.engine.trainer import Trainer
+from unisono.faults import Fault, Injector, parse
+from unisono.observe.folder import append_event
+from unisono.observe.status_line import print_line
+from unisono.settings import Settings
+
+T = TypeVar("T")
+TrainerT = TypeVar("TrainerT", bound=Trainer)
+
+
+def run_session(recipe_class: type[Recipe], resolved: Resolved, start: RankStart) -> Result:
+    """Trains on this rank; every rank of the run calls it."""
+    settings = resolved.build(Settings)
+    check_settings(settings)
+    world = start.world
+    heartbeat = Heartbeat(world.rank, start.job_folder)
+    limits = Limits(settings.launch.hang_timeout, settings.launch.start_timeout)
+    folder: Path | None = None
+    with Watchdog(heartbeat, world, limits) as watchdog:
+        join_ranks(world, settings, limits)
+        watchdog.joined()
+        try:
+            with (
+                StopRequest(world.launcher, start.job_folder) as stop,
+                closing(Session.enter(recipe_class, resolved, start, stop, heartbeat)) as session,
+            ):
+                session.note_unfinished_run()
+                folder = path = watchdog.run_folder = session.folder
+                watchdog.record_event = lambda event, details: append_event(path, event, **details)
+                result = session.run()
+        except BaseException as error:
+            note_crash(error, world, heartbeat.last, folder, start.job_folder)
+            if world.size == 1:  # with more ranks, a peer may be gone, and leaving could wait for it for ever
+                leave_process_group()
+            raise
+        leave_process_group(together=world.launcher in ("slurm", "mpi"))
+    return result
+
+
+def join_ranks(world: World, settings: Settings, limits: Limits) -> None:
+    """Creates the process group; returns when all ranks are there."""
+    join_process_group(
+        world,
+        find_placement(world, settings).device,
+        alone=settings.parallel.strategy in ("ddp", "fsdp"),
+        timeout_s=limits.start_s or COLLECTIVE_TIMEOUT.total_seconds(),
+        gloo=settings.launch.backend == "gloo",
+    )
+
+
+class Session:
+    """One rank's part in a run: `enter` its folder, `build` a trainer, `run` it to the end."""
+
+    def __init__(self, rank: RankContext, start: RankStart, entered: EnteredRun) -> None:
+        self._rank, self._start, self._entered = rank, start, entered
+        self._remarks = [*start.remarks, *_remarks_on_changes(entered)]
+
+    @classmethod
+    def enter(
+        cls, recipe_class: type[Recipe], resolved: Resolved, start: RankStart, stop: StopRequest, heartbeat: Heartbeat
+    ) -> Session:
+        """Locks the run folder and settles the run's settings; every rank calls it."""
+        rank = RankContext(start.world, Agreement(alone=start.world.size == 1), stop, heartbeat)
+        entered = enter_run_folder(recipe_class, resolved, rank, is_held=start.folder_is_held)
+        path, number = entered.folder.path, start.world.rank
+
+        def note_fault(fault: Fault, step: int) -> None:
+            append_event(path, "injected", step=step, rank=number, fault=fault.text)
+
+        heartbeat.injector = Injector(parse(entered.settings.run.inject), number, Path(path, ".injected"), note_fault)
+        return cls(rank, start, entered)
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return self._entered.folder.path
+
+    def run(self) -> Result:
+        """Trains from the newest checkpoint to the end."""
+        with self.computing():
+            try:
+                trainer = self.build(Trainer)
+            except StoppedBeforeTraining as stopped:
+                if self._rank.world.is_main:
+                    print_line(str(stopped))
+                return Result(self.folder, "stopped", stopped.step, {})
+            result = trainer.train()
+            self._entered.folder.event(result.status, step=result.step)
+            return result
+
+    def note_unfinished_run(self) -> None:
+        """If this start created a new folder, notes that an unfinished run with the same settings could continue."""
+        entered = self._entered
+        if entered.record is None:
+            classes = (Settings, entered.recipe_class.Config)
+            self._remarks += self.main_decides(lambda: unfinished(entered.resolved, entered.recipe_name, classes))
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """A context for everything that computes: sets torch's global switches and keeps freed CPU memory."""
+        settings = self._entered.settings
+        with switches(settings, many_shapes=self._entered.recipe_class.many_shapes):
+            device = find_placement(self._start.world, settings).device
+            with own_stream(settings, device), kept_heap(device):
+                yield
+
+    def close(self) -> None:
+        """Unlocks the run folder."""
+        self._entered.folder.close()
+
+    def main_decides(self, decide: Callable[[], T]) -> T:
+        """Calls `decide` on the main rank; returns its result, or raises its UserError, on every rank."""
+        return self._rank.main_decides(decide)
+
+    def named_checkpoint(self, path: str) -> Path:
+        """The checkpoint at a path that the user named: the path itself, or the newest one in that folder or run."""
+        chosen = self.main_decides(lambda: find_checkpoint(path, self.folder, self._entered.recipe_name))
+        assert chosen.path is not None
+        return chosen.path
+
+    def build(self, trainer_class: type[TrainerT]) -> TrainerT:
+        """Builds and announces the run and returns its trainer; every rank calls it.
+
+        Raises StoppedBeforeTraining if a signal came while the recipe prepared.
+        """
+        rank, world = self._rank, self._start.world
+        run = build_run(rank, self._entered, self._start.requested_devices)
+        announce(run, world, earlier_remarks=self._remarks)
+
+        def after_first_step() -> None:
+            self._start.trained.set()
+            if world.is_main:
+                open_run_folder(run, world)
+
+        return trainer_class(training_run(run, rank, after_first_step))
+
+
+def _remarks_on_changes(entered: EnteredRun) -> list[str]:
+    """Notes on what differs from the last start of this run."""
+    remarks = []
+    if entered.changed:
+        changes = (f"{name} {old} → {new}" for name, (old, new) in entered.changed.items())
+        remarks.append(f"since its last start: {', '.join(changes)}")
+    recipe, recipe_before = importable_name(entered.recipe_class), (entered.record or {}).get("recipe_from")
+    if recipe_before not in (None, recipe):
+        remarks.append(f"this run's recipe was {recipe_before}, now it is {recipe}")
+    return remarks

@@ -1,0 +1,357 @@
+"""Accumulates the gradient of one global batch: forward and backward of every micro-batch, summed over the ranks.
+
+Ranks agree at one point of every step. When the last micro-batch has arrived, each rank starts an exchange of flags (it
+ran out of memory, it has new input shapes, it could not read samples, it was asked to stop). All ranks read the result
+after the last forward pass, when it has long arrived. Then either the last backward pass overlaps with the all-reduce
+of the gradients, or, in a guarded step, the all-reduce starts after a second exchange has shown that no rank ran out
+of memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from unisono.cluster.agree import Agreement, Pending
+from unisono.cluster.hangs.heartbeat import Heartbeat
+from unisono.data.bits import Purpose, key_of
+from unisono.data.loader import BadSample, MicroBatch, positions_tensor, to_device
+from unisono.data.noise import Noise
+from unisono.data.resident import gathered
+from unisono.data.seeding import seed_everything
+from unisono.engine.step.components import Components
+from unisono.engine.step.cuda_graph import GraphedFunction
+from unisono.engine.step.guard import Guard
+from unisono.engine.step.out_of_memory import OutOfMemoryHere, OutOfMemoryTogether, in_one_line, is_out_of_memory
+from unisono.engine.step.precision import autocast
+from unisono.engine.step.sums import CountCheck, flatten_loss, power_of_two_near, row_of, shown
+from unisono.errors import RecipeError
+from unisono.settings import Settings
+
+
+class DeviceTimer:
+    """Measures a time on the device without waiting for it; read it later."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self._began, self._seconds = time.perf_counter(), 0.0
+        if device.type == "cuda":
+            self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._events[0].record()
+
+    def end(self) -> None:
+        """Stops the measurement."""
+        self._seconds = time.perf_counter() - self._began
+        if self._events is not None:
+            self._events[1].record()
+
+    def seconds(self) -> float:
+        """The elapsed time on the host or on the device, whichever is longer."""
+        if self._events is None:
+            return self._seconds
+        return max(self._seconds, float(self._events[0].elapsed_time(self._events[1])) / 1e3)
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """Losses, counts and metrics of a step, summed over all ranks; the gradients are in the parameters."""
+
+    names: list[str]
+    sums: Tensor
+    arriving: dist.Work | None  # the all-reduce of the sums
+    requests: Mapping[str, float]  # what any rank requests, such as to stop
+    own: DeviceTimer  # this rank's own time, up to the point where it first waits for others
+
+
+@dataclass
+class Attempt:
+    """This rank's progress in one attempt to compute a step."""
+
+    sums: Tensor | None = None
+    failure: str | None = None  # the error message, if this rank ran out of memory
+    arriving: dist.Work | None = None  # the all-reduce of the sums
+    guarded: bool = False
+    trial: bool = False  # only tries whether it fits into memory
+
+
+class GradientAccumulator:
+    """Computes the gradient of a global batch, together with all other ranks."""
+
+    def __init__(
+        self,
+        components: Components,
+        settings: Settings,
+        agreement: Agreement,
+        heartbeat: Heartbeat,
+    ) -> None:
+        self._recipe, self._strategy, self._scale, self._state = (
+            components.recipe,
+            components.strategy,
+            components.scale,
+            components.state,
+        )
+        self._settings, self._agreement, self._heartbeat = settings, agreement, heartbeat
+        self._device, self._world = self._strategy.placement.device, self._strategy.placement.world
+        self._floating = torch.float64 if settings.precision.dtype == "float64" else None
+        captures = components.captures
+        # A recorded backward pass cannot overlap with the all-reduce: such steps are always guarded.
+        self._guard = Guard(self._strategy, -1 if captures else settings.batch.guard_steps)
+        self._graphed = GraphedFunction(self._forward_and_backward) if captures else None
+        self.expected_count = torch.ones((), device=self._device, dtype=torch.float64)
+        """Totals are divided by this before backward. On the device, where recorded kernels can read it."""
+        self._expected = 1.0
+        self._names: list[str] = []  # of the sums of a micro-batch
+        self.bad: list[BadSample] = []  # samples of this step that any rank could not read
+        self.counts = CountCheck()
+        """Checks the counts that loss() returns."""
+
+    def compute(self, micro_batches: Iterator[MicroBatch], requests: Mapping[str, float]) -> StepSums:
+        """Consumes one step's micro-batches. Raises OutOfMemoryTogether on all ranks if the step can be repeated."""
+        try:
+            try:
+                # Also for a step that is not recorded (a rank without samples): the next replay reads its buffers.
+                with nullcontext() if self._graphed is None else self._strategy.buffers.in_place():
+                    return self._compute(micro_batches, requests)
+            except (
+                Exception
+            ) as error:  # also where other ranks cannot be told: during the all-reduce, or while data is read
+                self._note_failure(error, Attempt(), final=True)
+                raise
+        except OutOfMemoryTogether as error:
+            error.__traceback__ = error.__context__ = (
+                None  # their frames may hold activations, whose memory the next attempt needs
+            )
+            if self._graphed is not None:
+                self._graphed.forget()  # the next attempt has another shape
+            self._guard.restore()
+            raise
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the sums of a micro-batch, known after the first one."""
+        return self._names
+
+    def undo_buffers_where(self, skipped: Tensor) -> None:
+        """Restores the model's buffers on the device if `skipped` is 1."""
+        self._guard.buffers.undo_where(skipped)
+
+    def try_out(self, micro_batches: Iterator[MicroBatch]) -> None:
+        """Runs forward and backward of a step's first micro-batches to see whether they fit; changes nothing."""
+        attempt, before = Attempt(trial=True), (self._names, self._state.expected_count)
+        total: Tensor | None = None
+        self._guard.begin()
+        self._guard.buffers.keep()
+        try:
+            # The second one needs more memory: the gradients of the first exist.
+            for number, micro in enumerate(itertools.islice(micro_batches, 2)):
+                total = self._forward(micro, number, attempt, inject_nan=False)
+                if total is not None:
+                    self._backward(total, attempt, last=False)
+                total = None
+                if micro.chunk.last or attempt.failure is not None:
+                    break
+            if self._agreement.start({"oom": attempt.failure is not None}).read()["oom"]:
+                raise OutOfMemoryTogether(attempt.failure)
+        except OutOfMemoryTogether as error:
+            total = error.__traceback__ = error.__context__ = None  # as in `compute`
+            raise
+        finally:
+            self._names, self._state.expected_count = before
+            self._guard.restore()
+
+    def _compute(self, micro_batches: Iterator[MicroBatch], requests: Mapping[str, float]) -> StepSums:
+        step, number, last = self._state.step + 1, 0, False
+        attempt, bad, lap = Attempt(), list[BadSample](), DeviceTimer(self._device)
+        inject_nan = self._heartbeat.injector.makes_loss_nan(step)
+        self._guard.begin()
+        self._expect(self._state.expected_count)
+        exchange: Pending | None = None
+        agreed: dict[str, float] = {}
+        while not last:
+            self._heartbeat.at("data", step)
+            micro = next(micro_batches)
+            last = micro.chunk.last
+            bad += micro.bad
+            self._guard.note_shape(micro.data)
+            if number == 0:
+                self._strategy.begin_step(guarded=self._guard.is_needed)
+                self._guard.buffers.keep()
+            if last:
+                mine = {"oom": attempt.failure is not None, "guard": self._guard.is_needed, "bad": len(bad)}
+                exchange = self._agreement.start({**requests, **mine})
+            total = self._forward(micro, number, attempt, inject_nan) if attempt.failure is None else None
+            if exchange is not None:
+                lap.end()
+                self._heartbeat.at("reduce", step)
+                agreed = exchange.read()
+                self._act_on(agreed, bad, attempt)
+            if total is not None:
+                self._backward(total, attempt, last=last)
+            number, total = number + 1, None  # frees the autograd graph before the next micro-batch is read
+        return self._summed(attempt, agreed, lap)
+
+    def _summed(self, attempt: Attempt, agreed: dict[str, float], lap: DeviceTimer) -> StepSums:
+        """After the last backward pass: reduces gradients and sums over the ranks, unless that has happened already."""
+        if attempt.guarded:
+            self._heartbeat.at("reduce", self._state.step + 1)
+            if self._agreement.start({"oom": attempt.failure is not None}).read()["oom"]:
+                raise OutOfMemoryTogether(attempt.failure)
+            self._strategy.reduce()
+        assert attempt.sums is not None
+        if attempt.guarded and self._world > 1:
+            attempt.arriving = dist.all_reduce(attempt.sums, async_op=True)
+        self._guard.count_step(guarded=attempt.guarded)
+        return StepSums(self._names, attempt.sums, attempt.arriving, agreed, lap)
+
+    def _forward(self, micro: MicroBatch, number: int, attempt: Attempt, inject_nan: bool) -> Tensor | None:
+        """The scaled loss of a micro-batch; None if memory ran out, which is noted in `attempt`."""
+        step = self._state.step + 1
+        total: Tensor | None = None
+        try:
+            self._heartbeat.at("forward", step)
+            self._seed_dropout(number)
+            positions = positions_tensor(micro.positions, self._device)
+            if self._graphed is not None and self._may_replay(micro, inject_nan) and not attempt.trial:
+                self._replay(micro.data, positions, attempt)
+                return None
+            results = self._results(micro.data, positions, last=micro.chunk.last)
+            if inject_nan:
+                results["total"] = results["total"] * math.nan
+            weight = 0.0 if micro.is_dummy else 1.0
+            row = row_of(results)
+            row = row * weight if micro.is_dummy else row
+            total = results["total"]
+            if not (micro.is_dummy or attempt.trial):
+                self.counts.look(step, row[1], len(positions))
+        except Exception as error:
+            self._note_failure(error, attempt)
+        if number == 0 and (not self._names or self._state.expected_count == 0.0):
+            mine = None if total is None else (list(results), row[1].item(), len(positions) * weight)
+            self._agree_on_sums(mine, attempt)
+        if total is None:
+            return None
+        self._check_names(list(results))
+        attempt.sums = row if attempt.sums is None else attempt.sums + row
+        return self._scaled(total) * weight if micro.is_dummy else self._scaled(total)
+
+    def _results(self, data: Any, positions: Tensor, *, last: bool) -> dict[str, Tensor]:
+        data = to_device(gathered(data), self._device, self._floating)
+        with self._strategy.accumulating(last=last):
+            return self._strategy.train(self._loss, data, positions)  # type: ignore[no-any-return]
+
+    def _scaled(self, total: Tensor) -> Tensor:
+        scaled = total / self.expected_count
+        return scaled if self._scale is None else scaled * self._scale.value
+
+    def _may_replay(self, micro: MicroBatch, inject_nan: bool) -> bool:
+        """Whether to replay the recording: names and gradient addresses are settled, the micro-batch is ordinary."""
+        is_settled = bool(self._names) and self._strategy.gradients_stay
+        return is_settled and not (inject_nan or micro.is_dummy)
+
+    def _replay(self, data: Any, positions: Tensor, attempt: Attempt) -> None:
+        """Replays the recorded forward and backward pass of a micro-batch."""
+        assert self._graphed is not None
+        row = self._graphed(data, positions)
+        attempt.sums = row.clone() if attempt.sums is None else attempt.sums + row
+        self._heartbeat.at("backward", self._state.step + 1)
+
+    def _forward_and_backward(self, data: Any, positions: Tensor) -> Tensor:
+        with self._strategy.buffers.in_place():
+            results = self._results(data, positions, last=False)
+            self._check_names(list(results))
+            self._scaled(results["total"]).backward()  # type: ignore[no-untyped-call]
+        return row_of(results)
+
+    def _backward(self, total: Tensor, attempt: Attempt, *, last: bool) -> None:
+        reduces = last and not attempt.guarded
+        if reduces:
+            self._strategy.arm()
+            if self._world > 1:
+                # Overlaps with the last backward pass, so it costs nothing.
+                assert attempt.sums is not None
+                attempt.arriving = dist.all_reduce(attempt.sums, async_op=True)
+        try:
+            self._heartbeat.at("backward", self._state.step + 1)
+            total.backward()  # type: ignore[no-untyped-call]
+        except Exception as error:
+            self._note_failure(error, attempt, final=reduces)
+
+    def _note_failure(self, error: Exception, attempt: Attempt, *, final: bool = False, where: str = "") -> None:
+        """Notes that memory ran out, if the other ranks can still be told; raises any other error."""
+        if not is_out_of_memory(error):
+            raise error
+        attempt.failure = where + in_one_line(error)
+        # The traceback holds frames, and these hold activations, whose memory the next attempt needs.
+        error.__traceback__ = None
+        if not self._strategy.collective:
+            raise OutOfMemoryTogether(attempt.failure) from None
+        if final or not self._strategy.guardable:
+            raise OutOfMemoryHere(attempt.failure) from None
+
+    def _act_on(self, agreed: Mapping[str, float], bad: list[BadSample], attempt: Attempt) -> None:
+        """Acts on the result of the exchange: what all ranks met before their last forward pass."""
+        self.bad = []
+        if agreed["bad"]:
+            self.bad = sorted((sample for part in self._agreement.all_gather(bad) for sample in part), key=_position)
+        if agreed["oom"]:
+            raise OutOfMemoryTogether(attempt.failure)
+        attempt.guarded = bool(agreed["guard"])
+        if (
+            attempt.failure is not None and not attempt.guarded
+        ):  # in the last forward pass, after the exchange had started
+            raise OutOfMemoryHere(attempt.failure)
+
+    def _loss(self, model: nn.Module, data: Any, positions: Tensor) -> dict[str, Tensor]:
+        """The recipe's loss as a flat mapping of tensors, in which DDP, FSDP and DataParallel find outputs."""
+        recorded = nullcontext() if self._graphed is None else self._recipe.clock.recorded()
+        with recorded, autocast(self._device, self._settings.precision):
+            loss = self._recipe.loss(model, data, Noise(self._settings.run.seed, positions))
+        return flatten_loss(loss)
+
+    def _agree_on_sums(self, mine: tuple[list[str], float, float] | None, attempt: Attempt) -> None:
+        """After the first forward pass, checks that all ranks have the same names, and estimates the step's count.
+
+        The all-reduce matches sums by position, not by name. Only here does the host wait for the device.
+        """
+        from_ranks = self._agreement.all_gather(mine)
+        results = [result for result in from_ranks if result is not None]
+        if len(results) < len(from_ranks):
+            raise OutOfMemoryTogether(attempt.failure)
+        if any(names != results[0][0] for names, _, _ in results):
+            here = shown(results[self._strategy.placement.rank if self._world > 1 else 0][0])
+            raise RecipeError(f"loss(): metrics differ between ranks (here {here}); keep their names")
+        self._names = self._names or results[0][0]
+        if self._state.expected_count == 0.0:
+            count, samples = sum(result[1] for result in results), sum(result[2] for result in results)
+            per_sample = count / samples if samples and math.isfinite(count) else 1.0
+            self._state.expected_count = power_of_two_near(per_sample * self._state.global_batch)
+            self._expect(self._state.expected_count)
+
+    def _expect(self, count: float) -> None:
+        if count not in (0.0, self._expected):
+            self._expected = count
+            self.expected_count.fill_(count)
+
+    def _check_names(self, names: list[str]) -> None:
+        if names != self._names:
+            before, now = shown(self._names), shown(names)
+            raise RecipeError(f"loss(): metrics were {before} and now are {now}; keep their names")
+
+    def _seed_dropout(self, micro_batch: int) -> None:
+        """Seeds dropout, so that it repeats exactly at the same world size, whatever a loader has drawn before."""
+        placement = self._strategy.placement
+        key = key_of(Purpose.DROPOUT, self._settings.run.seed, self._state.step, placement.rank, micro_batch)
+        seed_everything(key, placement.devices)
+
+
+def _position(sample: BadSample) -> int:
+    return sample.position

@@ -1,0 +1,28 @@
+"""What a training step works on: the recipe, the distributed model, the optimizer, the average and the state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from unisono.engine.recipe import Recipe
+from unisono.engine.state import TrainState
+from unisono.engine.step.ema import Ema
+from unisono.engine.step.optimizer_wrapper import OptimizerWrapper
+from unisono.engine.step.precision import LossScale
+from unisono.parallel.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Components:
+    """The components of training, on this rank."""
+
+    recipe: Recipe
+    strategy: Strategy
+    why_strategy: str
+    optimizer: OptimizerWrapper
+    ema: Ema | None
+    scale: LossScale | None
+    state: TrainState
+    remarks: list[str]  # notes for the user, printed once
+    captures: bool  # steps are recorded as CUDA graphs
+    recordable: bool  # they are not recorded, but could be

@@ -1,0 +1,219 @@
+"""The gradient of a loss that compares the samples of a global batch with each other, such as a contrastive loss.
+
+Such a loss is not a sum over micro-batches: every page is a negative for all other queries. But it depends on the model
+only through one row per sample, so the chain rule can be split there:
+
+    1. embed every micro-batch without a graph (the last one with), keep the rows
+    2. gather the rows of all micro-batches and ranks; one exact loss, and its gradient with respect to the rows
+    3. backward through each micro-batch, embedded once more with the same dropout, from its rows' gradients
+
+It needs the memory of one micro-batch, and any number of ranks and micro-batches gives the result of one large batch.
+With one micro-batch per rank nothing is computed twice. Every rank computes the whole loss: a matrix product of some
+thousand rows costs less than another exchange between ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from unisono.data.loader import BadSample, MicroBatch, positions_tensor, to_device
+from unisono.data.noise import Noise
+from unisono.data.resident import gathered
+from unisono.engine.step.accumulate import Attempt, DeviceTimer, GradientAccumulator, StepSums
+from unisono.engine.step.out_of_memory import IN_COUPLE
+from unisono.engine.step.precision import autocast
+from unisono.engine.step.sums import flatten_loss, power_of_two_near, row_of
+from unisono.errors import RecipeError
+
+Rows = Mapping[str, Tensor]
+"""What the loss needs of some samples: tensors with one row per sample."""
+
+
+class CoupledGradientAccumulator(GradientAccumulator):
+    """Computes the gradient of a coupled loss, together with all other ranks."""
+
+    _kinds: list[tuple[str, Any]] | None = None  # names, shapes and types of the rows, the same on all ranks
+
+    def _compute(self, micro_batches: Iterator[MicroBatch], requests: Mapping[str, float]) -> StepSums:
+        step, attempt, lap = self._state.step + 1, Attempt(), DeviceTimer(self._device)
+        inject_nan = self._heartbeat.injector.makes_loss_nan(step)
+        self._guard.begin()
+        self._expect(self._state.expected_count)
+        micros: list[MicroBatch] = []
+        embedded: list[Rows | None] = []
+        bad: list[BadSample] = []
+        while not micros or not micros[-1].chunk.last:
+            self._heartbeat.at("data", step)
+            micro = next(micro_batches)
+            bad += micro.bad
+            self._guard.note_shape(micro.data)
+            if not micros:
+                self._strategy.begin_step(guarded=self._guard.is_needed)
+                self._guard.buffers.keep()
+            if micro.chunk.last:
+                self._guard.buffers.rewind()  # earlier passes are repeated with a graph: only those may change buffers
+            embedded.append(self._embed(micro, len(micros), attempt, graph=micro.chunk.last, last=not micros))
+            micros.append(micro)
+        lap.end()
+        self._heartbeat.at("reduce", step)
+        # After the last forward pass, not before it: the next operation is a collective.
+        mine = {"oom": attempt.failure is not None, "guard": self._guard.is_needed, "bad": len(bad)}
+        agreed = self._agreement.start({**requests, **mine}).read()
+        self._act_on(agreed, bad, attempt)
+        gradients = self._couple(micros, embedded, attempt, inject_nan)
+        del embedded[:-1]
+        self._backward_all(micros, embedded, gradients, attempt)
+        return self._summed(attempt, agreed, lap)
+
+    def _forward(self, micro: MicroBatch, number: int, attempt: Attempt, inject_nan: bool) -> Tensor | None:
+        """For a trial of the memory: a scaled number that depends on all rows."""
+        rows = self._embed(micro, number, attempt, graph=True, last=False)
+        return None if rows is None else self._scaled(torch.stack([each.sum() for each in _floating(rows)]).sum())
+
+    def _embed(self, micro: MicroBatch, number: int, attempt: Attempt, *, graph: bool, last: bool) -> Rows | None:
+        """The rows of a micro-batch; None if memory ran out now or earlier in this attempt."""
+        if attempt.failure is not None:
+            return None
+        try:
+            self._heartbeat.at("forward", self._state.step + 1)
+            self._seed_dropout(number)
+            data = to_device(gathered(micro.data), self._device, self._floating)
+            positions = positions_tensor(micro.positions, self._device)
+            if graph:
+                with self._strategy.accumulating(last=last):
+                    rows = self._strategy.rows(self._rows, data, positions)
+            else:
+                with torch.no_grad():
+                    rows = self._strategy.rows(self._rows, data, positions)
+            return _checked(rows, len(micro.positions))
+        except Exception as error:
+            self._note_failure(error, attempt)
+            return None
+
+    def _rows(self, model: nn.Module, data: Any, positions: Tensor) -> dict[str, Tensor]:
+        with autocast(self._device, self._settings.precision):
+            rows = self._recipe.embed(model, data, Noise(self._settings.run.seed, positions))
+        if not isinstance(rows, Mapping) or not all(isinstance(each, Tensor) for each in rows.values()):
+            raise RecipeError("embed() must return a mapping of tensors, one row for each sample of the batch")
+        return {name: _wide(each) for name, each in sorted(rows.items())}
+
+    def _couple(
+        self, micros: Sequence[MicroBatch], embedded: Sequence[Rows | None], attempt: Attempt, inject_nan: bool
+    ) -> list[Rows]:
+        """Computes the loss of all rows; returns its gradient with respect to the rows of each micro-batch here."""
+        # Not in the `try`: a rank that fails here leaves others waiting in the all-reduce and cannot tell them.
+        where = [positions_tensor(micro.positions, self._device) - min(micro.chunk.global_batch) for micro in micros]
+        whole = self._gather(micros, embedded, where)
+        try:
+            usable = self._usable(micros[0])
+            leaves = {name: each if usable is None else each[usable] for name, each in whole.items()}
+            for each in _floating(leaves):
+                each.requires_grad_()
+            results = flatten_loss(self._recipe.couple(leaves))
+            if inject_nan:
+                results["total"] = results["total"] * torch.nan
+            self._take_sums(results, attempt)
+            floating = [name for name, each in leaves.items() if each.is_floating_point()]
+            inputs = [leaves[name] for name in floating]
+            computed = torch.autograd.grad(results["total"], inputs, materialize_grads=True)
+            gradients = dict(zip(floating, computed, strict=True))
+            if usable is not None:
+                gradients = {
+                    name: torch.zeros_like(whole[name]).index_copy(0, usable, each) for name, each in gradients.items()
+                }
+            return [{name: each[here] for name, each in gradients.items()} for here in where]
+        except Exception as error:
+            self._note_failure(error, attempt, final=not attempt.guarded, where=IN_COUPLE)
+            return []
+
+    def _gather(
+        self, micros: Sequence[MicroBatch], embedded: Sequence[Rows | None], where: Sequence[Tensor]
+    ) -> dict[str, Tensor]:
+        """The rows of the whole global batch from all ranks, in the order of the sample stream; 0 for missing ones."""
+        size = len(micros[0].chunk.global_batch)
+        first = embedded[0]
+        assert first is not None
+        self._agree_on_rows(first)
+        whole = {}
+        for name, like in first.items():
+            exchanged = torch.uint8 if like.dtype == torch.bool else like.dtype  # booleans cannot be summed
+            all_rows = torch.zeros(size, *like.shape[1:], dtype=exchanged, device=like.device)
+            for micro, rows, here in zip(micros, embedded, where, strict=True):
+                if not micro.is_dummy:
+                    assert rows is not None
+                    all_rows.index_copy_(0, here, rows[name].detach().to(exchanged))
+            if self._world > 1:
+                dist.all_reduce(all_rows)  # each row is nonzero on one rank only, so the sum is exact
+            whole[name] = all_rows.to(like.dtype)
+        return whole
+
+    def _agree_on_rows(self, rows: Rows) -> None:
+        """Checks once that rows have the same names, shapes and types on all ranks, as the all-reduce needs."""
+        kinds = [(name, (tuple(each.shape[1:]), str(each.dtype))) for name, each in rows.items()]
+        if self._kinds is None:
+            from_ranks = self._agreement.all_gather(kinds)
+            if any(other != from_ranks[0] for other in from_ranks):
+                raise RecipeError(f"embed(): rows differ between ranks (here {kinds}); keep names, shapes and types")
+        elif kinds != self._kinds:
+            raise RecipeError(f"embed(): rows were {self._kinds} and now are {kinds}; keep names, shapes and types")
+        self._kinds = kinds
+
+    def _usable(self, micro: MicroBatch) -> Tensor | None:
+        """Indices of the rows whose samples could be read; None if all could."""
+        if not self.bad:
+            return None
+        start, missing = min(micro.chunk.global_batch), {sample.position for sample in self.bad}
+        readable = [row for row in range(len(micro.chunk.global_batch)) if row + start not in missing]
+        return torch.tensor(readable, device=self._device)
+
+    def _take_sums(self, results: Mapping[str, Tensor], attempt: Attempt) -> None:
+        self._names = self._names or list(results)
+        self._check_names(list(results))
+        row = row_of(results)
+        if self._state.expected_count == 0.0:  # the only point where the host waits for the device
+            self._state.expected_count = power_of_two_near(float(row[1].item()))
+            self._expect(self._state.expected_count)
+        # All ranks have the same sums, and the all-reduce adds them up: only one rank contributes.
+        attempt.sums = row if self._strategy.placement.rank == 0 else torch.zeros_like(row)
+
+    def _backward_all(
+        self, micros: Sequence[MicroBatch], kept: list[Rows | None], gradients: Sequence[Rows], attempt: Attempt
+    ) -> None:
+        """Runs backward for the last micro-batch, whose graph is in `kept`, then embeds the others again for theirs."""
+        numbers = [len(micros) - 1, *range(len(micros) - 1)]
+        for number in numbers:
+            last = number == numbers[-1]
+            rows = kept.pop() if kept else self._embed(micros[number], number, attempt, graph=True, last=last)
+            if rows is None or attempt.failure is not None:
+                return
+            total = self._descend(rows, gradients[number], 0.0 if micros[number].is_dummy else 1.0)
+            rows = None
+            self._backward(total, attempt, last=last)
+            del total  # frees the autograd graph before the next micro-batch is embedded
+
+    def _descend(self, rows: Rows, gradients: Rows, weight: float) -> Tensor:
+        """A number whose gradient through the rows is the gradient of the loss."""
+        pairs = [(rows[name] * gradient).sum() for name, gradient in gradients.items()]
+        return self._scaled(torch.stack(pairs).sum()) * weight
+
+
+def _checked(rows: Rows, samples: int) -> Rows:
+    for name, each in rows.items():
+        if each.dim() == 0 or len(each) != samples:
+            actual = f"{len(each)} rows" if each.dim() else "a single number"
+            raise RecipeError(f"embed(): {name} is {actual} for {samples} samples; give one row for each")
+    return rows
+
+
+def _wide(rows: Tensor) -> Tensor:
+    """The rows with at least 32 bits, in which the loss is computed."""
+    return rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows
+
+
+def _floating(rows: Rows) -> list[Tensor]:
+    return [each for each in rows.values() if each.is_floating_point()]

@@ -1,0 +1,99 @@
+"""Decides which steps are guarded, and restores what a step has changed before it is repeated.
+
+Out of memory on one rank must not leave another rank waiting. In a guarded step the all-reduce of gradients starts only
+after all ranks have agreed that none failed, so it does not overlap with the backward pass. Therefore only steps with
+new input shapes are guarded. After `guard_steps` of them, when the peak memory no longer grows, the all-reduce overlaps
+with backward; running out of memory then causes a restart.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.data.nested import leaves
+from unisono.data.resident import Rows
+from unisono.parallel.buffers import KeptBuffers
+from unisono.parallel.strategy import Strategy
+
+_GROWTH = 1.02  # a peak that grows by less counts as unchanged
+_MANY = 64  # shapes; beyond that, new ones are distinguished by size only
+
+
+class Guard:
+    """Tracks the shapes of this rank's micro-batches, and copies the model's buffers until the step succeeds."""
+
+    def __init__(self, strategy: Strategy, guard_steps: int) -> None:
+        self._strategy, self._steps = strategy, guard_steps
+        self._passed: Counter[Hashable] = Counter()  # successful guarded steps, by shape
+        self._shapes: list[Hashable] = []  # of this step
+        self._peak = 0.0
+        self.buffers = KeptBuffers(strategy.model)
+        """The model's buffers at the beginning of the step."""
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether the strategy can guard steps and needs to: ranks wait for each other within a step."""
+        return self._strategy.collective and self._strategy.guardable
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether this rank has seen too few successful steps with the shapes of this step."""
+        if not self.is_possible or self._steps == 0:
+            return False
+        return self._steps < 0 or any(self._passed[shape] < self._steps for shape in self._shapes)
+
+    def begin(self) -> None:
+        """Begins a step."""
+        self._shapes.clear()
+
+    def note_shape(self, data: Any) -> None:
+        """Notes the shapes of a micro-batch of this step."""
+        if self.is_possible and self._steps > 0:
+            shape = shape_of(data)
+            # Texts of many lengths rarely repeat a shape: beyond some number, only the size distinguishes them.
+            if shape not in self._passed and len(self._passed) >= _MANY:
+                shape = ("so large", _num_elements(data).bit_length())
+            self._shapes.append(shape)
+
+    def count_step(self, *, guarded: bool) -> None:
+        """Counts a step whose gradients are complete."""
+        self.buffers.find_tables()
+        if not guarded or self._steps < 0:
+            return
+        device = self._strategy.placement.device
+        peak = float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else 1.0
+        for shape in set(self._shapes):
+            self._passed[shape] = 1 if peak > self._peak * _GROWTH else self._passed[shape] + 1
+        self._peak = max(peak, self._peak)
+
+    def restore(self) -> None:
+        """Restores the buffers and drops the gradients of a failed step, before it is repeated."""
+        self._strategy.clear_gradients()
+        self.buffers.restore()
+        if self._strategy.placement.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def shape_of(data: Any) -> Hashable:
+    """The shapes and types of all tensors in a batch, through any nesting of containers."""
+    if isinstance(data, Tensor):
+        return data.shape, data.dtype
+    if isinstance(data, Rows):
+        return data.indices.shape, data.shape
+    if isinstance(data, dict):
+        return tuple((key, shape_of(value)) for key, value in data.items())
+    if isinstance(data, list | tuple):
+        return tuple(shape_of(value) for value in data)
+    if is_dataclass(data) and not isinstance(data, type):
+        return tuple(shape_of(getattr(data, f.name)) for f in fields(data))
+    return None
+
+
+def _num_elements(data: Any) -> int:
+    return sum(leaf.numel() if isinstance(leaf, Tensor) else 1 for leaf in leaves(data))

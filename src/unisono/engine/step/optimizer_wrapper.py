@@ -1,0 +1,163 @@
+"""Wraps the torch optimizer: normalises gradients, sets learning rates, skips steps, names its state by weight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unisono.engine.step.make_optimizer import NamedParameters, check_optimizer, from_settings
+from unisono.errors import RecipeError
+from unisono.settings import OptimSettings
+
+
+class OptimizerWrapper:
+    """A torch optimizer that steps with unnormalised gradients and the factor that normalises them."""
+
+    def __init__(
+        self,
+        parameters: NamedParameters,
+        settings: OptimSettings,
+        own: Callable[[NamedParameters], Optimizer | None],
+        lr_scale: float,
+        *,
+        sharded: bool = False,
+        tables: Collection[nn.Parameter] = (),
+    ) -> None:
+        """`own` makes the recipe's optimizer, or returns None for the one in the settings; `tables` are embeddings."""
+        optimizer = own(list(parameters))
+        if optimizer is None:
+            optimizer = from_settings(parameters, settings, tables)
+        self.remarks = check_optimizer(optimizer, parameters, sharded=sharded)
+        self.optimizer = optimizer
+        self._names = {id(parameter): name for name, parameter in parameters}
+        # Recorded kernels read the rate as float32. All runs round it, so that recorded runs have the same bits.
+        self._rounded = np.float32 if parameters[0][1].dtype == torch.float32 else float
+        self._peaks = [group["lr"] * lr_scale for group in optimizer.param_groups]
+        # SGD applies no dampening in the first step, which it recognises by a missing momentum buffer.
+        dampened = any(group.get("dampening") for group in optimizer.param_groups)
+        self._fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and not dampened
+        if self._fused:
+            self._allocate_state(parameters)
+
+    def _allocate_state(self, parameters: NamedParameters) -> None:
+        """Allocates the optimizer's state before step 1: out of memory in a step would leave half-updated weights."""
+        for _, parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        skip = torch.ones((), device=parameters[0][1].device, dtype=torch.float32)
+        self.optimizer.found_inf, self.optimizer.grad_scale = skip, None  # type: ignore[attr-defined]
+        self.optimizer.step()  # a skipped step creates the state and changes nothing else
+        for slots in self.optimizer.state.values():
+            if slots.get("momentum_buffer") is not None:  # SGD creates it with torch.empty and fills it in a first step
+                slots["momentum_buffer"].zero_()
+        for _, parameter in parameters:
+            parameter.grad = None
+
+    def set_learning_rate(self, factor: float) -> float:
+        """Sets each group's rate to `factor` times its peak; returns the first group's rate."""
+        return self._set_rates([peak * factor for peak in self._peaks])
+
+    def set_own_learning_rate(self, rate: Any) -> float:
+        """Sets the rate that a recipe's learning_rate() returned; returns the first group's rate.
+
+        One number is the first group's rate, and the other groups keep their ratio to it; a sequence has one per group.
+        """
+        several = isinstance(rate, Sequence) and not isinstance(rate, str)
+        rates = list(rate) if several else [rate]
+        if not all(isinstance(each, int | float | np.floating) and 0 <= each < math.inf for each in rates):
+            raise RecipeError(f"learning_rate() returned {rate!r}; expected a number from 0 on, or one for each group")
+        if several and len(rates) != (groups := len(self._peaks)):
+            raise RecipeError(f"learning_rate() returned {len(rates)} rates; the optimizer has {groups} groups")
+        if not several:
+            base = self._peaks[0]
+            rates = [rates[0] * (peak / base) if base else rates[0] for peak in self._peaks]  # x 1 is exact
+        return self._set_rates([float(each) for each in rates], own=True)
+
+    def _set_rates(self, rates: Sequence[float], *, own: bool = False) -> float:
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            elif not own or group["lr"] != rate:  # a scheduler that set it itself continues from the exact number
+                group["lr"] = float(self._rounded(rate))
+        return float(rates[0])
+
+    def groups(self) -> dict[str, list[nn.Parameter]]:
+        """The optimizer's parameter groups by name: a group's `name`, or its number."""
+        groups: dict[str, list[nn.Parameter]] = {}
+        for number, group in enumerate(self.optimizer.param_groups):
+            name = str(group.get("name", number))
+            groups[f"{name} {number}" if name in groups else name] = group["params"]
+        return groups
+
+    def make_capturable(self) -> bool:
+        """Moves what changes between steps to the device, so that a step can be recorded; False if it cannot."""
+        groups = self.optimizer.param_groups
+        if not self._fused or not all("capturable" in group for group in groups):
+            return False
+        for group in groups:
+            group["capturable"] = True
+            group["lr"] = torch.full((), float(group["lr"]), device=group["params"][0].device)
+        return True
+
+    def step(self, gradients: list[Tensor], factor: Tensor, found_inf: Tensor) -> None:
+        """Steps with `gradients` x `factor`; does nothing if `found_inf` is 1."""
+        device = gradients[0].device if gradients else factor.device
+        if self._fused:
+            # On the CPU reading the flag is free, and cheaper than letting the optimizer skip.
+            skip = found_inf.to(device, torch.float32) if device.type != "cpu" else None
+            self.optimizer.found_inf = skip  # type: ignore[attr-defined]
+        if (not self._fused or device.type == "cpu") and bool(found_inf):
+            return  # an optimizer that cannot skip on the device: here the host waits for the device
+        in_kernel = self._fused and bool(gradients) and gradients[0].dtype == torch.float32
+        if in_kernel:  # the kernel divides by grad_scale itself, which saves a pass over the gradients
+            self.optimizer.grad_scale = (1 / factor).to(device, torch.float32)  # type: ignore[attr-defined]
+        elif gradients:  # also for float64: the kernel reads grad_scale as float32, which is not exact enough
+            torch._foreach_mul_(gradients, factor.to(device, gradients[0].dtype))
+        self.optimizer.step()
+
+    def tensors(self) -> dict[tuple[str, str], Tensor]:
+        """The tensors of the optimizer state, by (weight name, slot)."""
+        return {
+            (self._names[id(parameter)], slot): value
+            for parameter, slots in self.optimizer.state.items()
+            for slot, value in slots.items()
+            if isinstance(value, Tensor)
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """The optimizer state that is not in tensors."""
+        return {
+            self._names[id(parameter)]: plain
+            for parameter, slots in self.optimizer.state.items()
+            if (plain := {slot: value for slot, value in slots.items() if not isinstance(value, Tensor)})
+        }
+
+    def drop_all_but(self, saved: Collection[str]) -> None:
+        """Drops state that is not in a checkpoint of these names, which was saved before the state existed."""
+        for parameter, slots in self.optimizer.state.items():
+            for slot in [slot for slot, value in slots.items() if isinstance(value, Tensor)]:
+                if f"optimizer.{self._names[id(parameter)]}.{slot}" not in saved:
+                    del slots[slot]
+
+    def restore(self, tensors: dict[tuple[str, str], Tensor], plain: dict[str, Any]) -> None:
+        """Restores a saved state."""
+        parameters = {
+            self._names[id(parameter)]: parameter
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+        }
+        for (name, slot), value in tensors.items():
+            current = self.optimizer.state[parameters[name]].get(slot)
+            if isinstance(current, Tensor):
+                current.copy_(value)
+            else:
+                # Slots that the optimizer creates in its first step go to the weight's device; a step counter stays.
+                home = value.device if value.dim() == 0 else parameters[name].device
+                self.optimizer.state[parameters[name]][slot] = value.to(home)
+        for name, slots in plain.items():
+            self.optimizer.state[parameters[name]].update(slots)

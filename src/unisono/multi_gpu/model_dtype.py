@@ -1,0 +1,27 @@
+"""The floating-point type that the user's model came in: float64 is trained as float64, 16-bit weights as float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from unisono.multi_gpu.config import MultiGPUConfig
+
+
+def dtype_settings(model: nn.Module, config: MultiGPUConfig) -> tuple[dict[str, Any], list[str]]:
+    """Engine settings that keep the type of the weights, and what the user should know where it changes."""
+    types = {weight.dtype for weight in model.parameters() if weight.is_floating_point()}
+    if torch.float64 in types and "dtype" not in config.settings:
+        if config.mixed_precision == "no":
+            mixed = len(types) > 1
+            return {"dtype": "float64"}, ["some weights are float64: all are trained as float64"] if mixed else []
+        return {}, [f"the weights are float64; mixed_precision {config.mixed_precision} trains them as float32"]
+    if short := types & {torch.float16, torch.bfloat16}:
+        name = str(min(short, key=str)).removeprefix("torch.")
+        better = "bf16" if torch.bfloat16 in short else "fp16"
+        remark = f"the weights are {name}; they are trained as float32, because small updates vanish in 16 bit"
+        hint = f'; mixed_precision="{better}" computes in {name}' if config.mixed_precision == "no" else ""
+        return {}, [remark + hint]
+    return {}, []

@@ -1,0 +1,22 @@
+"""A small JSON file in a run's folder that one attempt leaves for the next."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from unisono.atomic_files import write_atomically
+
+log = logging.getLogger(__name__)
+
+
+def leave_note(file: Path, content: Mapping[str, Any]) -> None:
+    """Replaces the file atomically; a failure to write it is only a warning."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, json.dumps(content))
+    except OSError as error:
+        log.warning("%s cannot be written (%s); the next attempt will not know: %s", file, error.strerror, content)

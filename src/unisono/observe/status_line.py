@@ -1,0 +1,122 @@
+"""The last line of a terminal, redrawn in place, with log lines printed above it.
+
+Nothing here hides the cursor, moves it up or redirects a stream: whatever ends the process, also a kill, leaves the
+terminal usable and costs at most an unfinished line. Where there is no terminal, nothing is drawn and lines are plain.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from threading import RLock
+from typing import TextIO
+
+from unisono.typed_paths import shown
+
+_BAR_LEAST, _BAR_MOST = 10, 30
+_CLEAR = "\r\x1b[K"
+
+
+class StatusLine:
+    """The status line of one stream; it never stops a run: when the terminal goes away, it falls silent."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self.stream = stream
+        self.live = _is_terminal(stream)
+        self._shown = ""
+        self._lock = RLock()  # a thread that keeps a clock moving draws too
+
+    def show(self, fields: Sequence[str], fraction: float | None = None) -> None:
+        """Draws the fields, the most important first: a narrow terminal shows fewer. With a bar behind the first one
+        where `fraction` says how much is done."""
+        if not self.live:
+            return
+        kept, width = list(fields), self._width() - 1  # a full last column would wrap
+        bar = fraction is not None and width >= 2 * _BAR_LEAST + len(kept[0])
+        room = width - (_BAR_LEAST + 2 if bar else 0)
+        while len(kept) > 1 and len("  ".join(kept)) > room:
+            kept.pop()
+        if bar and fraction is not None:
+            cells = min(_BAR_MOST, width - len("  ".join(kept)) - 2)
+            kept.insert(1, self._bar(fraction, cells))
+        with self._lock:
+            self._shown = "  ".join(kept)[:width]
+            self._write(f"\r{self._shown}\x1b[K")
+
+    def print(self, text: str) -> None:
+        """Prints a line of its own, above the status line where one is shown."""
+        text = shown(text)
+        with self._lock:
+            self._write(f"{_CLEAR}{text}\n{self._shown}" if self._shown else f"{text}\n")
+
+    def clear(self) -> None:
+        """Removes the status line."""
+        with self._lock:
+            if self._shown:
+                self._shown = ""
+                self._write(_CLEAR)
+
+    def keep(self) -> None:
+        """Leaves what is shown standing as a line of its own."""
+        with self._lock:
+            if self._shown:
+                self._shown = ""
+                self._write("\n")
+
+    def _bar(self, fraction: float, cells: int) -> str:
+        full = round(cells * min(1.0, max(0.0, fraction)))
+        try:
+            "█░".encode(getattr(self.stream, "encoding", None) or "ascii")
+        except (UnicodeError, LookupError):
+            return "#" * full + "-" * (cells - full)
+        return "█" * full + "░" * (cells - full)
+
+    def _width(self) -> int:
+        try:
+            return os.get_terminal_size(self.stream.fileno()).columns or 80 if self.stream else 80
+        except (OSError, ValueError):
+            return 80
+
+    def _write(self, text: str) -> None:
+        if self.stream is None:
+            return
+        try:
+            self.stream.write(text)
+            self.stream.flush()
+        except (OSError, ValueError):  # the terminal or the pipe is gone; the run goes on
+            self.live, self._shown = False, ""
+
+
+def status_line() -> StatusLine:
+    """The status line of this process's stderr: bars and log lines share it, so that neither overwrites the other."""
+    global _own
+    if _own is None or _own.stream is not sys.stderr:
+        _own = StatusLine(sys.stderr)
+    return _own
+
+
+def print_line(text: str) -> None:
+    """Prints a line for the user on stderr, above a bar that is shown; a closed stderr does not end a run."""
+    status_line().print(text)
+
+
+_own: StatusLine | None = None
+
+
+def _forget() -> None:
+    """In a forked process (a loader's worker): the bar is the parent's, and its lock may be held by a thread."""
+    global _own
+    _own = None
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    if os.environ.get("TERM", "dumb") == "dumb":
+        return False
+    try:
+        return stream is not None and stream.isatty()
+    except (OSError, ValueError):
+        return False

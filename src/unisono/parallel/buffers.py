@@ -1,0 +1,200 @@
+"""The buffers of a model (batch norm's statistics, counters, tables), and a copy of those that forward passes change.
+
+A step that is repeated after running out of memory, or skipped because it was not finite, must leave buffers as they
+were before it. Whether a step is skipped is decided on the device and not known to the host: `undo_where` chooses
+there, one kernel for each changing buffer. Tables, which forward passes leave alone, are copied in the first steps
+only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+_LOOKS = 3  # steps that must leave a buffer alone before it counts as a table
+
+
+class BufferSlots:
+    """Where a model holds its buffers: a slot stays when code assigns a new tensor to its buffer."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._slots: list[tuple[dict[str, Tensor | None], str]] = []
+        self.statistics: set[int] = set()
+        """Slots of batch and instance norms, whose kernels change buffers without a trace in their version."""
+        self._first: list[Tensor | None] = []  # what each slot held at the start
+        seen: set[int] = set()
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is None or id(buffer) not in seen:  # several modules may share one
+                    seen.add(id(buffer))
+                    if isinstance(module, _NormBase):
+                        self.statistics.add(len(self._slots))
+                    self._slots.append((module._buffers, name))
+                    self._first.append(buffer)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __getitem__(self, slot: int) -> Tensor | None:
+        owner, name = self._slots[slot]
+        return owner.get(name)
+
+    def __setitem__(self, slot: int, tensor: Tensor) -> None:
+        owner, name = self._slots[slot]
+        owner[name] = tensor
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Around passes that are recorded: kernels read the tensors of the recording, whatever is assigned later.
+
+        Where code assigns a new tensor to a buffer (`self.mean = 0.9 * self.mean + …`), the old one takes its values.
+        """
+        before = [self[slot] for slot in range(len(self))]
+        yield
+        with torch.no_grad():
+            for slot, old in enumerate(before):
+                new = self[slot]
+                if old is not None and new is not None and new is not old and _is_like(new, old):
+                    old.copy_(new)
+                    self[slot] = old
+
+    def tensors(self) -> list[Tensor]:
+        """The buffers as they are now, without empty ones, in the shapes they had at the start.
+
+        A cache that grows with its input has another shape on each rank, and a collective over such tensors never ends.
+        For a buffer of another shape or type, what its slot held at the start is returned: ranks agree on that one.
+        """
+        pairs = ((self[slot], first) for slot, first in enumerate(self._first) if first is not None)
+        return [now if now is not None and _is_like(now, first) else first for now, first in pairs if first.numel() > 0]
+
+
+@dataclass(slots=True)
+class _Before:
+    """A buffer as it was before the step."""
+
+    slot: int
+    tensor: Tensor
+    version: int
+    copy: Tensor | None  # None for a table
+
+
+class KeptBuffers:
+    """Keeps the buffers of a model from the start of a step until it is known whether the step counts."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._slots = BufferSlots(model)
+        self._changing = set(self._slots.statistics)
+        self._unchanged: Counter[int] = Counter()  # steps that left a slot alone; after _LOOKS of them it is a table
+        self._copies: dict[int, Tensor] = {}  # memory for copies, by slot
+        self._before: list[_Before] = []
+
+    def keep(self) -> None:
+        """A step begins."""
+        if not len(self._slots):
+            return
+        now = [(slot, tensor) for slot in range(len(self._slots)) if (tensor := self._slots[slot]) is not None]
+        copied = [(slot, tensor) for slot, tensor in now if tensor.numel() > 0 and not self._is_table(slot)]
+        copies = {slot: self._memory_for(slot, tensor) for slot, tensor in copied}
+        with torch.no_grad():
+            _copy_all(list(copies.values()), [tensor.detach() for _, tensor in copied])
+        self._before = [_Before(slot, tensor, tensor._version, copies.get(slot)) for slot, tensor in now]
+
+    def _is_table(self, slot: int) -> bool:
+        return self._unchanged[slot] >= _LOOKS and slot not in self._changing
+
+    def _memory_for(self, slot: int, tensor: Tensor) -> Tensor:
+        memory = self._copies.get(slot)
+        if memory is None or not _is_like(memory, tensor):
+            memory = self._copies[slot] = torch.empty_like(tensor, requires_grad=False)
+        return memory
+
+    def find_tables(self) -> None:
+        """After the last backward pass of a step: which buffers it left alone.
+
+        In the first steps by their values, for which the host waits: a version does not tell of `buffer.data.mul_()`,
+        nor of recorded kernels.
+        """
+        for before in self._before:
+            slot = before.slot
+            if slot in self._changing:
+                continue
+            if self._is_changed(before) or (before.copy is not None and not torch.equal(before.tensor, before.copy)):
+                self._changing.add(slot)
+            elif before.copy is not None:
+                self._unchanged[slot] += 1
+                if self._unchanged[slot] == _LOOKS:
+                    del self._copies[slot]
+
+    @torch.no_grad()
+    def rewind(self) -> None:
+        """Undoes what forward passes of this step have changed so far; the step goes on."""
+        for before in self._before:
+            self._put_back(before)
+            before.version = before.tensor._version  # putting it back is not a change
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Undoes the step."""
+        for before in self._before:
+            self._put_back(before)
+        self._before = []
+
+    def undo_where(self, skipped: Tensor) -> None:
+        """Undoes the step if `skipped`, a number on the device, is not 0; the host does not wait for it."""
+        if not self._before:
+            return
+        if skipped.device.type == "cpu":  # looking is free
+            if bool(skipped):
+                self.restore()
+        else:
+            self._undo_on_device(skipped != 0)
+        self._before = []
+
+    @torch.no_grad()
+    def _undo_on_device(self, skipped: Tensor) -> None:
+        for before in self._before:
+            now = self._slots[before.slot]
+            kept = before.tensor if before.copy is None else before.copy
+            if now is None or (before.copy is None and now is before.tensor):
+                continue
+            if _is_like(now, kept):
+                chosen = torch.where(skipped.to(now.device), kept, now, out=now if now is before.tensor else None)
+                if now is not before.tensor:  # its memory may be a batch's, or a weight's
+                    self._slots[before.slot] = chosen
+            elif bool(skipped):  # a buffer of another shape in every step: here the host waits
+                self._put_back(before)
+
+    def _is_changed(self, before: _Before) -> bool:
+        return self._slots[before.slot] is not before.tensor or before.tensor._version != before.version
+
+    def _put_back(self, before: _Before) -> None:
+        if self._slots[before.slot] is not before.tensor:
+            self._slots[before.slot] = before.tensor
+        if before.copy is not None:
+            before.tensor.copy_(before.copy)
+
+    @property
+    def num_copied(self) -> int:
+        """Number of buffers copied for the current step."""
+        return sum(before.copy is not None for before in self._before)
+
+
+def _is_like(one: Tensor, two: Tensor) -> bool:
+    return (one.shape, one.dtype, one.device) == (two.shape, two.dtype, two.device)
+
+
+def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """One launch for all tensors of a type, instead of one for each."""
+    by_type: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+    for target, source in zip(targets, sources, strict=True):
+        pair = by_type[source.dtype, source.device]
+        pair[0].append(target)
+        pair[1].append(source)
+    for to, from_ in by_type.values():
+        torch._foreach_copy_(to, from_)

@@ -1,0 +1,105 @@
+"""Small files of a run folder that anybody may have changed: only regular files, and only sane JSON.
+
+Opening a FIFO waits until somebody writes to it, opening a device may do anything, and deeply nested JSON exhausts
+python's stack, there or wherever the parsed value is used. Here each of these is an OSError or a ValueError whose text
+fits into one line, so that a caller needs two `except` clauses and cannot forget a third.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from collections.abc import Callable
+from contextlib import suppress
+from io import BufferedWriter, FileIO
+from pathlib import Path
+from typing import Any
+
+LARGEST_JSON = 64 * 2**20
+"""Our own files are a thousand times smaller; a larger one would only fill the memory."""
+
+DEEPEST_JSON = 100
+"""Levels of lists and objects; ours have fewer than ten."""
+
+_KINDS: list[tuple[Callable[[int], bool], str]] = [
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+]
+
+
+class NotRegular(OSError):
+    """Something else than a regular file stands where one is expected."""
+
+    def __init__(self, path: str | Path, mode: int) -> None:
+        kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "no file")
+        super().__init__(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
+
+
+def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> FileIO:
+    """Opens a regular file, unbuffered, and nothing else (`NotRegular`); symbolic links are followed.
+
+    `flags` are those of `os.open`; with O_CREAT a missing file is made.
+    """
+    # Looked at before it is opened, because opening a device may have effects, and again after, because it may have
+    # been replaced meanwhile; O_NONBLOCK keeps even a FIFO that appears in between from being waited for.
+    try:
+        _require_regular(path, os.stat(path).st_mode)
+    except FileNotFoundError:
+        if not flags & os.O_CREAT:
+            raise
+    handle = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666)
+    try:
+        _require_regular(path, os.fstat(handle).st_mode)
+        mode = {os.O_RDONLY: "rb", os.O_WRONLY: "wb", os.O_RDWR: "r+b"}[flags & os.O_ACCMODE]
+        return FileIO(handle, mode)
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def create(path: str | Path) -> BufferedWriter:
+    """Makes an empty file for writing in place of whatever has its name (a folder is an OSError).
+
+    For drafts with a fixed name: a link there would lead the writing elsewhere, a FIFO would stop it for ever.
+    """
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+    return open(path, "xb")
+
+
+def read_json(path: str | Path) -> Any:
+    """What a JSON file holds; whatever is wrong with the file is an OSError or a ValueError."""
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > LARGEST_JSON:
+            raise ValueError(f"larger than {LARGEST_JSON >> 20} MiB")
+        return parse_json(file.read(LARGEST_JSON + 1))
+
+
+def parse_json(text: bytes | str) -> Any:
+    """The value that a JSON text stands for; whatever is wrong with the text is a ValueError."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    data = text.encode(errors="replace") if isinstance(text, str) else text
+    if data.count(b"[") + data.count(b"{") > DEEPEST_JSON and _depth(value) > DEEPEST_JSON:
+        raise ValueError("nested too deeply")
+    return value
+
+
+def _require_regular(path: str | Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        raise NotRegular(path, mode)
+
+
+def _depth(value: Any) -> int:
+    level, depth = [value], 0
+    while level := [item for item in level if isinstance(item, dict | list)]:
+        depth += 1
+        level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
+    return depth

@@ -1,0 +1,41 @@
+"""Memory of the host: what there is, and what is free, also inside a container."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_LIMITS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+def free_host_memory() -> int:
+    """Bytes that the system would still give out, or the container it runs in."""
+    available = _meminfo().get("MemAvailable", 0)
+    for limit, used in _LIMITS:
+        try:
+            available = min(available, int(Path(limit).read_text()) - int(Path(used).read_text()))
+        except (OSError, ValueError):  # no limit: "max"
+            continue
+    return max(available, 1)
+
+
+def whole_host_memory() -> int:
+    """Bytes that all processes together can have, swap included: what is larger never fits."""
+    memory = _meminfo()
+    whole = memory.get("MemTotal", 0) + memory.get("SwapTotal", 0)
+    for limit, _ in _LIMITS:
+        try:
+            whole = min(whole, int(Path(limit).read_text()) + memory.get("SwapTotal", 0))
+        except (OSError, ValueError):
+            continue
+    return whole or 2**63
+
+
+def _meminfo() -> dict[str, int]:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return {}
+    return {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}

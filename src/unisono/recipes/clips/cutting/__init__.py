@@ -1,0 +1,1 @@
+"""From scores to video files: choose moments, choose exact cut points, copy or encode."""

@@ -1,0 +1,53 @@
+"""clips.json: the scores of a video, and its clips, for other programs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from unisono.recipes.clips.remarks import about_scores
+
+if TYPE_CHECKING:
+    from unisono.recipes.clips.cutting.cut import Cut
+    from unisono.recipes.clips.cutting.moments import Moment
+    from unisono.recipes.clips.trained import Scored
+    from unisono.recipes.clips.video.footage import Footage
+
+
+def write_record(
+    to: Path,
+    footage: Footage,
+    scored: Scored,
+    clips: Sequence[tuple[Moment, Cut]],
+    judged_by: str,
+    trained_on: str,
+    remarks: Sequence[str],
+) -> None:
+    """Writes a new file, never over another one."""
+    content = {
+        "video": footage.path.name,
+        "duration": round(footage.duration, 3),
+        "judged_by": judged_by,
+        "trained_on": trained_on,
+        "damage": scored.damage.to_json() if scored.damage else None,
+        "remarks": list(remarks),
+        "nothing_stands_out": bool(about_scores(scored.scores)),
+        "clip_seconds": scored.clip_seconds,
+        "scores": [round(float(score), 5) if math.isfinite(score) else None for score in scored.scores],
+        "clips": [
+            {
+                "start": round(moment.start, 3),
+                "end": round(moment.end, 3),
+                "score": round(moment.score, 5),
+                "file": cut.path.name,
+                "file_start": round(cut.start, 3),
+                "file_end": round(cut.end, 3),
+            }
+            for moment, cut in clips
+        ],
+    }
+    with to.open("x", encoding="utf-8", errors="replace") as file:
+        json.dump(content, file, indent=2, ensure_ascii=False, allow_nan=False)

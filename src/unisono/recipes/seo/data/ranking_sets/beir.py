@@ -1,0 +1,56 @@
+"""Sets in BEIR's form: corpus.jsonl, queries.jsonl and qrels/train.tsv, test.tsv, dev.tsv in a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from unisono.config.values import shown
+from unisono.errors import ConfigError
+from unisono.recipes.common.tree import one_line
+from unisono.recipes.seo.data.bad_rows import BadRows
+from unisono.recipes.seo.data.ranking_sets.by_ids import Judged, Text, judged_lines
+from unisono.recipes.seo.data.ranking_sets.ranking import Said, chosen_split, first_file, splits_in
+from unisono.recipes.seo.data.tables import Row, no_text, rows_of, text_in
+
+_ID, _TEXT = ("_id", "id"), ("text",)
+
+
+class Beir:
+    """One split of such a folder."""
+
+    def __init__(self, folder: Path, corpus: Path, split: str) -> None:
+        queries = first_file(folder, "queries.jsonl")
+        splits = splits_in(folder / "qrels", lambda name: [f"{name}.tsv"])
+        if queries is None or not splits:
+            lacking = "queries.jsonl" if queries is None else "qrels/train.tsv or qrels/test.tsv"
+            raise ConfigError(one_line(f"{folder} has {corpus.name} and no {lacking}; a BEIR folder has both"))
+        self.pages_file, self.queries_file = corpus, queries
+        self.judged_file = chosen_split(folder / "qrels", splits, split)
+        self.splits = tuple(splits)
+
+    def pages(self, bad: BadRows, said: Said) -> Iterator[Text]:
+        """Title and text of each page, in one."""
+        for row in rows_of(self.pages_file, (_ID, _TEXT), bad, said):
+            title, text = text_in(row.fields.get("title")), text_in(row.first(_TEXT))
+            yield from _text(row, " ".join(part for part in (title, text) if part), bad)
+
+    def queries(self, bad: BadRows, said: Said) -> Iterator[Text]:
+        """The queries of all splits."""
+        for row in rows_of(self.queries_file, (_ID, _TEXT), bad, said):
+            yield from _text(row, text_in(row.first(_TEXT)) or "", bad)
+
+    def judged(self, bad: BadRows, said: Said) -> Iterator[Judged]:
+        """The judgements of this split."""
+        return judged_lines(self.judged_file, bad, said)
+
+
+def _text(row: Row, text: str, bad: BadRows) -> Iterator[Text]:
+    told = row.first(_ID)
+    name = str(told).strip() if isinstance(told, str | int) else ""
+    if not name:
+        bad.add(row.where, f"its id is {shown(told)}; expected a text")
+    elif not text:
+        bad.add(row.where, f"the text of {shown(name)} {no_text(row.first(_TEXT))}")
+    else:
+        yield Text(row.line, name, text)

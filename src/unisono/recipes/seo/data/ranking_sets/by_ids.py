@@ -1,0 +1,159 @@
+"""Rankings of sets that name their queries and pages by ids, and judge them in another file: BEIR, MS MARCO."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono.config.values import shown
+from unisono.recipes.seo.data.bad_rows import BadRows
+from unisono.recipes.seo.data.lines import lines_of
+from unisono.recipes.seo.data.ranking_sets.ids import Hashes, Ids
+from unisono.recipes.seo.data.ranking_sets.ranking import Ranking, Said, judgements
+
+_AT_ONCE = 65_536
+
+
+class Text(NamedTuple):
+    """A query or a page of a file."""
+
+    line: int
+    id: str
+    text: str
+
+
+class Judged(NamedTuple):
+    """A line that says how well a page answers a query; 0: it does not."""
+
+    line: int
+    query: str
+    page: str
+    grade: float
+
+
+class Source(Protocol):
+    """A set on disk; what cannot be used is told to `bad`."""
+
+    queries_file: Path
+    pages_file: Path
+    judged_file: Path
+    splits: tuple[str, ...]
+
+    def queries(self, bad: BadRows, said: Said) -> Iterator[Text]: ...
+
+    def pages(self, bad: BadRows, said: Said) -> Iterator[Text]: ...
+
+    def judged(self, bad: BadRows, said: Said) -> Iterator[Judged]: ...
+
+
+def ranking_by_ids(source: Source, said: Said, leave_out_bad: bool) -> Ranking:
+    """The ranking of a set: its pages, and those of its queries that this split judges."""
+    bad = BadRows(leave_out_bad)
+    pages = _index(source.pages, source.pages_file, bad, said)
+    bad.tell(said, len(pages), "page", source.pages_file)
+    bad = BadRows(leave_out_bad)
+    queries = _index(source.queries, source.queries_file, bad, said)
+    bad.tell(said, len(queries), "query", source.queries_file)
+    bad = BadRows(leave_out_bad)
+    of_query, of_page, grades = _lookup(source, queries, pages, bad, said)
+
+    answered = np.zeros(len(queries), bool)
+    answered[of_query[grades > 0]] = True
+    asked = np.zeros(len(queries), bool)
+    asked[of_query] = True
+    unanswered = np.flatnonzero(asked & ~answered)
+    if len(unanswered):
+        query = _nth(source.queries, queries, int(unanswered[0])).id
+        told = f"a query without positives: no page answers {shown(query)}, its grades are all 0"
+        bad.add(str(source.judged_file), told, len(unanswered))
+    bad.tell(said, int(answered.sum()), "judged query", source.judged_file)
+    if len(source.splits) == 1 and not asked.all():
+        said(f"{int((~asked).sum()):,} of {len(queries):,} queries are not judged in {source.judged_file}: not used")
+
+    number = np.cumsum(answered, dtype=np.int32) - 1  # only queries of this split are counted
+    used = answered[of_query]
+    positives, hard = judgements(number[of_query[used]].astype(np.int32), of_page[used], grades[used], len(pages))
+    chosen = queries.first.copy()
+    chosen[chosen] = answered
+    return Ranking(
+        int(answered.sum()),
+        len(pages),
+        positives,
+        hard,
+        (source.pages_file,),
+        (source.queries_file, source.judged_file),
+        source.splits,
+        _queries=lambda: _stream(source.queries, chosen),
+        _pages=lambda: _stream(source.pages, pages.first),
+    )
+
+
+def _index(texts: Callable[[BadRows, Said], Iterator[Text]], file: Path, bad: BadRows, said: Said) -> Ids:
+    hashes = Hashes()
+    for each in texts(bad, said):
+        hashes.add(each.id)
+    ids = Ids(hashes.array())
+    again = np.flatnonzero(~ids.first)
+    if len(again):
+        each = next(islice(texts(BadRows(True), lambda text: None), int(again[0]), None))
+        bad.add(f"{file}, line {each.line}", f"the id {shown(each.id)} stands there a second time", len(again))
+    return ids
+
+
+def _lookup(
+    source: Source, queries: Ids, pages: Ids, bad: BadRows, said: Said
+) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32]]:
+    """Query, page and grade of every judgement whose ids are known, by their numbers."""
+    found: list[array[Any]] = [array("i"), array("i"), array("f")]
+    lines = source.judged(bad, said)
+    while some := list(islice(lines, _AT_ONCE)):
+        of_query, of_page = queries.numbers([each.query for each in some]), pages.numbers([each.page for each in some])
+        for place in np.flatnonzero((of_query < 0) | (of_page < 0)).tolist():
+            each, lacks_query = some[place], of_query[place] < 0
+            what, file = (each.query, source.queries_file) if lacks_query else (each.page, source.pages_file)
+            kind = "query" if lacks_query else "page"
+            bad.add(
+                f"{source.judged_file}, line {each.line}",
+                f"there is no {kind} with the id {shown(what)} in {file.name}",
+            )
+        known = (of_query >= 0) & (of_page >= 0)
+        grades = np.array([each.grade for each in some], np.float32)
+        for kept, new in zip(found, (of_query, of_page, grades), strict=True):
+            kept.frombytes(new[known].tobytes())
+    return np.array(found[0], np.int32), np.array(found[1], np.int32), np.array(found[2], np.float32)
+
+
+def _stream(texts: Callable[[BadRows, Said], Iterator[Text]], chosen: NDArray[np.bool_]) -> Iterator[str]:
+    for place, each in enumerate(texts(BadRows(True), lambda text: None)):
+        if place < len(chosen) and chosen[place]:
+            yield each.text
+
+
+def _nth(texts: Callable[[BadRows, Said], Iterator[Text]], ids: Ids, number: int) -> Text:
+    place = int(np.flatnonzero(ids.first)[number])
+    return next(islice(texts(BadRows(True), lambda text: None), place, None))
+
+
+def judged_lines(file: Path, bad: BadRows, said: Said) -> Iterator[Judged]:
+    """The lines of a file of judgements (qrels): query, page, grade; or as TREC has it, query, 0, page, grade."""
+    for number, line in lines_of(file, said):
+        fields = line.split("\t") if "\t" in line else line.split()
+        fields = [field.strip() for field in fields]
+        if not any(fields):
+            continue
+        query, page, grade = (fields[0], fields[-2], fields[-1]) if len(fields) in (3, 4) else ("", "", "")
+        try:
+            score = float(grade)
+            if not query or not page or not abs(score) < 1e6:
+                raise ValueError
+        except ValueError:
+            if number > 1 or len(fields) not in (3, 4):  # the first line may name the columns
+                bad.add(f"{file}, line {number}", f"expected query, page and grade, got {shown(line.strip())}")
+            continue
+        yield Judged(number, query, page, score)

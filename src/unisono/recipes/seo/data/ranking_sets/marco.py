@@ -1,0 +1,99 @@
+"""Sets in MS MARCO's form: collection.tsv, queries.tsv and judgements or triples by id, in a folder.
+
+The official names are known (queries.train.tsv, qrels.dev.small.tsv, qidpidtriples.train.full.2.tsv), and plain ones.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from unisono.config.values import shown
+from unisono.errors import ConfigError
+from unisono.recipes.common.tree import one_line
+from unisono.recipes.seo.data.bad_rows import BadRows
+from unisono.recipes.seo.data.lines import lines_of
+from unisono.recipes.seo.data.ranking_sets.by_ids import Judged, Text, judged_lines
+from unisono.recipes.seo.data.ranking_sets.ranking import Said, chosen_split, first_file, splits_in
+from unisono.recipes.seo.data.tables import text_in
+
+_ID = re.compile(r"[A-Za-z]{0,3}\d+")  # D1555982 is a document
+_LOOKED_AT = 100
+
+
+class Marco:
+    """One split of such a folder; `judged` is the file of judgements or triples, where one is named."""
+
+    def __init__(self, folder: Path, collection: Path, split: str, judged: Path | None = None) -> None:
+        splits = {} if judged else splits_in(folder, _judged_names)
+        plain = first_file(folder, "qrels.tsv", "triples.tsv", "qidpidtriples.tsv")
+        if plain and "train" not in splits and not judged:
+            splits["train"] = plain
+        self.judged_file = judged or chosen_split(folder, splits, split)
+        self.splits = tuple(splits) or ("train",)
+        parts = splits_in(folder, lambda name: [f"queries.{name}.tsv"])
+        same = self.judged_file.name.removesuffix(".gz").replace("qrels", "queries", 1)
+        queries = first_file(folder, same) if same.startswith("queries") else None
+        queries = queries or parts.get(split) or first_file(folder, "queries.tsv")
+        if queries is None:
+            raise ConfigError(one_line(f"{folder} has {collection.name} and no queries.tsv or queries.{split}.tsv"))
+        self.pages_file, self.queries_file = collection, queries
+
+    def pages(self, bad: BadRows, said: Said) -> Iterator[Text]:
+        """The collection; of documents, with address and title, all but the address."""
+        return _texts(self.pages_file, bad, said)
+
+    def queries(self, bad: BadRows, said: Said) -> Iterator[Text]:
+        """The queries of this split, and perhaps of others."""
+        return _texts(self.queries_file, bad, said)
+
+    def judged(self, bad: BadRows, said: Said) -> Iterator[Judged]:
+        """The judgements of this split."""
+        return (_triples if _are_triples(self.judged_file) else judged_lines)(self.judged_file, bad, said)
+
+
+def has_ids(path: Path) -> bool:
+    """Whether a .tsv has ids in its first lines, and not texts."""
+    lines = [line.split() for _, line in islice(lines_of(path), 2)]
+    return bool(lines) and len(lines[-1]) in (3, 4) and all(_ID.fullmatch(field) for field in lines[-1][:-1])
+
+
+def _judged_names(split: str) -> list[str]:
+    triples = [f"{name}.{split}{end}.tsv" for name in ("qidpidtriples", "triples") for end in ("", ".full.2", ".full")]
+    return [f"qrels.{split}.tsv", *triples]
+
+
+def _are_triples(path: Path) -> bool:
+    """Whether the third number of a line is a page, and not a grade: somewhere it has three digits."""
+    lines = [line.split() for _, line in islice(lines_of(path), _LOOKED_AT)]
+    return "triples" in path.name.lower() or any(
+        len(fields) == 3 and _ID.fullmatch(fields[2]) and len(fields[2]) > 2 for fields in lines
+    )
+
+
+def _texts(path: Path, bad: BadRows, said: Said) -> Iterator[Text]:
+    for number, line in lines_of(path, said):
+        name, *fields = line.rstrip("\r\n").split("\t")
+        if not name.strip() and not fields:
+            continue
+        text = text_in(" ".join(fields[1:] if len(fields) > 2 else fields))
+        if not name.strip() or not fields:
+            bad.add(f"{path}, line {number}", f"expected an id, a tab and a text, got {shown(line.strip())}")
+        elif text is None:
+            bad.add(f"{path}, line {number}", f"the text of {shown(name.strip())} is empty")
+        else:
+            yield Text(number, name.strip(), text)
+
+
+def _triples(path: Path, bad: BadRows, said: Said) -> Iterator[Judged]:
+    for number, line in lines_of(path, said):
+        fields = line.split()
+        if len(fields) == 3:
+            yield Judged(number, fields[0], fields[1], 1.0)
+            yield Judged(number, fields[0], fields[2], 0.0)
+        elif fields:
+            bad.add(
+                f"{path}, line {number}", f"expected ids of query, positive and negative, got {shown(line.strip())}"
+            )

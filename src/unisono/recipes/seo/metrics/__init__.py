@@ -1,0 +1,1 @@
+"""Metrics, calibration, and the baselines that a trained model is compared with."""

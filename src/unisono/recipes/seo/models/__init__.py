@@ -1,0 +1,1 @@
+"""Language models and tokenizers: loading, LoRA, pooling, packing, text generation."""

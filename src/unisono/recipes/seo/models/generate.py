@@ -1,0 +1,109 @@
+"""Writing, greedily, with a model of either kind; and the logits of what is to be written."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unisono.recipes.seo.models.encoder import Row, pad
+from unisono.recipes.seo.models.folders import quietly
+from unisono.recipes.seo.models.lora import is_lora
+
+UNSEEN = -100
+"""The label of a token that no loss is computed of."""
+_AT_ONCE = 16
+
+
+def cue_for(what: str) -> str:
+    """What stands between a page and what a decoder writes of it."""
+    return f"\n\n{what.capitalize()}:"
+
+
+def first_token(model: Any, tokenizer: Any) -> int:
+    """What a decoder with an encoder begins with."""
+    places = _plain(model).config, _plain(model).generation_config  # models differ in where they say it
+    found = [getattr(place, name, None) for name in ("decoder_start_token_id", "bos_token_id") for place in places]
+    return int(next(token for token in (*found, tokenizer.pad_token_id) if token is not None))
+
+
+def logits_of(model: Any, batch: Any, start: int | None) -> Tensor:
+    """[texts, labels, vocabulary]: what the model expects at each label; `start`: of a model with an encoder."""
+    given = {"input_ids": batch["ids"], "attention_mask": batch["mask"], "use_cache": False}
+    if start is not None:
+        before = batch["labels"].roll(1, dims=1)
+        before[:, 0] = start
+        before = before.masked_fill(before == UNSEEN, start)  # after the end: looked at by nothing that counts
+        found: Tensor = model(**given, decoder_input_ids=before).logits
+        return found
+    keep = batch["keep"]
+    if "logits_to_keep" in inspect.signature(_plain(model).forward).parameters:
+        kept: Tensor = model(**given, logits_to_keep=keep).logits
+        return kept
+    every: Tensor = model(**given).logits
+    return every[:, keep]
+
+
+def write(model: nn.Module, tokenizer: Any, prompts: Sequence[Row], num_tokens: int) -> list[str]:
+    """What the model writes for the tokens of pages (of a decoder: with the cue), a line each."""
+    plain = _plain(model)
+    two = bool(plain.config.is_encoder_decoder)
+    order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
+    written = [""] * len(prompts)
+    for start in range(0, len(order), _AT_ONCE):
+        numbers = order[start : start + _AT_ONCE]
+        rows = [prompts[number] for number in numbers]
+        ids, mask = pad(rows, tokenizer.pad_token_id, multiple=1)
+        if not two:  # it goes on after the last column
+            ids, mask = (_to_the_right(table, rows) for table in (ids, mask))
+        device = next(plain.parameters()).device
+        with quietly(), torch.no_grad(), _all_tokens(plain, tokenizer, num_tokens):
+            found = plain.generate(input_ids=ids.to(device), attention_mask=mask.to(device))
+        for number, row in zip(numbers, found[:, 1 if two else ids.shape[1] :].tolist(), strict=True):
+            written[number] = _text(row, tokenizer)
+    return written
+
+
+@contextmanager
+def _all_tokens(model: Any, tokenizer: Any, num_tokens: int) -> Iterator[None]:
+    """Greedy, and always so many tokens; what comes after an end is dropped.
+
+    A sharded model gathers its weights for each token on all ranks, so none may be done before the others. It is set on
+    the model, because what a call leaves out is taken from there.
+    """
+    from transformers import GenerationConfig
+
+    made: Any = GenerationConfig  # untyped
+    before = model.generation_config
+    model.generation_config = made(
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        num_beams=1,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=before.bos_token_id,
+        decoder_start_token_id=first_token(model, tokenizer) if model.config.is_encoder_decoder else None,
+        forced_bos_token_id=before.forced_bos_token_id,
+    )
+    try:
+        yield
+    finally:
+        model.generation_config = before
+
+
+def _text(row: Sequence[int], tokenizer: Any) -> str:
+    ends = {tokenizer.eos_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id} - {None}
+    stop = next((place for place, token in enumerate(row) if token in ends), len(row))
+    return " ".join(tokenizer.decode(row[:stop], skip_special_tokens=True).split())
+
+
+def _to_the_right(table: Tensor, rows: Sequence[Row]) -> Tensor:
+    width = table.shape[1]
+    return torch.stack([row.roll(width - max(1, len(given))) for row, given in zip(table, rows, strict=True)])
+
+
+def _plain(model: Any) -> Any:
+    return model.get_base_model() if is_lora(model) else model

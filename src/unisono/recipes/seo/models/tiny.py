@@ -1,0 +1,134 @@
+"""Small models made from the data itself, with a tokenizer trained on it: nothing is downloaded.
+
+They learn in seconds what can be learnt in seconds, and are there to try things out. Words are cut by byte-level BPE,
+because training it gives the same pieces in every process; WordPiece's pieces depend on the order of a hash table.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from unisono.atomic_files import atomic_folder
+from unisono.errors import UserError
+from unisono.recipes.seo.data.tokens import whole_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TINY = "tiny"
+_VOCABULARY = 8192
+_MOST_TEXTS = 200_000  # more do not change which pieces are frequent
+_ENDLESS = re.compile(r"\S{256}")
+_PAD, _BEGIN, _END, _MASK = "[PAD]", "[CLS]", "[SEP]", "[MASK]"
+_WIDTH, _LAYERS, _HEADS = 128, 2, 4
+_POSITIONS = 512
+
+
+def train_tokenizer(texts: Iterable[str], *, writes: bool = False) -> PreTrainedTokenizerBase:
+    """A tokenizer for these texts, the same in every process; one that writes keeps capitals and can be undone."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = Tokenizer(models.BPE())
+    if not writes:
+        pieces.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    # Without the space a word at the beginning of a text would be another one.
+    pieces.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=not writes)
+    pieces.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=_VOCABULARY,
+        special_tokens=[_PAD, _BEGIN, _END, _MASK],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    # A picture written into a page, or a script without spaces: the time to learn a word grows with its square.
+    words = (_ENDLESS.sub(r"\g<0> ", whole_text(text)) for text in islice(texts, _MOST_TEXTS))
+    pieces.train_from_iterator(words, trainer)
+    begin, end = (pieces.token_to_id(token) for token in (_BEGIN, _END))
+    pieces.post_processor = processors.TemplateProcessing(
+        single=f"$A {_END}" if writes else f"{_BEGIN} $A {_END}",
+        pair=f"{_BEGIN} $A {_END} $B:1 {_END}:1",
+        special_tokens=[(_BEGIN, begin), (_END, end)],
+    )
+    fast: Any = PreTrainedTokenizerFast  # untyped
+    made: PreTrainedTokenizerBase = fast(
+        tokenizer_object=pieces,
+        pad_token=_PAD,
+        cls_token=_BEGIN,
+        sep_token=_END,
+        eos_token=_END,
+        mask_token=_MASK,
+        # What is written with is a T5, which has no types of tokens.
+        model_input_names=["input_ids", *([] if writes else ["token_type_ids"]), "attention_mask"],
+    )
+    return made
+
+
+def keep_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Writes a tokenizer to a folder that appears complete or not at all; one that is there already stays."""
+    try:
+        with atomic_folder(folder) as temporary:
+            save_tokenizer(tokenizer, temporary)
+    except OSError as error:
+        if not (folder / "tokenizer.json").is_file():  # else another process was faster, and all use its tokenizer
+            raise UserError(
+                f"{folder} cannot be written ({error.strerror}); make room, or use another folder"
+            ) from None
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, max_length: int | None = None) -> None:
+    """Writes a tokenizer as transformers 4 and 5 both read it, without what its last call has left in it."""
+    tokenizer.save_pretrained(str(folder))
+    file, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    pieces, told = json.loads(file.read_text()), json.loads(config.read_text())
+    if pieces.get("truncation") or pieces.get("padding"):  # whoever loads it would get texts cut by it
+        file.write_text(json.dumps(pieces | {"truncation": None, "padding": None}, ensure_ascii=False))
+    if told.get("tokenizer_class") == "TokenizersBackend":  # transformers 5's own name of it
+        told["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if max_length is not None:
+        told["model_max_length"] = max_length
+    told.pop("local_files_only", None)  # how it was loaded here
+    config.write_text(json.dumps(told, indent=2, ensure_ascii=False))
+
+
+def encoder_config(tokenizer: PreTrainedTokenizerBase, max_length: int) -> Any:
+    """BERT, small."""
+    from transformers import BertConfig
+
+    return BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=_WIDTH,
+        num_hidden_layers=_LAYERS,
+        num_attention_heads=_HEADS,
+        intermediate_size=4 * _WIDTH,
+        max_position_embeddings=max(_POSITIONS, -(-max_length // 8) * 8),
+        # Without dropout a run is the same on any number of ranks, and so small a model hardly needs it.
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def writer_config(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """T5, small."""
+    from transformers import T5Config
+
+    made: Any = T5Config  # untyped, in part
+    return made(
+        vocab_size=len(tokenizer),
+        d_model=_WIDTH,
+        d_kv=_WIDTH // _HEADS,
+        d_ff=4 * _WIDTH,
+        num_layers=_LAYERS,
+        num_decoder_layers=_LAYERS,
+        num_heads=_HEADS,
+        dropout_rate=0.0,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        decoder_start_token_id=tokenizer.pad_token_id,
+    )

@@ -1,0 +1,289 @@
+"""Task rank, method bi: query and page become vectors, and those that belong together lie close.
+
+The loss is contrastive: each query must find its page among all pages of the global batch, whichever process has them,
+and among its hard negatives. A page that is the same as its own (or the page of the same query, or another one that was
+judged relevant) is no wrong answer and is left out.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import Dataset
+
+from unisono.engine.recipe import Loss
+from unisono.errors import ConfigError
+from unisono.recipes.seo.models.groups import Groups, grouped
+from unisono.recipes.seo.models.packing import Packed, pack, read_packed
+from unisono.recipes.seo.tasks.ranking import RankingTask
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from unisono.data.noise import Noise
+    from unisono.recipes.seo.data.store import Texts
+    from unisono.recipes.seo.models.encoder import Encoder
+    from unisono.recipes.seo.models.groups import Tokens
+    from unisono.recipes.seo.tasks.matching import Matching
+
+_NOBODY = -1  # the key of a text that is only there to fill a place
+_NO_PAGE = -2  # no number of a page, and not what fills up those known to be right
+_BLOCK = 256  # queries that are embedded at once before an evaluation
+
+
+class BiEncoder(RankingTask):
+    """Two texts, one vector each."""
+
+    coupled = True
+    packs = False
+    """Whether texts are computed one after the other, without padding."""
+    uncounted: int | None = None
+    """Of the model, where they are."""
+
+    def model(self) -> nn.Module:
+        """The encoder."""
+        from unisono.recipes.seo.models.load import load_encoder
+
+        return load_encoder(self.config, self.tokenizer)
+
+    def get_ready(self, model: nn.Module, *, flash_attention: bool) -> None:
+        """Decides whether texts are padded."""
+        encoder: Encoder = model  # type: ignore[assignment]
+        wanted = self.config.padding
+        if wanted == "groups" or (wanted == "auto" and not flash_attention):
+            return
+        reason = read_packed(encoder.backbone)
+        if reason and wanted == "none":
+            raise ConfigError(f"padding none: {reason}; use --padding groups")
+        if reason:
+            self.remarks.append(f"texts are padded, in groups of nearly equal length: {reason}")
+        self.packs, self.uncounted = reason is None, encoder.uncounted
+
+    @cached_property
+    def num_negatives(self) -> int:
+        """Hard negatives of each query: as many as were asked for, and as some query has."""
+        return min(self.config.num_negatives, self._most_negatives)
+
+    @cached_property
+    def _most_negatives(self) -> int:
+        return int(np.diff(self.matching("train").negative_starts).max(initial=0))
+
+    def said_at_start(self, global_batch: int) -> str | None:
+        """What each query is compared with."""
+        hard, others = self.num_negatives, max(0, global_batch - 1)
+        if not hard and not others:
+            raise ConfigError(
+                "batch_size 1: a query is compared with the pages of the other queries of its step, and there is none; "
+                "use a larger batch_size, or data with negatives and --num_negatives"
+            )
+        told = (
+            f"each query is compared with its page and {others * (1 + hard) + hard:,} others: the pages of the "
+            f"{others:,} other queries of its step, on all processes"
+        )
+        if hard:
+            told += f", and up to {hard} hard negatives of each query"
+        elif self.config.num_negatives:
+            told += "; the data has no hard negatives"
+        elif most := self._most_negatives:
+            told += f"; the data has up to {most} hard negatives for a query, which --num_negatives {most} would add"
+        return told + ("; nothing is computed for padding" if self.packs else "")
+
+    def train_data(self) -> Dataset[Any]:
+        """Queries with a page that belongs to each."""
+        return Pairs(self.texts("queries"), self.texts("pages"), self.matching("train"), self.num_negatives)
+
+    def eval_data(self) -> Dataset[Any]:
+        """Pages that queries are ranked against."""
+        return Candidates(self.texts("eval_pages"), self.matching("eval").candidates)
+
+    def collate(self, items: list[Any]) -> Any:
+        """Texts, in groups or one after the other, and what tells them apart."""
+        pad_id = int(self.tokenizer.pad_token_id)
+        if isinstance(items[0], Candidate):
+            groups = grouped([item.tokens for item in items], pad_id, 1)
+            return {"pages": groups, "numbers": torch.tensor([item.number for item in items])}
+        texts = [item.query for item in items] + [item.page for item in items]
+        nothing = np.array([pad_id], dtype=np.int32)
+        texts += [tokens if len(tokens) else nothing for item in items for tokens in item.negatives]
+        laid_out = (
+            pack(texts, pad_id, self.uncounted) if self.packs else grouped(texts, pad_id, self.config.length_groups)
+        )
+        found: dict[str, Any] = {"texts": laid_out}
+        found["query_keys"] = torch.tensor([key_of(item.query) for item in items])
+        found["page_keys"] = torch.tensor([key_of(item.page) for item in items])
+        if self.num_negatives:
+            keys = [[key_of(tokens) if len(tokens) else _NOBODY for tokens in item.negatives] for item in items]
+            found["negative_keys"] = torch.tensor(keys)
+            found["negative_numbers"] = torch.tensor([item.negative_numbers for item in items])
+        found["known"] = torch.tensor(np.stack([item.known for item in items]))
+        found["numbers"] = torch.tensor([item.number for item in items])
+        return found
+
+    def embed(self, model: nn.Module, batch: Any, noise: Noise) -> Mapping[str, Tensor]:
+        """Vectors of query, page and negatives of each sample."""
+        texts: Groups | Packed = batch["texts"]
+        vectors, samples = texts.through(model), len(batch["query_keys"])
+        found = {"query": vectors[:samples], "page": vectors[samples : 2 * samples]}
+        names = ["query_keys", "page_keys", "known", "numbers"]
+        if self.num_negatives:
+            found["negative"] = vectors[2 * samples :].view(samples, self.num_negatives, -1)
+            names += ["negative_keys", "negative_numbers"]
+        return found | {name: batch[name] for name in names}
+
+    def couple(self, rows: Mapping[str, Tensor]) -> Loss:
+        """Each query among all pages: cross entropy, summed over queries."""
+        return contrastive(rows, self.config.scale, both_ways=self.config.both_ways)
+
+    def before_evaluation(self, model: nn.Module) -> None:
+        """The vectors of the held-out queries; a few thousand, so every process computes them all."""
+        queries, device = self.texts("eval_queries"), next(model.parameters()).device
+        tokens = [queries[int(number)] for number in self.matching("eval").queries]
+        pad_id, found = int(self.tokenizer.pad_token_id), []
+        order = np.argsort([len(each) for each in tokens], kind="stable")
+        for start in range(0, len(order), _BLOCK):
+            groups = grouped([tokens[place] for place in order[start : start + _BLOCK]], pad_id, 1)
+            found.append(groups.on(device).through(model))
+        vectors = torch.cat(found)
+        self.query_vectors = torch.empty_like(vectors).index_copy_(0, torch.from_numpy(order).to(device), vectors)
+
+    def evaluate(self, model: nn.Module, batch: Any, noise: Noise) -> Mapping[str, Any]:
+        """All queries against the pages of a batch."""
+        vectors = batch["pages"].through(model)
+        with torch.autocast(vectors.device.type, enabled=False):  # cosines of 8 bits would be full of ties
+            scores = self.query_vectors.to(vectors.dtype) @ vectors.T
+        self.metrics["pages"].update(scores, batch["numbers"])
+        return {"pages": self.metrics["pages"], **self.lines_beside(len(vectors))}
+
+    def export(self, model: nn.Module, folder: Path) -> None:
+        """A folder that sentence-transformers and transformers load."""
+        from unisono.recipes.seo.export import write_sentence_transformer
+
+        encoder: Encoder = model  # type: ignore[assignment]
+        write_sentence_transformer(encoder, self.tokenizer, folder, self.config.max_length, base=self.config.model_name)
+
+
+def contrastive(rows: Mapping[str, Tensor], scale: float, *, both_ways: bool = False) -> Loss:
+    """Each query must find its page among the pages and negatives of all; the same page twice is no wrong answer."""
+    queries, pages = rows["query"], rows["page"]
+    right = torch.arange(len(queries), device=queries.device)
+    scores = scale * queries @ pages.T
+    same = _same(rows)
+    own = torch.eye(len(queries), dtype=torch.bool, device=queries.device)
+    scores = scores.masked_fill(same & ~own, -torch.inf)
+    everything = scores
+    if "negative" in rows:
+        negatives, keys = rows["negative"].flatten(0, 1), rows["negative_keys"].flatten()
+        wrong = scale * queries @ negatives.T
+        taken = (keys[None] == rows["page_keys"][:, None]) | (keys == _NOBODY)[None]
+        taken |= _among(rows["known"], rows["negative_numbers"].flatten())
+        everything = torch.cat([scores, wrong.masked_fill(taken, -torch.inf)], dim=1)
+    each = cross_entropy(everything, right, reduction="none")
+    if both_ways:
+        each = (each + cross_entropy(scores.T, right, reduction="none")) / 2
+    first = (everything.argmax(1) == right).double().sum()
+    return Loss(each.sum(), len(each), {"first_right": first})
+
+
+def _same(rows: Mapping[str, Tensor]) -> Tensor:
+    """[queries, pages] which pages are right for which query of a batch."""
+    same_page = rows["page_keys"][:, None] == rows["page_keys"][None]
+    same_query = rows["query_keys"][:, None] == rows["query_keys"][None]
+    return same_page | same_query | _among(rows["known"], rows["numbers"])
+
+
+def _among(known: Tensor, numbers: Tensor) -> Tensor:
+    """[queries, pages] which of these pages are among those known to be right for each query."""
+    found = torch.zeros(len(known), len(numbers), dtype=torch.bool, device=known.device)
+    for column in known.T:  # one after the other: all at once would take 32 times the memory of the scores' mask
+        found |= column[:, None] == numbers[None]
+    return found
+
+
+def key_of(tokens: Tokens) -> int:
+    """A number that texts share only if they are the same (but for one chance in 2^63)."""
+    digest = blake2b(np.ascontiguousarray(tokens, dtype=np.int32).tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+class Pair:
+    """A query, its page, hard negatives (empty where there are no more), and which pages are right for it."""
+
+    __slots__ = ("known", "negative_numbers", "negatives", "number", "page", "query")
+
+    def __init__(
+        self,
+        query: Tokens,
+        page: Tokens,
+        number: int,
+        negatives: Sequence[Tokens],
+        negative_numbers: Sequence[int],
+        known: Tokens,
+    ) -> None:
+        self.query, self.page, self.number, self.known = query, page, number, known
+        self.negatives, self.negative_numbers = negatives, negative_numbers
+
+
+class Pairs(Dataset[Pair]):
+    """Sample i: the i-th pair of a query and a page that belongs to it."""
+
+    _MOST_KNOWN = 32  # relevant pages of a query that are recognised beside others' in a step
+
+    def __init__(self, queries: Texts, pages: Texts, matching: Matching, num_negatives: int) -> None:
+        self.queries, self.pages, self.matching, self.num_negatives = queries, pages, matching, num_negatives
+        most = int(np.diff(matching.starts).max(initial=1))
+        self.num_known = min(most, self._MOST_KNOWN)
+
+    def __len__(self) -> int:
+        return len(self.matching.relevant)
+
+    def __getitem__(self, index: int) -> Pair:
+        matching = self.matching
+        query = int(np.searchsorted(matching.starts, index, side="right")) - 1
+        number = int(matching.relevant[index])
+        known = np.full(self.num_known, -1, dtype=np.int64)
+        relevant = matching.of(query)[: self.num_known]
+        known[: len(relevant)] = relevant
+        wrong = matching.wrong_for(query).tolist()
+        chosen = random.sample(wrong, min(len(wrong), self.num_negatives))  # seeded by the sample's place in the stream
+        lacking = self.num_negatives - len(chosen)
+        negatives = [self.pages[page] for page in chosen] + [np.zeros(0, dtype=np.int32)] * lacking
+        numbers = [*chosen, *[_NO_PAGE] * lacking]
+        return Pair(self.queries[int(matching.queries[query])], self.pages[number], number, negatives, numbers, known)
+
+
+class Candidate:
+    """A page by number."""
+
+    __slots__ = ("number", "tokens")
+
+    def __init__(self, number: int, tokens: Tokens) -> None:
+        self.number, self.tokens = number, tokens
+
+
+class Candidates(Dataset[Candidate]):
+    """Pages that queries are ranked against; those of nearly equal length come together."""
+
+    _STEP = 32  # tokens
+
+    def __init__(self, pages: Texts, numbers: Any) -> None:
+        self.pages, self.numbers = pages, numbers
+        self.lengths = pages.lengths[numbers]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> Candidate:
+        number = int(self.numbers[index])
+        return Candidate(number, self.pages[number])
+
+    def shape(self, index: int) -> int:
+        """Its length, rounded up."""
+        return -(-int(self.lengths[index]) // self._STEP) * self._STEP

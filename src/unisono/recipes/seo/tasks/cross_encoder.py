@@ -1,0 +1,194 @@
+"""Task rank, method cross: query and page are read together, and get one number.
+
+Slower than two vectors, and better: so it puts in order what plain words have found. In training each query comes with
+its page and some wrong ones: hard negatives where the data has them, others of the set where not.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+from torch.utils.data import Dataset
+
+from unisono.engine.recipe import Loss
+from unisono.recipes.seo.models.groups import Groups, Tokens, grouped
+from unisono.recipes.seo.tasks.ranking import FOUND_BY_WORDS, RankingTask
+
+if TYPE_CHECKING:
+    from unisono.data.noise import Noise
+    from unisono.recipes.seo.data.store import Texts
+    from unisono.recipes.seo.tasks.matching import Matching
+
+_NEGATIVES = 4  # of each query, where nobody says how many
+
+
+class CrossEncoder(RankingTask):
+    """One number for a query and a page."""
+
+    special_tokens = False
+
+    @property
+    def num_negatives(self) -> int:
+        """Wrong pages beside the right one."""
+        return self.config.num_negatives or _NEGATIVES
+
+    def said_at_start(self, global_batch: int) -> str | None:
+        """What each query is compared with."""
+        return f"each query is read with its page and {self.num_negatives} others"
+
+    def model(self) -> nn.Module:
+        """One number for two texts."""
+        from unisono.recipes.seo.models.load import load_cross_encoder
+
+        return load_cross_encoder(self.config, self.tokenizer)
+
+    def train_data(self) -> Dataset[Any]:
+        """Queries with the page that belongs to each, and others."""
+        return Lists(self.texts("queries"), self.texts("pages"), self.matching("train"), self.num_negatives)
+
+    def eval_data(self) -> Dataset[Any]:
+        """What plain words have found for held-out queries."""
+        best = np.load(self.folder / FOUND_BY_WORDS, allow_pickle=False)
+        return Found(self.texts("eval_queries"), self.texts("eval_pages"), self.matching("eval"), best)
+
+    def collate(self, items: list[Any]) -> Any:
+        """Query and page one after the other, by length."""
+        pairing = pairing_of(self.tokenizer)
+        pairs = [pairing.joined(item.query, page) for item in items for page in item.pages]
+        groups = grouped(
+            [pair[0] for pair in pairs],
+            int(self.tokenizer.pad_token_id),
+            self.config.length_groups,
+            [pair[1] for pair in pairs] if pairing.typed else None,
+        )
+        numbers = torch.tensor([item.numbers for item in items])
+        return {"pairs": groups, "numbers": numbers, "rows": torch.tensor([item.row for item in items])}
+
+    def _scores(self, model: nn.Module, batch: Any) -> Tensor:
+        """[queries, pages]"""
+
+        def score(ids: Tensor, mask: Tensor, types: Tensor | None = None) -> Tensor:
+            further = {} if types is None else {"token_type_ids": types}
+            found: Tensor = model(input_ids=ids, attention_mask=mask, **further).logits[:, 0]
+            return found.to(torch.promote_types(found.dtype, torch.float32))
+
+        groups: Groups = batch["pairs"]
+        return groups.through(score).view(batch["numbers"].shape)
+
+    def loss(self, model: nn.Module, batch: Any, noise: Noise) -> Loss:
+        """The right page, the first of each list, among its wrong ones."""
+        scores = self._scores(model, batch)
+        first = (scores.argmax(1) == 0).double().sum()
+        if self.config.cross_loss == "bce":
+            target = torch.zeros_like(scores)
+            target[:, 0] = 1
+            each = binary_cross_entropy_with_logits(scores, target, reduction="none").mean(1)
+        else:
+            each = cross_entropy(
+                scores, torch.zeros(len(scores), dtype=torch.long, device=scores.device), reduction="none"
+            )
+        return Loss(each.sum(), len(each), {"first_right": first})
+
+    def evaluate(self, model: nn.Module, batch: Any, noise: Noise) -> Mapping[str, Any]:
+        """What was found, in the order of the model."""
+        scores = self._scores(model, batch).masked_fill(batch["numbers"] < 0, torch.nan)
+        self.metrics["pages"].update(scores, batch["numbers"], batch["rows"])
+        return {"pages": self.metrics["pages"], **self.lines_beside(len(scores))}
+
+    def export(self, model: nn.Module, folder: Path) -> None:
+        """A folder that transformers and sentence-transformers' CrossEncoder load."""
+        from unisono.recipes.seo.export import write_cross_encoder
+
+        pairing, config = pairing_of(self.tokenizer), self.config
+        around = len(pairing.before) + len(pairing.between) + len(pairing.after)
+        longest = config.max_length + config.query_length + around
+        write_cross_encoder(model, self.tokenizer, folder, longest, base=config.model_name)
+
+
+class Pairing(NamedTuple):
+    """The tokens that a model wants around two texts."""
+
+    before: list[int]
+    between: list[int]
+    after: list[int]
+    typed: bool  # whether it wants to know which tokens are of which text
+
+    def joined(self, first: Tokens, second: Tokens) -> tuple[Tokens, Tokens]:
+        """Two texts as one, and which tokens are of the second."""
+        left = np.concatenate([self.before, first, self.between]).astype(np.int32)
+        right = np.concatenate([second, self.after]).astype(np.int32)
+        return np.concatenate([left, right]), np.repeat([0, 1], [len(left), len(right)])
+
+
+def pairing_of(tokenizer: Any) -> Pairing:
+    """How a tokenizer joins two texts, found by letting it join two."""
+    plain = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("query", "page")]
+    both = tokenizer("query", "page")
+    ids = list(both["input_ids"])
+    start = _find(ids, plain[0], 0)
+    second = _find(ids, plain[1], start + len(plain[0]))
+    typed = any(both.get("token_type_ids", []))
+    return Pairing(ids[:start], ids[start + len(plain[0]) : second], ids[second + len(plain[1]) :], typed)
+
+
+def _find(ids: list[int], part: list[int], start: int) -> int:
+    for place in range(start, len(ids) - len(part) + 1):
+        if ids[place : place + len(part)] == part:
+            return place
+    raise ValueError("a tokenizer that changes texts when it joins them")
+
+
+class Listed(NamedTuple):
+    """A query and some pages, the right one first (in training)."""
+
+    query: Tokens
+    pages: Sequence[Tokens]
+    numbers: list[int]
+    row: int  # number of the query
+
+
+class Lists(Dataset[Listed]):
+    """Sample i: the i-th pair of a query and a page that belongs to it, and pages that do not."""
+
+    def __init__(self, queries: Texts, pages: Texts, matching: Matching, num_negatives: int) -> None:
+        self.queries, self.pages, self.matching, self.num_negatives = queries, pages, matching, num_negatives
+
+    def __len__(self) -> int:
+        return len(self.matching.relevant)
+
+    def __getitem__(self, index: int) -> Listed:
+        matching = self.matching
+        query = int(np.searchsorted(matching.starts, index, side="right")) - 1
+        wrong = matching.wrong_for(query).tolist()
+        # Seeded by the sample's place in the stream.
+        chosen = random.sample(wrong, min(len(wrong), self.num_negatives))
+        right = {int(page) for page in matching.of(query)}
+        while len(chosen) < self.num_negatives:
+            other = random.randrange(len(self.pages))
+            if other not in right or len(right) == len(self.pages):
+                chosen.append(other)
+        numbers = [int(matching.relevant[index]), *chosen]
+        tokens = [self.pages[number] for number in numbers]
+        return Listed(self.queries[int(matching.queries[query])], tokens, numbers, query)
+
+
+class Found(Dataset[Listed]):
+    """Item i: the i-th held-out query and the pages that plain words have found for it."""
+
+    def __init__(self, queries: Texts, pages: Texts, matching: Matching, best: Any) -> None:
+        self.queries, self.pages, self.matching, self.best = queries, pages, matching, best
+
+    def __len__(self) -> int:
+        return len(self.best)
+
+    def __getitem__(self, index: int) -> Listed:
+        numbers = self.best[index].tolist()
+        tokens = [self.pages[max(0, number)] for number in numbers]  # -1: fewer were found
+        return Listed(self.queries[int(self.matching.queries[index])], tokens, numbers, index)

@@ -1,0 +1,167 @@
+"""Who belongs to whom: queries and pages by number, as training and evaluation need them.
+
+One process reads the ids once and writes arrays; all others map them into memory. So a set of millions of pages costs
+each process no more than a small one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono.errors import ConfigError
+from unisono.recipes.common.whole_files import write_whole
+from unisono.recipes.seo.data.ranking_sets.ranking import Ranking
+
+_MOST_HELD_OUT, _EVERY = 1000, 20  # where nobody says how many
+_SOME, _EVERY_OF_FEW = 50, 5
+_ROUGH = 30
+Numbers = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Matching:
+    """The arrays of one side: to learn from, or held out."""
+
+    queries: Numbers  # which of the set's queries they are
+    starts: NDArray[np.int64]  # where the relevant pages of each query begin
+    relevant: Numbers
+    grades: NDArray[np.float32]
+    negative_starts: NDArray[np.int64]
+    negatives: Numbers
+    candidates: Numbers  # pages that queries are ranked against; of no use in training
+
+    def judged(self) -> dict[int, dict[int, float]]:
+        """Query number -> page number -> grade."""
+        return {
+            query: dict(zip(self.relevant[a:b].tolist(), self.grades[a:b].tolist(), strict=True))
+            for query, (a, b) in enumerate(zip(self.starts[:-1].tolist(), self.starts[1:].tolist(), strict=True))
+        }
+
+    def of(self, query: int) -> Numbers:
+        """The relevant pages of a query."""
+        return self.relevant[self.starts[query] : self.starts[query + 1]]
+
+    def wrong_for(self, query: int) -> Numbers:
+        """Its hard negatives."""
+        return self.negatives[self.negative_starts[query] : self.negative_starts[query + 1]]
+
+
+_FIELDS = tuple(Matching.__dataclass_fields__)
+
+
+def save(folder: Path, side: str, matching: Matching) -> None:
+    """Writes the arrays of a side."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in _FIELDS:
+        buffer = BytesIO()
+        np.save(buffer, getattr(matching, name), allow_pickle=False)
+        write_whole(folder / f"{side}.{name}.npy", buffer.getvalue())
+
+
+def load(folder: Path, side: str) -> Matching:
+    """The arrays of a side, mapped into memory."""
+    arrays: dict[str, Any] = {}
+    for name in _FIELDS:
+        file = folder / f"{side}.{name}.npy"
+        small = file.stat().st_size < 4096  # an empty array cannot be mapped
+        arrays[name] = np.load(file, mmap_mode=None if small else "r", allow_pickle=False)
+    return Matching(**arrays)
+
+
+def match(data: Ranking) -> Matching:
+    """All queries of a set, ranked against all its pages."""
+    queries = np.arange(data.num_queries + 1)
+    return Matching(
+        np.arange(data.num_queries, dtype=np.int32),
+        np.searchsorted(data.positives.queries, queries).astype(np.int64),
+        data.positives.pages,
+        data.positives.grades,
+        np.searchsorted(data.hard.queries, queries).astype(np.int64),
+        data.hard.pages,
+        np.arange(data.num_pages, dtype=np.int32),
+    )
+
+
+def hold_out(
+    whole: Matching, num_eval: int | None, num_candidates: int | None, what: str, among: NDArray[np.bool_] | None = None
+) -> tuple[Matching, Matching]:
+    """To learn from, and held out: queries evenly spaced, ranked against their pages and others evenly spaced.
+
+    `among`: which queries may be held out.
+    """
+    total = len(whole.queries)
+    number = usual_number(total) if num_eval is None else num_eval
+    if number >= total:
+        raise ConfigError(f"num_eval {number}: {what} has {total} queries with a page; some must be left to learn from")
+    eligible = np.arange(total) if among is None else np.flatnonzero(among)
+    number = min(number, len(eligible))
+    chosen = eligible[[(2 * place + 1) * len(eligible) // (2 * number) for place in range(number)]].astype(np.int64)
+    rest = np.setdiff1d(np.arange(total), chosen)
+    held_out = _part(whole, chosen)
+    return _part(whole, rest), with_candidates(held_out, number if num_candidates is None else num_candidates)
+
+
+def usual_number(total: int) -> int:
+    """How many of a set are held out where nobody says: one of twenty, 1,000 at most; of few, one of five up to 50."""
+    return min(_MOST_HELD_OUT, max(total // _EVERY, min(_SOME, total // _EVERY_OF_FEW)))
+
+
+def too_few(number: int, what: str) -> list[str]:
+    """A remark where figures will be rough."""
+    if number >= _ROUGH:
+        return []
+    told = f"only {number} {what} are held out" if number else f"no {what} are held out"
+    return [f"{told}: figures of so few say little; --num_eval or --eval_data_path give more"]
+
+
+def with_candidates(matching: Matching, number: int | None) -> Matching:
+    """Ranked against so many pages: those that belong to some query, and others evenly spaced; None: all."""
+    everything = matching.candidates
+    if number is None or number >= len(everything):
+        return matching
+    theirs = np.unique(matching.relevant)
+    others = np.setdiff1d(everything, theirs)
+    more = max(0, number - len(theirs))
+    places = (2 * np.arange(more) + 1) * len(others) // (2 * max(1, more))
+    candidates = np.sort(np.concatenate([theirs, others[places]])).astype(np.int32)
+    return Matching(**{**vars(matching), "candidates": candidates})
+
+
+def without(matching: Matching, texts: NDArray[np.uint64], others: NDArray[np.uint64]) -> Matching:
+    """Less the queries whose text (`texts`: hashes of all queries of the set) is among `others`."""
+    left = np.flatnonzero(~np.isin(texts[matching.queries], others))
+    return matching if len(left) == len(matching.queries) else _part(matching, left)
+
+
+def _part(whole: Matching, chosen: NDArray[np.int64]) -> Matching:
+    """Some of the queries, with what belongs to them."""
+    relevant, starts = _taken(whole.starts, chosen)
+    negatives, negative_starts = _taken(whole.negative_starts, chosen)
+    return Matching(
+        whole.queries[chosen],
+        starts,
+        whole.relevant[relevant],
+        whole.grades[relevant],
+        negative_starts,
+        whole.negatives[negatives],
+        whole.candidates,
+    )
+
+
+def _taken(starts: NDArray[np.int64], chosen: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Which entries of a list of lists the chosen ones have, and where each of them begins then."""
+    sizes = starts[chosen + 1] - starts[chosen]
+    new = _starts(sizes.tolist())
+    places = np.repeat(starts[chosen] - new[:-1], sizes) + np.arange(int(new[-1]))
+    return places, new
+
+
+def _starts(sizes: Sequence[int]) -> NDArray[np.int64]:
+    return np.concatenate([[0], np.cumsum(np.array(sizes, np.int64))]).astype(np.int64)

@@ -1,0 +1,303 @@
+"""The task `score`: a page in, a number or a class out, as the user's own labels have it.
+
+There is no score without labels. What is learned from them is measured on pages held out, beside scorers that have not
+read them (`marks.py`), and an exported model says what its probabilities are worth (`calibration.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import Dataset
+
+from unisono.data.order import Order
+from unisono.engine.recipe import Loss, Work
+from unisono.errors import ConfigError, UserError
+from unisono.recipes.common.fingerprint import of_tokenizer, together
+from unisono.recipes.common.whole_files import write_whole
+from unisono.recipes.seo.data.labelled import Kind, Labelled, read_labelled
+from unisono.recipes.seo.data.store import Texts, fill_texts, open_texts
+from unisono.recipes.seo.data.tokens import Tokenize
+from unisono.recipes.seo.export import write_classifier
+from unisono.recipes.seo.metrics.calibration import FILE, Calibration, fit
+from unisono.recipes.seo.metrics.scores import Marks, Unskilled
+from unisono.recipes.seo.models.encoder import pad
+from unisono.recipes.seo.models.load import load_classifier, load_tokenizer
+from unisono.recipes.seo.tasks.matching import too_few, usual_number
+from unisono.recipes.seo.tasks.task import Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from unisono.data.noise import Noise
+
+_HELD_OUT = "held_out.npz"
+_MOST_CALIBRATED = 1000  # held-out pages that an export computes, on whatever machine it runs
+_SHORTEST = 32  # tokens: below, padding costs next to nothing
+_BATCH = 32
+
+
+class Scored(Dataset[dict[str, Any]]):
+    """Pages with labels, in micro-batches of similar length."""
+
+    def __init__(
+        self, texts: Texts, rows: NDArray[np.int64], labels: NDArray[Any], characters: NDArray[np.int64]
+    ) -> None:
+        self._texts, self._rows, self.labels, self.characters = texts, rows, labels, characters
+        self._tokens = np.asarray(texts.lengths)[rows]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        ids = self._texts[int(self._rows[index])]
+        return {"ids": ids, "label": self.labels[index], "length": self.characters[index], "index": index}
+
+    def shape(self, index: int) -> int:
+        """The power of two that its tokens fit into: few groups, so that micro-batches stay large."""
+        return max(_SHORTEST, 1 << (int(self._tokens[index]) - 1).bit_length())
+
+    def cost(self, index: int) -> float:
+        """How much work it is."""
+        return float(max(1, self._tokens[index]))
+
+
+class Score(Task):
+    """A number or a class of a page."""
+
+    headline: Sequence[str] = (
+        *("eval/loss", "eval/AUC", "eval/AUC_length", "eval/F1", "eval/accuracy", "eval/accuracy_majority", "eval/ECE"),
+        *("eval/Spearman", "eval/Spearman_length", "eval/RMSE", "eval/RMSE_mean"),
+    )
+
+    # Before training -----------------------------------------------------------------------------------------------
+
+    def prepare(self, work: Work) -> None:
+        """Reads the labels, holds pages out, and keeps the tokens of all of them."""
+        self.folder = work.folder
+        data = self._read(self.config.data_path, self.config.label)
+        held_out = self._read_held_out(data)
+        rows = {"train": np.arange(len(data.texts)), "eval": np.zeros(0, np.int64)}
+        if held_out is None:
+            rows["train"], rows["eval"] = self._split(data.texts)
+            self.remarks += too_few(len(rows["eval"]), "pages")
+        if len({data.labels[row] for row in rows["train"]}) < 2:
+            raise ConfigError(
+                f"data_path {self.config.data_path}: without the {len(rows['eval'])} pages held out, all labels are "
+                "the same; hold out fewer (--num_eval), or give more pages"
+            )
+        self._check_labels(data.names or [])
+        for _ in work.share([0]):  # one process trains the tokenizer of a tiny model; the others find it
+            load_tokenizer(self.config.model_name, lambda: (data.texts[row] for row in rows["train"]), work.folder)
+        if work.meet():
+            return
+        store = self._store(data.texts, work)
+        other_store = store if held_out is None else self._store(held_out.texts, work)
+        for _ in work.share([0]):
+            self._note_labels(data, rows["train"])
+        if work.meet():
+            return
+        train = self._open(store, data, rows["train"])
+        held = None
+        if held_out is not None:
+            held = self._open(other_store, held_out, np.arange(len(held_out.texts)))
+        elif len(rows["eval"]):
+            held = self._open(store, data, rows["eval"])
+        self._data = {"train": train, "eval": held}
+        self.metrics["marks"] = Marks(self.plain, Unskilled.of(train.characters, train.labels, len(self.plain.names)))
+        for _ in work.share([0]):
+            if held is not None:
+                self._keep_held_out(held)
+
+    def _read(self, path: str | None, kind: Kind) -> Labelled:
+        if not path:
+            raise ConfigError("score: no labels; give --data_path FILE, a .csv or .jsonl with columns text and label")
+        return read_labelled(path, said=self._remark, leave_out_bad=self.config.leave_out_bad, kind=kind)
+
+    def _read_held_out(self, data: Labelled) -> Labelled | None:
+        """The pages of eval_data_path, in the classes of data_path."""
+        path = self.config.eval_data_path
+        if not path:
+            return None
+        found = self._read(path, "number" if data.names is None else "class")
+        known = set(data.texts)
+        if again := sum(text in known for text in found.texts):
+            self._remark(f"{again:,} of {len(found.texts):,} pages to evaluate with are learned from too")
+        if data.names is None or found.names is None:
+            return found
+        unknown = [name for name in found.names if name not in data.names]
+        if unknown:
+            raise ConfigError(
+                f"eval_data_path {path}: the class {unknown[0]!r} is not among those of data_path "
+                f"({', '.join(data.names[:10])}); it could not be learned"
+            )
+        number = [data.names.index(name) for name in found.names]
+        return Labelled(found.texts, [number[int(label)] for label in found.labels], data.names)
+
+    def _split(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Rows to learn from and rows held out; a text that occurs twice is on one side."""
+        number = self.config.num_eval
+        if number is None:
+            number = usual_number(len(texts))
+        first: dict[str, int] = {}
+        same = np.array([first.setdefault(text, len(first)) for text in texts])
+        if number >= len(first):
+            raise ConfigError(
+                f"num_eval {number}: data_path {self.config.data_path} has {len(first)} different pages; some must be "
+                "left"
+            )
+        # Drawn, and not by the run's seed: runs with other seeds can be compared.
+        drawn = Order(len(first), seed=0).indices(np.arange(number))
+        out = np.isin(same, drawn)
+        return np.flatnonzero(~out), np.flatnonzero(out)
+
+    def _store(self, texts: Sequence[str], work: Work) -> Path:
+        digest = hashlib.sha256()
+        for text in texts:
+            digest.update(hashlib.sha256(text.encode(errors="surrogatepass")).digest())
+        most = self.config.max_length
+        name = together("score", digest.hexdigest(), of_tokenizer(self._tokenizer), most)
+        base = Path(self.config.cache_dir).expanduser() if self.config.cache_dir else work.folder
+        return fill_texts(base / "tokens", lambda: texts, Tokenize(self._tokenizer, most), name, work, "pages")
+
+    def _open(self, folder: Path, data: Labelled, rows: NDArray[np.int64]) -> Scored:
+        texts = open_texts(folder)
+        if texts.num_cut:
+            self._remark(f"{texts.num_cut:,} of {len(texts):,} pages are longer than max_length and were cut")
+        labels = np.array(data.labels, np.int64 if data.names else np.float32)[rows]
+        return Scored(texts, rows, labels, np.array([len(data.texts[row]) for row in rows], np.int64))
+
+    def _check_labels(self, names: list[str]) -> None:
+        """Refuses other classes than a run began with."""
+        if (self.folder / FILE).is_file() and self.plain.names != names:
+            before, now = (", ".join(some[:10]) or "numbers" for some in (self.plain.names, names))
+            raise ConfigError(
+                f"data_path {self.config.data_path}: labels are {now}, and this run began with {before}; start a new "
+                "output_dir"
+            )
+
+    def _note_labels(self, data: Labelled, rows: NDArray[np.int64]) -> None:
+        if (self.folder / FILE).is_file():  # a run that goes on keeps its unit
+            return
+        numbers = np.array(data.labels, np.float64)[rows]
+        if data.names:
+            found = Calibration(names=data.names)
+        else:
+            found = Calibration(mean=float(numbers.mean()), std=float(numbers.std()))
+        found.write(self.folder)
+
+    def _keep_held_out(self, data: Scored) -> None:
+        """Some of the held-out pages, for the export to calibrate with, which may run where the data is not."""
+        chosen = np.sort(Order(len(data), seed=0).indices(np.arange(min(len(data), _MOST_CALIBRATED))))
+        items = [data[int(index)] for index in chosen]
+        content = io.BytesIO()
+        np.savez(
+            content,
+            ids=np.concatenate([item["ids"] for item in items]),
+            tokens=np.array([len(item["ids"]) for item in items]),
+            labels=np.array([item["label"] for item in items]),
+        )
+        write_whole(self.folder / _HELD_OUT, content.getvalue())
+
+    def _remark(self, text: str) -> None:
+        if text not in self.remarks:
+            self.remarks.append(text)
+
+    # Model and data ------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def plain(self) -> Calibration:
+        """What the model's outputs stand for, without calibration: classes, or numbers in a unit."""
+        found = Calibration.read(self.folder)
+        if found is None:
+            raise UserError(f"{self.folder} has no {FILE}, which says what the model's outputs stand for")
+        return found
+
+    @cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        return load_tokenizer(self.config.model_name, None, self.folder)
+
+    def model(self) -> nn.Module:
+        """A transformer with a head."""
+        names = self.plain.names
+        return load_classifier(self.config, self._tokenizer, len(names) or 1, regression=not names)
+
+    def dataset(self, split: str) -> Scored | None:
+        """Pages with labels."""
+        return self._data[split]
+
+    def collate(self, items: list[dict[str, Any]]) -> dict[str, Tensor]:
+        """Pages padded to the longest of them."""
+        pad_id: Any = self._tokenizer.pad_token_id
+        ids, mask = pad([item["ids"] for item in items], pad_id)
+        rest = {
+            name: torch.from_numpy(np.array([item[name] for item in items])) for name in ("label", "length", "index")
+        }
+        return {"ids": ids, "mask": mask, **rest}
+
+    # Training ------------------------------------------------------------------------------------------------------
+
+    def loss(self, model: nn.Module, batch: Any, noise: Noise) -> Loss:
+        """Cross entropy, or the squared error of numbers in units of their spread."""
+        return self._loss(self._outputs(model, batch["ids"], batch["mask"]), batch["label"])
+
+    def _loss(self, outputs: Tensor, labels: Tensor) -> Loss:
+        if self.plain.names:
+            right = (outputs.detach().argmax(-1) == labels).sum()
+            return Loss(functional.cross_entropy(outputs, labels, reduction="sum"), len(labels), {"accuracy": right})
+        wanted = (labels.to(outputs) - self.plain.mean) / self.plain.std
+        return Loss(functional.mse_loss(outputs, wanted, reduction="sum"), len(labels))
+
+    def _outputs(self, model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
+        """[pages, classes] logits, or [pages] numbers; at least float32."""
+        logits: Tensor = model(input_ids=ids, attention_mask=mask).logits
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return logits if self.plain.names else logits[:, 0]
+
+    def evaluate(self, model: nn.Module, batch: Any, noise: Noise) -> Mapping[str, Any]:
+        """The loss, and every measure beside scorers that have not read the pages."""
+        outputs = self._outputs(model, batch["ids"], batch["mask"])
+        self.metrics["marks"].update(batch["index"], outputs, batch["label"], batch["length"])
+        loss = self._loss(outputs, batch["label"])
+        return {"loss": (loss.total, loss.count), "marks": self.metrics["marks"]}
+
+    # Afterwards ----------------------------------------------------------------------------------------------------
+
+    def calibration(self, model: nn.Module) -> Calibration:
+        """What a trained model's outputs are worth, by the pages that were held out."""
+        file = self.folder / _HELD_OUT
+        if not file.is_file():
+            return self.plain
+        with np.load(file, allow_pickle=False) as kept:
+            rows, labels = np.split(kept["ids"], np.cumsum(kept["tokens"])[:-1]), kept["labels"]
+        pad_id: Any = self._tokenizer.pad_token_id
+        by_length = np.argsort([len(row) for row in rows], kind="stable")
+        device = next(model.parameters()).device
+        found: list[NDArray[np.float64]] = []
+        with torch.inference_mode():
+            for start in range(0, len(rows), _BATCH):
+                ids, mask = pad([rows[row] for row in by_length[start : start + _BATCH]], pad_id)
+                found.append(self._outputs(model, ids.to(device), mask.to(device)).double().cpu().numpy())
+        outputs = np.concatenate(found)[np.argsort(by_length)]
+        return fit(outputs, labels, self.plain)
+
+    def export(self, model: nn.Module, folder: Path) -> None:
+        """A folder for AutoModelForSequenceClassification, with the classes' names and the calibration."""
+        if (folder / FILE).exists():
+            raise UserError(f"{folder} has a {FILE} already; nothing there is overwritten: give another folder")
+        config, names = self.config, self.plain.names or ["score"]
+        calibration = self.calibration(model)
+        write_classifier(model, self._tokenizer, folder, config.max_length, names=names, base=config.model_name)
+        calibration.write(folder)
+
+    _data: dict[str, Scored | None]

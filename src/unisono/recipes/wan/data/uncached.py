@@ -1,0 +1,84 @@
+"""Training without a cache: frames and captions are read in every step and encoded on the training device.
+
+Only the size of each sample is computed in advance, because the engine needs to know the shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from unisono.engine.recipe import Work
+from unisono.errors import ConfigError
+from unisono.recipes.common.bad_files import BadFiles, usable
+from unisono.recipes.common.fingerprint import Keys
+from unisono.recipes.common.packs import Packs, Shelf
+from unisono.recipes.wan.data.cache_fill import Finish, fill
+from unisono.recipes.wan.data.cached import ShapedSamples
+from unisono.recipes.wan.data.crop import Crop, MediaKeys, media_of, short_videos
+from unisono.recipes.wan.data.media import Fit
+from unisono.recipes.wan.data.sources import Source
+from unisono.recipes.wan.models.vae import Geometry
+
+
+class UncachedSamples(ShapedSamples):
+    """Frames and captions, which `Latents.encode_frames` and `TextEncoder.encode` encode in every step."""
+
+    def __init__(self, sources: Sequence[Source], fits: Sequence[Fit], geometry: Geometry, crop: Crop) -> None:
+        super().__init__(sources, [geometry.shape(fit.frames, fit.height, fit.width) for fit in fits], geometry)
+        self._fits, self._crop = list(fits), crop
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        source = self.sources[index]
+        frames = self._crop.read(media_of(source), self._fits[index])
+        return {"frames": frames, "caption": source.caption or "", "index": index}
+
+    def subset(self, indices: Sequence[int]) -> Self:
+        """The samples of these indices, in this order."""
+        some = super().subset(indices)
+        some._fits = [self._fits[index] for index in indices]
+        return some
+
+
+class SampleSizes:
+    """The size of each sample after cropping, computed once by all ranks together, and stored."""
+
+    def __init__(self, folder: Path, sources: Sequence[Source], crop: Crop, geometry: Geometry) -> None:
+        for source in sources:
+            if source.latent is not None or source.embedding is not None:
+                raise ConfigError(
+                    f"{source.name} has its own latent or embedding file, which only the cache uses; leave out "
+                    "--no_cache, or move those files away"
+                )
+        self._sources, self._crop, self._geometry = sources, crop, geometry
+        self._sizes, self._bad = Packs(folder / "sizes"), BadFiles(folder / "bad")
+
+    def fill(self, work: Work) -> None:
+        """Reads the sizes of this rank's share of the files."""
+        sources = dict(zip(self._keys, self._sources, strict=True))
+        fill(work, self._sizes, self._bad, "reading sizes", sources, self._measure)
+
+    def _measure(self, source: Source) -> Finish:
+        fit = self._crop.fit(media_of(source), self._geometry.multiple)
+        size = torch.tensor([fit.frames, fit.height, fit.width])
+        return lambda: size
+
+    def open(self, leave_out_bad: bool = False) -> UncachedSamples:
+        """The samples; call it after all ranks have read their share. Bad samples are an error, or skipped."""
+        entries = self._sizes.find()
+        good, remarks = usable(self._sources, [(entries, self._keys)], self._bad, leave_out_bad)
+        sizes = Shelf(self._sizes.folder, [entries[self._keys[index]] for index in good])
+        fits = [Fit(*sizes[number].tolist()) for number in range(len(good))]
+        data = UncachedSamples([self._sources[index] for index in good], fits, self._geometry, self._crop)
+        data.remarks = remarks + short_videos(data.sources, (fit.frames for fit in fits), self._crop.num_frames)
+        return data
+
+    @cached_property
+    def _keys(self) -> list[str]:
+        keys = MediaKeys(self._crop, lambda crop: Keys("size", self._geometry.multiple, asdict(crop)))
+        return [keys.of(source) for source in self._sources]

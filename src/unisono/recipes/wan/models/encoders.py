@@ -1,0 +1,209 @@
+"""The frozen models that encode the data: VAE and text encoder, from a model's folder or the tiny ones."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from unisono.checkpoint.tensor_file import TensorFile
+from unisono.errors import ConfigError
+from unisono.recipes.common.fingerprint import of_folders
+from unisono.recipes.common.model_files import read_json
+from unisono.recipes.wan.models.load import WanFolder
+from unisono.recipes.wan.models.text import TextEncoder, check_width
+from unisono.recipes.wan.models.vae import Geometry, Latents, check_channels, statistics
+from unisono.recipes.wan.models.weights import reading_safetensors
+from unisono.recipes.wan.sample import euler
+
+if TYPE_CHECKING:
+    from unisono.recipes.wan.tiny.models import PipelineParts
+
+
+_SCHEDULERS = ("UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler", "DPMSolverMultistepScheduler")
+
+
+class Encoders(ABC):
+    """A VAE and a text encoder, which turn images, videos and captions into a transformer's inputs."""
+
+    geometry: Geometry
+    text_width: int
+    text_length: int
+    text_dtype: torch.dtype = torch.bfloat16
+
+    def check_files(self) -> None:  # noqa: B027 (most have no files)
+        """Raises ConfigError for missing or damaged files, without loading a model."""
+
+    @abstractmethod
+    def vae(self) -> Latents:
+        """Loads the VAE, on the CPU."""
+
+    @abstractmethod
+    def text_encoder(self) -> TextEncoder:
+        """Loads tokenizer and text encoder, on the CPU."""
+
+    @abstractmethod
+    def fingerprints(self) -> tuple[str, str]:
+        """Hashes of the VAE and of the text encoder."""
+
+    def statistics(self) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of the VAE's latents, each [C, 1, 1, 1]."""
+        return self.vae().statistics
+
+    def scheduler(self, shift: float) -> Any:
+        """The scheduler for previews."""
+        return euler(shift)
+
+
+class FolderEncoders(Encoders):
+    """The encoders of a Wan model in diffusers' layout."""
+
+    def __init__(self, folder: WanFolder, transformer: Mapping[str, Any]) -> None:
+        self._folder = folder
+        vae, text = (read_json(self._part(name) / "config.json", dict) for name in ("vae", "text_encoder"))
+        check_channels(vae, transformer)
+        check_width(text, transformer)
+        self.geometry = Geometry.of(vae, int(transformer["patch_size"][1]))
+        self.text_width, self.text_length = int(text["d_model"]), folder.text_length
+
+    def check_files(self) -> None:
+        """Checks the headers of the weights, the VAE's statistics, and the tokenizer's files."""
+        for name in ("vae", "text_encoder"):
+            files = sorted(self._part(name).glob("*.safetensors"))
+            if not files:
+                raise ConfigError(f"{self._part(name)} has no .safetensors file; use a complete copy of the model")
+            for file in files:
+                with reading_safetensors(file):
+                    TensorFile(file)
+        self.statistics()
+        tokenizer = self._part("tokenizer")
+        # Without them transformers silently creates a tokenizer with an empty vocabulary.
+        vocabularies = [tokenizer / name for name in ("tokenizer.json", "spiece.model")]
+        if not any(file.is_file() for file in vocabularies) or not (tokenizer / "tokenizer_config.json").is_file():
+            raise ConfigError(
+                f"{tokenizer} lacks tokenizer_config.json, or tokenizer.json (or spiece.model); use a complete copy of "
+                "the model"
+            )
+
+    def vae(self) -> Latents:
+        """Loads the VAE in float32, on the CPU."""
+        return Latents.load(self._folder.path)
+
+    def text_encoder(self) -> TextEncoder:
+        """Loads tokenizer and text encoder in `text_dtype`, on the CPU."""
+        return TextEncoder.load(self._folder.path, self.text_dtype)
+
+    def fingerprints(self) -> tuple[str, str]:
+        """Hashes of their files."""
+        text = [self._part("tokenizer"), self._part("text_encoder")]
+        return of_folders([self._part("vae")]), of_folders(text, str(self.text_dtype))
+
+    def statistics(self) -> tuple[Tensor, Tensor]:
+        """Reads the statistics from the VAE's config, without its weights."""
+        config = read_json(self._part("vae") / "config.json", dict)
+        return statistics({**config, "z_dim": self.geometry.channels})
+
+    def scheduler(self, shift: float) -> Any:
+        """The scheduler of the model's folder, or Euler where it has none that works."""
+        import diffusers
+
+        folder = self._folder.part("scheduler")
+        if folder is None:
+            return euler(shift)
+        config = read_json(folder / "scheduler_config.json", dict)
+        if config.get("_class_name") not in _SCHEDULERS:
+            return euler(shift)
+        kind = getattr(diffusers, str(config["_class_name"]))
+        try:  # tries it out: a broken scheduler must not end a run
+            scheduler = kind.from_config({name: value for name, value in config.items() if not name.startswith("_")})
+            scheduler.set_timesteps(2)
+        except Exception:
+            return euler(shift)
+        return scheduler
+
+    def _part(self, name: str) -> Any:
+        folder = self._folder.part(name)
+        if folder is None:
+            raise ConfigError(
+                f"{self._folder.path} has no {name}; give --parts_path FOLDER, a Wan model in diffusers' layout, for "
+                "VAE, text encoder and tokenizer"
+            )
+        return folder
+
+
+class TinyEncoders(Encoders):
+    """The encoders of the tiny model, which are part of this package."""
+
+    text_dtype = torch.float32
+
+    def __init__(self, transformer: Mapping[str, Any]) -> None:
+        from unisono.recipes.wan.tiny.models import TEXT_LENGTH, tiny_vae_config
+
+        vae = tiny_vae_config()
+        check_channels(vae, transformer)
+        self.geometry = Geometry.of(vae, int(transformer["patch_size"][1]))
+        self.text_width, self.text_length = int(transformer["text_dim"]), TEXT_LENGTH
+
+    def parts(self) -> PipelineParts:
+        """All parts of a pipeline except the transformer."""
+        from unisono.recipes.wan.tiny.models import tiny_pipeline_parts
+
+        return tiny_pipeline_parts()
+
+    def vae(self) -> Latents:
+        """The tiny VAE."""
+        return Latents(self.parts().vae)
+
+    def text_encoder(self) -> TextEncoder:
+        """The tiny text encoder, whose weights are random."""
+        parts = self.parts()
+        return TextEncoder(parts.tokenizer, parts.text_encoder)
+
+    def fingerprints(self) -> tuple[str, str]:
+        """Hashes of their weights."""
+        return self.vae().fingerprint(), self.text_encoder().fingerprint()
+
+
+@dataclass
+class NoEncoders(Encoders):
+    """No encoders: the dataset must contain latents and embeddings."""
+
+    geometry: Geometry
+    text_width: int
+    text_length: int
+
+    def vae(self) -> Latents:
+        """Raises ConfigError."""
+        raise ConfigError(
+            "no VAE to encode images and videos with; give --parts_path FOLDER, a Wan model in diffusers' layout, or a "
+            "latent (name.latent.safetensors) for every sample"
+        )
+
+    def text_encoder(self) -> TextEncoder:
+        """Raises ConfigError."""
+        raise ConfigError(
+            "no text encoder for captions; give --parts_path FOLDER, a Wan model in diffusers' layout, or an embedding "
+            "(name.safetensors) for every sample, --caption_dropout 0 and --guidance 1"
+        )
+
+    def statistics(self) -> tuple[Tensor, Tensor]:
+        """Raises ConfigError."""
+        raise ConfigError(
+            "latents raw: normalising them needs the VAE's statistics, but there is no VAE; give --parts_path FOLDER, "
+            "a Wan model in diffusers' layout"
+        )
+
+    def fingerprints(self) -> tuple[str, str]:
+        """Placeholders."""
+        return "none", "none"
+
+
+def no_encoders(transformer: Mapping[str, Any], text_length: int) -> NoEncoders:
+    """What a transformer implies about its encoders: the geometry of the published VAEs follows from the channels."""
+    channels = int(transformer["in_channels"])
+    geometry = Geometry(channels, 4, 16 if channels == 48 else 8, int(transformer["patch_size"][1]))
+    return NoEncoders(geometry, int(transformer["text_dim"]), text_length)

@@ -1,0 +1,154 @@
+"""Chooses the attention kernel: the fastest one on this GPU, by measurement.
+
+With long videos attention is most of a step, and the kernels' times differ by half. diffusers' own attention code uses
+the choice; our own blocks read it from there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from unisono.engine.recipe import Work
+from unisono.errors import ConfigError
+from unisono.recipes.common.whole_files import write_whole
+
+KERNELS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+_PREFIX = "_native_"  # prefix of these kernels' names in diffusers
+_NATIVE = {_PREFIX + name: kernel for name, kernel in KERNELS.items()}
+_TIMED = ("cudnn", "flash", "efficient")
+_TRIES = 5
+_BUSY = 8192  # tokens: with fewer, a GPU idles, and the launch overhead would decide
+_CLEARLY = 0.97  # fraction of the time of PyTorch's own choice that another kernel must beat
+
+
+class Kernel:
+    """The attention kernel of a run: the one in the settings, or the fastest."""
+
+    def __init__(self, setting: str) -> None:
+        self._setting = setting
+        self._file: Path | None = None
+        self._is_checked = False
+
+    def measure(self, work: Work, transformer: Mapping[str, Any], tokens: int) -> None:
+        """Finds the fastest kernel for this number of tokens, once per kind of GPU; called in prepare()."""
+        if self._setting != "auto" or not work.device.startswith("cuda"):
+            return
+        # A run may resume on another kind of GPU, where another kernel is fastest.
+        gpu = "".join(sign if sign.isalnum() else "_" for sign in torch.cuda.get_device_name(work.device))
+        self._file = work.folder / f"attention_{gpu}.json"
+        for file in work.share([self._file]):
+            if file.exists():
+                continue
+            heads, head_width = int(transformer["num_attention_heads"]), int(transformer["attention_head_dim"])
+            times = measure(heads, head_width, tokens, torch.bfloat16, work.device)
+            chosen = choose(times)
+            write_whole(file, json.dumps({"kernel": chosen, "milliseconds": times, "tokens": tokens}).encode())
+            listing = ", ".join(f"{kernel} {ms:.2f}" for kernel, ms in times.items())
+            work.message(f"attention of {tokens:,} tokens in ms: {listing}; using {chosen}")
+
+    @property
+    def name(self) -> str:
+        """Its name; `auto` is PyTorch's own choice."""
+        if self._file is None or not self._file.exists():
+            return self._setting
+        return str(json.loads(self._file.read_text())["kernel"])
+
+    def settle(self, model: nn.Module, device_type: str, dtype: torch.dtype) -> None:
+        """Checks before the first forward pass that the kernel supports the run's dtype; a measured one falls back."""
+        if self._is_checked:
+            return
+        self._is_checked = True
+        if can_compute(self.name, device_type, dtype):
+            return
+        if self._setting != "auto":
+            type_name = str(dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"attention {self._setting} does not support {type_name} on a {device_type} device; use "
+                "--mixed_precision bf16 on a GPU, or --attention auto"
+            )
+        for transformer in model.children():
+            transformer.reset_attention_backend()  # type: ignore[operator]
+
+
+def use(kernel: str, transformer: nn.Module) -> None:
+    """Makes a diffusers transformer compute attention with this kernel; `auto` is PyTorch's own choice."""
+    if kernel != "auto":
+        transformer.set_attention_backend(_PREFIX + kernel)  # type: ignore[operator]
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, backend: Any) -> Any:
+    """Attention of [batch, tokens, heads, width] with the kernel that `use` stored in diffusers' processor.
+
+    diffusers' own code copies all three tensors for cuDNN, needlessly: 8 GiB in a 1.3B model's step on 81 frames.
+    """
+    kernel = None if backend is None else _NATIVE.get(backend.value)
+    if kernel is None:
+        from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+        return dispatch_attention_fn(query, key, value, backend=backend)
+    heads_first = [part.transpose(1, 2) for part in (query, key, value)]
+    with sdpa_kernel(kernel):
+        return F.scaled_dot_product_attention(heads_first[0], heads_first[1], heads_first[2]).transpose(1, 2)
+
+
+def can_compute(kernel: str, device_type: str, dtype: torch.dtype) -> bool:
+    """Whether a kernel supports this dtype on such a device; they are for GPUs, and most of them for 16 bit."""
+    if kernel in ("auto", "math"):
+        return True
+    types = (torch.bfloat16, torch.float16, *([torch.float32] if kernel == "efficient" else []))
+    return device_type == "cuda" and dtype in types
+
+
+def choose(times: dict[str, float]) -> str:
+    """The fastest kernel; PyTorch's own choice, unless another is clearly faster."""
+    best = min(times, key=lambda kernel: times[kernel], default="auto")
+    return best if best != "auto" and times[best] < _CLEARLY * times.get("auto", float("inf")) else "auto"
+
+
+def measure(heads: int, head_width: int, tokens: int, dtype: torch.dtype, device: str) -> dict[str, float]:
+    """Milliseconds of attention, forward and backward, by each kernel that supports it; `auto` is PyTorch's choice."""
+    samples = -(-_BUSY // tokens)
+    inputs = [torch.randn(samples, heads, tokens, head_width, device=device, dtype=dtype) for _ in range(3)]
+    for tensor in inputs:
+        tensor.requires_grad_()
+    times = {}
+    for kernel in ("auto", *_TIMED):
+        try:
+            times[kernel] = _milliseconds(inputs, kernel)
+        except RuntimeError:  # does not support this GPU, dtype or size
+            continue
+    return times
+
+
+def _milliseconds(inputs: list[Tensor], kernel: str) -> float:
+    times: list[float] = []
+    for _ in range(_TRIES + 1):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        out = _attention(inputs, kernel)
+        torch.autograd.grad(out, inputs, torch.ones_like(out))
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return sorted(times[1:])[_TRIES // 2]
+
+
+def _attention(inputs: list[Tensor], kernel: str) -> Any:
+    query, key, value = inputs
+    if kernel == "auto":
+        return F.scaled_dot_product_attention(query, key, value)
+    with sdpa_kernel(KERNELS[kernel]):
+        return F.scaled_dot_product_attention(query, key, value)

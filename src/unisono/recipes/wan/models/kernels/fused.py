@@ -1,0 +1,193 @@
+"""Parts of a Wan block with their own backward passes: norms, gates, rotary embeddings and linear layers.
+
+The same mathematics as diffusers' modules, divided differently: sums over all tokens in a backward pass happen in a
+kernel that has the numbers anyway, and gradients of the same tensor are added in one kernel. So the consumer of a
+layer's output computes the gradient of the layer's bias: it gets the bias too (`made`), and the layer leaves it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from unisono.recipes.wan.models.kernels import operations
+
+_ONES = 16  # rows: fewer do not make a matrix product faster
+
+
+def _type(bias: Tensor | None) -> torch.dtype | None:
+    return None if bias is None else bias.dtype
+
+
+class _Normed(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Any:
+        _, y, mean, rstd = operations.norm(x, None, None, weight, bias, eps)
+        ctx.save_for_backward(x, weight, mean, rstd)
+        return x.view_as(x), y
+
+    @staticmethod
+    def backward(ctx: Any, dh: Tensor, dy: Tensor) -> Any:
+        x, weight, mean, rstd = ctx.saved_tensors
+        dx, _, sums = operations.norm_backward(dh, dy, x, None, None, weight, mean, rstd, False)
+        return dx, sums[0], sums[1], None
+
+
+class _Added(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, o: Tensor, gate: Any, weight: Tensor, bias: Tensor, eps: float, made: Any) -> Any:
+        h, y, mean, rstd = operations.norm(x, o, gate, weight, bias, eps)
+        ctx.gated, ctx.type, ctx.made = gate is not None, o.dtype, _type(made)
+        ctx.save_for_backward(h, weight, mean, rstd, *((o, gate) if gate is not None else ()))
+        return h, y
+
+    @staticmethod
+    def backward(ctx: Any, dh: Tensor, dy: Tensor) -> Any:
+        h, weight, mean, rstd, *more = ctx.saved_tensors
+        o, gate = more if ctx.gated else (None, None)
+        dx, do, sums = operations.norm_backward(dh, dy, h, o, gate, weight, mean, rstd, ctx.made is not None)
+        made = sums[-1].sum(0).to(ctx.made) if ctx.made else None
+        if ctx.gated:
+            return dx, do, sums[2], sums[0], sums[1], None, made
+        return dx, dx.to(ctx.type), None, sums[0], sums[1], None, made
+
+
+class _Gated(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, o: Tensor, gate: Tensor, made: Any) -> Any:
+        ctx.save_for_backward(o, gate)
+        ctx.made = _type(made)
+        rows = (len(gate), -1, x.shape[-1])
+        return (x.float().view(rows) + o.float().view(rows) * gate[:, None]).view(x.shape).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dh: Tensor) -> Any:
+        do, sums = operations.gate_backward(dh, *ctx.saved_tensors)
+        return dh, do, sums[0], sums[1].sum(0).to(ctx.made) if ctx.made else None
+
+
+class _Rotated(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, made: Any, weight: Tensor, cosine: Any, sine: Any, head: int, eps: float) -> Any:
+        y, rstd = operations.rotate(x, weight, cosine, sine, head, eps)
+        ctx.rotated, ctx.head, ctx.made = cosine is not None, head, _type(made)
+        ctx.save_for_backward(x, weight, rstd, *((cosine, sine) if cosine is not None else ()))
+        rest = x[..., weight.numel() :]
+        return (*y.unbind(0), rest) if rest.shape[-1] else y.unbind(0)
+
+    @staticmethod
+    def backward(ctx: Any, *dy: Tensor) -> Any:
+        x, weight, rstd, *more = ctx.saved_tensors
+        cosine, sine = more if ctx.rotated else (None, None)
+        dx, sums = operations.rotate_backward(list(dy), x, weight, cosine, sine, rstd, ctx.head)
+        made = sums[len(weight) :].flatten().to(ctx.made) if ctx.made else None
+        return dx, made, sums[: len(weight)].to(weight.dtype), None, None, None, None
+
+
+class _Linear(Function):
+    """Computes the bias's gradient only if no consumer does: the compiler's sums over tokens are slow."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Any:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        rows = dy.flatten(0, -2)
+        dx = (rows @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        summed = (rows.new_ones(_ONES, len(rows)) @ rows)[0] if ctx.needs_input_grad[2] else None
+        return dx, rows.t() @ x.flatten(0, -2), summed
+
+
+class _LinearGelu(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Any:
+        inner = F.linear(x, weight, bias)
+        ctx.save_for_backward(x, weight, inner)
+        return F.gelu(inner, approximate="tanh")
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, weight, inner = ctx.saved_tensors
+        gradient, summed = operations.gelu_backward(dy, inner)
+        rows = gradient.flatten(0, -2)
+        return (rows @ weight).view(x.shape), rows.t() @ x.flatten(0, -2), summed.to(dy.dtype)
+
+
+def _is_plain(layer: Any) -> bool:
+    """Whether a layer is fully trained: one with an adapter, or frozen, computes by itself."""
+    return (
+        type(layer) is nn.Linear and layer.bias is not None and layer.bias.requires_grad and layer.weight.requires_grad
+    )
+
+
+def _type_for(x: Tensor) -> torch.dtype:
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def _in_type(x: Tensor, *tensors: Tensor) -> list[Tensor]:
+    return [tensor.to(_type_for(x)) for tensor in (x, *tensors)]
+
+
+def _apply(function: Any, *arguments: Any) -> Any:
+    return function.apply(*arguments)
+
+
+def linear(layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The layer's output, and its bias if the consumer computes the bias's gradient (`made`)."""
+    if not _is_plain(layer):
+        return layer(x), None
+    return _apply(_Linear, *_in_type(x, layer.weight, layer.bias.detach())), layer.bias
+
+
+def linear_gelu(layer: Any, x: Tensor) -> Tensor:
+    """GELU of the layer's output."""
+    if _is_plain(layer):
+        return _apply(_LinearGelu, *_in_type(x, layer.weight, layer.bias))  # type: ignore[no-any-return]
+    return F.gelu(layer(x), approximate="tanh")
+
+
+def normed(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x, and layer_norm(x) · weight + bias; weight and bias are [groups, width]."""
+    return _apply(_Normed, x, weight, bias, eps)  # type: ignore[no-any-return]
+
+
+def added_and_normed(
+    x: Tensor, o: Tensor, gate: Tensor | None, weight: Tensor, bias: Tensor, eps: float, made: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """h = x + o · gate, and layer_norm(h) · weight + bias; `made` is the bias of the layer that computed o."""
+    return _apply(_Added, x, o, gate, weight, bias, eps, made)  # type: ignore[no-any-return]
+
+
+def gated(x: Tensor, o: Tensor, gate: Tensor, made: Tensor | None) -> Tensor:
+    """x + o · gate; `made` is the bias of the layer that computed o."""
+    return _apply(_Gated, x, o, gate, made)  # type: ignore[no-any-return]
+
+
+def rotated(layers: Sequence[Any], x: Tensor, norms: Sequence[Any], angles: Any, head: int) -> list[Tensor]:
+    """Each layer's output for x; those with a norm as rms_norm · weight, with the rotary embedding per head.
+
+    Angles are (cosine, sine), each [tokens, head]. Fully trained layers are one matrix product, if their weights must
+    be cast to another dtype anyhow: the copy lives until the backward pass, where FSDP would have freed the weights.
+    """
+    weights, rest = [norm.weight for norm in norms], (*(angles or (None, None)), head, norms[0].eps)
+    plain = all(map(_is_plain, layers))
+    if plain and all(layer.weight.dtype != _type_for(x) for layer in layers):
+        weight, bias = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
+        out = _apply(_Linear, *_in_type(x, weight, bias.detach()))
+        return list(_apply(_Rotated, out, bias, torch.stack(weights), *rest))
+    outputs = []
+    for number, layer in enumerate(layers):
+        if number == len(norms):  # its output is used as it is, so no consumer computes its bias's gradient
+            outputs.append(_apply(_Linear, *_in_type(x, layer.weight, layer.bias)) if plain else layer(x))
+        else:
+            outputs += _apply(_Rotated, *linear(layer, x), weights[number][None], *rest)
+    return outputs

@@ -1,0 +1,1 @@
+"""Prompts, the teacher's roll-outs on disk, and datasets of them."""

@@ -1,0 +1,76 @@
+"""Datasets of the teacher's samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from unisono.recipes.wan_distill.data.prompts import labels
+from unisono.recipes.wan_distill.data.rollouts import Rows, Samples
+
+Item = dict[str, Any]
+
+
+class RolloutDataset(Dataset[Item]):
+    """Training samples with the teacher's stored velocities: each sample occurs once per stored noise level."""
+
+    def __init__(self, samples: Samples, rows: Rows) -> None:
+        self._samples, self._rows = samples, rows
+        self._pairs, self._points = samples.spec.pairs, len(samples.spec.points)
+        self._repeats = max(1, self._pairs, self._points)
+
+    def __len__(self) -> int:
+        return len(self._samples) * self._repeats
+
+    def __getitem__(self, index: int) -> Item:
+        number, repeat = divmod(index, self._repeats)
+        samples = self._samples
+        item = {"data": samples.data(number), "text": self._rows(samples.items[number][0])}
+        if self._pairs:
+            item |= samples.pair(number, repeat % self._pairs)
+        if self._points:
+            item |= samples.point(number, repeat % self._points)
+        return item
+
+
+class OnlineDataset(Dataset[Item]):
+    """Training items of an online teacher: the number of a sample, whose content changes with each refresh."""
+
+    def __init__(self, samples: Samples, rows: Rows) -> None:
+        self._prompts, self._rows = [prompt for prompt, _ in samples.items], rows
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def __getitem__(self, index: int) -> Item:
+        return {"number": torch.tensor(index), "text": self._rows(self._prompts[index])}
+
+
+class EvalDataset(Dataset[Item]):
+    """Held-out samples, each with its starting noise and the teacher's velocities at all noise levels."""
+
+    def __init__(self, samples: Samples, rows: Rows, *, judged: bool) -> None:
+        """`judged`: the prompts are about the built-in shapes, so that generated samples can be classified."""
+        self.samples, self._rows = samples, rows
+        self._labels = labels([prompt for prompt, _ in samples.items]) if judged else [None] * len(samples)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Item:
+        samples = self.samples
+        pairs = [samples.pair(index, level) for level in range(samples.spec.pairs)]
+        item = {name: torch.stack([pair[name] for pair in pairs]) for name in pairs[0]}
+        item |= {"data": samples.data(index), "begin": samples.spec.begin(*samples.items[index])}
+        label = self._labels[index]
+        item["label"] = torch.tensor(label if label is not None else (-1, -1))
+        return {**item, "text": self._rows(samples.items[index][0])}
+
+
+def stacked(samples: Samples, numbers: Tensor) -> Tensor:
+    """[batch, C, f, h, w] the samples of these numbers, on the device of `numbers`."""
+    on_host: list[int] = numbers.tolist()
+    return torch.stack([samples.data(number) for number in on_host]).to(numbers.device)

@@ -1,0 +1,271 @@
+"""The teacher's roll-outs: samples generated from prompts, stored on disk.
+
+    prompt → embedding → noise of (seed, prompt, number) → the sampler's trajectory with guidance → x̂₀
+
+and, for the losses that need them, the teacher's velocities at new noise levels of x̂₀ and points of its trajectory.
+The teacher generates samples in blocks of a fixed size, because the batch size affects the last bits; a block is never
+split, and ranks share whole blocks. A block is one file, written atomically, whose name is a hash of everything it
+depends on, including its samples: a killed run continues with the missing blocks, and any number of ranks produces the
+same bytes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from unisono.engine.recipe import Work
+from unisono.engine.step.out_of_memory import is_out_of_memory
+from unisono.errors import TrainingFailed, UserError
+from unisono.observe.progress import Advance
+from unisono.recipes.common.fingerprint import together
+from unisono.recipes.common.packs import Kept, Packs, Shelf
+from unisono.recipes.common.whole_files import remove_leftovers, write_whole
+from unisono.recipes.wan.objective import TIMESTEPS, noised
+from unisono.recipes.wan.sample import sample
+from unisono.recipes.wan_distill.data.rollout_spec import RolloutSpec, position_of, positions_of
+from unisono.recipes.wan_distill.models.teacher import Teacher
+
+_FORMAT = 2  # part of the key: files of another format are ignored
+_PATIENCE_S = 10.0  # network file systems may show a new file late
+
+Rows = Callable[[str], Tensor]
+"""Maps a prompt to its text embedding, [text length, width]."""
+Numbered = tuple[str, int]
+"""A prompt, and which of its samples."""
+
+
+class Rollouts:
+    """The samples of some prompts, `count` per prompt, from number `first` on."""
+
+    def __init__(self, folder: Path, spec: RolloutSpec, prompts: Sequence[str], count: int, first: int = 0) -> None:
+        self.folder, self.spec = folder, spec
+        self.items = [(prompt, first + k) for k in range(count) for prompt in prompts]
+        self._packs = Packs(folder, self._is_ours)
+        self._blocks = _in_blocks(prompts, range(first, first + count), spec.block)
+        like = together("rollout", _FORMAT, asdict(spec))
+        self._keys = [together(like, block) for block in self._blocks]
+
+    @property
+    def key(self) -> str:
+        """A hash that identifies all of them together."""
+        return together(*self._keys)
+
+    @property
+    def _storage(self) -> torch.dtype:
+        """The dtype on disk: bfloat16 when the teacher computes in 16 bit."""
+        return torch.float32 if self.spec.dtype == "float32" else torch.bfloat16
+
+    def _is_ours(self, kept: Kept) -> bool:
+        return kept.shape == self.spec.shape and kept.dtype == self._storage
+
+    def _file(self, number: int) -> Path:
+        return self.folder / f"{self._keys[number]}.safetensors"
+
+    def _has(self, number: int) -> bool:
+        return len(self._packs.entries(self._file(number))) == len(self._blocks[number]) * len(self.kinds)
+
+    @property
+    def kinds(self) -> list[str]:
+        """The names of the tensors stored per sample."""
+        points = range(len(self.spec.points))
+        return [
+            "data",
+            *(f"velocity{place}" for place in range(self.spec.pairs)),
+            *(f"{kind}{place}" for place in points for kind in ("point", "velocity_at")),
+        ]
+
+    def fill(self, work: Work, teacher: Callable[[], Teacher], rows: Rows, purpose: str) -> list[float]:
+        """Generates this rank's share of the missing blocks; returns the seconds per sample of each of them."""
+        if work.stopping:  # before the progress line appears
+            return []
+        remove_leftovers(self.folder)
+        # Ranks share all blocks, not only the missing ones: a rank that looks later sees fewer missing.
+        mine = [number for number in work.share(range(len(self._blocks))) if not self._has(number)]
+        seconds_per_sample: list[float] = []
+        with self._progress(work, purpose, mine) as advance:
+            for number in mine:
+                tensors, seconds = self._generate(number, teacher(), rows, work)
+                if work.stopping:
+                    return []
+                self._check(number, tensors)
+                self._write(number, tensors)
+                advance(len(self._blocks[number]))
+                seconds_per_sample.append(seconds / len(self._blocks[number]))
+        return seconds_per_sample
+
+    def fill_together(self, work: Work, teacher: Teacher, rows: Rows, purpose: str) -> None:
+        """Like `fill`, with a sharded teacher: all ranks compute equally many blocks, some of them only to join in."""
+        here = [number for number in range(len(self._blocks)) if not self._has(number)]
+        missing: list[int] = work.gather(here)[0]  # agreed: ranks may see the folder at different times
+        mine = list(work.share(missing))
+        with self._progress(work, purpose, mine) as advance:
+            for turn in range(work.largest_share(missing)):
+                if work.meet():
+                    return
+                number = mine[turn] if turn < len(mine) else missing[0]
+                # No rank stops inside a block: the others would wait for it.
+                tensors, _ = self._generate(number, teacher, rows, replace(work, _asked_to_stop=bool))
+                if not all(work.gather(_is_finite(tensors))):
+                    self._check(number, tensors)
+                    raise TrainingFailed("the teacher's samples are not finite; another rank reports the prompt")
+                if turn < len(mine):
+                    self._write(number, tensors)
+                    advance(len(self._blocks[number]))
+
+    def _progress(self, work: Work, purpose: str, mine: Sequence[int]) -> AbstractContextManager[Advance]:
+        number = sum(len(self._blocks[block]) for block in mine)
+        return work.progress(f"teacher samples {purpose}", number, of=len(self.items))
+
+    def _generate(self, number: int, teacher: Teacher, rows: Rows, work: Work) -> tuple[dict[str, Tensor], float]:
+        try:
+            return self._block_of(number, teacher, rows, work)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        raise TrainingFailed(
+            f"out of memory while the teacher generates {self.spec.block} samples at once; use a smaller "
+            "--rollout_batch, --teacher_dtype float8, or --teacher_device_strategy cpu"
+        )
+
+    @torch.no_grad()
+    def _block_of(self, number: int, teacher: Teacher, rows: Rows, work: Work) -> tuple[dict[str, Tensor], float]:
+        """The tensors of a block, by kind, and the seconds that its samples took."""
+        spec, block, device = self.spec, self._blocks[number], work.device
+        # A smaller last block is padded: its samples then have the bits of a full block, and nothing is recompiled.
+        filled = block + [block[-1]] * (spec.block - len(block))
+        begin = torch.stack([spec.begin(*item) for item in filled]).to(device)
+        text = torch.stack([rows(prompt) for prompt, _ in filled]).to(device, teacher.dtype)
+        empty = rows(spec.negative).to(device, teacher.dtype).expand_as(text)
+        tensors: dict[str, Tensor] = {}
+
+        def observe(step: int, sigma: float, latents: Tensor, velocity: Tensor) -> None:
+            if step in spec.points:
+                place = spec.points.index(step)
+                tensors[f"point{place}"], tensors[f"velocity_at{place}"] = latents, velocity
+
+        start = time.perf_counter()
+        data = sample(
+            teacher.experts,
+            begin,
+            (text, empty),
+            spec.scheduler(),
+            steps=spec.steps,
+            guidance=teacher.sampler_guidance,
+            observe=observe,
+            stopping=lambda: work.stopping,
+        )
+        data = tensors["data"] = data.to(self._storage)  # rounded first: the velocities belong to the stored sample
+        data.sum().item()  # waits for the device
+        seconds = time.perf_counter() - start
+        for place in range(spec.pairs):
+            if work.stopping:
+                break
+            sigma = torch.stack([spec.level(*item, place) for item in filled]).to(device)
+            noise = spec.noise(positions_of(filled, place).to(device))
+            tensors[f"velocity{place}"] = teacher.velocity(noised(data.float(), noise, sigma), sigma, text, empty)
+        unpadded = {name: values[: len(block)].to(self._storage).cpu() for name, values in tensors.items()}
+        return unpadded, seconds * len(block) / len(filled)
+
+    def _check(self, number: int, tensors: dict[str, Tensor]) -> None:
+        """Raises TrainingFailed for samples that are not finite."""
+        for (prompt, _), data in zip(self._blocks[number], tensors["data"], strict=True):
+            if not data.isfinite().all():
+                raise TrainingFailed(
+                    f"the teacher's sample of {prompt!r} is not finite; try --teacher_dtype bfloat16 or float32, or a "
+                    "smaller --guidance"
+                )
+
+    def _write(self, number: int, tensors: dict[str, Tensor]) -> None:
+        by_sample = {
+            f"{item}.{kind}": tensors[kind][item].contiguous()
+            for item in range(len(self._blocks[number]))
+            for kind in self.kinds
+        }
+        write_whole(self._file(number), save(by_sample))
+
+    def open(self) -> Samples:
+        """The samples; call it after all ranks have generated their share."""
+        deadline = time.monotonic() + _PATIENCE_S
+        stored: dict[str, dict[Numbered, Kept]] = {kind: {} for kind in self.kinds}
+        for number, block in enumerate(self._blocks):
+            while not self._has(number):
+                if time.monotonic() > deadline:
+                    raise UserError(
+                        f"{self._file(number)} was written but cannot be found: cache_dir (or output_dir) must be one "
+                        "folder that all machines share, and nothing may be removed from it during a run"
+                    )
+                time.sleep(0.2)
+            entries = self._packs.entries(self._file(number))
+            for kind, by_item in stored.items():
+                by_item |= {item: entries[f"{place}.{kind}"] for place, item in enumerate(block)}
+        return Samples(self, {kind: [by_item[item] for item in self.items] for kind, by_item in stored.items()})
+
+
+class Samples:
+    """Stored samples, by number."""
+
+    def __init__(self, rollouts: Rollouts, stored: dict[str, list[Kept]]) -> None:
+        self.items, self.spec = rollouts.items, rollouts.spec
+        self._shelves = {kind: Shelf(rollouts.folder, entries) for kind, entries in stored.items()}
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def data(self, number: int) -> Tensor:
+        """[C, f, h, w] the sample."""
+        return self._shelves["data"][number].float()
+
+    def pair(self, number: int, place: int) -> dict[str, Tensor]:
+        """A noise level, the position of its noise in the random stream, and the teacher's velocity there."""
+        prompt, k = self.items[number]
+        return {
+            "sigma": self.spec.level(prompt, k, place),
+            "position": torch.tensor(position_of(prompt, k, place)),
+            "velocity": self._shelves[f"velocity{place}"][number],
+        }
+
+    def point(self, number: int, place: int) -> dict[str, Tensor]:
+        """A point of the teacher's trajectory, its noise level, and the teacher's velocity there."""
+        return {
+            "point": self._shelves[f"point{place}"][number],
+            "point_sigma": torch.tensor(self.spec.sigmas[self.spec.points[place]]),
+            "point_velocity": self._shelves[f"velocity_at{place}"][number],
+        }
+
+
+def points_of_all_levels(samples: Samples, rows: Rows, most: int = 8) -> tuple[Tensor, Tensor, Tensor]:
+    """Some samples at different noise levels: [batch, ...] points, their timesteps, and their text embeddings."""
+    number = min(len(samples), most)
+    items, spec = samples.items[:number], replace(samples.spec, pairs=number, fixed=True)
+    sigma = torch.stack([spec.level(*item, place) for place, item in enumerate(items)])
+    noise = spec.noise(positions_of(items, 0))
+    data = torch.stack([samples.data(place) for place in range(number)])
+    text = torch.stack([rows(prompt) for prompt, _ in items])
+    return noised(data, noise, sigma), sigma * TIMESTEPS, text
+
+
+def _in_blocks(prompts: Sequence[str], numbers: Sequence[int], size: int) -> list[list[Numbered]]:
+    """As few blocks as possible: the full blocks of each number, then the remainders of all numbers.
+
+    A full block holds samples of one number, so that prompts or numbers added later leave it unchanged.
+    """
+    whole = len(prompts) // size * size
+    full = [
+        [(prompt, number) for prompt in prompts[start : start + size]]
+        for number in numbers
+        for start in range(0, whole, size)
+    ]
+    left = [(prompt, number) for number in numbers for prompt in prompts[whole:]]
+    return full + [left[start : start + size] for start in range(0, len(left), size)]
+
+
+def _is_finite(tensors: dict[str, Tensor]) -> bool:
+    return all(bool(values.isfinite().all()) for values in tensors.values())

@@ -1,0 +1,115 @@
+"""Metrics on held-out prompts: the distance between student and teacher, and the student's speed-up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from unisono.engine.step.out_of_memory import is_out_of_memory
+from unisono.recipes.wan.models.experts import Experts
+from unisono.recipes.wan.objective import noised
+from unisono.recipes.wan.sample import sample
+from unisono.recipes.wan_distill import loss_terms as losses
+
+if TYPE_CHECKING:
+    from unisono.recipes.wan_distill.recipe import WanDistill
+    from unisono.recipes.wan_distill.setup import Setup
+
+_MOST_BATCHES, _ENOUGH_S = 4, 10.0  # timed batches of the student; fewer when they take long
+_FEWEST_BLOCKS = 3  # timed blocks of the teacher: a single one may have been slowed down by other load
+
+
+class SampleTime(NamedTuple):
+    """How long a model takes to generate a sample."""
+
+    seconds: float
+    """Median seconds per sample, in batches of rollout_batch samples."""
+    number: int
+    """The number of timed batches, without warm-up."""
+
+
+def held_out(recipe: WanDistill, model: Experts, batch: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Errors of the velocity by noise level and of the generated latents, and the time per sample."""
+    data, text, spec = batch["data"], batch["text"].to(dtype), recipe.setup.rollout_spec
+    count = torch.tensor(float(len(data)), dtype=torch.float64, device=data.device)
+    errors, sizes, levels = [], [], []
+    for level in range(batch["sigma"].shape[1]):
+        sigma, target = batch["sigma"][:, level], batch["velocity"][:, level].to(data.dtype)
+        noise = spec.noise(batch["position"][:, level]).to(data.dtype)
+        predicted = model(noised(data, noise, sigma), sigma, text).to(data.dtype)
+        errors.append(losses.velocity_matching(predicted, target).double().sum())
+        sizes.append(target.square().flatten(1).mean(1).double().sum())
+        levels.append(sigma.double().sum())
+    curve, size = torch.stack(errors), torch.stack(sizes)
+    generated = generate(recipe.setup, model, batch["begin"], text)
+    distance = (generated - data).square().flatten(1).sum(1) / data.square().flatten(1).sum(1)
+    metrics = {
+        "velocity_error": (curve.mean(), count),
+        "latent_error": (distance.double().sum(), count),
+        "velocity_error_by_level": (curve, count.expand(len(curve))),
+        "relative_error_by_level": (curve, size),
+        "sigma_by_level": (torch.stack(levels), count.expand(len(curve))),
+    }
+    metrics |= {name: (count * value, count) for name, value in speed(recipe.teacher_time, recipe.student_time).items()}
+    if int(batch["label"].min()) >= 0:
+        metrics |= recognised_shapes(recipe.setup, generated, batch["label"], "")
+        metrics |= recognised_shapes(recipe.setup, data, batch["label"], "teacher_")
+    return {"loss": metrics["velocity_error"], **metrics}
+
+
+def speed(teacher: SampleTime | None, student: SampleTime | None) -> dict[str, float]:
+    """The seconds per sample of both models and the student's speed-up, where they are known."""
+    metrics = {} if student is None else {"seconds_per_sample": student.seconds}
+    if teacher is not None:
+        metrics["teacher_seconds_per_sample"] = teacher.seconds
+        if student is not None and teacher.number >= _FEWEST_BLOCKS:
+            metrics["times_as_fast"] = teacher.seconds / student.seconds
+    return metrics
+
+
+def time_student(recipe: WanDistill, model: Experts) -> SampleTime | None:
+    """The time that the student takes to generate a batch as large as the teacher's.
+
+    None when the student is sharded: the time would include gathering its weights, which inference does not need.
+    """
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        return None
+    setup, device = recipe.setup, next(model.parameters()).device
+    batch_size = setup.rollout_spec.block
+    seconds: list[float] = []
+    try:
+        begin = setup.rollout_spec.noise(torch.arange(batch_size, device=device))
+        text = setup.text(setup.config.negative_prompt).to(device, recipe.settled(model, begin))
+        text = text.expand(batch_size, -1, -1).contiguous()
+        while len(seconds) < 2 or (len(seconds) < _MOST_BATCHES and sum(seconds) < _ENOUGH_S):
+            start = time.perf_counter()
+            generate(setup, model, begin, text).sum().item()  # waits for the device
+            seconds.append(time.perf_counter() - start)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return None  # a batch that fits the teacher need not fit next to training
+    timed = seconds[1:]  # the first batch chooses kernels and allocates memory
+    return SampleTime(median(timed) / batch_size, len(timed))
+
+
+def generate(setup: Setup, model: Experts, begin: Tensor, text: Tensor) -> Tensor:
+    """Generates samples with the student, without guidance."""
+    with torch.compiler.set_stance("force_eager"):  # the compiled blocks are for other shapes
+        scheduler, steps = setup.student_scheduler()
+        return sample(model, begin, (text, text), scheduler, steps=steps, guidance=1.0)
+
+
+def recognised_shapes(setup: Setup, latents: Tensor, label: Tensor, prefix: str) -> dict[str, Any]:
+    """For the built-in shapes: the number of samples that show the colour and the shape of their prompt."""
+    from unisono.recipes.wan.tiny.judge import trained_judge
+
+    colours, shapes = trained_judge().judge(setup.encoders.vae().decode(latents.float().cpu()))
+    correct = {"colour": colours == label[:, 0].cpu(), "shape": shapes == label[:, 1].cpu()}
+    return {f"{prefix}{name}": (hits.double().sum(), len(hits)) for name, hits in correct.items()}

@@ -1,0 +1,48 @@
+"""The losses that a student can learn from a teacher, one function each.
+
+T is the guided teacher, Tʷ = u + w (c − u) of its velocities without (u) and with (c) the prompt; S is the student,
+which computes one velocity and later samples without guidance. x̂₀ is a sample of the teacher, and
+x_σ = (1 − σ) x̂₀ + σ ε adds new noise ε to it. Each function returns [batch] means over the elements of a sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from unisono.recipes.wan.objective import data_from, velocity
+
+
+def velocity_matching(student: Tensor, teacher: Tensor) -> Tensor:
+    """‖S(x_σ) − Tʷ(x_σ)‖²: the student reproduces the guided teacher's velocity at the same point."""
+    return _mean_square(student - teacher)
+
+
+def flow_matching(student: Tensor, data: Tensor, noise: Tensor) -> Tensor:
+    """‖S(x_σ) − (ε − x̂₀)‖²: plain flow matching on the teacher's samples; needs no teacher in memory."""
+    return _mean_square(student - velocity(data, noise))
+
+
+def trajectory_matching(student: Tensor, teacher: Tensor) -> Tensor:
+    """‖S(x_i) − v_i‖²: like velocity_matching, at points x_i of the teacher's sampling trajectory."""
+    return _mean_square(student - teacher)
+
+
+def few_step_regression(point: Tensor, student: Tensor, sigma: Tensor, data: Tensor) -> Tensor:
+    """½ ‖(x_i − σ_i S(x_i)) − x̂₀‖²: from points of the trajectory straight to its end, for few large steps."""
+    return _mean_square(data_from(point, student, sigma) - data) / 2
+
+
+def feature_matching(student: Sequence[Tensor], teacher: Sequence[Tensor]) -> Tensor:
+    """Mean over layers l of ‖h_S^l − h_T^m(l)‖² / ‖h_T^m(l)‖²: hidden states of matching layers."""
+    layers = [
+        (ours.float() - theirs.float()).square().flatten(1).sum(1) / theirs.float().square().flatten(1).sum(1)
+        for ours, theirs in zip(student, teacher, strict=True)
+    ]
+    return torch.stack(layers).mean(0)
+
+
+def _mean_square(difference: Tensor) -> Tensor:
+    return difference.square().flatten(1).mean(1)

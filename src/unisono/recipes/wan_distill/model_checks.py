@@ -1,0 +1,37 @@
+"""Checks that need the teacher's configuration or files, made before the teacher generates anything."""
+
+from __future__ import annotations
+
+from unisono.errors import ConfigError
+from unisono.recipes.wan.models.weights import open_weights
+from unisono.recipes.wan_distill.models.pruning import check_plan
+from unisono.recipes.wan_distill.models.student import complete_config
+from unisono.recipes.wan_distill.setup import Setup
+
+
+def check_models(setup: Setup) -> None:
+    """Raises ConfigError for prompts, a student or files that do not fit the teacher."""
+    _ = setup.prompts, setup.preview_prompts, setup.student, setup.shape  # each checks itself
+    setup.encoders.check_files()
+    for path in setup.teacher.transformers.values():
+        open_weights(path)
+    if setup.config.init == "teacher":
+        check_plan(complete_config(setup.teacher_config), complete_config(setup.student.config), setup.config.layers)
+    if setup.config.feature_weight:
+        _check_features(setup)
+
+
+def _check_features(setup: Setup) -> None:
+    if len(setup.teacher.transformers) > 1:
+        raise ConfigError(
+            "feature_weight: a teacher of two experts has no single layer to compare with; leave feature_weight out"
+        )
+    student, teacher = (
+        config["num_attention_heads"] * config["attention_head_dim"]
+        for config in (setup.student.config, setup.teacher_config)
+    )
+    if student != teacher:
+        raise ConfigError(
+            f"feature_weight compares layers of the same width, but the student's is {student} and the teacher's "
+            f"{teacher}; leave feature_weight out, or use a student of width {teacher}"
+        )

@@ -1,0 +1,1 @@
+"""The teacher and the student: loading, sizes and initial weights."""

@@ -1,0 +1,81 @@
+"""The initial weights of a pruned student, as the engine reads them: row by row, from the teacher's files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from unisono.recipes.wan.models.weights import Weights
+from unisono.recipes.wan_distill.models.pruning import (
+    EMBEDDER,
+    MODULATIONS,
+    SCALES,
+    TABLE,
+    PruningPlan,
+    unit_key,
+    units_of,
+)
+from unisono.recipes.wan_distill.models.random_weights import random_rows
+
+
+class PrunedWeights:
+    """The student's initial weights, taken from the teacher's files row by row."""
+
+    def __init__(self, files: Mapping[str, Weights], plans: Mapping[str, PruningPlan]) -> None:
+        self._files, self._plans = files, plans
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows `start` to `stop` of a weight; reads no more of the teacher's file than the range they span."""
+        transformer, _, inside = name.partition(".")
+        plan, weights = self._plans[transformer], self._files[transformer]
+        if plan.random_attention and ".attn" in inside:
+            return _random_attention(inside, start, stop, plan)
+        layer, units = units_of(inside)
+        if layer is not None:
+            layer = plan.layers[layer]
+            inside = f"blocks.{layer}.{inside.split('.', 2)[2]}"
+        indices = [plan.kept.get(unit_key(layer, unit)) if unit else None for unit in units]
+        if units[0] == "modulation" and (channels := plan.kept.get("channels")):
+            width = weights.shape(inside)[0] // MODULATIONS
+            indices[0] = [part * width + channel for part in range(MODULATIONS) for channel in channels]
+        return _adjusted(inside, _selected(weights, inside, indices, start, stop), start, plan)
+
+
+def _selected(weights: Weights, name: str, indices: Sequence[list[int] | None], start: int, stop: int) -> Tensor:
+    first, *others = indices
+    wanted = range(start, stop) if first is None else first[start:stop]
+    begin, end = wanted[0], wanted[-1] + 1
+    rows = weights.slice(name, begin, end)
+    if end - begin > len(wanted):
+        rows = rows[torch.tensor(wanted) - begin]
+    for dimension, kept in enumerate(others, 1):
+        if kept is not None:
+            rows = rows.index_select(dimension, torch.tensor(kept))
+    return rows
+
+
+def _adjusted(name: str, rows: Tensor, start: int, plan: PruningPlan) -> Tensor:
+    """Applies the gains: to a norm's own weight, or to the scale after it, which is stored as its difference to 1."""
+    gain, factor = plan.gain, plan.gains.get(name, 1.0) * plan.factor
+    if gain != 1.0 and name.endswith(".norm2.weight"):
+        factor *= gain
+    elif gain != 1.0 and name.endswith(TABLE):
+        # The time embedding is added to the last norm's scale and shift: that part cannot be compensated.
+        scales = list(SCALES if name.startswith("blocks.") else SCALES[:1])
+        rows = rows.float()
+        rows[:, scales] = (1 + rows[:, scales]) * gain - 1
+    elif gain != 1.0 and name.startswith(f"{EMBEDDER}.time_proj."):
+        part = torch.arange(start, start + len(rows)) // len(plan.kept["channels"])
+        rows = rows.float()
+        rows[torch.isin(part, torch.tensor(SCALES))] *= gain
+    return rows if factor == 1.0 else rows.float() * factor
+
+
+def _random_attention(name: str, start: int, stop: int, plan: PruningPlan) -> Tensor:
+    # Its output layer starts at zero, so that it does not disturb the pruned layers around it.
+    shape = (plan.random_attention,) * (2 if ".to_" in name and name.endswith(".weight") else 1)
+    if ".to_out." in name:
+        return torch.zeros(stop - start, *shape[1:])
+    return random_rows(name, shape, start, stop, plan.seed)

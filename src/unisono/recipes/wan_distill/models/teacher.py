@@ -1,0 +1,162 @@
+"""The teacher: a frozen Wan model with classifier-free guidance, in as little memory as the settings ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from unisono.parallel.blocks import compile_blocks
+from unisono.recipes.wan.models.experts import Experts
+from unisono.recipes.wan.models.load import WanFolder, build_meta, transformer_config
+from unisono.recipes.wan.models.weight_names import base_name
+from unisono.recipes.wan.models.weights import check_fit, open_weights
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float8": torch.bfloat16}
+_ROOM = 0.6  # fraction of a device's memory for weights: the rest is for activations
+
+
+@dataclass(frozen=True)
+class Guidance:
+    """The teacher's guidance scales."""
+
+    high: float
+    low: float
+    """Equal to high unless there are two experts."""
+
+    def at(self, sigma: Tensor, boundary: float | None) -> Tensor:
+        """[batch] the scale at each noise level."""
+        low = self.high if boundary is None else self.low
+        return torch.where(sigma >= (boundary or 0.0), self.high, low).to(sigma.dtype)
+
+
+class Teacher:
+    """A Wan model that computes the guided velocity Tʷ = u + w (c − u)."""
+
+    def __init__(self, experts: Experts, guidance: Guidance, dtype: torch.dtype, *, is_sharded: bool = False) -> None:
+        """`is_sharded`: each rank holds a shard of the weights, so all ranks must compute together."""
+        self.experts, self.guidance, self.dtype, self.is_sharded = experts, guidance, dtype, is_sharded
+        self.places_itself = False  # True when offloaded: blocks move to the device when they are needed
+
+    def to(self, device: str | torch.device) -> Teacher:
+        """Moves the teacher to a device; returns itself."""
+        if not self.places_itself:
+            self.experts.to(device)
+        return self
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether no level is guided. Uses Python numbers: reading a tensor would make every step wait for the GPU."""
+        return self.guidance.high == 1 and (self.experts.boundary is None or self.guidance.low == 1)
+
+    @torch.no_grad()
+    def velocity(self, noisy: Tensor, sigma: Tensor, text: Tensor, empty: Tensor) -> Tensor:
+        """The guided velocity at [batch, ...] points; `text` and `empty` are [batch, length, width] embeddings."""
+        scale = self.guidance.at(sigma, self.experts.boundary).view(-1, *[1] * (noisy.dim() - 1))
+        with torch.autocast(noisy.device.type, enabled=False):
+            if self._is_plain:
+                return self._velocity(noisy, sigma, text).to(noisy.dtype)
+            both = self._velocity(
+                torch.cat([noisy, noisy]), torch.cat([sigma, sigma]), torch.cat([text, empty.to(text)])
+            )
+        with_prompt, without = both.to(noisy.dtype).chunk(2)
+        return without + scale * (with_prompt - without)
+
+    def _velocity(self, noisy: Tensor, sigma: Tensor, text: Tensor) -> Tensor:
+        velocity: Tensor = self.experts(noisy.to(self.dtype), sigma, text.to(self.dtype))
+        return velocity
+
+    @property
+    def sampler_guidance(self) -> tuple[float, float]:
+        """The scales in the sampler's order: high-noise expert, low-noise expert."""
+        return self.guidance.high, self.guidance.low
+
+
+def dtype_of(name: str, device: str) -> torch.dtype:
+    """The dtype that the teacher computes in."""
+    if name == "auto":
+        return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
+    return _DTYPES[name]
+
+
+def float32_names(transformer: nn.Module) -> list[str]:
+    """The names of the weights that diffusers keeps in float32."""
+    exact = set(transformer._keep_in_fp32_modules)  # type: ignore[arg-type]
+    return [name for name, _ in transformer.named_parameters() if exact & set(name.split("."))]
+
+
+def build_on_meta(folder: WanFolder, dtype: torch.dtype, *, is_sharded: bool = False) -> Experts:
+    """The teacher without weights, on the meta device: each parameter in its final dtype."""
+    transformers = {}
+    for name, path in folder.transformers.items():
+        transformer = build_meta(transformer_config(folder, part=name))
+        check_fit(transformer, open_weights(path))
+        in_float32 = set(float32_names(transformer))
+        for inside, parameter in transformer.named_parameters():
+            parameter.data = parameter.data.to(torch.float32 if inside in in_float32 else dtype)
+        transformers[name] = transformer.requires_grad_(False).eval()
+    boundary = folder.boundary_ratio if len(transformers) > 1 else None
+    return Experts(transformers, boundary, shared_by_ranks=is_sharded)
+
+
+def is_offloaded(folder: WanFolder, dtype_name: str, strategy: str, device: str) -> bool:
+    """Whether the weights stay in host memory; the same on all devices of a kind, however full they are."""
+    if torch.device(device).type != "cuda" or strategy in ("gpu", "gpu0"):
+        return False
+    if strategy == "cpu":
+        return True
+    num_bytes = 1 if dtype_name == "float8" else dtype_of(dtype_name, device).itemsize
+    num_weights = sum(open_weights(path).num_weights() for path in folder.transformers.values())
+    return num_weights * num_bytes > _ROOM * torch.cuda.get_device_properties(device).total_memory
+
+
+def load_teacher(
+    folder: WanFolder, guidance: Guidance, dtype_name: str, strategy: str, device: str, *, compiled: bool
+) -> tuple[Teacher, str]:
+    """The teacher with its weights, and a line that says how much memory they take, and where."""
+    dtype, offloaded = dtype_of(dtype_name, device), is_offloaded(folder, dtype_name, strategy, device)
+    teacher = Teacher(build_on_meta(folder, dtype), guidance, dtype)
+    for name, transformer in teacher.experts.named_children():
+        _fill(transformer, folder, name, "cpu" if offloaded else device)
+        if dtype_name == "float8":  # diffusers leaves norms and embeddings as they are
+            transformer.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=dtype)  # type: ignore[operator]
+        if not offloaded:
+            transformer.to(device)
+    size = sum(it.numel() * it.element_size() for it in teacher.experts.parameters())
+    if offloaded:
+        _offload(teacher.experts, torch.device(device))
+        teacher.places_itself = True
+    elif compiled and torch.device(device).type == "cuda" and dtype_name != "float8":
+        # The student has the same class but other sizes: torch.compile must not mark the sizes of either as dynamic.
+        blocks = [block for one in teacher.experts.children() for block in one.blocks]  # type: ignore[union-attr]
+        compile_blocks(teacher.experts, blocks, dynamic=False)
+    number = sum(it.numel() for it in teacher.experts.parameters())
+    kind = "float8, computing in bfloat16" if dtype_name == "float8" else str(dtype).removeprefix("torch.")
+    where = f"on the {torch.device(device).type} of each rank"
+    if offloaded:
+        where = "of host memory per rank, one block at a time on its device"
+    return teacher, f"teacher: {number:,} weights in {kind}, {size / 2**30:.2f} GiB {where}"
+
+
+def _fill(transformer: nn.Module, folder: WanFolder, name: str, device: str) -> None:
+    """Loads the weights one by one, each in its dtype and onto its device: never two copies of the model."""
+    weights = open_weights(folder.transformers[name])
+    for inside, parameter in list(transformer.named_parameters()):
+        owner, _, leaf = inside.rpartition(".")
+        name_in_file = base_name(inside)
+        assert name_in_file is not None
+        filled = nn.Parameter(weights.tensor(name_in_file, parameter.dtype).to(device), requires_grad=False)
+        setattr(transformer.get_submodule(owner), leaf, filled)
+
+
+def _offload(experts: Experts, device: torch.device) -> None:
+    for transformer in experts.children():
+        transformer.enable_group_offload(  # type: ignore[operator]
+            onload_device=device,
+            offload_device=torch.device("cpu"),
+            offload_type="block_level",
+            num_blocks_per_group=1,
+            use_stream=True,
+            low_cpu_mem_usage=True,
+        )

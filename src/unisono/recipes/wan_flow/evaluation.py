@@ -1,0 +1,54 @@
+"""Metrics of held-out samples: the loss at fixed noise levels; for the built-in shapes also what is generated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from unisono.recipes.wan.models.experts import Experts
+from unisono.recipes.wan_flow.previews import generate
+
+if TYPE_CHECKING:
+    from unisono.data.noise import Noise
+    from unisono.recipes.wan_flow.loss import FlowLoss
+    from unisono.recipes.wan_flow.recipe import WanFlow
+
+
+def loss_by_level(
+    flow: FlowLoss, model: Experts, latent: Tensor, text: Tensor, noise: Noise, num_levels: int
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """The loss at evenly spaced quantiles of the noise levels: as curves, and their mean."""
+    draws, levels = noise.normal(*latent.shape[1:]), flow.levels_for(latent)
+    losses, sigmas, cosines = [], [], []
+    for number in range(num_levels):
+        quantile = torch.full((len(latent),), (number + 0.5) / num_levels, device=latent.device)
+        sigma = levels.within(quantile, flow.low, flow.high).to(latent.dtype)
+        each, metrics = flow.errors(model, latent, text, sigma, draws, None)
+        losses.append(each.double().sum())
+        sigmas.append(sigma.double().sum())
+        cosines.append(metrics["velocity_cosine"].double())
+    count = torch.tensor(float(len(latent)), device=latent.device, dtype=torch.float64)
+    means = {"loss": torch.stack(losses).mean(), "velocity_cosine": torch.stack(cosines).mean()}
+    curves = {"loss_by_level": torch.stack(losses), "sigma_by_level": torch.stack(sigmas)}
+    return {
+        **{name: (value, count) for name, value in means.items()},
+        **{name: (curve, count.expand(num_levels)) for name, curve in curves.items()},
+    }
+
+
+def recognised_shapes(
+    recipe: WanFlow, model: Experts, batch: Mapping[str, Any], text: Tensor, noise: Noise
+) -> dict[str, tuple[Tensor, int]]:
+    """The number of generated samples that show the colour and the shape their caption names."""
+    from unisono.recipes.wan.tiny.judge import trained_judge
+
+    latent = batch["latent"]
+    empty = recipe.without_caption(text[0])[None].expand(len(latent), -1, -1).to(text)
+    latents = generate(recipe, model, noise.normal(*latent.shape[1:]), (text, empty), like=latent)
+    colours, kinds = trained_judge().judge(recipe.setup.encoders.vae().decode(latents.cpu()))
+    correct = {"colour": colours == batch["colour"].cpu(), "shape": kinds == batch["kind"].cpu()}
+    correct["colour_and_shape"] = correct["colour"] & correct["shape"]
+    return {name: (hits.double().sum(), len(latent)) for name, hits in correct.items()}

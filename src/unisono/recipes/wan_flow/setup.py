@@ -1,0 +1,131 @@
+"""What the settings say about the model: the weights it starts from, the transformers it trains, the objective."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from unisono.errors import ConfigError
+
+if TYPE_CHECKING:  # `unisono train wan-flow --help` need not wait for torch
+    from unisono.recipes.wan.models.encoders import Encoders
+    from unisono.recipes.wan.models.load import WanFolder
+    from unisono.recipes.wan.models.weights import Weights
+    from unisono.recipes.wan_flow.loss import FlowLoss
+
+
+class Setup:
+    """What follows from the settings about the model; each property is computed on first use."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    @property
+    def is_lora(self) -> bool:
+        """Whether the run trains a LoRA instead of all weights."""
+        return bool(self.config.lora_rank or self.config.lora_path)
+
+    @property
+    def model_name(self) -> str:
+        """The value of model_config in lower case; empty when model_path is given."""
+        return (self.config.model_config or "").lower()
+
+    @cached_property
+    def pretrained(self) -> WanFolder | None:
+        """The model at model_path; None when the run trains from scratch."""
+        from unisono.recipes.wan.models.experts import HIGH, LOW
+        from unisono.recipes.wan.models.load import describe
+
+        if not self.config.model_path:
+            return None
+        folder = describe(self.config.model_path)
+        if self.config.expert == "low" and list(folder.transformers) == [HIGH] and not _is_whole_model(folder):
+            # A single expert's file does not say which expert it is: the user's setting does.
+            return replace(folder, transformers={LOW: folder.transformers[HIGH]})
+        return folder
+
+    @cached_property
+    def trained(self) -> list[str]:
+        """Diffusers' names of the transformers that the run trains."""
+        from unisono.recipes.wan.models.experts import HIGH, LOW, parts_to_train
+
+        available: Any = (HIGH, LOW) if self.model_name == "a14b" else (HIGH,)
+        if self.pretrained is not None:
+            available = self.pretrained.transformers
+        is_whole = self.pretrained is None or _is_whole_model(self.pretrained)
+        if self.config.expert != "both" and len(available) == 1 and is_whole:
+            raise ConfigError(
+                f"expert {self.config.expert}: this model has one transformer for all noise levels; leave expert out"
+            )
+        return parts_to_train(dict.fromkeys(available), self.config.expert)
+
+    @cached_property
+    def boundary(self) -> float | None:
+        """The noise level at which the high-noise expert hands over to the other; None for a single transformer."""
+        from unisono.recipes.wan.models.load import BOUNDARY
+
+        if self.pretrained is not None:
+            return self.pretrained.boundary_ratio if len(self.pretrained.transformers) > 1 else None
+        return BOUNDARY if self.model_name == "a14b" else None
+
+    @cached_property
+    def transformer(self) -> dict[str, Any]:
+        """The configuration of the transformer; two experts share one."""
+        from unisono.recipes.wan.models.load import transformer_config
+        from unisono.recipes.wan.models.unsupported import refuse_channels
+
+        config = transformer_config(self.pretrained, self.config.model_config, part=self.trained[0])
+        refuse_channels(config, f"model_path {self.config.model_path}" if self.pretrained else "model_config")
+        return config
+
+    @cached_property
+    def weight_files(self) -> dict[str, Weights]:
+        """The files of the pretrained weights, by transformer."""
+        from unisono.recipes.wan.models.weights import open_weights
+
+        assert self.pretrained is not None
+        return {name: open_weights(self.pretrained.transformers[name]) for name in self.trained}
+
+    @cached_property
+    def encoders(self) -> Encoders:
+        """The VAE and the text encoder."""
+        import torch
+
+        from unisono.recipes.wan.models.encoders import FolderEncoders, TinyEncoders, no_encoders
+        from unisono.recipes.wan.models.load import TEXT_LENGTH, describe
+
+        parts = describe(self.config.parts_path, "parts_path") if self.config.parts_path else self.pretrained
+        encoders: Encoders
+        if parts is not None and parts.kind == "pipeline":
+            encoders = FolderEncoders(parts, self.transformer)
+        elif self.model_name == "tiny":
+            encoders = TinyEncoders(self.transformer)
+        else:
+            encoders = no_encoders(self.transformer, parts.text_length if parts else TEXT_LENGTH)
+        if self.config.text_dtype == "float32":
+            encoders.text_dtype = torch.float32
+        return encoders
+
+    @cached_property
+    def flow(self) -> FlowLoss:
+        """The training objective."""
+        from unisono.recipes.wan.models.experts import HIGH, LOW, parts_to_train, range_of
+        from unisono.recipes.wan.models.load import BOUNDARY
+        from unisono.recipes.wan.objective import NoiseLevels
+        from unisono.recipes.wan_flow.loss import FlowLoss
+
+        config, by_size = self.config, self.config.shift == "auto"
+        shift = 1.0 if by_size else float(config.shift)
+        levels = NoiseLevels(config.sigma_sampling, config.logit_mean, config.logit_std, config.mode_scale, shift)
+        parts, boundary = self.trained, self.boundary
+        if boundary is None and config.expert != "both":  # one of two experts in a file of its own
+            parts, boundary = parts_to_train({HIGH: None, LOW: None}, config.expert), BOUNDARY
+        low, high = range_of(parts, boundary, 1 if boundary is None else 2)
+        space = self.encoders.geometry.space
+        return FlowLoss(levels, low, high, by_size, space, config.caption_dropout, config.first_frame)
+
+
+def _is_whole_model(folder: WanFolder) -> bool:
+    """Whether a folder holds a whole model and not one of two experts."""
+    return folder.kind == "pipeline" or folder.expand_timesteps

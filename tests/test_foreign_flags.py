@@ -1,0 +1,81 @@
+"""Flags of other trainers: what people type out of habit is answered by what to write here, not by an absurd guess."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from unisono.config.fields import fields_by_name
+from unisono.config.foreign import ANSWERS, FOREIGN
+from unisono.engine.start.registry import BUILT_IN, load_recipe, recipes_with
+from unisono.engine.start.run import configure
+from unisono.errors import ConfigError
+from unisono.settings import Settings
+
+
+def refused(recipe: str, *flags: str, **more: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        configure(load_recipe(recipe), flags=flags, **more)  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "flag", "answer"),
+    [
+        ("wan-flow", "--log_with", "every run writes metrics.jsonl and, with --tensorboard, TensorBoard files"),
+        ("wan-flow", "--repeats", "every sample is seen once per epoch; train longer with --num_epochs"),
+        ("wan-flow", "--fp8_scaled", "weights in 8 or 4 bit are not supported; to train a model that does not fit"),
+        ("wan-flow", "--blocks_to_swap", "block swapping is not supported; to train a model that does not fit"),
+        ("wan-flow", "--use_8bit_adam", "8-bit optimizers are not supported; --strategy fsdp divides"),
+        ("wan-flow", "--num_train_epochs", "here it is --num_epochs"),
+        ("wan-distill", "--timestep_sampling", "here it is --sigma_sampling"),
+        ("wan-distill", "--lora_rank", "--lora_rank is a setting of wan-flow and seo, not of this recipe"),
+        ("wan-distill", "--network-dim", "--lora_rank is a setting of wan-flow and seo, not of this recipe"),
+        ("clips", "--per-device-train-batch-size", "here it is --batch_size"),
+        ("darkroom", "--report_to", "every run writes metrics.jsonl and, with --tensorboard, TensorBoard files"),
+        ("wan-flow", "--dataset_config", "put the settings into a YAML file and give it by --config"),
+        ("seo", "--deepspeed", "DeepSpeed is not supported; --strategy fsdp shards"),
+        ("seo", "--accumulate_grad_batches", "here it is --gradient_accumulation_steps"),
+    ],
+)
+def test_a_flag_of_another_trainer_is_answered(recipe: str, flag: str, answer: str) -> None:
+    message = refused(recipe, flag, "3")
+    assert message.startswith(f"unknown flag {flag}; {answer}")
+    assert "did you mean" not in message
+
+
+def test_a_key_of_another_trainer_in_a_config_file_is_answered_without_dashes(tmp_path: Path) -> None:
+    file = tmp_path / "theirs.yaml"
+    file.write_text("num_train_epochs: 3\n")
+    assert refused("darkroom", file=file) == f"unknown field num_train_epochs in {file}; here it is num_epochs"
+    message = refused("wan-distill", overrides={"lora_rank": 4})
+    assert message == (
+        "unknown field lora_rank in the given settings; lora_rank is a setting of wan-flow and seo, not of this recipe"
+    )
+
+
+@pytest.mark.parametrize("flag", ["--wide_log", "--reprats", "--fp9_scales"])
+def test_nothing_is_guessed_for_a_flag_that_is_like_no_other(flag: str) -> None:
+    assert refused("wan-flow", flag, "3") == f"unknown flag {flag}; --help lists all flags"
+
+
+def test_an_answer_never_names_a_flag_that_the_recipe_does_not_have() -> None:
+    # How latents are cached and drawn is an answer for wan-flow, and would lead nowhere in darkroom.
+    for flag in ("--cache_latents", "--sigmoid_scale", "--resolution"):
+        named = set(re.findall(r"--(\w+)", refused("darkroom", flag, "3").partition(";")[2])) - {"help"}
+        assert named <= set(configure(load_recipe("darkroom")).values)
+        assert "did you mean" not in refused("wan-flow", flag, "3")
+
+
+def test_every_answer_names_settings_that_exist() -> None:
+    ours = set(fields_by_name((Settings,)))
+    for recipe in BUILT_IN:
+        ours |= set(fields_by_name((load_recipe(recipe).Config,)))
+    for answer in {*ANSWERS.values()}:
+        assert set(re.findall(r"--(\w+)", answer)) - {"config", "step"} <= ours, answer
+    assert set(FOREIGN.values()) <= ours
+    assert not {*fields_by_name((Settings,))} & {*ANSWERS, *FOREIGN}, "a setting of ours is nobody else's"
+    assert not set(ANSWERS) & set(FOREIGN), "two answers for one flag"
+    assert recipes_with("lora_rank") == ["wan-flow", "seo"]

@@ -1,0 +1,152 @@
+"""A disk that is full for a while costs a run what could not be written meanwhile, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from command_line import lines, losses
+from command_line import unisono as command
+from tiny_recipe import Tiny
+from unisono.checkpoint.commit import read_best
+from unisono.checkpoint.find import list_steps
+from unisono.checkpoint.save import Best, Saver
+from unisono.engine.memory.remembered_size import remember, remembered
+
+needs_mounts = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
+
+
+@contextmanager
+def small_disk(at: Path, size: str) -> Iterator[None]:
+    """A disk of its own (in memory) at a folder; skips the test where mounting is not allowed."""
+    at.mkdir(parents=True, exist_ok=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(at)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"no small disk can be mounted here: {mounted.stderr.decode()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(at)], check=True)
+
+
+def fill_up(disk: Path) -> None:
+    """Writes to a file on the disk until nothing more fits."""
+    with open(disk / "filler", "ab", buffering=0) as file:
+        while True:
+            try:
+                file.write(b"\0" * 4096)
+            except OSError:
+                return
+
+
+class Filling(Tiny):
+    """Fills the disk that its run is on, on the first rank, before one micro-batch, and frees it before another."""
+
+    def loss(self, model: Any, batch: Any, noise: Any) -> Any:
+        fill, free = map(int, os.environ["FULL_BETWEEN"].split())
+        disk = Path(os.environ["FULL_DISK"])
+        if os.environ.get("RANK", "0") == "0":
+            if self.micro_batches == fill:
+                fill_up(disk)
+            if self.micro_batches == free:
+                (disk / "filler").unlink()
+        return super().loss(model, batch, noise)
+
+    def preview(self, model: Any, step: int) -> Any:
+        return {"picture.txt": "x" * 5000}
+
+
+def curve(folder: Path) -> dict[int, float]:
+    """TensorBoard's curve of the loss, in which each step is once."""
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    points = event_accumulator.EventAccumulator(str(folder / "tb")).Reload().Scalars("loss")
+    assert len({point.step for point in points}) == len(points)
+    return {point.step: point.value for point in points}
+
+
+@needs_mounts
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_what_a_full_disk_held_up_is_written_when_there_is_room_again(tmp_path: Path, nproc: int) -> None:
+    disk, run = tmp_path / "disk", tmp_path / "disk" / "run"
+    words = [
+        "train",
+        f"{__file__}:Filling",
+        "--output_dir",
+        run,
+        "--max_steps",
+        60,
+        "--save_every",
+        10,
+        "--nproc",
+        nproc,
+    ]
+    words += ["--tensorboard", "true", "--preview_every", 7, "--keep_last", 2]
+    with small_disk(disk, "512k"):
+        done = command(*words, cwd=tmp_path, FULL_DISK=str(disk), FULL_BETWEEN="15 45")
+        assert done.code == 0, done.err
+        assert done.err.count("waits in memory") == done.err.count("is written again") >= 2, done.err
+        assert losses(run) and {line["step"] for line in lines(run)} == set(range(1, 61))
+        assert curve(run) == pytest.approx(dict(enumerate(losses(run), 1)))
+        events = lines(run, "events.jsonl")
+        assert [line["step"] for line in events if line["kind"] == "save"] == [10, 50, 60]
+        assert [line["step"] for line in events if line["kind"] == "save_failed"] == [20, 30, 40]
+        assert [line["step"] for line in events if line["kind"] == "preview_left_out"] == [21, 28, 35, 42]
+        assert not [line for line in events if line["kind"] in ("restart", "failed")]
+    assert "Traceback" not in done.err
+
+
+@needs_mounts
+def test_a_disk_that_stays_full_costs_lines_and_curves(tmp_path: Path) -> None:
+    disk, run = tmp_path / "disk", tmp_path / "disk" / "run"
+    with small_disk(disk, "256k"):
+        run.mkdir()
+        (tmp_path / "scratch").mkdir()
+        (run / "checkpoints").symlink_to(tmp_path / "scratch")
+        words = ["train", f"{__file__}:Filling", "--output_dir", run, "--max_steps", 60, "--tensorboard", "true"]
+        done = command(*words, cwd=tmp_path, FULL_DISK=str(disk), FULL_BETWEEN="5 1000")
+        assert done.code == 0, done.err
+    assert "Traceback" not in done.err and "done after step 60" in done.err
+    assert done.err.count("waits in memory") == done.err.count("lacks the last") > 1
+
+
+def test_a_best_checkpoint_that_cannot_be_marked_is_kept_marked_later_and_stops_no_deletion(tmp_path: Path) -> None:
+    saver = Saver(tmp_path, rank=0, world=1, group=None, keep_last=1, asynchronous=False, identity={"recipe": "Tiny"})
+
+    def save(step: int, best: Best | None = None) -> str | None:
+        saver.save(step, {"model.a": torch.full((4,), float(step))}, {}, best=best)
+        [result] = saver.wait()
+        assert result.path is not None
+        return result.error
+
+    def steps() -> list[int]:
+        return [step for step, _ in list_steps(tmp_path)]
+
+    assert save(1) is None
+    (tmp_path / ".best.json.new").mkdir()  # in the way of the new file, as a full disk is
+    assert "best.json" in (save(2, Best("loss", 0.5)) or "")
+    assert "best.json" in (save(3) or "") and read_best(tmp_path) is None
+    assert steps() == [2, 3], "the best is kept, and older ones still make room"
+    (tmp_path / ".best.json.new").rmdir()
+    assert save(4) is None
+    assert read_best(tmp_path) == {"step": 2, "metric": "loss", "value": 0.5} and steps() == [2, 4]
+
+
+@needs_mounts
+def test_a_note_for_the_next_attempt_is_only_a_warning_on_a_full_disk(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with small_disk(tmp_path / "disk", "64k"):
+        fill_up(tmp_path / "disk")
+        remember(tmp_path / "disk", 2)
+        assert remembered(tmp_path / "disk") is None and os.listdir(tmp_path / "disk") == ["filler"]
+        assert "memory.json cannot be written (No space left on device)" in caplog.text
+        (tmp_path / "disk" / "filler").unlink()
+        remember(tmp_path / "disk", 2)
+        assert remembered(tmp_path / "disk") == 2
