@@ -17,10 +17,10 @@ from unisono.devices import (
     apply_mask,
     child_environment,
     choose,
+    choose_and_lock,
     locked_gpus,
     read_driver,
     read_gpus,
-    take,
     visible_gpus,
 )
 from unisono.errors import UserError
@@ -41,7 +41,7 @@ def taken(choice: Choice) -> list[int]:
 
 def test_all_takes_every_visible_gpu() -> None:
     choice = choose("all", FOUR)
-    assert taken(choice) == [0, 1, 2, 3] and choice.asked == 4 and not choice.warnings
+    assert taken(choice) == [0, 1, 2, 3] and choice.requested == 4 and not choice.warnings
 
 
 def test_auto_takes_every_free_gpu() -> None:
@@ -50,12 +50,12 @@ def test_auto_takes_every_free_gpu() -> None:
     big = GpuProcess(8, 2**31, "python")
     assert taken(choose("auto", [gpu(0, 79, processes=(small,)), gpu(1, 77, processes=(small, big))])) == [0]
     choice = choose("auto", FOUR, locked={FOUR[1].uuid, FOUR[3].uuid})
-    assert taken(choice) == [2] and choice.asked == 1 and not choice.warnings
+    assert taken(choice) == [2] and choice.requested == 1 and not choice.warnings
 
 
 def test_auto_takes_the_emptiest_with_a_warning_when_none_is_free() -> None:
     choice = choose("auto", [gpu(0, 10), gpu(1, 30), gpu(2, 20)])
-    assert taken(choice) == [1] and choice.asked == 1
+    assert taken(choice) == [1] and choice.requested == 1
     assert len(choice.warnings) == 1 and "GPU 1" in choice.warnings[0]
     everything_locked = choose("auto", FOUR, locked={each.uuid for each in FOUR})
     assert taken(everything_locked) == [1] and len(everything_locked.warnings) == 1
@@ -69,10 +69,10 @@ def test_a_count_takes_the_emptiest_in_pci_order() -> None:
 
 def test_asking_for_more_than_there_are_gives_fewer_one_warning_and_remembers_the_number() -> None:
     choice = choose("8", FOUR)
-    assert taken(choice) == [0, 1, 2, 3] and choice.asked == 8
+    assert taken(choice) == [0, 1, 2, 3] and choice.requested == 8
     assert len(choice.warnings) == 1 and "8" in choice.warnings[0] and "4" in choice.warnings[0]
     held = choose("4", FOUR, locked={FOUR[0].uuid})
-    assert taken(held) == [1, 2, 3] and held.asked == 4 and "1 in use by other runs" in held.warnings[0]
+    assert taken(held) == [1, 2, 3] and held.requested == 4 and "1 in use by other runs" in held.warnings[0]
 
 
 def test_ids_are_taken_in_the_order_given_even_when_busy() -> None:
@@ -120,7 +120,7 @@ def test_zero_is_the_cpu_without_a_word_and_no_cuda_is_the_cpu_with_one_line() -
     assert choose("0", FOUR) == Choice((), 0) == choose("0", [])
     for request, asked in (("auto", 0), ("all", 0), ("2", 2)):
         choice = choose(request, [])
-        assert (choice.gpus, choice.asked, len(choice.warnings)) == ((), asked, 1)
+        assert (choice.gpus, choice.requested, len(choice.warnings)) == ((), asked, 1)
         assert "no CUDA device" in choice.warnings[0] and "training on the CPU" in choice.warnings[0]
 
 
@@ -163,9 +163,9 @@ def test_children_see_exactly_the_choice_by_uuid() -> None:
 HOLD = """
 import sys
 from pathlib import Path
-from unisono.devices import Gpu, take
+from unisono.devices import Gpu, choose_and_lock
 gpus = [Gpu(i, f"GPU-{i}aaa-0000", "H100", 80, 80) for i in range(4)]
-choice, lock = take(sys.argv[1], gpus, folder=Path(sys.argv[2]))
+choice, lock = choose_and_lock(sys.argv[1], gpus, folder=Path(sys.argv[2]))
 print(*[gpu.index for gpu in choice.gpus], flush=True)
 sys.stdin.read()
 """
@@ -193,7 +193,7 @@ def test_two_runs_started_together_take_different_gpus(tmp_path: Path) -> None:
         first, second = (held_by(process) for process in processes)
         assert sorted(first + second) == [0, 1, 2, 3]
         assert locked_gpus(IDLE, tmp_path) == {each.uuid for each in IDLE}
-        choice, _lock = take("auto", IDLE, folder=tmp_path)
+        choice, _lock = choose_and_lock("auto", IDLE, folder=tmp_path)
         assert len(choice.gpus) == 1 and "no GPU is free" in choice.warnings[0]
     finally:
         for process in processes:
@@ -205,7 +205,7 @@ def test_a_killed_run_gives_its_gpus_back(tmp_path: Path) -> None:
     assert held_by(process) == [0, 1, 2, 3]
     process.kill()
     process.communicate()
-    choice, lock = take("auto", IDLE, folder=tmp_path)
+    choice, lock = choose_and_lock("auto", IDLE, folder=tmp_path)
     assert taken(choice) == [0, 1, 2, 3]
     lock.release()
     assert locked_gpus(IDLE, tmp_path) == set()
@@ -216,7 +216,7 @@ def test_explicit_ids_and_all_share_a_held_gpu_with_a_warning(tmp_path: Path) ->
     try:
         assert held_by(process) == [2]
         for request, indices in (("2,", [2]), ("all", [0, 1, 2, 3])):
-            choice, lock = take(request, IDLE, folder=tmp_path)
+            choice, lock = choose_and_lock(request, IDLE, folder=tmp_path)
             assert taken(choice) == indices and "GPU 2" in choice.warnings[0]
             lock.release()
     finally:

@@ -297,5 +297,5 @@ def _global_batch(told: Resolved, world: World) -> int:
     elif told.explicit("nproc"):
         processes = values["nproc"]
     else:
-        processes = max(1, choose(values["gpus"], visible_gpus()).asked)
+        processes = max(1, choose(values["gpus"], visible_gpus()).requested)
     return int(values["batch_size"] * processes * (values["gradient_accumulation_steps"] or 1))

@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from unisono.engine.recipe import Loss, Recipe
     from unisono.engine.start.run import train
 
-_HOME = {"Recipe": "unisono.engine.recipe", "Loss": "unisono.engine.recipe", "train": "unisono.engine.start.run"}
+_MODULES = {"Recipe": "unisono.engine.recipe", "Loss": "unisono.engine.recipe", "train": "unisono.engine.start.run"}
 
 
 def __getattr__(name: str) -> Any:
     # Imported on first use, so that `import unisono` and `unisono --help` do not wait for torch.
-    if name not in _HOME:
+    if name not in _MODULES:
         raise AttributeError(f"module 'unisono' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_HOME[name]), name)
+    return getattr(import_module(_MODULES[name]), name)

@@ -66,8 +66,8 @@ class Choice:
     """The GPUs of a run; none means that it trains on the CPU."""
 
     gpus: tuple[Gpu, ...]
-    asked: int
-    """Number of GPUs that the user asked for, which may be more than there are; 0 if the CPU is acceptable."""
+    requested: int
+    """Number of GPUs that the user requested, which may be more than there are; 0 if the CPU is acceptable."""
     warnings: tuple[str, ...] = ()
 
 
@@ -77,6 +77,11 @@ class Driver:
 
     version: str
     cuda: tuple[int, int]
+
+
+def num_cpu_cores() -> int:
+    """Returns the number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # --- list GPUs -----------------------------------------------------------------------------------------------------
@@ -254,7 +259,7 @@ def choose(
     if len(taken) < wanted:
         held = f" ({len(roomy) - len(unlocked)} in use by other runs)" if len(unlocked) < len(roomy) else ""
         warnings.append(
-            f"asked for {wanted} GPUs, using {len(taken)} of {len(gpus)}{held}: "
+            f"{wanted} GPUs requested, using {len(taken)} of {len(gpus)}{held}: "
             "gradient accumulation keeps the effective batch"
         )
     return Choice(tuple(sorted(taken, key=gpus.index)), wanted, tuple(warnings))
@@ -273,9 +278,10 @@ def _by_id(ids: Sequence[str], gpus: Sequence[Gpu], min_memory_gb: float, locked
     for each in ids:
         matches = [gpu for gpu in gpus if _names(each, gpu) or each == gpu.uuid]
         if len(matches) != 1:
-            there = ", ".join(str(gpu.index) for gpu in gpus)
+            indices = ", ".join(str(gpu.index) for gpu in gpus)
             raise UserError(
-                f"GPU {each} does not exist or is hidden by CUDA_VISIBLE_DEVICES; use one of {there} (see unisono gpus)"
+                f"GPU {each} does not exist or is hidden by CUDA_VISIBLE_DEVICES; "
+                f"use one of {indices} (see unisono gpus)"
             )
         gpu = matches[0]
         if gpu in taken:
@@ -362,7 +368,7 @@ def locked_gpus(gpus: Sequence[Gpu], folder: Path | None = None) -> set[str]:
     return locked
 
 
-def take(
+def choose_and_lock(
     request: str, gpus: Sequence[Gpu], *, min_memory_gb: float = 0.0, folder: Path | None = None
 ) -> tuple[Choice, GpuLock]:
     """Chooses and locks GPUs; if another run locks one of them first, it chooses again."""

@@ -69,7 +69,7 @@ def _exit_code(words: list[str], output: Output | None = None) -> int | None:
     try:
         return _run(_without_local_rank(words))
     except UnisonoError as error:
-        if not error.already_told:
+        if not error.already_printed:
             _say(shown(f"unisono: {_who()}{error}"))
         return error.exit_code
     except KeyboardInterrupt:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from unisono.cluster.environment import World, detect
-from unisono.devices import GB, Choice, Gpu, GpuLock, child_environment, take, visible_gpus
+from unisono.devices import GB, Choice, Gpu, GpuLock, child_environment, choose_and_lock, visible_gpus
 from unisono.errors import ConfigError
 from unisono.multi_gpu.config import MultiGPUConfig
 
@@ -161,9 +161,9 @@ def take_devices(config: MultiGPUConfig, strategy: str, world: World, *, whole_b
         request = ",".join(map(str, config.gpu_ids if several else config.gpu_ids[:1])) + ","
     elif not several:
         request = "1"
-    choice, lock = take(request, _of_cuda(found), min_memory_gb=config.min_memory_gb)
+    choice, lock = choose_and_lock(request, _of_cuda(found), min_memory_gb=config.min_memory_gb)
     remarks = [each.replace(_KEPT, kept) for each in choice.warnings]
-    wanted = choice.asked if several else asked or 1
+    wanted = choice.requested if several else asked or 1
     if several and len(choice.gpus) > 1:
         strategy = "dp"
         remarks.append(f"one process for {len(choice.gpus)} GPUs; {_FASTER.format(len(choice.gpus))} is faster")
@@ -190,7 +190,7 @@ def _of_rank(config: MultiGPUConfig, strategy: str) -> Taken:
     if not config.gpu_ids:
         return Taken(strategy, "auto")
     request = ",".join(map(str, config.gpu_ids)) + ","
-    choice, _ = take(request, _of_cuda(visible_gpus()), min_memory_gb=config.min_memory_gb)
+    choice, _ = choose_and_lock(request, _of_cuda(visible_gpus()), min_memory_gb=config.min_memory_gb)
     return Taken(strategy, "auto", environ=_hiding_others(choice))
 
 

@@ -34,6 +34,7 @@ from unisono.cluster.lifetime import LAUNCHER_PID
 from unisono.cluster.ports import require_free
 from unisono.cluster.rendezvous.client import RendezvousClient, RendezvousConfig
 from unisono.cluster.signals import SAME_PRESS_S, stop_signals
+from unisono.devices import num_cpu_cores
 from unisono.errors import UserError
 
 JOB = "UNISONO_JOB"
@@ -145,8 +146,7 @@ class _SignalHandlers:
 def _environment(environ: dict[str, str], job: Job, nproc: int) -> dict[str, str]:
     environ = {**environ, JOB: str(job.folder), LAUNCHER_PID: str(os.getpid())}
     if "OMP_NUM_THREADS" not in environ and "OMP_NUM_THREADS" not in os.environ:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        environ["OMP_NUM_THREADS"] = str(max(1, cores // nproc))
+        environ["OMP_NUM_THREADS"] = str(max(1, num_cpu_cores() // nproc))
     return environ
 
 

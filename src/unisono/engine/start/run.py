@@ -16,7 +16,7 @@ from unisono.cluster.environment import World, detect
 from unisono.cluster.slurm.commands import address_of
 from unisono.config.foreign import foreign_answer
 from unisono.config.resolve import Resolved, resolve
-from unisono.devices import GpuLock, child_environment, take, visible_gpus
+from unisono.devices import GpuLock, child_environment, choose_and_lock, num_cpu_cores, visible_gpus
 from unisono.engine.checks import check_settings, machines
 from unisono.engine.recipe import Recipe
 from unisono.engine.start.registry import check_recipe, importable_name, load_recipe, recipes_with
@@ -41,7 +41,7 @@ class DevicePlan:
 class LaunchFailed(UnisonoError):
     """The ranks failed and have already printed the reason; only their exit code is left to report."""
 
-    already_told = True
+    already_printed = True
 
     def __init__(self, exit_code: int) -> None:
         super().__init__(f"the run ended with exit code {exit_code}; its ranks have printed the reason")
@@ -167,10 +167,10 @@ def plan_devices(resolved: Resolved) -> DevicePlan:
     if launch.nproc is not None and not resolved.explicit("gpus"):
         ranks = _one_process(strategy, launch.nproc)
         return DevicePlan(ranks, {"CUDA_VISIBLE_DEVICES": ""}, None, _too_few_cores(ranks), None)
-    choice, lock = take(launch.gpus, visible_gpus(), min_memory_gb=launch.min_memory_gb)
+    choice, lock = choose_and_lock(launch.gpus, visible_gpus(), min_memory_gb=launch.min_memory_gb)
     remarks = list(choice.warnings)
     ranks = launch.nproc or len(choice.gpus) or 1
-    asked: int | None = max(choice.asked, 1)
+    asked: int | None = max(choice.requested, 1)
     if strategy == "single" or launch.nproc is not None:
         asked = None
     if strategy == "single" and len(choice.gpus) > 1:
@@ -180,7 +180,7 @@ def plan_devices(resolved: Resolved) -> DevicePlan:
 
 def _check_ranks(launch: LaunchSettings) -> None:
     """Refuses far more processes than there are cores: each needs some hundred MiB before it trains."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = num_cpu_cores()
     most = cores * launch.max_ranks_per_core
     if launch.nproc is not None and launch.nproc > most:
         raise ConfigError(
@@ -195,7 +195,7 @@ def _one_process(strategy: str, ranks: int) -> int:
 
 
 def _too_few_cores(ranks: int) -> list[str]:
-    cores = len(os.sched_getaffinity(0))
+    cores = num_cpu_cores()
     return [f"{ranks} CPU ranks on {cores} cores: slower than {cores}"] if ranks > cores else []
 
 

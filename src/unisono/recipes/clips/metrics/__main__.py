@@ -1,7 +1,7 @@
 """Evaluates files: `python -m unisono.recipes.clips.metrics --predictions P.jsonl --ground_truth G.jsonl`."""
 
-from unisono.errors import end_as_program
+from unisono.errors import run_as_program
 from unisono.recipes.clips.metrics.qvhighlights import main
 
 if __name__ == "__main__":
-    end_as_program(main)
+    run_as_program(main)
