@@ -24,7 +24,7 @@ from ranks import run_ranks
 from unisono.cli.main import main
 from unisono.errors import UnisonoError
 from unisono.recipes.darkroom.data.histories import read_histories, write_histories
-from unisono.recipes.darkroom.previews import _figure
+from unisono.recipes.darkroom.previews import _figure, best
 from unisono.recipes.darkroom.recipe import Darkroom
 from unisono.recipes.darkroom.rooms import Darkroom as Room
 from unisono.recipes.darkroom.rooms import split_tasks
@@ -301,6 +301,12 @@ def test_the_best_model_is_chosen_by_validation_tasks(learned: tuple[Path, dict[
     folder, found = learned
     best = json.loads((folder / "checkpoints/best.json").read_text())
     assert best["step"] == found["step"] and best["metric"] == "eval/validation_of_optimum"
+
+
+def test_the_figure_shows_the_best_checkpoint_and_never_step_0() -> None:
+    evaluations = [{"step": step, "eval/x": value} for step, value in ((0, 0.9), (4, 0.5), (8, 0.7), (9, 0.7))]
+    assert best(evaluations, "eval/x")["step"] == 8
+    assert best(evaluations[:1], "eval/x")["step"] == 0  # stopped before the first checkpoint
 
 
 def test_tasks_that_are_not_played_are_not_in_the_table(tmp_path: Path) -> None:

@@ -25,8 +25,9 @@ def draw(recipe: Darkroom) -> Mapping[str, Any]:
 
 
 def best(evaluations: list[dict[str, Any]], metric: str) -> dict[str, Any]:
-    """The evaluation that the model is chosen by; of equal ones the first, as the engine keeps it."""
-    return max(evaluations, key=lambda found: found.get(metric, -1.0))
+    """The evaluation of the best checkpoint, the first of equal ones; step 0 (`eval_first`) has no checkpoint."""
+    trained = [evaluation for evaluation in evaluations if evaluation["step"]] or evaluations
+    return max(trained, key=lambda evaluation: evaluation.get(metric, -1.0))
 
 
 def _groups(chosen: Mapping[str, Any]) -> dict[str, str]:
