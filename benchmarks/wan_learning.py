@@ -27,7 +27,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 RESULTS = HERE / "results"
 BARS = {"colour": 0.9, "shape": 0.8, "training_s": 300.0, "judge": 0.98}
-FILMS = ["--num_frames", "5", "--max_steps", "1200"]
+VIDEOS = ["--num_frames", "5", "--max_steps", "1200"]
 QUICK = ["--max_steps", "4", "--num_shapes", "64", "--eval_every", "4", "--preview_every", "-1", "--log_every", "2"]
 Row = dict[str, Any]
 
@@ -54,25 +54,25 @@ def train(flags: list[str], folder: Path, patience: float) -> Row:
     return row | {"training_s": spent, "wall_s": time.monotonic() - began}
 
 
-def judge() -> Row:
+def classifier_accuracy() -> Row:
     """Accuracy of the classifier on held-out synthetic images, and on their reconstructions by the VAE."""
     sys.path.insert(0, str(ROOT / "src"))
     import torch
 
-    from unisono.recipes.wan.models.vae import Latents
-    from unisono.recipes.wan.tiny.judge import trained_judge
+    from unisono.recipes.wan.models.vae import WanVae
+    from unisono.recipes.wan.tiny.classifier import recognised
     from unisono.recipes.wan.tiny.models import tiny_vae
     from unisono.recipes.wan.tiny.shapes import Shapes, labels
 
     shapes = Shapes(480, split="eval")
     frames = torch.stack([shapes[index]["frames"] for index in range(len(shapes))])
     truth = labels([shapes.plan(index) for index in range(len(shapes))])
-    vae = Latents(tiny_vae())
-    found = {}
-    for name, seen in (("images", frames), ("images through the VAE", vae.decode(vae.encode(frames)))):
-        colour, shape = trained_judge().accuracy(seen, *truth)
-        found[name] = {"colour": colour, "shape": shape}
-    return found
+    vae = WanVae(tiny_vae())
+    inputs = {"images": frames, "images through the VAE": vae.decode(vae.encode(frames))}
+    return {
+        name: {label: float(hits.float().mean()) for label, hits in recognised(images, *truth).items()}
+        for name, images in inputs.items()
+    }
 
 
 def table(result: Row) -> list[str]:
@@ -81,9 +81,9 @@ def table(result: Row) -> list[str]:
         "- Runs: `unisono train wan-flow --model_config tiny --nproc 2`: 64 samples per step, 32 per process",
         "",
     ]
-    for name, found in result["judge"].items():
+    for name, accuracy in result["judge"].items():
         lines.append(
-            f"- The classifier on 480 held-out {name}: colour {found['colour']:.1%}, shape {found['shape']:.1%}"
+            f"- The classifier on 480 held-out {name}: colour {accuracy['colour']:.1%}, shape {accuracy['shape']:.1%}"
         )
     lines += [
         "",
@@ -117,28 +117,28 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--patience_s", type=float, default=1800)
     parser.add_argument("--quick", action="store_true", help="smoke test with few steps; cannot write to results/")
-    given = parser.parse_args()
-    if given.quick and given.output.resolve() == RESULTS:
+    options = parser.parse_args()
+    if options.quick and options.output.resolve() == RESULTS:
         parser.error("--quick needs --output, another folder than benchmarks/results")
-    asked = {f"images, seed {seed}": ["--seed", str(seed)] for seed in range(given.seeds)} | {
-        "videos of 5 frames": FILMS
+    runs = {f"images, seed {seed}": ["--seed", str(seed)] for seed in range(options.seeds)} | {
+        "videos of 5 frames": VIDEOS
     }
     result: Row = {
-        "command": "python benchmarks/wan_learning.py" + (f" --seeds {given.seeds}" if given.seeds != 3 else ""),
+        "command": "python benchmarks/wan_learning.py" + (f" --seeds {options.seeds}" if options.seeds != 3 else ""),
         "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         "machine": machine(),
         "versions": versions(["torch", "diffusers", "transformers"]),
-        "quick": given.quick,
-        "judge": judge(),
-        "rows": {name: {"failed": "not run"} for name in asked},
+        "quick": options.quick,
+        "judge": classifier_accuracy(),
+        "rows": {name: {"failed": "not run"} for name in runs},
     }
-    given.output.mkdir(parents=True, exist_ok=True)
+    options.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as place:
-        for number, (name, flags) in enumerate(asked.items()):
-            more = QUICK if given.quick else []
-            result["rows"][name] = train([*flags, *more], Path(place, str(number)), given.patience_s)
-            (given.output / "wan_learning.json").write_text(json.dumps(result, indent=1) + "\n")
-            (given.output / "wan_learning.md").write_text("\n".join(table(result)) + "\n")
+        for number, (name, flags) in enumerate(runs.items()):
+            more = QUICK if options.quick else []
+            result["rows"][name] = train([*flags, *more], Path(place, str(number)), options.patience_s)
+            (options.output / "wan_learning.json").write_text(json.dumps(result, indent=1) + "\n")
+            (options.output / "wan_learning.md").write_text("\n".join(table(result)) + "\n")
             print(time.strftime("%H:%M:%S"), name, result["rows"][name], flush=True)
     print("\n".join(table(result)))
     return int(any(row["failed"] for row in result["rows"].values()))

@@ -26,12 +26,12 @@ from unisono.errors import ConfigError, UserError
 from unisono.recipes.common import fingerprint, packs
 from unisono.recipes.wan.data.cache import Cache, CacheSettings
 from unisono.recipes.wan.data.crop import Crop
-from unisono.recipes.wan.data.media import write_video
+from unisono.recipes.wan.data.render import write_video
 from unisono.recipes.wan.data.sources import read_sources
 from unisono.recipes.wan.data.uncached import SampleSizes
 from unisono.recipes.wan.models.parts import part_of
 from unisono.recipes.wan.models.text import TextEncoder, check_width, clean, pad
-from unisono.recipes.wan.models.vae import Geometry, Latents, check_channels
+from unisono.recipes.wan.models.vae import Geometry, WanVae, check_channels
 
 LENGTH = 24
 CROP = Crop(num_frames=9)
@@ -67,8 +67,8 @@ def text_encoder() -> TextEncoder:
 
 
 @pytest.fixture(scope="module")
-def latents() -> Latents:
-    return Latents(make_vae())
+def latents() -> WanVae:
+    return WanVae(make_vae())
 
 
 @pytest.fixture(scope="module")
@@ -84,11 +84,11 @@ def pipeline(text_encoder: TextEncoder) -> Any:
 
 
 @pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory, text_encoder: TextEncoder, latents: Latents) -> Path:
+def model_folder(tmp_path_factory: pytest.TempPathFactory, text_encoder: TextEncoder, latents: WanVae) -> Path:
     folder = tmp_path_factory.mktemp("model")
     text_encoder.tokenizer.save_pretrained(folder / "tokenizer")
     text_encoder.model.save_pretrained(folder / "text_encoder")
-    latents.vae.save_pretrained(folder / "vae")
+    latents.model.save_pretrained(folder / "vae")
     return folder
 
 
@@ -112,7 +112,7 @@ def data(tmp_path: Path) -> Path:
 class Counted:
     """Stands for the two models: knows how often each was loaded, and what was computed."""
 
-    def __init__(self, text_encoder: TextEncoder, latents: Latents) -> None:
+    def __init__(self, text_encoder: TextEncoder, latents: WanVae) -> None:
         self.text_encoder, self.latents = text_encoder, latents
         self.loads: list[str] = []
         self.captions: list[str] = []
@@ -139,7 +139,7 @@ class Counted:
 
 
 @pytest.fixture
-def models(text_encoder: TextEncoder, latents: Latents) -> Counted:
+def models(text_encoder: TextEncoder, latents: WanVae) -> Counted:
     return Counted(text_encoder, latents)
 
 
@@ -206,13 +206,13 @@ def test_without_ftfy_nothing_is_encoded(text_encoder: TextEncoder, monkeypatch:
 
 
 def test_text_and_latents_are_the_same_from_disk(
-    model_folder: Path, text_encoder: TextEncoder, latents: Latents
+    model_folder: Path, text_encoder: TextEncoder, latents: WanVae
 ) -> None:
     reloaded = TextEncoder.load(model_folder, torch.float32)
     assert torch.equal(reloaded.encode(["a red circle"], 9)[0], text_encoder.encode(["a red circle"], 9)[0])
     assert reloaded.fingerprint() == text_encoder.fingerprint()
     frames = torch.rand(1, 3, 5, 16, 16)
-    assert torch.equal(Latents.load(model_folder).encode(frames), latents.encode(frames))
+    assert torch.equal(WanVae.load(model_folder).encode(frames), latents.encode(frames))
     assert TextEncoder.load(model_folder).encode(["a"], 9)[0].dtype == torch.bfloat16
 
 
@@ -224,19 +224,19 @@ def test_a_model_that_cannot_be_loaded_is_told_in_one_line(model_folder: Path, t
     (vae / "config.json").write_bytes((model_folder / "vae/config.json").read_bytes())
     torch.save({"weight": torch.zeros(1)}, vae / "diffusion_pytorch_model.bin")  # a pickle is no weights to us
     with pytest.raises(ConfigError, match=r"vae cannot be loaded \(.*complete copy") as refusal:
-        Latents.load(tmp_path)
+        WanVae.load(tmp_path)
     assert "\n" not in str(refusal.value)
     whole = (model_folder / "vae/diffusion_pytorch_model.safetensors").read_bytes()
     (vae / "diffusion_pytorch_model.safetensors").write_bytes(whole[:-10])
     with pytest.raises(ConfigError, match="vae cannot be loaded"):
-        Latents.load(tmp_path)
+        WanVae.load(tmp_path)
 
 
 def test_weights_that_are_missing_are_not_made_up(
     model_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = shutil.copytree(model_folder, tmp_path / "model")
-    for part, load in (("vae", Latents.load), ("text_encoder", TextEncoder.load)):
+    for part, load in (("vae", WanVae.load), ("text_encoder", TextEncoder.load)):
         [file] = (folder / part).glob("*.safetensors")
         tensors = load_file(file)
         name = next(iter(tensors))
@@ -254,7 +254,7 @@ def test_weights_that_are_missing_are_not_made_up(
 @pytest.mark.parametrize("frames", [1, 5, 9])
 def test_latents_are_the_normalised_mean_of_the_vae(make: Any, frames: int) -> None:
     vae = make()
-    latents = Latents(vae)
+    latents = WanVae(vae)
     side = latents.geometry.multiple
     pixels = torch.rand(2, 3, frames, side, 2 * side) * 2 - 1
     mine = latents.encode(pixels)
@@ -267,16 +267,16 @@ def test_latents_are_the_normalised_mean_of_the_vae(make: Any, frames: int) -> N
     assert back.shape == pixels.shape and back.abs().max() <= 1
 
 
-def test_a_latent_does_not_depend_on_the_others_nor_on_autocast(latents: Latents) -> None:
+def test_a_latent_does_not_depend_on_the_others_nor_on_autocast(latents: WanVae) -> None:
     pixels = torch.rand(3, 3, 5, 16, 16)
     with torch.autocast("cpu", torch.bfloat16):
         together = latents.encode(pixels)
     assert torch.equal(together[1:2], latents.encode(pixels[1:2]))
 
 
-def test_pixels_must_be_divisible_and_frames_4k_plus_1(latents: Latents) -> None:
+def test_pixels_must_be_divisible_and_frames_4k_plus_1(latents: WanVae) -> None:
     assert latents.geometry == Geometry(16, 4, 8) and latents.geometry.multiple == 16
-    assert Latents(make_vae_2_2()).geometry == Geometry(48, 4, 16)
+    assert WanVae(make_vae_2_2()).geometry == Geometry(48, 4, 16)
     assert latents.geometry.tokens((16, 3, 4, 6)) == 18
     with pytest.raises(ConfigError, match=r"8 frames.*5 or 9"):
         latents.encode(torch.rand(1, 3, 8, 16, 16))
@@ -287,9 +287,9 @@ def test_pixels_must_be_divisible_and_frames_4k_plus_1(latents: Latents) -> None
 def test_a_vae_must_say_how_its_latents_are_normalised() -> None:
     for changes in ({"latents_mean": [0.0] * 3}, {"latents_std": None}, {"latents_std": [0.0] * 16}):
         with pytest.raises(ConfigError, match=f"{next(iter(changes))}"):
-            Latents(make_vae(**changes))
+            WanVae(make_vae(**changes))
     with pytest.raises(ConfigError, match=r"scale_factor_spatial 16.*set it to 8"):
-        Latents(make_vae(scale_factor_spatial=16))
+        WanVae(make_vae(scale_factor_spatial=16))
 
 
 def test_transformer_vae_and_text_encoder_must_belong_together() -> None:
@@ -368,7 +368,7 @@ def test_only_what_changed_is_computed_anew(tmp_path: Path, data: Path, models: 
     assert again(half=True) == ([], 4)
     assert again(text_length=12) == (["", "red circle", "green", "a longer caption"], 0)
     with torch.no_grad():
-        parameter = next(models.latents.vae.parameters())
+        parameter = next(models.latents.model.parameters())
         before = parameter.clone()
         parameter[-1] += 1e-3
         assert again() == ([], 4)

@@ -26,7 +26,7 @@ from unisono.recipes.common.packs import Packs
 from unisono.recipes.wan.data.decode import is_still
 from unisono.recipes.wan.models.kernels import attention
 from unisono.recipes.wan.models.lora import COMFY_FILE, FILE, SECOND, add_lora, lora_state, save_lora
-from unisono.recipes.wan.models.vae import Latents
+from unisono.recipes.wan.models.vae import WanVae
 from unisono.recipes.wan.models.weight_names import diffusers_names, native_name
 from unisono.recipes.wan_flow.model_checks import takes_first_frame
 from unisono.recipes.wan_flow.recipe import WanFlow
@@ -261,13 +261,13 @@ def test_an_image_is_not_encoded_anew_for_other_windows_of_videos(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoded: list[int] = []
-    plain = Latents.encode_frames
+    plain = WanVae.encode_frames
 
-    def counted(self: Latents, frames: Tensor) -> Tensor:
+    def counted(self: WanVae, frames: Tensor) -> Tensor:
         encoded.append(frames.shape[1])
         return plain(self, frames)
 
-    monkeypatch.setattr(Latents, "encode_frames", counted)
+    monkeypatch.setattr(WanVae, "encode_frames", counted)
     for changes in ({}, {"num_frames": 5}, {"fps": 4.0, "num_frames": 1}, {"window": "middle", "num_frames": 5}):
         recipe(root, root / "2.1", cache_dir=str(tmp_path / "cache"), **changes).prepare(Work(tmp_path / "work"))
     assert encoded[:5].count(1) + encoded[5:8].count(1) == 5  # five images and three videos

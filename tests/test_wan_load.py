@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from unisono.errors import UserError
+from unisono.recipes.wan.export import write_pipeline
 from unisono.recipes.wan.models.load import CONFIGS, build, build_meta, describe, transformer_config
 from unisono.recipes.wan.models.lora import SECOND, add_lora, load_lora, lora_state, merge, save_lora
-from unisono.recipes.wan.models.pipeline import write_pipeline
 from unisono.recipes.wan.models.weight_names import base_name
 from unisono.recipes.wan.models.weights import check_fit, fill, open_weights
 from unisono.recipes.wan_distill.recipe import WanDistill

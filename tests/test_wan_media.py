@@ -20,21 +20,10 @@ from av.stream import Disposition
 from PIL import Image
 
 from unisono.errors import ConfigError
-from unisono.recipes.wan.data.decode import opened
-from unisono.recipes.wan.data.media import (
-    BadMedia,
-    Fit,
-    MediaFacts,
-    fit,
-    from_unit,
-    grid,
-    probe,
-    read,
-    to_unit,
-    window,
-    write_video,
-)
-from unisono.recipes.wan.data.render import labelled
+from unisono.recipes.common.bad_files import BadMedia
+from unisono.recipes.wan.data.decode import MediaFacts, opened
+from unisono.recipes.wan.data.media import Fit, fit, from_unit, probe, read, to_unit, window
+from unisono.recipes.wan.data.render import grid, labelled, write_video
 
 CLOCKWISE = [0, 65536, 0, -65536, 0, 0, 0, 0, 1 << 30]  # what a phone that is held upright writes
 

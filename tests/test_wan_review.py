@@ -157,7 +157,7 @@ def test_a_kernel_that_cannot_compute_in_the_runs_type_is_refused_or_left(root: 
     made.kernel._file = tmp_path / "attention.json"
     made.kernel._file.write_text('{"kernel": "flash"}')
     model = made.model()
-    made.kernel.settle(model, "cuda", torch.float32)
+    made.kernel.check_support(model, "cuda", torch.float32)
     processors = [module.processor for module in model.modules() if hasattr(module, "processor")]
     assert processors and all(processor._attention_backend is None for processor in processors)
 

@@ -1,4 +1,4 @@
-"""The tiny Wan: drawings that are what their captions say, models that are the same everywhere, a judge to believe."""
+"""The tiny Wan: drawings that match their captions, models that are the same everywhere, a reliable classifier."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from unisono.errors import ConfigError
 from unisono.recipes.wan.tiny import make_vae
-from unisono.recipes.wan.tiny.judge import trained_judge
+from unisono.recipes.wan.tiny.classifier import recognised, trained_classifier
 from unisono.recipes.wan.tiny.models import (
     TEXT_LENGTH,
     VAE_WEIGHTS,
@@ -33,6 +33,10 @@ def frames_of(drawings: Shapes) -> Tensor:
 
 def labels_of(drawings: Shapes) -> tuple[Tensor, Tensor]:
     return labels([drawings.plan(i) for i in range(len(drawings))])
+
+
+def accuracy(frames: Tensor, drawings: Shapes) -> dict[str, float]:
+    return {name: float(hits.float().mean()) for name, hits in recognised(frames, *labels_of(drawings)).items()}
 
 
 def test_an_item_depends_on_seed_split_and_number_only() -> None:
@@ -173,43 +177,40 @@ def test_the_weights_that_ship_are_small() -> None:
 
 
 @pytest.mark.parametrize("num_frames", [1, 5])
-def test_the_judge_knows_held_out_drawings_also_after_the_vae(num_frames: int) -> None:
-    drawings, vae, judge = Shapes(10 * PAIRS, num_frames, split="eval"), tiny_vae(), trained_judge()
-    frames, truth = frames_of(drawings), labels_of(drawings)
-    again = vae.decode(vae.encode(frames).latent_dist.mean).sample
-    for seen in (frames, again):
-        found = judge.accuracy(seen, *truth)
-        assert found.colour >= 0.98 and found.shape >= 0.98
+def test_the_classifier_recognises_held_out_drawings_also_after_the_vae(num_frames: int) -> None:
+    drawings, vae = Shapes(10 * PAIRS, num_frames, split="eval"), tiny_vae()
+    frames = frames_of(drawings)
+    reconstructed = vae.decode(vae.encode(frames).latent_dist.mean).sample
+    for images in (frames, reconstructed):
+        assert min(accuracy(images, drawings).values()) >= 0.98
 
 
-def test_the_judge_sees_that_a_caption_was_not_followed() -> None:
-    drawings, judge = Shapes(PAIRS, split="eval"), trained_judge()
+def test_the_classifier_notices_that_a_caption_was_not_followed() -> None:
+    drawings = Shapes(PAIRS, split="eval")
     colours, shapes = labels_of(drawings)
-    found = judge.accuracy(frames_of(drawings), (colours + 1) % len(COLOURS), (shapes + 1) % len(SHAPES))
-    assert found == (0, 0)
+    hits = recognised(frames_of(drawings), (colours + 1) % len(COLOURS), (shapes + 1) % len(SHAPES))
+    assert not hits["colour"].any() and not hits["shape"].any()
 
 
-def test_the_judge_learns_and_judges_alike_where_a_run_computes_in_16_bit() -> None:
+def test_the_classifier_is_the_same_where_a_run_computes_in_16_bit() -> None:
     drawings = Shapes(2 * PAIRS, split="eval")
-    frames, alone = frames_of(drawings), trained_judge()
-    trained_judge.cache_clear()
+    frames, outside = frames_of(drawings), trained_classifier()
+    expected = accuracy(frames, drawings)
+    trained_classifier.cache_clear()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        within = trained_judge()
-        for weight, same in zip(within.parameters(), alone.parameters(), strict=True):
+        inside = trained_classifier()
+        for weight, same in zip(inside.parameters(), outside.parameters(), strict=True):
             assert torch.equal(weight, same)
-        found = within.accuracy(frames, *labels_of(drawings))
         dtypes: set[torch.dtype] = set()
-        hook = within.eye.register_forward_hook(lambda module, given, gave: dtypes.add(gave.dtype))
-        within.judge(frames)
+        hook = inside.features.register_forward_hook(lambda module, inputs, output: dtypes.add(output.dtype))
+        assert accuracy(frames, drawings) == expected
         hook.remove()
-    assert found == alone.accuracy(frames, *labels_of(drawings)) and min(found) >= 0.98
     assert dtypes == {torch.float32}
 
 
-def test_the_judge_takes_other_sizes() -> None:
+def test_the_classifier_takes_other_sizes() -> None:
     drawings = Shapes(2 * PAIRS, size=64, split="eval")
-    found = trained_judge().accuracy(frames_of(drawings), *labels_of(drawings))
-    assert min(found) >= 0.98
+    assert min(accuracy(frames_of(drawings), drawings).values()) >= 0.98
 
 
 def test_a_pipeline_of_the_tiny_parts_draws_frames() -> None:

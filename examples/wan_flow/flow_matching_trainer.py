@@ -32,7 +32,7 @@ from unisono.data.noise import Noise
 from unisono.engine.step.ema import Ema
 from unisono.errors import ConfigError
 from unisono.recipes.wan.models.float32_weights import keep_time_embedding_in_float32
-from unisono.recipes.wan.models.vae import Latents
+from unisono.recipes.wan.models.vae import WanVae
 from unisono.recipes.wan.objective import TIMESTEPS, NoiseLevels, noised, velocity
 from unisono.settings import EmaSettings
 
@@ -73,7 +73,7 @@ class FlowMatchingTrainer:
         self.model = self.transformer
         if self.is_distributed:
             self.model = DistributedDataParallel(self.transformer, broadcast_buffers=False)
-        self.vae = None if vae is None else Latents(vae).to(self.device)
+        self.vae = None if vae is None else WanVae(vae).to(self.device)
         parameters = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
         self.optimizer = torch.optim.AdamW(
             [weight for _, weight in parameters], lr=learning_rate, betas=betas, weight_decay=weight_decay

@@ -16,7 +16,7 @@ from train_flow_matching import cleanup_distributed, is_main_process, parse_args
 
 from unisono.errors import ConfigError
 from unisono.recipes.wan.models.load import build, transformer_config
-from unisono.recipes.wan.models.vae import Latents
+from unisono.recipes.wan.models.vae import WanVae
 from unisono.recipes.wan.tiny.models import tiny_vae
 
 BATCH, STEPS = 4, 3  # global batch
@@ -106,7 +106,7 @@ def test_training_learns_one_sample_by_heart() -> None:
 def test_frames_are_trained_on_as_normalised_latents() -> None:
     vae, text = tiny_vae(), latents_and_text()[1][:2]
     frames = torch.rand(2, 3, 1, 16, 16, generator=torch.Generator().manual_seed(2)) * 2 - 1
-    latents = Latents(vae).encode(frames)
+    latents = WanVae(vae).encode(frames)
     assert small_trainer(vae=vae).train_step(frames, text) == small_trainer().train_step(latents, text)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,10 +10,13 @@ import torch
 from torch import Tensor
 
 from unisono.errors import ConfigError
+from unisono.recipes.wan.data.media import from_unit
+from unisono.recipes.wan.data.render import write_video
 
 if TYPE_CHECKING:
-    from unisono.recipes.wan.models.vae import Latents
+    from unisono.recipes.wan.models.vae import WanVae
 
+FPS = 16.0  # frames per second of Wan 2.1
 _MOST_BYTES = 2**20
 _SMALL = 128  # pixels
 
@@ -32,18 +36,35 @@ def prompts_in(value: str, setting: str) -> list[str]:
         raise ConfigError(f"{setting} {value} cannot be read ({error})") from None
 
 
-def enlarged(frames: Tensor) -> Tensor:
-    """Frames uint8 [F, H, W, 3], scaled up by a whole factor when they are too small to see."""
-    times = max(1, _SMALL // max(frames.shape[1:3]))
-    return frames.repeat_interleave(times, 1).repeat_interleave(times, 2)
+def decoded_frames(vae: WanVae, latents: Tensor) -> list[Tensor]:
+    """Decodes latents [batch, C, f, h, w] on their device; frames uint8 [F, H, W, 3] of each sample, on the CPU.
+
+    The VAE leaves the device afterwards: training needs the memory.
+    """
+    vae.to(latents.device)
+    frames = [from_unit(_decoded(vae, latent[None].float())[0]).cpu() for latent in latents]
+    vae.to("cpu")
+    return frames
 
 
-def decoded(vae: Latents, latents: Tensor) -> Tensor:
-    """Decodes latents; in tiles, when the device runs out of memory."""
+def _decoded(vae: WanVae, latents: Tensor) -> Tensor:
     try:
         return vae.decode(latents)
     except torch.OutOfMemoryError:  # weights and optimizer state take the memory: a preview must not end the run
         pass
     torch.cuda.empty_cache()
-    vae.vae.enable_tiling()
+    vae.model.enable_tiling()
     return vae.decode(latents)
+
+
+def enlarged(frames: Tensor) -> Tensor:
+    """Frames uint8 [F, H, W, 3], scaled up by a whole factor when they are too small to see."""
+    factor = max(1, _SMALL // max(frames.shape[1:3]))
+    return frames.repeat_interleave(factor, 1).repeat_interleave(factor, 2)
+
+
+def mp4(frames: Tensor, fps: float = FPS) -> bytes:
+    """Frames uint8 [F, H, W, 3] as the content of an MP4 file."""
+    video = io.BytesIO()
+    write_video(frames, video, fps)
+    return video.getvalue()

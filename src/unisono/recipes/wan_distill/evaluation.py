@@ -58,8 +58,8 @@ def held_out(recipe: WanDistill, model: Experts, batch: Mapping[str, Any], dtype
     }
     metrics |= {name: (count * value, count) for name, value in speed(recipe.teacher_time, recipe.student_time).items()}
     if int(batch["label"].min()) >= 0:
-        metrics |= recognised_shapes(recipe.setup, generated, batch["label"], "")
-        metrics |= recognised_shapes(recipe.setup, data, batch["label"], "teacher_")
+        metrics |= _shapes(recipe.setup, generated, batch["label"], "")
+        metrics |= _shapes(recipe.setup, data, batch["label"], "teacher_")
     return {"loss": metrics["velocity_error"], **metrics}
 
 
@@ -85,7 +85,7 @@ def time_student(recipe: WanDistill, model: Experts) -> SampleTime | None:
     seconds: list[float] = []
     try:
         begin = setup.rollout_spec.noise(torch.arange(batch_size, device=device))
-        text = setup.text(setup.config.negative_prompt).to(device, recipe.settled(model, begin))
+        text = setup.text(setup.config.negative_prompt).to(device, recipe.compute_dtype(model, begin))
         text = text.expand(batch_size, -1, -1).contiguous()
         while len(seconds) < 2 or (len(seconds) < _MOST_BATCHES and sum(seconds) < _ENOUGH_S):
             start = time.perf_counter()
@@ -106,10 +106,10 @@ def generate(setup: Setup, model: Experts, begin: Tensor, text: Tensor) -> Tenso
         return sample(model, begin, (text, text), scheduler, steps=steps, guidance=1.0)
 
 
-def recognised_shapes(setup: Setup, latents: Tensor, label: Tensor, prefix: str) -> dict[str, Any]:
+def _shapes(setup: Setup, latents: Tensor, labels: Tensor, prefix: str) -> dict[str, Any]:
     """For the built-in shapes: the number of samples that show the colour and the shape of their prompt."""
-    from unisono.recipes.wan.tiny.judge import trained_judge
+    from unisono.recipes.wan.tiny.classifier import recognised
 
-    colours, shapes = trained_judge().judge(setup.encoders.vae().decode(latents.float().cpu()))
-    correct = {"colour": colours == label[:, 0].cpu(), "shape": shapes == label[:, 1].cpu()}
+    frames = setup.encoders.vae().decode(latents.float().cpu())
+    correct = recognised(frames, labels[:, 0], labels[:, 1])
     return {f"{prefix}{name}": (hits.double().sum(), len(hits)) for name, hits in correct.items()}

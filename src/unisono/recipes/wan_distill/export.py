@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from unisono.recipes.wan.export import write_pipeline
 from unisono.recipes.wan.models.experts import HIGH, LOW, Experts
-from unisono.recipes.wan.models.pipeline import write_pipeline
 from unisono.recipes.wan_distill.settings import HOW_TO_DRAW
 
 if TYPE_CHECKING:

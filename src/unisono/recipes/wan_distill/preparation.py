@@ -13,7 +13,7 @@ import torch
 from unisono.engine.recipe import Work
 from unisono.errors import ConfigError
 from unisono.recipes.common.model_files import read_json
-from unisono.recipes.common.whole_files import write_whole
+from unisono.recipes.common.cache_files import write_cache_file
 from unisono.recipes.wan.data.cache_fill import loaded_on_demand
 from unisono.recipes.wan.models.experts import HIGH, LOW
 from unisono.recipes.wan.models.kernels.attention import Kernel
@@ -85,13 +85,13 @@ def _check_same_student(setup: Setup, work: Work) -> None:
             f"({file}); restore it, or start a new run"
         )
     for mine in work.share([file]):
-        write_whole(mine, json.dumps(student).encode())
+        write_cache_file(mine, json.dumps(student).encode())
 
 
 def _store_time(setup: Setup, seconds: list[float], work: Work) -> None:
     """Stores the median time per sample: a mean would include whatever else the machine was doing."""
     for file in work.share([setup.times_file]) if seconds else ():
-        write_whole(file, json.dumps({"seconds_per_sample": median(seconds), "blocks": len(seconds)}).encode())
+        write_cache_file(file, json.dumps({"seconds_per_sample": median(seconds), "blocks": len(seconds)}).encode())
 
 
 def _plan_pruning(file: Path, setup: Setup, teacher: Callable[[], Teacher]) -> None:
@@ -100,7 +100,7 @@ def _plan_pruning(file: Path, setup: Setup, teacher: Callable[[], Teacher]) -> N
     layers, sizes = setup.config.layers, (setup.teacher_config, setup.student.config)
     importance = _importance(setup, teacher()) if layers == "importance" else None
     pruning = plan(setup.source_weights, *sizes, layers, importance, setup.student.factor, setup.seed)
-    write_whole(file, json.dumps(asdict(pruning)).encode())
+    write_cache_file(file, json.dumps(asdict(pruning)).encode())
 
 
 def _importance(setup: Setup, teacher: Teacher) -> list[float]:

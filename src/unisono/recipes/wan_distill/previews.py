@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -11,20 +10,18 @@ from torch import Tensor
 
 from unisono.recipes.wan.models.experts import Experts
 from unisono.recipes.wan.models.float32_weights import compute_dtype
-from unisono.recipes.wan.previews import decoded, enlarged
+from unisono.recipes.wan.previews import decoded_frames, enlarged, mp4
 from unisono.recipes.wan_distill.evaluation import generate
 
 if TYPE_CHECKING:
     from unisono.recipes.wan_distill.recipe import WanDistill
 
 _PAIRS_ACROSS = 4
-_FPS = 16.0
 
 
 def previews(recipe: WanDistill, model: Experts) -> Mapping[str, Any]:
     """Files by name: one image with the teacher left and the student right in each pair, and each video as MP4."""
-    from unisono.recipes.wan.data.media import from_unit
-    from unisono.recipes.wan.data.render import grid, labelled, write_video
+    from unisono.recipes.wan.data.render import grid, labelled
 
     device = next(model.parameters()).device
     setup = recipe.setup
@@ -34,9 +31,7 @@ def previews(recipe: WanDistill, model: Experts) -> Mapping[str, Any]:
         begin = samples.spec.begin(*samples.items[number])[None].to(device)
         text = setup.text(samples.items[number][0])[None].to(device, compute_dtype(begin))
         latents = torch.cat([samples.data(number)[None].to(device), generate(setup, model, begin, text)])
-        vae.to(device)
-        teacher, student = (from_unit(decoded(vae, latent[None].float())[0]).cpu() for latent in latents)
-        vae.to("cpu")
+        teacher, student = decoded_frames(vae, latents)
         return teacher, student
 
     pairs = recipe.over_ranks(both, range(len(samples)))
@@ -47,10 +42,8 @@ def previews(recipe: WanDistill, model: Experts) -> Mapping[str, Any]:
     files["prompts.txt"] = "".join(f"{prompt}\n" for prompt, _ in samples.items)
     if not _are_images(pairs):
         for number, pair in enumerate(pairs):
-            video = io.BytesIO()
             sides = [labelled(enlarged(frames), who) for frames, who in zip(pair, ("teacher", "student"), strict=True)]
-            write_video(torch.cat(sides, dim=2), video, _FPS)
-            files[f"teacher_student_{number:02d}.mp4"] = video.getvalue()
+            files[f"teacher_student_{number:02d}.mp4"] = mp4(torch.cat(sides, dim=2))
     return files
 
 

@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from unisono.engine.recipe import Loss, Work
 from unisono.errors import ConfigError
-from unisono.recipes.wan.base import WanRecipe
+from unisono.recipes.wan.recipe import WanRecipe
 from unisono.recipes.wan_distill import settings
 from unisono.recipes.wan_distill.checks import check_config
 from unisono.recipes.wan_distill.setup import Setup
 
 if TYPE_CHECKING:  # `unisono train wan-distill --help` need not wait for torch
-    import torch
     from torch import Tensor, nn
 
     from unisono.data.noise import Noise
@@ -129,9 +128,6 @@ class WanDistill(WanRecipe):
     def model(self) -> nn.Module:
         """The student; on the meta device when it starts from the teacher's weights."""
         from unisono.recipes.wan.models.experts import HIGH, Experts
-        from unisono.recipes.wan.models.float32_weights import keep_time_embedding_in_float32
-        from unisono.recipes.wan.models.kernels.attention import use
-        from unisono.recipes.wan.models.kernels.block import use_fast_blocks
         from unisono.recipes.wan.models.load import build, build_meta
         from unisono.recipes.wan_distill.models.random_weights import initialise_randomly
 
@@ -140,10 +136,7 @@ class WanDistill(WanRecipe):
             initialise_randomly(transformer, self.setup.seed)
         else:
             transformer = build_meta(self.setup.student.config)
-        keep_time_embedding_in_float32(transformer)
-        use(self.kernel.name, transformer)
-        use_fast_blocks(transformer)
-        return Experts({HIGH: transformer}, None)
+        return Experts({HIGH: self.optimised(transformer)}, None)
 
     def weights(self, model: nn.Module) -> Weights | None:
         """The subset of the teacher's weights that `prepare` planned; None for random weights."""
@@ -229,7 +222,7 @@ class WanDistill(WanRecipe):
 
         assert self._samples is not None
         data = batch["data"] if "data" in batch else stacked(self._samples, batch["number"])
-        return self._distillation_loss.loss(model, batch, data, noise, self.settled(model, data))  # type: ignore[arg-type]
+        return self._distillation_loss.loss(model, batch, data, noise, self.compute_dtype(model, data))  # type: ignore[arg-type]
 
     def before_evaluation(self, model: nn.Module) -> None:
         """Measures how long the student takes per sample: once, since training does not change it."""
@@ -243,15 +236,7 @@ class WanDistill(WanRecipe):
         """The distance between student and teacher, and the student's speed-up."""
         from unisono.recipes.wan_distill.evaluation import held_out
 
-        return held_out(self, model, batch, self.settled(model, batch["data"]))  # type: ignore[arg-type]
-
-    def settled(self, model: nn.Module, data: Tensor) -> torch.dtype:
-        """The dtype that the student computes in; checks that its attention kernel supports it."""
-        from unisono.recipes.wan.models.float32_weights import compute_dtype
-
-        dtype = compute_dtype(data)
-        self.kernel.settle(model, data.device.type, dtype)
-        return dtype
+        return held_out(self, model, batch, self.compute_dtype(model, batch["data"]))  # type: ignore[arg-type]
 
     def preview(self, model: nn.Module, step: int) -> Mapping[str, Any] | None:
         """Samples of teacher and student from the same prompts and noise, side by side."""

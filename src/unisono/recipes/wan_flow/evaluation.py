@@ -39,16 +39,15 @@ def loss_by_level(
     }
 
 
-def recognised_shapes(
+def generated_shapes(
     recipe: WanFlow, model: Experts, batch: Mapping[str, Any], text: Tensor, noise: Noise
 ) -> dict[str, tuple[Tensor, int]]:
     """The number of generated samples that show the colour and the shape their caption names."""
-    from unisono.recipes.wan.tiny.judge import trained_judge
+    from unisono.recipes.wan.tiny.classifier import recognised
 
     latent = batch["latent"]
     empty = recipe.without_caption(text[0])[None].expand(len(latent), -1, -1).to(text)
     latents = generate(recipe, model, noise.normal(*latent.shape[1:]), (text, empty), like=latent)
-    colours, kinds = trained_judge().judge(recipe.setup.encoders.vae().decode(latents.cpu()))
-    correct = {"colour": colours == batch["colour"].cpu(), "shape": kinds == batch["kind"].cpu()}
+    correct = recognised(recipe.setup.encoders.vae().decode(latents.cpu()), batch["colour"], batch["kind"])
     correct["colour_and_shape"] = correct["colour"] & correct["shape"]
     return {name: (hits.double().sum(), len(latent)) for name, hits in correct.items()}

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from torch import nn
 
+from unisono.recipes.wan.export import other_parts, write_pipeline
 from unisono.recipes.wan.models.encoders import TinyEncoders
 from unisono.recipes.wan.models.experts import HIGH, LOW
 from unisono.recipes.wan.models.load import describe
 from unisono.recipes.wan.models.lora import lora_state, save_lora
-from unisono.recipes.wan.models.pipeline import other_parts, write_pipeline
 from unisono.recipes.wan_flow.setup import Setup
 
 

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from unisono.engine.recipe import Loss
 from unisono.recipes.wan.models.experts import Experts
-from unisono.recipes.wan.models.float32_weights import compute_dtype
 from unisono.recipes.wan.objective import TIMESTEPS, NoiseLevels, noised, shift_for, velocity
 
 if TYPE_CHECKING:
@@ -45,8 +44,8 @@ class FlowLoss:
         dropped = chance[:, 1] < self.caption_dropout
         text = torch.where(dropped[:, None, None], empty.to(text), text)
         conditioned = chance[:, 2] < self.first_frame if self.first_frame and latent.shape[2] > 1 else None
-        each, metrics = self.errors(model, latent, text, sigma, noise.normal(*latent.shape[1:]), conditioned)
-        return Loss(each.sum(), len(each), metrics)
+        errors, metrics = self.errors(model, latent, text, sigma, noise.normal(*latent.shape[1:]), conditioned)
+        return Loss(errors.sum(), len(errors), metrics)
 
     def levels_for(self, latent: Tensor) -> NoiseLevels:
         """The distribution of noise levels for samples of this size."""
@@ -66,15 +65,14 @@ class FlowLoss:
         if self.first_frame and latent.shape[2] > 1:
             conditioned = torch.zeros_like(sigma, dtype=torch.bool) if conditioned is None else conditioned
             noisy, times = with_first_frame(noisy, latent, sigma, conditioned, model.config.patch_size)
-        predicted = model(noisy, sigma, text.to(compute_dtype(latent)), times)
-        predicted = predicted.to(target.dtype)  # float32 from here on
+        predicted = model(noisy, sigma, text, times).to(target.dtype)  # float32 from here on
         if conditioned is None:
-            each = (predicted - target).square().flatten(1).mean(1)
+            errors = (predicted - target).square().flatten(1).mean(1)
         else:  # a frame that is a condition is no target
             weight = torch.ones_like(target[:, :1])
             weight[:, :, 0] = (~conditioned).to(weight.dtype)[:, None, None, None]
             squares = ((predicted - target).square() * weight).flatten(1).sum(1)
-            each = squares / (weight.flatten(1).sum(1) * target.shape[1])
+            errors = squares / (weight.flatten(1).sum(1) * target.shape[1])
             predicted, target = predicted * weight, target * weight
         flat_predicted, flat_target = predicted.detach().flatten(1), target.flatten(1)
         metrics = {
@@ -82,7 +80,7 @@ class FlowLoss:
             "velocity_norm": flat_predicted.norm(dim=1).div(flat_target.norm(dim=1)).sum(),
             "sigma": sigma.sum(),
         }
-        return each, metrics
+        return errors, metrics
 
 
 def with_first_frame(

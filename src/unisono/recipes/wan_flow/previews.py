@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,8 +11,7 @@ from torch import Tensor
 from unisono.data.bits import key_of, random_bits, to_unit
 from unisono.recipes.wan.models.encoders import NoEncoders
 from unisono.recipes.wan.models.experts import Experts
-from unisono.recipes.wan.models.float32_weights import compute_dtype
-from unisono.recipes.wan.previews import decoded, enlarged
+from unisono.recipes.wan.previews import FPS, decoded_frames, enlarged, mp4
 from unisono.recipes.wan.sample import sample
 
 if TYPE_CHECKING:
@@ -21,7 +19,6 @@ if TYPE_CHECKING:
 
 _NOISE = 0x9E37  # key of the previews' noise: the same in all runs
 _AUTO_SHIFT = 3.0  # the scheduler's shift when the training shift follows each sample's size
-_FPS = 16.0  # when the run keeps each video's own frame rate
 
 
 class _Request(NamedTuple):
@@ -36,8 +33,7 @@ class _Request(NamedTuple):
 
 def previews(recipe: WanFlow, model: Experts) -> Mapping[str, Any] | None:
     """Files by name: one image with a grid of all previews, their captions, and each video as MP4."""
-    from unisono.recipes.wan.data.media import from_unit
-    from unisono.recipes.wan.data.render import grid, write_video
+    from unisono.recipes.wan.data.render import grid
 
     encoders = recipe.setup.encoders
     if isinstance(encoders, NoEncoders):  # the data are latents, and there is no VAE to decode them
@@ -53,10 +49,7 @@ def previews(recipe: WanFlow, model: Experts) -> Mapping[str, Any] | None:
         start = fixed_noise(number, request.like.shape).to(device)
         text = (request.text[None].to(device), recipe.without_caption(request.text)[None].to(device))
         latents = generate(recipe, model, start[None], text, like=request.like[None].to(device))
-        vae.to(device)
-        frames = from_unit(decoded(vae, latents)[0]).cpu()
-        vae.to("cpu")
-        return frames
+        return decoded_frames(vae, latents)[0]
 
     samples = recipe.over_ranks(frames_of, range(len(requests)))
     captions = [request.caption for request in requests]
@@ -66,9 +59,8 @@ def previews(recipe: WanFlow, model: Experts) -> Mapping[str, Any] | None:
     }
     for number, frames in enumerate(samples):
         if len(frames) > 1:
-            video = io.BytesIO()
-            write_video(enlarged(frames), video, recipe.config.fps or _FPS)
-            files[f"sample_{number:02d}.mp4"] = video.getvalue()
+            # fps 0 keeps each video's own frame rate: there is no single one.
+            files[f"sample_{number:02d}.mp4"] = mp4(enlarged(frames), recipe.config.fps or FPS)
     return files
 
 
@@ -105,8 +97,7 @@ def generate(recipe: WanFlow, model: Experts, noise: Tensor, text: tuple[Tensor,
     config, flow = recipe.config, recipe.setup.flow
     shift = _AUTO_SHIFT if config.shift == "auto" else float(config.shift)
     settings = {"steps": config.preview_steps, "guidance": config.guidance, "low": flow.low, "high": flow.high}
-    dtype = compute_dtype(noise)
-    recipe.kernel.settle(model, noise.device.type, dtype)
+    dtype = recipe.compute_dtype(model, noise)
     embeddings = (text[0].to(dtype), text[1].to(dtype))
     with torch.compiler.set_stance("force_eager"):  # the compiled blocks are for other shapes
         return sample(model, noise, embeddings, recipe.setup.encoders.scheduler(shift), like=like, **settings)

@@ -1,6 +1,6 @@
 """The recipe `wan-flow`: trains a Wan transformer on images, videos and captions by flow matching.
 
-`setup.py` derives the model from the settings (`wan/models/load.py` reads pretrained weights). `data.py` encodes the
+`setup.py` derives the model from the settings (`wan/models/load.py` reads pretrained weights). `data/` encodes the
 samples once into a cache (`wan/data/cache.py`). The transformer learns the velocity from data to noise (`loss.py`,
 `wan/objective.py`). `previews.py` shows what it generates, and `export.py` writes a pipeline that diffusers loads.
 """
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from unisono.engine.recipe import Loss, Work
 from unisono.errors import ConfigError
-from unisono.recipes.wan.base import WanRecipe
+from unisono.recipes.wan.recipe import WanRecipe
 from unisono.recipes.wan_flow import settings
 from unisono.recipes.wan_flow.checks import check_config
 from unisono.recipes.wan_flow.setup import Setup
@@ -26,7 +26,8 @@ if TYPE_CHECKING:  # `unisono train wan-flow --help` need not wait for torch
     from unisono.data.noise import Noise
     from unisono.parallel.materialize import Weights
     from unisono.recipes.common.lora_base import LoraBase
-    from unisono.recipes.wan_flow.data import FolderData, ShapesData
+    from unisono.recipes.wan_flow.data.folder import FolderData
+    from unisono.recipes.wan_flow.data.shapes import ShapesData
     from unisono.settings import Settings
 
 
@@ -78,9 +79,10 @@ class WanFlow(WanRecipe):
     @cached_property
     def data(self) -> FolderData | ShapesData:
         """The training and held-out samples."""
-        from unisono.recipes.wan_flow.data import SHAPES, FolderData, ShapesData
+        from unisono.recipes.wan_flow.data.folder import FolderData
+        from unisono.recipes.wan_flow.data.shapes import ShapesData
 
-        kind = ShapesData if self.config.dataset_path == SHAPES else FolderData
+        kind = ShapesData if self.config.dataset_path == "shapes" else FolderData
         return kind(self.config, self.setup.encoders, self.preview_prompts)
 
     @cached_property
@@ -108,7 +110,7 @@ class WanFlow(WanRecipe):
 
     def prepare(self, work: Work) -> None:
         """Encodes images, videos and captions that are not in the cache yet, and measures attention kernels."""
-        from unisono.recipes.wan_flow.data import check_paths_exist
+        from unisono.recipes.wan_flow.data.folder import check_paths_exist
         from unisono.recipes.wan_flow.model_checks import check_model
 
         self.prepared = work.folder  # for callers that run prepare() without the engine
@@ -134,9 +136,6 @@ class WanFlow(WanRecipe):
     def model(self) -> nn.Module:
         """The transformer, or the two experts; on the meta device when their weights come from files."""
         from unisono.recipes.wan.models.experts import Experts
-        from unisono.recipes.wan.models.float32_weights import keep_time_embedding_in_float32
-        from unisono.recipes.wan.models.kernels.attention import use
-        from unisono.recipes.wan.models.kernels.block import use_fast_blocks
         from unisono.recipes.wan.models.load import build, build_meta
 
         setup = self.setup
@@ -144,9 +143,7 @@ class WanFlow(WanRecipe):
         transformers = {name: make(setup.transformer) for name in setup.trained}
         for name, transformer in transformers.items():
             self._add_lora(name, transformer)
-            keep_time_embedding_in_float32(transformer)
-            use(self.kernel.name, transformer)
-            use_fast_blocks(transformer)
+            self.optimised(transformer)
         return Experts(transformers, setup.boundary)
 
     def _add_lora(self, name: str, transformer: Any) -> None:
@@ -173,7 +170,7 @@ class WanFlow(WanRecipe):
             return {}
         encoders = self.setup.encoders
         self._vae, self._text_encoder = encoders.vae(), encoders.text_encoder()
-        return {"vae": self._vae.vae, "text_encoder": self._text_encoder.model}
+        return {"vae": self._vae.model, "text_encoder": self._text_encoder.model}
 
     def dataset(self, split: str) -> Any:
         """Latents and text embeddings or, without a cache, frames and captions."""
@@ -208,6 +205,11 @@ class WanFlow(WanRecipe):
         rows = [pad(row, length) for row in self._text_encoder.encode(batch["caption"], length)]
         return self._vae.encode_frames(batch["frames"]), torch.stack(rows)
 
+    def _inputs(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """Like `_encoded`, with the text in the dtype that the model computes in."""
+        latent, text = self._encoded(batch)
+        return latent, text.to(self.compute_dtype(model, latent))
+
     def encoded_sample(self, item: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """The latent and the text embedding of one sample of a dataset."""
         latent, text = self._encoded(self.collate([item]))
@@ -239,10 +241,7 @@ class WanFlow(WanRecipe):
 
     def loss(self, model: nn.Module, batch: Any, noise: Noise) -> Loss:
         """The squared error of the velocity: the mean over each sample's elements, summed over samples."""
-        from unisono.recipes.wan.models.float32_weights import compute_dtype
-
-        latent, text = self._encoded(batch)
-        self.kernel.settle(model, latent.device.type, compute_dtype(latent))
+        latent, text = self._inputs(model, batch)
         if self._base_to_record is not None:
             self._base_to_record.note()
             self._base_to_record = None
@@ -250,15 +249,13 @@ class WanFlow(WanRecipe):
 
     def evaluate(self, model: nn.Module, batch: Any, noise: Noise) -> Mapping[str, Any]:
         """The loss at fixed noise levels; for the built-in shapes also what is generated."""
-        from unisono.recipes.wan.models.float32_weights import compute_dtype
-        from unisono.recipes.wan_flow.evaluation import loss_by_level, recognised_shapes
+        from unisono.recipes.wan_flow.evaluation import generated_shapes, loss_by_level
 
-        latent, text = self._encoded(batch)
-        self.kernel.settle(model, latent.device.type, compute_dtype(latent))
+        latent, text = self._inputs(model, batch)
         metrics = loss_by_level(self.setup.flow, model, latent, text, noise, self.config.eval_levels)  # type: ignore[arg-type]
         if "colour" not in batch:
             return metrics
-        return {**metrics, **recognised_shapes(self, model, batch, text, noise)}  # type: ignore[arg-type]
+        return {**metrics, **generated_shapes(self, model, batch, text, noise)}  # type: ignore[arg-type]
 
     def preview(self, model: nn.Module, step: int) -> Mapping[str, Any] | None:
         """Samples that the model generates from some captions, always from the same noise."""

@@ -31,7 +31,7 @@ from unisono.recipes.wan.data.crop import Crop, MediaKeys, media_of, short_video
 from unisono.recipes.wan.data.precomputed import read_embedding, read_latent
 from unisono.recipes.wan.data.sources import Source
 from unisono.recipes.wan.models.text import TextEncoder, pad
-from unisono.recipes.wan.models.vae import Geometry, Latents
+from unisono.recipes.wan.models.vae import Geometry, WanVae
 
 _FORMAT = 1  # part of every key: entries of another format are ignored
 
@@ -76,7 +76,7 @@ class Cache:
         self._extra = {self._of_caption.of_text(caption): Source("", None, caption) for caption in captions}
         self._extra_entries: dict[str, Kept] = {}
 
-    def fill(self, work: Work, text_encoder: Callable[[], TextEncoder], vae: Callable[[], Latents]) -> None:
+    def fill(self, work: Work, text_encoder: Callable[[], TextEncoder], vae: Callable[[], WanVae]) -> None:
         """Computes this rank's share of the missing entries; loads a model only if it is needed."""
         captions = {**self._extra, **dict(zip(self._text_keys, self._sources, strict=True))}
         with loaded_on_demand(text_encoder, work.device) as encoder:
@@ -114,7 +114,7 @@ class Cache:
         caption = source.caption or ""
         return lambda: encoder().encode([caption], settings.text_length)[0].to(settings.text_dtype)
 
-    def _read_latent(self, vae: Callable[[], Latents], source: Source) -> Finish:
+    def _read_latent(self, vae: Callable[[], WanVae], source: Source) -> Finish:
         settings, dtype = self._settings, self._dtype
         if source.latent is not None:
             latent = read_latent(source.latent, settings.geometry, settings.statistics)

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from unisono.errors import ConfigError
 from unisono.recipes.common.fingerprint import Keys
+from unisono.recipes.common.streams import FILMS
 from unisono.recipes.wan.data import media
-from unisono.recipes.wan.data.decode import is_still
-from unisono.recipes.wan.data.media import FILMS, Fit, MediaFacts
+from unisono.recipes.wan.data.decode import MediaFacts, is_still
+from unisono.recipes.wan.data.media import Fit
 from unisono.recipes.wan.data.sources import Source
 
 

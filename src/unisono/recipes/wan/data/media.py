@@ -21,27 +21,7 @@ from torch.nn import functional
 
 from unisono.errors import ConfigError
 from unisono.recipes.common.bad_files import BadMedia
-from unisono.recipes.common.streams import FILMS
-from unisono.recipes.wan.data.decode import IMAGES, ImageOrAnimation, MediaFacts, TimedFrame, Video, opened
-from unisono.recipes.wan.data.render import grid, write_video
-
-__all__ = [
-    "FILMS",
-    "IMAGES",
-    "STARTS",
-    "BadMedia",
-    "Fit",
-    "MediaFacts",
-    "fit",
-    "frames_at",
-    "from_unit",
-    "grid",
-    "probe",
-    "read",
-    "to_unit",
-    "window",
-    "write_video",
-]
+from unisono.recipes.wan.data.decode import ImageOrAnimation, MediaFacts, TimedFrame, Video, opened
 
 STARTS = ("head", "middle", "random")  # where the window starts in a longer video
 

@@ -27,7 +27,7 @@ from unisono.recipes.wan.models.vae import Geometry
 
 
 class UncachedSamples(ShapedSamples):
-    """Frames and captions, which `Latents.encode_frames` and `TextEncoder.encode` encode in every step."""
+    """Frames and captions, which `WanVae.encode_frames` and `TextEncoder.encode` encode in every step."""
 
     def __init__(self, sources: Sequence[Source], fits: Sequence[Fit], geometry: Geometry, crop: Crop) -> None:
         super().__init__(sources, [geometry.shape(fit.frames, fit.height, fit.width) for fit in fits], geometry)

@@ -16,7 +16,7 @@ from unisono.recipes.common.fingerprint import of_folders
 from unisono.recipes.common.model_files import read_json
 from unisono.recipes.wan.models.load import WanFolder
 from unisono.recipes.wan.models.text import TextEncoder, check_width
-from unisono.recipes.wan.models.vae import Geometry, Latents, check_channels, statistics
+from unisono.recipes.wan.models.vae import Geometry, WanVae, check_channels, statistics
 from unisono.recipes.wan.models.weights import reading_safetensors
 from unisono.recipes.wan.sample import euler
 
@@ -39,7 +39,7 @@ class Encoders(ABC):
         """Raises ConfigError for missing or damaged files, without loading a model."""
 
     @abstractmethod
-    def vae(self) -> Latents:
+    def vae(self) -> WanVae:
         """Loads the VAE, on the CPU."""
 
     @abstractmethod
@@ -89,9 +89,9 @@ class FolderEncoders(Encoders):
                 "the model"
             )
 
-    def vae(self) -> Latents:
+    def vae(self) -> WanVae:
         """Loads the VAE in float32, on the CPU."""
-        return Latents.load(self._folder.path)
+        return WanVae.load(self._folder.path)
 
     def text_encoder(self) -> TextEncoder:
         """Loads tokenizer and text encoder in `text_dtype`, on the CPU."""
@@ -154,9 +154,9 @@ class TinyEncoders(Encoders):
 
         return tiny_pipeline_parts()
 
-    def vae(self) -> Latents:
+    def vae(self) -> WanVae:
         """The tiny VAE."""
-        return Latents(self.parts().vae)
+        return WanVae(self.parts().vae)
 
     def text_encoder(self) -> TextEncoder:
         """The tiny text encoder, whose weights are random."""
@@ -176,7 +176,7 @@ class NoEncoders(Encoders):
     text_width: int
     text_length: int
 
-    def vae(self) -> Latents:
+    def vae(self) -> WanVae:
         """Raises ConfigError."""
         raise ConfigError(
             "no VAE to encode images and videos with; give --parts_path FOLDER, a Wan model in diffusers' layout, or a "

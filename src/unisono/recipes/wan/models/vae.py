@@ -72,33 +72,33 @@ class Geometry:
         return shape[1] * (shape[2] // self.patch) * (shape[3] // self.patch)
 
 
-class Latents:
+class WanVae:
     """A VAE with the normalisation of latents that a Wan transformer is trained on."""
 
     def __init__(self, vae: Any) -> None:  # an AutoencoderKLWan, which is untyped
-        self.vae = vae.eval().requires_grad_(False)
+        self.model = vae.eval().requires_grad_(False)
         self.geometry = Geometry.of(vae.config)
         self.statistics = statistics(vae.config)
 
     @classmethod
-    def load(cls, model_path: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Latents:
+    def load(cls, model_path: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> WanVae:
         """The VAE of a Wan model in diffusers' layout."""
         from diffusers import AutoencoderKLWan
 
         return cls(load_part(AutoencoderKLWan, model_path, "vae", torch_dtype=dtype)).to(device)
 
-    def to(self, device: str | torch.device) -> Latents:
+    def to(self, device: str | torch.device) -> WanVae:
         """Moves the VAE to a device; returns itself."""
-        self.vae.to(device)
+        self.model.to(device)
         return self
 
     def fingerprint(self) -> str:
         """A hash of the VAE."""
-        return of_module(self.vae)
+        return of_module(self.model)
 
     def encode_frames(self, frames: Tensor) -> Tensor:
         """uint8 [batch, F, H, W, 3] to latents; used with and without the cache."""
-        return self.encode(torch.stack([to_unit(sample.to(self.vae.device)) for sample in frames]))
+        return self.encode(torch.stack([to_unit(sample.to(self.model.device)) for sample in frames]))
 
     @torch.no_grad()
     def encode(self, frames: Tensor) -> Tensor:
@@ -107,9 +107,9 @@ class Latents:
         return torch.stack([self._encode(sample) for sample in frames])
 
     def _encode(self, frames: Tensor) -> Tensor:
-        frames = frames.to(self.vae.device, self.vae.dtype)
+        frames = frames.to(self.model.device, self.model.dtype)
         with torch.autocast(frames.device.type, enabled=False):  # the run may use 16-bit autocast
-            mean: Tensor = self.vae.encode(frames[None]).latent_dist.mode()[0].float()
+            mean: Tensor = self.model.encode(frames[None]).latent_dist.mode()[0].float()
         return normalised(mean, self.statistics)
 
     @torch.no_grad()
@@ -118,11 +118,11 @@ class Latents:
         return torch.stack([self._decode(sample) for sample in latents])
 
     def _decode(self, latent: Tensor) -> Tensor:
-        latent = latent.to(self.vae.device, torch.float32)
+        latent = latent.to(self.model.device, torch.float32)
         mean, std = (part.to(latent.device) for part in self.statistics)
-        latent = (latent * std + mean).to(self.vae.dtype)
+        latent = (latent * std + mean).to(self.model.dtype)
         with torch.autocast(latent.device.type, enabled=False):
-            frames: Tensor = self.vae.decode(latent[None]).sample[0].float()
+            frames: Tensor = self.model.decode(latent[None]).sample[0].float()
         return frames
 
 

@@ -1,1 +1,1 @@
-"""The tiny Wan: small real models, drawn data and a judge, with nothing downloaded."""
+"""The tiny Wan: small real models, a drawn dataset and a classifier; nothing is downloaded."""

@@ -12,8 +12,7 @@ from torch.utils.data import Dataset
 
 from unisono.atomic_files import atomic_file
 from unisono.engine.recipe import Work
-from unisono.recipes.wan.models.text import TextEncoder, pad
-from unisono.recipes.wan.models.vae import Latents
+from unisono.recipes.wan.models.vae import WanVae
 from unisono.recipes.wan.tiny.shapes import Shapes, labels
 
 _AT_ONCE = 64
@@ -49,7 +48,7 @@ def _file(folder: Path, start: int) -> Path:
     return folder / f"{start:08d}.safetensors"
 
 
-def encode(work: Work, shapes: Shapes, folder: Path, vae: Latents) -> None:
+def encode(work: Work, shapes: Shapes, folder: Path, vae: WanVae) -> None:
     """Encodes this rank's share of the shapes, in files of several samples each."""
     folder.mkdir(parents=True, exist_ok=True)
     for start in work.share(range(0, len(shapes), _AT_ONCE)):
@@ -65,8 +64,3 @@ def read(shapes: Shapes, folder: Path, texts: dict[str, Tensor]) -> EncodedShape
     """The shapes that all ranks have encoded."""
     latents = [load_file(file)["latents"] for file in sorted(folder.glob("*.safetensors"))]
     return EncodedShapes(shapes, torch.cat(latents), texts)
-
-
-def embeddings_of(captions: set[str], encoder: TextEncoder, length: int) -> dict[str, Tensor]:
-    """The text embedding of each caption."""
-    return {caption: pad(encoder.encode([caption], length)[0], length) for caption in sorted(captions)}

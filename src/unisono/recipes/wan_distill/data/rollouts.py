@@ -27,7 +27,7 @@ from unisono.errors import TrainingFailed, UserError
 from unisono.observe.progress import Advance
 from unisono.recipes.common.fingerprint import together
 from unisono.recipes.common.packs import Kept, Packs, Shelf
-from unisono.recipes.common.whole_files import remove_leftovers, write_whole
+from unisono.recipes.common.cache_files import remove_leftovers, write_cache_file
 from unisono.recipes.wan.objective import TIMESTEPS, noised
 from unisono.recipes.wan.sample import sample
 from unisono.recipes.wan_distill.data.rollout_spec import RolloutSpec, position_of, positions_of
@@ -189,7 +189,7 @@ class Rollouts:
             for item in range(len(self._blocks[number]))
             for kind in self.kinds
         }
-        write_whole(self._file(number), save(by_sample))
+        write_cache_file(self._file(number), save(by_sample))
 
     def open(self) -> Samples:
         """The samples; call it after all ranks have generated their share."""

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from unisono.engine.recipe import Work
 from unisono.errors import ConfigError
-from unisono.recipes.common.whole_files import write_whole
+from unisono.recipes.common.cache_files import write_cache_file
 
 KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -55,7 +55,7 @@ class Kernel:
             heads, head_width = int(transformer["num_attention_heads"]), int(transformer["attention_head_dim"])
             times = measure(heads, head_width, tokens, torch.bfloat16, work.device)
             chosen = choose(times)
-            write_whole(file, json.dumps({"kernel": chosen, "milliseconds": times, "tokens": tokens}).encode())
+            write_cache_file(file, json.dumps({"kernel": chosen, "milliseconds": times, "tokens": tokens}).encode())
             listing = ", ".join(f"{kernel} {ms:.2f}" for kernel, ms in times.items())
             work.message(f"attention of {tokens:,} tokens in ms: {listing}; using {chosen}")
 
@@ -66,8 +66,11 @@ class Kernel:
             return self._setting
         return str(json.loads(self._file.read_text())["kernel"])
 
-    def settle(self, model: nn.Module, device_type: str, dtype: torch.dtype) -> None:
-        """Checks before the first forward pass that the kernel supports the run's dtype; a measured one falls back."""
+    def check_support(self, model: nn.Module, device_type: str, dtype: torch.dtype) -> None:
+        """Raises ConfigError, before the first forward pass, if the kernel does not support the run's dtype.
+
+        A kernel that was only measured to be the fastest gives way to PyTorch's own choice instead.
+        """
         if self._is_checked:
             return
         self._is_checked = True

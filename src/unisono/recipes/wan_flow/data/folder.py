@@ -1,4 +1,4 @@
-"""The dataset of a run: a folder, cached or encoded in every step, or the built-in shapes."""
+"""A dataset in a folder of images and videos: cached, or encoded in every step."""
 
 from __future__ import annotations
 
@@ -18,16 +18,12 @@ from unisono.recipes.wan.data.sources import Source, read_sources
 from unisono.recipes.wan.data.uncached import SampleSizes, UncachedSamples
 from unisono.recipes.wan.models.encoders import Encoders
 
-SHAPES = "shapes"
-TINY_SIZE = 32
-NUM_EVAL_SHAPES = 96  # four of each combination of colour and shape
-
 
 def check_paths_exist(config: Any) -> None:
     """Raises ConfigError for missing folders, before a model is downloaded."""
     for name in ("dataset_path", "eval_dataset_path"):
         path = getattr(config, name)
-        if path and path != SHAPES and not Path(path).expanduser().exists():
+        if path and path != "shapes" and not Path(path).expanduser().exists():
             raise ConfigError(
                 f"{name} {path}: no such folder; expected images and videos with a text file each, or try "
                 "--model_config tiny --dataset_path shapes, which draws its own data"
@@ -118,60 +114,3 @@ class FolderData:
         """[text length, width] the cached text embedding of a caption; None without a cache."""
         cache = self._indices["train"]
         return cache.text(caption) if isinstance(cache, Cache) else None
-
-
-class ShapesData:
-    """The built-in dataset: coloured shapes drawn by code."""
-
-    def __init__(self, config: Any, encoders: Encoders, prompts: Sequence[str]) -> None:
-        from unisono.recipes.wan.tiny.shapes import Shapes
-
-        self._encoders, self._prompts = encoders, prompts
-        size, frames = config.height or TINY_SIZE, config.num_frames
-        if config.width not in (0, size):
-            raise ConfigError(f"height {config.height}, width {config.width}: shapes are square; use equal values")
-        self._shapes = {
-            "train": Shapes(config.num_shapes, frames, size, split="train"),
-            "eval": Shapes(NUM_EVAL_SHAPES, frames, size, split="eval"),
-        }
-        self._folder = Path()
-        self.remarks: list[str] = []
-
-    def prepare(self, work: Work) -> None:
-        """Draws and encodes the shapes."""
-        from unisono.recipes.wan.tiny.encoded import encode, is_encoded
-
-        vae = self._encoders.vae()
-        self._folder = work.folder / "shapes" / vae.fingerprint()
-        missing = [split for split in self._shapes if not is_encoded(self._shapes[split], self._split_folder(split))]
-        if missing:
-            work.message(f"drawing and encoding {sum(len(self._shapes[split]) for split in missing):,} shapes")
-        for split in missing:
-            encode(work, self._shapes[split], self._split_folder(split), vae)
-
-    def dataset(self, split: str) -> Any:
-        """The samples of a split."""
-        from unisono.recipes.wan.tiny.encoded import read
-
-        shapes = self._shapes[split]
-        captions = {shapes.plan(index).caption for index in range(len(shapes))}
-        return read(shapes, self._split_folder(split), self._embeddings(captions))
-
-    def most_tokens(self) -> int:
-        """The number of transformer tokens of a sample."""
-        geometry, shapes = self._encoders.geometry, self._shapes["train"]
-        side = shapes.size // geometry.space
-        return geometry.tokens((0, 1 + shapes.num_frames // geometry.time, side, side))
-
-    def text(self, caption: str) -> Tensor:
-        """[text length, width] the text embedding of a caption."""
-        return self._embeddings({caption})[caption]
-
-    def _embeddings(self, captions: set[str]) -> dict[str, Tensor]:
-        from unisono.recipes.wan.tiny.encoded import embeddings_of
-
-        return embeddings_of(captions, self._encoders.text_encoder(), self._encoders.text_length)
-
-    def _split_folder(self, split: str) -> Path:
-        shapes = self._shapes[split]
-        return self._folder / f"{split}_{len(shapes)}x{shapes.num_frames}x{shapes.size}"

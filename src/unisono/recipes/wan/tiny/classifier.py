@@ -1,13 +1,12 @@
-"""Recognises what a sample shows: a small classifier, trained only on the shapes as code draws them.
+"""Recognises what a sample shows: a small classifier, trained only on drawn shapes.
 
 A flow-matching loss proves little: a model that generates mud can have a low one. What counts is whether an independent
-classifier recognises the colour and the shape that the caption asks for.
+classifier recognises the colour and the shape that the caption names.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,24 +15,17 @@ from torch.nn import functional as F
 from unisono.recipes.wan.tiny.shapes import COLOURS, SHAPES, Shapes, labels
 
 _SIZE = 32  # pixels; other sizes are scaled to it
-_NUM_STILLS, _NUM_CLIPS, _CLIP = 1440, 240, 5  # training data
+_NUM_STILLS, _NUM_CLIPS, _CLIP_FRAMES = 1440, 240, 5  # training data
 _STEPS, _BATCH = 300, 64
-_GRAIN = 0.1  # noise on the training images: a sample is never as clean as a drawing
+_NOISE = 0.1  # on the training images: a sample is never as clean as a drawing
 
 
-class Accuracy(NamedTuple):
-    """The fractions of samples whose colour and whose shape were recognised."""
-
-    colour: float
-    shape: float
-
-
-class Judge(nn.Module):
+class ShapeClassifier(nn.Module):
     """A small convolutional network with one head for the colour and one for the shape."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.eye = nn.Sequential(
+        self.features = nn.Sequential(
             nn.Conv2d(3, 16, 3, stride=2, padding=1),
             nn.ReLU(),
             nn.Conv2d(16, 32, 3, stride=2, padding=1),
@@ -49,61 +41,59 @@ class Judge(nn.Module):
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """[images, 3, size, size] in [-1, 1] -> logits of colours and of shapes."""
-        seen = self.eye(images)
-        return self.colour(seen), self.shape(seen)
+        features = self.features(images)
+        return self.colour(features), self.shape(features)
 
     @torch.no_grad()
-    def judge(self, frames: Tensor) -> tuple[Tensor, Tensor]:
+    def classify(self, frames: Tensor) -> tuple[Tensor, Tensor]:
         """[samples, 3, frames, height, width] in [-1, 1] -> indices of the colours and of the shapes, [samples].
 
-        The logits of all frames of a clip are averaged.
+        Averages the log-probabilities over the frames of a clip.
         """
         num_samples, _, num_frames = frames.shape[:3]
         images = frames.transpose(1, 2).flatten(0, 1).float()
         if images.shape[-2:] != (_SIZE, _SIZE):
             images = F.interpolate(images, (_SIZE, _SIZE), mode="bilinear", antialias=True)
         with torch.autocast(images.device.type, enabled=False):  # the run may use 16-bit autocast
-            seen = self(images)
-        heads = (logits.log_softmax(1).view(num_samples, num_frames, -1) for logits in seen)
-        colours, shapes = (scores.mean(1).argmax(1) for scores in heads)
+            logits = self(images)
+        by_frame = (head.log_softmax(1).view(num_samples, num_frames, -1) for head in logits)
+        colours, shapes = (scores.mean(1).argmax(1) for scores in by_frame)
         return colours, shapes
 
-    def accuracy(self, frames: Tensor, colours: Tensor, shapes: Tensor) -> Accuracy:
-        """The fraction of samples that show what they should; colours and shapes as in `shapes.labels`."""
-        seen_colours, seen_shapes = self.judge(frames)
-        return Accuracy(
-            (seen_colours == colours.to(seen_colours.device)).float().mean().item(),
-            (seen_shapes == shapes.to(seen_shapes.device)).float().mean().item(),
-        )
+
+def recognised(frames: Tensor, colours: Tensor, shapes: Tensor) -> dict[str, Tensor]:
+    """[samples] whether each sample shows its colour, and its shape; labels as in `shapes.labels`."""
+    found_colours, found_shapes = trained_classifier().classify(frames)
+    return {"colour": found_colours == colours.to(frames.device), "shape": found_shapes == shapes.to(frames.device)}
 
 
 @cache
-def trained_judge(seed: int = 0) -> Judge:
-    """A judge trained on drawings; takes some seconds, once."""
-    images, colours, shapes = _lessons(seed)
+def trained_classifier(seed: int = 0) -> ShapeClassifier:
+    """A classifier trained on drawings; takes some seconds, once."""
+    images, colours, shapes = _training_data(seed)
     # The run may evaluate under 16-bit autocast, which would cache casts of the weights and never see them change.
     with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False):
         torch.manual_seed(seed)
-        judge = Judge()
-        optimizer = torch.optim.AdamW(judge.parameters(), lr=3e-3)
+        model = ShapeClassifier()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, _STEPS)
         with torch.enable_grad():
             for _ in range(_STEPS):
                 rows = torch.randint(len(images), (_BATCH,))
-                seen = images[rows] + _GRAIN * torch.rand(_BATCH, 1, 1, 1) * torch.randn(_BATCH, 3, _SIZE, _SIZE)
-                colour_logits, shape_logits = judge(seen)
+                noisy = images[rows] + _NOISE * torch.rand(_BATCH, 1, 1, 1) * torch.randn(_BATCH, 3, _SIZE, _SIZE)
+                colour_logits, shape_logits = model(noisy)
                 loss = F.cross_entropy(colour_logits, colours[rows]) + F.cross_entropy(shape_logits, shapes[rows])
                 optimizer.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 schedule.step()
-    return judge.eval().requires_grad_(False)
+    return model.eval().requires_grad_(False)
 
 
-def _lessons(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+def _training_data(seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """Still images and all frames of clips: [images, 3, size, size], and their colours and shapes."""
     images, colours, shapes = [], [], []
-    for num_samples, num_frames in ((_NUM_STILLS, 1), (_NUM_CLIPS, _CLIP)):
+    for num_samples, num_frames in ((_NUM_STILLS, 1), (_NUM_CLIPS, _CLIP_FRAMES)):
         drawings = Shapes(num_samples, num_frames, _SIZE, seed, split="judge")
         frames = torch.stack([drawings[i]["frames"] for i in range(num_samples)])
         of_colour, of_shape = labels([drawings.plan(i) for i in range(num_samples)])

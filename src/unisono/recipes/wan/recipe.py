@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from unisono.engine.recipe import Recipe
 
 if TYPE_CHECKING:  # `unisono train RECIPE --help` need not wait for torch
-    from torch import nn
+    import torch
+    from torch import Tensor, nn
 
     from unisono.recipes.wan.models.kernels.attention import Kernel
 
@@ -25,6 +26,25 @@ class WanRecipe(Recipe):
         from unisono.recipes.wan.models.kernels.attention import Kernel
 
         return Kernel(self.config.attention)
+
+    def optimised(self, transformer: Any) -> Any:
+        """The transformer with the run's attention kernel, fast blocks, and a time embedding in float32."""
+        from unisono.recipes.wan.models.float32_weights import keep_time_embedding_in_float32
+        from unisono.recipes.wan.models.kernels.attention import use
+        from unisono.recipes.wan.models.kernels.block import use_fast_blocks
+
+        keep_time_embedding_in_float32(transformer)
+        use(self.kernel.name, transformer)
+        use_fast_blocks(transformer)
+        return transformer
+
+    def compute_dtype(self, model: nn.Module, latents: Tensor) -> torch.dtype:
+        """The dtype that the model computes in; checks that the attention kernel supports it."""
+        from unisono.recipes.wan.models.float32_weights import compute_dtype
+
+        dtype = compute_dtype(latents)
+        self.kernel.check_support(model, latents.device.type, dtype)
+        return dtype
 
     def full_precision(self, model: nn.Module) -> Sequence[str]:
         """Names of the weights that stay in float32: norms, modulation and the time embedding."""
