@@ -8,7 +8,7 @@ recipe adds its own fields and may change these defaults (`Recipe.defaults`).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 LARGEST_BATCH = 2**32
 """Samples of one optimizer step, on any data."""
@@ -129,9 +129,9 @@ class OptimSettings:
     """Optimizer and schedule"""
 
     optimizer: str = "adamw"
-    """adamw, adam, sgd, or the name of another class in torch.optim (not lbfgs, sparseadam). muon: for matrices, with adamw for embeddings and all other weights. A recipe's optimizer() wins over it."""
+    """adamw, adam, sgd, or another class of torch.optim (not lbfgs, sparseadam). adamw8bit, adamw4bit: AdamW with a quarter or an eighth of its memory. adafactor: less memory still. muon: for the matrices of repeated blocks, with AdamW for all other weights. prodigy: finds its own learning rate. schedule_free_adamw: needs no schedule. All of them work on fsdp's shards. A recipe's optimizer() overrides it."""
     learning_rate: float = 1e-3
-    """Peak learning rate."""
+    """Peak learning rate. prodigy multiplies its own estimate by it; its default there is 1."""
     weight_decay: float = 0.01
     """Decoupled weight decay (adamw), L2 penalty (others)."""
     beta1: float = 0.9
@@ -156,6 +156,15 @@ class OptimSettings:
     """Effective batch for which learning_rate was chosen (used by lr_scaling)."""
     max_skipped_steps: int = 10
     """Stop after more than this many consecutive steps with a non-finite loss or gradient."""
+
+
+def optimizer_presets(optimizer: str) -> dict[str, Any]:
+    """Defaults that follow from the choice of an optimizer."""
+    if optimizer.lower() == "prodigy":
+        return {"learning_rate": 1.0}
+    if optimizer.lower() == "schedule_free_adamw":  # it averages the weights itself and replaces a schedule
+        return {"ema_decay": 0.0, "lr_schedule": "constant"}
+    return {}
 
 
 @dataclass(frozen=True)

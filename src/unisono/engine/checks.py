@@ -129,6 +129,15 @@ def check_settings(settings: Settings) -> None:
         raise ConfigError("nnodes: several machines also need output_dir, the same folder on all of them")
     if settings.launch.node_rank is not None and settings.launch.node_rank >= most:
         raise ConfigError(f"node_rank: expected 0 to {most - 1}, got {settings.launch.node_rank}")
+    if settings.optim.optimizer.lower() == "schedule_free_adamw":
+        if settings.optim.lr_schedule != "constant":
+            raise ConfigError(
+                "optimizer schedule_free_adamw replaces a schedule; leave lr_schedule out (warmup_steps may stay)"
+            )
+        if settings.ema.ema_decay > 0:
+            raise ConfigError("optimizer schedule_free_adamw averages the weights itself; use ema_decay 0")
+        if settings.optim.beta1 == 0:
+            raise ConfigError("optimizer schedule_free_adamw needs beta1 above 0, by which it interpolates; use 0.9")
     if settings.parallel.strategy == "fsdp" and settings.parallel.find_unused_parameters:
         raise ConfigError("find_unused_parameters is ddp's; fsdp needs every weight in every step on every rank")
     if settings.parallel.static_graph and settings.parallel.find_unused_parameters:

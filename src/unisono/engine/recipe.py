@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # `unisono --help` must not wait for torch
     from unisono.data.noise import Noise
     from unisono.observe.progress import Advance
     from unisono.parallel.materialize import Weights
+    from unisono.parallel.row_shards import RowShards
     from unisono.settings import Settings
 
 
@@ -135,6 +136,9 @@ class Recipe:
 
     global_batch: int = 0
     """Number of samples per optimizer step over all ranks; set by the engine before it calls model()."""
+
+    shards: RowShards | None = None
+    """How the weights are cut over the ranks; set before optimizer(). Pass it to an optimizer of `unisono.optim`."""
 
     clock: Clock = Clock()
     """The current step, the same on every rank: `self.clock.step`, and `self.clock.progress` from 0 to 1.

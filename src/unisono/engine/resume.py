@@ -45,8 +45,8 @@ def tensors_of(components: Components) -> dict[str, Tensor]:
     tensors = {f"model.{name}": tensor for name, tensor in strategy.tensors().items()}
     local = dict(strategy.parameters)
     for (name, slot), tensor in components.optimizer.tensors().items():
-        like_weight = tensor.shape == local[name].shape
-        tensors[f"optimizer.{name}.{slot}"] = strategy.as_stored(name, tensor) if like_weight else tensor
+        is_cut = components.optimizer.is_cut_like_weight(slot, tensor, local[name])
+        tensors[f"optimizer.{name}.{slot}"] = strategy.as_stored(name, tensor) if is_cut else tensor
     if components.ema is not None:
         tensors |= {
             f"ema.{name}": strategy.as_stored(name, tensor) for name, tensor in components.ema.tensors().items()

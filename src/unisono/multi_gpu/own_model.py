@@ -16,10 +16,12 @@ from torch.utils.data import Dataset
 
 from unisono.data.noise import Noise
 from unisono.engine.recipe import Loss, Recipe
-from unisono.engine.step.make_optimizer import from_settings, named_optimizer, tables_of
+from unisono.engine.step.make_optimizer import from_settings, named_optimizer, not_for_muon
 from unisono.engine.step.optimizer_step import StepReport
 from unisono.errors import ConfigError, RecipeError
 from unisono.multi_gpu.loss import LossFunction, check_loss, loss_of, same_weights_everywhere
+from unisono.optim.named import OPTIMIZERS
+from unisono.parallel.blocks import repeated_blocks
 from unisono.settings import Settings
 
 
@@ -148,9 +150,10 @@ class OwnModel(Recipe):
         own, named = self._given.optimizer, list(parameters)
         if own is None or isinstance(own, str):
             settings = self._settings.optim
-            if own is None or own.lower() == "muon":  # which needs AdamW beside it
+            if own is None or own.lower() in OPTIMIZERS:
                 settings = settings if own is None else replace(settings, optimizer=own)
-                self._optimizer = from_settings(named, settings, tables_of(self._given.model))
+                others = not_for_muon(self._given.model, repeated_blocks(self._given.model))
+                self._optimizer = from_settings(named, settings, shards=self.shards, not_for_muon=others)
             else:
                 kind, rate = named_optimizer(own), settings.learning_rate
                 self._optimizer = kind(named, lr=rate, weight_decay=settings.weight_decay)  # type: ignore[call-arg]

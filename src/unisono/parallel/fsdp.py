@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from unisono.errors import RecipeError
 from unisono.parallel.materialize import fill_shard, is_on_meta
+from unisono.parallel.row_shards import RowShards
 from unisono.parallel.strategy import ForwardWrapper, Strategy, local_norm
 
 
@@ -151,17 +152,25 @@ class FSDP(Strategy):
         """The shape of weight `name` before it was cut into shards."""
         return self._whole[name].shape
 
+    def row_shards(self) -> RowShards:
+        """Every weight is cut by rows, except those in full precision."""
+        whole = {id(local): self._whole[name] for name, local in self.parameters}
+        shapes = {key: weight.shape for key, weight in whole.items() if isinstance(weight, DTensor)}
+        return RowShards(shapes, self.placement.rank, self.placement.world, self.placement.device)
+
     def as_stored(self, name: str, local: Tensor) -> Tensor:
-        """The shard as a DTensor that knows its place in the whole weight."""
+        """A tensor with this rank's rows of a weight, as a DTensor that knows its place in the whole."""
         whole = self._whole[name]
         if not isinstance(whole, DTensor):
             return local
         # from_local would copy a shard to the mesh's device (offloaded shards are on the CPU, and the copy would be
         # loaded in their place), and would take shape and stride from the shard, which is wrong for an uneven one.
         mesh = self._host_mesh if local.device.type == "cpu" else whole.device_mesh
-        return DTensor.from_local(
-            local, mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
-        )
+        shape, stride = whole.shape, whole.stride()
+        if local.shape[1:] != shape[1:]:  # an optimizer's state with rows of another length
+            shape = torch.Size((shape[0], *local.shape[1:]))
+            stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(local, mesh, whole.placements, run_check=False, shape=shape, stride=stride)
 
     def weights_changed(self) -> None:
         """Drops gathered weights: after a forward pass without backward the root's stay gathered, and go stale."""

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from unisono.errors import RecipeError
 from unisono.parallel.buffers import BufferSlots
 from unisono.parallel.materialize import Weights
+from unisono.parallel.row_shards import RowShards
 from unisono.settings import ParallelSettings
 
 
@@ -143,6 +144,10 @@ class Strategy(ABC):
 
     def _local_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+
+    def row_shards(self) -> RowShards:
+        """How `parameters` are cut over the ranks, for optimizers that look at more than single elements."""
+        return RowShards()
 
     def tensors(self) -> dict[str, Tensor]:
         """The model's weights and persistent buffers by name, as a checkpoint stores them."""

@@ -24,12 +24,12 @@ class Demand:
         return self.weights + self.gradients + self.optimizer + self.average
 
     @classmethod
-    def of(cls, *, trainable_bytes: int, other_bytes: int, optimizer_slots: int, ema: bool) -> Demand:
+    def of(cls, *, trainable_bytes: int, other_bytes: int, optimizer_slots: float, ema: bool) -> Demand:
         """From the sizes of the model: `optimizer_slots` tensors per trainable weight (Adam keeps 2)."""
         return cls(
             weights=trainable_bytes + other_bytes,
             gradients=trainable_bytes,
-            optimizer=optimizer_slots * trainable_bytes,
+            optimizer=int(optimizer_slots * trainable_bytes),
             average=trainable_bytes if ema else 0,
         )
 

@@ -7,11 +7,13 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from unisono.engine.step.make_optimizer import named_optimizer
 from unisono.errors import ConfigError
 from unisono.parallel.strategy import Placement
 from unisono.planning.choose import Demand, choose_strategy
 from unisono.settings import Settings
+
+_STATE_PER_WEIGHT = {"adamw8bit": 0.51, "adamw4bit": 0.27, "adafactor": 0.01, "prodigy": 4}
+"""Size of the optimizer's state as a multiple of the trained weights."""
 
 
 def choose_run_strategy(model: nn.Module, settings: Settings, placement: Placement) -> tuple[str, str]:
@@ -30,11 +32,11 @@ def choose_run_strategy(model: nn.Module, settings: Settings, placement: Placeme
 
 
 def _choose_by_memory(model: nn.Module, settings: Settings, placement: Placement) -> tuple[str, str]:
-    optimizer = named_optimizer(settings.optim.optimizer).__name__.lower()
+    optimizer = settings.optim.optimizer.lower()
     demand = Demand.of(
         trainable_bytes=_num_bytes(model, lambda parameter: parameter.requires_grad),
         other_bytes=_num_bytes(model, lambda parameter: not parameter.requires_grad),
-        optimizer_slots=2 if "adam" in optimizer else 1,
+        optimizer_slots=_STATE_PER_WEIGHT.get(optimizer, 2 if "adam" in optimizer else 1),
         ema=settings.ema.ema_decay > 0,
     )
     on_gpu = placement.device.type == "cuda"

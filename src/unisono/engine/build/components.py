@@ -19,12 +19,13 @@ from unisono.engine.build.recording import check_strategy_records, plan_recordin
 from unisono.engine.recipe import Recipe
 from unisono.engine.state import TrainState
 from unisono.engine.step.components import Components
-from unisono.engine.step.ema import Ema
+from unisono.engine.step.ema import Average, Ema, ScheduleFreeAverage
 from unisono.engine.step.learning_rate import learning_rate_scale
-from unisono.engine.step.make_optimizer import named_optimizer, needs_whole_weights, tables_of
+from unisono.engine.step.make_optimizer import not_for_muon
 from unisono.engine.step.optimizer_wrapper import OptimizerWrapper
 from unisono.engine.step.precision import LossScale, weight_type
 from unisono.errors import ConfigError
+from unisono.optim.schedule_free import ScheduleFreeAdamW
 from unisono.parallel.blocks import compile_blocks, recompute_activations, repeated_blocks
 from unisono.parallel.data_parallel import DataParallel
 from unisono.parallel.ddp import DDP
@@ -54,18 +55,20 @@ def build_components(recipe: Recipe, settings: Settings, placement: Placement, b
     recipe.flash_attention = placement.compute_type is not None and has_flash_attention(placement.device)
     model = _initial_model(recipe, settings, placement)
     strategy_name, reason = choose_run_strategy(model.module, settings, placement)
-    _check_optimizer(recipe, settings, strategy_name)
     recording = plan_recording(recipe, settings, placement.device, strategy_name)
-    strategy, remarks = _distribute(model, recipe, settings, placement, strategy_name)
+    blocks = _blocks_of(model.module, recipe)
+    strategy, remarks = _distribute(model, blocks, recipe, settings, placement, strategy_name)
+    recipe.shards = strategy.row_shards()
     optimizer = OptimizerWrapper(
         strategy.parameters,
         settings.optim,
         recipe.optimizer,
         learning_rate_scale(batch.global_batch, settings.optim),
         sharded=strategy.sharded,
-        tables=tables_of(model.module),
+        shards=recipe.shards,
+        not_for_muon=not_for_muon(model.module, blocks),
     )
-    ema = Ema(strategy.parameters, settings.ema) if settings.ema.ema_decay > 0 else None
+    ema = _average(strategy, optimizer, settings)
     scale = LossScale(placement.device) if settings.precision.mixed_precision == "fp16" else None
     if recording.captures:
         check_strategy_records(strategy)
@@ -81,6 +84,12 @@ def build_components(recipe: Recipe, settings: Settings, placement: Placement, b
         captures=recording.captures,
         recordable=recording.is_possible,
     )
+
+
+def _average(strategy: Strategy, optimizer: OptimizerWrapper, settings: Settings) -> Average | None:
+    if isinstance(optimizer.optimizer, ScheduleFreeAdamW):
+        return ScheduleFreeAverage(strategy.parameters, optimizer.optimizer)
+    return Ema(strategy.parameters, settings.ema) if settings.ema.ema_decay > 0 else None
 
 
 def _initial_model(recipe: Recipe, settings: Settings, placement: Placement) -> _InitialModel:
@@ -115,23 +124,22 @@ def _handle_batch_norm(model: nn.Module, settings: Settings, placement: Placemen
     ]
 
 
-def _check_optimizer(recipe: Recipe, settings: Settings, strategy: str) -> None:
-    """Refuses an optimizer from the settings that cannot work on fsdp's shards."""
-    if type(recipe).optimizer is not Recipe.optimizer:
-        return
-    optimizer = named_optimizer(settings.optim.optimizer)
-    if strategy == "fsdp" and needs_whole_weights(optimizer):
-        raise ConfigError(f"optimizer {optimizer.__name__} updates whole matrices and cannot run on fsdp's shards")
+def _blocks_of(model: nn.Module, recipe: Recipe) -> list[nn.Module]:
+    own_blocks = recipe.blocks(model)
+    return list(own_blocks) if own_blocks is not None else repeated_blocks(model)
 
 
 def _distribute(
-    model: _InitialModel, recipe: Recipe, settings: Settings, placement: Placement, name: str
+    model: _InitialModel,
+    blocks: Sequence[nn.Module],
+    recipe: Recipe,
+    settings: Settings,
+    placement: Placement,
+    name: str,
 ) -> tuple[Strategy, list[str]]:
     """Applies activation checkpointing and compilation, and places the model and the frozen modules on devices."""
     if model.weights is not None and name != "fsdp":  # fsdp fills its shards itself
         fill(model.module, model.weights)
-    own_blocks = recipe.blocks(model.module)
-    blocks = list(own_blocks) if own_blocks is not None else repeated_blocks(model.module)
     remarks = _transform_blocks(model.module, blocks, settings, placement)
     sharded = recipe.sharded()
     strategy = STRATEGIES[name](

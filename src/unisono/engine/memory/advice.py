@@ -24,7 +24,7 @@ def advice(rank: int, message: str, components: Components, *, recomputes: bool)
         weights=_bytes(strategy.model.parameters()),
         gradients=_bytes(parameter for _, parameter in strategy.parameters),
         optimizer=_bytes(components.optimizer.tensors().values()),
-        average=0 if components.ema is None else _bytes(components.ema.tensors().values()),
+        average=0 if components.ema is None else components.ema.num_bytes,
     )
     where = f" on rank {rank}" if placement.world > 1 else ""
     if message.startswith(IN_COUPLE):
@@ -55,7 +55,7 @@ def advice(rank: int, message: str, components: Components, *, recomputes: bool)
         remedies.append(f"strategy fsdp on {num} GPUs ({each} each instead of {format_bytes(demand.total)})")
     if not strategy.settings.fsdp_cpu_offload:
         remedies.append(f"fsdp with fsdp_cpu_offload (takes {format_bytes(demand.total)} off the GPUs together)")
-    if components.ema is not None:
+    if demand.average:
         remedies.append(f"ema_decay 0 (saves {format_bytes(demand.average)})")
     return f"{begin}; {kept}. What would help: {', '.join(remedies)}"
 

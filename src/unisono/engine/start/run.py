@@ -21,7 +21,7 @@ from unisono.engine.checks import check_settings, machines
 from unisono.engine.recipe import Recipe
 from unisono.engine.start.registry import check_recipe, importable_name, load_recipe, recipes_with
 from unisono.errors import EXIT_DONE, EXIT_STOPPED, ConfigError, TrainingFailed, TryAgain, UnisonoError, UserError
-from unisono.settings import LaunchSettings, Settings
+from unisono.settings import LaunchSettings, Settings, optimizer_presets
 from unisono.typed_paths import absolute, known, note_start_folder, shown, usable
 
 # Only processes that train import torch: starting ranks and printing help must be fast.
@@ -93,7 +93,9 @@ def configure(
             if path.startswith("~"):
                 raise ConfigError(f"{name} {resolved.values[name]}: there is no such user; write the path in full")
             resolved = resolved.with_values(resolved.sources[name], **{name: path})
-    presets = {name: value for name, value in kind.presets(resolved.values).items() if not resolved.explicit(name)}
+    by_optimizer = optimizer_presets(str(resolved.values["optimizer"]))
+    presets = {**kind.presets(resolved.values), **by_optimizer}
+    presets = {name: value for name, value in presets.items() if not resolved.explicit(name)}
     return resolved.with_values("recipe", **presets) if presets else resolved
 
 

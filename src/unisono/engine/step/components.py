@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from unisono.engine.recipe import Recipe
 from unisono.engine.state import TrainState
-from unisono.engine.step.ema import Ema
+from unisono.engine.step.ema import Average
 from unisono.engine.step.optimizer_wrapper import OptimizerWrapper
 from unisono.engine.step.precision import LossScale
 from unisono.parallel.strategy import Strategy
@@ -20,7 +20,7 @@ class Components:
     strategy: Strategy
     why_strategy: str
     optimizer: OptimizerWrapper
-    ema: Ema | None
+    ema: Average | None
     scale: LossScale | None
     state: TrainState
     remarks: list[str]  # notes for the user, printed once

@@ -1,22 +1,49 @@
-"""The exponential moving average of the weights.
+"""Averages of the weights, which evaluations, previews and exports use: an exponential moving one, or the optimizer's.
 
-It is elementwise, so each rank averages its own shards without communication, and checkpoints store and reshard it like
-the weights.
+They are elementwise, so each rank averages its own shards without communication, and checkpoints store and reshard them
+like the weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
 
+from unisono.optim.schedule_free import ScheduleFreeAdamW
 from unisono.settings import EmaSettings
 
 
-class Ema:
-    """A moving average of the weights."""
+class Average(ABC):
+    """An average of the weights that can take their place in the model."""
+
+    @abstractmethod
+    def update(self, updates: int) -> None:
+        """Takes the weights of a step into account, after `updates` earlier ones."""
+
+    @abstractmethod
+    def restart(self) -> None:
+        """Starts again from the current weights."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """The averages by the weights' names."""
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """The memory that the average takes between evaluations."""
+
+    @abstractmethod
+    def in_place_of_weights(self, changed: Callable[[], None]) -> AbstractContextManager[None]:
+        """A context in which the model computes with the average; calls `changed` after each swap."""
+
+
+class Ema(Average):
+    """An exponential moving average of the weights."""
 
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], settings: EmaSettings) -> None:
         self._names = [name for name, _ in parameters]
@@ -44,6 +71,11 @@ class Ema:
         """The averages by the weights' names."""
         return dict(zip(self._names, self._averages, strict=True))
 
+    @property
+    def num_bytes(self) -> int:
+        """The memory of the averages."""
+        return sum(average.nbytes for average in self._averages)
+
     @contextmanager
     def in_place_of_weights(self, changed: Callable[[], None]) -> Iterator[None]:
         """A context in which the model computes with the average; calls `changed` after each swap."""
@@ -61,3 +93,42 @@ class Ema:
             kept = weight.clone()
             weight.copy_(average)
             average.copy_(kept)
+
+
+class ScheduleFreeAverage(Average):
+    """The average that a schedule-free optimizer computes: derived from its state when it is needed."""
+
+    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], optimizer: ScheduleFreeAdamW) -> None:
+        self._parameters, self._optimizer = parameters, optimizer
+
+    def update(self, updates: int) -> None:
+        """The optimizer has done it."""
+
+    def restart(self) -> None:
+        """Nothing to do: the optimizer's state was restored."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The averages, computed anew."""
+        return {name: self._optimizer.average(parameter) for name, parameter in self._parameters}
+
+    @property
+    def num_bytes(self) -> int:
+        """None: it is not stored."""
+        return 0
+
+    @contextmanager
+    def in_place_of_weights(self, changed: Callable[[], None]) -> Iterator[None]:
+        """A context in which the model computes with the average; calls `changed` after each swap."""
+        trained = [parameter.detach().clone() for _, parameter in self._parameters]
+        self._set(self._optimizer.average(parameter) for _, parameter in self._parameters)  # one at a time
+        changed()
+        try:
+            yield
+        finally:
+            self._set(trained)
+            changed()
+
+    @torch.no_grad()
+    def _set(self, weights: Iterable[Tensor]) -> None:
+        for (_, parameter), weight in zip(self._parameters, weights, strict=True):
+            parameter.copy_(weight)

@@ -11,6 +11,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.errors import ConfigError, RecipeError
+from unisono.optim import named
+from unisono.optim.base import ShardAwareOptimizer
+from unisono.optim.combined import CombinedOptimizer
+from unisono.parallel.row_shards import RowShards
 from unisono.settings import OptimSettings
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
@@ -25,27 +29,31 @@ _WHOLE_WEIGHTS_EXACTLY = ("soap", "lamb", "lars", "came")
 
 
 def named_optimizer(name: str) -> type[Optimizer]:
-    """The class in torch.optim with this name, ignoring case."""
+    """The class with this name, in `unisono.optim` or torch.optim, ignoring case."""
     classes = {
         key.lower(): value
         for key, value in vars(torch.optim).items()
         if inspect.isclass(value) and issubclass(value, Optimizer) and value is not Optimizer
-    }
+    } | named.OPTIMIZERS
     if (reason := _UNUSABLE.get(name.lower())) is not None:
         raise ConfigError(f"optimizer {name} cannot be used: it {reason}")
     if name.lower() not in classes:
         usable = ", ".join(sorted(classes.keys() - _UNUSABLE.keys()))
-        raise ConfigError(f"optimizer: torch.optim has no {name!r}; it has {usable}")
+        raise ConfigError(f"optimizer: expected one of {usable}; got {name!r}")
     return classes[name.lower()]
 
 
 def from_settings(
-    parameters: NamedParameters, settings: OptimSettings, tables: Collection[nn.Parameter] = ()
+    parameters: NamedParameters,
+    settings: OptimSettings,
+    *,
+    shards: RowShards | None = None,
+    not_for_muon: Collection[str] = (),
 ) -> Optimizer:
-    """Makes the optimizer in the settings. `tables`: embedding weights, for which Muon's update is not suited."""
+    """Makes the optimizer in the settings. `not_for_muon`: names of matrices that Muon leaves to AdamW."""
     kind = named_optimizer(settings.optimizer)
-    if kind.__name__ == "Muon":
-        return _muon(kind, parameters, settings, tables)
+    if settings.optimizer.lower() in named.OPTIMIZERS:
+        return named.make(parameters, settings, shards or RowShards(), not_for_muon)
     accepted = inspect.signature(kind).parameters
     options: dict[str, Any] = {
         "lr": settings.learning_rate,
@@ -56,54 +64,31 @@ def from_settings(
         # One kernel for all weights, which also skips a non-finite step on the device without a host sync.
         "fused": True,
     }
-    if kind.__name__ == "Adafactor":
-        del options["eps"]  # a pair with a different meaning
     if "fused" not in accepted:
         options["foreach"] = True
     return kind(list(parameters), **{name: value for name, value in options.items() if name in accepted})
 
 
-def _muon(
-    kind: Any, parameters: NamedParameters, settings: OptimSettings, tables: Collection[nn.Parameter]
-) -> Optimizer:
-    """Muon for matrices, AdamW for everything else, as its authors use it."""
-    table_ids = {id(table) for table in tables}
-    matrices = [pair for pair in parameters if pair[1].dim() == 2 and id(pair[1]) not in table_ids]
-    others = [pair for pair in parameters if pair[1].dim() != 2 or id(pair[1]) in table_ids]
-    rates: dict[str, Any] = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
-    parts: list[Optimizer] = []
-    if matrices:
-        # Scales updates to the size of AdamW's, so that one learning rate works for both.
-        parts.append(kind(matrices, **rates, momentum=settings.beta1, adjust_lr_fn="match_rms_adamw"))
-    if others:
-        betas = (settings.beta1, settings.beta2)
-        parts.append(torch.optim.AdamW(others, **rates, betas=betas, eps=settings.epsilon, foreach=True))
-    return CombinedOptimizer(parts)
-
-
-class CombinedOptimizer(Optimizer):
-    """Several optimizers, each for its own weights, combined into one with one list of groups and one state."""
-
-    def __init__(self, parts: Sequence[Optimizer]) -> None:
-        super().__init__([group for part in parts for group in part.param_groups], {})
-        self.parts = list(parts)
-        for part in parts:
-            part.state = self.state
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Steps all optimizers."""
-        for part in self.parts:
-            part.step()
-
-
-def tables_of(model: nn.Module) -> list[nn.Parameter]:
-    """The weights of all embeddings in the model."""
-    kinds = (nn.Embedding, nn.EmbeddingBag)
-    return [weight for module in model.modules() if isinstance(module, kinds) for weight in module.parameters()]
+def not_for_muon(model: nn.Module, blocks: Sequence[nn.Module]) -> list[str]:
+    """Names of the matrices that Muon is not suited for: embeddings, and all outside the repeated blocks, if any."""
+    tables = {
+        id(weight)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        for weight in module.parameters()
+    }
+    inside = {id(weight) for block in blocks for weight in block.parameters()}
+    return [
+        name
+        for name, weight in model.named_parameters()
+        if id(weight) in tables or (blocks and id(weight) not in inside)
+    ]
 
 
 def needs_whole_weights(kind: type) -> bool:
     """Whether the update of an element depends on other elements of its weight, so that shards cannot be updated."""
+    if issubclass(kind, ShardAwareOptimizer):
+        return False
     names = [each.__name__.lower() for each in kind.__mro__]
     return any(name in _WHOLE_WEIGHTS_EXACTLY or any(part in name for part in _WHOLE_WEIGHTS) for name in names)
 
@@ -115,9 +100,16 @@ def check_optimizer(optimizer: Any, parameters: NamedParameters, *, sharded: boo
     kind = type(optimizer)
     if (reason := _UNUSABLE.get(kind.__name__.lower())) is not None:
         raise RecipeError(f"optimizer() returned {kind.__name__}, which cannot be used: it {reason}")
-    parts = [type(part) for part in optimizer.parts] if isinstance(optimizer, CombinedOptimizer) else [kind]
-    if sharded and (whole := [part.__name__ for part in parts if needs_whole_weights(part)]):
-        raise ConfigError(f"optimizer {whole[0]} updates whole matrices and cannot run on fsdp's shards; use ddp")
+    if sharded:
+        for part in optimizer.parts if isinstance(optimizer, CombinedOptimizer) else [optimizer]:
+            name = type(part).__name__
+            if needs_whole_weights(type(part)):
+                raise ConfigError(
+                    f"optimizer {name} updates whole matrices and cannot run on fsdp's shards; use ddp, or --optimizer "
+                    "muon or adafactor, which can"
+                )
+            if isinstance(part, ShardAwareOptimizer) and not part.shards.whole_shapes:
+                raise RecipeError(f"optimizer(): {name} must know fsdp's shards; make it with shards=self.shards")
     for group in optimizer.param_groups:
         if not isinstance(group.get("lr"), float | int | torch.Tensor):
             raise RecipeError(f"optimizer(): {kind.__name__} has a group without a learning rate; give it lr=")

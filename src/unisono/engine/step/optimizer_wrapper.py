@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 
 from unisono.engine.step.make_optimizer import NamedParameters, check_optimizer, from_settings
 from unisono.errors import RecipeError
+from unisono.optim.combined import CombinedOptimizer
+from unisono.parallel.row_shards import RowShards
 from unisono.settings import OptimSettings
 
 
@@ -27,12 +29,13 @@ class OptimizerWrapper:
         lr_scale: float,
         *,
         sharded: bool = False,
-        tables: Collection[nn.Parameter] = (),
+        shards: RowShards | None = None,
+        not_for_muon: Collection[str] = (),
     ) -> None:
-        """`own` makes the recipe's optimizer, or returns None for the one in the settings; `tables` are embeddings."""
+        """`own` makes the recipe's optimizer, or returns None for the one in the settings."""
         optimizer = own(list(parameters))
         if optimizer is None:
-            optimizer = from_settings(parameters, settings, tables)
+            optimizer = from_settings(parameters, settings, shards=shards, not_for_muon=not_for_muon)
         self.remarks = check_optimizer(optimizer, parameters, sharded=sharded)
         self.optimizer = optimizer
         self._names = {id(parameter): name for name, parameter in parameters}
@@ -128,6 +131,13 @@ class OptimizerWrapper:
             for slot, value in slots.items()
             if isinstance(value, Tensor)
         }
+
+    def is_cut_like_weight(self, slot: str, state: Tensor, weight: Tensor) -> bool:
+        """Whether a tensor of the state has rows for this rank's rows of the weight; other tensors are whole."""
+        parts = self.optimizer.parts if isinstance(self.optimizer, CombinedOptimizer) else [self.optimizer]
+        if any(slot in getattr(part, "row_slots", ()) for part in parts):
+            return True
+        return state.shape == weight.shape and not any(slot in getattr(part, "whole_slots", ()) for part in parts)
 
     def to_json(self) -> dict[str, Any]:
         """The optimizer state that is not in tensors."""

@@ -25,9 +25,9 @@ from unisono.engine.recipe import Work
 from unisono.engine.step.out_of_memory import is_out_of_memory
 from unisono.errors import TrainingFailed, UserError
 from unisono.observe.progress import Advance
+from unisono.recipes.common.cache_files import remove_leftovers, write_cache_file
 from unisono.recipes.common.fingerprint import together
 from unisono.recipes.common.packs import Kept, Packs, Shelf
-from unisono.recipes.common.cache_files import remove_leftovers, write_cache_file
 from unisono.recipes.wan.objective import TIMESTEPS, noised
 from unisono.recipes.wan.sample import sample
 from unisono.recipes.wan_distill.data.rollout_spec import RolloutSpec, position_of, positions_of

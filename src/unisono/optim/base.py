@@ -1,0 +1,71 @@
+"""What the optimizers here share: they skip steps on the device, and know how their weights are cut over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unisono.parallel.row_shards import RowShards
+
+
+class ShardAwareOptimizer(Optimizer):
+    """An optimizer whose result does not depend on how weights are cut over the ranks.
+
+    Like torch's fused optimizers it divides gradients by `grad_scale` itself, and changes nothing in a step in which
+    `found_inf` is 1. Subclasses compute new values and hand them to `_store`.
+    """
+
+    _step_supports_amp_scaling: ClassVar[bool] = True
+    row_slots: ClassVar[frozenset[str]] = frozenset()
+    """Names of state tensors with a row for each row of the weight; they are cut as the weight is."""
+    whole_slots: ClassVar[frozenset[str]] = frozenset()
+    """Names of state tensors that every rank holds whole, whatever their shape."""
+
+    found_inf: Tensor | None = None
+    grad_scale: Tensor | None = None
+
+    def __init__(self, parameters: Iterable[Any], defaults: dict[str, Any], shards: RowShards) -> None:
+        super().__init__(parameters, defaults)
+        self.shards = shards
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Updates all weights that have a gradient."""
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None and not self.state[weight]:
+                    self.state[weight] = self._new_state(weight, group)
+            self._step_group(group, [weight for weight in group["params"] if weight.grad is not None])
+
+    def _new_state(self, weight: nn.Parameter, group: dict[str, Any]) -> dict[str, Any]:
+        """The state of a weight before its first step."""
+        raise NotImplementedError
+
+    def _step_group(self, group: dict[str, Any], weights: list[nn.Parameter]) -> None:
+        """Updates the weights of one group."""
+        raise NotImplementedError
+
+    def _gradient(self, weight: nn.Parameter) -> Tensor:
+        assert weight.grad is not None
+        return weight.grad if self.grad_scale is None else weight.grad / self.grad_scale.to(weight.grad.dtype)
+
+    def _store(self, target: Tensor, value: Tensor) -> None:
+        """Writes a new value into a weight or its state, unless this step is skipped."""
+        if self.found_inf is not None:
+            value = torch.where(self.found_inf.bool(), target, value.to(target.dtype))
+        target.copy_(value)
+
+    def _count_step(self, state: dict[str, Any]) -> Tensor:
+        """Increments a weight's step counter, and returns it."""
+        self._store(state["step"], state["step"] + 1)
+        # A skipped step computes with 1, because bias corrections divide by 0 otherwise.
+        return torch.clamp(state["step"], min=1)
+
+
+def step_counter(weight: Tensor) -> Tensor:
+    """A step counter on the weight's device."""
+    return torch.zeros((), dtype=torch.float32, device=weight.device)

@@ -1,0 +1,69 @@
+"""AdamW without a learning-rate schedule (Defazio et al., The Road Less Scheduled, 2024).
+
+The optimizer steps a sequence z, averages it into x, and computes gradients at a point y between both. The model's
+weights are y while it trains; evaluation, previews and exports use x, which is as good as the end of a schedule at any
+time. x is not stored: y = beta1 x + (1 - beta1) z.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unisono.optim.base import ShardAwareOptimizer, step_counter
+from unisono.parallel.row_shards import RowShards
+
+
+class ScheduleFreeAdamW(ShardAwareOptimizer):
+    """Schedule-free AdamW; `averages` gives the weights to use."""
+
+    def __init__(
+        self,
+        parameters: Iterable[Any],
+        *,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        shards: RowShards | None = None,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(parameters, defaults, shards or RowShards())
+
+    def _new_state(self, weight: nn.Parameter, group: dict[str, Any]) -> dict[str, Any]:
+        state: dict[str, Any] = {"step": step_counter(weight), "z": weight.detach().clone()}
+        state["exp_avg_sq"] = torch.zeros_like(weight)
+        scalar = torch.zeros((), dtype=weight.dtype, device=weight.device)
+        return state | {"largest_rate": scalar, "sum_of_shares": scalar.clone()}
+
+    def _step_group(self, group: dict[str, Any], weights: list[nn.Parameter]) -> None:
+        (beta1, beta2), rate = group["betas"], group["lr"]
+        for weight in weights:
+            state, gradient = self.state[weight], self._gradient(weight)
+            step = self._count_step(state).to(gradient.dtype)
+            # During a warm-up early points count less in the average, by the square of their rate.
+            largest = torch.clamp(state["largest_rate"], min=rate)
+            total = state["sum_of_shares"] + largest.square()
+            share = torch.where(total > 0, largest.square() / total, 0)
+            second = torch.lerp(state["exp_avg_sq"], gradient.square(), 1 - beta2)
+            direction = gradient / ((second / (1 - beta2**step)).sqrt_().add_(group["eps"]))
+            direction = direction + group["weight_decay"] * weight
+            y = torch.lerp(weight, state["z"], share) + direction * (rate * (beta1 * (1 - share) - 1))
+            for target, value in (
+                (state["largest_rate"], largest),
+                (state["sum_of_shares"], total),
+                (state["exp_avg_sq"], second),
+                (state["z"], state["z"] - rate * direction),
+                (weight, y),
+            ):
+                self._store(target, value)
+
+    def average(self, weight: nn.Parameter) -> Tensor:
+        """x: the weight to evaluate and export."""
+        for group in self.param_groups:
+            if any(weight is each for each in group["params"]) and self.state[weight]:
+                return torch.lerp(weight.detach(), self.state[weight]["z"], 1 - 1 / group["betas"][0])
+        return weight.detach().clone()

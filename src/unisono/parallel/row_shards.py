@@ -1,0 +1,95 @@
+"""What an optimizer may ask about weights that are cut by rows over the ranks.
+
+Most optimizers update every element on its own, and a shard serves them as well as a whole weight. Some need more: the
+sum of a column, the norm of a weight, or a whole matrix. `RowShards` gives them these, with one collective for all
+weights together. Where every rank holds whole weights (single, dp, ddp), nothing is communicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RowShards:
+    """Which weights are cut, and sums and whole matrices of them. All ranks must call its methods in the same order."""
+
+    whole_shapes: Mapping[int, torch.Size] = field(default_factory=dict)  # by id() of the shard; others are whole
+    rank: int = 0
+    world: int = 1
+    device: torch.device | None = None  # where collectives run; shards that are offloaded lie elsewhere
+
+    def is_cut(self, weight: Tensor) -> bool:
+        """Whether other ranks hold rows of this weight."""
+        return self.world > 1 and id(weight) in self.whole_shapes
+
+    def whole_shape(self, weight: Tensor) -> torch.Size:
+        """The shape of the weight over all ranks."""
+        return self.whole_shapes.get(id(weight), weight.shape)
+
+    def sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Each tensor summed over the ranks, by a single all-reduce; pass only tensors that belong to cut weights."""
+        if self.world == 1 or not tensors:
+            return list(tensors)
+        flat = torch.cat([tensor.flatten() for tensor in tensors]).to(self.device)
+        dist.all_reduce(flat)
+        parts = torch.split(flat.to(tensors[0].device), [tensor.numel() for tensor in tensors])
+        return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+
+    def map_whole(
+        self, weights: Sequence[Tensor], shards: Sequence[Tensor], compute: Callable[[Tensor], Tensor]
+    ) -> list[Tensor]:
+        """compute(matrix) of each cut matrix, of which `shards` are this rank's rows; returns this rank's rows of it.
+
+        Ranks take turns: rank 0 gathers and computes the first matrix, rank 1 the second, and so on, so that every
+        matrix is computed once. Matrices of similar size are computed at the same time.
+        """
+        order = sorted(range(len(shards)), key=lambda number: -self.whole_shape(weights[number]).numel())
+        results: dict[int, Tensor] = {}
+        for start in range(0, len(order), self.world):
+            turn = order[start : start + self.world]  # turn[k] is computed by rank k
+            shapes = [self.whole_shape(weights[number]) for number in turn]
+            whole = self._exchange([shards[number] for number in turn], shapes, gather=True)
+            computed = [compute(whole[0].view(shapes[self.rank]))] if self.rank < len(turn) else []
+            rows = self._exchange(computed, shapes, gather=False, like=shards[turn[0]])
+            results |= {
+                number: part.view_as(shards[number]).to(shards[number].device)
+                for number, part in zip(turn, rows, strict=True)
+            }
+        return [results[number] for number in range(len(shards))]
+
+    def _exchange(
+        self, tensors: Sequence[Tensor], shapes: Sequence[torch.Size], *, gather: bool, like: Tensor | None = None
+    ) -> list[Tensor]:
+        """One all-to-all: of rows to the ranks that compute (gather), or of results back to the owners of the rows."""
+        mine = [self._num_elements(shape, self.rank) for shape in shapes]  # my rows of every matrix
+        own = (
+            [self._num_elements(shapes[self.rank], rank) for rank in range(self.world)]
+            if self.rank < len(shapes)
+            else [0] * self.world
+        )  # every rank's rows of my matrix
+        per_matrix = mine + [0] * (self.world - len(mine))
+        send, receive = (per_matrix, own) if gather else (own, per_matrix)
+        template = tensors[0] if tensors else like
+        assert template is not None
+        flat = (
+            torch.cat([tensor.flatten() for tensor in tensors]).to(self.device)
+            if tensors
+            else torch.empty(0, dtype=template.dtype, device=self.device)
+        )
+        received = torch.empty(sum(receive), dtype=flat.dtype, device=flat.device)
+        dist.all_to_all_single(received, flat, receive, send)
+        if gather:
+            return [received] if self.rank < len(shapes) else []
+        return list(torch.split(received, mine))
+
+    def _num_elements(self, shape: torch.Size, rank: int) -> int:
+        """The number of elements of a matrix in the rows of `rank`, as `torch.chunk` and fully_shard cut them."""
+        rows = -(-shape[0] // self.world)
+        held = max(0, min(shape[0], (rank + 1) * rows) - rank * rows)
+        return held * (shape.numel() // shape[0] if shape[0] else 0)
