@@ -21,7 +21,7 @@ from unisono.engine.step.make_optimizer import not_for_muon
 from unisono.errors import ConfigError
 from unisono.optim.adafactor import Adafactor
 from unisono.optim.base import ShardAwareOptimizer
-from unisono.optim.low_bit_adamw import BlockCodes, LowBitAdamW, code_book
+from unisono.optim.low_bit_adamw import BlockCodes, LowBitAdamW, code_book, nearest_codes
 from unisono.optim.muon import Muon, orthogonalise
 from unisono.optim.named import OPTIMIZERS
 from unisono.optim.prodigy import Prodigy
@@ -142,6 +142,21 @@ def test_a_stored_moment_is_the_nearest_that_codes_can_express(bits: int, signed
             block = row[start : start + size]
             nearest = (block[:, None] / block.abs().max() - book).abs().min(dim=1).values * block.abs().max()
             torch.testing.assert_close((found[start : start + size] - block).abs(), nearest, rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("signed", [True, False])
+def test_the_quick_search_for_codes_is_exact(bits: int, signed: bool) -> None:
+    book = code_book(bits, signed=signed)
+    borders = ((book[1:] + book[:-1]) / 2).float()
+    near = torch.cat([torch.nextafter(borders, torch.tensor(to)) for to in (-9.0, 9.0)])
+    tiny = 10 ** -(torch.rand(20_000) * 12)
+    values = torch.cat([book.float(), borders, near, tiny, torch.rand(20_000), torch.tensor([0.0, -0.0])])
+    values = torch.cat([values, -values]) if signed else values.abs()
+    exact = torch.bucketize(
+        values, ((code_book(bits, signed=signed)[1:] + code_book(bits, signed=signed)[:-1]) / 2).float()
+    )
+    assert torch.equal(nearest_codes(values, bits, signed), exact)
 
 
 def made(name: str, weights: list[nn.Parameter]) -> ShardAwareOptimizer:
