@@ -95,7 +95,7 @@ def _check_best_metric(best_metric: str, names: Collection[str]) -> None:
     """Refuses a best_metric that is not among the metrics of an evaluation; `names` are without eval/."""
     metrics = sorted(f"eval/{name}" for name in names)
     if best_metric not in metrics:
-        suggestion = did_you_mean(best_metric, metrics)
+        suggestion = did_you_mean(best_metric.removeprefix("eval/"), sorted(names), "eval/", similarity=0.5)
         raise ConfigError(f"best_metric {best_metric}: evaluation returns {', '.join(metrics)}{suggestion}")
 
 
