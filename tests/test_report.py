@@ -118,7 +118,7 @@ def test_a_real_run_that_was_killed_is_told_in_full(survivor: Path) -> None:
 
 
 def test_a_run_killed_as_a_whole_and_started_again_tells_it_all(tmp_path: Path) -> None:
-    words = ["--save_every", "3", "--no_async_save", "--learning_rate", "0.01"]
+    words = ["--save_every", "3", "--no_async_save", "--learning_rate", "0.01", "--batch_size", "3"]
     killed = unisono(
         "train", TINY, *words, "--max_steps=9", "--output_dir=run", "--inject=kill@rank0:step9", cwd=tmp_path
     )
@@ -127,6 +127,7 @@ def test_a_run_killed_as_a_whole_and_started_again_tells_it_all(tmp_path: Path) 
     page = " ".join(report(tmp_path / "run").text.split())
     assert re.search(r"faults survived 1 no restart, [1-3] steps? repeated", page), page[:2000]
     assert "learning_rate 0.01 0.001 flag" in page, "who set it is known after a resume"
+    assert "effective batch 3 " in page, "of the whole run, though the second start says nothing about it"
     assert "max_steps 9 4 flag" in page, "the default is the recipe's, as in --help"
     assert "log_every 1 " not in page.split("As by default")[0], "a recipe's default is a default"
 

@@ -82,6 +82,8 @@ def _facts(run: Run, now: datetime) -> list[tuple[str, str]]:
         ("ranks", _changes(starts, "world") + (f", {strategy}" if strategy else "")),
         ("launcher", _changes(starts, "launcher")),
         ("seed", _text(run.record.get("seed"))),
+        # A resumed run keeps it, whatever batch_size is among its settings.
+        ("effective batch", _text(run.record.get("global_batch", "unknown"))),
     ]
 
 
