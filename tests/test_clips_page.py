@@ -309,7 +309,7 @@ def test_a_long_video_shows_how_far_it_is(video: Path, tmp_path: Path, capsys: p
         patch.setattr(clips, "_LONG_S", 10)
         assert clips.main([str(known), "--output_dir", str(tmp_path), "--num_clips", "1"], Judge(slow)) == 0
     told = capsys.readouterr().err
-    assert "scoring long.mp4: 20 s of video" in told and "cutting long.mp4: 1 clips in" in told
+    assert "scoring long.mp4: 20 s of video" in told and "cutting long.mp4: 1 clip in" in told
 
 
 def test_junk_does_not_fill_up_the_clips(video: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from unisono.atomic_files import atomic_folder
 from unisono.cli.arguments import Parser
 from unisono.cli.device import usable_device
 from unisono.errors import EXIT_DONE, EXIT_USER_ERROR, ConfigError, UserError
+from unisono.formatting import plural
 from unisono.observe.progress import progress
 from unisono.observe.status_line import status_line
 
@@ -185,7 +186,7 @@ def _clip(video: Path, folder: Path, judge: Judge, options: argparse.Namespace, 
         remarks += [f"{encoded}: its clips are re-encoded, as with --exact"] if encoded else []
         for remark in remarks:
             print(f"unisono: {video}: {remark}", file=sys.stderr)
-        cutting = progress(f"cutting {video.name}", len(moments), "clips", enabled=shown)
+        cutting = progress(f"cutting {video.name}", len(moments), plural("clip", len(moments)), enabled=shown)
         with atomic_folder(folder) as making, cutting as advance:
             clips = []
             for number, moment in enumerate(moments, 1):
