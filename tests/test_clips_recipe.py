@@ -96,13 +96,15 @@ def test_a_video_is_scored_as_in_evaluation(runs: dict[str, Outcome], root: Path
     recipe.prepare(Work(root / "runs" / "one" / "prepared"))
     data = recipe.dataset("eval")
     item, name = data[0], data._videos[0].source.name
-    scored = score(recipe, model, root / "videos" / name, "cpu")  # type: ignore[arg-type]
+    seconds_done: list[float] = []
+    scored = score(recipe, model, root / "videos" / name, "cpu", seconds_done.append)  # type: ignore[arg-type]
     with torch.no_grad():
         kept = logits_of(model, {kind: item[kind][None] for kind in ("frames", "mel")}, 64)  # type: ignore[arg-type]
     np.testing.assert_allclose(scored.scores, torch.sigmoid(kept)[0].numpy(), atol=1e-5)
     np.testing.assert_array_equal(scored.stats, item["stats"].numpy())
     assert scored.has_sound
     assert scored.duration == pytest.approx(24, abs=0.3)
+    assert seconds_done == sorted(seconds_done) and seconds_done[-1] == scored.duration  # what the progress bar shows
 
 
 def test_what_a_run_says_of_held_out_videos_is_written_for_qvhighlights_evaluation(

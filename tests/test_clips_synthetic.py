@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
@@ -10,11 +11,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from unisono.engine.recipe import Work
 from unisono.errors import ConfigError
 from unisono.recipes.clips.data import synthetic
 from unisono.recipes.clips.data.labels import read_labels
+from unisono.recipes.clips.data.splits import make_mirror
 from unisono.recipes.clips.data.statistics import STATS, column, log_mel, spectra, stats
 from unisono.recipes.clips.data.synthetic import CALM, DECOY, HIGHLIGHT, frames_of, make, plan, sound_of
+from unisono.recipes.clips.settings import Config
 from unisono.recipes.clips.video.clips import clips, facts
 
 
@@ -149,6 +153,16 @@ def test_noise_hides_the_dot() -> None:
     left = float((dot * (heavy - ground)).sum() / (dot * dot).sum())
     assert left == pytest.approx(30 / (2 * 140), abs=0.03)
     np.testing.assert_array_equal(frames_of(shown, noise=2.0), heavy)
+
+
+def test_a_recipe_that_makes_its_videos_shows_how_many_are_done(tmp_path: Path) -> None:
+    lines: list[str] = []
+    make_mirror(Config(num_videos=4), tmp_path, Work(tmp_path, _say=lines.append))
+    done = [line for line in lines if re.search(r": \d+( of \d+)? in ", line)]
+    assert [line.partition(": ")[2].split(" in ")[0] for line in done] == ["4", "1"]
+    lines.clear()
+    make_mirror(Config(num_videos=4), tmp_path, Work(tmp_path, _say=lines.append))
+    assert lines == []  # everything exists
 
 
 def test_nothing_is_overwritten_and_mistakes_are_said(tmp_path: Path) -> None:

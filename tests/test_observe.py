@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from unisono.engine.start.banner import _devices
 from unisono.errors import UserError
 from unisono.observe.append import AppendedFile
 from unisono.observe.banner import banner, effective_batch_text
@@ -310,6 +312,12 @@ def test_the_banner_aligns_and_wraps_its_rows() -> None:
     ]
     assert "".join(row[11:] + " " for row in rows[4:-1]) == devices
     assert len(rows) > 6 and max(map(len, rows)) <= 100
+
+
+@pytest.mark.parametrize(("threads", "text"), [(1, "CPU, 1 thread per process"), (2, "CPU, 2 threads per process")])
+def test_the_banner_counts_threads_in_good_english(threads: int, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert _devices([torch.device("cpu")]) == text
 
 
 def test_the_banner_never_breaks_a_path() -> None:
