@@ -20,9 +20,8 @@ from torch import nn
 
 from ranks import run_ranks
 from unisono.checkpoint.commit import read_best
-from unisono.checkpoint.export import load_whole
 from unisono.checkpoint.find import list_steps, newest_valid, read_extra, validate
-from unisono.checkpoint.load import describe, load
+from unisono.checkpoint.load import describe, load, load_whole
 from unisono.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from unisono.checkpoint.save import Best, Saver, SaveResult
 
@@ -300,7 +299,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda p: (p / "shard-00009-of-00009.safetensors").write_bytes(shard_of(p).read_bytes()),
         "is not in the manifest",
     ),
-    "a linked shard": (link_shard, "not a plain file"),
+    "a linked shard": (link_shard, "not a regular file"),
     "a path upwards": (lambda p: point_outside(p, "../outside.json"), "not a file of this folder"),
     "an absolute path": (lambda p: point_outside(p, "/etc/hostname"), "not a file of this folder"),
 }
@@ -453,7 +452,7 @@ def test_what_a_killed_save_left_behind_is_harmless_and_goes_with_the_next_commi
     leftover = tmp_path / ".staging-step_00000009-0a1b2c3d"
     leftover.mkdir()
     (leftover / "shard-00001-of-00002.safetensors").write_bytes(b"half")
-    assert newest_valid(tmp_path, IDENTITY) == (None, [(leftover, "left behind by a save that did not finish")])
+    assert newest_valid(tmp_path, IDENTITY) == (None, [(leftover, "left behind by an interrupted save")])
     saver = make_saver(tmp_path)
     newer = tmp_path / ".staging-step_00000009-ffffffff"  # appeared while we run: perhaps another run is alive
     newer.mkdir()
@@ -471,7 +470,7 @@ def test_a_run_with_nothing_left_to_save_clears_up_after_killed_saves(tmp_path: 
 
 @pytest.mark.parametrize("name", ["model._orig_mod.a", "model.0._checkpoint_wrapped_module.a", "ema._fsdp_wrapped.a"])
 def test_names_with_a_wrappers_prefix_are_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match="prefix of a wrapper"):
+    with pytest.raises(ValueError, match="wrapper's prefix"):
         make_saver(tmp_path).save(1, {name: torch.ones(1)}, {})
     assert list(tmp_path.iterdir()) == []
 

@@ -14,7 +14,7 @@ import torch
 import unisono
 from many_runs import Copy, Outcome, Run, identical, largest_difference, many_runs
 from recipes_for_tests import Pairs, SentenceData
-from unisono.checkpoint.export import load_whole
+from unisono.checkpoint.load import load_whole
 from unisono.engine.step.accumulate import Attempt
 from unisono.engine.step.coupled import CoupledGradientAccumulator
 from unisono.errors import ConfigError, RecipeError

@@ -15,7 +15,7 @@ from torch import nn
 
 from command_line import environment, unisono
 from unisono import Recipe
-from unisono.checkpoint.export import load_whole
+from unisono.checkpoint.load import load_whole
 from unisono.engine.export import export_run
 from unisono.errors import UserError
 
@@ -135,7 +135,7 @@ def test_an_export_beside_a_run_that_prunes_takes_the_newest_that_is_there(run: 
 import sys
 from pathlib import Path
 import torch
-from unisono.checkpoint.export import load_whole
+from unisono.checkpoint.load import load_whole
 from unisono.checkpoint.find import read_extra
 from unisono.checkpoint.manifest import read_manifest
 from unisono.checkpoint.save import Saver

@@ -14,7 +14,7 @@ from torch import nn
 import unisono
 from many_runs import Run, identical, largest_difference, many_runs
 from recipes_for_tests import Sentences
-from unisono.checkpoint.export import load_whole
+from unisono.checkpoint.load import load_whole
 from unisono.engine.step.make_optimizer import from_settings, named_optimizer, needs_whole_weights
 from unisono.engine.step.optimizer_wrapper import OptimizerWrapper
 from unisono.errors import ConfigError, RecipeError

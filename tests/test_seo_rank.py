@@ -22,8 +22,8 @@ from command_line import unisono
 from many_runs import Outcome, Run, largest_difference, many_runs
 from seo_models import encoder_folder
 from unisono import train
-from unisono.checkpoint.export import load_whole
 from unisono.checkpoint.find import step_folder
+from unisono.checkpoint.load import load_whole
 from unisono.engine.export import export_run, load_trained
 from unisono.engine.recipe import Work
 from unisono.errors import ConfigError

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from command_line import Ended, lines, unisono
-from unisono.checkpoint.export import load_whole
+from unisono.checkpoint.load import load_whole
 from unisono.data.loader import to_device
 from unisono.errors import RecipeError, UserError
 from unisono.observe.folder import RunFolder

@@ -72,10 +72,10 @@ def test_a_file_that_is_replaced_or_cut_while_it_is_read_is_noticed(tmp_path: Pa
     os.truncate(path, 2000)
     with pytest.raises(BadTensorFile, match="replaced while"):
         file.tensor("a")
-    with pytest.raises(BadTensorFile, match="bytes, the file has 2000"):
+    with pytest.raises(BadTensorFile, match="bytes, but the file has 2000"):
         TensorFile(path)
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(BadTensorFile, match="plain file"):
+    with pytest.raises(BadTensorFile, match="regular file"):
         TensorFile(tmp_path / "pipe")
 
 

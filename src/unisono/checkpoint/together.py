@@ -1,7 +1,7 @@
-"""One piece of work on every rank, with one outcome for all of them.
+"""Runs a function on every rank, with the same outcome on all of them.
 
-A rank that fails alone leaves the others waiting for it for ever (seen with a leftover folder that only rank 0 tripped
-over). So a failing rank still comes to the exchange, with its error in words, and all ranks raise the same exception.
+If one rank raised alone, the others would wait for it for ever. So a rank that fails still joins the exchange, with its
+error message, and all ranks raise the same exception.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ T = TypeVar("T")
 
 
 class RanksFailed(Exception):
-    """Some rank could not do its part; the message says which one and why, and is the same on every rank."""
+    """One or more ranks failed; the message names them with the reasons and is the same on every rank."""
 
 
 def together(work: Callable[[], T], *, world: int, group: dist.ProcessGroup | None) -> list[T]:
-    """Does `work` on every rank and gives every rank all results, or raises RanksFailed on all if it failed on any."""
+    """Runs `work` on every rank and returns all results to all; raises RanksFailed on all ranks if it fails on any."""
     outcome: tuple[T | None, str | None]
     try:
         outcome = (work(), None)
@@ -38,9 +38,9 @@ def together(work: Callable[[], T], *, world: int, group: dist.ProcessGroup | No
         if len(failures) == world and len(texts) == 1:
             raise RanksFailed(texts.pop())
         raise RanksFailed("; ".join(f"rank {rank}: {error}" for rank, error in failures))
-    return [result for result, _ in outcomes]  # type: ignore[misc]  # no failure: every result is a T
+    return [result for result, _ in outcomes]  # type: ignore[misc]  # without failures, every result is a T
 
 
 def describe_failure(error: BaseException) -> str:
-    """An exception in one line; the class is left out where the message stands for itself."""
+    """An exception in one line, without its class if the message is enough."""
     return describe_exception(error, bare=(OSError, RanksFailed, UnisonoError))

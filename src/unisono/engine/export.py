@@ -16,9 +16,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from unisono.checkpoint.commit import read_best
-from unisono.checkpoint.export import load_whole
 from unisono.checkpoint.find import is_step, list_steps, newest_valid, step_folder, validate
-from unisono.checkpoint.load import describe
+from unisono.checkpoint.load import describe, load_whole
 from unisono.checkpoint.manifest import CheckpointError
 from unisono.checkpoint.tensor_file import BadTensorFile
 from unisono.checkpoint.together import RanksFailed

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
-from unisono.checkpoint.export import load_whole
+from unisono.checkpoint.load import load_whole
 from unisono.config.plain import check_whole
 from unisono.engine.resume import named_checkpoint
 from unisono.engine.run_folder.new_folder import default_folder

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from unisono.checkpoint.commit import set_aside_after
+from unisono.checkpoint.aside import set_aside_after
 from unisono.cluster.environment import World
 from unisono.engine.length import is_evaluated
 from unisono.engine.run_folder.new_folder import defaults_of, versions

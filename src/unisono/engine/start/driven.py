@@ -15,8 +15,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from unisono.checkpoint.aside import remark_on_asides
-from unisono.checkpoint.commit import set_aside_after
+from unisono.checkpoint.aside import remark_on_asides, set_aside_after
 from unisono.checkpoint.load import describe
 from unisono.checkpoint.save import Saver
 from unisono.cluster.hangs.diagnosis import Limits

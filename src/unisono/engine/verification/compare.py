@@ -30,9 +30,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from unisono.checkpoint.export import load_whole
 from unisono.checkpoint.find import list_steps
-from unisono.checkpoint.load import describe
+from unisono.checkpoint.load import describe, load_whole
 from unisono.settings import OptimSettings
 
 
