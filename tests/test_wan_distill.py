@@ -384,7 +384,7 @@ def test_a_small_last_block_has_the_bits_of_a_full_one(root: Path) -> None:
 
 
 def test_samples_that_are_gone_are_missed_in_one_line(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unisono.recipes.wan_distill.data.rollouts._PATIENCE_S", 0.1)
+    monkeypatch.setattr("unisono.recipes.wan_distill.data.rollouts._VISIBLE_WITHIN_S", 0.1)
     rollouts = recipe_of(root, folder="gone").setup.rollouts("train")
     rollouts._file(1).unlink()
     with pytest.raises(UserError, match="one folder that all machines share"):
@@ -461,7 +461,7 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn(root: Path, tmp_path
 
 def test_an_8_bit_teacher_says_nearly_the_same_and_is_smaller(root: Path) -> None:
     setup = recipe_of(root, folder="answers", guidance=4.0).setup
-    item = EvalDataset(setup.rollouts("eval").open(), setup.text, judged=False)[0]
+    item = EvalDataset(setup.rollouts("eval").open(), setup.text, has_labels=False)[0]
     text, empty = item["text"][None].float(), setup.text("")[None].float()
     found = {}
     for kind in ("bfloat16", "float8"):

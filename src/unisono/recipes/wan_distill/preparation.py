@@ -12,8 +12,8 @@ import torch
 
 from unisono.engine.recipe import Work
 from unisono.errors import ConfigError
-from unisono.recipes.common.model_files import read_json
 from unisono.recipes.common.cache_files import write_cache_file
+from unisono.recipes.common.model_files import read_json
 from unisono.recipes.wan.data.cache_fill import loaded_on_demand
 from unisono.recipes.wan.models.experts import HIGH, LOW
 from unisono.recipes.wan.models.kernels.attention import Kernel

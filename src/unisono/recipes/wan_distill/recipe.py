@@ -185,7 +185,7 @@ class WanDistill(WanRecipe):
         if split == "eval":
             if not setup.prompts.held_out:
                 return None
-            return EvalDataset(setup.rollouts("eval").open(), setup.text, judged=setup.is_tiny)
+            return EvalDataset(setup.rollouts("eval").open(), setup.text, has_labels=setup.is_tiny)
         self._samples = setup.rollouts("train").open()
         return (OnlineDataset if self.refresh_every else RolloutDataset)(self._samples, setup.text)
 
