@@ -21,15 +21,16 @@ from unisono.observe.status_line import status_line
 if TYPE_CHECKING:
     from unisono.recipes.clips.cutting.cut import Cut
     from unisono.recipes.clips.cutting.moments import Moment
-    from unisono.recipes.clips.trained import Judge, Scored
+    from unisono.recipes.clips.scoring import Scored
+    from unisono.recipes.clips.trained import VideoScorer
     from unisono.recipes.clips.video.footage import Footage
 
 _LONG_S = 120  # seconds; progress on longer videos is also shown without a terminal
 
 
-def main(words: list[str], scorer: Callable[[Path], Any] | Judge | None = None) -> int:
+def main(argv: list[str], scorer: Callable[[Path], Any] | VideoScorer | None = None) -> int:
     """Runs the command; a caller that passes a scorer needs no run."""
-    options = _options(words, needs_run=scorer is None)
+    options = _options(argv, needs_run=scorer is None)
     from unisono.recipes.clips.page.output_folders import output_folders
 
     chosen = output_folders(options.videos, options.output_dir)
@@ -40,13 +41,13 @@ def main(words: list[str], scorer: Callable[[Path], Any] | Judge | None = None) 
         from unisono.recipes.clips.cutting.crop import parse_aspect
 
         aspect = parse_aspect(options.crop)
-    judge = _judge(options, scorer)
+    scorer = _scorer(options, scorer)
     for text in (*chosen.notes, *chosen.problems):
         print(f"unisono: {text}", file=sys.stderr)
     failed = len(chosen.problems)
     for video, folder in chosen.folders.items():
         try:
-            print(_clip(video, folder, judge, options, aspect))
+            print(_clip(video, folder, scorer, options, aspect))
         except UserError as error:
             if len(options.videos) == 1:
                 raise
@@ -57,7 +58,7 @@ def main(words: list[str], scorer: Callable[[Path], Any] | Judge | None = None) 
     return EXIT_USER_ERROR if failed else EXIT_DONE
 
 
-def _options(words: list[str], *, needs_run: bool) -> argparse.Namespace:
+def _options(argv: list[str], *, needs_run: bool) -> argparse.Namespace:
     parser = Parser(
         "clips",
         "Score videos with a trained run of the recipe `clips`, and cut out the best moments. Each video gets a folder "
@@ -110,7 +111,7 @@ def _options(words: list[str], *, needs_run: bool) -> argparse.Namespace:
         "--recipe", metavar="FILE.PY:CLASS", help="where the recipe is now, if it has moved since the run"
     )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:1 (default: auto)")
-    options = parser.read(words)
+    options = parser.parse(argv)
     _check(options)
     return options
 
@@ -131,16 +132,16 @@ def _check(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{name} {getattr(options, name):g}: expected 0 or more seconds")
 
 
-def _judge(options: argparse.Namespace, scorer: Callable[[Path], Any] | Judge | None) -> Judge:
-    from unisono.recipes.clips.trained import Judge, trained_judge
+def _scorer(options: argparse.Namespace, scorer: Callable[[Path], Any] | VideoScorer | None) -> VideoScorer:
+    from unisono.recipes.clips.trained import VideoScorer, load_scorer
 
     if scorer is not None:
-        if isinstance(scorer, Judge):
+        if isinstance(scorer, VideoScorer):
             return scorer
-        return Judge(lambda video, reached: scorer(video), str(options.run) if options.run else "")
+        return VideoScorer(lambda video, progress: scorer(video), str(options.run) if options.run else "")
     device = usable_device(options.device)
     _check_run(options)
-    return trained_judge(
+    return load_scorer(
         options.run, step=options.step, weights=options.weights, recipe_from=options.recipe, device=device
     )
 
@@ -162,7 +163,7 @@ def _check_run(options: argparse.Namespace) -> None:
         raise ConfigError(f"--step {options.step}: {options.run} has no such step; it has {there} (or newest, best)")
 
 
-def _clip(video: Path, folder: Path, judge: Judge, options: argparse.Namespace, aspect: float | None) -> str:
+def _clip(video: Path, folder: Path, scorer: VideoScorer, options: argparse.Namespace, aspect: float | None) -> str:
     """Cuts the clips of one video; returns a line that summarises them."""
     from unisono.recipes.clips.cutting.copying import can_copy
     from unisono.recipes.clips.page.clips_json import write_record
@@ -178,11 +179,11 @@ def _clip(video: Path, folder: Path, judge: Judge, options: argparse.Namespace, 
         encoded = "" if exact else can_copy(footage)
         shown = status_line().live or footage.duration >= _LONG_S
         with progress(f"scoring {video.name}", math.ceil(footage.duration), "s of video", enabled=shown) as advance:
-            scored = judge.score(video, advance.to)
+            scored = scorer.score(video, advance.to)
         seconds = time.monotonic() - began
         # Scoring decodes the whole video, so its duration is more reliable than the header's.
         footage.duration = scored.duration
-        moments, remarks = _chosen(footage, scored, judge, options)
+        moments, remarks = _chosen(footage, scored, scorer, options)
         remarks += [f"{encoded}: its clips are re-encoded, as with --exact"] if encoded else []
         for remark in remarks:
             print(f"unisono: {video}: {remark}", file=sys.stderr)
@@ -193,10 +194,10 @@ def _clip(video: Path, folder: Path, judge: Judge, options: argparse.Namespace, 
                 cut = _cut(footage, moment, number, making, options, aspect, exact=exact or bool(encoded))
                 clips.append((moment, cut))
                 advance()
-            write_record(making / "clips.json", footage, scored, clips, judge.name, judge.trained_on, remarks)
+            write_record(making / "clips.json", footage, scored, clips, scorer.name, scorer.trained_on, remarks)
             if options.page:
                 page = making / "page.html"
-                by = f"{judge.name}, trained on {judge.trained_on}" if judge.trained_on else judge.name
+                by = f"{scorer.name}, trained on {scorer.trained_on}" if scorer.trained_on else scorer.name
                 write_page(page, footage, scored.scores, scored.clip_seconds, clips, by, remarks)
     except BadMedia as error:
         raise UserError(str(error)) from None
@@ -206,7 +207,7 @@ def _clip(video: Path, folder: Path, judge: Judge, options: argparse.Namespace, 
 
 
 def _chosen(
-    footage: Footage, scored: Scored, judge: Judge, options: argparse.Namespace
+    footage: Footage, scored: Scored, scorer: VideoScorer, options: argparse.Namespace
 ) -> tuple[list[Moment], list[str]]:
     """The moments to cut, best first, and remarks for the user."""
     from unisono.recipes.clips.calibration import without_low
@@ -224,12 +225,12 @@ def _chosen(
         **lengths,
     )
     if options.lowest_score is None:
-        moments, about_low = without_low(found, judge.calibration)
+        moments, about_low = without_low(found, scorer.calibration)
     else:
         moments = [moment for moment in found if moment.score >= options.lowest_score]
         about_low = about_lowest(found, options.lowest_score)
     remarks = [
-        judge.about(footage),
+        scorer.warning_for(footage),
         str(scored.damage) if scored.damage else "",
         "" if scored.has_sound else "no sound found: it is scored by its pictures alone",
         about_scores(scored.scores),
