@@ -62,6 +62,14 @@ def test_the_run_goes_on_without_the_preview(recipe: str, tmp_path: Path) -> Non
     assert not (tmp_path / "run" / "previews").exists() and len(losses(tmp_path / "run")) == 3
 
 
+def test_previews_are_in_tensorboard_too(recipe: str, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    assert unisono("train", recipe, "--tensorboard", "--output_dir", "run", cwd=tmp_path).code == 0
+    events = EventAccumulator(str(tmp_path / "run/tb")).Reload()
+    assert [shown.step for shown in events.Tensors("previews/seen")] == [1, 2, 3]
+
+
 def test_the_run_goes_on_when_a_preview_cannot_be_written(recipe: str, tmp_path: Path) -> None:
     words = ["train", recipe, "--output_dir", "run", "--preview_every", 2]
     done = unisono(*words, "--max_steps", 1, cwd=tmp_path)
