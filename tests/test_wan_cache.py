@@ -365,7 +365,6 @@ def test_only_what_changed_is_computed_anew(tmp_path: Path, data: Path, models: 
     assert again(crop=replace(CROP, num_frames=5)) == ([], 2)  # the two videos; images have no window
     assert again(crop=replace(CROP, start="middle")) == ([], 2)
     assert again(crop=replace(CROP, fps=4.0)) == ([], 2)
-    assert again(half=True) == ([], 4)
     assert again(text_length=12) == (["", "red circle", "green", "a longer caption"], 0)
     with torch.no_grad():
         parameter = next(models.latents.model.parameters())
@@ -375,12 +374,6 @@ def test_only_what_changed_is_computed_anew(tmp_path: Path, data: Path, models: 
         parameter.copy_(before)
     # All the other settings are still there.
     assert again(crop=replace(CROP, num_frames=5)) == again(text_length=12) == ([], 0)
-
-
-def test_half_the_space_costs_the_last_bits(tmp_path: Path, data: Path, models: Counted) -> None:
-    whole = filled(tmp_path / "cache", data, models).open()[2]["latent"]
-    half = filled(tmp_path / "cache", data, models, half=True).open()[2]["latent"]
-    assert half.dtype == torch.float32 and torch.equal(half, whole.bfloat16().float())
 
 
 def test_a_pack_that_is_cut_short_is_computed_anew(tmp_path: Path, data: Path, models: Counted) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from unisono.errors import UserError
 from unisono.recipes.wan.export import write_pipeline
 from unisono.recipes.wan.models.load import CONFIGS, build, build_meta, describe, transformer_config
-from unisono.recipes.wan.models.lora import SECOND, add_lora, load_lora, lora_state, merge, save_lora
+from unisono.recipes.wan.models.lora import SECOND, add_lora, load_lora, lora_state, save_lora
 from unisono.recipes.wan.models.weight_names import base_name
 from unisono.recipes.wan.models.weights import check_fit, fill, open_weights
 from unisono.recipes.wan_distill.recipe import WanDistill
@@ -529,14 +529,6 @@ def test_loras_of_both_experts_reach_their_transformers(folders: dict[str, Path]
     torch.testing.assert_close(velocity(again), velocity(low), rtol=1e-5, atol=1e-5)
 
 
-def test_merging_leaves_a_plain_model_that_computes_the_same() -> None:
-    made = trained_lora(alpha=12.0)
-    before = velocity(made)
-    merge(made)
-    assert set(made.state_dict()) == set(model().state_dict())
-    torch.testing.assert_close(velocity(made), before, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("alpha", [None, 1.0])
 def test_a_lora_goes_on_from_its_file(alpha: float | None, tmp_path: Path) -> None:
     made = trained_lora(alpha=12.0)
@@ -632,15 +624,13 @@ def test_an_exported_pipeline_samples_as_the_trained_weights_do(folders: dict[st
     assert describe(tmp_path / "out").text_length == 24
 
 
-def test_a_pipeline_is_written_from_parts_in_memory_and_weights_by_name(tmp_path: Path) -> None:
-    trained, others = model(seed=3), parts()
-    write_pipeline(tmp_path / "out", trained.state_dict(), source=others, config=SMALL)
-    write_pipeline(tmp_path / "again", trained, source=others)
-    exported, again = (WanPipeline.from_pretrained(tmp_path / name) for name in ("out", "again"))
+def test_a_pipeline_is_written_from_parts_in_memory(tmp_path: Path) -> None:
+    trained = model(seed=3)
+    write_pipeline(tmp_path / "out", trained, source=parts())
+    exported = WanPipeline.from_pretrained(tmp_path / "out")
     assert equal(exported.transformer.state_dict(), trained.state_dict())
-    assert torch.equal(draw(exported), draw(again))
+    assert draw(exported).isfinite().all()
     assert exported.config.boundary_ratio is None and exported.config.expand_timesteps is False
-    assert describe(tmp_path / "out").components == describe(tmp_path / "again").components
 
 
 def test_an_expert_that_was_not_trained_comes_from_the_source(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def saved(transformer: nn.Module, folder: Path) -> Weights:
 def inherited(weights: Weights, plan: PruningPlan, config: Mapping[str, Any]) -> Any:
     """The student as the engine makes it."""
     student = Experts({"transformer": build_meta(config)}, None)
-    fill(student, PrunedWeights({"transformer": weights}, {"transformer": plan}))
+    fill(student, PrunedWeights(lambda: (weights, plan)))
     return student.transformer
 
 
@@ -224,7 +224,7 @@ def test_importance_is_how_much_a_block_turns_the_stream() -> None:
 def test_a_student_of_the_same_sizes_is_the_teacher_to_the_bit(dtype: torch.dtype, tmp_path: Path) -> None:
     teacher = model(TEACHER).to(dtype)
     found = plan(weights := saved(teacher, tmp_path), TEACHER, TEACHER)
-    source = PrunedWeights({"transformer": weights}, {"transformer": found})
+    source = PrunedWeights(lambda: (weights, found))
     for name, weight in teacher.named_parameters():
         taken = source.rows(f"transformer.{name}", 0, len(weight))
         assert taken.dtype == weight.dtype and torch.equal(taken, weight), name
@@ -336,7 +336,7 @@ def test_a_narrower_student_finds_the_model_inside_its_teacher(tmp_path: Path) -
 )
 def test_any_rows_are_those_of_the_whole(config: dict[str, Any], tmp_path: Path) -> None:
     weights = saved(model(TEACHER), tmp_path)
-    source = PrunedWeights({"transformer": weights}, {"transformer": plan(weights, TEACHER, config)})
+    source = PrunedWeights(lambda: (weights, plan(weights, TEACHER, config)))
     for name, weight in build_meta(config).named_parameters():
         whole = source.rows(f"transformer.{name}", 0, len(weight))
         assert whole.shape == weight.shape, name
@@ -347,7 +347,7 @@ def test_any_rows_are_those_of_the_whole(config: dict[str, Any], tmp_path: Path)
 def test_only_what_lies_between_the_rows_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = saved(model(TEACHER), tmp_path)
     found = plan(weights, TEACHER, NARROW)
-    source, read = PrunedWeights({"transformer": weights}, {"transformer": found}), []
+    source, read = PrunedWeights(lambda: (weights, found)), []
     plain = Weights.slice
 
     def counted(self: Weights, name: str, start: int, end: int, *more: Any) -> Tensor:

@@ -22,7 +22,7 @@ from unisono.recipes.wan_distill.checks import check_config
 from unisono.recipes.wan_distill.setup import Setup
 
 if TYPE_CHECKING:  # `unisono train wan-distill --help` need not wait for torch
-    from torch import Tensor, nn
+    from torch import nn
 
     from unisono.data.noise import Noise
     from unisono.parallel.materialize import Weights
@@ -140,7 +140,11 @@ class WanDistill(WanRecipe):
 
     def weights(self, model: nn.Module) -> Weights | None:
         """The subset of the teacher's weights that `prepare` planned; None for random weights."""
-        return None if self.config.init == "fresh" else LazyPrunedWeights(self.setup)
+        from unisono.recipes.wan_distill.models.pruned_weights import PrunedWeights
+
+        if self.config.init == "fresh":
+            return None
+        return PrunedWeights(lambda: (self.setup.source_weights, self.setup.pruning_plan()))
 
     def frozen(self) -> Mapping[str, nn.Module]:
         """The teacher, with online."""
@@ -249,21 +253,3 @@ class WanDistill(WanRecipe):
         from unisono.recipes.wan_distill.export import write_student
 
         print(f"unisono: {write_student(self.setup, model, folder)}", file=sys.stderr)  # type: ignore[arg-type]
-
-
-class LazyPrunedWeights:
-    """The student's initial weights; reads the plan on first use, which a resumed run never needs."""
-
-    def __init__(self, setup: Setup) -> None:
-        self._setup = setup
-
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows `start` to `stop` of a weight."""
-        return self._weights.rows(name, start, stop)
-
-    @cached_property
-    def _weights(self) -> Weights:
-        from unisono.recipes.wan.models.experts import HIGH
-        from unisono.recipes.wan_distill.models.pruned_weights import PrunedWeights
-
-        return PrunedWeights({HIGH: self._setup.source_weights}, {HIGH: self._setup.pruning_plan()})

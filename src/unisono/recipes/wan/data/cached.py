@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 import numpy as np
-import torch
 from torch.utils.data import Dataset
 
 from unisono.recipes.common.packs import Shelf
@@ -78,7 +77,7 @@ class CachedSamples(ShapedSamples):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {
-            "latent": self._latents[self._latent_of[index]].to(torch.float32),
+            "latent": self._latents[self._latent_of[index]],
             "text": pad(self._texts[self._text_of[index]], self._text_length),
             "index": index,
         }

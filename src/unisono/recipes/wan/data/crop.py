@@ -65,13 +65,13 @@ def media_of(source: Source) -> Path:
 class MediaKeys:
     """Cache keys of images and videos, which depend on how they are cropped."""
 
-    def __init__(self, crop: Crop, like: Callable[[Crop], Keys]) -> None:
-        self._crop, self._like = crop, cache(like)
+    def __init__(self, crop: Crop, keys_for: Callable[[Crop], Keys]) -> None:
+        self._crop, self._keys_for = crop, cache(keys_for)
 
     def of(self, source: Source) -> str:
         """The key of a sample."""
         path = media_of(source)
-        return self._like(self._crop.of(path)).of_file(source.name, path)
+        return self._keys_for(self._crop.of(path)).of_file(source.name, path)
 
 
 def short_videos(sources: Sequence[Source], frames: Iterable[int], full: int) -> list[str]:

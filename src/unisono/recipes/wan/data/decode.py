@@ -129,10 +129,10 @@ class ImageOrAnimation:
                 yield TimedFrame(time, ImageOps.exif_transpose(image) if self.facts.frames == 1 else image.copy())
                 time += self._delays[number] if self._delays else 0.0
 
-    def rgb(self, shown: TimedFrame) -> NDArray[np.uint8]:
+    def rgb(self, frame: TimedFrame) -> NDArray[np.uint8]:
         """[height, width, 3] a frame as 8-bit RGB; transparent pixels become white."""
         with faults(self._path, "image"):
-            return np.array(_rgb(shown.frame))
+            return np.array(_rgb(frame.frame))
 
 
 def _rgb(image: Image) -> Image:
@@ -142,9 +142,9 @@ def _rgb(image: Image) -> Image:
         image = Image.fromarray((np.asarray(image).clip(0, 65535) / 257).round().astype(np.uint8))
     if not image.has_transparency_data:
         return image.convert("RGB")
-    ground = Image.new("RGBA", image.size, "white")
-    ground.alpha_composite(image.convert("RGBA"))
-    return ground.convert("RGB")
+    background = Image.new("RGBA", image.size, "white")
+    background.alpha_composite(image.convert("RGBA"))
+    return background.convert("RGB")
 
 
 class Video:
@@ -239,11 +239,11 @@ class Video:
                 else:
                     yield TimedFrame(frame.time - self._begin, frame)
 
-    def rgb(self, shown: TimedFrame) -> NDArray[np.uint8]:
+    def rgb(self, frame: TimedFrame) -> NDArray[np.uint8]:
         """[height, width, 3] a frame as 8-bit RGB, upright."""
-        frame: VideoFrame = shown.frame
+        decoded: VideoFrame = frame.frame
         with faults(self._path, "video"):
-            pixels = np.asarray(frame.to_ndarray(format="rgb24"), dtype=np.uint8)
+            pixels = np.asarray(decoded.to_ndarray(format="rgb24"), dtype=np.uint8)
             return np.ascontiguousarray(np.rot90(pixels, self._quarter_turns))
 
 

@@ -102,25 +102,25 @@ def open_weights(files: Path | Sequence[Path]) -> Weights:
     return Weights(files)
 
 
-def weight_files(place: Path) -> list[Path]:
+def weight_files(path: Path) -> list[Path]:
     """The safetensors files of one model: the file itself, or those in its folder."""
-    if not place.is_dir():
-        refuse_pickle(place)
-        return [place]
+    if not path.is_dir():
+        refuse_pickle(path)
+        return [path]
     stem = "diffusion_pytorch_model"
-    if (index := place / f"{stem}.safetensors.index.json").is_file():
+    if (index := path / f"{stem}.safetensors.index.json").is_file():
         return _indexed(index)
-    if (whole := place / f"{stem}.safetensors").is_file():
+    if (whole := path / f"{stem}.safetensors").is_file():
         return [whole]
-    found = sorted(place.glob("*.safetensors"))
-    if len(found) == 1:
-        return found
-    if found:
-        names = ", ".join(file.name for file in found[:3])
-        raise ConfigError(f"{place} has several weight files and no index ({names}); name the one you mean")
-    for file in sorted(place.iterdir()):
+    files = sorted(path.glob("*.safetensors"))
+    if len(files) == 1:
+        return files
+    if files:
+        names = ", ".join(file.name for file in files[:3])
+        raise ConfigError(f"{path} has several weight files and no index ({names}); name the one you mean")
+    for file in sorted(path.iterdir()):
         refuse_pickle(file)
-    raise ConfigError(f"{place} has no weights; expected {stem}.safetensors, or its parts with an index")
+    raise ConfigError(f"{path} has no weights; expected {stem}.safetensors, or its parts with an index")
 
 
 def refuse_pickle(file: Path) -> None:
@@ -176,9 +176,9 @@ def check_fit(model: nn.Module, weights: Weights) -> None:
             "weights, or the model_config that they were trained with"
         )
     missing, unexpected = [*(own.keys() - theirs.keys())], [*(theirs.keys() - own.keys())]
-    what = [
-        f"{word} {', '.join(sorted(names)[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
-        for word, names in (
+    differences = [
+        f"{verb} {', '.join(sorted(names)[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
+        for verb, names in (
             ("lacks", missing),
             ("has", unexpected),
             ("has other shapes of", [name for name in own.keys() & theirs.keys() if own[name] != theirs[name]]),
@@ -186,7 +186,7 @@ def check_fit(model: nn.Module, weights: Weights) -> None:
         if names
     ]
     why = "the download may be incomplete" if missing else "it belongs to a kind of model that cannot be trained"
-    raise ConfigError(f"{weights.label} does not fit the model: it {'; it '.join(what)}; {why}")
+    raise ConfigError(f"{weights.label} does not fit the model: it {'; it '.join(differences)}; {why}")
 
 
 def _architecture(shapes: Shapes) -> str:
