@@ -258,11 +258,11 @@ def test_a_sample_that_kills_every_worker_is_named() -> None:
     position = next(position for position in range(SAMPLES) if order[position] == 7)
     found: list[int] = []
     loader = open_loader(EndsItsWorker(), cursor(), 2, as_tensors, told=told)
-    with closing(loader), pytest.raises(TrainingFailed, match=r"while it read sample 7 .* death number 3 in a row"):
+    with closing(loader), pytest.raises(TrainingFailed, match=r"while it was reading sample 7 .* 3 workers in a row"):
         for micro in loader:
             found += micro.positions
     assert found == list(range(position // 2 * 2))  # all before it, and nothing after
-    assert "while it read sample 7" in told[-1]
+    assert "while it was reading sample 7" in told[-1]
 
 
 def test_a_worker_killed_while_nobody_waits_disturbs_nobody() -> None:
@@ -340,5 +340,5 @@ def test_workers_that_are_not_forked_read_the_same(monkeypatch: pytest.MonkeyPat
     data = SentenceData(SAMPLES, augment=True)
     assert by_position(read(data, cursor(), 1)) == by_position(read(data, cursor()))
     data.secret = lambda: None  # type: ignore[attr-defined]
-    with pytest.raises(RecipeError, match=r"cannot be handed to a loader worker .*--num_workers 0"):
+    with pytest.raises(RecipeError, match=r"cannot be sent to a loader worker .*--num_workers 0"):
         read(data, cursor(), 1)

@@ -115,7 +115,7 @@ def test_a_run_cannot_bring_its_own_code(run: Path, tmp_path: Path, words: str) 
     record = json.loads((run / "run.json").read_text()) | {"recipe_from": words.format(run=foreign)}
     (foreign / "run.json").write_text(json.dumps(record))
     done = unisono("export", str(foreign), "out", cwd=tmp_path)
-    assert done.code == 2 and "inside itself" in done.err
+    assert done.code == 2 and "inside the run folder" in done.err
     assert not (tmp_path / "executed").exists()
 
 

@@ -90,7 +90,7 @@ def test_an_export_has_them_all(runs: dict[str, Outcome], tmp_path: Path) -> Non
     from recipes_for_tests import __file__ as recipes
     from unisono.engine.export import load_trained
 
-    _, model, _ = load_trained(runs["one device"].folder, words=f"{recipes}:SentencesFromElsewhere")
+    _, model, _ = load_trained(runs["one device"].folder, reference=f"{recipes}:SentencesFromElsewhere")
     assert not any(tensor.is_meta for tensor in model.state_dict().values())
     assert (
         largest_difference(

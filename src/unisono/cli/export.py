@@ -8,7 +8,7 @@ from unisono.cli.arguments import Parser
 from unisono.errors import EXIT_DONE, UserError
 
 
-def main(words: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """Runs the command."""
     parser = Parser("export", "Write a run's trained weights to a folder, in the recipe's format.")
     parser.add_argument("run", type=Path, metavar="RUN", help="the run folder")
@@ -24,11 +24,13 @@ def main(words: list[str]) -> int:
     parser.add_argument(
         "--recipe", metavar="FILE.PY:CLASS", help="where the recipe is now, if it has moved since the run"
     )
-    options = parser.read(words)
+    options = parser.parse(argv)
     if options.folder.exists() and (not options.folder.is_dir() or any(options.folder.iterdir())):
         raise UserError(f"{options.folder} is not an empty folder, and export overwrites nothing; choose another")
     from unisono.engine.export import export_run
 
-    what = export_run(options.run, options.folder, step=options.step, weights=options.weights, words=options.recipe)
-    print(f"{what} written to {options.folder}")
+    description = export_run(
+        options.run, options.folder, step=options.step, weights=options.weights, reference=options.recipe
+    )
+    print(f"{description} written to {options.folder}")
     return EXIT_DONE

@@ -51,7 +51,7 @@ def load_scorer(
     from unisono.recipes.clips.scoring import score
     from unisono.recipes.clips.settings import MIRROR
 
-    recipe, model, which = load_trained(run, step=step, weights=weights, words=recipe_from)
+    recipe, model, which = load_trained(run, step=step, weights=weights, reference=recipe_from)
     if not isinstance(recipe, Clips) or not isinstance(model, Scorer):
         raise ConfigError(f"{run} is a run of {type(recipe).__name__}, which cannot score videos; pass a run of clips")
     model = model.to(device)

@@ -175,7 +175,7 @@ def judged(model: nn.Module, tokenizer: Any, rows: Sequence[Row], types: Sequenc
 
 def _of_run(run: Path, task: str, step: str | None, weights: str, words: str | None) -> tuple[Any, nn.Module, str]:
     with nothing_fetched():  # what a run's file names is not a wish of the user's
-        recipe, model, told = load_trained(run, step=step, weights=weights, words=words)
+        recipe, model, told = load_trained(run, step=step, weights=weights, reference=words)
     config = recipe.config
     if getattr(config, "task", None) != task:
         made = f"the task {config.task}" if hasattr(config, "task") else f"the recipe {type(recipe).__name__}"
