@@ -92,7 +92,7 @@ def test_a_watcher_that_was_stopped_does_not_blame_the_ranks_for_that_time(monke
     for _ in range(100):
         moment[0] += 0.1
         tracker.update([beat], expected_s=0.1)
-    assert tracker.update([beat])[0].idle_s > 9.9, "a rank that really statuses still is hang"
+    assert tracker.update([beat])[0].idle_s > 9.9, "a rank that really stands still hangs"
 
 
 def test_a_heartbeat_shows_its_position_and_first_step_to_readers_outside(tmp_path: Path) -> None:

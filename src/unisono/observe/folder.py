@@ -43,6 +43,7 @@ def check_writable(path: str | Path) -> None:
     if not nearest.is_dir():
         raise UserError(f"output_dir {path}: {nearest} is not a folder; choose another --output_dir")
     probe: str | None = None
+    subject = f"output_dir {path}"
     try:
         # Really tried, because os.access says yes to root, to a read-only mount and to a full disk.
         probe = tempfile.mkdtemp(prefix=".unisono-", dir=nearest)
@@ -51,10 +52,11 @@ def check_writable(path: str | Path) -> None:
         (inside / RUN).write_bytes(b"{}")
         for name in (METRICS, EVENTS):
             if (target / name).exists():
+                subject = f"{path}/{name}"
                 open_regular(target / name, os.O_WRONLY | os.O_APPEND).close()
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
         reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"output_dir {path} cannot be written ({reason}); choose another --output_dir") from None
+        raise UserError(f"{subject} cannot be written ({reason}); choose another --output_dir") from None
     finally:
         if probe is not None:
             shutil.rmtree(probe, ignore_errors=True)
