@@ -59,7 +59,7 @@ def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleTyp
     """What the script makes of a command line, asked in an empty folder on a machine without GPUs."""
     monkeypatch.chdir(tmp_path)
     with beside(EXAMPLE):
-        found = import_module("known_flags")
+        found = import_module("script_flags")
         monkeypatch.setattr(found, "visible_gpus", list)
         yield found
 
@@ -78,7 +78,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, world: int, local_world: int) -> N
 def settings(known: ModuleType, *words: object) -> tuple[dict[str, Any], list[str]]:
     """All settings that a command line comes to, and what is said about it."""
     completed, remarks = known.completed([str(word) for word in words])
-    return known.settings_of(completed).values, remarks
+    return known.resolve(completed).values, remarks
 
 
 # --- flags: each does what its name says, or a remark says what it does instead

@@ -44,13 +44,13 @@ def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleTyp
     """What the script makes of a command line, asked in an empty folder."""
     monkeypatch.chdir(tmp_path)
     with beside(EXAMPLE):
-        yield import_module("known_script")
+        yield import_module("script_flags")
 
 
 def settings(known: ModuleType, *words: object) -> tuple[dict[str, Any], str]:
     """All settings that a command line comes to, and what is said about it."""
     completed, remarks = known.completed([str(word) for word in words])
-    return known.settings_of(completed).values, "; ".join(remarks)
+    return known.resolve(completed).values, "; ".join(remarks)
 
 
 # --- flags: each does what its name says, or is refused with the reason
@@ -122,7 +122,7 @@ def test_without_a_model_a_tiny_one_learns_built_in_shapes_and_that_is_said(know
         assert (values["model_config"], values["dataset_path"], values["model_path"]) == ("tiny", "shapes", None)
         assert MODEL in said and "--model_config tiny" in said and "built-in shapes" in said
         assert (values["num_epochs"], values["max_steps"]) == (50, None), "what a user says wins"
-        assert f"for 50 epochs, as asked; it learns the shapes in {TINY['max_steps']} steps (--max_steps)" in said
+        assert f"for 50 epochs (--num_epochs); {TINY['max_steps']} steps are enough to learn the shapes" in said
     assert settings(known, "--num_epochs", 50, "--max_steps", 7)[0]["max_steps"] == 7
     for words, is_few in {
         ("--batch_size", 1, "--num_epochs", 50): True,

@@ -9,9 +9,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,7 @@ from diffusers import WanPipeline
 from torch import Tensor
 
 import unisono
-from command_line import environment, marked, start, wait_until
+from command_line import marked, start, wait_until
 from command_line import unisono as command
 from many_runs import Outcome, Run, many_runs
 from unisono.engine.export import export_run, load_trained
@@ -118,10 +115,15 @@ def runs(root: Path) -> dict[str, Outcome]:
     return found
 
 
+def unprepared(root: Path, teacher: str = "2.1", **changes: Any) -> WanDistill:
+    """A recipe before its preparation."""
+    values = told(root, teacher, **changes)
+    return WanDistill(Config(**{name: value for name, value in values.items() if name in vars(Config())}))
+
+
 def recipe_of(root: Path, teacher: str = "2.1", folder: str = "by hand", **changes: Any) -> WanDistill:
-    """A recipe that has prepared by itself."""
-    values = {name: value for name, value in told(root, teacher, **changes).items() if name in vars(Config())}
-    recipe = WanDistill(Config(**values))
+    """A recipe that was prepared without a run."""
+    recipe = unprepared(root, teacher, **changes)
     recipe.prepare(Work(root / folder))
     return recipe
 
@@ -317,16 +319,15 @@ def test_noise_belongs_to_seed_prompt_and_number(root: Path) -> None:
 
 
 def test_what_decides_a_sample_is_in_its_name(root: Path) -> None:
-    def names(work: Work | None = None, **changes: Any) -> set[str]:
-        recipe = recipe_of(root, folder="names", **changes)
-        if work is not None:
-            recipe.setup.seed = work.seed
-            del recipe.setup.rollout_spec
-        return set(recipe.setup.rollouts("train")._keys)
+    def names(seed: int = 0, **changes: Any) -> set[str]:
+        teacher = changes.pop("teacher", "2.1")
+        setup = unprepared(root, teacher, **changes).setup
+        setup.seed = seed
+        return set(setup.rollouts("train")._keys)
 
     base = names()
     assert names() == base
-    assert not names(Work(root, seed=1)) & base
+    assert not names(seed=1) & base
     for change in (
         {"guidance": 3.0},
         {"teacher_steps": 4},
@@ -392,32 +393,24 @@ def test_samples_that_are_gone_are_missed_in_one_line(root: Path, monkeypatch: p
 
 
 def test_a_killed_run_draws_nothing_twice(root: Path, tmp_path: Path) -> None:
-    values = told(
-        root, "2.1", rollouts=12, rollout_batch=2, teacher_steps=6, max_steps=2, eval_every=-1, preview_every=-1
-    )
-    flags = [f"--{name}={value}" for name, value in values.items()]
-    words = [sys.executable, "-m", "unisono", "train", "wan-distill", *flags, "--output_dir", str(tmp_path / "killed")]
+    changes = {"rollouts": 12, "rollout_batch": 2, "teacher_steps": 6}
+    values = told(root, "2.1", **changes, max_steps=2, eval_every=-1, preview_every=-1)
+    train = ["train", "wan-distill", *(f"--{name}={value}" for name, value in values.items()), "--output_dir", "killed"]
     blocks = tmp_path / "killed" / "prepared" / "rollouts"
-    process = subprocess.Popen(
-        words, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
-    deadline = time.monotonic() + 90
-    while len(bytes_of(blocks)) < 3:
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    process = start(["-m", "unisono", *train], cwd=tmp_path)
+    wait_until(lambda: len(bytes_of(blocks)) >= 3 or process.poll() is not None, "three blocks", seconds=90)
+    assert process.poll() is None, process.communicate()
+    process.kill()
+    process.communicate()
     before = {file.name: (file.stat().st_mtime_ns, file.stat().st_ino) for file in blocks.glob("*.safetensors")}
     assert 3 <= len(before) < 24
-    done = command("train", "wan-distill", *flags, "--output_dir", "killed", cwd=tmp_path)
+    done = command(*train, cwd=tmp_path)
     assert done.code == 0, done.err
     after = {file.name: (file.stat().st_mtime_ns, file.stat().st_ino) for file in blocks.glob("*.safetensors")}
     assert len(after) == 24 + 1 + 1
     assert {name: after[name] for name in before} == before
-    again = command("train", "wan-distill", *flags, "--output_dir", "whole", cwd=tmp_path)
-    assert again.code == 0, again.err
-    assert bytes_of(tmp_path / "whole" / "prepared" / "rollouts") == bytes_of(blocks)
+    recipe_of(root, folder="never killed", **changes)
+    assert bytes_of(root / "never killed" / "rollouts") == bytes_of(blocks)
 
 
 # Losses --------------------------------------------------------------------------------------------------------------
@@ -627,8 +620,7 @@ def test_the_text_encoder_computes_in_the_type_that_is_set_and_both_are_kept_apa
 
 def test_what_a_stopped_run_does_not_draw_it_does_not_announce(root: Path, tmp_path: Path) -> None:
     lines: list[str] = []
-    values = {name: value for name, value in told(root, "2.1").items() if name in vars(Config())}
-    recipe = WanDistill(Config(**values))
+    recipe = unprepared(root)
 
     def asked_to_stop() -> bool:  # a signal comes while the first samples are drawn
         return any("teacher samples for training" in line for line in lines)
@@ -798,8 +790,7 @@ def test_a_teacher_that_is_only_a_transformer_takes_its_parts_from_elsewhere(roo
 def test_prompts_that_are_too_long_are_cut_and_that_is_said_once(root: Path, tmp_path: Path) -> None:
     (tmp_path / "long.txt").write_text("a red ball " * 40 + "\na ball\nred\n")
     said: list[str] = []
-    values = told(root, "2.1", data_path=str(tmp_path / "long.txt"), num_eval=0)
-    recipe = WanDistill(Config(**{name: value for name, value in values.items() if name in vars(Config())}))
+    recipe = unprepared(root, data_path=str(tmp_path / "long.txt"), num_eval=0)
     recipe.prepare(Work(tmp_path / "work", _say=said.append))
     assert [line for line in said if "truncated" in line] == ["1 prompts have 24 tokens or more; the rest is truncated"]
     assert recipe.setup.text("red").shape == (24, SMALL["text_dim"])

@@ -178,7 +178,7 @@ def test_the_weights_that_ship_are_small() -> None:
 
 @pytest.mark.parametrize("num_frames", [1, 5])
 def test_the_classifier_recognises_held_out_drawings_also_after_the_vae(num_frames: int) -> None:
-    drawings, vae = Shapes(10 * PAIRS, num_frames, split="eval"), tiny_vae()
+    drawings, vae = Shapes(4 * PAIRS, num_frames, split="eval"), tiny_vae()
     frames = frames_of(drawings)
     reconstructed = vae.decode(vae.encode(frames).latent_dist.mean).sample
     for images in (frames, reconstructed):
@@ -228,9 +228,11 @@ def test_a_pipeline_of_the_tiny_parts_draws_frames() -> None:
 
 
 def test_make_vae_writes_what_tiny_vae_reads_and_never_over_a_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "vae.safetensors"
+    monkeypatch.setattr(make_vae, "_NUM_FOR_STATISTICS", 8)
+    monkeypatch.setattr(make_vae, "_NUM_FOR_PSNR", 8)
     assert make_vae.main(["--output", str(file), "--steps", "2"]) == 0
     assert re.search(r"PSNR on held-out drawings, frames 1: \d", capsys.readouterr().out)
     written = file.read_bytes()

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from unisono.cli import known_words
-from unisono.cli.known_words import KnownWords, flag_name
+from unisono.cli import script_arguments
+from unisono.cli.script_arguments import ArgumentReader, flag_name
 from unisono.cluster.environment import World, detect
 from unisono.config import Resolved
 from unisono.devices import choose, visible_gpus
@@ -38,7 +38,7 @@ _WITH_VALUE = {
     "sample_interval": "Epochs between sample images (1 with --save_samples alone); --preview_every counts steps.",
     "sample_dir": "Not used: sample images are in output_dir/previews.",
 }
-_PLACES = {
+_PLACEMENTS = {
     "auto": "on each GPU if it fits, else moved to the GPU block by block (original script: spread over two or more)",
     "cpu": "weights in host memory, each block computed on the GPU (original script: on the CPU)",
     "gpu0": "each GPU has its own copy of the teacher (original script: only the first GPU, the others failed)",
@@ -46,7 +46,7 @@ _PLACES = {
 
 
 @dataclass
-class Known:
+class ScriptFlags:
     """Values of the flags that unisono does not have."""
 
     multi_gpu: bool = False
@@ -59,8 +59,8 @@ class Known:
 
 def help_text() -> str:
     """The text before the help of `unisono train wan-distill`."""
-    flags = {f"--{name}": said for name, said in _SWITCHES.items()}
-    flags |= {f"--{name} {name.rpartition('_')[2].upper()}": said for name, said in _WITH_VALUE.items()}
+    flags = {f"--{name}": text for name, text in _SWITCHES.items()}
+    flags |= {f"--{name} {name.rpartition('_')[2].upper()}": text for name, text in _WITH_VALUE.items()}
     return f"""usage: python train_distillation.py --teacher_path MODEL --data_path FILE [--student_config FILE] [flags]
        torchrun --nproc_per_node=N train_distillation.py ...
 
@@ -68,58 +68,61 @@ Runs `unisono train wan-distill` with the defaults --output_dir {OUTPUT}, {NUM_E
 {NUM_WORKERS}. It accepts the flags of the original script below, and all settings of the recipe after them.
 
 Flags of the original script:
-""" + "".join(f"  {flag}\n      {said}\n" for flag, said in flags.items())
+""" + "".join(f"  {flag}\n      {text}\n" for flag, text in flags.items())
 
 
-def settings_of(words: Sequence[str]) -> Resolved:
-    """Resolves a command line with unisono's own flags."""
-    return known_words.settings_of(WanDistill, words)
+def resolve(arguments: Sequence[str]) -> Resolved:
+    """All settings that arguments of `unisono train wan-distill` result in."""
+    return script_arguments.resolve_settings(WanDistill, arguments)
 
 
-def completed(given: Sequence[str]) -> tuple[list[str], list[str]]:
+def completed(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Returns the command line for `unisono train wan-distill`, with defaults, and notes for the user."""
-    words, known = in_our_words(given)
-    told, world, names = settings_of(words), detect(), set(map(flag_name, given))
-    gpus = 0 if told.values["gpus"] == "0" else len(visible_gpus())
-    if told.values["output_dir"] is None:
-        words.append(f"--output_dir={OUTPUT}")
-    more, remarks = _devices(known, told, world, gpus)
-    for part in (_tiny(told), _teacher(known, told, gpus), _length(told, names), _defaults(told, names, gpus)):
-        more += part[0]
+    arguments, script = translated(argv)
+    resolved, world, names = resolve(arguments), detect(), set(map(flag_name, argv))
+    gpus = 0 if resolved.values["gpus"] == "0" else len(visible_gpus())
+    if resolved.values["output_dir"] is None:
+        arguments.append(f"--output_dir={OUTPUT}")
+    more, remarks = _devices(script, resolved, world, gpus)
+    arguments += more
+    for part in (_tiny(resolved), _teacher(script, resolved, gpus), _length(resolved, names)):
+        arguments += part[0]
         remarks += part[1]
-    words += more
-    told = settings_of(words)
-    check_config(told.build(WanDistill.Config))
-    more, also = _samples(known, told, world)
-    return words + more, remarks + also
+    more, default_remarks = _defaults(resolved, names, gpus)
+    arguments += more
+    remarks += default_remarks
+    resolved = resolve(arguments)
+    check_config(resolved.build(WanDistill.Config))
+    more, sample_remarks = _samples(script, resolved, world)
+    return arguments + more, remarks + sample_remarks
 
 
-def in_our_words(words: Sequence[str]) -> tuple[list[str], Known]:
-    """Separates the flags that unisono does not have from the command line; returns both."""
-    ours: list[str] = []
-    known = Known()
-    reader = KnownWords(words)
-    for word in reader:
-        name = flag_name(word)
+def translated(argv: Sequence[str]) -> tuple[list[str], ScriptFlags]:
+    """Separates unisono's arguments from the flags that only the original script has."""
+    arguments: list[str] = []
+    script = ScriptFlags()
+    reader = ArgumentReader(argv)
+    for argument in reader:
+        name = flag_name(argument)
         if name in _SWITCHES:
-            if "=" in word:
+            if "=" in argument:
                 raise ConfigError(f"--{name} takes no value")
-            setattr(known, name, True)
+            setattr(script, name, True)
         elif name == "local_rank":  # the launcher also sets it in the environment
-            reader.value(word)
+            reader.value(argument)
         elif name in _WITH_VALUE:
-            setattr(known, name, reader.value(word))
+            setattr(script, name, reader.value(argument))
         elif name == "sample_prompts":
-            ours.append(f"--{name}={_joined(reader.values(word))}")
+            arguments.append(f"--{name}={_joined(reader.values(argument))}")
         elif name == "mixed_precision":  # a switch in the original script
-            ours.append(f"--{name}={(reader.values(word, most=1) or ['bf16'])[0]}")
-        elif not name and (word == "python" or word.endswith(".py")):
-            raise ConfigError(f"unexpected {word!r}: torchrun starts python by itself; {torchrun(2)}")
+            arguments.append(f"--{name}={(reader.values(argument, most=1) or ['bf16'])[0]}")
+        elif not name and (argument == "python" or argument.endswith(".py")):
+            raise ConfigError(f"unexpected {argument!r}: torchrun starts python by itself; {torchrun(2)}")
         else:
-            ours.append(word)
+            arguments.append(argument)
             if name:
-                ours += reader.values(word) if "=" not in word else []
-    return ours, known
+                arguments += reader.values(argument) if "=" not in argument else []
+    return arguments, script
 
 
 def torchrun(processes: int) -> str:
@@ -135,7 +138,7 @@ def _joined(prompts: list[str]) -> str:
     return "|".join(prompts)
 
 
-def _devices(known: Known, told: Resolved, world: World, gpus: int) -> tuple[list[str], list[str]]:
+def _devices(script: ScriptFlags, resolved: Resolved, world: World, gpus: int) -> tuple[list[str], list[str]]:
     remarks: list[str] = []
     if world.launcher in ("torchrun", "accelerate") and 0 < gpus < world.local_size:
         raise ConfigError(
@@ -143,78 +146,80 @@ def _devices(known: Known, told: Resolved, world: World, gpus: int) -> tuple[lis
             f"share a GPU: unisono train wan-distill --gpus {gpus} --nproc {world.local_size})"
         )
     if world.launcher != "plain":
-        for flag, given in {"--distributed": known.distributed, "--multi_gpu": known.multi_gpu}.items():
-            remarks += [f"{flag} is not needed: {world.launcher} sets the ranks"] if given else []
+        for flag, is_set in {"--distributed": script.distributed, "--multi_gpu": script.multi_gpu}.items():
+            remarks += [f"{flag} is not needed: {world.launcher} sets the ranks"] if is_set else []
         if world.size > 1:
             remarks.append(f"[Rank 0] Distributed training initialized: {world.size} processes by {world.launcher}")
         return [], remarks
-    if known.distributed:
+    if script.distributed:
         remarks.append(f"--distributed needs other processes: start them with {torchrun(4)}, or use --gpus all")
-    if known.multi_gpu and told.explicit("strategy") and told.values["strategy"] != "dp":
+    if script.multi_gpu and resolved.explicit("strategy") and resolved.values["strategy"] != "dp":
         raise ConfigError(
-            f"--multi_gpu means --strategy dp, which contradicts --strategy {told.values['strategy']}; use one"
+            f"--multi_gpu means --strategy dp, which contradicts --strategy {resolved.values['strategy']}; use one"
         )
-    chosen = told.explicit("gpus") or told.explicit("nproc")
-    if known.multi_gpu and gpus > 1:
-        number = len(choose(told.values["gpus"], visible_gpus()).gpus) if told.explicit("gpus") else gpus
+    chosen = resolved.explicit("gpus") or resolved.explicit("nproc")
+    if script.multi_gpu and gpus > 1:
+        number = len(choose(resolved.values["gpus"], visible_gpus()).gpus) if resolved.explicit("gpus") else gpus
         remarks.append(
             f"Model wrapped with DataParallel on {number} GPUs (--strategy dp); {torchrun(number)} is faster"
         )
         return ["--strategy=dp"] + ([] if chosen else ["--gpus=all"]), remarks
-    if known.multi_gpu:
+    if script.multi_gpu:
         remarks.append(f"--multi_gpu has no effect: this machine has {'one GPU' if gpus else 'no GPU'}")
     return [] if chosen else ["--gpus=1"], remarks
 
 
-def _tiny(told: Resolved) -> tuple[list[str], list[str]]:
+def _tiny(resolved: Resolved) -> tuple[list[str], list[str]]:
     """Adapts student and prompts to the tiny teacher, which knows only built-in shapes."""
-    if str(told.values["teacher_path"]).lower() != "tiny":
+    if str(resolved.values["teacher_path"]).lower() != "tiny":
         return [], []
-    words: list[str] = []
+    arguments: list[str] = []
     remarks: list[str] = []
-    if _is_ours(told.values["student_config"], FOR_REAL_TEACHERS):
-        small = Path(told.values["student_config"]).with_name(TINY_STUDENT)
-        words.append(f"--student_config={small}")
-        remarks.append(f"{told.values['student_config']} is for a real teacher: using {small} for the tiny one")
-    if _is_ours(told.values["data_path"], (STATIC_PROMPTS,)):
-        words.append("--data_path=shapes")
+    if _is_ours(resolved.values["student_config"], FOR_REAL_TEACHERS):
+        small = Path(resolved.values["student_config"]).with_name(TINY_STUDENT)
+        arguments.append(f"--student_config={small}")
+        remarks.append(f"{resolved.values['student_config']} is for a real teacher: using {small} for the tiny one")
+    if _is_ours(resolved.values["data_path"], (STATIC_PROMPTS,)):
+        arguments.append("--data_path=shapes")
         remarks.append("the tiny teacher generates only coloured shapes: using --data_path shapes, its own prompts")
-    return words, remarks
+    return arguments, remarks
 
 
 def _is_ours(path: str | None, names: Sequence[str]) -> bool:
     return path is not None and Path(path).resolve() in [HERE / name for name in names]
 
 
-def _teacher(known: Known, told: Resolved, gpus: int) -> tuple[list[str], list[str]]:
-    place, chosen = told.values["teacher_device_strategy"], told.explicit("teacher_device_strategy")
+def _teacher(script: ScriptFlags, resolved: Resolved, gpus: int) -> tuple[list[str], list[str]]:
+    strategy, chosen = resolved.values["teacher_device_strategy"], resolved.explicit("teacher_device_strategy")
     remarks: list[str] = []
-    words: list[str] = []
-    if known.teacher_on_cpu:
-        if chosen and place != "cpu":
-            raise ConfigError(f"--teacher_on_cpu and --teacher_device_strategy {place} contradict each other; use one")
+    arguments: list[str] = []
+    if script.teacher_on_cpu:
+        if chosen and strategy != "cpu":
+            raise ConfigError(
+                f"--teacher_on_cpu and --teacher_device_strategy {strategy} contradict each other; use one"
+            )
         remarks.append("--teacher_on_cpu is an old name of --teacher_device_strategy cpu")
-        words, place, chosen = ["--teacher_device_strategy=cpu"], "cpu", True
-    if place == "balanced" and not told.values["online"]:
+        arguments, strategy, chosen = ["--teacher_device_strategy=cpu"], "cpu", True
+    if strategy == "balanced" and not resolved.values["online"]:
         remarks.append(
             "--teacher_device_strategy balanced needs --online; using auto: during the roll-out each GPU has its own "
             "copy of the teacher, or moves it block by block if it does not fit"
         )
         return ["--teacher_device_strategy=auto"], remarks
-    if chosen and place in _PLACES:
-        there = _PLACES[place] if gpus else "without a GPU the teacher runs on the CPU"
-        remarks.append(f"--teacher_device_strategy {place}: {there}")
-    return words, remarks
+    if chosen and strategy in _PLACEMENTS:
+        there = _PLACEMENTS[strategy] if gpus else "without a GPU the teacher runs on the CPU"
+        remarks.append(f"--teacher_device_strategy {strategy}: {there}")
+    return arguments, remarks
 
 
-def _length(told: Resolved, names: set[str]) -> tuple[list[str], list[str]]:
+def _length(resolved: Resolved, names: set[str]) -> tuple[list[str], list[str]]:
     remarks: list[str] = []
     if "num_steps" in names:
         remarks.append(
             "--num_steps counts optimizer steps of the whole run, on any number of GPUs (original script: of each "
             "process)"
         )
-    limits = [name for name in ("max_steps", "num_epochs") if told.values[name] is not None]
+    limits = [name for name in ("max_steps", "num_epochs") if resolved.values[name] is not None]
     if not limits:
         remarks.append(f"no --num_steps and no --num_epochs: {NUM_EPOCHS} epochs (original script: at most 500 steps)")
     if "num_epochs" in names or not limits:
@@ -225,45 +230,44 @@ def _length(told: Resolved, names: set[str]) -> tuple[list[str], list[str]]:
     return [] if limits else [f"--num_epochs={NUM_EPOCHS}"], remarks
 
 
-def _defaults(told: Resolved, names: set[str], gpus: int) -> tuple[list[str], list[str]]:
+def _defaults(resolved: Resolved, names: set[str], gpus: int) -> tuple[list[str], list[str]]:
     """Notes about defaults that differ from the original script; the tiny teacher has its own."""
     remarks: list[str] = []
     if "mixed_precision" in names:
-        kind = {"no": "32 bit"}.get(told.values["mixed_precision"], told.values["mixed_precision"])
+        kind = {"no": "32 bit"}.get(resolved.values["mixed_precision"], resolved.values["mixed_precision"])
         remarks.append(f"--mixed_precision takes effect: the student computes in {kind} (original script: ignored)")
-    if str(told.values["teacher_path"]).lower() == "tiny":
+    if str(resolved.values["teacher_path"]).lower() == "tiny":
         return [], remarks
-    words = [] if told.explicit("num_workers") else [f"--num_workers={NUM_WORKERS}"]
+    arguments = [] if resolved.explicit("num_workers") else [f"--num_workers={NUM_WORKERS}"]
     theirs = {"learning_rate": "1e-5", "mixed_precision": "no"}
-    ours = {name: f"{told.values[name]:g}" if name == "learning_rate" else told.values[name] for name in theirs}
+    ours = {name: f"{resolved.values[name]:g}" if name == "learning_rate" else resolved.values[name] for name in theirs}
     if gpus:
         theirs, ours = {**theirs, "teacher_dtype": "float32"}, {**ours, "teacher_dtype": "bfloat16"}
-    differ = [name for name in theirs if not told.explicit(name)]
+    differ = [name for name in theirs if not resolved.explicit(name)]
     if differ:
         flags = ", ".join(f"--{'lr' if name == 'learning_rate' else name} {ours[name]}" for name in differ)
         remarks.append(f"defaults: {flags} (original script: {', '.join(theirs[name] for name in differ)})")
-    return words, remarks
+    return arguments, remarks
 
 
-def _samples(known: Known, told: Resolved, world: World) -> tuple[list[str], list[str]]:
+def _samples(script: ScriptFlags, resolved: Resolved, world: World) -> tuple[list[str], list[str]]:
     """Converts the interval of sample images from epochs to steps."""
-    if not (known.save_samples or known.sample_interval or known.sample_dir):
+    if not (script.save_samples or script.sample_interval or script.sample_dir):
         return [], []
-    remarks = [
-        f"samples are in {told.values['output_dir']}/previews: the teacher's on the left, the student's on the right"
-    ]
-    if known.sample_dir:
-        remarks[0] = f"--sample_dir {known.sample_dir} is not used: {remarks[0]}"
-    if not (known.save_samples or known.sample_interval):
+    folder = f"{resolved.values['output_dir']}/previews"
+    remarks = [f"samples are in {folder}: the teacher's on the left, the student's on the right"]
+    if script.sample_dir:
+        remarks[0] = f"--sample_dir {script.sample_dir} is not used: {remarks[0]}"
+    if not (script.save_samples or script.sample_interval):
         return [], remarks
-    interval = known.sample_interval or "1"
+    interval = script.sample_interval or "1"
     if not (interval.isascii() and interval.isdecimal() and int(interval) > 0):
         raise ConfigError(f"--sample_interval: expected a number of epochs of at least 1, got {interval!r}")
-    if told.explicit("preview_every"):
-        if known.sample_interval:
+    if resolved.explicit("preview_every"):
+        if script.sample_interval:
             raise ConfigError("--sample_interval (epochs) and --preview_every (steps) contradict each other; use one")
         return [], remarks
-    samples, batch = num_samples(told), _global_batch(told, world)
+    samples, batch = num_samples(resolved), _global_batch(resolved, world)
     steps = max(1, -(-samples * int(interval) // batch))
     remarks.append(
         f"--sample_interval {interval}: every {steps:,} steps (--preview_every), since an epoch has {samples:,} "
@@ -272,29 +276,29 @@ def _samples(known: Known, told: Resolved, world: World) -> tuple[list[str], lis
     return [f"--preview_every={steps}"], remarks
 
 
-def num_samples(told: Resolved) -> int:
+def num_samples(resolved: Resolved) -> int:
     """Samples per epoch: prompts × roll-outs × noise levels."""
     from unisono.recipes.wan_distill.data.prompts import prompts_of  # imports torch
 
-    values = told.values
+    values = resolved.values
     prompts = prompts_of(values["data_path"], values["eval_data_path"], values["num_eval"]).train
-    return len(prompts) * int(values["rollouts"]) * max([1] if values["online"] else _levels(told))
+    return len(prompts) * int(values["rollouts"]) * max([1] if values["online"] else _levels(resolved))
 
 
-def _levels(told: Resolved) -> Iterator[int]:
-    values = told.values
+def _levels(resolved: Resolved) -> Iterator[int]:
+    values = resolved.values
     yield values["pairs"] if values["velocity_weight"] else 1
     for weight, number in (("trajectory_weight", "trajectory_points"), ("few_step_weight", "few_steps")):
         yield min(values[number], values["teacher_steps"]) if values[weight] else 1
 
 
-def _global_batch(told: Resolved, world: World) -> int:
-    values = told.values
+def _global_batch(resolved: Resolved, world: World) -> int:
+    values = resolved.values
     if values["global_batch_size"]:
         return int(values["global_batch_size"])
     if world.launcher != "plain":
         processes = world.size
-    elif told.explicit("nproc"):
+    elif resolved.explicit("nproc"):
         processes = values["nproc"]
     else:
         processes = max(1, choose(values["gpus"], visible_gpus()).requested)

@@ -11,8 +11,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from unisono.cli import known_words
-from unisono.cli.known_words import KnownWords, flag_name
+from unisono.cli import script_arguments
+from unisono.cli.script_arguments import ArgumentReader, flag_name
 from unisono.config import Resolved
 from unisono.errors import ConfigError
 from unisono.recipes.wan_flow.recipe import WanFlow
@@ -33,7 +33,7 @@ REFUSED = {
     "fp8_optimizations": "8-bit matrix products are not supported; drop this flag (--model_dtype bf16 and "
     "--torch_compile are the fastest)",
 }
-KNOWN = {
+FLAGS = {
     "--device cuda:N": "GPU number N; cpu, or cuda for any one GPU (--gpus)",
     "--model_dtype bf16": "compute precision: fp32, fp16 or bf16 (--mixed_precision)",
     "--use_ema": "EMA of the weights; on unless --ema_decay is 0",
@@ -43,103 +43,103 @@ _WITH_VALUE = ("local_rank", "device", "model_dtype")
 _DTYPES = {"fp32": "no", "fp16": "fp16", "bf16": "bf16"}
 
 
-def settings_of(words: Sequence[str]) -> Resolved:
-    """Resolves a command line with unisono's own flags."""
-    return known_words.settings_of(WanFlow, words)
+def resolve(arguments: Sequence[str]) -> Resolved:
+    """All settings that arguments of `unisono train wan-flow` result in."""
+    return script_arguments.resolve_settings(WanFlow, arguments)
 
 
-def completed(given: Sequence[str]) -> tuple[list[str], list[str]]:
+def completed(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Returns the command line for `unisono train wan-flow`, with defaults, and notes for the user."""
-    words = in_our_words(given)
+    arguments = translated(argv)
     remarks: list[str] = []
-    told = settings_of(words)
-    if "use_ema" in map(flag_name, given) and told.values["ema_decay"] == 0:
+    resolved = resolve(arguments)
+    if "use_ema" in map(flag_name, argv) and resolved.values["ema_decay"] == 0:
         raise ConfigError("--use_ema and --ema_decay 0 contradict each other; use one")
-    if not told.explicit("gpus") and not told.explicit("nproc"):
-        words.append("--gpus=1")  # not under a launcher, where each process already has its GPU
-    if not told.values["model_path"] and not told.values["model_config"]:
-        more, remarks = _without_a_model(told)
-        words += more
-        told = settings_of(words)
-    if str(told.values["model_config"]).lower() == "tiny":
-        more, also = _for_the_tiny_model(told)
-        return words + more, remarks + also
-    if not told.explicit("num_epochs") and not told.explicit("max_steps"):
-        words.append(f"--num_epochs={NUM_EPOCHS}")
-    return words, remarks
+    if not resolved.explicit("gpus") and not resolved.explicit("nproc"):
+        arguments.append("--gpus=1")  # not under a launcher, where each process already has its GPU
+    if not resolved.values["model_path"] and not resolved.values["model_config"]:
+        more, remarks = _default_model(resolved)
+        arguments += more
+        resolved = resolve(arguments)
+    if str(resolved.values["model_config"]).lower() == "tiny":
+        more, data_remarks = _tiny_model(resolved)
+        return arguments + more, remarks + data_remarks
+    if not resolved.explicit("num_epochs") and not resolved.explicit("max_steps"):
+        arguments.append(f"--num_epochs={NUM_EPOCHS}")
+    return arguments, remarks
 
 
-def _without_a_model(told: Resolved) -> tuple[list[str], list[str]]:
-    """The model of the original script if its file exists, otherwise the tiny one."""
+def _default_model(resolved: Resolved) -> tuple[list[str], list[str]]:
+    """Chooses the model of the original script if its file exists, otherwise the tiny one."""
     if not MODEL.is_file():
         remark = f"no --model_path, no --model_config and no {MODEL}: training a tiny model (--model_config tiny)"
-        if told.values["num_epochs"] is not None and not told.explicit("max_steps"):
-            epochs = told.values["num_epochs"]
-            remark += f" for {epochs} epochs, as asked; it learns the shapes in {TINY['max_steps']} steps (--max_steps)"
+        if resolved.values["num_epochs"] is not None and not resolved.explicit("max_steps"):
+            epochs = resolved.values["num_epochs"]
+            remark += f" for {epochs} epochs (--num_epochs); {TINY['max_steps']} steps are enough to learn the shapes"
         return ["--model_config=tiny"], [remark]
-    settings = MODEL_SETTINGS | ({} if told.values["parts_path"] else WITHOUT_TEXT_ENCODER)
-    words = [f"--{name}={value}" for name, value in settings.items() if not told.explicit(name)]
-    remark = " ".join([f"training {MODEL}", *words]).replace("=", " ")
-    if not told.values["parts_path"]:
+    settings = MODEL_SETTINGS | ({} if resolved.values["parts_path"] else WITHOUT_TEXT_ENCODER)
+    arguments = [f"--{name}={value}" for name, value in settings.items() if not resolved.explicit(name)]
+    remark = " ".join([f"training {MODEL}", *arguments]).replace("=", " ")
+    if not resolved.values["parts_path"]:
         remark += (
             " on precomputed latents and embeddings in the data folder; latents must be normalised, or use --latents "
             "raw (see README.md). To encode the data, pass --parts_path FOLDER with a VAE and a text encoder"
         )
-    return [f"--model_path={MODEL}", *words], [remark]
+    return [f"--model_path={MODEL}", *arguments], [remark]
 
 
-def _effective_batch(told: Resolved) -> int:
+def _effective_batch(resolved: Resolved) -> int:
     """Samples per step as far as the command line determines them."""
-    if told.explicit("global_batch_size") or told.explicit("gradient_accumulation_steps"):
+    if resolved.explicit("global_batch_size") or resolved.explicit("gradient_accumulation_steps"):
         return int(TINY["batch_size"])
-    processes = os.environ.get("WORLD_SIZE") or told.values["nproc"] or 1
-    return int(processes) * int(told.values["batch_size"])
+    processes = os.environ.get("WORLD_SIZE") or resolved.values["nproc"] or 1
+    return int(processes) * int(resolved.values["batch_size"])
 
 
-def _for_the_tiny_model(told: Resolved) -> tuple[list[str], list[str]]:
-    """The user's data if the folder exists, otherwise the built-in shapes."""
-    words: list[str] = []
+def _tiny_model(resolved: Resolved) -> tuple[list[str], list[str]]:
+    """Trains on the user's data if the folder exists, otherwise on the built-in shapes."""
+    arguments: list[str] = []
     remarks: list[str] = []
-    path = str(told.values["dataset_path"] if told.explicit("dataset_path") else DATASET)
+    path = str(resolved.values["dataset_path"] if resolved.explicit("dataset_path") else DATASET)
     if path != "shapes" and Path(path) == DATASET and not DATASET.exists():
-        words.append("--dataset_path=shapes")
+        arguments.append("--dataset_path=shapes")
         remarks.append(f"no ./{DATASET}: training on built-in shapes (--dataset_path shapes)")
         path = "shapes"
     if path == "shapes":
-        enough = int(TINY["batch_size"])
-        if _effective_batch(told) < enough:
-            remarks.append(f"the shapes need about {enough} samples per step to be learned: use --batch_size {enough}")
+        batch_size = int(TINY["batch_size"])
+        if _effective_batch(resolved) < batch_size:
+            remarks.append(f"the shapes need about {batch_size} samples per step: use --batch_size {batch_size}")
     else:
-        if not told.explicit("dataset_path"):
-            words.append(f"--dataset_path={path}")
-        if not any(told.explicit(name) for name in ("height", "width", "max_pixels")):
-            words += [f"--height={TINY_SIDE}", f"--width={TINY_SIDE}"]
+        if not resolved.explicit("dataset_path"):
+            arguments.append(f"--dataset_path={path}")
+        if not any(resolved.explicit(name) for name in ("height", "width", "max_pixels")):
+            arguments += [f"--height={TINY_SIDE}", f"--width={TINY_SIDE}"]
             remarks.append(
                 f"training on {path}, resized to {TINY_SIDE} × {TINY_SIDE} for the tiny model (--height, --width)"
             )
-    return words, remarks
+    return arguments, remarks
 
 
-def in_our_words(words: Sequence[str]) -> list[str]:
-    """Returns the command line without flags that unisono does not have."""
-    ours: list[str] = []
-    reader = KnownWords(words)
-    for word in reader:
-        name = flag_name(word)
+def translated(argv: Sequence[str]) -> list[str]:
+    """Returns the command line with the original script's flags replaced by unisono's."""
+    arguments: list[str] = []
+    reader = ArgumentReader(argv)
+    for argument in reader:
+        name = flag_name(argument)
         if name in REFUSED:
             raise ConfigError(f"--{name}: {REFUSED[name]}")
         if name == "use_ema":  # on unless --ema_decay is 0
             continue
         if name not in _WITH_VALUE:
-            ours.append(word)
+            arguments.append(argument)
             continue
-        value = reader.value(word)
+        value = reader.value(argument)
         if name == "device":
-            ours.append(f"--gpus={_gpus(value)}")
+            arguments.append(f"--gpus={_gpus(value)}")
         elif name == "model_dtype":
-            ours.append(f"--mixed_precision={_precision(value)}")
-        # The last one is local_rank, which the launcher also sets in the environment.
-    return ours
+            arguments.append(f"--mixed_precision={_precision(value)}")
+        # local_rank is dropped: the launcher also sets it in the environment.
+    return arguments
 
 
 def _gpus(device: str) -> str:
