@@ -295,7 +295,7 @@ def test_a_full_stdout_is_one_line_and_an_exit_code(words: str, unbuffered: str)
     with open("/dev/full", "w") as full:
         more = environment(PYTHONUNBUFFERED=unbuffered)
         done = subprocess.run(run, stdout=full, stderr=subprocess.PIPE, text=True, env=more)
-    line = "unisono: stdout cannot be written (No space left on device); make room, or redirect it elsewhere\n"
+    line = "unisono: stdout cannot be written (No space left on device); free some space, or redirect it\n"
     assert (done.returncode, done.stderr) == (2, line)
 
 

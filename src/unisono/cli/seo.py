@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from unisono.recipes.seo.site.report import Findings
 
 
-def main(words: list[str], judge: Judge | None = None) -> int:
+def main(argv: list[str], judge: Judge | None = None) -> int:
     """Runs the command; a caller that passes a judge needs no run."""
-    options = _options(words)
+    options = _options(argv)
     queries = _queries(options.queries) if options.queries else []
     from unisono.formatting import format_count
     from unisono.recipes.seo.site.fetching import Fetcher
@@ -54,7 +54,7 @@ def main(words: list[str], judge: Judge | None = None) -> int:
     return EXIT_DONE
 
 
-def _options(words: list[str]) -> argparse.Namespace:
+def _options(argv: list[str]) -> argparse.Namespace:
     parser = Parser(
         "seo",
         "Report on a site: rule-based checks of every page, duplicate pages and, with a run of the recipe `seo`, the "
@@ -92,7 +92,7 @@ def _options(words: list[str]) -> argparse.Namespace:
         "--label", help="for a run with classes: sort pages by the probability of this class (default: the last one)"
     )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:1 (default: auto)")
-    options = parser.read(words)
+    options = parser.parse(argv)
     if options.most_pages is not None and options.most_pages < 1:
         raise ConfigError(f"--most_pages {options.most_pages}: expected at least 1")
     return options

@@ -86,10 +86,10 @@ def _whole_number(text: str) -> int:
     return int(text)
 
 
-def main(words: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """Runs the command; with --follow the exit code is the job's."""
     parser = _parser()
-    recipe, config, flags, options = parser.read_training(words)
+    recipe, config, flags, options = parser.parse_training(argv)
     if options.help:
         parser.print_help()
         return EXIT_DONE
