@@ -19,7 +19,6 @@ from unisono.errors import ConfigError
 from unisono.recipes.wan.recipe import WanRecipe
 from unisono.recipes.wan_distill import settings
 from unisono.recipes.wan_distill.checks import check_config
-from unisono.recipes.wan_distill.setup import Setup
 
 if TYPE_CHECKING:  # `unisono train wan-distill --help` need not wait for torch
     from torch import nn
@@ -30,6 +29,7 @@ if TYPE_CHECKING:  # `unisono train wan-distill --help` need not wait for torch
     from unisono.recipes.wan_distill.evaluation import SampleTime
     from unisono.recipes.wan_distill.loss import DistillationLoss
     from unisono.recipes.wan_distill.models.teacher import Teacher
+    from unisono.recipes.wan_distill.setup import Setup
 
 
 class WanDistill(WanRecipe):
@@ -73,7 +73,6 @@ class WanDistill(WanRecipe):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         check_config(config)
-        self.setup = Setup(config)
         self.refresh_every = config.refresh_every if config.online else 0
         self.teacher_time: SampleTime | None = None
         self.student_time: SampleTime | None = None
@@ -81,6 +80,13 @@ class WanDistill(WanRecipe):
         self._is_timed = False
         self._teacher: Teacher | None = None
         self._samples: Samples | None = None
+
+    @cached_property
+    def setup(self) -> Setup:
+        """The models, prompts and roll-outs of the run."""
+        from unisono.recipes.wan_distill.setup import Setup
+
+        return Setup(self.config)
 
     def check_settings(self, settings: Any) -> None:
         """Refuses online with dp, which has one teacher for all GPUs, and with cuda_graph."""

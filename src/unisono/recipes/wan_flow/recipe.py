@@ -18,7 +18,6 @@ from unisono.errors import ConfigError
 from unisono.recipes.wan.recipe import WanRecipe
 from unisono.recipes.wan_flow import settings
 from unisono.recipes.wan_flow.checks import check_config
-from unisono.recipes.wan_flow.setup import Setup
 
 if TYPE_CHECKING:  # `unisono train wan-flow --help` need not wait for torch
     from torch import Tensor, nn
@@ -28,6 +27,7 @@ if TYPE_CHECKING:  # `unisono train wan-flow --help` need not wait for torch
     from unisono.recipes.common.lora_base import LoraBase
     from unisono.recipes.wan_flow.data.folder import FolderData
     from unisono.recipes.wan_flow.data.shapes import ShapesData
+    from unisono.recipes.wan_flow.setup import Setup
     from unisono.settings import Settings
 
 
@@ -73,8 +73,14 @@ class WanFlow(WanRecipe):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         check_config(config)
-        self.setup = Setup(config)
         self._base_to_record: LoraBase | None = None  # until the first step
+
+    @cached_property
+    def setup(self) -> Setup:
+        """What follows from the settings about the model."""
+        from unisono.recipes.wan_flow.setup import Setup
+
+        return Setup(self.config)
 
     @cached_property
     def data(self) -> FolderData | ShapesData:
@@ -116,7 +122,7 @@ class WanFlow(WanRecipe):
         self.prepared = work.folder  # for callers that run prepare() without the engine
         check_paths_exist(self.config)
         check_model(self.setup)
-        self._base_to_record = self._lora_base and self._lora_base.to_note(work)
+        self._base_to_record = self._lora_base and self._lora_base.for_one_process(work)
         self.data.prepare(work)
         if not work.meet():
             self.kernel.measure(work, self.setup.transformer, self.data.most_tokens())
@@ -243,7 +249,7 @@ class WanFlow(WanRecipe):
         """The squared error of the velocity: the mean over each sample's elements, summed over samples."""
         latent, text = self._inputs(model, batch)
         if self._base_to_record is not None:
-            self._base_to_record.note()
+            self._base_to_record.record()
             self._base_to_record = None
         return self.setup.flow.loss(model, latent, text, self.without_caption(text), noise)  # type: ignore[arg-type]
 

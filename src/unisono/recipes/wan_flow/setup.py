@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from unisono.errors import ConfigError
-
-if TYPE_CHECKING:  # `unisono train wan-flow --help` need not wait for torch
-    from unisono.recipes.wan.models.encoders import Encoders
-    from unisono.recipes.wan.models.load import WanFolder
-    from unisono.recipes.wan.models.weights import Weights
-    from unisono.recipes.wan_flow.loss import FlowLoss
+from unisono.recipes.wan.models.encoders import Encoders, FolderEncoders, TinyEncoders, no_encoders
+from unisono.recipes.wan.models.experts import HIGH, LOW, parts_to_train, range_of
+from unisono.recipes.wan.models.load import BOUNDARY, TEXT_LENGTH, WanFolder, describe, transformer_config
+from unisono.recipes.wan.models.unsupported import refuse_channels
+from unisono.recipes.wan.models.weights import Weights, open_weights
+from unisono.recipes.wan.objective import NoiseLevels
+from unisono.recipes.wan_flow.loss import FlowLoss
 
 
 class Setup:
@@ -34,9 +37,6 @@ class Setup:
     @cached_property
     def pretrained(self) -> WanFolder | None:
         """The model at model_path; None when the run trains from scratch."""
-        from unisono.recipes.wan.models.experts import HIGH, LOW
-        from unisono.recipes.wan.models.load import describe
-
         if not self.config.model_path:
             return None
         folder = describe(self.config.model_path)
@@ -48,8 +48,6 @@ class Setup:
     @cached_property
     def trained(self) -> list[str]:
         """Diffusers' names of the transformers that the run trains."""
-        from unisono.recipes.wan.models.experts import HIGH, LOW, parts_to_train
-
         available: Any = (HIGH, LOW) if self.model_name == "a14b" else (HIGH,)
         if self.pretrained is not None:
             available = self.pretrained.transformers
@@ -63,8 +61,6 @@ class Setup:
     @cached_property
     def boundary(self) -> float | None:
         """The noise level at which the high-noise expert hands over to the other; None for a single transformer."""
-        from unisono.recipes.wan.models.load import BOUNDARY
-
         if self.pretrained is not None:
             return self.pretrained.boundary_ratio if len(self.pretrained.transformers) > 1 else None
         return BOUNDARY if self.model_name == "a14b" else None
@@ -72,9 +68,6 @@ class Setup:
     @cached_property
     def transformer(self) -> dict[str, Any]:
         """The configuration of the transformer; two experts share one."""
-        from unisono.recipes.wan.models.load import transformer_config
-        from unisono.recipes.wan.models.unsupported import refuse_channels
-
         config = transformer_config(self.pretrained, self.config.model_config, part=self.trained[0])
         refuse_channels(config, f"model_path {self.config.model_path}" if self.pretrained else "model_config")
         return config
@@ -82,19 +75,12 @@ class Setup:
     @cached_property
     def weight_files(self) -> dict[str, Weights]:
         """The files of the pretrained weights, by transformer."""
-        from unisono.recipes.wan.models.weights import open_weights
-
         assert self.pretrained is not None
         return {name: open_weights(self.pretrained.transformers[name]) for name in self.trained}
 
     @cached_property
     def encoders(self) -> Encoders:
         """The VAE and the text encoder."""
-        import torch
-
-        from unisono.recipes.wan.models.encoders import FolderEncoders, TinyEncoders, no_encoders
-        from unisono.recipes.wan.models.load import TEXT_LENGTH, describe
-
         parts = describe(self.config.parts_path, "parts_path") if self.config.parts_path else self.pretrained
         encoders: Encoders
         if parts is not None and parts.kind == "pipeline":
@@ -110,11 +96,6 @@ class Setup:
     @cached_property
     def flow(self) -> FlowLoss:
         """The training objective."""
-        from unisono.recipes.wan.models.experts import HIGH, LOW, parts_to_train, range_of
-        from unisono.recipes.wan.models.load import BOUNDARY
-        from unisono.recipes.wan.objective import NoiseLevels
-        from unisono.recipes.wan_flow.loss import FlowLoss
-
         config, by_size = self.config, self.config.shift == "auto"
         shift = 1.0 if by_size else float(config.shift)
         levels = NoiseLevels(config.sigma_sampling, config.logit_mean, config.logit_std, config.mode_scale, shift)

@@ -26,8 +26,8 @@ from unisono.engine.step.out_of_memory import is_out_of_memory
 from unisono.errors import TrainingFailed, UserError
 from unisono.observe.progress import Advance
 from unisono.recipes.common.cache_files import remove_leftovers, write_cache_file
-from unisono.recipes.common.fingerprint import together
-from unisono.recipes.common.packs import Kept, Packs, Shelf
+from unisono.recipes.common.fingerprint import combined
+from unisono.recipes.common.packs import PackEntry, PackReader, Packs
 from unisono.recipes.wan.objective import TIMESTEPS, noised
 from unisono.recipes.wan.sample import sample
 from unisono.recipes.wan_distill.data.rollout_spec import RolloutSpec, position_of, positions_of
@@ -51,20 +51,20 @@ class Rollouts:
         self.items: list[SampleId] = [(prompt, number) for number in numbers for prompt in prompts]
         self._packs = Packs(folder, self._fits)
         self._blocks = _in_blocks(prompts, numbers, spec.block)
-        spec_key = together("rollout", _FORMAT, asdict(spec))
-        self._keys = [together(spec_key, block) for block in self._blocks]
+        spec_key = combined("rollout", _FORMAT, asdict(spec))
+        self._keys = [combined(spec_key, block) for block in self._blocks]
 
     @property
     def key(self) -> str:
         """A hash of all blocks."""
-        return together(*self._keys)
+        return combined(*self._keys)
 
     @property
     def _storage(self) -> torch.dtype:
         """The dtype on disk: bfloat16 when the teacher computes in 16 bit."""
         return torch.float32 if self.spec.dtype == "float32" else torch.bfloat16
 
-    def _fits(self, kept: Kept) -> bool:
+    def _fits(self, kept: PackEntry) -> bool:
         return kept.shape == self.spec.shape and kept.dtype == self._storage
 
     def _file(self, number: int) -> Path:
@@ -195,7 +195,7 @@ class Rollouts:
     def open(self) -> Samples:
         """The samples; call it after all ranks have generated their share."""
         deadline = time.monotonic() + _VISIBLE_WITHIN_S
-        stored: dict[str, dict[SampleId, Kept]] = {name: {} for name in self.tensor_names}
+        stored: dict[str, dict[SampleId, PackEntry]] = {name: {} for name in self.tensor_names}
         for number, block in enumerate(self._blocks):
             while not self._has(number):
                 if time.monotonic() > deadline:
@@ -213,9 +213,9 @@ class Rollouts:
 class Samples:
     """Stored samples, by number."""
 
-    def __init__(self, rollouts: Rollouts, stored: dict[str, list[Kept]]) -> None:
+    def __init__(self, rollouts: Rollouts, stored: dict[str, list[PackEntry]]) -> None:
         self.items, self.spec = rollouts.items, rollouts.spec
-        self._shelves = {name: Shelf(rollouts.folder, entries) for name, entries in stored.items()}
+        self._shelves = {name: PackReader(rollouts.folder, entries) for name, entries in stored.items()}
 
     def __len__(self) -> int:
         return len(self.items)

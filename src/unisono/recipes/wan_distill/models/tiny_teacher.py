@@ -22,7 +22,7 @@ from unisono.cluster.lifetime import LAUNCHER_PID
 from unisono.engine.recipe import Work
 from unisono.errors import EXIT_STOPPED, TrainingFailed
 from unisono.observe.folder import METRICS
-from unisono.recipes.common.fingerprint import together
+from unisono.recipes.common.fingerprint import combined
 from unisono.recipes.wan.tiny.models import tiny_transformer_config
 from unisono.recipes.wan_flow.settings import TINY
 
@@ -44,7 +44,7 @@ _STEPS_VARIABLE = "UNISONO_TINY_TEACHER_STEPS"  # for tests: a run too short to 
 def folder_of(cache: Path | None = None) -> Path:
     """The folder of the tiny teacher."""
     steps = os.environ.get(_STEPS_VARIABLE, "")
-    return (cache or cache_folder()) / "tiny_teacher" / together(_FORMAT, TINY, tiny_transformer_config(), steps)[:12]
+    return (cache or cache_folder()) / "tiny_teacher" / combined(_FORMAT, TINY, tiny_transformer_config(), steps)[:12]
 
 
 def cache_folder() -> Path:
