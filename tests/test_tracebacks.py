@@ -105,8 +105,8 @@ def test_a_bug_of_ours_shows_every_frame() -> None:
     try:
         share_of("rank", 2, 0, 8)  # type: ignore[arg-type]
     except TypeError as error:
-        assert not tracebacks.is_users(error)
-        assert tracebacks.shown(error) == "".join(traceback.format_exception(error)).rstrip("\n")
+        assert not tracebacks.is_in_user_code(error)
+        assert tracebacks.format_short(error) == "".join(traceback.format_exception(error)).rstrip("\n")
         before = error.__traceback__
         tracebacks.prune(error)
         assert error.__traceback__ is before
@@ -133,7 +133,7 @@ def test_a_call_that_our_torch_function_mode_passes_on_is_the_recipes_own() -> N
 
     with pytest.raises(RuntimeError, match="Sizes of tensors must match") as caught:
         build_model(WithWrongShapes(Buggy.Config()))
-    assert tracebacks.is_users(caught.value)
+    assert tracebacks.is_in_user_code(caught.value)
 
 
 def test_the_location_of_an_error_is_the_users_line() -> None:

@@ -20,7 +20,7 @@ from command_line import TINY, lines
 from unisono.cli import verify as verify_command
 from unisono.engine.export import export_run
 from unisono.engine.recipe import Work
-from unisono.engine.verification.verify import Question, Verdict
+from unisono.engine.verification.verify import Verdict, VerifyPlan
 from unisono.errors import ConfigError, UserError
 from unisono.recipes.common.packs import Packs
 from unisono.recipes.wan.data.decode import is_still
@@ -362,8 +362,8 @@ def test_verify_computes_in_what_the_recipe_names(monkeypatch: pytest.MonkeyPatc
     """Diffusers computes Wan's norms in float32: in float64, runs that are the same would differ by that."""
     asked: list[str] = []
 
-    def answers(recipe: str, resolved: Any, question: Question, *rest: Any) -> Verdict:
-        asked.append(question.precision)
+    def answers(recipe: str, resolved: Any, plan: VerifyPlan, *rest: Any) -> Verdict:
+        asked.append(plan.precision)
         return Verdict([], 0.0)
 
     monkeypatch.setattr("unisono.engine.verification.verify.verify", answers)

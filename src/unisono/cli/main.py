@@ -11,7 +11,7 @@ from typing import NoReturn
 from unisono import __version__
 from unisono.cli.stdout import Output, watched_stdout
 from unisono.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER_ERROR, UnisonoError, UserError
-from unisono.typed_paths import shown
+from unisono.typed_paths import as_typed
 
 COMMANDS = {
     "train": "train a recipe on one device or many",
@@ -81,7 +81,7 @@ def _exit_code(argv: list[str], output: Output | None = None) -> int | None:
         return _run(_without_local_rank(argv))
     except UnisonoError as error:
         if not error.already_printed:
-            _print_error(shown(f"unisono: {_rank_prefix()}{error}"))
+            _print_error(as_typed(f"unisono: {_rank_prefix()}{error}"))
         return error.exit_code
     except KeyboardInterrupt:
         _print_error("unisono: stopped immediately, without saving")
@@ -135,10 +135,10 @@ def _print_traceback(error: Exception) -> None:
     from unisono import tracebacks
     from unisono.formatting import describe_exception
 
-    tracebacks.keep_once(error)
+    tracebacks.save_if_unreported(error)
     report = tracebacks.report_of(error)
     if report is None or report.is_first:
-        _print_error(tracebacks.shown(error))
+        _print_error(tracebacks.format_short(error))
     else:
         _print_error(f"unisono: [rank {report.rank}] {describe_exception(error)}")
 

@@ -16,7 +16,7 @@ from unisono.engine.start.run import configure, start
 from unisono.engine.start.srun import with_outcome
 from unisono.errors import EXIT_DONE, EXIT_STOPPED, UserError
 from unisono.settings import Settings
-from unisono.typed_paths import note_start_folder, shown
+from unisono.typed_paths import as_typed, note_start_folder
 
 _DESCRIPTION = """Train a recipe on one device or many.
 
@@ -64,7 +64,8 @@ def _train(argv: list[str]) -> int:
     result = start(kind, resolved)
     if result.status == "stopped":
         line = (
-            f"stopped at step {result.step}; run the same command with --output_dir {shown(result.folder)} to continue"
+            f"stopped at step {result.step}; to continue, run the same command with "
+            f"--output_dir {as_typed(result.folder)}"
         )
         with suppress(OSError):  # after SIGHUP the terminal may be gone
             print(line, file=sys.stderr)

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from unisono.checkpoint.load import load_whole
-from unisono.config.plain import check_whole
+from unisono.config.config_class import check_whole
 from unisono.engine.resume import named_checkpoint
 from unisono.engine.run_folder.new_folder import default_folder
 from unisono.engine.start.driven import DrivenRun, DrivenTrainer
@@ -34,7 +34,7 @@ from unisono.multi_gpu.config import STRATEGIES, MultiGPUConfig
 from unisono.multi_gpu.gpus import cleanup_distributed_training, memory_of, take_devices, world_for
 from unisono.multi_gpu.model_dtype import dtype_settings
 from unisono.multi_gpu.own_model import Given, OwnModel
-from unisono.typed_paths import note_start_folder, usable
+from unisono.typed_paths import for_caller, note_start_folder
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -144,7 +144,7 @@ class OwnTrainer:
     @property
     def folder(self) -> Path:
         """The run's folder: metrics.jsonl, events.jsonl, and checkpoints where output_dir was given."""
-        return Path(usable(self._run.folder))
+        return Path(for_caller(self._run.folder))
 
     @property
     def history(self) -> list[dict[str, Any]]:

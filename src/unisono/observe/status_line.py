@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from threading import RLock
 from typing import TextIO
 
-from unisono.typed_paths import shown
+from unisono.typed_paths import as_typed
 
 _BAR_LEAST, _BAR_MOST = 10, 30
 _CLEAR = "\r\x1b[K"
@@ -46,7 +46,7 @@ class StatusLine:
 
     def print(self, text: str) -> None:
         """Prints a line of its own, above the status line where one is shown."""
-        text = shown(text)
+        text = as_typed(text)
         with self._lock:
             self._write(f"{_CLEAR}{text}\n{self._shown}" if self._shown else f"{text}\n")
 

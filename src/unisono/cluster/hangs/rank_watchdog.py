@@ -39,7 +39,7 @@ from unisono.cluster.outcome import write
 from unisono.cluster.process_group import open_store
 from unisono.cluster.slurm.script import OUTCOMES
 from unisono.errors import EXIT_DIED, EXIT_FAILED
-from unisono.typed_paths import shown
+from unisono.typed_paths import as_typed
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -205,7 +205,7 @@ class Watchdog:
                 write(Path(folder), outcome)
             else:
                 stack = f"{outcome.traceback}\n" if outcome.traceback else ""
-                print(shown(f"{stack}unisono: {outcome.describe()}"), file=sys.stderr, flush=True)
+                print(as_typed(f"{stack}unisono: {outcome.describe()}"), file=sys.stderr, flush=True)
         if not interactive:
             self._exit(silent)
 

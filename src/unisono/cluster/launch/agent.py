@@ -56,7 +56,7 @@ from unisono.cluster.process_group import ATTEMPT
 from unisono.cluster.rendezvous.client import RendezvousClient
 from unisono.cluster.rendezvous.server import Round
 from unisono.cluster.signals import STOP_FILE, stop_signals
-from unisono.typed_paths import shown
+from unisono.typed_paths import as_typed
 
 # Variables in which the user's value wins over the agent's; all others that the agent sets identify a rank.
 _USER_VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
@@ -374,4 +374,4 @@ def _own_handlers_restored() -> Iterator[None]:
 def print_line(line: str) -> None:
     """Prints one line of the launcher to stderr."""
     with contextlib.suppress(OSError):  # the terminal may be gone
-        print(shown(f"unisono: {line}"), file=sys.stderr, flush=True)
+        print(as_typed(f"unisono: {line}"), file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Whether a run's steps can be recorded as CUDA graphs, and whether they are."""
+"""Decides whether the steps of a run are recorded as CUDA graphs."""
 
 from __future__ import annotations
 

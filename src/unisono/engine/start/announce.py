@@ -15,7 +15,7 @@ from unisono.engine.start.build_run import BuiltRun
 from unisono.engine.start.registry import importable_name
 from unisono.observe.last_step import steps_after
 from unisono.observe.status_line import print_line
-from unisono.typed_paths import shown
+from unisono.typed_paths import as_typed
 
 
 def announce(run: BuiltRun, world: World, earlier_remarks: Sequence[str]) -> None:
@@ -53,7 +53,7 @@ def announce(run: BuiltRun, world: World, earlier_remarks: Sequence[str]) -> Non
             length=run.length,
             num_samples=run.datasets.num_samples,
             eval_dataset=run.datasets.evaluation,
-            folder=f"{shown(folder.path)} ({why})",
+            folder=f"{as_typed(folder.path)} ({why})",
         )
     )
     for remark in [*earlier_remarks, *run.remarks, *components.remarks, *dict.fromkeys(components.recipe.remarks)]:
@@ -72,7 +72,7 @@ def open_run_folder(run: BuiltRun, world: World) -> None:
             "id": run.run_id,
             "recipe": entered.recipe_name,
             "recipe_from": importable_name(entered.recipe_class),
-            "config": {**resolved.to_json()["values"], "output_dir": shown(folder.path)},
+            "config": {**resolved.to_json()["values"], "output_dir": as_typed(folder.path)},
             "sources": sources_of(resolved, entered.origin),
             "defaults": defaults_of(entered.recipe_class),
             "labels": {name: list(names) for name, names in components.recipe.labels.items()},

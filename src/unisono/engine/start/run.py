@@ -22,7 +22,7 @@ from unisono.engine.recipe import Recipe
 from unisono.engine.start.registry import check_recipe, importable_name, load_recipe, recipes_with
 from unisono.errors import EXIT_DONE, EXIT_STOPPED, ConfigError, TrainingFailed, TryAgain, UnisonoError, UserError
 from unisono.settings import LaunchSettings, Settings
-from unisono.typed_paths import absolute, known, note_start_folder, shown, usable
+from unisono.typed_paths import absolute, all_typed, as_typed, for_caller, note_start_folder
 
 # Only processes that train import torch: starting ranks and printing help must be fast.
 
@@ -216,7 +216,7 @@ def _here(kind: type[Recipe], resolved: Resolved, world: World, asked: int | Non
             try:
                 start = RankStart(world, asked, Path(job) if job else None, remarks, folder_is_held=plain)
                 result = run_session(kind, resolved, start)
-                return replace(result, folder=Path(usable(result.folder)))
+                return replace(result, folder=Path(for_caller(result.folder)))
             except SystemExit as error:
                 raise TrainingFailed(f"the recipe ended the program itself (sys.exit({error.code}))") from error
             except TryAgain as error:
@@ -236,7 +236,7 @@ def _start_afresh(cause: str, attempt: int, limit: int, output: Path) -> None:
     from unisono.observe.folder import append_event
 
     again = f"restarting from the last checkpoint ({attempt} of {limit})"
-    print(shown(f"unisono: {cause}; {again}"), file=sys.stderr)
+    print(as_typed(f"unisono: {cause}; {again}"), file=sys.stderr)
     append_event(output, "restart", attempt=attempt, cause=cause)
     gc.collect()
     if torch.cuda.is_available():
@@ -251,7 +251,7 @@ def _launch(reference: str, resolved: Resolved, plan: DevicePlan) -> Any:
         return {"recipe": reference, "resolved": resolved.to_json()}
 
     outcome = launch_job(job, resolved, plan, reference.rpartition(":")[2])
-    return Result(Path(usable(outcome["folder"])), outcome["status"], outcome["step"], outcome["metrics"])
+    return Result(Path(for_caller(outcome["folder"])), outcome["status"], outcome["step"], outcome["metrics"])
 
 
 def launch_job(job: Callable[[Resolved], Mapping[str, Any]], resolved: Resolved, plan: DevicePlan, recipe: str) -> Any:
@@ -277,7 +277,7 @@ def launch_job(job: Callable[[Resolved], Mapping[str, Any]], resolved: Resolved,
             **job(resolved),
             "requested_devices": plan.requested_devices,
             "remarks": plan.remarks,
-            "typed": known(),
+            "typed": all_typed(),
         }
         job_description["folder_is_held"] = True
         (folder / "job.json").write_text(json.dumps(job_description))

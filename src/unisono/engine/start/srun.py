@@ -45,7 +45,7 @@ def with_outcome(train: Callable[[], int]) -> int:
         kind, message = _kind_of(error), " ".join(str(error).split())
         if not isinstance(error, UnisonoError):
             message = f"{type(error).__name__}: {message}"
-        trace = "" if isinstance(error, UnisonoError) else tracebacks.shown(error)
+        trace = "" if isinstance(error, UnisonoError) else tracebacks.format_short(error)
         write(folder, Outcome(kind, message, rank, traceback=trace))
         flush_streams()
         os._exit(getattr(error, "exit_code", EXIT_FAILED))  # destructors may wait for a peer that is gone
