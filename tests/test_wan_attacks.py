@@ -97,7 +97,7 @@ def test_a_sample_beyond_the_positions_of_the_model_is_refused() -> None:
 def test_a_text_encoder_that_asks_for_other_code_is_refused(model: Path, config: dict[str, Any], words: str) -> None:
     edit(model / "text_encoder/config.json", **config)
     with pytest.raises(ConfigError, match=words):
-        TextEncoder.load(model)
+        TextEncoder.load(model / "tokenizer", model / "text_encoder", torch.bfloat16)
 
 
 def test_an_adapter_beside_the_text_encoder_is_refused(model: Path) -> None:
@@ -105,14 +105,14 @@ def test_an_adapter_beside_the_text_encoder_is_refused(model: Path) -> None:
         '{"peft_type": "LORA", "base_model_name_or_path": "/other"}'
     )
     with pytest.raises(ConfigError, match="an adapter can load code and other models"):
-        TextEncoder.load(model)
+        TextEncoder.load(model / "tokenizer", model / "text_encoder", torch.bfloat16)
 
 
 def test_code_beside_a_tokenizer_is_never_run(model: Path, tmp_path: Path) -> None:
     (model / "tokenizer/evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     edit(model / "tokenizer/tokenizer_config.json", auto_map={"AutoTokenizer": [None, "evil.T"]}, tokenizer_class="T")
     with pytest.raises(ConfigError, match="cannot be loaded"):
-        TextEncoder.load(model)
+        TextEncoder.load(model / "tokenizer", model / "text_encoder", torch.bfloat16)
     assert not (tmp_path / "ran").exists()
 
 
@@ -142,7 +142,7 @@ def test_a_config_that_makes_no_sense_is_named(model: Path, part: str, config: d
 def test_statistics_that_are_no_numbers_are_named(model: Path, values: Any) -> None:
     edit(model / "vae/config.json", latents_mean=values)
     with pytest.raises(ConfigError, match=r"latents_mean|cannot be loaded"):
-        WanVae.load(model)
+        WanVae.load(model / "vae")
 
 
 @pytest.mark.parametrize("boundary", [None, 0, 1, True])
@@ -204,7 +204,7 @@ def test_a_pack_that_lies_about_itself_counts_as_not_there(tmp_path: Path, entry
 
 def test_a_note_in_the_cache_cannot_write_to_the_terminal(tmp_path: Path) -> None:
     (tmp_path / "key.json").write_text(json.dumps({"why": "\x1b[31m\ntwo lines"}))
-    why = BadFiles(tmp_path).why("key")
+    why = BadFiles(tmp_path).reason("key")
     assert why is not None and why.isprintable()
 
 

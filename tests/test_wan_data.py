@@ -251,7 +251,7 @@ def test_two_lists_of_one_folder_are_both_named(clips: Path) -> None:
         ("metadata.csv", 'video,prompt\na.mp4,"never closed\nb.mp4,y\n', ["line 3", "invalid CSV"]),
         ("metadata.csv", f"video,prompt\na.mp4,{'x' * 200_000}\n", ["line 2", "invalid CSV", "field"]),
         ("metadata.csv", "video,prompt\na.mp4,x\nc.mp4,y\n", ["line 3", "no such file", "c.mp4"]),
-        ("metadata.csv", "video,prompt\na.mp3,x\n", ["line 2", "a.mp3 is no video or image"]),
+        ("metadata.csv", "video,prompt\na.mp3,x\n", ["line 2", "a.mp3 is not a video or image"]),
         ("metadata.csv", b"video,prompt\nb.mp4,x\na.mp4,caf\xe9\n", ["line 3", "UTF-8"]),
         ("metadata.jsonl", '{"video": "a.mp4", "text": "x"}\n{"video": "b.mp4", "te', ["line 2", "invalid JSON"]),
         ("metadata.jsonl", '{"text": "x"}', ["line 1", "names no file", "video_path"]),
@@ -331,7 +331,7 @@ def test_a_list_cannot_name_a_file_outside_its_folder(tmp_path: Path, path: str)
     entries = [{"video": "a.mp4", "text": "x"}, {"video": path.format(outside=outside), "text": "x"}]
     put(folder, "metadata.jsonl", "\n".join(map(json.dumps, entries)))
     for leave_out_bad in (False, True):
-        refusal(folder, "metadata.jsonl, line 2", "leads out of", leave_out_bad=leave_out_bad)
+        refusal(folder, "metadata.jsonl, line 2", "leads outside", leave_out_bad=leave_out_bad)
 
 
 @pytest.mark.parametrize("path", ["links/outside.mp4", "b\0.mp4", ".", "https://x.org/a.mp4"])
@@ -354,7 +354,7 @@ def test_a_link_beside_the_videos_cannot_lead_outside(tmp_path: Path) -> None:
         put(folder, "a.txt", "x")
         (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to(secret)
-        refusal(folder, f"the link {folder / name} leads out of", leave_out_bad=True)
+        refusal(folder, f"the link {folder / name} leads outside", leave_out_bad=True)
 
 
 def test_paths_and_links_inside_the_folder_are_fine(tmp_path: Path) -> None:

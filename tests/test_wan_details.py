@@ -186,12 +186,12 @@ def test_a_lora_run_does_not_go_on_beside_other_weights(root: Path, tmp_path: Pa
     model(seed=7).save_pretrained(base / "transformer")
     for part in ("vae", "text_encoder", "tokenizer", "scheduler", "model_index.json"):
         shutil.move(tmp_path / "moved" / part, base / part)
-    with pytest.raises(ConfigError, match="not the weights that this run's LoRA was trained beside"):
+    with pytest.raises(ConfigError, match="this run's LoRA was trained with other base weights"):
         unisono.train("wan-flow", **{**COMMON, **told, "max_steps": 3})
     record = json.loads((tmp_path / "run/run.json").read_text())
     record["config"]["model_path"] = str(base)  # as if other weights had come where the run's were
     (tmp_path / "run/run.json").write_text(json.dumps(record))
-    with pytest.raises(ConfigError, match="not the weights that this run's LoRA was trained beside"):
+    with pytest.raises(ConfigError, match="this run's LoRA was trained with other base weights"):
         export_run(tmp_path / "run", tmp_path / "exported")
 
 

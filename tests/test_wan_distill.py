@@ -713,7 +713,7 @@ def test_what_cannot_be_is_refused_with_what_to_do(root: Path, tmp_path: Path) -
     assert "add --online" in refused(root, refresh_every=3)
     assert "add --online" in refused(root, feature_weight=1.0)
     assert "balanced needs --online" in refused(root, teacher_device_strategy="balanced")
-    assert "multiples of 16" in refused(root, width=24)
+    assert "multiple of 16" in refused(root, width=24)
     assert "1, 5, 9" in refused(root, num_frames=4)
     assert "needs the tiny teacher" in refused(root, data_path="shapes")
     assert "no teacher" in refused(root, teacher_path="")

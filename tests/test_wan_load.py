@@ -169,23 +169,20 @@ def test_shards_are_read_by_name_whole_or_in_part(tmp_path: Path) -> None:
     whole = saved.state_dict()[name]
     assert weights.shape(name) == tuple(whole.shape)
     assert torch.equal(weights.tensor(name), whole)
-    assert torch.equal(weights.slice(name, 5, 9), whole[5:9])
-    assert weights.slice(name, 5, 9, torch.bfloat16).dtype == torch.bfloat16
+    assert torch.equal(weights.rows(name, 5, 9), whole[5:9])
     weights.tensor(name).zero_()
     assert torch.equal(weights.tensor(name), whole), "what is done to a copy is not done to the file"
 
 
-def test_filling_takes_the_files_type_on_meta_and_the_models_own_in_memory(tmp_path: Path) -> None:
+def test_filled_weights_have_the_dtype_of_the_file_or_of_the_model(tmp_path: Path) -> None:
     saved = model().to(torch.bfloat16)
     saved.save_pretrained(tmp_path)
-    empty, cast, real = build_meta(SMALL), build_meta(SMALL), model(seed=5)
-    fill(empty, tmp_path)
-    fill(cast, tmp_path, torch.float32)
-    fill(real, tmp_path)
-    assert {parameter.dtype for parameter in empty.parameters()} == {torch.bfloat16}
+    as_stored, cast = build_meta(SMALL), build_meta(SMALL)
+    fill(as_stored, tmp_path)
+    fill(cast, tmp_path, own_dtypes=True)
     assert {parameter.dtype for parameter in cast.parameters()} == {torch.float32}
-    assert equal(cast.state_dict(), real.state_dict())
-    assert equal(empty.state_dict(), saved.state_dict())
+    assert equal(cast.state_dict(), saved.float().state_dict())
+    assert equal(as_stored.state_dict(), saved.bfloat16().state_dict())
 
 
 def test_weights_of_another_architecture_are_refused_with_both_shapes(tmp_path: Path) -> None:

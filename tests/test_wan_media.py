@@ -117,8 +117,8 @@ def test_a_given_size_is_taken_exactly_or_refused_with_the_nearest() -> None:
     for settings, told in (
         ({"height": 480, "width": 840}, "width 840: this model needs a multiple of 16; use 832 or 848"),
         ({"height": 10, "width": 16}, "use 16"),
-        ({"height": 480}, "set both, or neither"),
-        ({"height": -16, "width": 16}, "set both, or neither"),
+        ({"height": 480}, "width 0: this model needs a multiple of 16; use 16"),
+        ({"height": -16, "width": 16}, "height -16: this model needs a multiple of 16; use 16"),
         ({"max_pixels": 255}, "16×16"),
         ({"num_frames": 0}, "num_frames"),
         ({"fps": -1.0}, "fps"),
@@ -355,7 +355,7 @@ def test_what_is_no_image_and_no_video_is_named(tmp_path: Path, kind: str) -> No
     path = tmp_path / f"a.{kind}"
     refused(path, "there is no such file")
     path.write_bytes(b"")
-    refused(path, "it is empty")
+    refused(path, "the file is empty")
     for content in (random.Random(0).randbytes(100_000), b"\0" * 1000, b"<html>404 not found</html>"):
         path.write_bytes(content)
         refused(path, "cannot be read as a")

@@ -348,13 +348,13 @@ def test_only_what_lies_between_the_rows_is_read(tmp_path: Path, monkeypatch: py
     weights = saved(model(TEACHER), tmp_path)
     found = plan(weights, TEACHER, NARROW)
     source, read = PrunedWeights(lambda: (weights, found)), []
-    plain = Weights.slice
+    plain = Weights.rows
 
-    def counted(self: Weights, name: str, start: int, end: int, *more: Any) -> Tensor:
-        read.append(end - start)
-        return plain(self, name, start, end, *more)
+    def counted(self: Weights, name: str, start: int, stop: int) -> Tensor:
+        read.append(stop - start)
+        return plain(self, name, start, stop)
 
-    monkeypatch.setattr(Weights, "slice", counted)
+    monkeypatch.setattr(Weights, "rows", counted)
     monkeypatch.setattr(Weights, "tensor", lambda *_: pytest.fail("read whole"))
     places = found.kept["2.ffn"]
     source.rows("transformer.blocks.1.ffn.net.0.proj.weight", 3, 9)

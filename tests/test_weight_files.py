@@ -29,7 +29,7 @@ except (MemoryError, RuntimeError, OSError):
     print("cannot be mapped")
 weights = Weights([Path(sys.argv[1])])
 name = "patch_embedding.weight"
-print(weights.shape(name), weights.slice(name, 2**29 - 1, 2**29 + 1).sum().item())
+print(weights.shape(name), weights.rows(name, 2**29 - 1, 2**29 + 1).sum().item())
 """
 
 

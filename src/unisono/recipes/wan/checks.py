@@ -17,6 +17,15 @@ def check_frames(num_frames: int) -> None:
         raise ConfigError(f"num_frames: expected 1, 5, 9, …, got {num_frames}; use {below} or {below + 4}")
 
 
+def check_size(height: int, width: int, multiple: int) -> None:
+    """Raises ConfigError for sides that are not multiples of `multiple` pixels."""
+    for name, side in (("height", height), ("width", width)):
+        if side < 1 or side % multiple:
+            below = max(0, side // multiple * multiple)
+            nearest = " or ".join(str(size) for size in (below, below + multiple) if size)
+            raise ConfigError(f"{name} {side}: this model needs a multiple of {multiple}; use {nearest}")
+
+
 def check_prompts(config: Any, name: str) -> None:
     """Raises ConfigError for prompts that are not valid text and for a missing prompt file."""
     prompts = getattr(config, name)

@@ -172,7 +172,6 @@ class WanDistill(WanRecipe):
 
     def sharded(self) -> Mapping[str, tuple[Weights, Sequence[str]]]:
         """The teacher's weight files, with teacher_device_strategy balanced."""
-        from unisono.recipes.wan.models.initial_weights import TransformerWeights
         from unisono.recipes.wan.models.load import build_meta
         from unisono.recipes.wan.models.weights import open_weights
         from unisono.recipes.wan_distill.models.teacher import float32_names
@@ -181,7 +180,7 @@ class WanDistill(WanRecipe):
             return {}
         in_float32 = float32_names(build_meta(self.setup.teacher_config))
         paths = self.setup.teacher.transformers.items()
-        return {name: (TransformerWeights(open_weights(path)), in_float32) for name, path in paths}
+        return {name: (open_weights(path), in_float32) for name, path in paths}
 
     # Training ------------------------------------------------------------------------------------------------------
 

@@ -165,7 +165,7 @@ class WanFlow(WanRecipe):
 
     def weights(self, model: nn.Module) -> Weights | None:
         """The pretrained weights, read from their files row by row; None when training from scratch."""
-        from unisono.recipes.wan.models.initial_weights import ExpertWeights
+        from unisono.recipes.wan.models.weights import ExpertWeights
 
         _ = self._lora_base  # checks the base again: a run may be exported long after prepare()
         return None if self.setup.pretrained is None else ExpertWeights(self.setup.weight_files)

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from unisono.engine.recipe import Work
 from unisono.errors import ConfigError
-from unisono.recipes.common.bad_files import BadFiles, BadMedia, usable
+from unisono.recipes.common.bad_files import BadFiles, BadMedia, usable_samples
 from unisono.recipes.common.fingerprint import Keys
-from unisono.recipes.common.packs import Kept, Packs, Shelf
+from unisono.recipes.common.packs import PackEntry, PackReader, Packs
 from unisono.recipes.wan.data.cache_fill import Finish, fill, loaded_on_demand
 from unisono.recipes.wan.data.cached import CachedSamples
 from unisono.recipes.wan.data.crop import Crop, MediaKeys, media_of, short_videos
@@ -73,7 +73,7 @@ class Cache:
         self._bad = BadFiles(folder / "bad")
         self._caption_keys = Keys("caption", _FORMAT, settings.text, settings.text_length, str(settings.text_dtype))
         self._extra = {self._caption_keys.of_text(caption): Source("", None, caption) for caption in captions}
-        self._extra_entries: dict[str, Kept] = {}
+        self._extra_entries: dict[str, PackEntry] = {}
 
     def fill(self, work: Work, text_encoder: Callable[[], TextEncoder], vae: Callable[[], WanVae]) -> None:
         """Computes this rank's share of the missing entries; loads a model only if it is needed."""
@@ -85,12 +85,12 @@ class Cache:
             read = partial(self._read_latent, loaded_vae)
             fill(work, self._latents, self._bad, "encoding latents", latents, read)
 
-    def _is_latent(self, kept: Kept) -> bool:
+    def _is_latent(self, kept: PackEntry) -> bool:
         geometry, shape = self._settings.geometry, kept.shape
         is_latent = len(shape) == 4 and shape[0] == geometry.channels and kept.dtype == torch.float32
         return is_latent and not (shape[2] % geometry.patch or shape[3] % geometry.patch)
 
-    def _is_text(self, kept: Kept) -> bool:
+    def _is_text(self, kept: PackEntry) -> bool:
         settings, shape = self._settings, kept.shape
         is_embedding = len(shape) == 2 and shape[0] <= settings.text_length and shape[1] == settings.text_width
         return is_embedding and kept.dtype == settings.text_dtype
@@ -123,7 +123,7 @@ class Cache:
         """The samples; call it after all ranks have filled their share. Bad samples are an error, or skipped."""
         latents, texts = self._latents.find(), self._texts.find()
         needed = [(latents, self._latent_keys), (texts, self._text_keys)]
-        good, remarks = usable(self._sources, needed, self._bad, leave_out_bad)
+        good, remarks = usable_samples(self._sources, needed, self._bad, leave_out_bad)
         captions = list(dict.fromkeys(self._text_keys[index] for index in good))
         number = {key: index for index, key in enumerate(captions)}
         entries = [latents[self._latent_keys[index]] for index in good]
@@ -131,8 +131,8 @@ class Cache:
             [self._sources[index] for index in good],
             [entry.shape for entry in entries],
             self._settings.geometry,
-            Shelf(self._latents.folder, entries),
-            Shelf(self._texts.folder, [texts[key] for key in captions]),
+            PackReader(self._latents.folder, entries),
+            PackReader(self._texts.folder, [texts[key] for key in captions]),
             [number[self._text_keys[index]] for index in good],
             self._settings.text_length,
         )
@@ -151,7 +151,7 @@ class Cache:
         if key not in self._extra_entries:  # all at once: reading the index of a large cache takes a while
             entries = self._texts.find()
             self._extra_entries = {key: entries[key] for key in self._extra if key in entries}
-        return pad(Shelf(self._texts.folder, [self._extra_entries[key]])[0], self._settings.text_length)
+        return pad(PackReader(self._texts.folder, [self._extra_entries[key]])[0], self._settings.text_length)
 
     @cached_property
     def _latent_keys(self) -> list[str]:

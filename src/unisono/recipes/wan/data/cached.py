@@ -9,7 +9,7 @@ from typing import Any, Self
 import numpy as np
 from torch.utils.data import Dataset
 
-from unisono.recipes.common.packs import Shelf
+from unisono.recipes.common.packs import PackReader
 from unisono.recipes.wan.data.sources import Source
 from unisono.recipes.wan.models.text import pad
 from unisono.recipes.wan.models.vae import Geometry
@@ -65,8 +65,8 @@ class CachedSamples(ShapedSamples):
         sources: Sequence[Source],
         shapes: Sequence[Shape],
         geometry: Geometry,
-        latents: Shelf,
-        texts: Shelf,
+        latents: PackReader,
+        texts: PackReader,
         text_of: Sequence[int],
         text_length: int,
     ) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from unisono.errors import ConfigError
 from unisono.recipes.common.fingerprint import Keys
-from unisono.recipes.common.streams import FILMS
+from unisono.recipes.common.streams import VIDEO_SUFFIXES
 from unisono.recipes.wan.data import media
 from unisono.recipes.wan.data.decode import MediaFacts, is_still
 from unisono.recipes.wan.data.media import Fit
@@ -79,7 +79,7 @@ def short_videos(sources: Sequence[Source], frames: Iterable[int], full: int) ->
     names = [
         source.name
         for source, num_frames in zip(sources, frames, strict=True)
-        if num_frames < full and source.latent is None and media_of(source).suffix.lower() in FILMS
+        if num_frames < full and source.latent is None and media_of(source).suffix.lower() in VIDEO_SUFFIXES
     ]
     if not names:
         return []

@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from unisono.errors import ConfigError
 from unisono.recipes.common.bad_files import BadMedia
+from unisono.recipes.wan.checks import check_size
 from unisono.recipes.wan.data.decode import ImageOrAnimation, MediaFacts, TimedFrame, Video, opened
 
 STARTS = ("head", "middle", "random")  # where the window starts in a longer video
@@ -69,7 +70,7 @@ def fit(
         raise ConfigError(f"fps: expected 0 (the video's own) or more, got {fps}")
     frames = window(frames_at(facts, fps), num_frames)
     if height or width:
-        _check_size(height, width, multiple)
+        check_size(height, width, multiple)
         return Fit(frames, height, width)
     if max_pixels and max_pixels < multiple**2:
         raise ConfigError(f"max_pixels {max_pixels}: expected at least {multiple}×{multiple} = {multiple**2}")
@@ -81,18 +82,6 @@ def fit(
         longest = max_pixels // multiple // multiple * multiple
         high, wide = min(high, longest), min(wide, longest)
     return Fit(frames, max(high, multiple), max(wide, multiple))
-
-
-def _check_size(height: int, width: int, multiple: int) -> None:
-    for name, side in (("height", height), ("width", width)):
-        if side < 1:
-            raise ConfigError(
-                f"height {height}, width {width}: set both, or neither to keep each sample's aspect ratio"
-            )
-        if side % multiple:
-            below = side // multiple * multiple
-            near = " or ".join(str(size) for size in (below, below + multiple) if size)
-            raise ConfigError(f"{name} {side}: this model needs a multiple of {multiple}; use {near}")
 
 
 def read(path: Path, fit: Fit, *, fps: float, start: str = "head") -> Tensor:

@@ -14,14 +14,14 @@ from os.path import splitext
 from pathlib import Path
 
 from unisono.errors import ConfigError
-from unisono.recipes.common.streams import FILMS
+from unisono.recipes.common.streams import VIDEO_SUFFIXES
 from unisono.recipes.common.tree import Outside, Tree, one_line
 from unisono.recipes.wan.checks import is_unicode
 from unisono.recipes.wan.data.decode import IMAGES
 from unisono.recipes.wan.data.metadata import CAPTION_LISTS, MEDIA_LISTS, TABLES, rows_of, rows_of_lists
 
 LATENT, EMBEDDING = ".latent.safetensors", ".safetensors"
-_MEDIA = (*FILMS, *IMAGES)
+_MEDIA = (*VIDEO_SUFFIXES, *IMAGES)
 _MOST_CHARACTERS = 65_536  # of a caption; a model takes 512 tokens
 _NO_CAPTION = "has no caption"
 

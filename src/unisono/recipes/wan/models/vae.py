@@ -19,10 +19,9 @@ from torch import Tensor
 from unisono.config.values import shown
 from unisono.errors import ConfigError
 from unisono.recipes.common.fingerprint import of_module
+from unisono.recipes.wan.checks import check_frames, check_size
 from unisono.recipes.wan.data.media import to_unit
 from unisono.recipes.wan.models.parts import count_in, load_part
-
-_CHUNK = 4  # frames that the VAE encodes at a time, after the first one
 
 
 @dataclass(frozen=True)
@@ -60,11 +59,8 @@ class Geometry:
 
     def shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
         """The shape of the latent: (channels, frames, height, width)."""
-        if frames < 1 or frames % _CHUNK != 1:
-            below = max(1, (frames - 1) // _CHUNK * _CHUNK + 1)
-            raise ConfigError(f"{frames} frames: Wan takes 1, 5, 9, 13, … frames; use {below} or {below + _CHUNK}")
-        if height < 1 or width < 1 or height % self.multiple or width % self.multiple:
-            raise ConfigError(f"{height} × {width} pixels: both sides must be divisible by {self.multiple}")
+        check_frames(frames)
+        check_size(height, width, self.multiple)
         return self.channels, 1 + (frames - 1) // self.time, height // self.space, width // self.space
 
     def tokens(self, shape: tuple[int, ...]) -> int:
@@ -81,11 +77,11 @@ class WanVae:
         self.statistics = statistics(vae.config)
 
     @classmethod
-    def load(cls, model_path: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> WanVae:
-        """The VAE of a Wan model in diffusers' layout."""
+    def load(cls, folder: Path) -> WanVae:
+        """The VAE in a folder of diffusers, in float32 and on the CPU."""
         from diffusers import AutoencoderKLWan
 
-        return cls(load_part(AutoencoderKLWan, model_path, "vae", torch_dtype=dtype)).to(device)
+        return cls(load_part(AutoencoderKLWan, folder, torch_dtype=torch.float32))
 
     def to(self, device: str | torch.device) -> WanVae:
         """Moves the VAE to a device; returns itself."""

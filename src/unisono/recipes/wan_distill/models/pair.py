@@ -94,15 +94,7 @@ class ModelPair:
         """The shape of a sample's latent: channels, frames, height, width."""
         geometry, side = self.encoders.geometry, self.student.pixels or _DEFAULT_SIDE
         height, width = self.config.height or side, self.config.width or side
-        for name, value in (("height", height), ("width", width)):
-            if value % geometry.multiple:
-                below = max(geometry.multiple, value // geometry.multiple * geometry.multiple)
-                raise ConfigError(
-                    f"{name} {value}: this model generates multiples of {geometry.multiple} pixels; use {below} or "
-                    f"{below + geometry.multiple}"
-                )
-        frames = 1 + (self.config.num_frames - 1) // geometry.time
-        shape = geometry.channels, frames, height // geometry.space, width // geometry.space
+        shape = geometry.shape(self.config.num_frames, height, width)
         for config in (self.teacher_config, self.student.config):
             check_positions([shape], config, geometry.space)
         return shape

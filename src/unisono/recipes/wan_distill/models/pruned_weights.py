@@ -49,7 +49,7 @@ def _selected(weights: Weights, name: str, indices: Sequence[list[int] | None], 
     first, *others = indices
     wanted = range(start, stop) if first is None else first[start:stop]
     begin, end = wanted[0], wanted[-1] + 1
-    rows = weights.slice(name, begin, end)
+    rows = weights.rows(name, begin, end)
     if end - begin > len(wanted):
         rows = rows[torch.tensor(wanted) - begin]
     for dimension, kept in enumerate(others, 1):
