@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,9 +52,11 @@ class Filling(Tiny):
 
     def loss(self, model: Any, batch: Any, noise: Any) -> Any:
         fill, free = map(int, os.environ["FULL_BETWEEN"].split())
-        disk = Path(os.environ["FULL_DISK"])
+        disk, saved = Path(os.environ["FULL_DISK"]), os.environ.get("FULL_AFTER")
         if os.environ.get("RANK", "0") == "0":
             if self.micro_batches == fill:
+                while saved and not Path(saved).exists():  # saving runs beside the steps
+                    time.sleep(0.01)
                 fill_up(disk)
             if self.micro_batches == free:
                 (disk / "filler").unlink()
@@ -89,7 +92,9 @@ def test_what_a_full_disk_held_up_is_written_when_there_is_room_again(tmp_path: 
     ]
     words += ["--tensorboard", "true", "--preview_every", 7, "--keep_last", 2]
     with small_disk(disk, "512k"):
-        done = command(*words, cwd=tmp_path, FULL_DISK=str(disk), FULL_BETWEEN="15 45")
+        first_save = run / "checkpoints" / "step_00000010" / "manifest.json"
+        when = {"FULL_DISK": str(disk), "FULL_AFTER": str(first_save), "FULL_BETWEEN": "15 45"}
+        done = command(*words, cwd=tmp_path, **when)
         assert done.code == 0, done.err
         assert done.err.count("waits in memory") == done.err.count("is written again") >= 2, done.err
         assert losses(run) and {line["step"] for line in lines(run)} == set(range(1, 61))
