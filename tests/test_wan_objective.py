@@ -11,7 +11,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName
 from torch import Tensor, nn
 
 from unisono.data.noise import Noise
-from unisono.recipes.wan.models.experts import Experts, range_of
+from unisono.recipes.wan.models.experts import Experts, levels_of
 from unisono.recipes.wan.models.float32_weights import float32_weights, keep_time_embedding_in_float32
 from unisono.recipes.wan.models.kernels import attention
 from unisono.recipes.wan.models.kernels.attention import choose, use
@@ -94,10 +94,10 @@ def test_an_expert_draws_inside_its_range_and_piles_nothing_onto_the_boundary(
 
 
 def test_the_experts_of_a14b_share_all_noise_levels() -> None:
-    assert range_of(["transformer"], 0.875, 2) == (0.875, 1.0)
-    assert range_of(["transformer_2"], 0.875, 2) == (0.0, 0.875)
-    assert range_of(["transformer", "transformer_2"], 0.875, 2) == (0.0, 1.0)
-    assert range_of(["transformer"], None, 1) == (0.0, 1.0)
+    assert levels_of(["transformer"], 0.875) == (0.875, 1.0)
+    assert levels_of(["transformer_2"], 0.875) == (0.0, 0.875)
+    assert levels_of(["transformer", "transformer_2"], 0.875) == (0.0, 1.0)
+    assert levels_of(["transformer"], None) == (0.0, 1.0)
 
 
 def test_larger_images_get_more_noise() -> None:

@@ -162,7 +162,7 @@ def test_a_kernel_that_cannot_compute_in_the_runs_type_is_refused_or_left(root: 
     assert processors and all(processor._attention_backend is None for processor in processors)
 
 
-def test_data_of_many_shapes_stays_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
-    compile_blocks(nn.Linear(1, 1), [])
-    assert torch._dynamo.config.recompile_limit >= 64
+def test_data_of_many_shapes_stays_compiled() -> None:
+    with torch._dynamo.config.patch(recompile_limit=8):
+        compile_blocks(nn.Linear(1, 1), [])
+        assert torch._dynamo.config.recompile_limit >= 64

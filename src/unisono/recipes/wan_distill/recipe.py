@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from unisono.engine.recipe import Loss, Work
 from unisono.errors import ConfigError
 from unisono.recipes.wan.recipe import WanRecipe
+from unisono.recipes.wan.settings import DEFAULTS
 from unisono.recipes.wan_distill import settings
 from unisono.recipes.wan_distill.checks import check_config
 
@@ -35,18 +36,7 @@ if TYPE_CHECKING:  # `unisono train wan-distill --help` need not wait for torch
 class WanDistill(WanRecipe):
     """Distils a Wan model into a smaller one, from prompts alone."""
 
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "batch_size": 2,
-        "learning_rate": 1e-4,
-        "warmup_steps": 100,
-        "ema_decay": 0.999,
-        "mixed_precision": "bf16",
-        "compile": True,
-        "num_workers": 4,
-        "eval_every": 500,
-        "save_every": 500,
-        "preview_every": 500,
-    }
+    defaults: ClassVar[Mapping[str, Any]] = DEFAULTS | {"batch_size": 2, "learning_rate": 1e-4, "ema_decay": 0.999}
     aliases: ClassVar[Mapping[str, str]] = settings.ALIASES
     fixed: ClassVar[Sequence[str]] = (
         # Which prompts are for training and which are held out, and the number of samples of each:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from unisono.engine.recipe import Loss, Work
 from unisono.errors import ConfigError
 from unisono.recipes.wan.recipe import WanRecipe
+from unisono.recipes.wan.settings import DEFAULTS
 from unisono.recipes.wan_flow import settings
 from unisono.recipes.wan_flow.checks import check_config
 
@@ -34,18 +35,7 @@ if TYPE_CHECKING:  # `unisono train wan-flow --help` need not wait for torch
 class WanFlow(WanRecipe):
     """Flow-matching training of Wan 2.1 and 2.2: from scratch, all weights, or a LoRA."""
 
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "batch_size": 1,
-        "learning_rate": 1e-5,
-        "warmup_steps": 100,
-        "ema_decay": 0.9999,
-        "mixed_precision": "bf16",
-        "compile": True,
-        "num_workers": 4,
-        "eval_every": 500,
-        "save_every": 500,
-        "preview_every": 500,
-    }
+    defaults: ClassVar[Mapping[str, Any]] = DEFAULTS | {"batch_size": 1, "learning_rate": 1e-5, "ema_decay": 0.9999}
     aliases: ClassVar[Mapping[str, str]] = settings.ALIASES
     fixed: ClassVar[Sequence[str]] = (
         # Which samples are for training and which are held out:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 
 from unisono.errors import ConfigError
 from unisono.recipes.wan.models.encoders import Encoders, FolderEncoders, TinyEncoders, no_encoders
-from unisono.recipes.wan.models.experts import HIGH, LOW, parts_to_train, range_of
+from unisono.recipes.wan.models.experts import HIGH, LOW, levels_of, parts_to_train
 from unisono.recipes.wan.models.load import BOUNDARY, TEXT_LENGTH, WanFolder, describe, transformer_config
 from unisono.recipes.wan.models.unsupported import refuse_channels
 from unisono.recipes.wan.models.weights import Weights, open_weights
@@ -48,7 +49,7 @@ class Setup:
     @cached_property
     def trained(self) -> list[str]:
         """Diffusers' names of the transformers that the run trains."""
-        available: Any = (HIGH, LOW) if self.model_name == "a14b" else (HIGH,)
+        available: Collection[str] = (HIGH, LOW) if self.model_name == "a14b" else (HIGH,)
         if self.pretrained is not None:
             available = self.pretrained.transformers
         is_whole = self.pretrained is None or _is_whole_model(self.pretrained)
@@ -56,7 +57,7 @@ class Setup:
             raise ConfigError(
                 f"expert {self.config.expert}: this model has one transformer for all noise levels; leave expert out"
             )
-        return parts_to_train(dict.fromkeys(available), self.config.expert)
+        return parts_to_train(available, self.config.expert)
 
     @cached_property
     def boundary(self) -> float | None:
@@ -101,8 +102,8 @@ class Setup:
         levels = NoiseLevels(config.sigma_sampling, config.logit_mean, config.logit_std, config.mode_scale, shift)
         parts, boundary = self.trained, self.boundary
         if boundary is None and config.expert != "both":  # one of two experts in a file of its own
-            parts, boundary = parts_to_train({HIGH: None, LOW: None}, config.expert), BOUNDARY
-        low, high = range_of(parts, boundary, 1 if boundary is None else 2)
+            parts, boundary = parts_to_train((HIGH, LOW), config.expert), BOUNDARY
+        low, high = levels_of(parts, boundary)
         space = self.encoders.geometry.space
         return FlowLoss(levels, low, high, by_size, space, config.caption_dropout, config.first_frame)
 
