@@ -16,6 +16,7 @@ from urllib.parse import unquote, unquote_to_bytes
 
 import numpy as np
 import pytest
+import torch
 
 from browser import Browser
 from test_clips_cutting import made, seen
@@ -29,9 +30,12 @@ from unisono.formatting import format_clock
 from unisono.recipes.clips.calibration import Calibration, calibration_of, without_low
 from unisono.recipes.clips.cutting.cut import Cut
 from unisono.recipes.clips.cutting.moments import Moment
+from unisono.recipes.clips.model import Scorer
 from unisono.recipes.clips.page.page import write_page
 from unisono.recipes.clips.page.timeline import score_axis
-from unisono.recipes.clips.trained import VideoScorer
+from unisono.recipes.clips.recipe import Clips
+from unisono.recipes.clips.settings import Config
+from unisono.recipes.clips.trained import VideoScorer, load_scorer
 from unisono.recipes.clips.video.clips import clips as read_clips
 from unisono.recipes.clips.video.damage import Damage
 from unisono.recipes.clips.video.footage import Footage
@@ -347,6 +351,21 @@ def test_the_calibration_is_that_of_the_step_that_judges(tmp_path: Path) -> None
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"eval/score_of_highlights": 0')
     assert calibration_of(tmp_path) == Calibration(0.9, 0.1) and calibration_of(tmp_path, 19) == Calibration(0.4, 0.3)
     assert calibration_of(tmp_path, 9) is None and calibration_of(tmp_path / "none") is None
+
+
+def test_the_calibration_of_the_best_checkpoint_is_that_of_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [
+        {"step": step, "eval/score_of_highlights": highlights, "eval/score_of_others": 0.1}
+        for step, highlights in ((10, 0.9), (20, 0.4))
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    recipe, model = Clips(Config(data_path="mirror")), Scorer({"stats": (3,)}, 16, 1, 2, 0.0)
+    loaded = (recipe, model, "averaged weights of step_00000010")
+    monkeypatch.setattr("unisono.engine.export.load_trained", lambda *_, **__: loaded)
+    scorer = load_scorer(tmp_path, step="best", weights="auto", recipe_from=None, device=torch.device("cpu"))
+    assert scorer.calibration == Calibration(0.9, 0.1)
 
 
 def test_a_run_of_the_mirror_set_warns_of_other_videos(

@@ -61,6 +61,6 @@ def load_scorer(
         lambda video, progress: score(recipe, model, video, device, progress),
         f"{run}, {which}",
         f"the built-in mirror set ({config.num_videos} videos)" if is_mirror else str(config.data_path),
-        calibration_of(run, int(step) if step and step.isdecimal() else None),
+        calibration_of(run, int(which.rpartition("step_")[2])),  # also for the steps "newest" and "best"
         config.frame_size if is_mirror else None,
     )
