@@ -27,7 +27,7 @@ from unisono.recipes.clips.data import extract
 from unisono.recipes.clips.data.extract import Extraction, _Megabytes
 from unisono.recipes.clips.data.feature_files import FeatureFile
 from unisono.recipes.clips.data.features import ExtractSettings
-from unisono.recipes.clips.data.statistics import STATS, _pooled, column, log_mel, spectra, stats
+from unisono.recipes.clips.data.statistics import STATS, _pooled, log_mel, spectra, stats
 from unisono.recipes.clips.video.clips import clips
 
 SETTINGS = ExtractSettings()
@@ -190,7 +190,7 @@ def test_broken_files_are_named_and_left_out_by_option(tmp_path: Path, films: li
     with pytest.raises(ConfigError, match=r"text\.mp4.*--leave_out_bad"):
         extraction.open()
     assert [each.source.name for each in extraction.open(leave_out_bad=True)] == ["0.mp4", "1.mp4"]
-    assert "left out 1 of 3 samples" in extraction.remarks[0] and "text.mp4" in extraction.remarks[0]
+    assert "skipping 1 of 3 samples" in extraction.remarks[0] and "text.mp4" in extraction.remarks[0]
     with pytest.raises(ConfigError, match=r"text\.mp4"):
         filled(tmp_path / "cache", [broken]).open(leave_out_bad=True)
 
@@ -286,16 +286,18 @@ def test_the_columns_of_the_statistics_are_what_their_names_say() -> None:
     none = spectra(silence, 16_000)
     still = stats(grey, silence, none, 16_000)
     assert still.shape == (len(STATS),)
-    assert still[column("frame_difference")] == 0 and still[column("loudness")] == 0
-    assert still[column("luma")] == pytest.approx(100 / 255, abs=1e-3)
+    assert still[STATS.index("frame_difference")] == 0 and still[STATS.index("loudness")] == 0
+    assert still[STATS.index("luma")] == pytest.approx(100 / 255, abs=1e-3)
     blinking = grey.copy()
     blinking[::2] = 151
-    assert stats(blinking, silence, none, 16_000)[column("frame_difference")] == pytest.approx(0.2, abs=1e-3)
+    assert stats(blinking, silence, none, 16_000)[STATS.index("frame_difference")] == pytest.approx(0.2, abs=1e-3)
     red = grey * np.array([2, 1, 0], np.uint8)
-    assert stats(red, silence, none, 16_000)[: column("blue") + 1] == pytest.approx([200 / 255, 100 / 255, 0], abs=1e-3)
+    assert stats(red, silence, none, 16_000)[: STATS.index("blue") + 1] == pytest.approx(
+        [200 / 255, 100 / 255, 0], abs=1e-3
+    )
     wave = np.sin(2 * np.pi * 1000 * np.arange(32_000) / 16_000).astype(np.float32)
     quiet, loud = (
-        stats(grey, size * wave, spectra(size * wave, 16_000), 16_000)[column("loudness")] for size in (0.1, 1.0)
+        stats(grey, size * wave, spectra(size * wave, 16_000), 16_000)[STATS.index("loudness")] for size in (0.1, 1.0)
     )
     assert float(loud - quiet) == pytest.approx(20 / 80, abs=2e-3)  # 20 dB of the 80 between silence and the loudest
 

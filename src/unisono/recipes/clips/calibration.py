@@ -10,7 +10,7 @@ from pathlib import Path
 from unisono.errors import UserError
 from unisono.formatting import format_count
 from unisono.observe.folder import METRICS
-from unisono.observe.report.lines import JsonLines
+from unisono.observe.json_lines import JsonLines
 from unisono.recipes.clips.cutting.moments import Moment
 from unisono.recipes.clips.remarks import format_score
 

@@ -10,7 +10,7 @@ from unisono.errors import UserError
 from unisono.recipes.clips.cutting.moments import Moment
 from unisono.recipes.clips.cutting.mp4 import writing
 from unisono.recipes.clips.video.footage import Footage
-from unisono.recipes.common.streams import opened, sound_of, video_of
+from unisono.recipes.common.streams import audio_stream, open_media, video_stream
 
 if TYPE_CHECKING:
     from av.container import OutputContainer
@@ -25,8 +25,8 @@ def copy(footage: Footage, moment: Moment, to: Path) -> tuple[float, float]:
         raise UserError(f"{footage.path} cannot be entered before {moment.start:.1f} s (no key frame); use --exact")
     origin, leads_there = entry
     last, refused = origin, None
-    with opened(footage.path) as source:
-        film, sound = video_of(footage.path, source), sound_of(source)
+    with open_media(footage.path) as source:
+        film, sound = video_stream(footage.path, source), audio_stream(source)
         assert film is not None
         streams = [film] if sound is None else [film, sound]
         footage.seek(source, film, leads_there)
@@ -51,8 +51,8 @@ def can_copy(footage: Footage) -> str:
     """Empty where the streams of a video fit into an MP4 file as they are; otherwise what does not, in words."""
     import av
 
-    with opened(footage.path) as source:
-        film, sound = video_of(footage.path, source), sound_of(source)
+    with open_media(footage.path) as source:
+        film, sound = video_stream(footage.path, source), audio_stream(source)
         streams = [stream for stream in (film, sound) if stream is not None]
         try:
             with av.open(io.BytesIO(), "w", format="mp4") as output:

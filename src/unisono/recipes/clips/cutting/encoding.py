@@ -15,7 +15,7 @@ from unisono.recipes.clips.cutting.crop import Crop
 from unisono.recipes.clips.cutting.moments import Moment
 from unisono.recipes.clips.cutting.mp4 import writing
 from unisono.recipes.clips.video.footage import Footage
-from unisono.recipes.common.streams import opened, video_of
+from unisono.recipes.common.streams import open_media, video_stream
 
 if TYPE_CHECKING:
     from av.audio.stream import AudioStream
@@ -106,8 +106,8 @@ class _Prepare:
         if high:  # in square pixels
             shape = crop.aspect if crop else width * footage.pixel_aspect / height
             self.size, self.pixel_aspect = (_even(high), _even(high * shape)), Fraction(1)
-        with opened(footage.path) as container:
-            stream = video_of(footage.path, container)
+        with open_media(footage.path) as container:
+            stream = video_stream(footage.path, container)
             assert stream is not None
             context = stream.codec_context
             self.colours = {name: getattr(context, name) for name in ("colorspace", "color_primaries", "color_trc")}

@@ -42,7 +42,7 @@ from unisono.recipes.clips.data.features import (
     read_blocks,
 )
 from unisono.recipes.clips.video.clips import clips
-from unisono.recipes.common.bad_files import BadFiles, BadMedia, few, usable
+from unisono.recipes.common.bad_files import BadFiles, BadMedia, first_few, usable_samples
 from unisono.recipes.common.cache_files import remove_leftovers
 from unisono.recipes.common.fingerprint import Keys
 
@@ -152,7 +152,7 @@ class Extraction:
             else:
                 self._extract_video(stopping, device, key, source, read)
         except BadMedia as error:
-            self._bad.note(key, str(error))
+            self._bad.record(key, str(error))
             return str(error)
         finally:
             read.reached(key, 1.0)
@@ -210,7 +210,9 @@ class Extraction:
         extracted = {key: values for key, values in facts.items() if values is not None}
         if not self._sources:
             raise ConfigError("there are no videos to extract features from; check data_path")
-        usable_indices, self.remarks = usable(self._sources, [(extracted, self._keys)], self._bad, leave_out_bad)
+        usable_indices, self.remarks = usable_samples(
+            self._sources, [(extracted, self._keys)], self._bad, leave_out_bad
+        )
         videos = [
             Extracted(self._sources[index], str(self._folder / self._keys[index]), **extracted[self._keys[index]])
             for index in usable_indices
@@ -232,9 +234,9 @@ class Extraction:
     def _add_remarks(self, extracted: list[Extracted]) -> None:
         videos = {each.folder: each for each in extracted if "mel" in each.arrays}.values()
         if silent := [each.source.name for each in videos if not each.has_sound]:
-            self.remarks.append(f"{len(silent):,} of {len(videos):,} videos have no sound: {few(silent)}")
+            self.remarks.append(f"{len(silent):,} of {len(videos):,} videos have no sound: {first_few(silent)}")
         if damaged := [each.remark for each in videos if each.remark]:
-            self.remarks.append(f"{len(damaged):,} of {len(videos):,} videos are damaged: {few(damaged)}")
+            self.remarks.append(f"{len(damaged):,} of {len(videos):,} videos are damaged: {first_few(damaged)}")
 
     @cached_property
     def _keys(self) -> list[str]:

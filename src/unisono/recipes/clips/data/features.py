@@ -21,7 +21,7 @@ from torch import Tensor
 from unisono.engine.start.registry import load_object
 from unisono.errors import ConfigError
 from unisono.recipes.clips.data.statistics import log_mel, spectra, stats
-from unisono.recipes.common.fingerprint import of_folders, together
+from unisono.recipes.common.fingerprint import combined, of_folders
 
 if TYPE_CHECKING:
     from unisono.recipes.clips.video.clips import Reading
@@ -77,7 +77,7 @@ def fingerprint(kind: str) -> str:
         return of_folders([_model_folder(Path(kind.removeprefix(TRANSFORMERS)))], "transformers")
     function, file = _user_function(kind)
     content = hashlib.sha256(file.read_bytes()).hexdigest() if file else ""
-    return together(kind.rpartition(":")[2], getattr(function, "__module__", ""), content)
+    return combined(kind.rpartition(":")[2], getattr(function, "__module__", ""), content)
 
 
 def _compute(
