@@ -47,6 +47,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     asked.append(Run("pairs on 2", "pairs on 2", 2, pairs | {"batch_size": 2}, recipe="AnnealedPairs"))
     for name, world in {"single": 1, "ddp": 2, "fsdp": 2}.items():
         asked.append(Run(f"unused {name}", f"unused {name}", world, pairs | {"strategy": name}, recipe="Unused"))
+        sparse = pairs | {"strategy": name}
+        asked.append(Run(f"sparse {name}", f"sparse {name}", world, sparse, recipe="SparseGradient"))
     exactly = pairs | {"strategy": "ddp", "deterministic": True}
     asked.append(Run("unused ddp, deterministic", "exactly", 2, exactly, recipe="Unused"))
     allowed = pairs | {"find_unused_parameters": True}
@@ -105,8 +107,17 @@ def test_the_gradient_norm_of_each_group_is_logged(name: str, runs: dict[str, Ou
 def test_weights_that_take_no_part_are_refused_on_any_number_of_ranks(name: str, runs: dict[str, Outcome]) -> None:
     for ended in runs[f"unused {name}"].by_rank:
         assert ended.get("exit_code") == 2, ended
-        assert ended["error"].startswith("2 weights took no part in the loss, idle.weight for instance")
+        assert ended["error"].startswith("the loss does not use 2 of the trained weights, for instance idle.weight")
     assert not runs[f"unused {name}"].folder.exists()
+
+
+@pytest.mark.parametrize("name", ["single", "ddp", "fsdp"])
+def test_a_sparse_gradient_is_refused_on_any_number_of_ranks(name: str, runs: dict[str, Outcome]) -> None:
+    for ended in runs[f"sparse {name}"].by_rank:
+        assert ended.get("exit_code") == 2, ended
+        weight = "a weight" if name == "fsdp" else "embedding.weight"
+        assert ended["error"].startswith(f"the gradient of {weight} is sparse")
+    assert not runs[f"sparse {name}"].folder.exists()
 
 
 def test_weights_that_take_no_part_may_be_allowed(runs: dict[str, Outcome]) -> None:
@@ -181,6 +192,21 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_written(what: str,
     with pytest.raises(RecipeError, match=told) as caught:
         train_odd(what, tmp_path)
     assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()
+
+
+def test_a_value_of_remember_is_checked_by_the_save_that_stores_it(tmp_path: Path) -> None:
+    class ForgetsJson(Tiny):
+        """Returns JSON when it is asked first, and something else to the save of the second step."""
+
+        num_calls = 0
+
+        def remember(self) -> Any:
+            self.num_calls += 1
+            return {"calls": {self.num_calls}} if self.num_calls == 3 else {"calls": self.num_calls}
+
+    with pytest.raises(RecipeError, match=r"remember\(\) returned a value that JSON cannot hold \(Object of type set"):
+        unisono.train(ForgetsJson, gpus="0", output_dir=str(tmp_path / "run"), save_every=1, max_steps=3)
+    assert [path.name for path in (tmp_path / "run/checkpoints").glob("step_*")] == ["step_00000001"]
 
 
 @pytest.mark.parametrize(("what", "count"), [("nothing", "0"), ("minus", "-4"), ("nan", "nan")])

@@ -54,8 +54,8 @@ def tensors_of(components: Components) -> dict[str, Tensor]:
     return tensors
 
 
-def check_remembered(recipe: Recipe) -> None:
-    """Refuses a value of remember() that is not JSON, before the first step rather than at the first save."""
+def remembered_by(recipe: Recipe) -> Any:
+    """What remember() returns. Refuses a value that is not JSON; the trainer also calls it before the first step."""
     value = recipe.remember()
     try:
         json.dumps(value)
@@ -63,13 +63,14 @@ def check_remembered(recipe: Recipe) -> None:
         raise RecipeError(
             f"remember() returned a value that JSON cannot hold ({error}); return numbers, strings, lists and dicts"
         ) from error
+    return value
 
 
 def extra_of(components: Components) -> dict[str, Any]:
     """Everything else that a checkpoint stores, as JSON."""
     components.state.loss_scale = components.scale.to_json() if components.scale is not None else None
     extra = {"state": components.state.to_json(), "optimizer": components.optimizer.to_json()}
-    remembered = components.recipe.remember()
+    remembered = remembered_by(components.recipe)
     return extra if remembered is None else {**extra, "recipe": remembered}
 
 

@@ -17,7 +17,7 @@ from unisono.engine.length import Length, Result
 from unisono.engine.memory.advice import advice
 from unisono.engine.memory.micro_batch_size import MicroBatchSizer
 from unisono.engine.previews import draw_preview
-from unisono.engine.resume import check_remembered, extra_of, tensors_of
+from unisono.engine.resume import extra_of, remembered_by, tensors_of
 from unisono.engine.step.learning_rate import learning_rate_factor
 from unisono.engine.step.optimizer_step import OptimizerStep, StepReport
 from unisono.engine.step.out_of_memory import OutOfMemoryHere, OutOfMemoryTogether
@@ -39,7 +39,7 @@ class Trainer:
         self._evaluation, self._folder, self._recorder = run.evaluation, run.folder, run.recorder
         self._work, self._refreshed = run.work, False
         components.recipe.clock = self._clock = Clock()
-        check_remembered(components.recipe)
+        remembered_by(components.recipe)
         size = len(run.dataset)  # type: ignore[arg-type]
         per_epoch = components.recipe.samples_per_epoch or size
         self._order = Order(per_epoch, settings.run.seed, settings.data.shuffle, size)
@@ -372,7 +372,6 @@ class Trainer:
         mark = Best(best["metric"], best["value"]) if best is not None and is_best else None
         with self._recorder.not_training():
             self.components.strategy.share_buffers()
-            check_remembered(self.components.recipe)
             self._saver.save(self.state.step, tensors_of(self.components), extra_of(self.components), best=mark)
         self._saved_step = self.state.step
 

@@ -127,9 +127,7 @@ class Strategy(ABC):
         """Refuses sparse gradients, which cannot be summed over ranks."""
         for name, parameter in self.parameters:
             if parameter.grad is not None and parameter.grad.layout != torch.strided:
-                raise RecipeError(
-                    f"the gradient of {name} is sparse, and ranks sum dense gradients; use a dense operation"
-                )
+                raise sparse_gradient(name)
 
     def keep_gradients(self) -> bool:
         """Keeps gradients at fixed addresses after the first steps; returns False if the strategy cannot."""
@@ -200,6 +198,11 @@ def unused_weights(names: Sequence[str], *, sharded: bool = False) -> RecipeErro
         f"the loss does not use {len(names)} of the trained weights, for instance {names[0]}; use them, freeze them "
         f"(requires_grad_(False)), or {remedy}"
     )
+
+
+def sparse_gradient(name: str = "a weight") -> RecipeError:
+    """The error, on any number of ranks, for a gradient that is not dense."""
+    return RecipeError(f"the gradient of {name} is sparse, and ranks sum dense gradients; use a dense operation")
 
 
 def local_norm(tensors: list[Tensor], device: torch.device) -> Tensor:

@@ -21,7 +21,7 @@ from unisono.engine.state import TrainState
 from unisono.engine.step.components import Components
 from unisono.engine.step.ema import Ema
 from unisono.engine.step.learning_rate import learning_rate_scale
-from unisono.engine.step.make_optimizer import named_optimizer, needs_whole_weights, tables_of
+from unisono.engine.step.make_optimizer import named_optimizer, refuse_on_shards, tables_of
 from unisono.engine.step.optimizer_wrapper import OptimizerWrapper
 from unisono.engine.step.precision import LossScale, weight_type
 from unisono.errors import ConfigError
@@ -120,8 +120,8 @@ def _check_optimizer(recipe: Recipe, settings: Settings, strategy: str) -> None:
     if type(recipe).optimizer is not Recipe.optimizer:
         return
     optimizer = named_optimizer(settings.optim.optimizer)
-    if strategy == "fsdp" and needs_whole_weights(optimizer):
-        raise ConfigError(f"optimizer {optimizer.__name__} updates whole matrices and cannot run on fsdp's shards")
+    if strategy == "fsdp":
+        refuse_on_shards(optimizer)
 
 
 def _distribute(

@@ -35,6 +35,7 @@ from unisono.engine.step.out_of_memory import OutOfMemoryHere, OutOfMemoryTogeth
 from unisono.engine.step.precision import autocast
 from unisono.engine.step.sums import CountCheck, flatten_loss, power_of_two_near, row_of, shown
 from unisono.errors import RecipeError
+from unisono.parallel.strategy import sparse_gradient
 from unisono.settings import Settings
 
 
@@ -283,6 +284,8 @@ class GradientAccumulator:
             self._heartbeat.at("backward", self._state.step + 1)
             total.backward()  # type: ignore[no-untyped-call]
         except Exception as error:
+            if isinstance(error, NotImplementedError) and "Sparse" in str(error):  # from DDP's or FSDP's reduction
+                raise sparse_gradient() from None
             self._note_failure(error, attempt, final=reduces)
 
     def _note_failure(self, error: Exception, attempt: Attempt, *, final: bool = False, where: str = "") -> None:

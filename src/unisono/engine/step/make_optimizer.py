@@ -108,6 +108,12 @@ def needs_whole_weights(kind: type) -> bool:
     return any(name in _WHOLE_WEIGHTS_EXACTLY or any(part in name for part in _WHOLE_WEIGHTS) for name in names)
 
 
+def refuse_on_shards(kind: type) -> None:
+    """Refuses an optimizer that would be a different algorithm on fsdp's shards."""
+    if needs_whole_weights(kind):
+        raise ConfigError(f"optimizer {kind.__name__} updates whole matrices and cannot run on fsdp's shards; use ddp")
+
+
 def check_optimizer(optimizer: Any, parameters: NamedParameters, *, sharded: bool) -> list[str]:
     """Refuses an optimizer that cannot train these weights correctly; returns notes on possible problems."""
     if not isinstance(optimizer, Optimizer):
@@ -116,8 +122,9 @@ def check_optimizer(optimizer: Any, parameters: NamedParameters, *, sharded: boo
     if (reason := _UNUSABLE.get(kind.__name__.lower())) is not None:
         raise RecipeError(f"optimizer() returned {kind.__name__}, which cannot be used: it {reason}")
     parts = [type(part) for part in optimizer.parts] if isinstance(optimizer, CombinedOptimizer) else [kind]
-    if sharded and (whole := [part.__name__ for part in parts if needs_whole_weights(part)]):
-        raise ConfigError(f"optimizer {whole[0]} updates whole matrices and cannot run on fsdp's shards; use ddp")
+    if sharded:
+        for part in parts:
+            refuse_on_shards(part)
     for group in optimizer.param_groups:
         if not isinstance(group.get("lr"), float | int | torch.Tensor):
             raise RecipeError(f"optimizer(): {kind.__name__} has a group without a learning rate; give it lr=")

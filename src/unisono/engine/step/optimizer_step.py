@@ -29,7 +29,7 @@ from unisono.engine.step.coupled import CoupledGradientAccumulator
 from unisono.engine.step.cuda_graph import GraphedFunction
 from unisono.engine.step.out_of_memory import OutOfMemoryHere, in_one_line, is_out_of_memory
 from unisono.engine.step.sums import metrics_in, per_item, power_of_two_near
-from unisono.errors import RecipeError, TrainingFailed
+from unisono.errors import TrainingFailed
 from unisono.formatting import format_count
 from unisono.parallel.strategy import unused_weights
 from unisono.settings import Settings
@@ -170,9 +170,7 @@ class OptimizerStep:
         unused = self._strategy.without_gradient()
         if unused and not self._settings.parallel.find_unused_parameters:
             raise unused_weights(unused, sharded=self._strategy.sharded)
-        for name, weight in self._strategy.parameters:
-            if weight.grad is not None and weight.grad.layout != torch.strided:
-                raise RecipeError(f"the gradient of {name} is sparse, and ranks sum dense ones; use a dense operation")
+        self._strategy.check_dense()
 
     def _update(self, sums: Tensor) -> tuple[StepReport | None, Tensor]:
         """Normalises, clips and steps; returns the previous step's report, and this step's numbers on the device."""
