@@ -241,7 +241,7 @@ def test_an_export_to_a_full_disk_is_one_line(
             raise error
 
     monkeypatch.setattr(exporting, "load_trained", lambda *_, **__: (Full(), None, "weights"))
-    with pytest.raises(UserError, match=r"cannot be written \(No space left on device\); free some space"):
+    with pytest.raises(UserError, match=r"cannot be written \(No space left on device\); make room"):
         exporting.export_run(tmp_path / "run", tmp_path / "out")
 
 

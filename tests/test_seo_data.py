@@ -105,7 +105,7 @@ def test_a_missing_split_is_named(tmp_path: Path) -> None:
 def test_judgements_of_unknown_ids_are_named_or_left_out(tmp_path: Path) -> None:
     folder, said = beir(tmp_path, "q1\ta\t1\nq1\tzebra\t1\nq9\ta\t1\nq2\tnobody\t1\n"), list[str]()
     refused(lambda: read_ranking(folder), "train.tsv, line 3", "'zebra'", "corpus.jsonl", "--leave_out_bad")
-    ranking = read_ranking(folder, leave_out_bad=True, said=said.append)
+    ranking = read_ranking(folder, leave_out_bad=True, remark=said.append)
     assert in_words(ranking)[0] == {("query 1", "Apples red", 1.0)}
     assert any("left out 3" in line and "'zebra'" in line for line in said)
 
@@ -113,7 +113,7 @@ def test_judgements_of_unknown_ids_are_named_or_left_out(tmp_path: Path) -> None
 def test_a_query_without_positives_is_named_or_left_out(tmp_path: Path) -> None:
     folder, said = beir(tmp_path, "q1\ta\t1\nq3\tb\t0\n"), list[str]()
     refused(lambda: read_ranking(folder), "query without positives", "'q3'")
-    assert texts(read_ranking(folder, leave_out_bad=True, said=said.append).queries()) == ["query 1"]
+    assert texts(read_ranking(folder, leave_out_bad=True, remark=said.append).queries()) == ["query 1"]
     assert any("'q3'" in line for line in said)
 
 
@@ -131,10 +131,10 @@ def test_duplicate_ids_and_empty_pages_are_named_or_left_out(tmp_path: Path) -> 
     refused(lambda: read_ranking(folder), "corpus.jsonl, line 2", "'a'", "second time")
     jsonl(folder / "corpus.jsonl", *rows)
     said: list[str] = []
-    ranking = read_ranking(folder, leave_out_bad=True, said=said.append)
+    ranking = read_ranking(folder, leave_out_bad=True, remark=said.append)
     assert texts(ranking.pages()) == ["one", "three"]
     assert in_words(ranking)[0] == {("query 1", "one", 1.0), ("query 2", "three", 1.0)}
-    assert "left out 2 rows" in said[0]
+    assert "left out 2 unusable rows" in said[0]
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_a_page_that_answers_is_never_a_negative_of_the_same_query(tmp_path: Pat
         ("t.jsonl", '{"query":12345,"positive":"p"}\n', ["line 1", "its query is 12345, not text; write it in quotes"]),
         ("t.jsonl", '{"query":"q","postive":"x"}\n', ["t.jsonl, line 1", "query, postive"]),
         ("t.jsonl", "[1]\n", ["t.jsonl, line 1", "expected an object"]),
-        ("t.jsonl", "\n", ["not one row"]),
+        ("t.jsonl", "\n", ["no usable row"]),
         ("t.tsv", "only one\n", ["t.tsv, line 1", "no tab"]),
         ("t.tsv", "q\t\tno\n", ["t.tsv, line 1", "positive is empty"]),
         ("t.tsv", b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", ["not a text file"]),
@@ -226,8 +226,8 @@ def test_mistakes_in_tables_are_named_with_their_line(
 def test_bad_rows_are_left_out_and_counted(tmp_path: Path) -> None:
     said: list[str] = []
     path = write(tmp_path / "t.jsonl", 'broken\n{"query":"q","positive":"p"}\n{"query":"","positive":"p"}\n')
-    assert in_words(read_ranking(path, leave_out_bad=True, said=said.append))[0] == {("q", "p", 1.0)}
-    assert len(said) == 1 and "left out 2 rows" in said[0] and "line 1" in said[0] and "line 3" in said[0]
+    assert in_words(read_ranking(path, leave_out_bad=True, remark=said.append))[0] == {("q", "p", 1.0)}
+    assert len(said) == 1 and "left out 2 unusable rows" in said[0] and "line 1" in said[0] and "line 3" in said[0]
     path = write(tmp_path / "t.csv", 'query,positive\nq,"p" p\nr,s\na,b,c\n')
     assert in_words(read_ranking(path, leave_out_bad=True))[0] == {("r", "s", 1.0)}
 
@@ -259,7 +259,7 @@ def test_fields_may_be_huge_and_hold_line_ends(tmp_path: Path) -> None:
 def test_files_are_read_in_the_encoding_that_they_have(tmp_path: Path, encoding: str) -> None:
     said: list[str] = []
     path = write(tmp_path / "t.csv", "query,positive\nplain,text\ngrün,Ein Käse aus Köln für später\n", encoding)
-    assert texts(read_ranking(path, said=said.append).queries()) == ["plain", "grün"]
+    assert texts(read_ranking(path, remark=said.append).queries()) == ["plain", "grün"]
     assert len(said) == (encoding == "latin-1")
     assert all("Windows-1252" in line and "line 3" in line for line in said)
 
@@ -321,9 +321,9 @@ def test_labels_that_cannot_be_learned_from_are_refused(tmp_path: Path, content:
 def test_bad_labels_are_left_out_and_counted(tmp_path: Path) -> None:
     said: list[str] = []
     path = write(tmp_path / "l.csv", "text,label\na,1.5\nb,n/a\nc,2.25\n,3\nd,inf\n")
-    kept = read_labelled(path, leave_out_bad=True, said=said.append)
+    kept = read_labelled(path, leave_out_bad=True, remark=said.append)
     assert (kept.texts, kept.labels) == (["a", "c"], [1.5, 2.25])
-    assert "left out 3 rows" in said[0]
+    assert "left out 3 unusable rows" in said[0]
 
 
 def test_snippets_come_from_tables_folders_of_pages_and_sitemaps(tmp_path: Path) -> None:
@@ -337,7 +337,7 @@ def test_snippets_come_from_tables_folders_of_pages_and_sitemaps(tmp_path: Path)
     write(site / "page-0003.html", "<p>No title here</p>")
     refused(lambda: read_snippets(site, "title"), "page-0003.html", "no title")
     said: list[str] = []
-    assert read_snippets(site, "title", leave_out_bad=True, said=said.append) == found
+    assert read_snippets(site, "title", leave_out_bad=True, remark=said.append) == found
     assert "page-0003.html" in said[0]
 
 
@@ -484,7 +484,7 @@ def test_a_list_of_files_is_a_site(tmp_path: Path) -> None:
 def test_pages_that_are_listed_and_not_there_are_named_or_left_out(tmp_path: Path) -> None:
     path, said = write(a_site(tmp_path) / "list.txt", "index.html\ngone.html\n"), list[str]()
     refused(lambda: pages_of(path), "list.txt, line 2", "'gone.html'")
-    assert [name for name, _ in pages_of(path, leave_out_bad=True, said=said.append)] == ["index.html"]
+    assert [name for name, _ in pages_of(path, leave_out_bad=True, remark=said.append)] == ["index.html"]
     assert "gone.html" in said[0]
 
 
@@ -493,8 +493,8 @@ def test_no_list_leads_out_of_its_folder(tmp_path: Path) -> None:
     inside = a_site(tmp_path / "site")
     (inside / "link.html").symlink_to(tmp_path / "outside.html")
     for name in ("../outside.html", str(tmp_path / "outside.html"), "https://x.org/../../outside.html", "link.html"):
-        refused(lambda name=name: pages_of(write(inside / "list.txt", name)), "leads out of")
-    with pytest.raises(ConfigError, match="leads out of"):
+        refused(lambda name=name: pages_of(write(inside / "list.txt", name)), "leads outside")
+    with pytest.raises(ConfigError, match="leads outside"):
         pages_of(write(inside / "s.xml", sitemap("https://../outside.html")))
 
 

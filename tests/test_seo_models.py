@@ -398,7 +398,7 @@ def _modules(*kinds: str, path: str = "", pooling: dict[str, Any] | None = None)
         (_config(model_type="nobody_knows"), "knows no model of the type 'nobody_knows'"),
         (_config(model_type=None), "knows no model of the type None"),
         (lambda folder: (folder / "config.json").write_text("{"), "cannot be read as JSON"),
-        (lambda folder: (folder / "config.json").write_text("[]"), "does not hold a JSON object"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "expected a JSON object"),
         (lambda folder: (folder / "adapter_config.json").write_text("{}"), "is a LoRA"),
         (_config(num_hidden_layers=3), "the weights in .* lack"),
         (_config(hidden_size=64), "cannot be loaded"),

@@ -338,7 +338,7 @@ def test_mistakes_are_one_line(site: Path, tmp_path: Path, capsys: pytest.Captur
     for words, said in [
         ([tmp_path / "none"], "no such file or folder"),
         ([tmp_path / "nothing"], "no page in it"),
-        ([empty], "not one page"),
+        ([empty], "no usable page"),
         ([site, "--most_pages", "0"], "--most_pages 0"),
         ([site, "--queries", empty], "it contains no query"),
         ([site, "--queries", tmp_path / "none.txt"], "none.txt"),

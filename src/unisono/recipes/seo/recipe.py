@@ -137,7 +137,7 @@ class Seo(Recipe):
     def prepare(self, work: Work) -> None:
         """Reads the data and keeps its tokens."""
         self.prepared = work.folder
-        self._base = self._beside and self._beside.to_note(work)
+        self._base = self._beside and self._beside.for_one_process(work)
         self.task.folder = work.folder
         self.task.prepare(work)
 
@@ -172,7 +172,7 @@ class Seo(Recipe):
 
     def _trains(self) -> None:
         if self._base is not None:
-            self._base.note()
+            self._base.record()
             self._base = None
 
     def dataset(self, split: str) -> Any:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from unisono.atomic_files import atomic_file
 from unisono.errors import UserError
-from unisono.recipes.common.whole_files import write_whole
+from unisono.recipes.common.cache_files import write_cache_file
 
 DONE, TOKENS, STARTS = "texts.json", "tokens.npy", "starts.npy"
 
@@ -96,12 +96,12 @@ def _join(folder: Path, num_blocks: int) -> None:
     starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(lengths), dtype=np.int64)])
     file = io.BytesIO()
     np.save(file, starts, allow_pickle=False)
-    write_whole(folder / STARTS, file.getvalue())
+    write_cache_file(folder / STARTS, file.getvalue())
     with atomic_file(folder / TOKENS, durable=True) as temporary, temporary.open("xb") as new:
         _write_tokens(new, folder, num_blocks, int(starts[-1]))
     sizes = {name: (folder / name).stat().st_size for name in (TOKENS, STARTS)}
     facts = Facts(len(starts) - 1, int(starts[-1]), num_cut, sizes)
-    write_whole(folder / DONE, json.dumps(facts._asdict()).encode())
+    write_cache_file(folder / DONE, json.dumps(facts._asdict()).encode())
 
 
 def _write_tokens(new: BinaryIO, folder: Path, num_blocks: int, num_tokens: int) -> None:

@@ -1,9 +1,8 @@
-"""The lines of text files as people have them: compressed or not, and not always in UTF-8.
+"""The lines of text files, gzipped or not, in UTF-8 and other encodings.
 
-A mark at the beginning tells UTF-8, UTF-16 and UTF-32; without one a file is UTF-8. Old exports of Western languages
-are neither: they are recognised by their first letter that is not ASCII (single bytes between plain letters, where
-other encodings have runs of them) and read as Windows-1252, and that is said. Everything else is refused: a wrong guess
-would train on garbage without a word.
+A byte order mark selects UTF-8, UTF-16 or UTF-32; without one a file is UTF-8. A file that is not UTF-8 but looks like
+Windows-1252 (single non-ASCII bytes between letters, where other encodings have runs of them) is read as such, with a
+remark. Everything else is rejected, because a wrong guess would train on garbage.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ _LONGEST_RUN = 2  # of letters with accents that Western words have side by side
 _RUN = re.compile(r"[\udc80-\udcff]+")
 _NOT_IN_1252 = re.compile("[\udc81\udc8d\udc8f\udc90\udc9d]")
 
-Said = Callable[[str], None]
+Remark = Callable[[str], None]
 
 
-def lines_of(path: Path, said: Said = lambda text: None) -> Iterator[tuple[int, str]]:
+def lines_of(path: Path, remark: Remark = lambda text: None) -> Iterator[tuple[int, str]]:
     """The lines with their numbers, from 1, with their ends; ConfigError where they cannot be read as text."""
     number = 0
     try:
@@ -60,7 +59,7 @@ def lines_of(path: Path, said: Said = lambda text: None) -> Iterator[tuple[int, 
                     if not western and _RUN.search(line):
                         _check_western(line, only_ascii, f"{path}, line {number}")
                         western = True
-                        said(f"{path} is not UTF-8 (line {number}): it is read as Windows-1252")
+                        remark(f"{path} is not UTF-8 (line {number}): it is read as Windows-1252")
                     if western:
                         line = line.encode("utf-8", "surrogateescape").decode("cp1252", "replace")
                     only_ascii = False

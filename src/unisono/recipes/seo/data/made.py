@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from unisono.recipes.common.whole_files import write_whole
+from unisono.recipes.common.cache_files import write_cache_file
 
 _SYLLABLES = ("ba", "de", "fi", "go", "lu", "ma", "ne", "pi", "ro", "su", "ta", "ve", "wi", "xo", "zu", "ka")
 _FILLERS = ("the page tells", "here one reads", "many people ask", "it is known", "this part shows", "notes are")
@@ -77,12 +77,12 @@ def write_site(folder: Path, num: int, seed: int = 0) -> Path:
             f'<meta name="description" content="{row.page[:100]}"></head>'
             f"<body><h1>{row.title}</h1><p>{row.page}</p></body></html>\n"
         )
-        write_whole(folder / f"page-{number:04d}.html", html.encode())
+        write_cache_file(folder / f"page-{number:04d}.html", html.encode())
     return folder
 
 
 def _jsonl(path: Path, rows: list[dict[str, str]]) -> Path:
-    write_whole(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
+    write_cache_file(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
     return path
 
 

@@ -29,11 +29,11 @@ _ADDRESS = re.compile(r"https?://", re.IGNORECASE)
 
 
 def pages_of(
-    path: str | Path, *, leave_out_bad: bool = False, said: Callable[[str], None] = lambda text: None
+    path: str | Path, *, leave_out_bad: bool = False, remark: Callable[[str], None] = lambda text: None
 ) -> list[tuple[str, Path]]:
     """The pages of a site, each with its name: the path in the folder, or what the sitemap or list calls it.
 
-    A page that is listed and not there is an error, or left out with `leave_out_bad`; `said` is told that.
+    A page that is listed and not there is an error, or left out with `leave_out_bad`; `remark` is told that.
     """
     place = Path(path).expanduser()
     if place.is_dir():
@@ -53,7 +53,7 @@ def pages_of(
             bad.add(where, f"{shown(name)} is not among the files in {place.parent}")
         else:
             pages.setdefault(name, file)
-    bad.tell(said, len(pages), "page", place)
+    bad.report(remark, len(pages), "page", place)
     return list(pages.items())
 
 

@@ -20,22 +20,22 @@ def read_snippets(
     path: str | Path,
     write: Literal["title", "description"],
     *,
-    said: Callable[[str], None] = lambda text: None,
+    remark: Callable[[str], None] = lambda text: None,
     leave_out_bad: bool = False,
 ) -> list[tuple[str, str]]:
     """(text of a page, its title or description) of a table, a folder of pages, a sitemap or a list of files."""
     place, bad = Path(path).expanduser(), BadRows(leave_out_bad)
     if not place.is_dir() and plain_suffix(place) in TABLES:
-        pairs = _of_table(place, write, bad, said)
+        pairs = _of_table(place, write, bad, remark)
     else:
-        pairs = _of_site(place, write, bad, said, leave_out_bad)
-    bad.tell(said, len(pairs), "page", place)
+        pairs = _of_site(place, write, bad, remark, leave_out_bad)
+    bad.report(remark, len(pairs), "page", place)
     return pairs
 
 
-def _of_table(path: Path, write: str, bad: BadRows, said: Callable[[str], None]) -> list[tuple[str, str]]:
+def _of_table(path: Path, write: str, bad: BadRows, remark: Callable[[str], None]) -> list[tuple[str, str]]:
     pairs = []
-    for row in rows_of(path, (TEXT, (write,)), bad, said):
+    for row in rows_of(path, (TEXT, (write,)), bad, remark):
         text, target = text_in(row.first(TEXT)), text_in(row.first((write,)))
         if text is None or target is None:
             what, lacking = ("text", TEXT) if text is None else (write, (write,))
@@ -46,10 +46,10 @@ def _of_table(path: Path, write: str, bad: BadRows, said: Callable[[str], None])
 
 
 def _of_site(
-    path: Path, write: str, bad: BadRows, said: Callable[[str], None], leave_out_bad: bool
+    path: Path, write: str, bad: BadRows, remark: Callable[[str], None], leave_out_bad: bool
 ) -> list[tuple[str, str]]:
     pairs = []
-    for _, file in pages_of(path, leave_out_bad=leave_out_bad, said=said):
+    for _, file in pages_of(path, leave_out_bad=leave_out_bad, remark=remark):
         page = parse_page(read_page(file), str(file))
         target = page.title if write == "title" else page.description
         if not page.text:

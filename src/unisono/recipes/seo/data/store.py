@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from unisono.engine.recipe import Work
 from unisono.errors import UserError
-from unisono.recipes.common.whole_files import remove_leftovers, write_whole
+from unisono.recipes.common.cache_files import remove_leftovers, write_cache_file
 from unisono.recipes.seo.data.blocks import DONE, STARTS, TOKENS, block_name, blocks_of, facts_of, join, packed
 from unisono.recipes.seo.data.tokens import Tokenize, fingerprint_of
 
@@ -124,7 +124,7 @@ def _fill(
             break
         before = getattr(tokenize, "num_cut", 0)
         rows = tokenize(block)
-        write_whole(place / block_name(number), packed(rows, getattr(tokenize, "num_cut", 0) - before))
+        write_cache_file(place / block_name(number), packed(rows, getattr(tokenize, "num_cut", 0) - before))
         done += len(block)
         if time.monotonic() - last > _SAY_EVERY_S:
             last = time.monotonic()

@@ -39,12 +39,12 @@ class Row(NamedTuple):
 
 
 def rows_of(
-    path: Path, needed: Sequence[Sequence[str]], bad: BadRows, said: Callable[[str], None] = lambda text: None
+    path: Path, needed: Sequence[Sequence[str]], bad: BadRows, remark: Callable[[str], None] = lambda text: None
 ) -> Iterator[Row]:
     """The rows of a table. Of each group of names in `needed` one must be there; the first is the one we suggest."""
     if plain_suffix(path) not in TABLES:
         raise ConfigError(one_line(f"{path}: expected a table, .csv or .jsonl (or one of them with .gz)"))
-    return (_csv if plain_suffix(path) == ".csv" else _jsonl)(path, needed, bad, said)
+    return (_csv if plain_suffix(path) == ".csv" else _jsonl)(path, needed, bad, remark)
 
 
 def text_in(value: Any) -> str | None:
@@ -62,8 +62,8 @@ def no_text(value: Any) -> str:
     return f"is {shown(value)}, not text{hint}"
 
 
-def _csv(path: Path, needed: Sequence[Sequence[str]], bad: BadRows, said: Callable[[str], None]) -> Iterator[Row]:
-    lines = (line for _, line in lines_of(path, said))
+def _csv(path: Path, needed: Sequence[Sequence[str]], bad: BadRows, remark: Callable[[str], None]) -> Iterator[Row]:
+    lines = (line for _, line in lines_of(path, remark))
     header, delimiter = _header(next(lines, ""), needed, path)
     # strict: a quote that is never closed would otherwise swallow the rest of the file without a word
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
@@ -100,8 +100,8 @@ def _header(line: str, needed: Sequence[Sequence[str]], path: Path) -> tuple[lis
     raise ConfigError(one_line(f"{path}: {_wrong_columns('its columns are', found, needed)}"))
 
 
-def _jsonl(path: Path, needed: Sequence[Sequence[str]], bad: BadRows, said: Callable[[str], None]) -> Iterator[Row]:
-    for number, line in lines_of(path, said):
+def _jsonl(path: Path, needed: Sequence[Sequence[str]], bad: BadRows, remark: Callable[[str], None]) -> Iterator[Row]:
+    for number, line in lines_of(path, remark):
         if not line.strip():
             continue
         try:

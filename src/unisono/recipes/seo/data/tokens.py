@@ -39,7 +39,7 @@ class Tokenize:
 
 def fingerprint_of(files: Iterable[Path], *further: Any) -> str:
     """A name for what is computed from files, by their names, sizes and dates, and from whatever else decides."""
-    from unisono.recipes.common.fingerprint import together
+    from unisono.recipes.common.fingerprint import combined
 
     facts = [(path.name, (stat := path.stat()).st_size, stat.st_mtime_ns) for path in files]
-    return together("texts", _VERSION, facts, *further)
+    return combined("texts", _VERSION, facts, *further)

@@ -47,7 +47,7 @@ def read_keywords(text: str) -> Keywords:
         page, keyword = text_in(row.first(_PAGE)), text_in(row.first(_KEYWORD))
         if keyword and words_of(keyword):
             (of_site if page is None else of_pages.setdefault(page, [])).append(keyword)
-    bad.tell(print, len(of_site) + len(of_pages), "row", path)
+    bad.report(print, len(of_site) + len(of_pages), "row", path)
     return Keywords(of_site, of_pages)
 
 

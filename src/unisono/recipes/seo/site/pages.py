@@ -112,7 +112,7 @@ def _of_files(path: Path, fetcher: Fetcher | None) -> Site:
             if _ADDRESS.match(line):
                 _asked(fetcher, f"{path} names web addresses ({line[:100]})")
     remarks: list[str] = []
-    return Site(name, list(pages_of(path, leave_out_bad=True, said=remarks.append)), root, remarks=remarks)
+    return Site(name, list(pages_of(path, leave_out_bad=True, remark=remarks.append)), root, remarks=remarks)
 
 
 def _only_web(names: list[str], where: str) -> list[str]:

@@ -16,8 +16,8 @@ from typing import Any
 from urllib.parse import quote
 
 from unisono import __version__
-from unisono.recipes.common.own_page import allowed, relative_link
-from unisono.recipes.common.whole_files import write_whole
+from unisono.recipes.common.cache_files import write_cache_file
+from unisono.recipes.common.html_page import csp_hash, relative_link
 from unisono.recipes.seo.site.text_rules import Check
 
 FILES = ("report.html", "report.json")
@@ -137,7 +137,7 @@ def write_report(folder: Path, findings: Findings) -> Path:
     """Writes both files into a folder, each whole or not at all; returns the page."""
     told = json.dumps(as_json(findings), indent=1, ensure_ascii=False, allow_nan=False)
     for name, content in zip(FILES, (html(findings, folder), told), strict=True):
-        write_whole(folder / name, content.encode("utf-8", "replace"))
+        write_cache_file(folder / name, content.encode("utf-8", "replace"))
     return folder / FILES[0]
 
 
@@ -160,7 +160,7 @@ def html(findings: Findings, folder: Path) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="generator" content="{_GENERATOR}">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; base-uri 'none'; form-action 'none'; \
-style-src '{allowed(style)}'; script-src '{allowed(script)}'">
+style-src '{csp_hash(style)}'; script-src '{csp_hash(script)}'">
 <title>{name}: report</title><style>{style}</style></head><body><main>
 <header><p class="brand">unisono <span>seo</span></p><h1>{name}</h1>
 {f'<ul class="remarks">{remarks}</ul>' if remarks else ""}</header>

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.errors import ConfigError
-from unisono.recipes.common.whole_files import write_whole
+from unisono.recipes.common.cache_files import write_cache_file
 from unisono.recipes.seo.data.ranking_sets.ranking import Ranking
 
 _MOST_HELD_OUT, _EVERY = 1000, 20  # where nobody says how many
@@ -62,7 +62,7 @@ def save(folder: Path, side: str, matching: Matching) -> None:
     for name in _FIELDS:
         buffer = BytesIO()
         np.save(buffer, getattr(matching, name), allow_pickle=False)
-        write_whole(folder / f"{side}.{name}.npy", buffer.getvalue())
+        write_cache_file(folder / f"{side}.{name}.npy", buffer.getvalue())
 
 
 def load(folder: Path, side: str) -> Matching:

@@ -18,8 +18,8 @@ from torch.utils.data import Dataset
 
 from unisono.engine.recipe import Work
 from unisono.errors import ConfigError
+from unisono.recipes.common.cache_files import write_cache_file
 from unisono.recipes.common.fingerprint import of_tokenizer
-from unisono.recipes.common.whole_files import write_whole
 from unisono.recipes.seo.data.ranking_sets.ids import hashes_of
 from unisono.recipes.seo.data.ranking_sets.ranking import Ranking, read_ranking
 from unisono.recipes.seo.data.store import Texts, fill_texts, open_texts
@@ -56,10 +56,10 @@ class RankingTask(Task):
         """Reads, numbers, holds out, tokenizes, and measures what plain words find."""
         from unisono.recipes.seo.models.load import load_tokenizer, prompts_of
 
-        config, said = self.config, list[str]()
-        data = self._read(str(config.data_path), "train", said, work)
-        other = self._other(data, said, work)
-        sides = self._sides(data, other, said)  # by every process: what is wrong with them all must say
+        config, remarks = self.config, list[str]()
+        data = self._read(str(config.data_path), "train", remarks, work)
+        other = self._other(data, remarks, work)
+        sides = self._sides(data, other, remarks)  # by every process: what is wrong with them all must say
         self._check_wrong_pages(sides["train"], data)
         if len(work.share([0])):
             for side, matching in sides.items():
@@ -81,29 +81,29 @@ class RankingTask(Task):
         if len(work.share([0])):
             # Relative to this folder, which may be moved or found from elsewhere; of a cache_dir the whole path.
             told = {name: str(_seen_from(self.folder, place)) for name, place in places.items()}
-            write_whole(self.folder / _PLACES, json.dumps(told).encode())
+            write_cache_file(self.folder / _PLACES, json.dumps(told).encode())
             if lines is not None:
                 found = {"of": self._of_lines(held_out), "found": lines}
-                write_whole(self.folder / _LINES, json.dumps(found, indent=1).encode())
+                write_cache_file(self.folder / _LINES, json.dumps(found, indent=1).encode())
         work.meet()
-        self.remarks += said
+        self.remarks += remarks
         self._say_what_was_cut(places)
 
-    def _other(self, data: Ranking, said: list[str], work: Work) -> Ranking | None:
+    def _other(self, data: Ranking, remarks: list[str], work: Work) -> Ranking | None:
         """Data to evaluate with that is not a part of the data to learn from."""
         if self.config.eval_data_path:
             try:
-                return self._read(self.config.eval_data_path, "test", said, work)
+                return self._read(self.config.eval_data_path, "test", remarks, work)
             except ConfigError:
-                found = self._read(self.config.eval_data_path, "train", said, work)
+                found = self._read(self.config.eval_data_path, "train", remarks, work)
                 if found.has_split("test"):  # it is there, and something is wrong with it
                     raise
                 return found
         if self.config.num_eval is None and data.has_split("test"):
-            return self._read(str(self.config.data_path), "test", said, work)
+            return self._read(str(self.config.data_path), "test", remarks, work)
         return None
 
-    def _read(self, path: str, split: str, said: list[str], work: Work) -> Ranking:
+    def _read(self, path: str, split: str, remarks: list[str], work: Work) -> Ranking:
         if path == DEBIAN:
             from unisono.recipes.seo.data.ranking_sets.debian import packages, read_debian
 
@@ -113,16 +113,16 @@ class RankingTask(Task):
             return read_debian(self.cache, hard=self.config.hard_candidates)
         if self.config.hard_candidates:
             raise ConfigError("hard_candidates is for data_path debian only; leave it out")
-        return read_ranking(path, split, said=said.append, leave_out_bad=self.config.leave_out_bad)
+        return read_ranking(path, split, remark=remarks.append, leave_out_bad=self.config.leave_out_bad)
 
-    def _sides(self, data: Ranking, other: Ranking | None, said: list[str]) -> dict[str, Matching]:
+    def _sides(self, data: Ranking, other: Ranking | None, remarks: list[str]) -> dict[str, Matching]:
         """Who belongs to whom, to learn from and held out."""
         config, whole = self.config, match(data)
         asked = hashes_of(text for _, text in data.queries())
         if other is not None:
             again = int(np.isin(hashes_of(text for _, text in other.queries()), asked).sum())
             if again:
-                said.append(
+                remarks.append(
                     f"{again:,} of {other.num_queries:,} queries to evaluate with are learned from too, word for word: "
                     "figures are better than they would be of new ones"
                 )
@@ -143,8 +143,8 @@ class RankingTask(Task):
             raise ConfigError(f"{what}: all other queries are, word for word, those held out; give more queries")
         if len(left.queries) < len(train.queries):
             num = len(train.queries) - len(left.queries)
-            said.append(f"{num:,} queries are the same, word for word, as held-out ones: not learned from")
-        said += too_few(len(held_out.queries), "queries")
+            remarks.append(f"{num:,} queries are the same, word for word, as held-out ones: not learned from")
+        remarks += too_few(len(held_out.queries), "queries")
         return {"train": left, "eval": held_out}
 
     def _check_wrong_pages(self, train: Matching, data: Ranking) -> None:
@@ -213,7 +213,7 @@ class RankingTask(Task):
         if len(work.share([0])):
             buffer = BytesIO()
             np.save(buffer, numbers.astype(np.int32), allow_pickle=False)
-            write_whole(self.folder / FOUND_BY_WORDS, buffer.getvalue())
+            write_cache_file(self.folder / FOUND_BY_WORDS, buffer.getvalue())
 
     def _say_what_was_cut(self, places: Mapping[str, Path]) -> None:
         for what, limit in (("pages", "max_length"), ("queries", "query_length")):

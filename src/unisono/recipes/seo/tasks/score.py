@@ -23,14 +23,14 @@ from torch.utils.data import Dataset
 from unisono.data.order import Order
 from unisono.engine.recipe import Loss, Work
 from unisono.errors import ConfigError, UserError
-from unisono.recipes.common.fingerprint import of_tokenizer, together
-from unisono.recipes.common.whole_files import write_whole
+from unisono.recipes.common.cache_files import write_cache_file
+from unisono.recipes.common.fingerprint import combined, of_tokenizer
 from unisono.recipes.seo.data.labelled import Kind, Labelled, read_labelled
 from unisono.recipes.seo.data.store import Texts, fill_texts, open_texts
 from unisono.recipes.seo.data.tokens import Tokenize
 from unisono.recipes.seo.export import write_classifier
 from unisono.recipes.seo.metrics.calibration import FILE, Calibration, fit
-from unisono.recipes.seo.metrics.scores import Marks, Unskilled
+from unisono.recipes.seo.metrics.scores import Baselines, ScoreMetrics
 from unisono.recipes.seo.models.encoder import pad
 from unisono.recipes.seo.models.load import load_classifier, load_tokenizer
 from unisono.recipes.seo.tasks.matching import too_few, usual_number
@@ -114,7 +114,8 @@ class Score(Task):
         elif len(rows["eval"]):
             held = self._open(store, data, rows["eval"])
         self._data = {"train": train, "eval": held}
-        self.metrics["marks"] = Marks(self.plain, Unskilled.of(train.characters, train.labels, len(self.plain.names)))
+        baselines = Baselines.fit(train.characters, train.labels, len(self.plain.names))
+        self.metrics["scores"] = ScoreMetrics(self.plain, baselines)
         for _ in work.share([0]):
             if held is not None:
                 self._keep_held_out(held)
@@ -122,7 +123,7 @@ class Score(Task):
     def _read(self, path: str | None, kind: Kind) -> Labelled:
         if not path:
             raise ConfigError("score: no labels; give --data_path FILE, a .csv or .jsonl with columns text and label")
-        return read_labelled(path, said=self._remark, leave_out_bad=self.config.leave_out_bad, kind=kind)
+        return read_labelled(path, remark=self._remark, leave_out_bad=self.config.leave_out_bad, kind=kind)
 
     def _read_held_out(self, data: Labelled) -> Labelled | None:
         """The pages of eval_data_path, in the classes of data_path."""
@@ -166,7 +167,7 @@ class Score(Task):
         for text in texts:
             digest.update(hashlib.sha256(text.encode(errors="surrogatepass")).digest())
         most = self.config.max_length
-        name = together("score", digest.hexdigest(), of_tokenizer(self._tokenizer), most)
+        name = combined("score", digest.hexdigest(), of_tokenizer(self._tokenizer), most)
         base = Path(self.config.cache_dir).expanduser() if self.config.cache_dir else work.folder
         return fill_texts(base / "tokens", lambda: texts, Tokenize(self._tokenizer, most), name, work, "pages")
 
@@ -207,7 +208,7 @@ class Score(Task):
             tokens=np.array([len(item["ids"]) for item in items]),
             labels=np.array([item["label"] for item in items]),
         )
-        write_whole(self.folder / _HELD_OUT, content.getvalue())
+        write_cache_file(self.folder / _HELD_OUT, content.getvalue())
 
     def _remark(self, text: str) -> None:
         if text not in self.remarks:
@@ -267,9 +268,9 @@ class Score(Task):
     def evaluate(self, model: nn.Module, batch: Any, noise: Noise) -> Mapping[str, Any]:
         """The loss, and every measure beside scorers that have not read the pages."""
         outputs = self._outputs(model, batch["ids"], batch["mask"])
-        self.metrics["marks"].update(batch["index"], outputs, batch["label"], batch["length"])
+        self.metrics["scores"].update(batch["index"], outputs, batch["label"], batch["length"])
         loss = self._loss(outputs, batch["label"])
-        return {"loss": (loss.total, loss.count), "marks": self.metrics["marks"]}
+        return {"loss": (loss.total, loss.count), "scores": self.metrics["scores"]}
 
     # Afterwards ----------------------------------------------------------------------------------------------------
 

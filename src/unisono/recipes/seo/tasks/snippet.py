@@ -22,8 +22,8 @@ from torch.utils.data import Dataset
 
 from unisono.engine.recipe import Loss, Work
 from unisono.errors import ConfigError
-from unisono.recipes.common.fingerprint import of_tokenizer, together
-from unisono.recipes.common.whole_files import write_whole
+from unisono.recipes.common.cache_files import write_cache_file
+from unisono.recipes.common.fingerprint import combined, of_tokenizer
 from unisono.recipes.seo.data.store import Texts, fill_texts, open_texts
 from unisono.recipes.seo.data.tokens import Tokenize
 from unisono.recipes.seo.metrics.rouge import LONGEST, copied_numbers, cut, lead_of, rouge_l
@@ -64,7 +64,7 @@ class Snippet(Task):
             (("pages", Tokenize, self.config.max_length), ("targets", _Targets, self.config.target_length))
         ):
             texts = [pair[number] for pair in pairs]
-            name = together(of_tokenizer(self.tokenizer), what, limit, _digest(texts))
+            name = combined(of_tokenizer(self.tokenizer), what, limit, _digest(texts))
             places[what] = fill_texts(
                 self._cache / what, _giving(texts), tokens(self.tokenizer, limit), name, work, what
             )
@@ -90,7 +90,7 @@ class Snippet(Task):
         def read(path: str) -> list[tuple[str, str]]:
             if path == _DEBIAN:
                 return self._debian(work)
-            return read_snippets(path, config.write, said=self.remarks.append, leave_out_bad=config.leave_out_bad)
+            return read_snippets(path, config.write, remark=self.remarks.append, leave_out_bad=config.leave_out_bad)
 
         if config.data_path is None:
             raise ConfigError("data_path: expected pages: a folder of HTML, or a .csv or .jsonl of text and title")
@@ -230,7 +230,7 @@ class Snippet(Task):
         write_writer(model, self.tokenizer, folder, config.max_length, base=config.model_name)
         cue = "" if self._reads_first else cue_for(config.write)
         told = {"write": config.write, "put_after_the_page": cue, "max_new_tokens": config.target_length}
-        write_whole(folder / _HOW, json.dumps(told, indent=2).encode())
+        write_cache_file(folder / _HOW, json.dumps(told, indent=2).encode())
 
     _pages: Texts
     _targets: Texts

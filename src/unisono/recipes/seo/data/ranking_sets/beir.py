@@ -10,7 +10,7 @@ from unisono.errors import ConfigError
 from unisono.recipes.common.tree import one_line
 from unisono.recipes.seo.data.bad_rows import BadRows
 from unisono.recipes.seo.data.ranking_sets.by_ids import Judged, Text, judged_lines
-from unisono.recipes.seo.data.ranking_sets.ranking import Said, chosen_split, first_file, splits_in
+from unisono.recipes.seo.data.ranking_sets.ranking import Remark, chosen_split, first_file, splits_in
 from unisono.recipes.seo.data.tables import Row, no_text, rows_of, text_in
 
 _ID, _TEXT = ("_id", "id"), ("text",)
@@ -29,20 +29,20 @@ class Beir:
         self.judged_file = chosen_split(folder / "qrels", splits, split)
         self.splits = tuple(splits)
 
-    def pages(self, bad: BadRows, said: Said) -> Iterator[Text]:
+    def pages(self, bad: BadRows, remark: Remark) -> Iterator[Text]:
         """Title and text of each page, in one."""
-        for row in rows_of(self.pages_file, (_ID, _TEXT), bad, said):
+        for row in rows_of(self.pages_file, (_ID, _TEXT), bad, remark):
             title, text = text_in(row.fields.get("title")), text_in(row.first(_TEXT))
             yield from _text(row, " ".join(part for part in (title, text) if part), bad)
 
-    def queries(self, bad: BadRows, said: Said) -> Iterator[Text]:
+    def queries(self, bad: BadRows, remark: Remark) -> Iterator[Text]:
         """The queries of all splits."""
-        for row in rows_of(self.queries_file, (_ID, _TEXT), bad, said):
+        for row in rows_of(self.queries_file, (_ID, _TEXT), bad, remark):
             yield from _text(row, text_in(row.first(_TEXT)) or "", bad)
 
-    def judged(self, bad: BadRows, said: Said) -> Iterator[Judged]:
+    def judged(self, bad: BadRows, remark: Remark) -> Iterator[Judged]:
         """The judgements of this split."""
-        return judged_lines(self.judged_file, bad, said)
+        return judged_lines(self.judged_file, bad, remark)
 
 
 def _text(row: Row, text: str, bad: BadRows) -> Iterator[Text]:

@@ -15,7 +15,7 @@ from unisono.config.values import shown
 from unisono.recipes.seo.data.bad_rows import BadRows
 from unisono.recipes.seo.data.lines import lines_of
 from unisono.recipes.seo.data.ranking_sets.ids import Hashes, Ids
-from unisono.recipes.seo.data.ranking_sets.ranking import Ranking, Said, judgements
+from unisono.recipes.seo.data.ranking_sets.ranking import Ranking, Remark, judgements
 
 _AT_ONCE = 65_536
 
@@ -45,23 +45,23 @@ class Source(Protocol):
     judged_file: Path
     splits: tuple[str, ...]
 
-    def queries(self, bad: BadRows, said: Said) -> Iterator[Text]: ...
+    def queries(self, bad: BadRows, remark: Remark) -> Iterator[Text]: ...
 
-    def pages(self, bad: BadRows, said: Said) -> Iterator[Text]: ...
+    def pages(self, bad: BadRows, remark: Remark) -> Iterator[Text]: ...
 
-    def judged(self, bad: BadRows, said: Said) -> Iterator[Judged]: ...
+    def judged(self, bad: BadRows, remark: Remark) -> Iterator[Judged]: ...
 
 
-def ranking_by_ids(source: Source, said: Said, leave_out_bad: bool) -> Ranking:
+def ranking_by_ids(source: Source, remark: Remark, leave_out_bad: bool) -> Ranking:
     """The ranking of a set: its pages, and those of its queries that this split judges."""
     bad = BadRows(leave_out_bad)
-    pages = _index(source.pages, source.pages_file, bad, said)
-    bad.tell(said, len(pages), "page", source.pages_file)
+    pages = _index(source.pages, source.pages_file, bad, remark)
+    bad.report(remark, len(pages), "page", source.pages_file)
     bad = BadRows(leave_out_bad)
-    queries = _index(source.queries, source.queries_file, bad, said)
-    bad.tell(said, len(queries), "query", source.queries_file)
+    queries = _index(source.queries, source.queries_file, bad, remark)
+    bad.report(remark, len(queries), "query", source.queries_file)
     bad = BadRows(leave_out_bad)
-    of_query, of_page, grades = _lookup(source, queries, pages, bad, said)
+    of_query, of_page, grades = _lookup(source, queries, pages, bad, remark)
 
     answered = np.zeros(len(queries), bool)
     answered[of_query[grades > 0]] = True
@@ -72,9 +72,9 @@ def ranking_by_ids(source: Source, said: Said, leave_out_bad: bool) -> Ranking:
         query = _nth(source.queries, queries, int(unanswered[0])).id
         told = f"a query without positives: no page answers {shown(query)}, its grades are all 0"
         bad.add(str(source.judged_file), told, len(unanswered))
-    bad.tell(said, int(answered.sum()), "judged query", source.judged_file)
+    bad.report(remark, int(answered.sum()), "judged query", source.judged_file)
     if len(source.splits) == 1 and not asked.all():
-        said(f"{int((~asked).sum()):,} of {len(queries):,} queries are not judged in {source.judged_file}: not used")
+        remark(f"{int((~asked).sum()):,} of {len(queries):,} queries are not judged in {source.judged_file}: not used")
 
     number = np.cumsum(answered, dtype=np.int32) - 1  # only queries of this split are counted
     used = answered[of_query]
@@ -94,9 +94,9 @@ def ranking_by_ids(source: Source, said: Said, leave_out_bad: bool) -> Ranking:
     )
 
 
-def _index(texts: Callable[[BadRows, Said], Iterator[Text]], file: Path, bad: BadRows, said: Said) -> Ids:
+def _index(texts: Callable[[BadRows, Remark], Iterator[Text]], file: Path, bad: BadRows, remark: Remark) -> Ids:
     hashes = Hashes()
-    for each in texts(bad, said):
+    for each in texts(bad, remark):
         hashes.add(each.id)
     ids = Ids(hashes.array())
     again = np.flatnonzero(~ids.first)
@@ -107,11 +107,11 @@ def _index(texts: Callable[[BadRows, Said], Iterator[Text]], file: Path, bad: Ba
 
 
 def _lookup(
-    source: Source, queries: Ids, pages: Ids, bad: BadRows, said: Said
+    source: Source, queries: Ids, pages: Ids, bad: BadRows, remark: Remark
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32]]:
     """Query, page and grade of every judgement whose ids are known, by their numbers."""
     found: list[array[Any]] = [array("i"), array("i"), array("f")]
-    lines = source.judged(bad, said)
+    lines = source.judged(bad, remark)
     while some := list(islice(lines, _AT_ONCE)):
         of_query, of_page = queries.numbers([each.query for each in some]), pages.numbers([each.page for each in some])
         for place in np.flatnonzero((of_query < 0) | (of_page < 0)).tolist():
@@ -129,20 +129,20 @@ def _lookup(
     return np.array(found[0], np.int32), np.array(found[1], np.int32), np.array(found[2], np.float32)
 
 
-def _stream(texts: Callable[[BadRows, Said], Iterator[Text]], chosen: NDArray[np.bool_]) -> Iterator[str]:
+def _stream(texts: Callable[[BadRows, Remark], Iterator[Text]], chosen: NDArray[np.bool_]) -> Iterator[str]:
     for place, each in enumerate(texts(BadRows(True), lambda text: None)):
         if place < len(chosen) and chosen[place]:
             yield each.text
 
 
-def _nth(texts: Callable[[BadRows, Said], Iterator[Text]], ids: Ids, number: int) -> Text:
+def _nth(texts: Callable[[BadRows, Remark], Iterator[Text]], ids: Ids, number: int) -> Text:
     place = int(np.flatnonzero(ids.first)[number])
     return next(islice(texts(BadRows(True), lambda text: None), place, None))
 
 
-def judged_lines(file: Path, bad: BadRows, said: Said) -> Iterator[Judged]:
+def judged_lines(file: Path, bad: BadRows, remark: Remark) -> Iterator[Judged]:
     """The lines of a file of judgements (qrels): query, page, grade; or as TREC has it, query, 0, page, grade."""
-    for number, line in lines_of(file, said):
+    for number, line in lines_of(file, remark):
         fields = line.split("\t") if "\t" in line else line.split()
         fields = [field.strip() for field in fields]
         if not any(fields):

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from unisono.recipes.seo.data.bad_rows import BadRows
 from unisono.recipes.seo.data.lines import lines_of, plain_suffix
 from unisono.recipes.seo.data.ranking_sets.ids import Hashes, Ids
-from unisono.recipes.seo.data.ranking_sets.ranking import Ranking, Said, judgements
+from unisono.recipes.seo.data.ranking_sets.ranking import Ranking, Remark, judgements
 from unisono.recipes.seo.data.tables import no_text, rows_of, text_in
 
 QUERY = ("query", "anchor", "question")
@@ -40,7 +40,7 @@ class Examples(Protocol):
     @property
     def path(self) -> Path: ...
 
-    def rows(self, bad: BadRows, said: Said) -> Iterator[Example]:
+    def rows(self, bad: BadRows, remark: Remark) -> Iterator[Example]:
         """The rows that can be used; the others are told to `bad`."""
 
 
@@ -55,9 +55,9 @@ class Table:
 
     path: Path
 
-    def rows(self, bad: BadRows, said: Said) -> Iterator[Example]:
+    def rows(self, bad: BadRows, remark: Remark) -> Iterator[Example]:
         """The rows that can be used."""
-        for row in rows_of(self.path, (QUERY, POSITIVE), bad, said):
+        for row in rows_of(self.path, (QUERY, POSITIVE), bad, remark):
             query, positives = text_in(row.first(QUERY)), _texts(row.first(POSITIVE))
             negatives = [
                 text
@@ -81,9 +81,9 @@ class Triples:
 
     path: Path
 
-    def rows(self, bad: BadRows, said: Said) -> Iterator[Example]:
+    def rows(self, bad: BadRows, remark: Remark) -> Iterator[Example]:
         """The rows that can be used."""
-        for number, line in lines_of(self.path, said):
+        for number, line in lines_of(self.path, remark):
             if not line.strip():
                 continue
             fields = [text_in(field) for field in line.rstrip("\r\n").split("\t")]
@@ -101,19 +101,19 @@ class Triples:
                 yield Example(texts[0], texts[1:2], texts[2:])
 
 
-def ranking_by_texts(source: Examples, splits: tuple[str, ...], said: Said, leave_out_bad: bool = False) -> Ranking:
+def ranking_by_texts(source: Examples, splits: tuple[str, ...], remark: Remark, leave_out_bad: bool = False) -> Ranking:
     """The ranking of all rows."""
     bad = BadRows(leave_out_bad)
     queries, pages, answers = Hashes(), Hashes(), array("b")
     owners = array("i")  # which row a page stands in
-    for number, row in enumerate(source.rows(bad, said)):
+    for number, row in enumerate(source.rows(bad, remark)):
         queries.add(row.query)
         for texts, grade in ((row.positives, 1), (row.negatives, 0)):
             for text in texts:
                 pages.add(text)
                 answers.append(grade)
                 owners.append(number)
-    bad.tell(said, len(queries), "row", source.path)
+    bad.report(remark, len(queries), "row", source.path)
     query_ids, page_ids = Ids(queries.array()), Ids(pages.array())
     of_query = query_ids.find(queries.array())[np.frombuffer(owners, np.int32)]
     grades = np.frombuffer(answers, np.int8).astype(np.float32)

@@ -23,11 +23,11 @@ import numpy as np
 
 from unisono.engine.recipe import Work
 from unisono.errors import ConfigError, UserError
+from unisono.recipes.common.cache_files import write_cache_file
 from unisono.recipes.common.tree import one_line
-from unisono.recipes.common.whole_files import write_whole
 from unisono.recipes.seo.data.bad_rows import BadRows
 from unisono.recipes.seo.data.ranking_sets.by_texts import Example, ranking_by_texts
-from unisono.recipes.seo.data.ranking_sets.ranking import Ranking, Said
+from unisono.recipes.seo.data.ranking_sets.ranking import Ranking, Remark
 
 KEPT = "debian-packages.jsonl.gz"
 
@@ -52,15 +52,15 @@ class Package(NamedTuple):
     body: str
 
 
-def packages(folder: Path, said: Callable[[str], None] = lambda text: None) -> list[Package]:
+def packages(folder: Path, remark: Callable[[str], None] = lambda text: None) -> list[Package]:
     """The packages with a description of their own, in order of their names; fetched once, and kept in the folder."""
     kept = folder / KEPT
     if not kept.is_file():
-        said("descriptions of Debian's packages are fetched with apt-get (about 16 MB)")
+        remark("descriptions of Debian's packages are fetched with apt-get (about 16 MB)")
         found = _fetched(folder)
         lines = "".join(json.dumps(package, ensure_ascii=False) + "\n" for package in found)
-        write_whole(kept, gzip.compress(lines.encode(), mtime=0))
-        said(f"{len(found):,} packages, kept in {kept}")
+        write_cache_file(kept, gzip.compress(lines.encode(), mtime=0))
+        remark(f"{len(found):,} packages, kept in {kept}")
     try:
         with gzip.open(kept, "rt", encoding="utf-8") as file:
             return [Package(*(str(each) for each in json.loads(line))) for line in file]
@@ -100,7 +100,7 @@ class _Rows(NamedTuple):
     path: Path
     found: list[Package]
 
-    def rows(self, bad: BadRows, said: Said) -> Iterator[Example]:
+    def rows(self, bad: BadRows, remark: Remark) -> Iterator[Example]:
         """One row for each."""
         return (Example(package.synopsis, [package.body], []) for package in self.found)
 

@@ -16,7 +16,7 @@ from unisono.recipes.common.tree import one_line
 from unisono.recipes.seo.data.bad_rows import BadRows
 from unisono.recipes.seo.data.lines import lines_of
 from unisono.recipes.seo.data.ranking_sets.by_ids import Judged, Text, judged_lines
-from unisono.recipes.seo.data.ranking_sets.ranking import Said, chosen_split, first_file, splits_in
+from unisono.recipes.seo.data.ranking_sets.ranking import Remark, chosen_split, first_file, splits_in
 from unisono.recipes.seo.data.tables import text_in
 
 _ID = re.compile(r"[A-Za-z]{0,3}\d+")  # D1555982 is a document
@@ -41,17 +41,17 @@ class Marco:
             raise ConfigError(one_line(f"{folder} has {collection.name} and no queries.tsv or queries.{split}.tsv"))
         self.pages_file, self.queries_file = collection, queries
 
-    def pages(self, bad: BadRows, said: Said) -> Iterator[Text]:
+    def pages(self, bad: BadRows, remark: Remark) -> Iterator[Text]:
         """The collection; of documents, with address and title, all but the address."""
-        return _texts(self.pages_file, bad, said)
+        return _texts(self.pages_file, bad, remark)
 
-    def queries(self, bad: BadRows, said: Said) -> Iterator[Text]:
+    def queries(self, bad: BadRows, remark: Remark) -> Iterator[Text]:
         """The queries of this split, and perhaps of others."""
-        return _texts(self.queries_file, bad, said)
+        return _texts(self.queries_file, bad, remark)
 
-    def judged(self, bad: BadRows, said: Said) -> Iterator[Judged]:
+    def judged(self, bad: BadRows, remark: Remark) -> Iterator[Judged]:
         """The judgements of this split."""
-        return (_triples if _are_triples(self.judged_file) else judged_lines)(self.judged_file, bad, said)
+        return (_triples if _are_triples(self.judged_file) else judged_lines)(self.judged_file, bad, remark)
 
 
 def has_ids(path: Path) -> bool:
@@ -73,8 +73,8 @@ def _are_triples(path: Path) -> bool:
     )
 
 
-def _texts(path: Path, bad: BadRows, said: Said) -> Iterator[Text]:
-    for number, line in lines_of(path, said):
+def _texts(path: Path, bad: BadRows, remark: Remark) -> Iterator[Text]:
+    for number, line in lines_of(path, remark):
         name, *fields = line.rstrip("\r\n").split("\t")
         if not name.strip() and not fields:
             continue
@@ -87,8 +87,8 @@ def _texts(path: Path, bad: BadRows, said: Said) -> Iterator[Text]:
             yield Text(number, name.strip(), text)
 
 
-def _triples(path: Path, bad: BadRows, said: Said) -> Iterator[Judged]:
-    for number, line in lines_of(path, said):
+def _triples(path: Path, bad: BadRows, remark: Remark) -> Iterator[Judged]:
+    for number, line in lines_of(path, remark):
         fields = line.split()
         if len(fields) == 3:
             yield Judged(number, fields[0], fields[1], 1.0)

@@ -22,7 +22,7 @@ FORMS = (
     "qrels.tsv), or a file .tsv (query, positive, negative), .csv or .jsonl (with columns of these names)"
 )
 
-Said = Callable[[str], None]
+Remark = Callable[[str], None]
 Stream = Callable[[], Iterator[str]]
 
 
@@ -89,7 +89,7 @@ class Ranking:
 
 
 def read_ranking(
-    path: str | Path, split: str = "train", *, said: Said = lambda text: None, leave_out_bad: bool = False
+    path: str | Path, split: str = "train", *, remark: Remark = lambda text: None, leave_out_bad: bool = False
 ) -> Ranking:
     """Queries and pages of a folder or a file, checked: every mistake in them is found here.
 
@@ -103,19 +103,19 @@ def read_ranking(
     place = Path(path).expanduser()
     if place.is_dir():
         if found := first_file(place, "corpus.jsonl"):
-            return ranking_by_ids(Beir(place, found, split), said, leave_out_bad)
+            return ranking_by_ids(Beir(place, found, split), remark, leave_out_bad)
         if found := first_file(place, "collection.tsv"):
-            return ranking_by_ids(Marco(place, found, split), said, leave_out_bad)
+            return ranking_by_ids(Marco(place, found, split), remark, leave_out_bad)
         splits = splits_in(place, lambda name: [f"{name}.jsonl", f"{name}.csv", f"{name}.tsv"])
         table = chosen_split(place, splits, split)
-        return ranking_by_texts(table_of(table), tuple(splits), said, leave_out_bad)
+        return ranking_by_texts(table_of(table), tuple(splits), remark, leave_out_bad)
     if plain_suffix(place) not in (".csv", ".jsonl", ".tsv"):
         raise ConfigError(one_line(f"{place}: expected {FORMS}"))
     read_start(place, 1)
     beside = first_file(place.parent, "collection.tsv")
     if beside and plain_suffix(place) == ".tsv" and has_ids(place):
-        return ranking_by_ids(Marco(place.parent, beside, split, judged=place), said, leave_out_bad)
-    return ranking_by_texts(table_of(place), ("train",), said, leave_out_bad)
+        return ranking_by_ids(Marco(place.parent, beside, split, judged=place), remark, leave_out_bad)
+    return ranking_by_texts(table_of(place), ("train",), remark, leave_out_bad)
 
 
 def first_file(folder: Path, *names: str) -> Path | None:
