@@ -233,6 +233,17 @@ def test_data_that_was_moved_is_found_under_its_new_path(
     assert f"data_path {tmp_path / 'numbers.txt'} → {moved}" in capfd.readouterr().err
 
 
+def test_a_run_whose_data_has_grown_says_that_held_out_samples_may_have_been_trained_on(
+    lines_run: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    numbers = tmp_path / "numbers.txt"
+    numbers.write_text(f"{numbers.read_text()} 9")
+    assert unisono.train(Lines, {"data_path": str(numbers)}, **lines_run).step == 2
+    note = " ".join(capfd.readouterr().err.split())
+    assert "the dataset had 8 samples before and has 9 now" in note
+    assert "samples that are held out now may have been trained on" in note
+
+
 def test_a_folder_named_like_a_built_in_set_is_not_that_set(tmp_path: Path) -> None:
     (tmp_path / "shapes").mkdir()
     assert not history._is_same(str(tmp_path / "shapes"), "shapes")

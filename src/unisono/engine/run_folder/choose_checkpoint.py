@@ -45,7 +45,7 @@ def resume_from(
     if components.state.num_samples not in (0, num_samples):
         used.remarks.append(
             f"the dataset had {components.state.num_samples:,} samples before and has {num_samples:,} now: "
-            "the sample order differs from this step on"
+            "the sample order differs from this step on, and samples that are held out now may have been trained on"
         )
     broken = sorted({name for names in rank.agreement.all_gather(not_finite(components.strategy)) for name in names})
     if broken:
