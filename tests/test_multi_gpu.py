@@ -803,7 +803,7 @@ def test_a_batch_larger_than_the_data_is_no_reason_for_a_remark(capfd: pytest.Ca
     with make(config(global_batch_size=4 * NUM)) as trainer:
         trainer.train_epoch(0)
         assert trainer.get_performance_stats()["samples"] == NUM
-    assert "reads on into the next epoch" not in capfd.readouterr().err
+    assert "continues into the next epoch" not in capfd.readouterr().err
 
 
 def test_a_field_that_there_is_not_is_answered_with_the_nearest() -> None:

@@ -16,8 +16,7 @@ from many_runs import Copy, Outcome, Run, identical, largest_difference, many_ru
 from tiny_recipe import Tiny
 from unisono import Loss, train
 from unisono.engine.batch import BatchPlan
-from unisono.engine.memory.micro_batch_size import MicroBatchSizer
-from unisono.engine.memory.remembered_size import smaller
+from unisono.engine.memory.micro_batch_size import MicroBatchSizer, smaller
 from unisono.engine.state import TrainState
 from unisono.engine.step.guard import Guard
 from unisono.engine.step.out_of_memory import OutOfMemoryTogether, is_out_of_memory

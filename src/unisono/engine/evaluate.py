@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 from unisono.cluster.agree import Pending
 from unisono.data.bits import Purpose, key_of
@@ -24,14 +23,12 @@ from unisono.data.noise import Noise
 from unisono.data.order import Order
 from unisono.data.resident import ResidentLoader, gathered, is_resident
 from unisono.data.shapes import shapes_of
-from unisono.engine.rank_context import RankContext
 from unisono.engine.recipe import Recipe
 from unisono.engine.step.out_of_memory import in_one_line, is_out_of_memory
 from unisono.engine.step.precision import autocast
+from unisono.engine.training_run import TrainingRun
 from unisono.errors import RecipeError, TrainingFailed
 from unisono.formatting import format_count
-from unisono.parallel.strategy import Strategy
-from unisono.settings import Settings
 
 _MANY = 100
 _GROUPED = 2**16  # samples that are grouped by shape at a time: sorting millions at once would take long
@@ -40,14 +37,10 @@ _GROUPED = 2**16  # samples that are grouped by shape at a time: sorting million
 class Evaluation:
     """Evaluates a recipe's model on its "eval" data."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        strategy: Strategy,
-        dataset: Dataset[Any],
-        settings: Settings,
-        rank: RankContext,
-    ) -> None:
+    def __init__(self, run: TrainingRun) -> None:
+        recipe, strategy, settings = run.components.recipe, run.components.strategy, run.settings
+        dataset = run.datasets.evaluation
+        assert dataset is not None
         if recipe.coupled and type(recipe).evaluate is Recipe.evaluate:
             raise RecipeError(
                 f"{type(recipe).__name__} has evaluation data, and its loss compares samples, so it cannot be computed "
@@ -55,7 +48,7 @@ class Evaluation:
             )
         self._recipe, self._strategy, self._settings = recipe, strategy, settings
         self._dataset = dataset.to(strategy.placement.device) if is_resident(dataset) else dataset
-        self._rank, self._agreement, self._heartbeat = rank, rank.agreement, rank.heartbeat
+        self._rank, self._agreement, self._heartbeat = run.rank, run.rank.agreement, run.rank.heartbeat
         self._seed = key_of(Purpose.EVALUATION, settings.run.seed)
         self._batch = settings.eval.eval_batch_size or settings.batch.batch_size
         self.bad: list[BadSample] = []  # samples that could not be read, on all ranks

@@ -15,8 +15,8 @@ from unisono.config.resolve import Resolved
 from unisono.engine.length import BY_LENGTH
 from unisono.errors import ConfigError, UnisonoError, UserError
 from unisono.observe.folder import EVENTS, RunFolder
+from unisono.observe.json_lines import JsonLines
 from unisono.observe.lock import is_held
-from unisono.observe.report.lines import JsonLines
 from unisono.observe.report.timeline import Timeline
 from unisono.settings import LARGEST_BATCH, LaunchSettings, ParallelSettings
 

@@ -6,23 +6,23 @@ from collections.abc import Sequence
 from typing import Any
 
 from unisono.checkpoint.aside import set_aside_after
-from unisono.cluster.environment import World
 from unisono.engine.length import is_evaluated
 from unisono.engine.run_folder.new_folder import defaults_of, versions
 from unisono.engine.run_folder.stored_settings import sources_of
 from unisono.engine.start.banner import banner_of
-from unisono.engine.start.build_run import BuiltRun
 from unisono.engine.start.registry import importable_name
-from unisono.observe.last_step import steps_after
+from unisono.engine.training_run import TrainingRun
+from unisono.observe.repeated_steps import count_repeated_steps
 from unisono.observe.status_line import print_line
 from unisono.typed_paths import as_typed
 
 
-def announce(run: BuiltRun, world: World, earlier_remarks: Sequence[str]) -> None:
+def announce(run: TrainingRun, earlier_remarks: Sequence[str]) -> None:
     """Prints the banner and the notes, and queues the start's entry in run.json and events.jsonl; main rank only.
 
     The run folder opens after the first step and writes what is queued then.
     """
+    world = run.rank.world
     if not world.is_main:
         return
     entered, components, path = run.entered, run.components, run.checkpoint.path
@@ -39,28 +39,17 @@ def announce(run: BuiltRun, world: World, earlier_remarks: Sequence[str]) -> Non
         resume=entered.settings.run.resume,
     )
     details: dict[str, Any] = {"changed": entered.changed} if entered.changed else {}
-    if repeated := steps_after(folder.path, step):
+    if repeated := count_repeated_steps(folder.path, step):
         details["repeated"] = repeated
     event = "start" if path is None else "resume"
     folder.event(event, step=step, rank=0, world=world.size, strategy=components.strategy.name, **details)
     folder.rewind_metrics(step, evaluated=is_evaluated(components.state, run.length))
-    print_line(
-        banner_of(
-            components,
-            entered.settings,
-            world,
-            batch=run.batch,
-            length=run.length,
-            num_samples=run.datasets.num_samples,
-            eval_dataset=run.datasets.evaluation,
-            folder=f"{as_typed(folder.path)} ({why})",
-        )
-    )
+    print_line(banner_of(run, f"{as_typed(folder.path)} ({why})"))
     for remark in [*earlier_remarks, *run.remarks, *components.remarks, *dict.fromkeys(components.recipe.remarks)]:
         print_line(f"note: {remark}")
 
 
-def open_run_folder(run: BuiltRun, world: World) -> None:
+def open_run_folder(run: TrainingRun) -> None:
     """Writes run.json after the first successful step, and sets aside checkpoints of a branch that was abandoned.
 
     Only the main rank calls it.
@@ -79,7 +68,7 @@ def open_run_folder(run: BuiltRun, world: World) -> None:
             "seed": entered.settings.run.seed,
             "global_batch": components.state.global_batch,
             "versions": versions(),
-            "launcher": world.describe(),
+            "launcher": run.rank.world.describe(),
         }
     )
     identity = {"recipe": entered.recipe_name, "run": run.run_id}

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from unisono.checkpoint.aside import remark_on_asides, set_aside_after
 from unisono.checkpoint.load import describe
-from unisono.checkpoint.save import Saver
 from unisono.cluster.hangs.diagnosis import Limits
 from unisono.cluster.hangs.heartbeat import Heartbeat
 from unisono.cluster.hangs.rank_watchdog import Watchdog
@@ -116,22 +115,14 @@ class DrivenTrainer(Trainer):
         """Saves a checkpoint in another folder and waits for it; the folder keeps only the newest one of this run."""
         self._settle()
         self._report_saves(wait=True)  # one save at a time: all saves use the same process group
-        step, placement = self.state.step, self.components.strategy.placement
+        step = self.state.step
         if self._main:
-            moved = set_aside_after(folder, step, self._identity, {})
+            moved = set_aside_after(folder, step, self._run.identity, {})
             for aside, why in moved:
                 self._recorder.message(f"set aside as {aside}: {why}")
             if moved and (remark := remark_on_asides(folder)) is not None:
                 self._recorder.message(remark)
-        saver = Saver(
-            folder,
-            rank=placement.rank,
-            world=placement.world,
-            group=self._save_group,
-            keep_last=1,
-            asynchronous=False,
-            identity=self._identity,
-        )
+        saver = self._make_saver(folder, keep_last=1, asynchronous=False)
         with self._recorder.not_training():
             self.components.strategy.share_buffers()
             saver.save(step, tensors_of(self.components), extra_of(self.components))
@@ -146,13 +137,13 @@ class DrivenTrainer(Trainer):
         self._report_saves(wait=True)
         self._feed.close()
         self.components.optimizer.drop_all_but(describe(checkpoint))
-        restore(checkpoint, self.components, self._save_group)
+        restore(checkpoint, self.components, self._run.save_group)
         self.state.num_samples, self._saved_step = self._order.data_size or self._order.num_samples, -1
         self._sizer.plan = replace(self._sizer.plan, global_batch=self.state.global_batch)
         self._recorder.moved_to(self.state.samples)
         if self._main:
             self._folder.rewind_metrics(self.state.step)
-            set_aside_after(self._folder.path / "checkpoints", self.state.step, self._identity, {})
+            set_aside_after(self._run.entered.checkpoints, self.state.step, self._run.identity, {})
             self._folder.event("went_to", step=self.state.step, checkpoint=str(checkpoint))
 
     @property

@@ -263,7 +263,7 @@ def launch_job(job: Callable[[Resolved], Mapping[str, Any]], resolved: Resolved,
     from unisono.cluster.launch.job_folder import job_folder
     from unisono.cluster.launch.launcher import launch
     from unisono.engine.run_folder.new_folder import hold_folder
-    from unisono.observe.folder import NotesFromOutside
+    from unisono.observe.folder import LauncherEvents
 
     settings = resolved.build(Settings).launch
     with ExitStack() as held:
@@ -271,7 +271,7 @@ def launch_job(job: Callable[[Resolved], Mapping[str, Any]], resolved: Resolved,
             resolved, lock = hold_folder(resolved, recipe)
             held.callback(lock.release)
         folder, output = held.enter_context(job_folder()), Path(resolved.values["output_dir"])
-        notes = NotesFromOutside(output)
+        notes = LauncherEvents(output)
         held.callback(notes.write)
         job_description = {
             **job(resolved),

@@ -25,7 +25,7 @@ from unisono.engine.resume import find_checkpoint
 from unisono.engine.run_folder.enter import EnteredRun, enter_run_folder
 from unisono.engine.run_folder.stored_settings import unfinished
 from unisono.engine.start.announce import announce, open_run_folder
-from unisono.engine.start.build_run import build_run, training_run
+from unisono.engine.start.build_run import build_run
 from unisono.engine.start.crash import note_crash
 from unisono.engine.start.prepare import StoppedBeforeTraining
 from unisono.engine.start.rank_start import RankStart
@@ -157,14 +157,14 @@ class Session:
         """
         rank, world = self._rank, self._start.world
         run = build_run(rank, self._entered, self._start.requested_devices)
-        announce(run, world, earlier_remarks=self._remarks)
+        announce(run, earlier_remarks=self._remarks)
 
         def after_first_step() -> None:
             self._start.trained.set()
             if world.is_main:
-                open_run_folder(run, world)
+                open_run_folder(run)
 
-        return trainer_class(training_run(run, rank, after_first_step))
+        return trainer_class(run, after_first_step)
 
 
 def _remarks_on_changes(entered: EnteredRun) -> list[str]:
