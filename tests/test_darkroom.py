@@ -29,7 +29,7 @@ from unisono.recipes.darkroom.recipe import Darkroom
 from unisono.recipes.darkroom.rooms import Darkroom as Room
 from unisono.recipes.darkroom.rooms import split_tasks
 from unisono.recipes.darkroom.sources import SOURCES
-from unisono.recipes.darkroom.sources.source import live
+from unisono.recipes.darkroom.sources.source import run_learners
 
 STEPS = 5
 TINY: dict[str, Any] = {
@@ -322,24 +322,24 @@ def test_tasks_that_are_not_played_are_not_in_the_table(tmp_path: Path) -> None:
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"n_transit": 7}, "n_transit: expected at least 8, got 7"),
     ({"n_transit": 41}, "train_source_timesteps: expected at least 41, got 40"),
-    ({"history_skip": 4}, "n_transit 16: of 10 whole episodes, history_skip 4 leaves 12 steps"),
+    ({"history_skip": 4}, "n_transit 16: history_skip 4 leaves 12 steps of 10 episodes"),
     ({"total_source_timesteps": 20}, "total_source_timesteps 20 / n_stream 2 = 10 steps per learner"),
     (
         COMPRESSED | {"n_transit": 13},
-        "n_transit 13: two regions of compress_interval 6 and the 2 marks around the first need 14 tokens; "
+        "n_transit 13: two regions of compress_interval 6 and two separators need 14 tokens; "
         "use --n_transit 14 or --compress_interval 5",
     ),
     (COMPRESSED | {"compress_interval": 3}, "compress_interval: expected at least 4, got 3"),
     ({"tf_n_head": 3}, "tf_n_embd 8 must be a multiple of tf_n_head 3"),
-    ({"num_validation": 6}, "6 tasks for validation, taken out of 6 seen ones"),
+    ({"num_validation": 6}, "num_validation 6 leaves no tasks to train on"),
     ({"num_validation": 0}, "num_validation: expected at least 1, got 0"),
     ({"train_env_ratio": 1.0}, "train_env_ratio: expected more than 0 and less than 1"),
     ({"train_env_ratio": -0.5}, "train_env_ratio: expected more than 0 and less than 1"),
     ({"train_env_ratio": math.nan}, "train_env_ratio: expected more than 0 and less than 1"),
-    ({"train_env_ratio": 0.99}, "leave 7 to train on and 0 unseen"),
+    ({"train_env_ratio": 0.99}, "leave 7 of 9 tasks to train on and 0 unseen"),
     ({"num_tasks": 10}, "num_tasks: expected 3 to 9, got 10"),
-    ({"grid_size": 17}, "a room of 17 x 17 cells"),
-    ({"tf_dropout": 1.5}, "tf_dropout: expected from 0 to less than 1, got 1.5"),
+    ({"grid_size": 17}, "grid_size: expected 2 to 16, got 17"),
+    ({"tf_dropout": 1.5}, "tf_dropout: expected at least 0 and less than 1, got 1.5"),
 ]
 
 
@@ -354,13 +354,13 @@ def test_settings_that_cannot_be_are_refused_in_one_line_and_nothing_is_written(
 
 
 def test_histories_that_are_not_there_or_of_another_room_are_refused(tmp_path: Path) -> None:
-    lived = live(SOURCES["noise"], Room(4, 4), torch.arange(9), 2, 40, seed=0)
+    lived = run_learners(SOURCES["noise"], Room(4, 4), torch.arange(9), 2, 40, seed=0)
     write_histories(tmp_path / "other.hdf5", lived, Room(4, 4), source="noise", seed=0)
     (tmp_path / "text.hdf5").write_text("mine")
     before = {path.name for path in tmp_path.iterdir()}
     for name, words in (
-        ("missing.hdf5", "missing.hdf5: there is no such file; name one, or a folder to collect histories into"),
-        ("other.hdf5", "holds histories of darkroom of size 4 and horizon 4, expected darkroom of size 3"),
+        ("missing.hdf5", "missing.hdf5 does not exist; use an existing file, or a folder to collect into"),
+        ("other.hdf5", "contains histories of darkroom of size 4 and horizon 4, expected darkroom of size 3"),
         ("text.hdf5", "cannot be read as HDF5"),
     ):
         with pytest.raises(UnisonoError) as caught:

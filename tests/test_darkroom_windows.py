@@ -10,11 +10,11 @@ import torch
 from unisono.data.noise import Noise
 from unisono.errors import ConfigError
 from unisono.recipes.darkroom.data.windows import Contexts, TwoRegions, Windows
-from unisono.recipes.darkroom.model import NOTHING_YET
+from unisono.recipes.darkroom.models.transformer import NO_ACTION
 from unisono.recipes.darkroom.recipe import Darkroom as Recipe
 from unisono.recipes.darkroom.rooms import Darkroom
 from unisono.recipes.darkroom.sources import SOURCES
-from unisono.recipes.darkroom.sources.source import Histories, live
+from unisono.recipes.darkroom.sources.source import Histories, run_learners
 
 HORIZON, EPISODES = 4, 6
 STEPS = HORIZON * EPISODES
@@ -33,7 +33,7 @@ class Slot(NamedTuple):
 
 
 def lived(num_steps: int = STEPS) -> Histories:
-    return live(SOURCES["noise"], ROOM, torch.tensor(TASKS), STREAMS, num_steps, seed=3)
+    return run_learners(SOURCES["noise"], ROOM, torch.tensor(TASKS), STREAMS, num_steps, seed=3)
 
 
 def steps_of(histories: Histories, history: int) -> list[tuple[int, int, int]]:
@@ -49,14 +49,14 @@ def steps_of(histories: Histories, history: int) -> list[tuple[int, int, int]]:
 def slots_of(contexts: Contexts, row: int) -> list[Slot]:
     tokens = contexts.tokens
     length = tokens.cells.shape[1]
-    marks = torch.zeros(length) if tokens.marks is None else tokens.marks[row]
+    separators = torch.zeros(length) if tokens.separators is None else tokens.separators[row]
     learned = torch.ones(length) if contexts.learned is None else contexts.learned[row]
     return [
         Slot(
             int(tokens.cells[row, slot]),
             int(tokens.actions[row, slot]),
             int(tokens.rewards[row, slot]),
-            int(marks[slot]),
+            int(separators[slot]),
             int(contexts.actions[row, slot]) if learned[slot] else None,
         )
         for slot in range(length)
@@ -64,7 +64,7 @@ def slots_of(contexts: Contexts, row: int) -> list[Slot]:
 
 
 def a_window(steps: list[tuple[int, int, int]], begin: int, length: int) -> list[Slot]:
-    slots, before = [], (NOTHING_YET, 0)
+    slots, before = [], (NO_ACTION, 0)
     for cell, action, reward in steps[begin : begin + length]:
         slots.append(Slot(cell, *before, 0, action))
         before = action, reward
@@ -75,11 +75,11 @@ def two_regions(steps: list[tuple[int, int, int]], region: int, interval: int) -
     """<mark> older region </mark> current region; the first region has no older one."""
     begin = region * interval
     older = steps[max(0, begin - interval) : begin]
-    slots, before = [Slot(0, NOTHING_YET, 0, 1, None)], (NOTHING_YET, 0)
+    slots, before = [Slot(0, NO_ACTION, 0, 1, None)], (NO_ACTION, 0)
     for cell, action, reward in older:
         slots.append(Slot(cell, *before, 0, None))
         before = action, reward
-    slots.append(Slot(0, NOTHING_YET, 0, 2, None))
+    slots.append(Slot(0, NO_ACTION, 0, 2, None))
     for cell, action, reward in steps[begin : begin + interval]:
         slots.append(Slot(cell, *before, 0, action))
         before = action, reward
@@ -96,7 +96,7 @@ def test_a_window_is_the_historys_steps_from_the_start_of_an_episode(length: int
     found = [slots_of(contexts, row) for row in range(len(windows))]
     expected = [a_window(steps_of(histories, h), s, length) for h in range(len(TASKS) * STREAMS) for s in starts]
     assert found == expected, "every window once, in order"
-    assert all(slots[0].cell == 4 and slots[0].action_before == NOTHING_YET for slots in found), "as when it plays"
+    assert all(slots[0].cell == 4 and slots[0].action_before == NO_ACTION for slots in found), "as when it plays"
 
 
 def test_windows_are_gathered_in_any_order_and_company() -> None:
@@ -162,7 +162,7 @@ def test_two_regions_are_those_of_the_plain_reference(interval: int, skip: int) 
 def test_the_known_compressed_settings_have_data() -> None:
     """240 transitions with regions of 80: the known code asks for a region of 240 and finds none."""
     for interval in (80, 240):
-        histories = live(SOURCES["noise"], Darkroom(), torch.tensor([3]), 2, 1000, seed=0)
+        histories = run_learners(SOURCES["noise"], Darkroom(), torch.tensor([3]), 2, 1000, seed=0)
         assert len(TwoRegions.cut(histories, 20, interval)) == 2 * (1000 // interval)
     assert len(Windows.of(histories, 20, 240)) == 2 * ((1000 - 240) // 20 + 1)
 

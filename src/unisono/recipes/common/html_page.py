@@ -1,4 +1,4 @@
-"""What every HTML page of ours needs: links that are nothing but paths, and the right to run its own script only."""
+"""Safe links, and the content security policy of a page that runs only its own script."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from urllib.parse import quote
 
 
 def relative_link(path: Path, folder: Path) -> str:
-    """The file as an address relative to the page's folder; whatever its name holds, nothing but a path comes out."""
+    """A link to a file relative to the page's folder; quoted, so that any file name is only a path."""
     relative = os.path.relpath(os.path.abspath(path), os.path.abspath(folder))
     return "./" + quote(os.fsencode(relative.replace(os.sep, "/")), safe="/")
 
 
-def allowed(text: str) -> str:
-    """A style or script as a content security policy names it."""
+def csp_hash(text: str) -> str:
+    """The source expression of a style or script in a content security policy."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

@@ -1,8 +1,8 @@
-"""The transformer that reads a history and says what to do next.
+"""A causal transformer that reads a learning history and predicts the next action.
 
-One token per step: the cell the agent is in, and the action and reward that led there. Coordinates are embedded one by
-one (x and y), never as one symbol per cell: what it learned about a column helps in a cell that was never a goal.
-Attention is causal and needs no mask tensor; when playing, keys and values of the past are kept.
+It gets one token per step: the cell of the agent, and the action and reward that led there. x and y have separate
+embeddings instead of one per cell, so what the model learns about a column also holds in cells that were never a goal.
+Attention is causal and needs no mask tensor; a rollout caches keys and values.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from torch import Tensor, nn
 
 from unisono.recipes.darkroom.rooms import NUM_ACTIONS
 
-NOTHING_YET = NUM_ACTIONS
-"""The action before the first one of a context."""
-MARKS = 3
-"""What a token is: a step, the beginning of the older region, its end."""
+NO_ACTION = NUM_ACTIONS
+"""The previous action at the start of a context."""
+SEPARATOR_KINDS = 3
+"""Kinds of tokens in a context of two regions: a step, the start and the end of the previous region."""
 
 
 class Tokens(NamedTuple):
-    """Steps of a context, each [batch, length], int64."""
+    """The steps of a batch of contexts; each tensor is [batch, length], int64."""
 
     cells: Tensor
-    actions: Tensor  # the action before, or NOTHING_YET
-    rewards: Tensor  # the reward before
-    marks: Tensor | None = None  # of a compressed context: 0 a step, 1 and 2 the ends of the older region
+    actions: Tensor  # the previous action, or NO_ACTION
+    rewards: Tensor  # the previous reward
+    separators: Tensor | None = None  # in a context of two regions: 0 a step, 1 and 2 the ends of the previous region
 
 
 @dataclass(frozen=True)
@@ -43,48 +43,45 @@ class Shape:
     inner: int = 256
     dropout: float = 0.0
     attention_dropout: float = 0.0
-    marks: bool = False  # of a compressed context
+    separators: bool = False  # for a context of two regions
 
 
 class Cache:
-    """Keys and values of the tokens so far, for all layers.
+    """Keys and values of all layers for the tokens so far.
 
-    It has its full size from the start, and where the next token goes is a number on the device: adding one is the
-    same sequence of kernels every time.
+    It is allocated at full size, and the position of the next token is a tensor, so that every step runs the same
+    kernels and can be recorded as a CUDA graph.
     """
 
     def __init__(self, shape: Shape, batch: int, device: torch.device, dtype: torch.dtype) -> None:
         size = (shape.num_layers, batch, shape.num_heads, shape.context, shape.width // shape.num_heads)
-        self.keys, self.values = (
-            torch.zeros(size, device=device, dtype=dtype),
-            torch.zeros(size, device=device, dtype=dtype),
-        )
+        self.keys, self.values = (torch.zeros(size, device=device, dtype=dtype) for _ in range(2))
         self.next = torch.zeros(1, device=device, dtype=torch.int64)
         self._slots = torch.arange(shape.context, device=device)
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Removes all tokens."""
         self.next.zero_()
 
     def fill(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """The first tokens of an empty cache: [batch, heads, length, width of a head]."""
+        """Stores the first tokens of an empty cache: [batch, heads, length, head width]."""
         length = keys.shape[2]
         self.keys[layer, :, :, :length], self.values[layer, :, :, :length] = keys, values
 
     def add(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """All keys and values of a layer with those of one more token, and which of them are there."""
+        """Adds one token; returns all keys and values of the layer, and a mask of the valid ones."""
         self.keys[layer].index_copy_(2, self.next, key.to(self.keys.dtype))
         self.values[layer].index_copy_(2, self.next, value.to(self.values.dtype))
         return self.keys[layer], self.values[layer], (self._slots <= self.next).view(1, 1, 1, -1)
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each normalised before and added after."""
+    """A pre-norm transformer block."""
 
     def __init__(self, shape: Shape, layer: int) -> None:
         super().__init__()
         self._layer, self._heads, self.attention_dropout = layer, shape.num_heads, shape.attention_dropout
-        # Without biases: on the GPU summing their gradients would take a tenth of the step.
+        # No biases: on a GPU, summing their gradients would take a tenth of the step.
         self.norm_attention = nn.LayerNorm(shape.width, bias=False)
         self.queries_keys_values = nn.Linear(shape.width, 3 * shape.width, bias=False)
         self.mix = nn.Linear(shape.width, shape.width, bias=False)
@@ -94,19 +91,17 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(shape.dropout)
 
     def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
-        """[batch, length, width] -> the same."""
+        """Maps [batch, length, width] to the same shape."""
         x = x + self.dropout(self._attend(self.norm_attention(x), cache))
         return x + self.dropout(self.narrow(F.relu(self.widen(self.norm_inner(x)))))  # type: ignore[no-any-return]
 
     def _attend(self, x: Tensor, cache: Cache | None) -> Tensor:
         batch, length, width = x.shape
         parts = self.queries_keys_values(x).view(batch, length, 3, self._heads, width // self._heads)
-        query, key, value = (
-            part.transpose(1, 2) for part in parts.unbind(2)
-        )  # [batch, heads, length, width of a head]
+        query, key, value = (part.transpose(1, 2) for part in parts.unbind(2))  # [batch, heads, length, head width]
         if cache is not None and length == 1:
-            keys, values, known = cache.add(self._layer, key, value)
-            mixed = F.scaled_dot_product_attention(query, keys.to(query.dtype), values.to(query.dtype), attn_mask=known)
+            keys, values, mask = cache.add(self._layer, key, value)
+            mixed = F.scaled_dot_product_attention(query, keys.to(query.dtype), values.to(query.dtype), attn_mask=mask)
         else:
             if cache is not None:
                 cache.fill(self._layer, key, value)
@@ -115,16 +110,16 @@ class Block(nn.Module):
         return self.mix(mixed.transpose(1, 2).reshape(batch, length, width))  # type: ignore[no-any-return]
 
 
-class HistoryReader(nn.Module):
-    """Histories in, logits of the next action out."""
+class HistoryTransformer(nn.Module):
+    """Predicts the logits of the next action at each step of a history."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
         features = 2 * shape.room_size + NUM_ACTIONS + 1 + 1
-        # One-hot vectors times a matrix: as a look-up the gradient would be a hundred thousand additions to nine rows.
+        # One-hot vectors times a matrix: the backward pass of a look-up would add 100,000 gradients to nine rows.
         self.embed = nn.Linear(features, shape.width, bias=False)
-        self.embed_mark = nn.Embedding(MARKS, shape.width) if shape.marks else None
+        self.embed_separator = nn.Embedding(SEPARATOR_KINDS, shape.width) if shape.separators else None
         self.positions = nn.Parameter(torch.empty(shape.context, shape.width))
         self.dropout = nn.Dropout(shape.dropout)
         self.blocks = nn.ModuleList(Block(shape, layer) for layer in range(shape.num_layers))
@@ -136,23 +131,23 @@ class HistoryReader(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
                 continue
-            # The stream grows with every layer that adds to it; those that do start smaller.
-            adds = name.endswith(("mix.weight", "narrow.weight"))
-            std = 0.02 / (2 * self.shape.num_layers) ** 0.5 if adds else 0.1 if name == "embed.weight" else 0.02
+            # The residual stream grows with every layer, so the layers that add to it start smaller (as in GPT-2).
+            residual = name.endswith(("mix.weight", "narrow.weight"))
+            std = 0.02 / (2 * self.shape.num_layers) ** 0.5 if residual else 0.1 if name == "embed.weight" else 0.02
             nn.init.normal_(parameter, std=std)
         nn.init.zeros_(self.head.bias)
 
     def forward(self, tokens: Tokens, cache: Cache | None = None) -> Tensor:
-        """[batch, length, actions] logits; one token with a cache comes after those that it holds."""
+        """Returns logits, [batch, length, actions]. A single token with a cache continues the cached ones."""
         length = tokens.cells.shape[1]
-        alone = cache is not None and length == 1
-        positions = (
-            self.positions.index_select(0, cache.next) if cache is not None and alone else self.positions[:length]
-        )
+        if cache is not None and length == 1:
+            positions = self.positions.index_select(0, cache.next)
+        else:
+            positions = self.positions[:length]
         x = self.embed(self._one_hot(tokens))
         x = x + positions.to(x.dtype)
-        if self.embed_mark is not None and tokens.marks is not None:
-            x = x + self.embed_mark(tokens.marks).to(x.dtype)
+        if self.embed_separator is not None and tokens.separators is not None:
+            x = x + self.embed_separator(tokens.separators).to(x.dtype)
         x = self.dropout(x)
         for block in self.blocks:
             x = block(x, cache)
@@ -161,16 +156,12 @@ class HistoryReader(nn.Module):
         return self.head(self.norm(x))  # type: ignore[no-any-return]
 
     def new_cache(self, batch: int, dtype: torch.dtype) -> Cache:
-        """An empty cache for so many histories."""
+        """Returns an empty cache for a batch of histories."""
         return Cache(self.shape, batch, self.positions.device, dtype)
 
     def _one_hot(self, tokens: Tokens) -> Tensor:
         size, dtype = self.shape.room_size, self.embed.weight.dtype
         x = torch.div(tokens.cells, size, rounding_mode="floor")
-        columns = (
-            (x, size),
-            (tokens.cells - x * size, size),
-            (tokens.actions, NUM_ACTIONS + 1),
-        )
+        columns = ((x, size), (tokens.cells - x * size, size), (tokens.actions, NUM_ACTIONS + 1))
         hot = [(values[..., None] == torch.arange(width, device=values.device)).to(dtype) for values, width in columns]
         return torch.cat([*hot, tokens.rewards[..., None].to(dtype)], dim=-1)
