@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from command_line import TESTS, start, unisono, wait_until
+from command_line import TESTS, unisono
 from unisono.cli.main import main
 from unisono.cli.verify import print_verdict
 from unisono.cluster.launch.job_folder import remove_abandoned
@@ -215,20 +218,29 @@ def test_ending_verify_ends_its_processes(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
-def test_the_next_start_removes_the_folder_of_a_killed_verify(tmp_path: Path) -> None:
-    verify_command = ["-m", "unisono", "verify", f"{RECIPES}:Honest", "--gpus", "0"]
-    process = start(verify_command, cwd=tmp_path, TMPDIR=str(tmp_path))
-    try:
-        wait_until(lambda: any(tmp_path.glob("unisono-*/1")), "verify makes its first run", seconds=120)
-    finally:
-        process.kill()
-        process.communicate()
+class Killing:
+    """Warm ranks whose first run ends in `kill -9` of this process."""
 
-    def is_removed() -> bool:
-        remove_abandoned(tmp_path)
-        return not list(tmp_path.glob("unisono-*"))
+    def run(self, *arguments: Any, **more: Any) -> list[Outcome]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return []
 
-    wait_until(is_removed, "the folder is gone")
+
+def test_the_next_start_removes_the_folder_of_a_killed_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    recipe, warm = f"{RECIPES}:Honest", Killing()
+    resolved = configure(load_recipe(recipe), flags=["--gpus", "0"])
+    plan = VerifyPlan((1, 2), 3, ("ddp",), "float64")
+    child = os.fork()
+    if child == 0:
+        try:
+            verify(recipe, resolved, plan, lambda text: None, warm)  # type: ignore[arg-type]
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert list(tmp_path.glob("unisono-*/1/job.json")), "nobody was there to remove it"
+    remove_abandoned()
+    assert not list(tmp_path.iterdir())
 
 
 def test_micro_batches_and_shares_are_uneven_so_that_a_mean_cannot_hide() -> None:
