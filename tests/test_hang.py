@@ -27,7 +27,7 @@ from unisono.cluster.lifetime import die_with_parent
 from unisono.cluster.outcome import Outcome
 from unisono.cluster.signals import StopRequest
 from unisono.faults import Injector, parse
-from unisono.observe.straggler import INTERVALS, STEADY_S, Stragglers
+from unisono.observe.straggler import INTERVALS, STEADY_S, StragglerDetector
 
 STEPS = 6
 TRAIN = ["train", TINY, "--output_dir", "run", "--max_steps", STEPS, "--global_batch_size", 4, "--dtype", "float64"]
@@ -355,14 +355,14 @@ def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(tmp_path: Path, undist
 def test_a_steadily_slower_rank_is_named_once_a_minute_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [1000.0]
     monkeypatch.setattr("unisono.observe.straggler.time.monotonic", lambda: clock[0])
-    stragglers = Stragglers()
+    stragglers = StragglerDetector()
     slow, even = ([10.0, 10.4, 13.0], [1.0, 1.0, 3.8]), ([10.0, 10.4, 11.0], [1.0] * 3)
     warnings = []
     for each in (slow, slow, even, slow, slow, slow, slow):
         clock[0] += STEADY_S / 2
-        warnings.append(stragglers.look(*each))
-    hasty = Stragglers()
-    assert not any(hasty.look(*slow) for _ in range(10))  # many intervals, no time
+        warnings.append(stragglers.check(*each))
+    hasty = StragglerDetector()
+    assert not any(hasty.check(*slow) for _ in range(10))  # many intervals, no time
     assert [each is not None for each in warnings] == [False] * (2 + INTERVALS) + [True, False]
     assert warnings[5] is not None and (warnings[5].rank, warnings[5].slower_percent, warnings[5].reason) == (
         2,
@@ -370,15 +370,15 @@ def test_a_steadily_slower_rank_is_named_once_a_minute_with_the_reason(monkeypat
         "data",
     )
     clock[0] += 61
-    again = stragglers.look([10.0, 10.4, 13.0], [1.0] * 3)
+    again = stragglers.check([10.0, 10.4, 13.0], [1.0] * 3)
     assert again is not None and again.reason == "compute"
-    assert Stragglers().look([5.0], [0.0]) is None
+    assert StragglerDetector().check([5.0], [0.0]) is None
 
 
 def test_a_slow_rank_of_a_run_is_named(tmp_path: Path) -> None:
     ended = unisono(*TRAIN, "--nproc", 2, "--inject", "slow@rank1:step2:1.0s", cwd=tmp_path, seconds=180)
     assert ended.code == 0, ended.err
-    assert "rank 1 holds up the others" in ended.err
+    assert "rank 1 slows down the others" in ended.err
     [event] = [event for event in lines(tmp_path / "run", "events.jsonl") if event["kind"] == "straggler"]
     assert (event["rank"], event["reason"]) == (1, "compute") and event["slower_percent"] > 20
     [line] = [line for line in lines(tmp_path / "run") if line["step"] == 4]

@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from unisono.engine.step.optimizer_step import _Unread
-from unisono.observe.idle import STEPS, Idle
+from unisono.observe.gpu_idle import STEPS, GpuIdleDetector
 
 
 def told(waited: float, data: float = 0.0, intervals: int = 2, **options: Any) -> list[str]:
     """What is said in some intervals of enough steps, of which a part found the GPU waiting."""
-    idle, found = Idle(**{"recordable": True, **options}), []
+    idle, found = GpuIdleDetector(**{"can_use_cuda_graph": True, **options}), []
     for _ in range(intervals):
         for number in range(STEPS):
             idle.step(waited=number < waited * STEPS)
-        found.append(idle.look(10.0, 10.0 * data))
+        found.append(idle.advice(10.0, 10.0 * data))
     return [text for text in found if text is not None]
 
 
@@ -28,7 +28,7 @@ def test_it_is_said_once_and_names_what_helps() -> None:
 
 @pytest.mark.parametrize(
     "never",
-    [{"waited": 0.8}, {"waited": 1.0, "data": 0.2}, {"waited": 1.0, "recordable": False}],
+    [{"waited": 0.8}, {"waited": 1.0, "data": 0.2}, {"waited": 1.0, "can_use_cuda_graph": False}],
     ids=["a busy GPU", "slow data", "a step that cannot be recorded, or is"],
 )
 def test_it_is_not_said_of(never: dict[str, Any]) -> None:
@@ -36,11 +36,11 @@ def test_it_is_not_said_of(never: dict[str, Any]) -> None:
 
 
 def test_few_steps_say_nothing_until_there_are_enough() -> None:
-    idle, found = Idle(recordable=True), []
+    idle, found = GpuIdleDetector(can_use_cuda_graph=True), []
     for number in range(STEPS):
         idle.step(waited=True)
         if number % 10 == 9:
-            found.append(idle.look(10.0, 0.0))
+            found.append(idle.advice(10.0, 0.0))
     assert found[:-1] == [None] * (len(found) - 1) and found[-1] is not None
 
 

@@ -19,7 +19,7 @@ import torch
 
 from unisono.engine.start.banner import _devices
 from unisono.errors import UserError
-from unisono.observe.append import AppendedFile
+from unisono.observe.append_only_file import AppendOnlyFile
 from unisono.observe.banner import banner, effective_batch_text
 from unisono.observe.folder import RunFolder, append_event, check_writable
 from unisono.observe.meter import Meter, gpu_memory_gib, host_memory_gib, slowest
@@ -80,7 +80,7 @@ def test_a_folder_that_is_never_opened_holds_on_to_little(tmp_path: Path) -> Non
         folder.metrics({"step": step})
     folder.close()
     assert list(tmp_path.iterdir()) == []
-    assert len(folder._waiting) <= 1000
+    assert len(folder._pending) <= 1000
 
 
 def test_a_resumed_run_keeps_its_history_and_shows_its_newest_config(tmp_path: Path) -> None:
@@ -208,11 +208,11 @@ def test_a_file_that_cannot_be_written_costs_no_line_and_not_the_run(
         folder.metrics({"step": 1})
         folder.metrics({"step": 2})
     assert [record.message for record in caplog.records] == [
-        f"{file} cannot be written (File too large); the run goes on, and what belongs there waits in memory"
+        f"{file} cannot be written (File too large); the run continues, and its records wait in memory"
     ]
     folder.metrics({"step": 3})
     assert [line["step"] for line in jsonl(file)] == [1, 2, 3]
-    assert caplog.records[-1].message == f"{file} is written again, with all that had to wait"
+    assert caplog.records[-1].message == f"{file} is writable again; all waiting records are written"
 
 
 def test_a_line_that_another_process_tore_does_not_swallow_the_next(tmp_path: Path) -> None:
@@ -241,14 +241,14 @@ def test_lines_that_wait_for_the_disk_are_rewound_too(tmp_path: Path) -> None:
 def test_memory_for_lines_that_wait_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("unisono.observe.append.MOST_WAITING", 3)
+    monkeypatch.setattr("unisono.observe.append_only_file.MAX_PENDING", 3)
     file = tmp_path / "lines"
-    lines = AppendedFile(file)
+    lines = AppendOnlyFile(file)
     with nothing_can_be_written():
         for number in range(6):
             lines.append(str(number).encode())
     lines.append(b"6")
-    assert file.read_text() == "0\n5\n6\n" and "except for 4 that are lost" in caplog.records[-1].message
+    assert file.read_text() == "0\n5\n6\n" and "except 4 that were dropped" in caplog.records[-1].message
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"name": "mine"}', '{"starts": 3}', "\xff"])
@@ -329,7 +329,7 @@ def test_the_effective_batch_says_how_it_is_made_up() -> None:
     assert effective_batch_text(64, 8, 2, 4) == "64 = 8 per GPU × 2 GPUs × 4 accumulation"
     assert effective_batch_text(8, 8, 1, 1, device="CPU") == "8 = 8 per CPU × 1 CPU × 1 accumulation"
     assert effective_batch_text(7, 2, 2, 2) == "7 = up to 2 per GPU × 2 GPUs × 2 accumulation"
-    with pytest.raises(ValueError, match="8 samples are no batch of 9"):
+    with pytest.raises(ValueError, match="8 samples are fewer than the batch of 9"):
         effective_batch_text(9, 2, 2, 2)
 
 

@@ -137,8 +137,8 @@ def test_a_lock_that_another_machine_holds_is_waited_for(
     """On NFS a folder is locked within a machine only, and the locks of a crashed machine stay for 90 s."""
     elsewhere = os.open(tmp_path / ".lock", os.O_RDWR | os.O_CREAT)
     locks.fcntl.flock(elsewhere, locks.fcntl.LOCK_SH)
-    monkeypatch.setattr(locks, "_PATIENCE_S", 0.1)
-    monkeypatch.setattr(locks, "_OTHER_MACHINE_S", 1.0)
+    monkeypatch.setattr(locks, "_WAIT_S", 0.1)
+    monkeypatch.setattr(locks, "_OTHER_MACHINE_WAIT_S", 1.0)
     assert is_held(tmp_path)
     with pytest.raises(UserError, match="another run is writing to"):
         FolderLock(tmp_path).take(0.1)

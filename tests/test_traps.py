@@ -161,7 +161,7 @@ def test_a_record_that_cannot_be_written_is_one_line_and_leaves_no_draft(
 
     monkeypatch.setattr("unisono.observe.folder.os.fsync", full)
     folder = RunFolder(tmp_path / "run")
-    with pytest.raises(UserError, match=r"run.json cannot be written \(No space left on device\); make room"):
+    with pytest.raises(UserError, match=r"run.json cannot be written \(No space left on device\); free some space"):
         folder.open({"recipe": "Trap"})
     folder.close()
     assert list(tmp_path.rglob("*.json*")) == []

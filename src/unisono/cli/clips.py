@@ -165,7 +165,7 @@ def _check_run(options: argparse.Namespace) -> None:
 
 def _clip(video: Path, folder: Path, scorer: VideoScorer, options: argparse.Namespace, aspect: float | None) -> str:
     """Cuts the clips of one video; returns a line that summarises them."""
-    from unisono.recipes.clips.cutting.copying import can_copy
+    from unisono.recipes.clips.cutting.copying import obstacle_to_copy
     from unisono.recipes.clips.page.clips_json import write_record
     from unisono.recipes.clips.page.page import write_page
     from unisono.recipes.clips.remarks import summary
@@ -176,7 +176,7 @@ def _clip(video: Path, folder: Path, scorer: VideoScorer, options: argparse.Name
     try:
         footage = Footage(video)
         exact = options.exact or bool(options.height) or aspect is not None
-        encoded = "" if exact else can_copy(footage)
+        obstacle = "" if exact else obstacle_to_copy(footage)
         shown = status_line().live or footage.duration >= _LONG_S
         with progress(f"scoring {video.name}", math.ceil(footage.duration), "s of video", enabled=shown) as advance:
             scored = scorer.score(video, advance.to)
@@ -184,14 +184,14 @@ def _clip(video: Path, folder: Path, scorer: VideoScorer, options: argparse.Name
         # Scoring decodes the whole video, so its duration is more reliable than the header's.
         footage.duration = scored.duration
         moments, remarks = _chosen(footage, scored, scorer, options)
-        remarks += [f"{encoded}: its clips are re-encoded, as with --exact"] if encoded else []
+        remarks += [f"{obstacle}, so the clips are re-encoded, as with --exact"] if obstacle else []
         for remark in remarks:
             print(f"unisono: {video}: {remark}", file=sys.stderr)
         cutting = progress(f"cutting {video.name}", len(moments), plural("clip", len(moments)), enabled=shown)
         with atomic_folder(folder) as making, cutting as advance:
             clips = []
             for number, moment in enumerate(moments, 1):
-                cut = _cut(footage, moment, number, making, options, aspect, exact=exact or bool(encoded))
+                cut = _cut(footage, moment, number, making, options, aspect, exact=exact or bool(obstacle))
                 clips.append((moment, cut))
                 advance()
             write_record(making / "clips.json", footage, scored, clips, scorer.name, scorer.trained_on, remarks)
@@ -232,7 +232,7 @@ def _chosen(
     remarks = [
         scorer.warning_for(footage),
         str(scored.damage) if scored.damage else "",
-        "" if scored.has_sound else "no sound found: it is scored by its pictures alone",
+        "" if scored.has_sound else "no sound found: the video is scored by its frames alone",
         about_scores(scored.scores),
         about_length(scored.duration, options.shortest, moments),
         about_low,

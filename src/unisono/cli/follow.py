@@ -10,7 +10,8 @@ from typing import Any
 from unisono.cluster.slurm.commands import JobState, job_state
 from unisono.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USER_ERROR
 from unisono.observe.folder import EVENTS, METRICS
-from unisono.plain_files import open_regular, parse_json
+from unisono.observe.json_lines import parse_record
+from unisono.plain_files import open_regular
 
 _POLL_S = 2.0
 _PROGRESS_S = 10.0
@@ -94,11 +95,7 @@ class _Tail:
         complete = data[: data.rfind(b"\n") + 1]  # the last line may still be in the middle of its write
         self._position += len(complete)
         for line in complete.splitlines():
-            try:
-                record = parse_json(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict):
+            if (record := parse_record(line)) is not None:
                 yield record
 
 

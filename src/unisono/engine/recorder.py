@@ -127,9 +127,7 @@ class Recorder:
         if self._placement.world == 1 or not timing:  # no step since the last record; the same on all ranks
             return {}
         mine = [round(timing.get(name, 0.0), 3) for name in ("step_ms", "own_ms", "data_wait_ms")]
-        steps, owns, waits = zip(
-            *self._agreement.all_gather(mine), strict=True
-        )  # between hosts: does not involve the GPU
+        steps, owns, waits = zip(*self._agreement.all_gather(mine), strict=True)  # between hosts, without the GPU
         rank, _ = slowest(list(owns))
         straggler = self._stragglers.check(owns, waits)
         if straggler is not None:

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from unisono.config.config_class import ConfigClass, check_one_of, check_whole
 from unisono.config.fields import fields_by_name
-from unisono.config.plain import Plain, check_one_of, check_whole
 from unisono.errors import ConfigError
 from unisono.settings import Settings
 
@@ -23,7 +23,7 @@ _SAME = {"dp": "dataparallel", "ddp": "distributed", "distributeddataparallel": 
 
 
 @dataclass
-class MultiGPUConfig(Plain):
+class MultiGPUConfig(ConfigClass):
     """How to train a model of your own. Every field acts, or is refused with the reason."""
 
     num_gpus: int | None = None

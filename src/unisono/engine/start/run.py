@@ -170,12 +170,12 @@ def plan_devices(resolved: Resolved) -> DevicePlan:
     choice, lock = choose_and_lock(launch.gpus, visible_gpus(), min_memory_gb=launch.min_memory_gb)
     remarks = list(choice.warnings)
     ranks = launch.nproc or len(choice.gpus) or 1
-    asked: int | None = max(choice.requested, 1)
+    requested: int | None = max(choice.requested, 1)
     if strategy == "single" or launch.nproc is not None:
-        asked = None
+        requested = None
     if strategy == "single" and len(choice.gpus) > 1:
         remarks.append(f"strategy single uses one GPU of the {len(choice.gpus)} chosen")
-    return DevicePlan(_one_process(strategy, ranks), child_environment(choice), asked, remarks, lock)
+    return DevicePlan(_one_process(strategy, ranks), child_environment(choice), requested, remarks, lock)
 
 
 def _check_ranks(launch: LaunchSettings) -> None:
@@ -199,7 +199,7 @@ def _too_few_cores(ranks: int) -> list[str]:
     return [f"{ranks} CPU ranks on {cores} cores: slower than {cores}"] if ranks > cores else []
 
 
-def _here(kind: type[Recipe], resolved: Resolved, world: World, asked: int | None, remarks: list[str]) -> Any:
+def _here(kind: type[Recipe], resolved: Resolved, world: World, requested: int | None, remarks: list[str]) -> Any:
     """Trains in this process, and restarts after a failure if no launcher would do that."""
     from unisono.engine.run_folder.new_folder import hold_folder
     from unisono.engine.start.rank_start import RankStart
@@ -214,7 +214,7 @@ def _here(kind: type[Recipe], resolved: Resolved, world: World, asked: int | Non
             held.callback(lock.release)
         while True:
             try:
-                start = RankStart(world, asked, Path(job) if job else None, remarks, folder_is_held=plain)
+                start = RankStart(world, requested, Path(job) if job else None, remarks, folder_is_held=plain)
                 result = run_session(kind, resolved, start)
                 return replace(result, folder=Path(for_caller(result.folder)))
             except SystemExit as error:

@@ -9,8 +9,8 @@ from typing import Any
 
 from unisono.errors import UserError
 from unisono.observe.folder import EVENTS, METRICS, RUN
+from unisono.observe.json_lines import JsonLines
 from unisono.observe.lock import is_held
-from unisono.observe.report.lines import JsonLines
 from unisono.observe.report.series import Curves, Series, number
 from unisono.observe.report.timeline import Timeline
 from unisono.plain_files import read_json

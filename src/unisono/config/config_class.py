@@ -1,4 +1,4 @@
-"""Config classes that people fill in Python: from and to plain values, and checks of single fields."""
+"""The base class of config dataclasses that users create in Python, and checks of single fields."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from unisono.config.values import did_you_mean
 from unisono.errors import ConfigError
 
 
-class _OfInit:
-    """What `help` and notebooks show of a class: the arguments of __init__, not those of a general __new__."""
+class _InitSignature:
+    """The signature that `help` and notebooks show: that of __init__, not of the general __new__."""
 
     def __get__(self, instance: object, owner: type[Any]) -> Signature:
-        made = signature(owner.__init__)
-        return made.replace(parameters=list(made.parameters.values())[1:])
+        full = signature(owner.__init__)
+        return full.replace(parameters=list(full.parameters.values())[1:])
 
 
-class Plain:
-    """What a dataclass of settings can do besides."""
+class ConfigClass:
+    """Base of config dataclasses in the Python API: conversion from and to dictionaries and files, checked names."""
 
-    __signature__ = _OfInit()
+    __signature__ = _InitSignature()
 
-    def __new__(cls, *given: Any, **values: Any) -> Self:
-        # Before the dataclass's own __init__, whose TypeError names no field that there is.
+    def __new__(cls, *arguments: Any, **values: Any) -> Self:
+        # Before the dataclass's own __init__, whose TypeError suggests no valid name.
         cls._check_names(values)
         return super().__new__(cls)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, in types that JSON and YAML know."""
+        """Returns all fields, in types that JSON and YAML support."""
         return asdict(self)  # type: ignore[call-overload,no-any-return]
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """From fields by name."""
+        """Creates a config from fields by name."""
         cls._check_names(values)
         return cls(**values)
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
-        """From a YAML or JSON file of fields."""
+        """Creates a config from a YAML or JSON file."""
         import yaml
 
         try:
@@ -55,19 +55,20 @@ class Plain:
 
     @classmethod
     def _check_names(cls, names: Iterable[object]) -> None:
-        known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+        field_names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
         for name in names:
-            if name not in known:
-                raise ConfigError(f"unknown field {name} of {cls.__name__}{did_you_mean(str(name), known)}")
+            if name not in field_names:
+                raise ConfigError(f"unknown field {name} of {cls.__name__}{did_you_mean(str(name), field_names)}")
 
 
-def check_one_of(name: str, value: Any, known: Collection[str]) -> None:
-    """Refuses a value that is none of those."""
-    if value not in known:
-        raise ConfigError(f"{name}: expected {', '.join(known)}; got {value!r}{did_you_mean(str(value), list(known))}")
+def check_one_of(name: str, value: Any, choices: Collection[str]) -> None:
+    """Raises ConfigError if the value is not one of the choices."""
+    if value not in choices:
+        hint = did_you_mean(str(value), list(choices))
+        raise ConfigError(f"{name}: expected {', '.join(choices)}; got {value!r}{hint}")
 
 
 def check_whole(name: str, value: Any, *, at_least: int) -> None:
-    """Refuses what is no whole number of that size; None is nothing said."""
+    """Raises ConfigError if the value is neither None nor a whole number of at least `at_least`."""
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < at_least):
         raise ConfigError(f"{name}: expected a whole number of at least {at_least}, got {value!r}")

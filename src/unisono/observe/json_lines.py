@@ -1,4 +1,4 @@
-"""Reads a file of JSON lines that may be huge, damaged, or just being written."""
+"""Reads files of JSON lines, which may be huge, damaged, or in the middle of a write."""
 
 from __future__ import annotations
 
@@ -13,29 +13,34 @@ from unisono.plain_files import open_regular, parse_json
 LONGEST_LINE = 4 * 2**20
 
 
+def parse_record(line: bytes) -> dict[str, Any] | None:
+    """Returns the JSON object in a line; None for a damaged line or another JSON value."""
+    try:
+        record = parse_json(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
 class JsonLines:
-    """The objects of a file, one at a time; lines that are damaged or half-written are skipped and counted."""
+    """Iterates over the objects of a file; skips and counts damaged and incomplete lines."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.damaged = 0
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        if not self._path.is_file():  # also what only looks like one: opening a pipe would wait for ever
+        if not self._path.is_file():  # a pipe, for instance
             return
         try:
             with BufferedReader(open_regular(self._path)) as file:
                 while line := file.readline(LONGEST_LINE):
-                    if not line.endswith(b"\n"):  # the end of the file, or the beginning of something endless
+                    if not line.endswith(b"\n"):  # an incomplete last line, or an endless one
                         self.damaged += 1
                         while line and not line.endswith(b"\n"):
                             line = file.readline(LONGEST_LINE)
                         continue
-                    try:
-                        record = parse_json(line)
-                    except ValueError:
-                        record = None
-                    if isinstance(record, dict):
+                    if (record := parse_record(line)) is not None:
                         yield record
                     else:
                         self.damaged += bool(line.strip())
