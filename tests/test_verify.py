@@ -110,7 +110,7 @@ def test_with_one_rank_there_is_always_a_second_way_of_splitting_the_batch(run_v
         assert batch == 1 or len(variants(plan, batch)) == 2  # a global batch that the user has named stays
     with pytest.raises(ConfigError, match="nothing to compare; use --ranks 1,2 or a larger batch"):
         run_verify("Honest", "--global_batch_size", "1", ranks=(1,))
-    assert len(run_verify("Honest", "--global_batch_size", "2", ranks=(1, 1)).answers) == 3
+    assert len(run_verify("Honest", "--global_batch_size", "2", ranks=(1, 1)).results) == 3
 
 
 @pytest.mark.parametrize("recipe", ["Unrepeatable", "OrderOfASet"])
@@ -159,7 +159,7 @@ def test_weights_without_a_gradient_may_drift_in_float32_and_others_may_not(run_
     assert result.differences is not None
     assert result.differences.weight > 1e-3, "no weight has drifted: this test shows nothing"
     assert result.differences.loss < 1e-5 and result.same
-    assert not run_verify("MeanLanguageModel", ranks=(1,), precision="float32", steps=5).answers[-1].same
+    assert not run_verify("MeanLanguageModel", ranks=(1,), precision="float32", steps=5).results[-1].same
 
 
 def test_a_run_that_crashes_is_shown_with_its_reason(run_verify: Verify) -> None:

@@ -1,6 +1,6 @@
 """Runs a function on every rank, with the same outcome on all of them.
 
-If one rank raised alone, the others would wait for it for ever. So a rank that fails still joins the exchange, with its
+If one rank raised alone, the others would wait for it forever. So a rank that fails still joins the exchange, with its
 error message, and all ranks raise the same exception.
 """
 

@@ -1,7 +1,7 @@
 """Loader workers: processes that prefetch a rank's chunks, and may die.
 
 torch's DataLoader cannot be used here. Its workers share one queue with locks: if the system kills a worker in the
-middle of a message, or while it holds a lock, the training process waits for ever, both in `next` and in shutting down.
+middle of a message, or while it holds a lock, the training process waits forever, both in `next` and in shutting down.
 And torch's SIGCHLD handler raises at an arbitrary line of the training process. Here each worker has its own pipe and
 reads every n-th chunk. Its death is noticed when its next chunk is needed, and a new worker starts with that chunk: no
 sample is lost or read twice.

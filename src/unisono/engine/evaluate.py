@@ -85,13 +85,13 @@ class Evaluation:
         self._begin(step)
         failure: str | None = None
         bad: list[BadSample] = []
-        asked: Pending | None = None
+        exchange: Pending | None = None  # whether any rank was asked to stop
         device = self._strategy.placement.device
         floating = torch.float64 if self._settings.precision.dtype == "float64" else None
         for micro in loader:
-            if asked is not None and asked.read()["stop"]:  # started one batch ago: the answer has arrived
+            if exchange is not None and exchange.read()["stop"]:  # started one batch ago, so it does not wait
                 return False, True
-            asked = self._agreement.start({"stop": self._rank.is_asked_to_stop})
+            exchange = self._agreement.start({"stop": self._rank.is_asked_to_stop})
             bad += micro.bad
             try:
                 self._heartbeat.at("evaluate", step)
@@ -114,7 +114,7 @@ class Evaluation:
                         f"{remedy}; training can continue from the last checkpoint (eval_every -1: without evaluation)"
                     ) from None
         self._heartbeat.at("evaluate", step)  # done with its data: hang detection blames a rank that still computes
-        if asked is not None and asked.read()["stop"]:
+        if exchange is not None and exchange.read()["stop"]:
             return False, True
         agreed = self._agreement.start({"oom": failure is not None, "bad": len(bad)}).read()
         self.bad = [sample for part in self._agreement.all_gather(bad) for sample in part] if agreed["bad"] else []

@@ -121,7 +121,7 @@ def write_previews(previews: Mapping[str, Any], folder: Path, step: int) -> Iter
             raise RecipeError(f"preview(): {name!r} is not a plain file name")
         path = folder / f"step_{step:08d}_{name}"
         try:
-            path.unlink(missing_ok=True)  # writing to a FIFO of this name would block for ever
+            path.unlink(missing_ok=True)  # writing to a FIFO of this name would block forever
             _write(path, name, value)
         except OSError:
             with suppress(OSError):

@@ -192,9 +192,8 @@ class _Targets:
         self.without_average = components.ema is not None and not any(name.startswith("ema.") for name in everything)
         if self.without_average:  # the average was enabled later: it starts from the loaded weights
             self.tensors = {name: tensor for name, tensor in self.tensors.items() if not name.startswith("ema.")}
-        self.unused = {
-            name for name in everything if name.startswith("ema.") and components.ema is None
-        }  # disabled since
+        # An average that has been disabled since.
+        self.unused = {name for name in everything if name.startswith("ema.") and components.ema is None}
         self.saved = {name: shape for name, shape in everything.items() if name not in self.unused}
 
 

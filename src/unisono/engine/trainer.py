@@ -188,9 +188,10 @@ class Trainer:
 
     def _stopping(self) -> bool:
         self._settle()
-        asked = {rank: name for rank, name in enumerate(self._agreement.all_gather(self._rank.stop.requested)) if name}
-        rank, name = next(iter(asked.items()), (None, None))
-        where = f" on rank {rank}" if self.components.strategy.placement.world > len(asked) else ""
+        by_rank = self._agreement.all_gather(self._rank.stop.requested)
+        signals = {rank: name for rank, name in enumerate(by_rank) if name}
+        rank, name = next(iter(signals.items()), (None, None))
+        where = f" on rank {rank}" if len(by_rank) > len(signals) else ""
         self._recorder.message(f"stopping after step {self.state.step}: {name}{where}")
         self._folder.event("signal", step=self.state.step, rank=rank, signal=name)
         return True
@@ -243,8 +244,8 @@ class Trainer:
     def _note_bad(self, bad: Sequence[BadSample], *, evaluating: bool = False) -> None:
         self.state.bad_samples += 0 if evaluating else len(bad)
         for sample in bad:
-            what = "evaluation" if evaluating else "step"
-            self._recorder.message(f"{what} {self.state.step} skips {sample}")
+            phase = "evaluation" if evaluating else "step"
+            self._recorder.message(f"{phase} {self.state.step} skips {sample}")
             self._folder.event(
                 "bad_sample",
                 step=self.state.step,
@@ -355,9 +356,7 @@ class Trainer:
             self._saves_are_warm = True
 
     def _save(self, as_best: bool = False) -> None:
-        if (
-            self._saved_step == self.state.step and not as_best
-        ):  # saving again would only mark the checkpoint as the best
+        if self._saved_step == self.state.step and not as_best:  # a second save can only mark it as the best
             return
         self._settle()
         self._heartbeat.at("save", self.state.step)
@@ -375,8 +374,8 @@ class Trainer:
                 self._folder.event("save", step=result.step, seconds=round(result.seconds, 3), bytes=result.bytes)
             if result.error is None:
                 continue
-            what = "was not saved" if result.path is None else "is saved, but removing old checkpoints failed"
+            problem = "was not saved" if result.path is None else "is saved, but removing old checkpoints failed"
             self._folder.event("save_failed", step=result.step, error=result.error)
-            self._recorder.message(f"checkpoint of step {result.step} {what}: {result.error}")
+            self._recorder.message(f"checkpoint of step {result.step} {problem}: {result.error}")
             if wait and result.path is None and result.step == self.state.step:
                 raise TrainingFailed(f"the last checkpoint (step {result.step}) could not be saved: {result.error}")

@@ -62,7 +62,7 @@ def run_session(recipe_class: type[Recipe], resolved: Resolved, start: RankStart
                 result = session.run()
         except BaseException as error:
             note_crash(error, world, heartbeat.last, folder, start.job_folder)
-            if world.size == 1:  # with more ranks, a peer may be gone, and leaving could wait for it for ever
+            if world.size == 1:  # with more ranks, a peer may be gone, and leaving could wait for it forever
                 leave_process_group()
             raise
         leave_process_group(together=world.launcher in ("slurm", "mpi"))

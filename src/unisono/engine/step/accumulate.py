@@ -94,12 +94,8 @@ class GradientAccumulator:
         agreement: Agreement,
         heartbeat: Heartbeat,
     ) -> None:
-        self._recipe, self._strategy, self._scale, self._state = (
-            components.recipe,
-            components.strategy,
-            components.scale,
-            components.state,
-        )
+        self._recipe, self._strategy = components.recipe, components.strategy
+        self._scale, self._state = components.scale, components.state
         self._settings, self._agreement, self._heartbeat = settings, agreement, heartbeat
         self._device, self._world = self._strategy.placement.device, self._strategy.placement.world
         self._floating = torch.float64 if settings.precision.dtype == "float64" else None
@@ -122,15 +118,12 @@ class GradientAccumulator:
                 # Also for a step that is not recorded (a rank without samples): the next replay reads its buffers.
                 with nullcontext() if self._graphed is None else self._strategy.buffers.in_place():
                     return self._compute(micro_batches, requests)
-            except (
-                Exception
-            ) as error:  # also where other ranks cannot be told: during the all-reduce, or while data is read
+            except Exception as error:  # for instance during the all-reduce, where this rank cannot tell the others
                 self._note_failure(error, Attempt(), final=True)
                 raise
         except OutOfMemoryTogether as error:
-            error.__traceback__ = error.__context__ = (
-                None  # their frames may hold activations, whose memory the next attempt needs
-            )
+            # Their frames may hold activations, whose memory the next attempt needs.
+            error.__traceback__ = error.__context__ = None
             if self._graphed is not None:
                 self._graphed.forget()  # the next attempt has another shape
             self._guard.restore()
@@ -232,7 +225,7 @@ class GradientAccumulator:
             row = row * weight if micro.is_dummy else row
             total = results["total"]
             if not (micro.is_dummy or attempt.trial):
-                self.counts.look(step, row[1], len(positions))
+                self.counts.add(step, row[1], len(positions))
         except Exception as error:
             self._note_failure(error, attempt)
         if number == 0 and (not self._names or self._state.expected_count == 0.0):
@@ -308,9 +301,7 @@ class GradientAccumulator:
         if agreed["oom"]:
             raise OutOfMemoryTogether(attempt.failure)
         attempt.guarded = bool(agreed["guard"])
-        if (
-            attempt.failure is not None and not attempt.guarded
-        ):  # in the last forward pass, after the exchange had started
+        if attempt.failure is not None and not attempt.guarded:  # it failed after the exchange had started
             raise OutOfMemoryHere(attempt.failure)
 
     def _loss(self, model: nn.Module, data: Any, positions: Tensor) -> dict[str, Tensor]:

@@ -96,12 +96,8 @@ class OptimizerStep:
 
     def __init__(self, components: Components, settings: Settings, agreement: Agreement, heartbeat: Heartbeat) -> None:
         self._strategy, self._optimizer, self._ema = components.strategy, components.optimizer, components.ema
-        self._scale, self._state, self._settings, self._heartbeat = (
-            components.scale,
-            components.state,
-            settings,
-            heartbeat,
-        )
+        self._scale, self._state = components.scale, components.state
+        self._settings, self._heartbeat = settings, heartbeat
         kind = CoupledGradientAccumulator if components.recipe.coupled else GradientAccumulator
         self._gradient = kind(components, settings, agreement, heartbeat)
         captures = components.captures and self._optimizer.make_capturable()
@@ -243,16 +239,16 @@ class OptimizerStep:
         if overflow and math.isfinite(total) and count > 0:
             return
         state.skipped_in_a_row += 1
-        what = f"the loss was {total}" if not math.isfinite(total) else f"the gradient's norm was {norm}"
+        problem = f"the loss was {total}" if not math.isfinite(total) else f"the gradient's norm was {norm}"
         first, then = "check data and loss, or lower learning_rate", "lower learning_rate or grad_clip"
         if not 0 < count < math.inf:
-            what = f"loss() counted {count:g} items in the whole batch"
+            problem = f"loss() counted {count:g} items in the whole batch"
             first = then = "its count must be the number of items that total sums, at least 1 in a batch"
         if state.skipped > step:
-            raise TrainingFailed(f"step {step + 1}: {what} before any step succeeded; {first}")
+            raise TrainingFailed(f"step {step + 1}: {problem} before any step succeeded; {first}")
         if state.skipped_in_a_row > limit:
             raise TrainingFailed(
-                f"step {step + 1}: {what}, for {state.skipped_in_a_row} steps in a row "
+                f"step {step + 1}: {problem}, for {state.skipped_in_a_row} steps in a row "
                 f"(max_skipped_steps {limit}); {then}, and resume from a checkpoint"
             )
 
