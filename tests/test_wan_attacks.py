@@ -161,8 +161,8 @@ def test_two_experts_without_a_level_to_hand_over_at_are_refused(saved: Path, tm
 )
 def test_a_scheduler_that_cannot_sample_is_left_for_the_plain_one(model: Path, config: dict[str, Any]) -> None:
     edit(model / "scheduler/scheduler_config.json", **config)
-    found = FolderEncoders(describe(model), transformer_config(model)).scheduler(3.0)
-    assert type(found).__name__ == "FlowMatchEulerDiscreteScheduler"
+    scheduler = FolderEncoders(describe(model), transformer_config(model)).scheduler(3.0)
+    assert type(scheduler).__name__ == "FlowMatchEulerDiscreteScheduler"
 
 
 @pytest.mark.parametrize("name", ["config.json", "diffusion_pytorch_model.safetensors"])

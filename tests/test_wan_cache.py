@@ -475,12 +475,12 @@ def test_leftovers_of_a_kill_are_removed_when_they_are_old(tmp_path: Path, data:
 def test_bad_files_are_named_or_left_out(tmp_path: Path, data: Path, models: Counted) -> None:
     (data / "a.png").write_bytes(b"no image")
     os.truncate(data / "c.mp4", 200)
-    said: list[str] = []
-    cache = filled(tmp_path / "cache", data, models, Work(tmp_path, _say=said.append))
+    messages: list[str] = []
+    cache = filled(tmp_path / "cache", data, models, Work(tmp_path, _say=messages.append))
     with pytest.raises(ConfigError, match=r"2 of 4 samples.*a\.png.*c\.mp4.*--leave_out_bad") as refusal:
         cache.open()
     assert "\n" not in str(refusal.value)
-    assert sum(line.startswith("bad file: ") for line in said) == 2
+    assert sum(line.startswith("bad file: ") for line in messages) == 2
     cached = cache.open(leave_out_bad=True)
     assert [source.name for source in cached.sources] == ["b", "d"]
     assert cached[1]["latent"].shape == cached.shape(1) == (16, 2, 2, 2)
@@ -601,12 +601,12 @@ def test_a_model_on_disk_is_known_by_its_content_not_its_date(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vae = shutil.copytree(model_folder / "vae", tmp_path / "vae")
-    known = fingerprint.of_folders([model_folder / "vae"])
+    before = fingerprint.of_folders([model_folder / "vae"])
     os.utime(vae / "config.json", (1, 1))
     (vae / "README.md").write_text("new")
-    assert fingerprint.of_folders([vae]) == known != fingerprint.of_folders([vae], "torch.bfloat16")
+    assert fingerprint.of_folders([vae]) == before != fingerprint.of_folders([vae], "torch.bfloat16")
     # Large files are sampled: whole blocks that differ are found without reading everything.
-    monkeypatch.setattr(fingerprint, "_WHOLE", 1000)
+    monkeypatch.setattr(fingerprint, "_MAX_WHOLE", 1000)
     sampled = fingerprint.of_folders([vae])
     weights = vae / "diffusion_pytorch_model.safetensors"
     content = bytearray(weights.read_bytes())

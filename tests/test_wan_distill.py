@@ -102,17 +102,17 @@ def told(root: Path, teacher: str, **changes: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def runs(root: Path) -> dict[str, Outcome]:
     """All runs of this module, by name."""
-    asked = [
+    planned = [
         Run(name, f"runs/{name}", world, told(root, teacher, **changes), recipe="wan-distill")
         for name, (teacher, world, changes) in RUNS.items()
     ]
     before = {"strategy": "ddp", "max_steps": 3} | ONLINE | TWO
-    asked.append(Run("moved, before", "runs/moved", 2, told(root, "2.1", **before), recipe="wan-distill"))
-    asked.append(Run("moved", "runs/moved", 1, told(root, "2.1", **ONLINE), recipe="wan-distill"))
-    found = many_runs(asked, root)
-    for name, outcome in found.items():
+    planned.append(Run("moved, before", "runs/moved", 2, told(root, "2.1", **before), recipe="wan-distill"))
+    planned.append(Run("moved", "runs/moved", 1, told(root, "2.1", **ONLINE), recipe="wan-distill"))
+    outcomes = many_runs(planned, root)
+    for name, outcome in outcomes.items():
         assert "error" not in outcome.main, (name, outcome.main)
-    return found
+    return outcomes
 
 
 def unprepared(root: Path, teacher: str = "2.1", **changes: Any) -> WanDistill:
@@ -175,13 +175,13 @@ def test_held_out_prompts_are_evaluated(runs: dict[str, Outcome]) -> None:
 
 
 def test_how_much_faster_is_told_where_enough_blocks_of_the_teacher_were_timed(runs: dict[str, Outcome]) -> None:
-    told = {name: runs[name].evaluations()[-1] for name in ("one", "last batch", "2 ranks fsdp")}
+    metrics = {name: runs[name].evaluations()[-1] for name in ("one", "last batch", "2 ranks fsdp")}
     student, teacher, ratio = "eval/seconds_per_sample", "eval/teacher_seconds_per_sample", "eval/times_as_fast"
-    assert told["one"][student] > 0 and told["one"][teacher] > 0
-    assert ratio not in told["one"], "two blocks after the first one"
-    line = told["last batch"]  # four blocks to learn from
+    assert metrics["one"][student] > 0 and metrics["one"][teacher] > 0
+    assert ratio not in metrics["one"], "two blocks after the first one"
+    line = metrics["last batch"]  # four blocks to learn from
     assert line[ratio] == pytest.approx(line[teacher] / line[student])
-    assert not {student, ratio} & told["2 ranks fsdp"].keys(), "gathering weights would be timed too"
+    assert not {student, ratio} & metrics["2 ranks fsdp"].keys(), "gathering weights would be timed too"
 
 
 def test_a_ratio_needs_three_blocks_of_the_teacher() -> None:
@@ -222,9 +222,9 @@ def test_the_teachers_time_is_that_of_most_blocks(root: Path, monkeypatch: pytes
 
     monkeypatch.setattr(Rollouts, "_generate", busy)
     setup = recipe_of(root, folder="busy", rollouts=4).setup
-    found = setup.teacher_time()
-    assert found is not None
-    assert (found.seconds, found.number) == (pytest.approx(3.0), 5)
+    measured = setup.teacher_time()
+    assert measured is not None
+    assert (measured.seconds, measured.number) == (pytest.approx(3.0), 5)
     setup.num_ranks = 2
     assert setup.teacher_time() is None, "other company, another time"
 
@@ -358,10 +358,10 @@ def test_added_prompts_leave_what_is_drawn_as_it_is(root: Path, tmp_path: Path) 
 def test_there_are_no_more_blocks_than_the_samples_fill(prompts: int, rollouts: int, blocks: int, root: Path) -> None:
     spec = replace(recipe_of(root, folder="answers", guidance=4.0).setup.rollout_spec, block=4)
     names = [f"prompt {number}" for number in range(prompts)]
-    found = Rollouts(root, spec, names, rollouts)
-    assert [len(block) for block in found._blocks[:-1]] == [4] * (blocks - 1)
-    assert sorted(item for block in found._blocks for item in block) == sorted(found.items)
-    assert found.items[: prompts + 1] == [(name, 0) for name in names] + [(names[0], 1)][: rollouts - 1]
+    made = Rollouts(root, spec, names, rollouts)
+    assert [len(block) for block in made._blocks[:-1]] == [4] * (blocks - 1)
+    assert sorted(item for block in made._blocks for item in block) == sorted(made.items)
+    assert made.items[: prompts + 1] == [(name, 0) for name in names] + [(names[0], 1)][: rollouts - 1]
 
 
 def test_a_block_of_several_numbers_gives_each_sample_its_own(root: Path) -> None:
@@ -456,14 +456,14 @@ def test_an_8_bit_teacher_says_nearly_the_same_and_is_smaller(root: Path) -> Non
     setup = recipe_of(root, folder="answers", guidance=4.0).setup
     item = EvalDataset(setup.rollouts("eval").open(), setup.text, has_labels=False)[0]
     text, empty = item["text"][None].float(), setup.text("")[None].float()
-    found = {}
+    velocities = {}
     for kind in ("bfloat16", "float8"):
         teacher, line = load_teacher(setup.teacher, setup.guidance, kind, "auto", "cpu", compiled=False)
-        found[kind] = teacher.velocity(item["data"][None], torch.tensor([0.5]), text, empty)
+        velocities[kind] = teacher.velocity(item["data"][None], torch.tensor([0.5]), text, empty)
         assert f"{sum(it.numel() for it in teacher.experts.parameters()):,} weights in" in line
         size = {it.dtype for it in teacher.experts.parameters()}
         assert (torch.float8_e4m3fn in size) == (kind == "float8")
-    difference = (found["float8"] - found["bfloat16"]).norm() / found["bfloat16"].norm()
+    difference = (velocities["float8"] - velocities["bfloat16"]).norm() / velocities["bfloat16"].norm()
     assert 0 < difference < 0.2
 
 
@@ -534,12 +534,12 @@ def test_previews_show_teacher_and_student(runs: dict[str, Outcome], root: Path)
 
 
 def test_few_steps_are_steps_of_the_teacher(root: Path) -> None:
-    told = {"few_step_weight": 1.0, "velocity_weight": 0.0, "few_steps": 4, "teacher_steps": 12, "shift": 5.0}
-    samples = recipe_of(root, folder="few", **told).setup.rollouts("train").open()
+    changes = {"few_step_weight": 1.0, "velocity_weight": 0.0, "few_steps": 4, "teacher_steps": 12, "shift": 5.0}
+    samples = recipe_of(root, folder="few", **changes).setup.rollouts("train").open()
     levels = [float(samples.point(0, place)["point_sigma"]) for place in range(4)]
     expected = [5 * share / (1 + 4 * share) for share in (1, 0.75, 0.5, 0.25)]
     assert levels == pytest.approx(expected, abs=2e-3)
-    scheduler, steps = recipe_of(root, folder="few", **told).setup.student_scheduler()
+    scheduler, steps = recipe_of(root, folder="few", **changes).setup.student_scheduler()
     scheduler.set_timesteps(steps)
     assert scheduler.sigmas[:4].tolist() == pytest.approx(levels, abs=1e-6)
     begin, velocity = samples.spec.begin("x", 0)[None], torch.ones(1, *samples.spec.shape)
@@ -592,10 +592,10 @@ def test_of_the_built_in_prompts_as_many_are_held_out_as_one_says(tmp_path: Path
     assert (len(usual.train), len(usual.held_out)) == (72, 24)
     assert len(set(labels(usual.held_out))) == 24
     for number in (0, 1, 6, 24):
-        found = prompts_of("shapes", None, number)
-        assert len(found.held_out) == number and set(found.held_out) <= set(usual.held_out)
-        assert {*found.train, *found.held_out} == {*usual.train, *usual.held_out}
-        assert len(found.train) == 96 - number
+        prompts = prompts_of("shapes", None, number)
+        assert len(prompts.held_out) == number and set(prompts.held_out) <= set(usual.held_out)
+        assert {*prompts.train, *prompts.held_out} == {*usual.train, *usual.held_out}
+        assert len(prompts.train) == 96 - number
     with pytest.raises(ConfigError, match="num_eval 25: at most 24 built-in prompts"):
         prompts_of("shapes", None, 25)
     (tmp_path / "e.txt").write_text(f"{usual.train[0]}\na grey dot\n")
@@ -682,11 +682,11 @@ def test_prompts_that_the_tiny_teacher_does_not_know_are_told_of_before_it_is_ma
     monkeypatch.setenv("UNISONO_CACHE", str(tmp_path / "cache"))
 
     def said(prompts: str) -> list[str]:
-        found: list[str] = []
+        messages: list[str] = []
         (tmp_path / "p.txt").write_text(prompts)
         recipe = WanDistill(Config(teacher_path="tiny", data_path=str(tmp_path / "p.txt")))
-        recipe.prepare(Work(tmp_path / "work", _asked_to_stop=lambda: True, _say=found.append))
-        return found
+        recipe.prepare(Work(tmp_path / "work", _asked_to_stop=lambda: True, _say=messages.append))
+        return messages
 
     strange, making, *_ = said("a red circle\na cat\na blue dog\n")
     assert strange.startswith("the tiny teacher does not understand 2 of 3 prompts ('a ")
@@ -726,9 +726,9 @@ def test_what_cannot_be_is_refused_with_what_to_do(root: Path, tmp_path: Path) -
 
 def test_mistakes_are_told_before_anything_is_drawn(root: Path, tmp_path: Path) -> None:
     def early(**changes: Any) -> str:
-        said = refused(root, folder="early", **changes)
+        message = refused(root, folder="early", **changes)
         assert not (root / "early" / "rollouts").exists()
-        return said
+        return message
 
     assert "expected even, importance, or numbers" in early(layers="foo")
     (tmp_path / "deep.json").write_text(json.dumps({"num_layers": 9}))
@@ -789,8 +789,9 @@ def test_a_teacher_that_is_only_a_transformer_takes_its_parts_from_elsewhere(roo
 
 def test_prompts_that_are_too_long_are_cut_and_that_is_said_once(root: Path, tmp_path: Path) -> None:
     (tmp_path / "long.txt").write_text("a red ball " * 40 + "\na ball\nred\n")
-    said: list[str] = []
+    messages: list[str] = []
     recipe = unprepared(root, data_path=str(tmp_path / "long.txt"), num_eval=0)
-    recipe.prepare(Work(tmp_path / "work", _say=said.append))
-    assert [line for line in said if "truncated" in line] == ["1 prompts have 24 tokens or more; the rest is truncated"]
+    recipe.prepare(Work(tmp_path / "work", _say=messages.append))
+    truncated = [line for line in messages if "truncated" in line]
+    assert truncated == ["1 prompts have 24 tokens or more; the rest is truncated"]
     assert recipe.setup.text("red").shape == (24, SMALL["text_dim"])

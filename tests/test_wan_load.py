@@ -67,8 +67,8 @@ def velocity(transformer: Any) -> Tensor:
     noisy = torch.randn(2, config.in_channels, 2, 4, 4, generator=drawn)
     text = torch.randn(2, 5, config.text_dim, generator=drawn)
     with torch.no_grad():
-        said: Tensor = transformer.eval()(noisy, torch.tensor([300.0, 900.0]), text, return_dict=False)[0]
-    return said
+        predicted: Tensor = transformer.eval()(noisy, torch.tensor([300.0, 900.0]), text, return_dict=False)[0]
+    return predicted
 
 
 def refused(action: Callable[[], object], *words: str) -> None:
@@ -249,10 +249,10 @@ def test_native_names_are_understood_as_diffusers_own_converter_does(config: dic
     }
     ours = open_weights(file)
     assert equal({name: ours.tensor(name) for name in ours.names()}, theirs)
-    found = describe(file)
-    loaded = build_meta({**transformer_config(found), "rope_max_seq_len": 32})
+    folder = describe(file)
+    loaded = build_meta({**transformer_config(folder), "rope_max_seq_len": 32})
     assert {name: loaded.config[name] for name in public(saved)} == {name: saved.config[name] for name in public(saved)}
-    fill(loaded, found.transformers["transformer"])
+    fill(loaded, folder.transformers["transformer"])
     assert equal(loaded.state_dict(), saved.state_dict())
 
 
@@ -278,10 +278,10 @@ def test_folders_of_the_wan_repository_are_read(tmp_path: Path) -> None:
         save_file(
             native(model(OF_128, seed).state_dict()), tmp_path / "a14b" / name / "diffusion_pytorch_model.safetensors"
         )
-    found = describe(tmp_path / "a14b")
-    assert (found.kind, found.boundary_ratio, found.text_length) == ("native", 0.875, 512)
-    low = build_meta(transformer_config(found, part="transformer_2"))
-    fill(low, found.transformers["transformer_2"])
+    folder = describe(tmp_path / "a14b")
+    assert (folder.kind, folder.boundary_ratio, folder.text_length) == ("native", 0.875, 512)
+    low = build_meta(transformer_config(folder, part="transformer_2"))
+    fill(low, folder.transformers["transformer_2"])
     assert equal(low.state_dict(), model(OF_128, 1).state_dict())
     place = tmp_path / "a14b" / "low_noise_model"
     (place / "config.json").write_text(json.dumps({"_class_name": "WanModel", "dim": 128}))
@@ -322,13 +322,13 @@ def test_files_that_are_no_plain_transformer_are_refused(tmp_path: Path) -> None
 def test_models_that_take_more_than_text_are_named_and_refused(
     kind: str, pipeline: str, words: str, tmp_path: Path
 ) -> None:
-    told = "cannot be trained; only text-to-video models"
+    expected = "cannot be trained; only text-to-video models"
     (tmp_path / "config.json").write_text(json.dumps({**SMALL, "_class_name": kind}))
-    refused(lambda: describe(tmp_path), words, told)
+    refused(lambda: describe(tmp_path), words, expected)
     (tmp_path / "model_index.json").write_text(
         json.dumps({"_class_name": pipeline, "transformer": ["diffusers", kind]})
     )
-    refused(lambda: describe(tmp_path), words, told)
+    refused(lambda: describe(tmp_path), words, expected)
 
 
 def test_diffusers_own_vace_weights_are_not_taken_for_a_broken_download(tmp_path: Path) -> None:
@@ -351,8 +351,8 @@ def test_weights_with_more_than_a_model_has_are_of_another_kind_of_model(tmp_pat
 
 def test_image_to_video_and_control_models_are_refused_by_their_channels(tmp_path: Path) -> None:
     save_file(model({**SMALL, "in_channels": 36}).state_dict(), tmp_path / "diffusion_pytorch_model.safetensors")
-    told = {**SMALL, "in_channels": 36, "_class_name": "WanTransformer3DModel"}
-    (tmp_path / "config.json").write_text(json.dumps(told))
+    config = {**SMALL, "in_channels": 36, "_class_name": "WanTransformer3DModel"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     student = WanDistill(DistillConfig(teacher_path=str(tmp_path), data_path="shapes.txt")).setup
     for look in (
         lambda: WanFlow(FlowConfig(model_path=str(tmp_path))).setup.transformer,
@@ -514,8 +514,8 @@ def test_a_saved_lora_does_in_a_pipeline_what_it_did_in_training(
 
 def test_loras_of_both_experts_reach_their_transformers(folders: dict[str, Path], tmp_path: Path) -> None:
     high, low = trained_lora(seed=0), trained_lora(seed=1)
-    told = save_lora(tmp_path, lora_state(high), lora_state(low))
-    assert "load_into_transformer_2=True" in told
+    description = save_lora(tmp_path, lora_state(high), lora_state(low))
+    assert "load_into_transformer_2=True" in description
     pipeline = WanPipeline.from_pretrained(folders["a14b"])
     pipeline.load_lora_weights(str(tmp_path))
     pipeline.load_lora_weights(str(tmp_path / SECOND), load_into_transformer_2=True)
@@ -609,8 +609,8 @@ def test_files_that_are_no_lora_of_this_model_are_refused(tmp_path: Path) -> Non
 
 def test_an_exported_pipeline_samples_as_the_trained_weights_do(folders: dict[str, Path], tmp_path: Path) -> None:
     trained = model(seed=3)
-    told = write_pipeline(tmp_path / "out", trained, source=describe(folders["2.1"]))
-    assert "WanPipeline.from_pretrained" in told
+    description = write_pipeline(tmp_path / "out", trained, source=describe(folders["2.1"]))
+    assert "WanPipeline.from_pretrained" in description
     trained.save_pretrained(tmp_path / "alone")
     expected = WanPipeline.from_pretrained(
         folders["2.1"], transformer=WanTransformer3DModel.from_pretrained(tmp_path / "alone")
@@ -683,8 +683,8 @@ def test_the_source_stays_as_it_is(folders: dict[str, Path], tmp_path: Path) -> 
 def test_without_other_parts_the_transformer_is_written_alone_and_said_so(tmp_path: Path) -> None:
     save_file(native(model(OF_128).state_dict()), tmp_path / "native.safetensors")
     trained = model(OF_128, seed=3)
-    told = write_pipeline(tmp_path / "out", trained, source=describe(tmp_path / "native.safetensors"))
-    assert "only transformer" in told and "native.safetensors" in told
+    description = write_pipeline(tmp_path / "out", trained, source=describe(tmp_path / "native.safetensors"))
+    assert "only transformer" in description and "native.safetensors" in description
     assert [place.name for place in (tmp_path / "out").iterdir()] == ["transformer"]
     again = WanTransformer3DModel.from_pretrained(tmp_path / "out" / "transformer")
     assert equal(again.state_dict(), trained.state_dict())
