@@ -1,7 +1,7 @@
 """Two hand-written loops to compare with `unisono train darkroom` (see darkroom.py).
 
-    python benchmarks/darkroom_known.py known         # a reference model of Algorithm Distillation, with Accelerate
-    python benchmarks/darkroom_known.py plain         # unisono's model in an eager loop, bf16
+    python benchmarks/darkroom_reference.py reference     # a reference model of Algorithm Distillation, with Accelerate
+    python benchmarks/darkroom_reference.py plain         # unisono's model in an eager loop, bf16
 
 The reference model is reimplemented from a description. Its loop is faster than the usual one: the data is already on
 the GPU, and nothing waits for a loader, for other processes, or to print the loss of every step. The histories are
@@ -50,7 +50,7 @@ class Context(NamedTuple):
     target: Tensor  # [batch]
 
 
-class KnownModel(nn.Module):
+class ReferenceModel(nn.Module):
     """One token per transition plus the current cell as the last token, which alone predicts the action."""
 
     def __init__(self, sizes: Sizes) -> None:
@@ -106,7 +106,7 @@ def random_bytes(sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor, Te
     return cells, actions, rewards
 
 
-def known(sizes: Sizes, device: torch.device) -> tuple[Callable[[], None], str]:
+def reference(sizes: Sizes, device: torch.device) -> tuple[Callable[[], None], str]:
     """Returns a training step of the reference model with Accelerate, and its precision."""
     from accelerate import Accelerator
 
@@ -114,7 +114,7 @@ def known(sizes: Sizes, device: torch.device) -> tuple[Callable[[], None], str]:
     precision = "fp16" if device.type == "cuda" else "bf16"
     accelerator = Accelerator(mixed_precision=precision, cpu=device.type == "cpu")
     data = KnownData(*random_bytes(sizes, accelerator.device), sizes.transitions)
-    model = KnownModel(sizes)
+    model = ReferenceModel(sizes)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.99), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up_then_cosine)
     model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
@@ -170,7 +170,7 @@ def warm_up_then_cosine(step: int) -> float:
 
 def measure(step: Callable[[], None], device: torch.device, *, warm_up: int, bouts: int, steps: int) -> list[float]:
     """Returns the milliseconds per step of each bout of `steps` steps."""
-    found = []
+    times = []
     for number in range(-1, bouts):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -181,24 +181,24 @@ def measure(step: Callable[[], None], device: torch.device, *, warm_up: int, bou
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         if number >= 0:
-            found.append((time.perf_counter() - start) / length * 1e3)
-    return found
+            times.append((time.perf_counter() - start) / length * 1e3)
+    return times
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("loop", choices=["known", "plain"])
+    parser.add_argument("loop", choices=["reference", "plain"])
     parser.add_argument("--bouts", type=int, default=10, help="number of timed bouts")
     parser.add_argument("--steps", type=int, default=50, help="steps per bout")
     parser.add_argument("--warm_up", type=int, default=100, help="steps before the first timed bout")
     parser.add_argument("--quick", action="store_true", help="smoke test with a tiny model; the numbers mean nothing")
-    given = parser.parse_args()
+    options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    sizes = Sizes(40, 16, 1, 4, 8, histories=50, steps=100) if given.quick else Sizes()
+    sizes = Sizes(40, 16, 1, 4, 8, histories=50, steps=100) if options.quick else Sizes()
     torch.manual_seed(0)
-    step, precision = {"known": known, "plain": plain}[given.loop](sizes, device)
-    ms = measure(step, device, warm_up=given.warm_up, bouts=given.bouts, steps=given.steps)
-    print(json.dumps({"loop": given.loop, "precision": precision, "device": str(device), "step_ms": ms}))
+    step, precision = {"reference": reference, "plain": plain}[options.loop](sizes, device)
+    ms = measure(step, device, warm_up=options.warm_up, bouts=options.bouts, steps=options.steps)
+    print(json.dumps({"loop": options.loop, "precision": precision, "device": str(device), "step_ms": ms}))
 
 
 if __name__ == "__main__":
