@@ -252,7 +252,7 @@ class Saver:
 
     def _clean_up(self, attempt: _Attempt, committed: Path | None) -> None:
         """After a commit, on rank 0: marks the best checkpoint, prunes old ones and deletes leftovers."""
-        self._injector.at("saved", attempt.step, made=committed)
+        self._injector.at("saved", attempt.step, saved=committed)
         if self._rank != 0 or committed is None:
             return
         if attempt.best is not None:
