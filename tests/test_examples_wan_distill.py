@@ -113,7 +113,7 @@ ACT = [
 
 
 @pytest.mark.parametrize(("words", "name", "value"), ACT, ids=[words for words, _, _ in ACT])
-def test_a_known_flag_acts(script: ModuleType, words: str, name: str, value: object) -> None:
+def test_a_flag_of_the_original_script_takes_effect(script: ModuleType, words: str, name: str, value: object) -> None:
     values, _ = settings(script, *REAL, *words.split())
     assert values[name] == value
     assert [values[name] for name in ("teacher_path", "student_config", "data_path")] == REAL[1::2]
@@ -134,14 +134,14 @@ NOTES = {
 
 
 @pytest.mark.parametrize("words", NOTES)
-def test_a_flag_that_means_something_else_here_is_explained_once(script: ModuleType, words: str) -> None:
+def test_a_flag_with_another_meaning_is_explained_once(script: ModuleType, words: str) -> None:
     _, remarks = settings(script, *REAL, *words.split())
     assert sum(NOTES[words] in remark for remark in remarks) == 1
     _, otherwise = settings(script, *REAL, "--num_steps", 7) if words != "--num_steps 7" else settings(script, *REAL)
     assert not any(NOTES[words] in remark for remark in otherwise if words != "--num_epochs 7")
 
 
-def test_where_the_teacher_computes_is_told_as_the_machine_is(
+def test_the_note_on_the_teachers_placement_fits_the_machine(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def said(place: str, *more: object) -> str:
@@ -155,13 +155,13 @@ def test_where_the_teacher_computes_is_told_as_the_machine_is(
     assert "on the GPU" not in said("cpu", "--gpus", 0)
 
 
-def test_who_says_everything_in_our_words_is_told_nothing(script: ModuleType) -> None:
+def test_explicit_unisono_flags_need_no_note(script: ModuleType) -> None:
     words = ["--max_steps", 7, "--learning_rate", 1e-5, "--mixed_precision=no", "--gpus", 1]
     _, remarks = settings(script, *REAL, *words)
     assert [remark for remark in remarks if "mixed_precision" not in remark] == []
 
 
-def test_where_nothing_is_said_it_is_told_what_is_taken(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notes_name_the_defaults_that_apply(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     values, remarks = settings(script, *REAL)
     assert (values["output_dir"], values["num_epochs"], values["max_steps"]) == ("./outputs", 10, None)
     assert (values["batch_size"], values["gpus"], values["learning_rate"]) == (2, "1", 1e-4)
@@ -259,7 +259,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_what_cannot_be_is_refused_with_one_line_that_says_what_to_do(words: str, example: Path) -> None:
+def test_a_mistake_is_refused_in_one_line_with_the_fix(words: str, example: Path) -> None:
     ended = command(*PYTHON, SCRIPT, *words.split(), cwd=example)
     assert (ended.code, ended.out) == (2, "") and not (example / "outputs").exists()
     assert re.fullmatch(f"train_distillation.py: .*{re.escape(REFUSED[words])}.*\n", ended.err)
@@ -283,7 +283,9 @@ def test_a_script_is_valid_and_can_be_executed(script: str) -> None:
 @pytest.mark.parametrize(
     ("word", "gpus", "devices"), [("", 0, ""), ("3", 0, "--nproc 3"), ("all", 0, ""), ("all", 4, "--gpus all")]
 )
-def test_run_distillation_trains_and_draws(word: str, gpus: int, devices: str, example: Path, tmp_path: Path) -> None:
+def test_run_distillation_trains_and_generates_an_image(
+    word: str, gpus: int, devices: str, example: Path, tmp_path: Path
+) -> None:
     python = tmp_path / "python"  # says how many GPUs there are, and how it is called
     python.write_text(f'#!/bin/bash\nif [ "$1" = -c ]; then echo {gpus}; else echo "$@"; fi\n')
     python.chmod(0o755)
@@ -333,7 +335,7 @@ def test_importing_the_script_does_not_wait_for_torch(example: Path) -> None:
     assert (ended.code, ended.out) == (0, "False\n"), ended.err
 
 
-def test_help_lists_the_known_flags(example: Path) -> None:
+def test_help_lists_the_flags_of_the_original_script(example: Path) -> None:
     ended = command(*PYTHON, SCRIPT, "--help", cwd=example)
     assert ended.code == 0 and not ended.err
     assert ended.out.startswith("usage: python train_distillation.py ")
@@ -344,12 +346,12 @@ def test_help_lists_the_known_flags(example: Path) -> None:
     assert "--multi_gpu\n      All GPUs" in ended.out
 
 
-def test_without_a_word_there_are_no_loader_processes_as_in_that_script(script: ModuleType) -> None:
+def test_the_default_number_of_workers_is_that_of_the_original_script(script: ModuleType) -> None:
     for words, number in {(): 0, ("--num_workers", 4): 4, ("--num_workers=0",): 0}.items():
         assert settings(script, *REAL, *words)[0]["num_workers"] == number
 
 
-def test_the_settings_can_be_looked_at(example: Path) -> None:
+def test_print_config_shows_the_settings(example: Path) -> None:
     ended = command(*PYTHON, SCRIPT, *REAL, "--num_steps", 7, "--print_config", cwd=example)
     assert ended.code == 0 and yaml.safe_load(ended.out)["max_steps"] == 7
     assert "run_inference.py" not in ended.err and not (example / "outputs").exists()
@@ -383,7 +385,7 @@ def trained(example: Path, folder: str, processes: int, batch: int) -> dict[str,
     return record
 
 
-def test_the_command_of_the_document_trains_and_its_student_draws(example: Path, small: list[object]) -> None:
+def test_the_documented_command_trains_and_its_student_generates(example: Path, small: list[object]) -> None:
     words = [*small, "--output_dir", "./outputs/wan_t2i", "--batch_size", 4, "--multi_gpu", "--save_samples"]
     words += ["--sample_prompts", "a red ball", "a ball", "--teacher_device_strategy", "balanced"]
     ended = command(*PYTHON, SCRIPT, *words, *QUICKLY, cwd=example)
@@ -427,7 +429,7 @@ COMMANDS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_of_the_document_trains(name: str, example: Path, small: list[object]) -> None:
+def test_a_documented_command_trains(name: str, example: Path, small: list[object]) -> None:
     words, processes = COMMANDS[name]
     folder = f"outputs/{name.split()[0]}"
     ended = command(*words, *small, *QUICKLY, "--output_dir", folder, "--batch_size", 4, cwd=example)
@@ -451,7 +453,7 @@ def test_the_five_checks_of_the_folder_pass(example: Path) -> None:
     assert ended.code == 0 and "5 of 5 pass" in ended.out, ended.out[-3000:]
 
 
-def test_the_documents_show_the_commands_that_people_know() -> None:
+def test_the_documents_show_the_original_commands() -> None:
     guides = "".join((EXAMPLE / name).read_text() for name in ("README.md", "docs/MULTI_GPU.md"))
     flat = re.sub(r"\s*\\\n\s*", " ", guides)
     for line in (

@@ -85,7 +85,7 @@ ACT = [
 
 
 @pytest.mark.parametrize(("words", "name", "value"), ACT, ids=[words for words, _, _ in ACT])
-def test_a_known_flag_acts(script: ModuleType, words: str, name: str, value: object) -> None:
+def test_a_flag_of_the_original_script_takes_effect(script: ModuleType, words: str, name: str, value: object) -> None:
     values, notes = settings(script, "--model_path", "somewhere", *words.split())
     assert values[name] == value and values["model_path"] == "somewhere" and not notes
 
@@ -107,7 +107,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_what_cannot_be_is_refused_with_one_line_that_says_what_to_do(words: str, example: Path) -> None:
+def test_a_mistake_is_refused_in_one_line_with_the_fix(words: str, example: Path) -> None:
     ended = command(*PYTHON, "train_flow_matching.py", *words.split(), cwd=example)
     assert (ended.code, ended.out) == (2, "") and not (example / "runs").exists()
     assert re.fullmatch(f"train_flow_matching.py: .*{re.escape(REFUSED[words])}.*\n", ended.err)
@@ -116,7 +116,7 @@ def test_what_cannot_be_is_refused_with_one_line_that_says_what_to_do(words: str
 # --- where nothing is said
 
 
-def test_without_a_model_a_tiny_one_learns_built_in_shapes_and_that_is_said(script: ModuleType) -> None:
+def test_without_a_model_a_tiny_one_trains_on_shapes_and_a_note_says_so(script: ModuleType) -> None:
     for words in ([], ["--dataset_path", "./dataset/"]):
         values, notes = settings(script, "--num_epochs", 50, *words)
         assert (values["model_config"], values["dataset_path"], values["model_path"]) == ("tiny", "shapes", None)
@@ -138,7 +138,7 @@ def test_without_a_model_a_tiny_one_learns_built_in_shapes_and_that_is_said(scri
     assert settings(script, "--num_epochs", 50, "--model_config", "tiny")[0]["max_steps"] is None, "it was asked for"
 
 
-def test_the_model_that_the_known_script_had_is_taken_where_it_is(script: ModuleType) -> None:
+def test_the_original_scripts_model_is_used_if_its_file_exists(script: ModuleType) -> None:
     Path("models").mkdir()
     Path(MODEL).touch()
     values, notes = settings(script)
@@ -152,7 +152,7 @@ def test_the_model_that_the_known_script_had_is_taken_where_it_is(script: Module
     assert settings(script, "--model_config", "tiny")[0]["model_path"] is None, "what is said wins"
 
 
-def test_the_tiny_model_takes_the_users_images_where_there_are_any(script: ModuleType) -> None:
+def test_the_tiny_model_trains_on_the_users_images_if_there_are_any(script: ModuleType) -> None:
     Path("dataset").mkdir()
     values, notes = settings(script)
     assert (values["dataset_path"], values["height"], values["width"]) == ("dataset", 32, 32) and "32 × 32" in notes
@@ -161,7 +161,7 @@ def test_the_tiny_model_takes_the_users_images_where_there_are_any(script: Modul
     assert settings(script, "--dataset_path", "elsewhere")[0]["dataset_path"] == "elsewhere", "missing: the recipe says"
 
 
-def test_a_config_file_is_heard(script: ModuleType) -> None:
+def test_a_config_file_takes_effect(script: ModuleType) -> None:
     values, _ = settings(script, "--config", EXAMPLE / "tiny.yaml")
     assert values["model_config"] == "tiny" and values["batch_size"] == TINY["batch_size"]
     Path("mine.yaml").write_text("model_path: mine\nnum_epochs: 3\n")
@@ -198,7 +198,7 @@ def test_train_multigpu_passes_everything_on(words: str, gpus: str, nproc: int |
     assert values["preview_prompts"] == "a red circle|two  words"
 
 
-def test_train_multigpu_takes_gpus_where_there_are_some(example: Path, tmp_path: Path) -> None:
+def test_train_multigpu_uses_gpus_if_there_are_any(example: Path, tmp_path: Path) -> None:
     python = tmp_path / "python"  # says that there are four, and how it is called
     python.write_text('#!/bin/bash\nif [ "$1" = -c ]; then echo 4; else shift; echo "$@"; fi\n')
     python.chmod(0o755)
@@ -207,7 +207,7 @@ def test_train_multigpu_takes_gpus_where_there_are_some(example: Path, tmp_path:
 
 
 @pytest.mark.parametrize("word", ["two", "0", "-1x"])
-def test_train_multigpu_refuses_what_is_no_number(word: str, example: Path) -> None:
+def test_train_multigpu_refuses_an_invalid_number(word: str, example: Path) -> None:
     ended = command("./train_multigpu.sh", word, cwd=example)
     assert ended.code == 2 and len(ended.err.splitlines()) == 1 and word in ended.err
 
@@ -225,7 +225,7 @@ def test_importing_the_script_does_not_wait_for_torch(example: Path) -> None:
     assert (ended.code, ended.out) == (0, "False\n"), ended.err
 
 
-def test_help_lists_the_known_flags(example: Path) -> None:
+def test_help_lists_the_flags_of_the_original_script(example: Path) -> None:
     ended = command(*PYTHON, "train_flow_matching.py", "--help", cwd=example)
     assert ended.code == 0 and not ended.err
     for flag in ("checkpoint_dir", "gradient_checkpointing", "torch_compile", "ema_decay", "dataset_path", "ckpt_path"):
@@ -233,7 +233,7 @@ def test_help_lists_the_known_flags(example: Path) -> None:
     assert ended.out.startswith("Trains Wan 2.1 or 2.2") and ended.out.count("  --model_dtype bf16 ") == 1
 
 
-def test_the_guide_has_every_section_that_the_known_one_promises() -> None:
+def test_the_guide_has_every_section_of_the_original() -> None:
     guide = (EXAMPLE / "MULTI_GPU_TRAINING.md").read_text()
     named = ("Requirements", "Quick start", "Batch", "Memory", "Performance tips", "Checkpoints", "Monitoring")
     for heading in (*named, "Troubleshooting"):
@@ -273,7 +273,7 @@ QUICK = ("torchrun",)
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in COMMANDS]
 )
-def test_a_command_of_the_document_trains(name: str, example: Path) -> None:
+def test_a_documented_command_trains(name: str, example: Path) -> None:
     words, processes = COMMANDS[name]
     folder = f"runs/{name.replace(' ', '-')}"
     ended = command(*words, *QUICKLY, "--checkpoint_dir", folder, cwd=example)
@@ -289,7 +289,7 @@ def test_a_command_of_the_document_trains(name: str, example: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_known_model_trains_on_the_latents_and_embeddings_beside_the_data(example: Path, tmp_path: Path) -> None:
+def test_the_original_model_trains_on_precomputed_latents_and_embeddings(example: Path, tmp_path: Path) -> None:
     from diffusers import WanTransformer3DModel
 
     shape = {"num_attention_heads": 1, "attention_head_dim": 128, "in_channels": 48, "out_channels": 48}

@@ -111,7 +111,7 @@ def test_outputs_and_gradients_are_those_of_diffusers(monkeypatch: pytest.Monkey
     assert products[: len(attentions)] == attentions
 
 
-def test_where_weights_need_not_be_copied_none_is_kept() -> None:
+def test_no_copy_of_the_weights_is_kept_if_none_is_needed() -> None:
     """Or fsdp would let go of its weights after the forward pass, and they would be there all the same."""
     made = fast_copy(plain_model()).to(torch.bfloat16)
     own = {part.untyped_storage().data_ptr() for part in made.parameters()}
@@ -142,7 +142,7 @@ def test_in_16_bit_they_agree_to_rounding() -> None:
     assert off(ours) < 1.2 * off(theirs)
 
 
-def test_a_time_for_each_token_goes_the_way_of_diffusers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timesteps_per_token_use_diffusers_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     calls, plain = was_fast(monkeypatch), plain_model()
     times = torch.rand(2, 3 * 4 * 2, generator=torch.Generator().manual_seed(2)) * 1000
     assert_same(fast_copy(plain), plain, times, close=0)
@@ -214,7 +214,7 @@ def in_pieces(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("lay", [lambda value: value, in_pieces])
-def test_the_operations_say_what_shapes_come_out(lay: Any) -> None:
+def test_the_operations_declare_the_right_output_shapes(lay: Any) -> None:
     """What torch.compile relies on: shapes, and how they lie in memory."""
     from unisono.recipes.wan.models.kernels import operations
 
@@ -291,7 +291,7 @@ def test_a_block_with_queries_in_pieces_computes_the_same(monkeypatch: pytest.Mo
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()))
 
 
-def test_queries_are_cut_where_a_gpu_would_be_idle_otherwise() -> None:
+def test_queries_are_split_if_a_gpu_would_be_idle_otherwise() -> None:
     """By what was measured on 132 multiprocessors: 12 heads with 512 keys keep 48 of them busy, 24 heads 96."""
     assert our_block._pieces(12, 512, 132)[:2] == (5, 8)
     assert our_block._pieces(40, 512, 132)[:2] == (3, 4)

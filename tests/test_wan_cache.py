@@ -217,7 +217,7 @@ def test_text_and_latents_are_the_same_from_disk(
     assert TextEncoder.load(*text_folders, torch.bfloat16).encode(["a"], 9)[0].dtype == torch.bfloat16
 
 
-def test_a_model_that_cannot_be_loaded_is_told_in_one_line(model_folder: Path, tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_loaded_gives_a_one_line_error(model_folder: Path, tmp_path: Path) -> None:
     vae = tmp_path / "vae"
     vae.mkdir()
     (vae / "config.json").write_bytes((model_folder / "vae/config.json").read_bytes())
@@ -231,7 +231,7 @@ def test_a_model_that_cannot_be_loaded_is_told_in_one_line(model_folder: Path, t
         WanVae.load(vae)
 
 
-def test_weights_that_are_missing_are_not_made_up(
+def test_missing_weights_are_not_initialised_randomly(
     model_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = shutil.copytree(model_folder, tmp_path / "model")
@@ -339,14 +339,14 @@ def test_every_distinct_caption_is_encoded_once_and_the_empty_one_always(
     assert models.frames == [(1, 16, 32), (1, 32, 16), (9, 16, 32), (5, 16, 16)]
 
 
-def test_what_is_there_needs_no_model(tmp_path: Path, data: Path, models: Counted) -> None:
+def test_a_complete_cache_loads_no_model(tmp_path: Path, data: Path, models: Counted) -> None:
     filled(tmp_path / "cache", data, models)
     assert models.loads == ["text", "vae"]
     filled(tmp_path / "cache", data, models)
     assert models.loads == ["text", "vae"]
 
 
-def test_only_what_changed_is_computed_anew(tmp_path: Path, data: Path, models: Counted) -> None:
+def test_only_changed_entries_are_recomputed(tmp_path: Path, data: Path, models: Counted) -> None:
     folder = tmp_path / "cache"
     before = filled(folder, data, models).open()[0]["latent"]
 
@@ -379,7 +379,7 @@ def test_only_what_changed_is_computed_anew(tmp_path: Path, data: Path, models: 
     assert again(crop=replace(CROP, num_frames=5)) == again(text_length=12) == ([], 0)
 
 
-def test_a_pack_that_is_cut_short_is_computed_anew(tmp_path: Path, data: Path, models: Counted) -> None:
+def test_a_truncated_pack_is_recomputed(tmp_path: Path, data: Path, models: Counted) -> None:
     folder = tmp_path / "cache"
     whole = filled(folder, data, models).open()[2]["latent"].clone()
     [pack] = (folder / "latents").iterdir()
@@ -449,7 +449,7 @@ def test_after_a_kill_only_the_rest_is_computed(
     assert all(torch.equal(cached[index]["latent"], alone[index]["latent"]) for index in range(16))
 
 
-def test_asked_to_stop_it_keeps_what_it_has(tmp_path: Path, many: Path, models: Counted) -> None:
+def test_a_stop_keeps_the_entries_computed_so_far(tmp_path: Path, many: Path, models: Counted) -> None:
     stopping = Work(tmp_path, _asked_to_stop=lambda: len(models.frames) >= 4)
     with pytest.raises(UserError, match="not in the cache"):
         filled(tmp_path / "cache", many, models, stopping).open()
@@ -472,7 +472,7 @@ def test_leftovers_of_a_kill_are_removed_when_they_are_old(tmp_path: Path, data:
 # Files of others
 
 
-def test_bad_files_are_named_or_left_out(tmp_path: Path, data: Path, models: Counted) -> None:
+def test_bad_files_are_reported_or_skipped(tmp_path: Path, data: Path, models: Counted) -> None:
     (data / "a.png").write_bytes(b"no image")
     os.truncate(data / "c.mp4", 200)
     messages: list[str] = []
@@ -505,7 +505,7 @@ def test_when_every_file_is_bad_nothing_is_left_to_train_on(tmp_path: Path, data
         filled(tmp_path / "cache", data, models).open(leave_out_bad=True)
 
 
-def test_precomputed_latents_and_embeddings_are_taken_instead(tmp_path: Path, data: Path, models: Counted) -> None:
+def test_precomputed_latents_and_embeddings_replace_encoding(tmp_path: Path, data: Path, models: Counted) -> None:
     latent, rows = torch.randn(1, 16, 2, 4, 4, dtype=torch.float16), torch.randn(3, 32)
     save_file({"latent": latent}, data / "a.latent.safetensors")
     save_file({"embeddings": pad(rows, 512)[None]}, data / "a.safetensors")
@@ -551,7 +551,7 @@ def test_precomputed_files_that_do_not_fit_are_refused_by_name(tmp_path: Path, d
         refused(what)
 
 
-def test_names_in_the_cache_come_from_no_file(tmp_path: Path, data: Path, models: Counted) -> None:
+def test_names_in_the_cache_do_not_contain_file_names(tmp_path: Path, data: Path, models: Counted) -> None:
     (data / "a.png").write_bytes(b"no image")
     filled(tmp_path / "cache", data, models)
     files = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
@@ -559,7 +559,7 @@ def test_names_in_the_cache_come_from_no_file(tmp_path: Path, data: Path, models
     assert all(len(path.stem) == 32 and set(path.stem) <= set(string.hexdigits) for path in files)
 
 
-def test_a_cache_that_cannot_be_written_is_the_users_business(tmp_path: Path, data: Path, models: Counted) -> None:
+def test_a_cache_that_cannot_be_written_is_a_user_error(tmp_path: Path, data: Path, models: Counted) -> None:
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(UserError, match=r"cannot be written.*use another folder"):
         filled(tmp_path / "cache", data, models)
@@ -631,7 +631,7 @@ def test_a_video_of_an_empty_caption_is_a_sample(tmp_path: Path, data: Path, mod
     assert torch.equal(cache.open()[0]["text"], cache.text(""))
 
 
-def test_captions_of_no_sample_are_kept_when_they_are_asked_for(tmp_path: Path, data: Path, models: Counted) -> None:
+def test_extra_captions_are_cached(tmp_path: Path, data: Path, models: Counted) -> None:
     cache = Cache(tmp_path / "cache", read_sources(data), settings_of(models), ["", "a sample to look at", "blue"])
     cache.fill(Work(tmp_path), models.load_text_encoder, models.load_vae)
     assert sorted(models.captions) == ["", "a longer caption", "a sample to look at", "blue", "red circle"]

@@ -67,7 +67,7 @@ def test_subfolders_are_read_in_the_order_of_the_names(tmp_path: Path) -> None:
     assert pairs(read_sources(tmp_path)) == [(name, name) for name in ("a/deep/er/x", "a/z", "b", "c.d/e.f")]
 
 
-def test_what_a_run_has_written_into_the_folder_is_no_data(tmp_path: Path) -> None:
+def test_files_of_a_run_in_the_folder_are_not_data(tmp_path: Path) -> None:
     for name in ("a", "runs/mine/previews/step_00000002_samples", "runs/other/b"):
         put(tmp_path, f"{name}.png")
     put(tmp_path, "a.txt", "mine")
@@ -91,7 +91,7 @@ def test_a_duplicate_name_is_refused(clips: Path, table: str, text: str) -> None
         read_sources(clips)
 
 
-def test_an_empty_text_file_is_the_empty_caption_and_said(tmp_path: Path) -> None:
+def test_an_empty_text_file_is_an_empty_caption_and_reported(tmp_path: Path) -> None:
     put(tmp_path, "a.mp4")
     put(tmp_path, "a.txt", "\n")
     messages: list[str] = []
@@ -150,7 +150,7 @@ def test_a_list_wins_over_text_files_and_may_itself_be_given(clips: Path) -> Non
     assert pairs(read_sources(clips / "mine.CSV")) == [("a", "this")]
 
 
-def test_what_was_computed_before_stands_in_for_video_and_caption(tmp_path: Path) -> None:
+def test_precomputed_files_replace_video_and_caption(tmp_path: Path) -> None:
     put(tmp_path, "all.mp4")
     put(tmp_path, "all.txt", "all")
     put(tmp_path, "film.mp4")
@@ -206,7 +206,7 @@ def test_names_are_unique_and_as_short_as_they_can_be(tmp_path: Path) -> None:
 # ---- mistakes
 
 
-def test_nothing_to_read_is_said(tmp_path: Path) -> None:
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
     refusal(tmp_path / "missing", "no such folder")
     refusal(tmp_path, "no video or image", ".mp4")
     put(tmp_path, "train/metadata.csv", "video,prompt\na.mp4,x\n")
@@ -216,7 +216,7 @@ def test_nothing_to_read_is_said(tmp_path: Path) -> None:
     refusal(tmp_path / "train", "no video or image")
 
 
-def test_no_captions_at_all_is_said_as_such(clips: Path) -> None:
+def test_a_folder_without_captions_is_refused(clips: Path) -> None:
     refusal(clips, "none of 2 samples has a caption", "a.txt next to a.mp4", leave_out_bad=True)
 
 

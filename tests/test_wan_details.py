@@ -85,7 +85,7 @@ EARLY: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", EARLY)
-def test_a_mistake_is_found_before_the_first_file_is_encoded(
+def test_a_mistake_is_reported_before_the_first_file_is_encoded(
     name: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(root)
@@ -131,7 +131,7 @@ def test_steps_of_two_experts_are_not_recorded(root: Path, tmp_path: Path) -> No
 # ---- LoRA ----
 
 
-def test_a_lora_goes_on_with_the_rank_of_its_file(root: Path, tmp_path: Path) -> None:
+def test_a_lora_continues_with_the_rank_of_its_file(root: Path, tmp_path: Path) -> None:
     values = {"model_path": str(root / "2.1"), "dataset_path": str(root / "data"), "lora_path": str(root / "lora")}
     result = unisono.train("wan-flow", output_dir=str(tmp_path / "run"), **{**COMMON, **values})
     export_run(result.folder, tmp_path / "exported")
@@ -182,7 +182,7 @@ def test_every_layer_that_can_have_a_lora_has_a_native_name() -> None:
     assert native_name("blocks.0.something") is None
 
 
-def test_a_lora_run_does_not_go_on_beside_other_weights(root: Path, tmp_path: Path) -> None:
+def test_a_lora_run_refuses_to_resume_with_other_base_weights(root: Path, tmp_path: Path) -> None:
     base = tmp_path / "base"
     shutil.copytree(root / "2.1", base)
     values = {"model_path": str(base), "dataset_path": str(root / "data"), "cache_dir": str(root / "cache")}
@@ -225,7 +225,7 @@ def test_the_low_noise_expert_is_exported_as_what_it_is(root: Path, tmp_path: Pa
     assert 0 < (trained - before).abs().max() < 0.01
 
 
-def test_beside_other_parts_the_low_noise_expert_stays_the_second(
+def test_exported_with_other_parts_the_low_noise_expert_stays_transformer_2(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = recipe(root, root / "a14b" / "transformer_2", expert="low", parts_path=str(root / "2.1"))
@@ -285,7 +285,7 @@ def test_an_image_is_not_encoded_anew_for_other_windows_of_videos(
     assert sorted(encoded[8:]) == [1, 1, 1, *[5] * 6]  # the videos only
 
 
-def test_what_may_move_is_not_taken_for_a_still_image(tmp_path: Path) -> None:
+def test_an_animation_is_never_taken_for_a_still_image(tmp_path: Path) -> None:
     one, other = (Image.new("RGB", (16, 16), colour) for colour in ("red", "blue"))
     moving: dict[str, Any] = {"save_all": True, "append_images": [other], "duration": 100}
     for name in ("a.png", "a.jpg", "a.bmp", "a.webp"):
@@ -329,7 +329,7 @@ def test_the_choice_of_a_kernel_is_written_whole_or_not_at_all(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("name", ["dataset_path", "eval_dataset_path"])
-def test_a_folder_that_is_not_there_is_named_before_a_model_is_fetched(
+def test_a_missing_folder_is_reported_before_a_model_is_downloaded(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     def fetch(*_: Any, **__: Any) -> None:

@@ -137,7 +137,9 @@ def close(some: Outcome, other: Outcome, rtol: float = 2e-5) -> None:
 
 
 @pytest.mark.parametrize("name", ["2 ranks ddp", "2 ranks fsdp"])
-def test_two_ranks_find_the_same_samples_and_learn_the_same(name: str, runs: dict[str, Outcome], root: Path) -> None:
+def test_two_ranks_generate_the_same_samples_and_train_like_one(
+    name: str, runs: dict[str, Outcome], root: Path
+) -> None:
     close(runs[name], runs["one"])
     one, two = (bytes_of(root / "runs" / each / "prepared" / "rollouts") for each in ("one", name))
     assert len(one) == 3 + 1 + 1  # blocks to learn from, to evaluate with, to show
@@ -145,20 +147,20 @@ def test_two_ranks_find_the_same_samples_and_learn_the_same(name: str, runs: dic
 
 
 @pytest.mark.parametrize("name", ["online, 2 ranks", "online, shared out"])
-def test_a_teacher_that_stays_is_the_same_on_two_ranks_and_in_parts(name: str, runs: dict[str, Outcome]) -> None:
+def test_an_online_teacher_is_the_same_on_two_ranks_and_sharded(name: str, runs: dict[str, Outcome]) -> None:
     close(runs[name], runs["online"])
 
 
-def test_two_experts_shared_out_over_two_ranks_teach_like_one_process(runs: dict[str, Outcome]) -> None:
+def test_two_experts_sharded_over_two_ranks_teach_like_one_process(runs: dict[str, Outcome]) -> None:
     close(runs["experts, shared out"], runs["experts"])
 
 
-def test_a_run_goes_on_in_the_middle_of_a_stage_with_another_number_of_ranks(runs: dict[str, Outcome]) -> None:
+def test_an_online_run_resumes_on_another_number_of_ranks(runs: dict[str, Outcome]) -> None:
     assert runs["moved, before"].main["step"] == 3
     close(runs["moved"], runs["online"])
 
 
-def test_new_samples_come_every_so_many_steps(runs: dict[str, Outcome], root: Path) -> None:
+def test_refresh_every_generates_new_samples(runs: dict[str, Outcome], root: Path) -> None:
     blocks, once = (bytes_of(root / "runs" / name / "prepared" / "rollouts") for name in ("online", "never refreshed"))
     assert (len(blocks), len(once)) == (3 * 3 + 1 + 1, 3 + 1 + 1)
     always, never = runs["online"].losses(), runs["never refreshed"].losses()
@@ -174,7 +176,7 @@ def test_held_out_prompts_are_evaluated(runs: dict[str, Outcome]) -> None:
     assert 0 < last["eval/latent_error"] < 1
 
 
-def test_how_much_faster_is_told_where_enough_blocks_of_the_teacher_were_timed(runs: dict[str, Outcome]) -> None:
+def test_the_speed_up_is_reported_if_enough_blocks_were_timed(runs: dict[str, Outcome]) -> None:
     metrics = {name: runs[name].evaluations()[-1] for name in ("one", "last batch", "2 ranks fsdp")}
     student, teacher, ratio = "eval/seconds_per_sample", "eval/teacher_seconds_per_sample", "eval/times_as_fast"
     assert metrics["one"][student] > 0 and metrics["one"][teacher] > 0
@@ -195,7 +197,7 @@ def test_a_ratio_needs_three_blocks_of_the_teacher() -> None:
     assert speed(SampleTime(6.0, 3), SampleTime(2.0, 1))["times_as_fast"] == 3.0
 
 
-def test_a_student_is_timed_once_and_as_many_at_once_as_the_teacher_drew(root: Path) -> None:
+def test_a_student_is_timed_once_in_the_teachers_batch_size(root: Path) -> None:
     recipe = recipe_of(root, folder="timed", rollouts=4)
     model = recipe.model()
     model.to_empty(device="cpu")
@@ -213,7 +215,7 @@ def test_a_student_is_timed_once_and_as_many_at_once_as_the_teacher_drew(root: P
     assert note["blocks"] == 6 - 1  # four prompts, four samples each, three at once; the first block is left out
 
 
-def test_the_teachers_time_is_that_of_most_blocks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_teachers_time_is_the_median_of_its_blocks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     took = iter([90.0, 3.0, 3.3, 60.0, 2.7, 3.0])  # the first compiles, another meets a busy moment
     drawn = Rollouts._generate
 
@@ -229,12 +231,12 @@ def test_the_teachers_time_is_that_of_most_blocks(root: Path, monkeypatch: pytes
     assert setup.teacher_time() is None, "other company, another time"
 
 
-def test_a_last_batch_that_is_not_full_is_learned_from_too(runs: dict[str, Outcome]) -> None:
+def test_an_incomplete_last_batch_is_trained_on(runs: dict[str, Outcome]) -> None:
     assert [line["samples"] for line in runs["last batch"].steps()] == [4, 8, 12]
     assert runs["few steps"].main["step"] == runs["paths"].main["step"] == runs["features"].main["step"] == 3
 
 
-def test_losses_of_other_kinds_are_told_apart(runs: dict[str, Outcome]) -> None:
+def test_each_loss_is_logged_under_its_name(runs: dict[str, Outcome]) -> None:
     line = runs["paths"].steps()[0]
     assert line["loss"] == pytest.approx(line["velocity_loss"] + line["trajectory_loss"], rel=1e-5)
     assert "few_step_loss" in runs["few steps"].steps()[0]
@@ -246,7 +248,7 @@ def test_losses_of_other_kinds_are_told_apart(runs: dict[str, Outcome]) -> None:
 
 
 @pytest.mark.parametrize("teacher", ["2.1", "a14b"])
-def test_the_teacher_draws_what_its_pipeline_draws(teacher: str, root: Path) -> None:
+def test_the_teacher_generates_what_its_pipeline_generates(teacher: str, root: Path) -> None:
     recipe = recipe_of(root, teacher, f"pipeline {teacher}", guidance=4.0, guidance_2=3.0, teacher_steps=8)
     samples = recipe.setup.rollouts("train").open()
     pipeline = WanPipeline.from_pretrained(root / teacher)
@@ -264,7 +266,7 @@ def test_the_teacher_draws_what_its_pipeline_draws(teacher: str, root: Path) -> 
         torch.testing.assert_close(samples.data(number)[None], theirs, rtol=1e-4, atol=1e-4)
 
 
-def test_kept_answers_are_those_of_the_guided_teacher(root: Path) -> None:
+def test_stored_velocities_are_those_of_the_guided_teacher(root: Path) -> None:
     recipe = recipe_of(root, folder="answers", guidance=4.0)
     samples, setup = recipe.setup.rollouts("train").open(), recipe.setup
     teacher, _ = load_teacher(setup.teacher, setup.guidance, "float32", "auto", "cpu", compiled=False)
@@ -281,7 +283,7 @@ def test_kept_answers_are_those_of_the_guided_teacher(root: Path) -> None:
         torch.testing.assert_close(item["velocity"][None], without + 4 * (with_prompt - without), rtol=1e-4, atol=1e-4)
 
 
-def test_each_sample_meets_all_noise_levels(root: Path) -> None:
+def test_the_noise_levels_of_a_sample_are_stratified(root: Path) -> None:
     samples = recipe_of(root, folder="answers", guidance=4.0).setup.rollouts("train").open()
     levels = torch.stack(
         [torch.stack([samples.pair(number, place)["sigma"] for place in range(3)]) for number in range(8)]
@@ -293,7 +295,7 @@ def test_each_sample_meets_all_noise_levels(root: Path) -> None:
     assert len(set(levels.flatten().tolist())) == 24
 
 
-def test_points_of_a_path_lead_to_its_end(root: Path) -> None:
+def test_stored_points_lie_on_the_trajectory(root: Path) -> None:
     settings = {"trajectory_weight": 1.0, "trajectory_points": 4, "teacher_steps": 4, "teacher_sampler": "euler"}
     samples = recipe_of(root, folder="path", **settings).setup.rollouts("train").open()
     assert samples.spec.points == (0, 1, 2, 3)
@@ -318,7 +320,7 @@ def test_noise_belongs_to_seed_prompt_and_number(root: Path) -> None:
     assert abs(float(some.std()) - 1) < 0.2
 
 
-def test_what_decides_a_sample_is_in_its_name(root: Path) -> None:
+def test_a_roll_outs_file_name_depends_on_everything_that_decides_it(root: Path) -> None:
     def names(seed: int = 0, **changes: Any) -> set[str]:
         teacher = changes.pop("teacher", "2.1")
         setup = unprepared(root, teacher, **changes).setup
@@ -345,7 +347,7 @@ def test_what_decides_a_sample_is_in_its_name(root: Path) -> None:
         assert not names(**change) & base, change  # type: ignore[arg-type]
 
 
-def test_added_prompts_leave_what_is_drawn_as_it_is(root: Path, tmp_path: Path) -> None:
+def test_added_prompts_do_not_change_full_blocks(root: Path, tmp_path: Path) -> None:
     (tmp_path / "more.txt").write_text("\n".join([*PROMPTS, "red red"]))
     before = recipe_of(root, folder="added", num_eval=0).setup.rollouts("train")._keys
     after = (
@@ -364,7 +366,7 @@ def test_there_are_no_more_blocks_than_the_samples_fill(prompts: int, rollouts: 
     assert made.items[: prompts + 1] == [(name, 0) for name in names] + [(names[0], 1)][: rollouts - 1]
 
 
-def test_a_block_of_several_numbers_gives_each_sample_its_own(root: Path) -> None:
+def test_samples_of_one_prompt_in_a_block_have_their_own_noise(root: Path) -> None:
     samples = recipe_of(root, folder="one prompt", rollouts=5, num_eval=5).setup.rollouts("train").open()
     alone = recipe_of(root, folder="one at a time", rollouts=5, num_eval=5, rollout_batch=1).setup
     assert len(bytes_of(root / "one prompt" / "rollouts")) == 2 + 2 + 1
@@ -384,7 +386,7 @@ def test_a_small_last_block_has_the_bits_of_a_full_one(root: Path) -> None:
     assert torch.equal(setup.rollouts("train").open().data(3), drawn["data"][0])
 
 
-def test_samples_that_are_gone_are_missed_in_one_line(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_roll_outs_give_a_one_line_error(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unisono.recipes.wan_distill.data.rollouts._VISIBLE_WITHIN_S", 0.1)
     rollouts = recipe_of(root, folder="gone").setup.rollouts("train")
     rollouts._file(1).unlink()
@@ -392,7 +394,7 @@ def test_samples_that_are_gone_are_missed_in_one_line(root: Path, monkeypatch: p
         rollouts.open()
 
 
-def test_a_killed_run_draws_nothing_twice(root: Path, tmp_path: Path) -> None:
+def test_a_killed_run_generates_nothing_twice(root: Path, tmp_path: Path) -> None:
     changes = {"rollouts": 12, "rollout_batch": 2, "teacher_steps": 6}
     values = told(root, "2.1", **changes, max_steps=2, eval_every=-1, preview_every=-1)
     train = ["train", "wan-distill", *(f"--{name}={value}" for name, value in values.items()), "--output_dir", "killed"]
@@ -452,7 +454,7 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn(root: Path, tmp_path
     assert guided.metrics["loss"] > 1e-5
 
 
-def test_an_8_bit_teacher_says_nearly_the_same_and_is_smaller(root: Path) -> None:
+def test_an_8_bit_teacher_computes_nearly_the_same(root: Path) -> None:
     setup = recipe_of(root, folder="answers", guidance=4.0).setup
     item = EvalDataset(setup.rollouts("eval").open(), setup.text, has_labels=False)[0]
     text, empty = item["text"][None].float(), setup.text("")[None].float()
@@ -471,7 +473,7 @@ def test_an_8_bit_teacher_says_nearly_the_same_and_is_smaller(root: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["one", "video", "few steps", "experts"])
-def test_an_exported_student_draws_in_a_pipeline_what_it_drew_here(
+def test_an_exported_student_generates_the_same_in_a_pipeline(
     name: str, runs: dict[str, Outcome], root: Path, tmp_path: Path
 ) -> None:
     run = root / "runs" / name
@@ -497,7 +499,7 @@ def test_an_exported_student_draws_in_a_pipeline_what_it_drew_here(
     torch.testing.assert_close(generate(setup, model, begin, text), theirs, rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
 
 
-def test_the_line_that_export_prints_draws_what_the_preview_shows(
+def test_the_call_that_export_prints_generates_the_preview(
     runs: dict[str, Outcome], root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, out = root / "runs" / "one", tmp_path / "out"
@@ -549,7 +551,7 @@ def test_few_steps_are_steps_of_the_teacher(root: Path) -> None:
     torch.testing.assert_close(reached, begin - levels[0] * velocity, rtol=1e-4, atol=1e-4)  # straight steps
 
 
-def test_a_rank_out_of_memory_beside_a_shared_out_teacher_keeps_nobody_waiting(root: Path, tmp_path: Path) -> None:
+def test_an_out_of_memory_rank_with_a_sharded_teacher_blocks_no_other(root: Path, tmp_path: Path) -> None:
     values = told(root, "2.1", **ONLINE, strategy="ddp", teacher_device_strategy="balanced", batch_size=2, save_every=1)
     values |= {"inject": "oom@rank1:step3:forward", "eval_every": -1, "preview_every": -1}
     flags = [f"--{name}={value}" for name, value in values.items()]
@@ -558,7 +560,7 @@ def test_a_rank_out_of_memory_beside_a_shared_out_teacher_keeps_nobody_waiting(r
     assert "restarting all ranks" in done.err or "out of memory" in done.err
 
 
-def test_a_fresh_student_begins_with_nothing_to_say(runs: dict[str, Outcome], root: Path) -> None:
+def test_a_fresh_student_starts_with_a_zero_output_layer(runs: dict[str, Outcome], root: Path) -> None:
     weights = runs["fresh"].weights(3)
     assert weights["transformer.proj_out.weight"].abs().max() < 0.01  # it was zero three steps ago
     assert weights["transformer.blocks.0.ffn.net.0.proj.weight"].abs().max() > 0.05
@@ -587,7 +589,7 @@ def test_held_out_prompts_are_not_learned_from(tmp_path: Path) -> None:
     assert "prompt 3" not in other.train
 
 
-def test_of_the_built_in_prompts_as_many_are_held_out_as_one_says(tmp_path: Path) -> None:
+def test_num_eval_holds_out_that_many_built_in_prompts(tmp_path: Path) -> None:
     usual = prompts_of("shapes", None, None)
     assert (len(usual.train), len(usual.held_out)) == (72, 24)
     assert len(set(labels(usual.held_out))) == 24
@@ -603,7 +605,7 @@ def test_of_the_built_in_prompts_as_many_are_held_out_as_one_says(tmp_path: Path
     assert (len(other.train), other.held_out) == (95, [usual.train[0], "a grey dot"])
 
 
-def test_the_text_encoder_computes_in_the_type_that_is_set_and_both_are_kept_apart(root: Path) -> None:
+def test_the_text_encoder_computes_in_text_dtype_and_each_dtype_is_cached(root: Path) -> None:
     pipeline = WanPipeline.from_pretrained(root / "2.1")
     rows = {}
     for dtype in ("bfloat16", "float32", "bfloat16"):  # in one folder: what one has kept is not taken for the other's
@@ -618,7 +620,7 @@ def test_the_text_encoder_computes_in_the_type_that_is_set_and_both_are_kept_apa
     assert 0 < (rows["bfloat16"].float() - theirs[0]).abs().max() < 0.1
 
 
-def test_what_a_stopped_run_does_not_draw_it_does_not_announce(root: Path, tmp_path: Path) -> None:
+def test_a_stopped_run_announces_nothing_that_it_skips(root: Path, tmp_path: Path) -> None:
     lines: list[str] = []
     recipe = unprepared(root)
 
@@ -630,7 +632,7 @@ def test_what_a_stopped_run_does_not_draw_it_does_not_announce(root: Path, tmp_p
     assert not [line for line in lines if "for evaluation" in line or "for previews" in line]
 
 
-def test_making_the_tiny_teacher_shows_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_the_tiny_teacher_shows_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = folder_of(tmp_path)
     lines: list[str] = []
     shown: list[float] = []
@@ -648,7 +650,7 @@ def test_making_the_tiny_teacher_shows_how_far_it_is(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.slow
-def test_the_process_that_makes_the_tiny_teacher_shows_how_far_it_is(
+def test_progress_follows_the_process_that_trains_the_tiny_teacher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("UNISONO_TINY_TEACHER_STEPS", "12")
@@ -661,7 +663,7 @@ def test_the_process_that_makes_the_tiny_teacher_shows_how_far_it_is(
     assert lines == [], "it is there"
 
 
-def test_nobody_goes_on_making_the_tiny_teacher_of_a_run_that_was_killed(tmp_path: Path) -> None:
+def test_training_the_tiny_teacher_ends_when_the_run_is_killed(tmp_path: Path) -> None:
     ours = {"A_MARK": tmp_path.name}  # what begins with UNISONO_ is not for those who make it
     words = ["-m", "unisono", "train", "wan-distill", "--teacher_path", "tiny", "--output_dir", "run"]
     process = start(words, cwd=tmp_path, UNISONO_CACHE=str(tmp_path / "cache"), **ours)
@@ -676,7 +678,7 @@ def test_nobody_goes_on_making_the_tiny_teacher_of_a_run_that_was_killed(tmp_pat
             os.kill(pid, signal.SIGKILL)
 
 
-def test_prompts_that_the_tiny_teacher_does_not_know_are_told_of_before_it_is_made(
+def test_prompts_unknown_to_the_tiny_teacher_are_reported_before_it_is_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("UNISONO_CACHE", str(tmp_path / "cache"))
@@ -702,7 +704,7 @@ def refused(root: Path, **changes: Any) -> str:
     return str(caught.value)
 
 
-def test_what_cannot_be_is_refused_with_what_to_do(root: Path, tmp_path: Path) -> None:
+def test_impossible_settings_are_refused_with_the_fix(root: Path, tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("\n  \n")
     (tmp_path / "image.txt").write_bytes(b"\x89PNG\xff\xfe\x00")
     assert "has no prompts" in refused(root, data_path=str(tmp_path / "empty.txt"))
@@ -724,7 +726,7 @@ def test_what_cannot_be_is_refused_with_what_to_do(root: Path, tmp_path: Path) -
     assert "student's is 12 and the teacher's 24" in narrow
 
 
-def test_mistakes_are_told_before_anything_is_drawn(root: Path, tmp_path: Path) -> None:
+def test_mistakes_are_reported_before_anything_is_generated(root: Path, tmp_path: Path) -> None:
     def early(**changes: Any) -> str:
         message = refused(root, folder="early", **changes)
         assert not (root / "early" / "rollouts").exists()
@@ -747,7 +749,7 @@ def test_mistakes_are_told_before_anything_is_drawn(root: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", "null", '{"layers": [9]}', '{"seconds_per_sample": "x"}'])
-def test_damaged_notes_are_made_anew(content: str, root: Path, tmp_path: Path) -> None:
+def test_damaged_plan_and_time_files_are_rewritten(content: str, root: Path, tmp_path: Path) -> None:
     recipe = recipe_of(root, folder=str(tmp_path / "notes"))
     plan, took = recipe.setup.pruning_plan(), recipe.setup.teacher_time()
     assert took is not None
@@ -758,7 +760,7 @@ def test_damaged_notes_are_made_anew(content: str, root: Path, tmp_path: Path) -
     assert again.setup.pruning_plan() == plan
 
 
-def test_a_run_does_not_go_on_with_another_student(root: Path, tmp_path: Path) -> None:
+def test_a_run_refuses_to_resume_with_another_student(root: Path, tmp_path: Path) -> None:
     file = tmp_path / "student.json"
     file.write_text(json.dumps({"num_layers": 1}))
     recipe_of(root, folder="other student", student_config=str(file))
@@ -767,7 +769,7 @@ def test_a_run_does_not_go_on_with_another_student(root: Path, tmp_path: Path) -
         recipe_of(root, folder="other student", student_config=str(file))
 
 
-def test_a_teacher_without_a_part_says_which(root: Path, tmp_path: Path) -> None:
+def test_a_teacher_that_lacks_a_part_is_refused_with_its_name(root: Path, tmp_path: Path) -> None:
     for part in ("vae", "text_encoder", "tokenizer"):
         folder = tmp_path / part
         folder.mkdir()
@@ -787,7 +789,7 @@ def test_a_teacher_that_is_only_a_transformer_takes_its_parts_from_elsewhere(roo
     torch.testing.assert_close(recipe.setup.rollouts("train").open().data(0), whole.data(0), rtol=1e-4, atol=1e-5)
 
 
-def test_prompts_that_are_too_long_are_cut_and_that_is_said_once(root: Path, tmp_path: Path) -> None:
+def test_truncated_prompts_are_reported_once(root: Path, tmp_path: Path) -> None:
     (tmp_path / "long.txt").write_text("a red ball " * 40 + "\na ball\nred\n")
     messages: list[str] = []
     recipe = unprepared(root, data_path=str(tmp_path / "long.txt"), num_eval=0)

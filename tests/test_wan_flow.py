@@ -180,7 +180,7 @@ def same(some: Any, other: Any, part: str) -> bool:
     return all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_ti2v_learns_videos_whose_first_frame_is_given(runs: dict[str, Outcome]) -> None:
+def test_ti2v_trains_on_videos_conditioned_on_their_first_frame(runs: dict[str, Outcome]) -> None:
     close(runs["ti2v, 2 ranks"], runs["ti2v"])
 
 
@@ -204,7 +204,7 @@ def test_a_lora_is_small_in_checkpoints_and_does_in_a_pipeline_what_it_learned(
 
 
 @pytest.mark.slow
-def test_a_killed_rank_does_not_show(runs: dict[str, Outcome], root: Path) -> None:
+def test_a_killed_rank_does_not_change_the_result(runs: dict[str, Outcome], root: Path) -> None:
     flags = [word for name, value in RUN.items() for word in (f"--{name}", value)]
     flags += ["--model_path", "2.1", "--dataset_path", "data", "--cache_dir", "cache", "--output_dir", "killed"]
     ended = command(
@@ -251,7 +251,7 @@ def test_a_users_mistake_is_refused_in_one_line(
     assert refused.value.exit_code == 2 and words in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_a_bad_file_is_named_and_may_be_left_out(
+def test_a_bad_file_is_reported_and_can_be_skipped(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = save_data(tmp_path / "data")
@@ -277,7 +277,7 @@ def test_help_does_not_wait_for_heavy_libraries() -> None:
     assert result.stdout.strip() == "set()"
 
 
-def test_a_lora_cannot_go_on_with_another_strength(runs: dict[str, Outcome], root: Path, tmp_path: Path) -> None:
+def test_a_lora_cannot_resume_with_another_alpha(runs: dict[str, Outcome], root: Path, tmp_path: Path) -> None:
     """The scale is not in the weights: another one would silently make another LoRA of them."""
     shutil.copytree(runs["lora"].folder, tmp_path / "lora")
     paths = {"model_path": str(root / "2.1"), "dataset_path": str(root / "data"), "cache_dir": str(root / "cache")}
