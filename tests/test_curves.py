@@ -18,7 +18,7 @@ from many_runs import Outcome, Run
 from ranks import run_ranks
 from unisono import Loss, Recipe
 from unisono.errors import RecipeError, TrainingFailed
-from unisono.observe.report.writing import write_report
+from unisono.observe.report.write import write_report
 from unisono.observe.trackers import curve_summaries
 
 LENGTH = 4

@@ -216,7 +216,7 @@ def test_a_folder_and_a_pipe_among_the_previews_are_left_out(tmp_path: Path) -> 
     os.mkfifo(tmp_path / "previews/step_00000001_b.txt")
     gallery = read_previews(tmp_path)
     assert not gallery.shown
-    assert gallery.left_out == [f"step_00000001_{name}: not a plain file" for name in ("a.png", "b.txt")]
+    assert gallery.omitted == [f"step_00000001_{name}: not a regular file" for name in ("a.png", "b.txt")]
 
 
 def test_a_report_cannot_be_called_by_a_null_character(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

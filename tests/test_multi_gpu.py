@@ -50,7 +50,7 @@ from unisono.multi_gpu import (
 )
 from unisono.multi_gpu.gpus import take_devices
 from unisono.observe.report.page import status_of
-from unisono.observe.report.reading import read_run
+from unisono.observe.report.read import read_run
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -22,9 +22,9 @@ from unisono.errors import UserError
 from unisono.formatting import format_number
 from unisono.observe.folder import RunFolder
 from unisono.observe.report.page import status_of
-from unisono.observe.report.reading import read_run
+from unisono.observe.report.read import read_run
 from unisono.observe.report.series import LIMIT, Curves, Series
-from unisono.observe.report.writing import write_report
+from unisono.observe.report.write import write_report
 from unisono.pages.axis import linear, logarithmic
 from unisono.pages.chart import Chart, Line, draw
 
@@ -109,7 +109,7 @@ def test_a_real_run_that_was_killed_is_told_in_full(survivor: Path) -> None:
     assert "the step was skipped on all ranks" in said and "kill@rank1:step7" in said
     assert re.search(r"faults survived 2 1 restart", said)
     assert "checkpoints saved" in said and "save_every 3 1000 flag" in said
-    assert said.index("Other than the defaults") < said.index("The recipe's own")
+    assert said.index("Changed from the defaults") < said.index("Settings of the recipe")
     assert page.lines()["training"]["x"] == [1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12]  # 9 was no number
     titles = {a["id"] for a in page.all("title") + page.all("desc") if "id" in a}
     charts = [a for a in page.all("svg") if a.get("role") == "img"]
@@ -129,7 +129,7 @@ def test_a_run_killed_as_a_whole_and_started_again_tells_it_all(tmp_path: Path) 
     assert "learning_rate 0.01 0.001 flag" in page, "who set it is known after a resume"
     assert "effective batch 3 " in page, "of the whole run, though the second start says nothing about it"
     assert "max_steps 9 4 flag" in page, "the default is the recipe's, as in --help"
-    assert "log_every 1 " not in page.split("As by default")[0], "a recipe's default is a default"
+    assert "log_every 1 " not in page.split("At their defaults")[0], "a recipe's default is a default"
 
 
 def test_a_page_needs_nothing_from_outside(survivor: Path, tmp_path: Path) -> None:
@@ -356,7 +356,7 @@ def test_a_killed_run_that_went_on_is_a_fault_and_a_stop_by_the_user_is_none(tmp
     killed = [start, save, {**resume, "repeated": 20}, {"kind": "done", "step": 90}]
     said = " ".join(report(made(tmp_path / "killed", [], killed)).text.split())
     assert "faults survived 1 no restart, 20 steps repeated" in said and "Nothing went wrong" not in said
-    assert "killed the run ended without notice" in said and "from step 40: 1 rank; 20 steps repeated" in said
+    assert "killed the run ended without an event" in said and "from step 40: 1 rank; 20 steps repeated" in said
 
     signal = [{"kind": "signal", "step": 40, "signal": "SIGINT"}, {"kind": "stopped", "step": 40}]
     stopped = [start, save, *signal, resume, {"kind": "done", "step": 90}]
@@ -416,7 +416,7 @@ def test_previews_are_on_the_page_newest_first_and_within_limits(tmp_path: Path)
     assert page.all("img")[0]["src"] == f"data:image/png;base64,{base64.b64encode(PIXEL).decode()}"
     assert page.text.index("<at 300>") < page.text.index("<at 20>") < page.text.index("<at 1>")
     assert "do not tell" not in text and len(text) < 200_000
-    for name in ("huge.png: too large", "weights.bin: neither", "link.txt: not a file", "pipe.txt: not a plain file"):
+    for name in ("huge.png: too large", "weights.bin: neither", "link.txt: not a readable", "pipe.txt: not a regular"):
         assert name in page.text, name
 
 
@@ -470,7 +470,8 @@ def test_a_default_is_what_help_shows_for_the_recipe(tmp_path: Path) -> None:
     page = report(made(tmp_path, config=config, sources=sources, defaults=defaults))
     said = " ".join(page.text.split())
     assert "learning_rate 0.5 0.25 flag slope 3.0 2.0 file" in said
-    assert "The recipe's own setting value bend 1.0" in said and "As by default (1) setting value log_every 50" in said
+    assert "Settings of the recipe setting value bend 1.0" in said
+    assert "At their defaults (1) setting value log_every 50" in said
 
 
 def read_back(text: str) -> float:

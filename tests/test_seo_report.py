@@ -200,7 +200,7 @@ def test_the_folder_of_a_classifier_scores_a_site_by_the_class_that_is_named(
             assert 0 < one["score"] < 1 and 0 < other["score"] < 1 and one["score"] + other["score"] < 1
             assert one["label"] == other["label"] and one["label"] in names.values()
     capsys.readouterr()
-    assert "its classes are dull, fair, lively" in said_by([*words, tmp_path / "x", "--label", "good"], capsys)
+    assert "the classes of the run are dull, fair, lively" in said_by([*words, tmp_path / "x", "--label", "good"], capsys)
 
 
 def test_a_run_of_the_recipe_is_opened_by_what_it_was_trained_for(

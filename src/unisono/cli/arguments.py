@@ -33,6 +33,20 @@ class Parser(argparse.ArgumentParser):
         self._spellings.update({_underscored(name): name for name in action.option_strings})
         return action
 
+    def add_checkpoint_arguments(self) -> None:
+        """Adds --step, --weights and --recipe, which select the trained weights of a run."""
+        self.add_argument("--step", metavar="N", help="checkpoint: a step number, newest or best (default: newest)")
+        self.add_argument(
+            "--weights",
+            choices=["auto", "ema", "model"],
+            default="auto",
+            help="ema: the moving average of the weights; model: the weights themselves; auto: the moving average if "
+            "the run has one (default: auto)",
+        )
+        self.add_argument(
+            "--recipe", metavar="FILE.PY:CLASS", help="where the recipe is now, if it has moved since the run"
+        )
+
     def error(self, message: str) -> NoReturn:
         """Raises a ConfigError of one line, where argparse would print the usage and exit."""
         raise ConfigError(f"{message.removeprefix('argument ')}; see unisono {self._command} --help")

@@ -65,23 +65,36 @@ def _options(argv: list[str], *, needs_run: bool) -> argparse.Namespace:
         "with its clips, clips.json (scores and times) and an HTML page that shows them.",
     )
     parser.add_argument("videos", type=Path, nargs="+", metavar="VIDEO", help="videos to cut")
-    parser.add_argument("--run", type=Path, required=needs_run, help="folder of the trained run")
-    parser.add_argument("--output_dir", type=Path, default=Path("clips"), help="folder to write to (default: clips)")
-    parser.add_argument("--num_clips", type=int, default=5, help="most clips to cut from each video (default: 5)")
+    parser.add_argument(
+        "--run", type=Path, metavar="RUN", required=needs_run, help="run folder of a trained recipe `clips`"
+    )
+    parser.add_argument(
+        "--output_dir", type=Path, metavar="FOLDER", default=Path("clips"), help="output folder (default: clips)"
+    )
+    parser.add_argument(
+        "--num_clips", type=int, metavar="N", default=5, help="maximum number of clips per video (default: 5)"
+    )
     parser.add_argument(
         "--lowest_score",
         type=float,
-        help="skip moments that score below this, 0 to 1 (default: a tenth of the video's best score, or a quarter of "
-        "the way from other clips to highlights in the run's evaluation, whichever is higher; 0 skips none)",
+        metavar="SCORE",
+        help="skip moments with a lower score, 0 to 1 (default: the higher of a tenth of the video's best score, and a "
+        "quarter of the way from the scores of other clips to those of highlights in the run's evaluation; 0 skips "
+        "none)",
     )
-    parser.add_argument("--shortest", type=float, default=4.0, help="shortest clip, in seconds (default: 4)")
-    parser.add_argument("--longest", type=float, default=60.0, help="longest clip, in seconds (default: 60)")
     parser.add_argument(
-        "--gap", type=float, default=2.0, help="shortest gap between two clips, in seconds (default: 2)"
+        "--shortest", type=float, metavar="S", default=4.0, help="shortest clip, in seconds (default: 4)"
+    )
+    parser.add_argument(
+        "--longest", type=float, metavar="S", default=60.0, help="longest clip, in seconds (default: 60)"
+    )
+    parser.add_argument(
+        "--gap", type=float, metavar="S", default=2.0, help="shortest gap between two clips, in seconds (default: 2)"
     )
     parser.add_argument(
         "--snap",
         type=float,
+        metavar="S",
         help="move the ends of a clip to a scene cut or a pause at most this many seconds away; 0: never (default: the "
         "length of a scored segment, because a score does not locate a moment more precisely)",
     )
@@ -94,22 +107,14 @@ def _options(argv: list[str], *, needs_run: bool) -> argparse.Namespace:
     parser.add_argument(
         "--height",
         type=int,
+        metavar="PIXELS",
         help="height of the clips in pixels; implies --exact; 0: do not scale (default: with --crop, the height that "
         "keeps the longer side of the video, 1080x1920 for 9:16 of 1920x1080; otherwise the video's)",
     )
     parser.add_argument(
         "--page", action=argparse.BooleanOptionalAction, default=True, help="write an HTML page (default: yes)"
     )
-    parser.add_argument("--step", help="checkpoint of the run: a step number, newest or best (default: newest)")
-    parser.add_argument(
-        "--weights",
-        choices=["auto", "ema", "model"],
-        default="auto",
-        help="weights to use, as in unisono export (default: auto)",
-    )
-    parser.add_argument(
-        "--recipe", metavar="FILE.PY:CLASS", help="where the recipe is now, if it has moved since the run"
-    )
+    parser.add_checkpoint_arguments()
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:1 (default: auto)")
     options = parser.parse(argv)
     _check(options)
@@ -216,7 +221,7 @@ def _chosen(
     from unisono.recipes.clips.remarks import about_length, about_lowest, about_scores
 
     lengths = {"shortest": options.shortest, "longest": options.longest}
-    found = pick(
+    candidates = pick(
         scored.scores,
         scored.clip_seconds,
         number=options.num_clips,
@@ -225,10 +230,10 @@ def _chosen(
         **lengths,
     )
     if options.lowest_score is None:
-        moments, about_low = without_low(found, scorer.calibration)
+        moments, about_low = without_low(candidates, scorer.calibration)
     else:
-        moments = [moment for moment in found if moment.score >= options.lowest_score]
-        about_low = about_lowest(found, options.lowest_score)
+        moments = [moment for moment in candidates if moment.score >= options.lowest_score]
+        about_low = about_lowest(candidates, options.lowest_score)
     remarks = [
         scorer.warning_for(footage),
         str(scored.damage) if scored.damage else "",

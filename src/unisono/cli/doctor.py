@@ -169,8 +169,8 @@ def check_python(machine: Machine) -> Check:
 def check_torch(machine: Machine) -> Check:
     version = machine.packages.get("torch")
     if version is None or machine.torch_error:
-        found = f"{version or 'not installed'} {machine.torch_error}".strip()
-        return Check("torch", "fail", found, "it does not import; install it again: pip install 'torch>=2.9,<2.14'")
+        finding = f"{version or 'not installed'} {machine.torch_error}".strip()
+        return Check("torch", "fail", finding, "it does not import; install it again: pip install 'torch>=2.9,<2.14'")
     build = f"CUDA {machine.cuda_build}, NCCL {machine.nccl}" if machine.cuda_build else "CPU build"
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if numbers < OLDEST_TORCH:
@@ -191,34 +191,36 @@ def check_packages(machine: Machine) -> Check:
     installed = [f"{name} {version}" for name, version in others.items() if version]
     absent = [f"{name} (only for unisono[{extras[name]}])" for name in extras if others.get(name, "") is None]
     missing = [name for name, version in others.items() if version is None and name not in extras]
-    found = ", ".join(installed) + (f"; not installed: {', '.join(absent)}" if absent else "")
+    finding = ", ".join(installed) + (f"; not installed: {', '.join(absent)}" if absent else "")
     if missing:
-        return Check("packages", "fail", f"{found}; missing: {', '.join(missing)}", f"pip install {' '.join(missing)}")
-    return Check("packages", "ok", found)
+        return Check(
+            "packages", "fail", f"{finding}; missing: {', '.join(missing)}", f"pip install {' '.join(missing)}"
+        )
+    return Check("packages", "ok", finding)
 
 
 def check_cuda(machine: Machine) -> Check:
     """Checks that torch, the driver and CUDA_VISIBLE_DEVICES together allow the use of the GPUs."""
     gpus, driver = machine.gpus, machine.driver
     if not gpus and machine.cuda_build and not machine.cuda_works:
-        found = f"torch is built for CUDA {machine.cuda_build}, but there is no NVIDIA driver or GPU"
+        finding = f"torch is built for CUDA {machine.cuda_build}, but there is no NVIDIA driver or GPU"
         advice = "training runs on the CPU; on a GPU machine check nvidia-smi (in a container: --gpus all)"
-        return Check("cuda", "warn", found, advice)
+        return Check("cuda", "warn", finding, advice)
     if not gpus:
         return Check("cuda", "ok", "works" if machine.cuda_works else "no NVIDIA GPU: training runs on the CPU")
-    found = f"driver {driver.version}, CUDA up to {driver.cuda[0]}.{driver.cuda[1]}" if driver else "driver unknown"
+    finding = f"driver {driver.version}, CUDA up to {driver.cuda[0]}.{driver.cuda[1]}" if driver else "driver unknown"
     if not machine.visible:
         hidden = f"CUDA_VISIBLE_DEVICES={machine.mask!r} hides all {len(gpus)} GPUs"
         return Check("cuda", "warn", hidden, "unset CUDA_VISIBLE_DEVICES, or name GPUs that exist (unisono gpus)")
     if machine.cuda_build is None:
-        return Check("cuda", "fail", f"{found}, but torch is a CPU build", "install torch's CUDA build: pytorch.org")
+        return Check("cuda", "fail", f"{finding}, but torch is a CPU build", "install torch's CUDA build: pytorch.org")
     if driver and 0 < driver.cuda[0] < int(machine.cuda_build.split(".")[0]):
         advice = f"update the driver, or install a torch built for CUDA {driver.cuda[0]}"
-        return Check("cuda", "fail", f"{found}, too old for torch's CUDA {machine.cuda_build}", advice)
+        return Check("cuda", "fail", f"{finding}, too old for torch's CUDA {machine.cuda_build}", advice)
     if not machine.cuda_works:
         advice = 'python -c "import torch; torch.cuda.init()" prints the reason; often a driver update needs a restart'
-        return Check("cuda", "fail", f"{found}, but torch cannot use the GPUs", advice)
-    return Check("cuda", "ok", found)
+        return Check("cuda", "fail", f"{finding}, but torch cannot use the GPUs", advice)
+    return Check("cuda", "ok", finding)
 
 
 def check_gpus(machine: Machine) -> Check:
@@ -238,25 +240,25 @@ def check_host(machine: Machine) -> Check:
 def check_shm(machine: Machine) -> Check:
     if machine.shm_bytes is None:
         return Check("shared memory", "ok", "no /dev/shm on this system")
-    found = f"/dev/shm {machine.shm_bytes / GIB:.2f} GiB"
+    finding = f"/dev/shm {machine.shm_bytes / GIB:.2f} GiB"
     advice = "loader workers may die with a bus error: docker run --shm-size=8g (or --ipc=host), or --num_workers 0"
     if machine.shm_bytes >= GIB:
-        return Check("shared memory", "ok", found)
-    return Check("shared memory", "warn", found, advice)
+        return Check("shared memory", "ok", finding)
+    return Check("shared memory", "warn", finding, advice)
 
 
 def check_disk(machine: Machine) -> Check:
-    found = f"{machine.disk_bytes / GIB:.1f} GiB free in the current folder"
+    finding = f"{machine.disk_bytes / GIB:.1f} GiB free in the current folder"
     advice = "checkpoints may not fit: free some space, or use an --output_dir on a larger disk"
-    return Check("disk", "ok", found) if machine.disk_bytes >= 5 * GIB else Check("disk", "warn", found, advice)
+    return Check("disk", "ok", finding) if machine.disk_bytes >= 5 * GIB else Check("disk", "warn", finding, advice)
 
 
 def check_open_files(machine: Machine) -> Check:
     unlimited = machine.open_files == resource.RLIM_INFINITY
-    found = "no limit" if unlimited else f"{machine.open_files} open files per process"
+    finding = "no limit" if unlimited else f"{machine.open_files} open files per process"
     if unlimited or machine.open_files >= 1024:
-        return Check("open files", "ok", found)
-    return Check("open files", "warn", found, "loader workers may need more: ulimit -n 4096")
+        return Check("open files", "ok", finding)
+    return Check("open files", "warn", finding, "loader workers may need more: ulimit -n 4096")
 
 
 def check_orphans(machine: Machine) -> Check:
@@ -271,8 +273,8 @@ def check_launcher(environ: Mapping[str, str] = os.environ) -> Check:
     try:
         return Check("launcher", "ok", environment.detect(environ).describe())
     except UserError as error:
-        found, _, advice = str(error).partition("; ")
-        return Check("launcher", "fail", found, advice)
+        finding, _, advice = str(error).partition("; ")
+        return Check("launcher", "fail", finding, advice)
 
 
 def check_output_dir(output_dir: str) -> Check:
@@ -332,7 +334,7 @@ def main(argv: list[str]) -> int:
     parser = Parser(
         "doctor",
         "Check this machine: installed packages, GPUs, memory, disk and limits, and a real all-reduce between "
-        "processes. For each problem, print what to do. Exit codes: 0 healthy or warnings only, 1 a problem was found.",
+        "processes. For each problem, print what to do. Exit codes: 0 healthy or warnings only, 1 a check failed.",
     )
     parser.add_argument("--output_dir", metavar="FOLDER", help="also check that a run can write to this folder")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")

@@ -13,17 +13,7 @@ def main(argv: list[str]) -> int:
     parser = Parser("export", "Write a run's trained weights to a folder, in the recipe's format.")
     parser.add_argument("run", type=Path, metavar="RUN", help="the run folder")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder to write to; must be new or empty")
-    parser.add_argument("--step", help="checkpoint to export: a step number, newest or best (default: newest)")
-    parser.add_argument(
-        "--weights",
-        choices=["auto", "ema", "model"],
-        default="auto",
-        help="ema: the moving average; model: the weights themselves; auto: the moving average if the run has one "
-        "(default: auto)",
-    )
-    parser.add_argument(
-        "--recipe", metavar="FILE.PY:CLASS", help="where the recipe is now, if it has moved since the run"
-    )
+    parser.add_checkpoint_arguments()
     options = parser.parse(argv)
     if options.folder.exists() and (not options.folder.is_dir() or any(options.folder.iterdir())):
         raise UserError(f"{options.folder} is not an empty folder, and export overwrites nothing; choose another")

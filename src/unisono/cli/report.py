@@ -16,7 +16,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("run", type=Path, metavar="RUN", help="the run folder")
     parser.add_argument("--output", type=Path, metavar="FILE", help="file to write (default: RUN/report.html)")
     options = parser.parse(argv)
-    from unisono.observe.report.writing import write_report
+    from unisono.observe.report.write import write_report
 
     print(write_report(options.run, options.output))
     return EXIT_DONE

@@ -34,12 +34,12 @@ def main(argv: list[str], judge: Judge | None = None) -> int:
     from unisono.recipes.seo.site.report import write_report
 
     keywords = read_keywords(options.keywords)
-    named = [*options.private_host, *([urlsplit(options.site).hostname or ""] if "://" in options.site else [])]
-    site = open_site(options.site, Fetcher(named) if options.fetch else None, options.most_pages)
+    private_hosts = [*options.private_host, *([urlsplit(options.site).hostname or ""] if "://" in options.site else [])]
+    site = open_site(options.site, Fetcher(private_hosts) if options.fetch else None, options.most_pages)
     output = options.output or Path("seo") / _file_name(site.name)
     _check_output(output, options.overwrite)
     if judge is None and options.run is not None:
-        judge = _trained(options, queries)
+        judge = _trained_model(options, queries)
     findings = look_at(site, keywords, queries, judge)
     _check_reached(site.name, findings)
     page = write_report(output, findings)
@@ -99,13 +99,13 @@ def _options(argv: list[str]) -> argparse.Namespace:
 
 
 def _file_name(name: str) -> str:
-    """A folder name that is valid on every system."""
+    """Returns a folder name that is valid on every system."""
     host = urlsplit(name).hostname if "://" in name else None
     return re.sub(r"[^\w.-]+", "_", host or name).strip("._")[:80] or "site"
 
 
 def _check_output(folder: Path, overwrite: bool) -> None:
-    """Refuses an unusable output folder before the site is read, which may take an hour."""
+    """Raises ConfigError for an unusable output folder, before the site is read, which may take an hour."""
     from unisono.recipes.seo.site.report import FILES
 
     for path in (folder, *folder.parents):
@@ -117,11 +117,11 @@ def _check_output(folder: Path, overwrite: bool) -> None:
 
 
 def _check_reached(name: str, findings: Findings) -> None:
-    """Refuses a site without a readable page: an empty report would look like a result."""
+    """Raises ConfigError for a site without a readable page, because an empty report would look like a result."""
     if findings.pages and all(page.unreadable for page in findings.pages):
-        first, number = findings.pages[0], len(findings.pages)
-        which = "it" if number == 1 else f"none of its {number:,} pages could be read; the first"
-        raise ConfigError(one_line(f"{name}: {which} {first.unreadable}; no report was written"))
+        count = len(findings.pages)
+        subject = "it" if count == 1 else f"none of its {count:,} pages could be read; the first"
+        raise ConfigError(one_line(f"{name}: {subject} {findings.pages[0].unreadable}; no report was written"))
 
 
 def _queries(path: Path) -> list[str]:
@@ -129,14 +129,14 @@ def _queries(path: Path) -> list[str]:
 
     if path.suffix.lower() in (".csv", ".tsv", ".jsonl", ".json"):
         raise ConfigError(f"--queries {path}: expected a text file with one query per line")
-    found = [" ".join(line.split()) for _, line in lines_of(path, lambda text: print(text, file=sys.stderr))]
-    if not any(found):
+    lines = [" ".join(line.split()) for _, line in lines_of(path, lambda text: print(text, file=sys.stderr))]
+    if not any(lines):
         raise ConfigError(f"--queries {path}: it contains no query; write one per line")
-    return [query for query in dict.fromkeys(found) if query]
+    return [query for query in dict.fromkeys(lines) if query]
 
 
-def _trained(options: argparse.Namespace, queries: Sequence[str]) -> Judge:
-    """The model of a run (or a model's folder): one that ranks where there are queries, otherwise one that scores."""
+def _trained_model(options: argparse.Namespace, queries: Sequence[str]) -> Judge:
+    """Loads the model of a run or of a model folder: a ranker if there are queries, otherwise a scorer."""
     run: Path = options.run
     if not run.is_dir() and str(run) != "minilm":
         raise ConfigError(f"--run {run}: no such folder; unisono seo downloads no models")
@@ -150,25 +150,26 @@ def _trained(options: argparse.Namespace, queries: Sequence[str]) -> Judge:
         raise ConfigError(f"--run {run} ranks pages for queries; pass --queries FILE, with one query per line")
     if task == "rank" or (task != "score" and queries):
         ranker = open_ranker(run).to(device)
-        asked = ranker.embed(queries, "query") if ranker.embeds else None
+        embedded = ranker.embed(queries, "query") if ranker.embeds else None
 
         def rank(queries: Sequence[str], texts: Sequence[str]) -> NDArray[np.floating[Any]]:
-            scores = asked @ ranker.embed(texts, "page").T if asked is not None else ranker.scores(queries, texts)
-            return scores.numpy()
+            if embedded is None:
+                return ranker.scores(queries, texts).numpy()
+            return (embedded @ ranker.embed(texts, "page").T).numpy()
 
         return Judge(f"{run} ({ranker.told})", rank=rank)
     scorer = open_scorer(run).to(device)
     names = scorer.names
     if options.label is not None and options.label not in names:
-        there = f"its classes are {', '.join(names)}" if names else "it gives numbers, not classes"
-        raise ConfigError(f"--label {options.label}: {there}")
+        reason = f"the classes of the run are {', '.join(names)}" if names else "the run predicts numbers, not classes"
+        raise ConfigError(f"--label {options.label}: {reason}")
     shown = names.index(options.label) if options.label is not None else len(names) - 1
 
     def score(texts: Sequence[str]) -> list[tuple[float, str]]:
-        found = scorer.scores(texts)
+        scores = scorer.scores(texts).tolist()
         if not names:
-            return [(value, "") for value in found.tolist()]
-        return [(row[shown], names[row.index(max(row))]) for row in found.tolist()]
+            return [(value, "") for value in scores]
+        return [(row[shown], names[row.index(max(row))]) for row in scores]
 
-    what = f"the probability of {names[shown]!r} by " if names else ""
-    return Judge(f"{what}{run} ({scorer.told})", score=score)
+    prefix = f"the probability of {names[shown]!r} by " if names else ""
+    return Judge(f"{prefix}{run} ({scorer.told})", score=score)

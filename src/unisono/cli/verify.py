@@ -44,11 +44,15 @@ def _parser() -> TrainingParser:
     )
     parser.add_argument("--steps", default="5", metavar="N", help="optimizer steps of each run (default: 5)")
     parser.add_argument(
-        "--strategies", default="ddp", help="strategies for more than one rank: ddp, fsdp or ddp,fsdp (default: ddp)"
+        "--strategies",
+        default="ddp",
+        metavar="S,S",
+        help="strategies for more than one rank: ddp, fsdp or ddp,fsdp (default: ddp)",
     )
     parser.add_argument(
         "--precision",
         default="",
+        metavar="P",
         help="float64, float32, bf16 or fp16. In float64 a difference is a bug and not rounding (default: the "
         "recipe's verify_precision, which is float32 for wan-flow, whose model casts to it; otherwise float64)",
     )

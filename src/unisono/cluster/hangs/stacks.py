@@ -58,9 +58,8 @@ def take_stacks(job_folder: Path, pids: Mapping[int, int]) -> dict[int, str]:
     """Returns the stacks of the ranks with these process ids, by rank; without a stack, the reason why."""
     for rank, pid in pids.items():
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):
-            os.truncate(
-                _file(job_folder, rank), 0
-            )  # no file: the rank has no handler yet, and the signal would kill it
+            # Raises if there is no file: the rank has no handler yet, and the signal would kill it.
+            os.truncate(_file(job_folder, rank), 0)
             os.kill(pid, signal.SIGUSR2)
     deadline = time.monotonic() + ANSWER_S
     stacks: dict[int, str] = {}

@@ -29,9 +29,8 @@ def job_folder() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with contextlib.suppress(
-            OSError
-        ):  # a file system without locks: no marker, or other launchers would remove the folder
+        # On a file system without locks the marker stays absent; other launchers would remove the folder otherwise.
+        with contextlib.suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             (folder / _MARKER).touch()
         yield folder

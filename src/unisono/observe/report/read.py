@@ -1,4 +1,4 @@
-"""What a run left in its folder, read in one pass and in bounded memory."""
+"""Reads the files of a run folder in one pass and in bounded memory."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from unisono.observe.report.series import Curves, Series, number
 from unisono.observe.report.timeline import Timeline
 from unisono.plain_files import read_json
 
-MOST_METRICS = 200
-MOST_RANKS = 8
+MAX_METRICS = 200
+MAX_RANKS = 8
 _OWN_TIME = "own_ms_by_rank"
 _NOT_DRAWN = {"step", "epoch", "samples", "count", "world", "skipped", "slowest_rank", "own_ms"}
 
 
 class Metrics:
-    """What metrics.jsonl says: numbers and curves by name, and where the run was in the end."""
+    """The content of metrics.jsonl: numbers and curves by name, and the last position of the run."""
 
     def __init__(self) -> None:
         self.series: dict[str, Series] = {}
         self.curves: dict[str, Curves] = {}
         self.by_rank: dict[int, Series] = {}
-        """Milliseconds that a rank needed itself before it waited for the others."""
+        """Milliseconds that each rank needed before it waited for the others."""
         self.step = self.samples = self.epoch = 0.0
         self.damaged = 0
-        self.left_out: set[str] = set()
+        self.omitted: set[str] = set()
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Takes one line."""
+        """Adds one line."""
         step = number(record.get("step"))
         if step is None:
             self.damaged += 1
@@ -58,7 +58,7 @@ class Metrics:
 
     def _add_list(self, name: str, step: float, values: list[Any]) -> None:
         if name == _OWN_TIME:
-            for rank, value in enumerate(values[:MOST_RANKS]):
+            for rank, value in enumerate(values[:MAX_RANKS]):
                 if rank not in self.by_rank:
                     self.by_rank[rank] = Series()
                 self.by_rank[rank].take(step, value)
@@ -68,20 +68,20 @@ class Metrics:
             self.curves[name].add(step, values)
 
     def _room_for(self, name: str) -> bool:
-        if len(self.series) + len(self.curves) < MOST_METRICS:
+        if len(self.series) + len(self.curves) < MAX_METRICS:
             return True
-        if len(self.left_out) < MOST_METRICS:
-            self.left_out.add(name)
+        if len(self.omitted) < MAX_METRICS:
+            self.omitted.add(name)
         return False
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run as its folder tells it."""
+    """A run, as read from its folder."""
 
     folder: Path
     record: dict[str, Any]
-    """run.json, which may hold anything."""
+    """The content of run.json, which is not validated."""
     metrics: Metrics
     timeline: Timeline
     damaged: dict[str, int]
@@ -89,19 +89,19 @@ class Run:
     running: bool
 
     def part(self, name: str) -> dict[str, Any]:
-        """A mapping in run.json; empty if it is not there, or something else."""
-        found = self.record.get(name)
-        return found if isinstance(found, dict) else {}
+        """Returns a mapping in run.json; empty if it is missing or not a mapping."""
+        value = self.record.get(name)
+        return value if isinstance(value, dict) else {}
 
     @property
     def starts(self) -> list[dict[str, Any]]:
         """Every start of the run, oldest first."""
-        found = self.record.get("starts")
-        return [start for start in found if isinstance(start, dict)] if isinstance(found, list) else []
+        starts = self.record.get("starts")
+        return [start for start in starts if isinstance(start, dict)] if isinstance(starts, list) else []
 
 
 def read_run(folder: Path) -> Run:
-    """Reads the run in a folder; says (UserError) if there is none."""
+    """Reads the run in a folder; raises UserError if there is none."""
     record = _read_record(folder)
     metrics, timeline = Metrics(), Timeline()
     metric_lines, event_lines = JsonLines(folder / METRICS), JsonLines(folder / EVENTS)
@@ -117,12 +117,12 @@ def _read_record(folder: Path) -> dict[str, Any]:
     file = folder / RUN
     try:
         if not file.is_file():
-            raise UserError(f"{folder} is not a run's folder (it has no {RUN}); give the output_dir of a run")
+            raise UserError(f"{folder} is not a run folder (it has no {RUN}); pass the output_dir of a run")
         record = read_json(file)
     except OSError as error:
         raise UserError(f"{file} cannot be read ({error.strerror}); check its permissions") from None
     except ValueError as error:
         raise UserError(f"{file} is damaged ({error}); restore it from a copy") from None
     if not isinstance(record, dict) or "recipe" not in record:
-        raise UserError(f"{file} does not describe a run of unisono's; give the output_dir of a run")
+        raise UserError(f"{file} does not describe a run; pass the output_dir of a run")
     return record
