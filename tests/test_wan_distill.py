@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import av
 import pytest
 import torch
 from diffusers import WanPipeline
@@ -533,6 +534,9 @@ def test_previews_show_teacher_and_student(runs: dict[str, Outcome], root: Path)
     assert (folder / "step_00000006_prompts.txt").read_text().splitlines() == ["a ball", "a a ball"]
     videos = sorted(file.name for file in (root / "runs" / "video" / "previews").glob("*.mp4"))
     assert videos == ["step_00000003_teacher_student_00.mp4", "step_00000003_teacher_student_01.mp4"]
+    with av.open(str(root / "runs" / "video" / "previews" / videos[0])) as video:
+        frame = next(video.decode(video=0))
+    assert (frame.width, frame.height) == (2 * 128, 128 + 14), "above each side: teacher or student"
 
 
 def test_few_steps_are_steps_of_the_teacher(root: Path) -> None:
