@@ -21,7 +21,8 @@ from unisono.cluster.launch.job_folder import job_folder, remove_abandoned
 from unisono.cluster.launch.launcher import _rendezvous_config
 from unisono.devices import choose
 from unisono.engine.checks import machines
-from unisono.engine.start.run import configure, plan_devices
+from unisono.engine.start.device_plan import plan_devices
+from unisono.engine.start.run import configure
 from unisono.engine.state import TrainState
 from unisono.errors import ConfigError, UserError
 from unisono.settings import LaunchSettings

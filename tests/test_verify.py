@@ -20,8 +20,9 @@ from unisono.cluster.launch.job_folder import remove_abandoned
 from unisono.cluster.launch.warm_ranks import WarmRanks
 from unisono.cluster.outcome import Outcome
 from unisono.devices import GpuLock
+from unisono.engine.start.device_plan import DevicePlan
 from unisono.engine.start.registry import load_recipe
-from unisono.engine.start.run import DevicePlan, configure
+from unisono.engine.start.run import configure
 from unisono.engine.start.warm_rank import COMMAND
 from unisono.engine.verification.verify import (
     Variant,

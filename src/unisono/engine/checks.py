@@ -50,11 +50,11 @@ _LARGEST = 2**40
 """Upper limit of steps, samples and seconds: positions in the sample stream then fit into 64 bits."""
 
 
-def check_run(kind: type[Recipe], resolved: Resolved) -> None:
+def check_run(recipe_class: type[Recipe], resolved: Resolved) -> None:
     """Checks all settings, the engine's and the recipe's, as far as possible before any work is done."""
     settings = resolved.build(Settings)
     check_settings(settings)
-    check_with_recipe(kind(resolved.build(kind.Config)), settings, resolved)
+    check_with_recipe(recipe_class(resolved.build(recipe_class.Config)), settings, resolved)
 
 
 def check_with_recipe(recipe: Recipe, settings: Settings, resolved: Resolved) -> None:

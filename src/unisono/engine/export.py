@@ -21,8 +21,8 @@ from unisono.checkpoint.load import describe, load_whole
 from unisono.checkpoint.manifest import CheckpointError
 from unisono.checkpoint.tensor_file import BadTensorFile
 from unisono.checkpoint.together import RanksFailed
-from unisono.config.resolve import Resolved
 from unisono.engine.recipe import Recipe
+from unisono.engine.run_folder.stored_settings import settings_in
 from unisono.engine.start.registry import load_recipe
 from unisono.errors import UserError
 from unisono.observe.folder import RunFolder
@@ -94,13 +94,13 @@ def load_trained(
     record = RunFolder.read(run)
     if record is None:
         raise UserError(f"{run} is not a run folder (no run.json)")
-    kind = load_recipe(reference or _recipe_in(record, run))
+    recipe_class = load_recipe(reference or _recipe_in(record, run))
     if not all(isinstance(record.get(name), dict) for name in ("config", "sources")):
         raise UserError(f"{run}: run.json lacks the settings of the run; it is damaged")
-    resolved = Resolved.from_json((Settings, kind.Config), {"values": record["config"], "sources": record["sources"]})
+    resolved = settings_in(record, (Settings, recipe_class.Config))
     # Before the model is built, which may take long: a run that is still training may delete the checkpoint meanwhile.
     checkpoint, state, is_average = _read_checkpoint(run, step, {"recipe": record["recipe"]}, weights)
-    recipe = kind(resolved.build(kind.Config))
+    recipe = recipe_class(resolved.build(recipe_class.Config))
     recipe.prepared = run / "prepared"
     model = recipe.model()
     initial = recipe.weights(model)

@@ -105,7 +105,7 @@ class OwnTrainer:
                 job_start.job_folder,
                 remarks,
                 job_start.trained,
-                folder_is_held=True,
+                folder_is_locked=True,
             )
         with taken.visible():
             self._run = DrivenRun(kind, resolved, start)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from unisono.errors import RecipeError
 from unisono.parallel.materialize import fill_shard, is_on_meta
-from unisono.parallel.strategy import ForwardWrapper, Strategy, local_norm
+from unisono.parallel.strategy import ForwardWrapper, Strategy, local_norm, local_part
 
 
 class FSDP(Strategy):
@@ -79,7 +79,7 @@ class FSDP(Strategy):
     def _make_shards(self, wrapper: ForwardWrapper, device: torch.device) -> None:
         """Fills the shards of a model on the meta device; each rank reads only its own rows."""
         assert self._weights is not None
-        shards = ((name, _local(parameter.detach())) for name, parameter in wrapper.named_parameters())
+        shards = ((name, local_part(parameter.detach())) for name, parameter in wrapper.named_parameters())
         # Tensors that are already real: buffers, a LoRA.
         real = {name: tensor.clone() for name, tensor in (*wrapper.named_buffers(), *shards) if not tensor.is_meta}
         wrapper.to_empty(device=device)
@@ -88,7 +88,7 @@ class FSDP(Strategy):
                 buffer.copy_(real[name])
             for name, parameter in wrapper.model.named_parameters():
                 if f"model.{name}" in real:
-                    _local(parameter).copy_(real[f"model.{name}"])
+                    local_part(parameter).copy_(real[f"model.{name}"])
                 elif isinstance(parameter, DTensor):
                     placement, rows = self.placement, parameter.shape[0]
                     fill_shard(name, parameter.to_local(), placement.rank, placement.world, rows, self._weights)
@@ -102,14 +102,14 @@ class FSDP(Strategy):
         self.weights_changed()
         self._whole = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         with torch.no_grad():
-            return [(name, nn.Parameter(_local(parameter.detach()))) for name, parameter in self._whole.items()]
+            return [(name, nn.Parameter(local_part(parameter.detach()))) for name, parameter in self._whole.items()]
 
     def gradients(self) -> list[Tensor]:
         """The gradients of this rank's shards and of replicated weights, whose gradients it sums over the ranks."""
         gradients = []
         for name, local in self.parameters:
             gradient = self._whole[name].grad
-            local.grad = None if gradient is None else _local(gradient)
+            local.grad = None if gradient is None else local_part(gradient)
             if local.grad is not None:
                 gradients.append(local.grad)
         self._replicated_gradients = [
@@ -153,7 +153,7 @@ class FSDP(Strategy):
     def as_stored(self, name: str, local: Tensor) -> Tensor:
         """The shard as a DTensor, which knows its position in the whole weight."""
         whole = self._whole[name]
-        if not isinstance(whole, DTensor):
+        if not isinstance(whole, DTensor) or local.shape != whole.to_local().shape:
             return local
         # from_local would copy an offloaded shard to the mesh's device, and loading would fill the copy. It would also
         # infer shape and stride from the shard, which is wrong for uneven shards.
@@ -167,10 +167,6 @@ class FSDP(Strategy):
         for module in self.wrapped.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:

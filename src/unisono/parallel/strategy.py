@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from unisono.errors import RecipeError
 from unisono.parallel.buffers import BufferSlots
@@ -167,7 +168,7 @@ class Strategy(ABC):
         return dict(self.parameters)[name].shape
 
     def as_stored(self, name: str, local: Tensor) -> Tensor:
-        """A tensor shaped like this rank's part of weight `name`, as a checkpoint stores it."""
+        """A tensor that belongs to weight `name`, as a checkpoint stores it; one of another shape is returned as is."""
         return local
 
     def weights_changed(self) -> None:  # noqa: B027 (most strategies have nothing to do)
@@ -203,6 +204,11 @@ def unused_weights(names: Sequence[str], *, sharded: bool = False) -> RecipeErro
 def sparse_gradient(name: str = "a weight") -> RecipeError:
     """The error, on any number of ranks, for a gradient that is not dense."""
     return RecipeError(f"the gradient of {name} is sparse, and ranks sum dense gradients; use a dense operation")
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_norm(tensors: list[Tensor], device: torch.device) -> Tensor:

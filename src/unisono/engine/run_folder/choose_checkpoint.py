@@ -9,7 +9,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from unisono.checkpoint.commit import read_best
 from unisono.checkpoint.find import list_steps, newest_valid, validate
@@ -20,7 +19,7 @@ from unisono.engine.rank_context import RankContext
 from unisono.engine.resume import ChosenCheckpoint, find_checkpoint, restore, run_id, why_incompatible, why_unusable
 from unisono.engine.run_folder.enter import EnteredRun
 from unisono.engine.step.components import Components
-from unisono.parallel.strategy import Strategy
+from unisono.parallel.strategy import Strategy, local_part
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ def _newest_compatible(
 def _not_finite(strategy: Strategy) -> list[str]:
     """Names of weights with nan or inf in this rank's part, and of buffers with nan (a mask may hold inf)."""
     weights = dict(strategy.model.named_parameters()).keys()
-    local = {name: _local(tensor) for name, tensor in strategy.tensors().items()}
+    local = {name: local_part(tensor) for name, tensor in strategy.tensors().items()}
     floating = {name: tensor for name, tensor in local.items() if tensor.is_floating_point() and tensor.numel()}
     return [name for name, tensor in floating.items() if not _is_finite(tensor, is_weight=name in weights)]
 
@@ -157,7 +156,3 @@ def _weights_in(path: Path) -> Iterator[Tensor]:
 def _is_finite(tensor: Tensor, *, is_weight: bool) -> bool:
     wrong = tensor.isfinite().logical_not() if is_weight else tensor.isnan()
     return not bool(wrong.any())
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

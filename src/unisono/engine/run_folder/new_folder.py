@@ -33,7 +33,7 @@ def read_own(path: str) -> dict[str, Any] | None:
     return record
 
 
-def hold_folder(resolved: Resolved, recipe: str) -> tuple[Resolved, FolderLock]:
+def lock_folder(resolved: Resolved, recipe: str) -> tuple[Resolved, FolderLock]:
     """Locks the run folder before anything reads it; creates a new one if the user named none."""
     path = resolved.values["output_dir"]
     if path is not None:
@@ -60,9 +60,9 @@ def default_folder(recipe: str) -> str:
     return f"runs/{recipe.lower()}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def defaults_of(kind: type[Recipe]) -> dict[str, Any]:
+def defaults_of(recipe_class: type[Recipe]) -> dict[str, Any]:
     """The default of every setting, as the recipe's `--help` shows it."""
-    return with_recipe_defaults((Settings, kind.Config), kind.defaults).to_json()["values"]  # type: ignore[no-any-return]
+    return with_recipe_defaults((Settings, recipe_class.Config), recipe_class.defaults).to_json()["values"]  # type: ignore[no-any-return]
 
 
 def versions() -> dict[str, str]:

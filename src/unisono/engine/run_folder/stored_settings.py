@@ -78,41 +78,56 @@ def continue_run(
     """
     if record is None:
         return resolved
-    broken = [key for key in ("config", "sources", "seed") if key not in record]
-    batch = record.get("global_batch", 1)
-    sound = isinstance(batch, int) and 1 <= batch <= LARGEST_BATCH
-    if not sound or (record.get("recipe") == recipe and broken):
-        raise UserError(f"{where}: its run.json is damaged; restore it, or choose another folder")
-    if record.get("recipe") != recipe:
-        raise UserError(f"{where} holds a run of {record.get('recipe')}, not {recipe}; choose another folder")
+    _check_record(record, recipe, where)
     other_run = "leave out --resume" if where.startswith("resume ") else "start a new output_dir"
     seed = resolved.values["seed"]
-    if resolved.explicit("seed") and seed != record.get("seed"):
-        raise UserError(f"seed {seed} differs from this run's {record.get('seed')}; leave the flag out, or {other_run}")
+    if resolved.explicit("seed") and seed != record["seed"]:
+        raise UserError(f"seed {seed} differs from this run's {record['seed']}; leave the flag out, or {other_run}")
     try:
-        before = Resolved.from_json(classes, {"values": record["config"], "sources": record["sources"]})
+        before = settings_in(record, classes)
     except ConfigError as error:
         raise UserError(
             f"{where}: its run.json cannot be used ({error}); restore it, or choose another folder"
         ) from None
     for name in (*FIXED, *fixed):
-        if name not in record["config"]:  # only a checkpoint is left of the run: the stored value is unknown
-            continue
-        if resolved.explicit(name) and not _is_same(resolved.values[name], before.values[name]):
-            now, then, by_file = resolved.values[name], before.values[name], resolved.sources[name] == "file"
-            remedy = f"give --{name} {then}" if by_file else "leave the flag out"
-            if _is_gone(then):
-                remedy = f"if the data was moved, give a path that ends in {_last_part(then)}"
-            raise UserError(
-                f"{name} {now}{' (config file)' * by_file} differs from this run's {then}, and it cannot change "
-                f"within a run; {remedy}, or {other_run}"
-            )
+        if name in record["config"]:  # otherwise only a checkpoint is left of the run, and the stored value is unknown
+            _check_fixed(name, resolved, before.values[name], other_run)
     kept = {
         name: before.values[name]
         for name in record["config"]
         if not resolved.explicit(name) and name not in _OF_THE_START
     }
     return resolved.with_values("run", **{**kept, "seed": record["seed"]})
+
+
+def settings_in(record: Mapping[str, Any], classes: Sequence[type]) -> Resolved:
+    """The settings that a run.json stores."""
+    return Resolved.from_json(classes, {"values": record["config"], "sources": record["sources"]})
+
+
+def _check_record(record: Mapping[str, Any], recipe: str, where: str) -> None:
+    """Refuses a run.json that is damaged or belongs to another recipe."""
+    is_complete = all(key in record for key in ("config", "sources", "seed"))
+    batch = record.get("global_batch", 1)
+    has_valid_batch = isinstance(batch, int) and 1 <= batch <= LARGEST_BATCH
+    if not has_valid_batch or (record.get("recipe") == recipe and not is_complete):
+        raise UserError(f"{where}: its run.json is damaged; restore it, or choose another folder")
+    if record.get("recipe") != recipe:
+        raise UserError(f"{where} holds a run of {record.get('recipe')}, not {recipe}; choose another folder")
+
+
+def _check_fixed(name: str, resolved: Resolved, before: Any, other_run: str) -> None:
+    """Refuses another value of a setting that cannot change within a run."""
+    now, is_from_file = resolved.values[name], resolved.sources[name] == "file"
+    if not resolved.explicit(name) or _is_same(now, before):
+        return
+    remedy = f"give --{name} {before}" if is_from_file else "leave the flag out"
+    if _is_gone(before):
+        remedy = f"if the data was moved, give a path that ends in {_last_part(before)}"
+    raise UserError(
+        f"{name} {now}{' (config file)' * is_from_file} differs from this run's {before}, and it cannot change within "
+        f"a run; {remedy}, or {other_run}"
+    )
 
 
 def _is_same(now: Any, before: Any) -> bool:
@@ -147,7 +162,7 @@ def changed_settings(
     """Settings of the run that differ from its last start: name -> [old value, new value]."""
     if record is None:
         return {}
-    before = Resolved.from_json(classes, {"values": record["config"], "sources": record["sources"]}).to_json()["values"]
+    before = settings_in(record, classes).to_json()["values"]
     now = resolved.to_json()["values"]
     # Settings that follow from the run's length are derived again, unless the user sets them now.
     by_length = {name for name, source in record["sources"].items() if source == BY_LENGTH}

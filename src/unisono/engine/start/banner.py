@@ -40,7 +40,7 @@ def banner_of(run: TrainingRun, folder: str) -> str:
         ),
         "model": f"{weights:,} parameters" + (f", {trainable:,} trained" if trainable != weights else ""),
         "data": f"{num_samples:,} samples"
-        + (f", {len(eval_dataset):,} for evaluation" if eval_dataset is not None else ""),
+        + (f", {len(eval_dataset):,} for evaluation" if eval_dataset is not None else ""),  # type: ignore[arg-type]
         "steps": steps + (f", from {components.state.step:,}" if components.state.step else ""),
         "folder": folder,
         "in short": _in_short(strategy.name, world, placement.device, precision.mixed_precision, batch.accumulation),

@@ -166,7 +166,7 @@ class DrivenRun:
 
     trainer: DrivenTrainer
 
-    def __init__(self, kind: type[Recipe], resolved: Resolved, start: RankStart) -> None:
+    def __init__(self, recipe_class: type[Recipe], resolved: Resolved, start: RankStart) -> None:
         settings = resolved.build(Settings)
         check_settings(settings)
         self._world, self._start = start.world, start
@@ -175,12 +175,12 @@ class DrivenRun:
         self._open = ExitStack()
         self._heartbeat = Heartbeat(start.world.rank, start.job_folder)
         try:
-            self._begin(kind, resolved, start, settings)
+            self._begin(recipe_class, resolved, start, settings)
         except BaseException:
             self._open.close()
             raise
 
-    def _begin(self, kind: type[Recipe], resolved: Resolved, start: RankStart, settings: Settings) -> None:
+    def _begin(self, recipe_class: type[Recipe], resolved: Resolved, start: RankStart, settings: Settings) -> None:
         limits = Limits(settings.launch.hang_timeout, settings.launch.start_timeout)
         watchdog = self._open.enter_context(Watchdog(self._heartbeat, self._world, limits))
         if not dist.is_initialized():  # successive runs of one process share the process group
@@ -192,7 +192,7 @@ class DrivenRun:
             BetweenCalls(self._stop, lambda: (run := me()) is not None and run.on_signal_between())
         )
         with self._stop:
-            self._session = Session.enter(kind, resolved, start, self._stop, self._heartbeat)
+            self._session = Session.enter(recipe_class, resolved, start, self._stop, self._heartbeat)
             self._open.callback(self._session.close)
             self.folder = watchdog.run_folder = self._session.folder
             watchdog.record_event = lambda what, details: append_event(self.folder, what, **details)

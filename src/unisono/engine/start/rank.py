@@ -66,13 +66,13 @@ def _train(folder: Path, trained: Event) -> Kind:
 
     job = json.loads((folder / "job.json").read_text())
     adopt_typed(job.get("typed", {}))
-    is_held = job.get("folder_is_held", False)
-    start = RankStart(detect(), job["requested_devices"], folder, job["remarks"], trained, folder_is_held=is_held)
+    is_locked = job.get("folder_is_locked", False)
+    start = RankStart(detect(), job["requested_devices"], folder, job["remarks"], trained, folder_is_locked=is_locked)
     if "call" in job:
         return _call(job, start)
-    kind = load_recipe(job["recipe"])
-    resolved = Resolved.from_json((Settings, kind.Config), job["resolved"])
-    result = run_session(kind, resolved, start)
+    recipe_class = load_recipe(job["recipe"])
+    resolved = Resolved.from_json((Settings, recipe_class.Config), job["resolved"])
+    result = run_session(recipe_class, resolved, start)
     if start.world.local_rank == 0:  # each machine has a job folder of its own
         (folder / "result.json").write_text(json.dumps({**asdict(result), "folder": str(result.folder)}))
     return "stopped" if result.status == "stopped" else "done"

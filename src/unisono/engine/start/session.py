@@ -93,7 +93,7 @@ class Session:
     ) -> Session:
         """Locks the run folder and settles the run's settings; every rank calls it."""
         rank = RankContext(start.world, Agreement(alone=start.world.size == 1), stop, heartbeat)
-        entered = enter_run_folder(recipe_class, resolved, rank, is_held=start.folder_is_held)
+        entered = enter_run_folder(recipe_class, resolved, rank, is_locked=start.folder_is_locked)
         path, number = entered.folder.path, start.world.rank
 
         def note_fault(fault: Fault, step: int) -> None:

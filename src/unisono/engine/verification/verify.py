@@ -28,7 +28,7 @@ from unisono.config.resolve import Resolved
 from unisono.devices import visible_gpus
 from unisono.engine.batch import plan_batch
 from unisono.engine.checks import check_settings
-from unisono.engine.start.run import DevicePlan, plan_devices
+from unisono.engine.start.device_plan import DevicePlan, plan_devices
 from unisono.engine.verification.compare import TOLERANCES, Differences, RunRecord, compare, different_metrics
 from unisono.errors import ConfigError, TrainingFailed, UserError
 from unisono.settings import Settings
@@ -227,11 +227,9 @@ class _Runner:
         self, variant: Variant, resolved: Resolved, devices: DevicePlan, folder: Path, first: int, remark: str
     ) -> RunRecord:
         settings = resolved.build(Settings)
-        if not devices.environ.get("CUDA_VISIBLE_DEVICES"):
-            resolved = resolved.with_values(resolved.sources["gpus"], gpus="0")
         job = {
             "recipe": self._recipe,
-            "resolved": resolved.to_json(),
+            "resolved": devices.applied_to(resolved).to_json(),
             "requested_devices": None,
             "remarks": devices.remarks,
         }
