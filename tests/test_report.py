@@ -496,14 +496,14 @@ def test_a_number_on_the_page_is_the_number_within_the_promised_digits(value: fl
 def test_an_axis_has_few_round_ticks_and_holds_the_values(ends: tuple[float, float]) -> None:
     axis = linear(*ends, 0, 100)
     assert 2 <= len(axis.ticks) <= 12 and len({label for _, label in axis.ticks}) == len(axis.ticks)
-    assert all(-1e-6 <= axis.place(value) <= 100 + 1e-6 for value in ends)
+    assert all(-1e-6 <= axis.position(value) <= 100 + 1e-6 for value in ends)
 
 
 @pytest.mark.parametrize("ends", [(0.0037, 0.53), (1e-9, 1e9), (0.02, 9.0), (1.0, 100.0), (1e-290, 1e290)])
 def test_a_logarithmic_axis_holds_the_values(ends: tuple[float, float]) -> None:
     axis = logarithmic(*ends, 0, 100)
     assert 2 <= len(axis.ticks) <= 12
-    assert all(-1e-6 <= axis.place(value) <= 100 + 1e-6 for value in ends)
+    assert all(-1e-6 <= axis.position(value) <= 100 + 1e-6 for value in ends)
 
 
 def test_a_run_whose_files_cannot_be_read_is_the_users_to_mend(tmp_path: Path) -> None:
