@@ -12,8 +12,7 @@ import json
 import os
 import stat
 from collections.abc import Callable
-from contextlib import suppress
-from io import BufferedWriter, FileIO
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -60,16 +59,6 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> FileIO:
     except BaseException:
         os.close(handle)
         raise
-
-
-def create(path: str | Path) -> BufferedWriter:
-    """Creates an empty file for writing, and removes whatever had its name before (a folder is an OSError).
-
-    Otherwise a link would redirect the writing, and a FIFO would block it.
-    """
-    with suppress(FileNotFoundError):
-        os.unlink(path)
-    return open(path, "xb")
 
 
 def read_json(path: str | Path) -> Any:

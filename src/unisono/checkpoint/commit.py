@@ -27,7 +27,6 @@ from unisono.checkpoint.manifest import (
     Manifest,
     hash_file,
     read_manifest,
-    write_json,
 )
 from unisono.checkpoint.tensor_file import TensorFile
 from unisono.errors import UserError
@@ -80,8 +79,8 @@ def commit(
             raise OSError(f"{staging / name} differs from what its rank wrote; is the folder on a shared file system?")
     (staging / STATE).write_text(extra, encoding="utf-8")
     files = {**shards, STATE: hash_file(staging / STATE, sync=True)}
-    write_json(staging / MANIFEST, Manifest(step, world, identity, files).to_json())
-    sync_folder(staging)
+    manifest = json.dumps(Manifest(step, world, identity, files).to_json(), indent=1)
+    write_atomically(staging / MANIFEST, manifest, durable=True)
     final = staging.parent / step_folder(step)
     if os.path.lexists(final):
         reason = validate(final, identity=identity)

@@ -71,9 +71,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         body = {key: value for key, value in data.items() if key != "sha256"}
         if body["format"] != FORMAT:
-            raise CheckpointError(
-                f"{MANIFEST} has format {body['format']!r}, and this unisono reads {FORMAT}"
-            )
+            raise CheckpointError(f"{MANIFEST} has format {body['format']!r}, and this unisono reads {FORMAT}")
         if data["sha256"] != _checksum(body):
             raise CheckpointError(f"{MANIFEST} is damaged (wrong checksum)")
         files = {name: FileEntry(int(entry["bytes"]), str(entry["sha256"])) for name, entry in body["files"].items()}
@@ -108,14 +106,6 @@ def hash_file(path: Path, *, sync: bool = False) -> FileEntry:
             digest.update(memoryview(block)[:count])
             size += count
     return FileEntry(size, digest.hexdigest())
-
-
-def write_json(path: Path, data: Any) -> None:
-    """Writes a JSON file and flushes it to permanent storage."""
-    with plain_files.create(path) as file:
-        file.write(json.dumps(data, indent=1).encode())
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _checksum(body: Mapping[str, Any]) -> str:

@@ -176,7 +176,7 @@ class Trainer:
             stepped = self._step.run(self._recorder.waiting(self._feed), self._learning_rate(), samples, requests)
         self.state.step, self.state.samples = self.state.step + 1, samples
         self._note_bad(stepped.bad)
-        self._observe(stepped.before)
+        self._observe(stepped.previous)
         self._warm_up_saves()
         return stepped.requests
 

@@ -16,7 +16,6 @@ from unisono.cluster.process_group import COLLECTIVE_TIMEOUT, join_process_group
 from unisono.cluster.signals import StopRequest
 from unisono.config.resolve import Resolved
 from unisono.engine.build.device import find_placement, own_stream, switches
-from unisono.engine.checks import check_settings
 from unisono.engine.length import Result
 from unisono.engine.memory.cpu_heap import kept_heap
 from unisono.engine.rank_context import RankContext
@@ -42,9 +41,7 @@ TrainerT = TypeVar("TrainerT", bound=Trainer)
 
 def run_session(recipe_class: type[Recipe], resolved: Resolved, start: RankStart) -> Result:
     """Trains on this rank; every rank of the run calls it."""
-    settings = resolved.build(Settings)
-    check_settings(settings)
-    world = start.world
+    settings, world = resolved.build(Settings), start.world
     heartbeat = Heartbeat(world.rank, start.job_folder)
     limits = Limits(settings.launch.hang_timeout, settings.launch.start_timeout)
     folder: Path | None = None

@@ -33,7 +33,7 @@ from unisono.engine.step.cuda_graph import GraphedFunction
 from unisono.engine.step.guard import Guard
 from unisono.engine.step.out_of_memory import OutOfMemoryHere, OutOfMemoryTogether, in_one_line, is_out_of_memory
 from unisono.engine.step.precision import autocast
-from unisono.engine.step.sums import CountCheck, flatten_loss, power_of_two_near, row_of, shown
+from unisono.engine.step.sums import CountCheck, describe_metrics, flatten_loss, power_of_two_near, row_of
 from unisono.errors import RecipeError
 from unisono.parallel.strategy import sparse_gradient
 from unisono.settings import Settings
@@ -294,7 +294,7 @@ class GradientAccumulator:
             raise OutOfMemoryHere(attempt.failure) from None
 
     def _act_on(self, agreed: Mapping[str, float], bad: list[BadSample], attempt: Attempt) -> None:
-        """Acts on the result of the exchange: what all ranks met before their last forward pass."""
+        """Acts on the flags that the ranks have exchanged."""
         self.bad = []
         if agreed["bad"]:
             self.bad = sorted((sample for part in self._agreement.all_gather(bad) for sample in part), key=_position)
@@ -321,7 +321,7 @@ class GradientAccumulator:
         if len(results) < len(from_ranks):
             raise OutOfMemoryTogether(attempt.failure)
         if any(names != results[0][0] for names, _, _ in results):
-            here = shown(results[self._strategy.placement.rank if self._world > 1 else 0][0])
+            here = describe_metrics(results[self._strategy.placement.rank if self._world > 1 else 0][0])
             raise RecipeError(f"loss(): metrics differ between ranks (here {here}); keep their names")
         self._names = self._names or results[0][0]
         if self._state.expected_count == 0.0:
@@ -337,7 +337,7 @@ class GradientAccumulator:
 
     def _check_names(self, names: list[str]) -> None:
         if names != self._names:
-            before, now = shown(self._names), shown(names)
+            before, now = describe_metrics(self._names), describe_metrics(names)
             raise RecipeError(f"loss(): metrics were {before} and now are {now}; keep their names")
 
     def _seed_dropout(self, micro_batch: int) -> None:

@@ -64,7 +64,7 @@ class StepReport:
 class StepOutcome:
     """What is known once a step has been launched; its own numbers arrive one step later."""
 
-    before: StepReport | None  # the report of the previous step
+    previous: StepReport | None  # the report of the previous step
     requests: Mapping[str, float]  # what any rank requests, such as to stop
     bad: list[BadSample]  # samples of this step that any rank could not read
 
@@ -132,7 +132,7 @@ class OptimizerStep:
             summed.arriving.wait()
         try:
             self._heartbeat.at("optimizer", self._state.step + 1)
-            before, numbers = self._update(summed.sums)
+            previous, numbers = self._update(summed.sums)
             self._gradient.undo_buffers_where(numbers[_FIXED.index("found_inf")])
         except Exception as error:
             if not is_out_of_memory(error):
@@ -142,7 +142,7 @@ class OptimizerStep:
         host, arrived = _to_host(numbers)
         names = [*_FIXED, *self._group_norms, *summed.names[2:]]
         self._unread = _Unread(self._state.step, samples, learning_rate, names, summed.own, host, arrived)
-        return StepOutcome(before, summed.requests, self._gradient.bad)
+        return StepOutcome(previous, summed.requests, self._gradient.bad)
 
     def try_out(self, micro_batches: Iterator[MicroBatch]) -> None:
         """Runs forward and backward of micro-batches to see whether they fit into memory; changes nothing."""

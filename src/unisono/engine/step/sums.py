@@ -88,7 +88,7 @@ def metrics_in(names: Sequence[str]) -> list[str]:
     return [name.removeprefix(_SUM) for name in names if name.startswith(_SUM)]
 
 
-def shown(names: list[str]) -> str:
+def describe_metrics(names: list[str]) -> str:
     """The metrics among the names of sums, for a message."""
     metrics = metrics_in(names)
     own = {name.removeprefix(_COUNT) for name in names if name.startswith(_COUNT)}
