@@ -62,14 +62,15 @@ def measured(recipe: Any, model: Any, batch_size: int = 96) -> Row:
     import torch
     from torch.utils.data import default_collate
 
-    from unisono.recipes.wan_distill.evaluation import held_out
+    from unisono.recipes.wan_distill.evaluation import held_out_metrics
 
     data = recipe.dataset("eval")
     sums: dict[str, Any] = {}
     with torch.no_grad():
         for start in range(0, len(data), batch_size):
             items = [data[number] for number in range(start, min(len(data), start + batch_size))]
-            for name, (total, count) in held_out(recipe, model.eval(), default_collate(items), torch.float32).items():
+            metrics = held_out_metrics(recipe, model.eval(), default_collate(items), torch.float32)
+            for name, (total, count) in metrics.items():
                 before = sums.get(name, (0.0, 0.0))
                 sums[name] = (before[0] + torch.as_tensor(total), before[1] + torch.as_tensor(count))
     return {name: (total / count).tolist() for name, (total, count) in sums.items()}

@@ -95,7 +95,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def told(root: Path, teacher: str, **changes: Any) -> dict[str, Any]:
+def run_settings(root: Path, teacher: str, **changes: Any) -> dict[str, Any]:
     paths = {"teacher_path": str(root / teacher), "data_path": str(root / "prompts.txt")}
     return {**RUN, **paths, **changes}
 
@@ -104,12 +104,12 @@ def told(root: Path, teacher: str, **changes: Any) -> dict[str, Any]:
 def runs(root: Path) -> dict[str, Outcome]:
     """All runs of this module, by name."""
     planned = [
-        Run(name, f"runs/{name}", world, told(root, teacher, **changes), recipe="wan-distill")
+        Run(name, f"runs/{name}", world, run_settings(root, teacher, **changes), recipe="wan-distill")
         for name, (teacher, world, changes) in RUNS.items()
     ]
     before = {"strategy": "ddp", "max_steps": 3} | ONLINE | TWO
-    planned.append(Run("moved, before", "runs/moved", 2, told(root, "2.1", **before), recipe="wan-distill"))
-    planned.append(Run("moved", "runs/moved", 1, told(root, "2.1", **ONLINE), recipe="wan-distill"))
+    planned.append(Run("moved, before", "runs/moved", 2, run_settings(root, "2.1", **before), recipe="wan-distill"))
+    planned.append(Run("moved", "runs/moved", 1, run_settings(root, "2.1", **ONLINE), recipe="wan-distill"))
     outcomes = many_runs(planned, root)
     for name, outcome in outcomes.items():
         assert "error" not in outcome.main, (name, outcome.main)
@@ -118,7 +118,7 @@ def runs(root: Path) -> dict[str, Outcome]:
 
 def unprepared(root: Path, teacher: str = "2.1", **changes: Any) -> WanDistill:
     """A recipe before its preparation."""
-    values = told(root, teacher, **changes)
+    values = run_settings(root, teacher, **changes)
     return WanDistill(Config(**{name: value for name, value in values.items() if name in vars(Config())}))
 
 
@@ -396,8 +396,8 @@ def test_missing_roll_outs_give_a_one_line_error(root: Path, monkeypatch: pytest
 
 
 def test_a_killed_run_generates_nothing_twice(root: Path, tmp_path: Path) -> None:
-    changes = {"rollouts": 12, "rollout_batch": 2, "teacher_steps": 6}
-    values = told(root, "2.1", **changes, max_steps=2, eval_every=-1, preview_every=-1)
+    changes = {"rollouts": 12, "rollout_batch": 2, "teacher_steps": 6, "max_steps": 2}
+    values = run_settings(root, "2.1", **changes, eval_every=-1, preview_every=-1)
     train = ["train", "wan-distill", *(f"--{name}={value}" for name, value in values.items()), "--output_dir", "killed"]
     blocks = tmp_path / "killed" / "prepared" / "rollouts"
     process = start(["-m", "unisono", *train], cwd=tmp_path)
@@ -412,8 +412,9 @@ def test_a_killed_run_generates_nothing_twice(root: Path, tmp_path: Path) -> Non
     after = {file.name: (file.stat().st_mtime_ns, file.stat().st_ino) for file in blocks.glob("*.safetensors")}
     assert len(after) == 24 + 1 + 1
     assert {name: after[name] for name in before} == before
-    recipe_of(root, folder="never killed", **changes)
-    assert bytes_of(root / "never killed" / "rollouts") == bytes_of(blocks)
+    never_killed = command(*train[:-1], "whole", cwd=tmp_path)
+    assert never_killed.code == 0, never_killed.err
+    assert bytes_of(tmp_path / "whole" / "prepared" / "rollouts") == bytes_of(blocks)
 
 
 # Losses --------------------------------------------------------------------------------------------------------------
@@ -445,7 +446,9 @@ def test_guidance_changes_at_the_boundary() -> None:
 
 def test_a_student_that_is_its_teacher_has_nothing_to_learn(root: Path, tmp_path: Path) -> None:
     (tmp_path / "same.json").write_text(json.dumps({"num_layers": 2}))
-    values = told(root, "2.1", guidance=1.0, student_config=str(tmp_path / "same.json"), max_steps=1, learning_rate=0.0)
+    values = run_settings(
+        root, "2.1", guidance=1.0, student_config=str(tmp_path / "same.json"), max_steps=1, learning_rate=0.0
+    )
     values |= {"online": True, "feature_weight": 1.0, "rollouts": 4, "output_dir": str(tmp_path / "run")}
     result = unisono.train("wan-distill", **values)
     assert result.metrics["loss"] < 1e-10
@@ -556,7 +559,9 @@ def test_few_steps_are_steps_of_the_teacher(root: Path) -> None:
 
 
 def test_an_out_of_memory_rank_with_a_sharded_teacher_blocks_no_other(root: Path, tmp_path: Path) -> None:
-    values = told(root, "2.1", **ONLINE, strategy="ddp", teacher_device_strategy="balanced", batch_size=2, save_every=1)
+    values = run_settings(
+        root, "2.1", **ONLINE, strategy="ddp", teacher_device_strategy="balanced", batch_size=2, save_every=1
+    )
     values |= {"inject": "oom@rank1:step3:forward", "eval_every": -1, "preview_every": -1}
     flags = [f"--{name}={value}" for name, value in values.items()]
     done = command("train", "wan-distill", *flags, "--nproc", "2", "--output_dir", "run", cwd=tmp_path)

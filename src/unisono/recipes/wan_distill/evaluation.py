@@ -34,7 +34,9 @@ class SampleTime(NamedTuple):
     """The number of timed batches, without warm-up."""
 
 
-def held_out(recipe: WanDistill, model: Experts, batch: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+def held_out_metrics(
+    recipe: WanDistill, model: Experts, batch: Mapping[str, Any], dtype: torch.dtype
+) -> dict[str, Any]:
     """Errors of the velocity by noise level and of the generated latents, and the time per sample."""
     data, text, spec = batch["data"], batch["text"].to(dtype), recipe.setup.rollout_spec
     count = torch.tensor(float(len(data)), dtype=torch.float64, device=data.device)
@@ -58,8 +60,8 @@ def held_out(recipe: WanDistill, model: Experts, batch: Mapping[str, Any], dtype
     }
     metrics |= {name: (count * value, count) for name, value in speed(recipe.teacher_time, recipe.student_time).items()}
     if int(batch["label"].min()) >= 0:
-        metrics |= _shapes(recipe.setup, generated, batch["label"], "")
-        metrics |= _shapes(recipe.setup, data, batch["label"], "teacher_")
+        metrics |= _shape_metrics(recipe.setup, generated, batch["label"], "")
+        metrics |= _shape_metrics(recipe.setup, data, batch["label"], "teacher_")
     return {"loss": metrics["velocity_error"], **metrics}
 
 
@@ -106,7 +108,7 @@ def generate(setup: Setup, model: Experts, begin: Tensor, text: Tensor) -> Tenso
         return sample(model, begin, (text, text), scheduler, steps=steps, guidance=1.0)
 
 
-def _shapes(setup: Setup, latents: Tensor, labels: Tensor, prefix: str) -> dict[str, Any]:
+def _shape_metrics(setup: Setup, latents: Tensor, labels: Tensor, prefix: str) -> dict[str, Any]:
     """For the built-in shapes: the number of samples that show the colour and the shape of their prompt."""
     from unisono.recipes.wan.tiny.classifier import recognised
 

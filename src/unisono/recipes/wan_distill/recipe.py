@@ -233,9 +233,9 @@ class WanDistill(WanRecipe):
 
     def evaluate(self, model: nn.Module, batch: Any, noise: Noise) -> Mapping[str, Any]:
         """The distance between student and teacher, and the student's speed-up."""
-        from unisono.recipes.wan_distill.evaluation import held_out
+        from unisono.recipes.wan_distill.evaluation import held_out_metrics
 
-        return held_out(self, model, batch, self.compute_dtype(model, batch["data"]))  # type: ignore[arg-type]
+        return held_out_metrics(self, model, batch, self.compute_dtype(model, batch["data"]))  # type: ignore[arg-type]
 
     def preview(self, model: nn.Module, step: int) -> Mapping[str, Any] | None:
         """Samples of teacher and student from the same prompts and noise, side by side."""

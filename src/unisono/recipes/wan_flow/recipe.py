@@ -193,13 +193,16 @@ class WanFlow(WanRecipe):
         """[batch, C, f, h, w] latents and [batch, length, width] text embeddings."""
         import torch
 
-        from unisono.recipes.wan.models.text import pad
-
         if "latent" in batch:
             return batch["latent"], batch["text"]
+        return self._vae.encode_frames(batch["frames"]), torch.stack(self._embeddings(batch["caption"]))
+
+    def _embeddings(self, captions: Sequence[str]) -> list[Tensor]:
+        """[text length, width] the text embedding of each caption, computed by the frozen text encoder."""
+        from unisono.recipes.wan.models.text import pad
+
         length = self.setup.encoders.text_length
-        rows = [pad(row, length) for row in self._text_encoder.encode(batch["caption"], length)]
-        return self._vae.encode_frames(batch["frames"]), torch.stack(rows)
+        return [pad(rows, length) for rows in self._text_encoder.encode(captions, length)]
 
     def _inputs(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Like `_encoded`, with the text in the dtype that the model computes in."""
@@ -213,10 +216,8 @@ class WanFlow(WanRecipe):
 
     def text(self, caption: str) -> Tensor:
         """[text length, width] the text embedding of a caption."""
-        from unisono.recipes.wan.models.text import pad
-
-        length, cached = self.setup.encoders.text_length, self.data.text(caption)
-        return cached if cached is not None else pad(self._text_encoder.encode([caption], length)[0], length)
+        cached = self.data.text(caption)
+        return cached if cached is not None else self._embeddings([caption])[0]
 
     @cached_property
     def _no_caption(self) -> dict[Any, Tensor]:
@@ -245,13 +246,13 @@ class WanFlow(WanRecipe):
 
     def evaluate(self, model: nn.Module, batch: Any, noise: Noise) -> Mapping[str, Any]:
         """The loss at fixed noise levels; for the built-in shapes also what is generated."""
-        from unisono.recipes.wan_flow.evaluation import generated_shapes, loss_by_level
+        from unisono.recipes.wan_flow.evaluation import loss_by_level, shape_metrics
 
         latent, text = self._inputs(model, batch)
         metrics = loss_by_level(self.setup.flow, model, latent, text, noise, self.config.eval_levels)  # type: ignore[arg-type]
         if "colour" not in batch:
             return metrics
-        return {**metrics, **generated_shapes(self, model, batch, text, noise)}  # type: ignore[arg-type]
+        return {**metrics, **shape_metrics(self, model, batch, text, noise)}  # type: ignore[arg-type]
 
     def preview(self, model: nn.Module, step: int) -> Mapping[str, Any] | None:
         """Samples that the model generates from some captions, always from the same noise."""
