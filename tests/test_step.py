@@ -19,7 +19,7 @@ from unisono.data.noise import Noise
 from unisono.data.order import Order
 from unisono.engine.step.learning_rate import learning_rate_factor, learning_rate_scale
 from unisono.engine.step.sums import power_of_two_near
-from unisono.parallel.buffers import KeptBuffers
+from unisono.parallel.buffers import BufferBackup
 from unisono.settings import OptimSettings
 
 NUM_SAMPLES, GLOBAL_BATCH = 20, 6
@@ -212,14 +212,14 @@ def test_buffers_are_put_back_on_the_device_without_asking_the_host() -> None:
             self.latest = x[-1]
 
     model, generator = Remembers(), torch.Generator().manual_seed(0)
-    kept = KeptBuffers(model)
+    backup = BufferBackup(model)
     for step in range(6):
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        kept.keep()
-        assert kept.num_copied == (6 if step < 3 else 5), "the table is copied only until it is known to be one"
+        backup.save()
+        assert backup.num_copied == (6 if step < 3 else 5), "the table is copied only until it is known to be one"
         model(torch.randn(4, 2, generator=generator))
-        kept.find_tables()
-        kept._undo_on_device(torch.tensor(step % 2 == 1))
+        backup.find_constants()
+        backup._undo_on_device(torch.tensor(step % 2 == 1))
         after = dict(model.named_buffers())
         changed = {name for name in before if not torch.equal(before[name], after[name])}
         assert changed == (set() if step % 2 else set(before) - {"table"})

@@ -74,7 +74,7 @@ def main(strategy: str, blocks: int, recompute: str, frames: int) -> float:
         made.begin_step(guarded=False)
         with made.accumulating(last=True):
             total = made.train(loss, noisy, text)["total"]
-        made.arm()
+        made.reduce_in_backward()
         total.backward()
         del total
         tensors = made.gradients()

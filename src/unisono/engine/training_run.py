@@ -32,7 +32,7 @@ class TrainingRun:
     checkpoint: ChosenCheckpoint  # the one that was restored, if any
     start_step: int
     length: Length
-    save_group: dist.ProcessGroup | None  # for the collectives of saves, which run in a thread of their own
+    save_group: dist.ProcessGroup | None  # for the collectives of saves, which run in a separate thread
     work: Work  # this rank's part of the recipe's own work
     remarks: list[str]  # notes for the user, from every phase of the start
 

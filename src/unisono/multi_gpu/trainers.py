@@ -257,7 +257,7 @@ class OwnTrainer:
         """Goes on from a checkpoint, of any strategy and number of GPUs; the last epoch that was done by then."""
         self._run.decide(lambda: check_there(Path(path)))
         found = self._run.checkpoint_at(str(path))
-        self._do(lambda engine: engine.go_on_from(found))
+        self._do(lambda engine: engine.continue_from(found))
         self._resumed = 0
         return self._recipe.story.number(self._engine.state.samples)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-_OBSERVED_STEPS = 3  # steps that must not change a buffer before it counts as a constant table
+_OBSERVED_STEPS = 3  # steps that must not change a buffer before it counts as constant
 
 
 class BufferSlots:
@@ -81,10 +81,10 @@ class _Before:
     slot: int
     tensor: Tensor
     version: int
-    copy: Tensor | None  # None for a constant table
+    copy: Tensor | None  # None for a constant buffer
 
 
-class KeptBuffers:
+class BufferBackup:
     """Copies a model's buffers at the start of each step, and restores them if the step does not count."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -94,18 +94,18 @@ class KeptBuffers:
         self._copies: dict[int, Tensor] = {}  # memory for the copies, by slot
         self._before: list[_Before] = []
 
-    def keep(self) -> None:
+    def save(self) -> None:
         """Copies the buffers, at the beginning of a step."""
         if not len(self._slots):
             return
         now = [(slot, tensor) for slot in range(len(self._slots)) if (tensor := self._slots[slot]) is not None]
-        copied = [(slot, tensor) for slot, tensor in now if tensor.numel() > 0 and not self._is_table(slot)]
+        copied = [(slot, tensor) for slot, tensor in now if tensor.numel() > 0 and not self._is_constant(slot)]
         copies = {slot: self._memory_for(slot, tensor) for slot, tensor in copied}
         with torch.no_grad():
             _copy_all(list(copies.values()), [tensor.detach() for _, tensor in copied])
         self._before = [_Before(slot, tensor, tensor._version, copies.get(slot)) for slot, tensor in now]
 
-    def _is_table(self, slot: int) -> bool:
+    def _is_constant(self, slot: int) -> bool:
         return self._unchanged[slot] >= _OBSERVED_STEPS and slot not in self._changing
 
     def _memory_for(self, slot: int, tensor: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class KeptBuffers:
             memory = self._copies[slot] = torch.empty_like(tensor, requires_grad=False)
         return memory
 
-    def find_tables(self) -> None:
+    def find_constants(self) -> None:
         """Notes which buffers a step did not change; called after its last backward pass.
 
         In the first steps the host waits for the device and compares values, because `buffer.data.mul_()` and recorded
@@ -160,11 +160,11 @@ class KeptBuffers:
     def _undo_on_device(self, skipped: Tensor) -> None:
         for before in self._before:
             now = self._slots[before.slot]
-            kept = before.tensor if before.copy is None else before.copy
+            old = before.tensor if before.copy is None else before.copy
             if now is None or (before.copy is None and now is before.tensor):
                 continue
-            if _is_like(now, kept):
-                chosen = torch.where(skipped.to(now.device), kept, now, out=now if now is before.tensor else None)
+            if _is_like(now, old):
+                chosen = torch.where(skipped.to(now.device), old, now, out=now if now is before.tensor else None)
                 if now is not before.tensor:  # a new tensor may share memory with a batch or a weight
                     self._slots[before.slot] = chosen
             elif bool(skipped):  # the shape has changed: here the host waits for the device

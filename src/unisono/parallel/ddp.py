@@ -68,12 +68,12 @@ class DDP(Strategy):
         """call(model, *arguments); backward averages its gradients over the ranks."""
         return self._wrapped(call, *arguments)
 
-    def keep_gradients(self) -> bool:
+    def fix_gradient_addresses(self) -> bool:
         """Keeps gradients in the buckets, if their layout can be fixed before the first reduction."""
         return self.guardable and self.settings.gradient_as_bucket_view
 
     @property
-    def gradients_stay(self) -> bool:
+    def has_fixed_gradients(self) -> bool:
         """In guarded steps, once the buckets are final; the averaged gradients are there too."""
         return self._views is not None
 
@@ -94,14 +94,14 @@ class DDP(Strategy):
                 parameter.grad = view
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[None]:
-        """A context for a forward pass whose gradients are not reduced yet; if steps can be guarded, until `arm`."""
+        """A context for a forward pass whose gradients stay local; all do if `reduce_in_backward` can start reducing."""
         # static_graph records the graph in its first backward pass and asserts that it is not under no_sync. Reducing
         # once more is harmless: the average of equal gradients is the gradient.
         must_sync = not self.guardable and (last or (self.settings.static_graph and self._first_forward))
         self._first_forward = False
         return nullcontext() if must_sync else self._wrapped.no_sync()
 
-    def arm(self) -> None:
+    def reduce_in_backward(self) -> None:
         """Makes the next backward pass reduce gradients over the ranks."""
         if self.guardable:
             self._wrapped(_nothing)  # DDP prepares for backward in its forward pass, whatever that computes

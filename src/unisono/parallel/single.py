@@ -16,23 +16,23 @@ class Single(Strategy):
     name = "single"
 
     def _set_up(self, wrapper: ForwardWrapper, blocks: Sequence[nn.Module]) -> nn.Module:
-        self._keeps_gradients = self._all_placed = False
+        self._fixes_gradients = self._all_placed = False
         self._placed: set[nn.Parameter] = set()  # parameters whose gradients have their own memory
         return wrapper.to(self.placement.device)
 
-    def keep_gradients(self) -> bool:
+    def fix_gradient_addresses(self) -> bool:
         """Keeps the gradients of weights that the loss uses; others get none, or the optimizer would update them."""
-        self._keeps_gradients = True
+        self._fixes_gradients = True
         return True
 
     @property
-    def gradients_stay(self) -> bool:
+    def has_fixed_gradients(self) -> bool:
         """True once a whole step has produced no gradient at a new address."""
         return self._all_placed
 
     def clear_gradients(self) -> None:
         """Frees the gradients, or zeroes them."""
-        if not self._keeps_gradients:
+        if not self._fixes_gradients:
             super().clear_gradients()
             return
         used = [parameter for parameter in self._all_parameters if parameter.grad is not None]

@@ -110,7 +110,7 @@ class Strategy(ABC):
         """A context for a forward pass; only the last micro-batch of a step needs to reduce gradients."""
         return nullcontext()
 
-    def arm(self) -> None:  # noqa: B027
+    def reduce_in_backward(self) -> None:  # noqa: B027
         """Called after the last forward pass of a step that is not guarded: its backward pass reduces gradients."""
 
     def reduce(self) -> None:  # noqa: B027
@@ -130,12 +130,12 @@ class Strategy(ABC):
             if parameter.grad is not None and parameter.grad.layout != torch.strided:
                 raise sparse_gradient(name)
 
-    def keep_gradients(self) -> bool:
+    def fix_gradient_addresses(self) -> bool:
         """Keeps gradients at fixed addresses after the first steps; returns False if the strategy cannot."""
         return False
 
     @property
-    def gradients_stay(self) -> bool:
+    def has_fixed_gradients(self) -> bool:
         """Whether gradients are at the same addresses in every step from now on."""
         return False
 

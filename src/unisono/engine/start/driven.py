@@ -131,7 +131,7 @@ class DrivenTrainer(Trainer):
             raise TrainingFailed(f"no checkpoint could be saved in {folder}: {result.error}")
         return result.path
 
-    def go_on_from(self, checkpoint: Path) -> None:
+    def continue_from(self, checkpoint: Path) -> None:
         """Restores a checkpoint: weights, optimizer state and position in the data."""
         self._settle()
         self._report_saves(wait=True)

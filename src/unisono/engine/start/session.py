@@ -67,7 +67,7 @@ def run_session(recipe_class: type[Recipe], resolved: Resolved, start: RankStart
 
 
 def join_ranks(world: World, settings: Settings, limits: Limits) -> None:
-    """Creates the process group; returns when all ranks are there."""
+    """Creates the process group; returns once all ranks have joined."""
     join_process_group(
         world,
         find_placement(world, settings).device,

@@ -143,7 +143,7 @@ class GradientAccumulator:
         attempt, before = Attempt(trial=True), (self._names, self._state.expected_count)
         total: Tensor | None = None
         self._guard.begin()
-        self._guard.buffers.keep()
+        self._guard.buffers.save()
         try:
             # The second one needs more memory: the gradients of the first exist.
             for number, micro in enumerate(itertools.islice(micro_batches, 2)):
@@ -178,7 +178,7 @@ class GradientAccumulator:
             self._guard.note_shape(micro.data)
             if number == 0:
                 self._strategy.begin_step(guarded=self._guard.is_needed)
-                self._guard.buffers.keep()
+                self._guard.buffers.save()
             if last:
                 mine = {"oom": attempt.failure is not None, "guard": self._guard.is_needed, "bad": len(bad)}
                 exchange = self._agreement.start({**requests, **mine})
@@ -248,7 +248,7 @@ class GradientAccumulator:
 
     def _may_replay(self, micro: MicroBatch, inject_nan: bool) -> bool:
         """Whether to replay the recording: names and gradient addresses are settled, the micro-batch is ordinary."""
-        is_settled = bool(self._names) and self._strategy.gradients_stay
+        is_settled = bool(self._names) and self._strategy.has_fixed_gradients
         return is_settled and not (inject_nan or micro.is_dummy)
 
     def _replay(self, data: Any, positions: Tensor, attempt: Attempt) -> None:
@@ -268,7 +268,7 @@ class GradientAccumulator:
     def _backward(self, total: Tensor, attempt: Attempt, *, last: bool) -> None:
         reduces = last and not attempt.guarded
         if reduces:
-            self._strategy.arm()
+            self._strategy.reduce_in_backward()
             if self._world > 1:
                 # Overlaps with the last backward pass, so it costs nothing.
                 assert attempt.sums is not None

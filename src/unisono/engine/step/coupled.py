@@ -54,7 +54,7 @@ class CoupledGradientAccumulator(GradientAccumulator):
             self._guard.note_shape(micro.data)
             if not micros:
                 self._strategy.begin_step(guarded=self._guard.is_needed)
-                self._guard.buffers.keep()
+                self._guard.buffers.save()
             if micro.chunk.last:
                 self._guard.buffers.rewind()  # earlier passes are repeated with a graph: only those may change buffers
             embedded.append(self._embed(micro, len(micros), attempt, graph=micro.chunk.last, last=not micros))

@@ -171,7 +171,7 @@ class OptimizerStep:
     def _update(self, sums: Tensor) -> tuple[StepReport | None, Tensor]:
         """Normalises, clips and steps; returns the previous step's report, and this step's numbers on the device."""
         previous = self.settle()  # updates the average before the weights change again
-        updated = self._graphed(sums) if self._graphed is not None and self._strategy.gradients_stay else None
+        updated = self._graphed(sums) if self._graphed is not None and self._strategy.has_fixed_gradients else None
         return previous, self._apply(sums) if updated is None else updated
 
     def _apply(self, sums: Tensor) -> Tensor:

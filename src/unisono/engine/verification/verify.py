@@ -82,7 +82,7 @@ class VariantResult:
 
     variant: Variant
     role: str
-    """"reference", "repeat" (the reference once more) or "variant"."""
+    """"reference", "repeat" (the second run of the reference) or "variant"."""
     differences: Differences | None = None
     failure: VariantFailed | None = None
 
