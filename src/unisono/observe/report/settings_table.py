@@ -38,7 +38,9 @@ def settings_rows(
 ) -> tuple[list[SettingRow], list[SettingRow], list[SettingRow]]:
     """Returns the settings that differ from their defaults, the recipe's own, and all others."""
     fields = {field.name: field for field in fields_of(Settings)}
-    changed, own, unchanged = [], [], []
+    changed: list[SettingRow] = []
+    own: list[SettingRow] = []
+    unchanged: list[SettingRow] = []
     for name, value in list(config.items())[:_MAX_SETTINGS]:
         field = fields.get(name)
         default = shown(defaults[name]) if name in defaults else "" if field is None else shown(field.default)
