@@ -697,8 +697,8 @@ def test_faults_of_a_save_happen_in_its_order(tmp_path: Path) -> None:
     passed: list[tuple[str, int, Path | None]] = []
 
     class Spy(Injector):
-        def at(self, phase: str, step: int, made: Path | None = None) -> None:
-            passed.append((phase, step, made))
+        def at(self, phase: str, step: int, saved: Path | None = None) -> None:
+            passed.append((phase, step, saved))
 
     saver = Saver(
         tmp_path,
