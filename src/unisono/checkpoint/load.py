@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.tensor import DTensor
 
+from unisono.checkpoint.all_ranks import RanksFailed, describe_failure, on_all_ranks
 from unisono.checkpoint.find import validate
 from unisono.checkpoint.manifest import CheckpointError
 from unisono.checkpoint.pieces import Piece, ShardReader, pieces_of, whole_shape
 from unisono.checkpoint.snapshot import shapes_of
-from unisono.checkpoint.together import RanksFailed, describe_failure, together
 
 # Each rank reads for itself (and a single rank writes) without a process group, which is intended; torch warns of it.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized, assuming")
@@ -45,7 +45,7 @@ def load(
     CheckpointError.
     """
     try:
-        together(lambda: _check_and_fill(path, tensors, unused), world=world, group=group)
+        on_all_ranks(lambda: _check_and_fill(path, tensors, unused), world=world, group=group)
     except RanksFailed as error:
         raise CheckpointError(f"{path} cannot be loaded: {error}") from None
 

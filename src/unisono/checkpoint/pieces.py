@@ -21,10 +21,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
+from unisono.checkpoint.all_ranks import describe_failure
 from unisono.checkpoint.manifest import SHARD_SUFFIX, CheckpointError
 from unisono.checkpoint.shards import SHARDING_INFO
 from unisono.checkpoint.tensor_file import BadTensorFile, TensorFile
-from unisono.checkpoint.together import describe_failure
 
 
 @dataclass(frozen=True)

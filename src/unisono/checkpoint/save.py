@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from unisono.checkpoint.all_ranks import RanksFailed, describe_failure, on_all_ranks
 from unisono.checkpoint.commit import begin, check_shard, commit, discard, prune, write_best
 from unisono.checkpoint.find import leftovers, leftovers_until, step_folder, validate
 from unisono.checkpoint.load import describe
 from unisono.checkpoint.manifest import FileEntry, read_manifest
 from unisono.checkpoint.shards import shard_name, write_shards
 from unisono.checkpoint.snapshot import Snapshot, State, check_names, fingerprint, shapes_of
-from unisono.checkpoint.together import RanksFailed, describe_failure, together
 from unisono.faults import Injector
 
 T = TypeVar("T")
@@ -174,14 +174,14 @@ class Saver:
         if self._broken is not None:
             raise self._broken
 
-    def _together(self, work: Callable[[], T]) -> list[T]:
-        return together(work, world=self._world, group=self._group)
+    def _on_all_ranks(self, work: Callable[[], T]) -> list[T]:
+        return on_all_ranks(work, world=self._world, group=self._group)
 
     def _run(self, attempt: _Attempt) -> None:
         path, size, error = None, 0, None
         try:
             path, size = self._write(attempt)
-            self._together(lambda: self._clean_up(attempt, path))
+            self._on_all_ranks(lambda: self._clean_up(attempt, path))
         except RanksFailed as problem:  # on all ranks: training continues
             error = describe_failure(problem)
         except Exception as problem:  # the exchange failed because a peer died: this rank must not train on alone
@@ -192,20 +192,20 @@ class Saver:
 
     def _write(self, attempt: _Attempt) -> tuple[Path, int]:
         """Writes and commits a checkpoint; returns its path and size. Fails on every rank if it fails on any."""
-        fingerprints = self._together(lambda: self._ready(attempt))
+        fingerprints = self._on_all_ranks(lambda: self._ready(attempt))
         if len(set(fingerprints)) > 1:
             raise RanksFailed("the ranks do not hold tensors of the same names, shapes and dtypes")
         # Only once every rank is ready, so that an earlier failure leaves nothing to clean up.
-        begun = self._together(lambda: self._begin(attempt))[0]
+        begun = self._on_all_ranks(lambda: self._begin(attempt))[0]
         assert begun is not None
         staging, existing_bytes = begun
         if existing_bytes is not None:
             return staging, existing_bytes
         try:
-            self._together(lambda: self._write_shard(attempt, staging))
-            checked = self._together(lambda: self._check_shard(attempt, staging))
+            self._on_all_ranks(lambda: self._write_shard(attempt, staging))
+            checked = self._on_all_ranks(lambda: self._check_shard(attempt, staging))
             shards = {name: entry for files in checked for name, entry in files.items()}
-            committed = self._together(lambda: self._commit(attempt, staging, shards))[0]
+            committed = self._on_all_ranks(lambda: self._commit(attempt, staging, shards))[0]
         except RanksFailed:
             if self._rank == 0:
                 discard(staging)

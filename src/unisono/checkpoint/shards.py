@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from unisono.checkpoint.all_ranks import RanksFailed, describe_failure
 from unisono.checkpoint.manifest import SHARD_SUFFIX
-from unisono.checkpoint.together import RanksFailed, describe_failure
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
 """The entry of a shard's header with the offsets of its parts, under the name that DCP expects."""

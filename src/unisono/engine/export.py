@@ -15,12 +15,12 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from unisono.checkpoint.all_ranks import RanksFailed
 from unisono.checkpoint.commit import read_best
 from unisono.checkpoint.find import is_step, list_steps, newest_valid, step_folder, validate
 from unisono.checkpoint.load import describe, load_whole
 from unisono.checkpoint.manifest import CheckpointError
 from unisono.checkpoint.tensor_file import BadTensorFile
-from unisono.checkpoint.together import RanksFailed
 from unisono.engine.recipe import Recipe
 from unisono.engine.run_folder.stored_settings import settings_in
 from unisono.engine.start.registry import load_recipe

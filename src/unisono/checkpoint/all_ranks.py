@@ -21,7 +21,7 @@ class RanksFailed(Exception):
     """One or more ranks failed; the message names them with the reasons and is the same on every rank."""
 
 
-def together(work: Callable[[], T], *, world: int, group: dist.ProcessGroup | None) -> list[T]:
+def on_all_ranks(work: Callable[[], T], *, world: int, group: dist.ProcessGroup | None) -> list[T]:
     """Runs `work` on every rank and returns all results to all; raises RanksFailed on all ranks if it fails on any."""
     outcome: tuple[T | None, str | None]
     try:
