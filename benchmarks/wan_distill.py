@@ -238,7 +238,7 @@ def speed(options: argparse.Namespace, place: Path) -> Row:
     setup = recipe.setup
     setup.folder, setup.device = place / "alone", device
     work = Work(place / "alone", device=device)
-    setup.texts.fill(work, setup.encoders.text_encoder, setup.encoders.vae)
+    setup.text_cache.fill(work, setup.encoders.text_encoder, setup.encoders.vae)
     teacher = load(setup, work).to(device)
     from dataclasses import replace
 

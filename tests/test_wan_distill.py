@@ -260,7 +260,7 @@ def test_the_teacher_generates_what_its_pipeline_generates(teacher: str, root: P
         theirs = pipeline(
             prompt_embeds=recipe.setup.text(prompt)[None].float(),
             negative_prompt_embeds=recipe.setup.text("")[None].float(),
-            latents=samples.spec.begin(*samples.items[number])[None],
+            latents=samples.spec.initial_noise(*samples.items[number])[None],
             **{"height": 16, "width": 32, "num_frames": 1, "num_inference_steps": 8, "guidance_scale": 4.0, **two},
             output_type="latent",
         ).frames
@@ -300,7 +300,7 @@ def test_stored_points_lie_on_the_trajectory(root: Path) -> None:
     settings = {"trajectory_weight": 1.0, "trajectory_points": 4, "teacher_steps": 4, "teacher_sampler": "euler"}
     samples = recipe_of(root, folder="path", **settings).setup.rollouts("train").open()
     assert samples.spec.points == (0, 1, 2, 3)
-    torch.testing.assert_close(samples.point(1, 0)["point"], samples.spec.begin(*samples.items[1]))
+    torch.testing.assert_close(samples.point(1, 0)["point"], samples.spec.initial_noise(*samples.items[1]))
     assert samples.spec.sigmas[0] == pytest.approx(0.9997, abs=1e-3)
     sigmas = [samples.point(1, place)["point_sigma"] for place in range(4)] + [torch.tensor(0.0)]
     reached = samples.point(1, 0)["point"]
@@ -313,9 +313,9 @@ def test_stored_points_lie_on_the_trajectory(root: Path) -> None:
 
 def test_noise_belongs_to_seed_prompt_and_number(root: Path) -> None:
     spec = recipe_of(root, folder="answers", guidance=4.0).setup.rollout_spec
-    some = spec.begin("a", 0)
-    assert torch.equal(some, spec.begin("a", 0))
-    others = [spec.begin("a", 1), spec.begin("b", 0), replace(spec, seed=1).begin("a", 0)]
+    some = spec.initial_noise("a", 0)
+    assert torch.equal(some, spec.initial_noise("a", 0))
+    others = [spec.initial_noise("a", 1), spec.initial_noise("b", 0), replace(spec, seed=1).initial_noise("a", 0)]
     assert all((some - other).abs().mean() > 0.5 for other in others)
     assert abs(float(some.mean())) < 0.2
     assert abs(float(some.std()) - 1) < 0.2
@@ -488,19 +488,19 @@ def test_an_exported_student_generates_the_same_in_a_pipeline(
     recipe, model, _ = load_trained(run)
     setup = recipe.setup  # type: ignore[attr-defined]
     setup.folder = run / "prepared"
-    begin, text = setup.rollout_spec.begin("x", 0)[None], setup.text(PROMPTS[0])[None].float()
+    initial_noise, text = setup.rollout_spec.initial_noise("x", 0)[None], setup.text(PROMPTS[0])[None].float()
     steps = setup.student_scheduler()[1]
     assert steps == 3
     assert pipeline.scheduler.config.solver_order == (1 if name == "few steps" else 2)
     frames = 5 if name == "video" else 1
     theirs = pipeline(
         prompt_embeds=text,
-        latents=begin,
+        latents=initial_noise,
         **{"height": setup.config.height, "width": 32, "num_frames": frames, "guidance_scale": 1.0},
         num_inference_steps=steps,
         output_type="latent",
     ).frames
-    torch.testing.assert_close(generate(setup, model, begin, text), theirs, rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
+    torch.testing.assert_close(generate(setup, model, initial_noise, text), theirs, rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
 
 
 def test_the_call_that_export_prints_generates_the_preview(
@@ -522,10 +522,10 @@ def test_the_call_that_export_prints_generates_the_preview(
     setup.folder = run / "prepared"
     samples = setup.rollouts("preview").open()
     assert samples.items[0][0] == prompt
-    begin, rows = samples.spec.begin(*samples.items[0])[None], setup.text(prompt)[None].float()
-    drawn = pipeline(prompt, latents=begin, output_type="latent", **settings).frames
+    initial_noise, rows = samples.spec.initial_noise(*samples.items[0])[None], setup.text(prompt)[None].float()
+    drawn = pipeline(prompt, latents=initial_noise, output_type="latent", **settings).frames
     # Text of another length gives other images: 0.01 away here, where the student has hardly learned to read.
-    torch.testing.assert_close(drawn, generate(setup, model, begin, rows), rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
+    torch.testing.assert_close(drawn, generate(setup, model, initial_noise, rows), rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
 
 
 def test_previews_show_teacher_and_student(runs: dict[str, Outcome], root: Path) -> None:
@@ -551,11 +551,11 @@ def test_few_steps_are_steps_of_the_teacher(root: Path) -> None:
     scheduler, steps = recipe_of(root, folder="few", **changes).setup.student_scheduler()
     scheduler.set_timesteps(steps)
     assert scheduler.sigmas[:4].tolist() == pytest.approx(levels, abs=1e-6)
-    begin, velocity = samples.spec.begin("x", 0)[None], torch.ones(1, *samples.spec.shape)
-    reached = begin
+    initial_noise, velocity = samples.spec.initial_noise("x", 0)[None], torch.ones(1, *samples.spec.shape)
+    reached = initial_noise
     for step in scheduler.timesteps:
         reached = scheduler.step(velocity, step, reached, return_dict=False)[0]
-    torch.testing.assert_close(reached, begin - levels[0] * velocity, rtol=1e-4, atol=1e-4)  # straight steps
+    torch.testing.assert_close(reached, initial_noise - levels[0] * velocity, rtol=1e-4, atol=1e-4)  # straight steps
 
 
 def test_an_out_of_memory_rank_with_a_sharded_teacher_blocks_no_other(root: Path, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_a_quantile_is_where_that_share_of_the_draws_lies_below(levels: NoiseLev
     assert (sigmas.diff() > 0).all() and sigmas.min() > 0 and sigmas.max() < 1
     for share in (0.05, 0.5, 0.93):
         sigma = levels.quantile(torch.tensor(share, dtype=torch.float64)).item()
-        assert levels.share_below(sigma) == pytest.approx(share, abs=1e-9)
+        assert levels.cdf(sigma) == pytest.approx(share, abs=1e-9)
 
 
 def test_logit_normal_draws_have_the_mean_and_spread_of_their_logit() -> None:

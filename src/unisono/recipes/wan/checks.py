@@ -35,18 +35,19 @@ def check_prompts(config: Any, name: str) -> None:
         raise ConfigError(f"{name} {shown(prompts)}: no such file; expected a text file with one caption per line")
 
 
-def check_positions(shapes: Iterable[tuple[int, ...]], transformer: Mapping[str, Any], space: int) -> None:
+def check_positions(shapes: Iterable[tuple[int, ...]], transformer: Mapping[str, Any], spatial_factor: int) -> None:
     """Raises ConfigError for latents with more positions than the transformer's rotary embedding has.
 
-    `space` is the number of pixels along a side of one latent position.
+    `spatial_factor` is the number of pixels along a side of one latent position.
     """
     most, patch = int(transformer.get("rope_max_seq_len") or 1024), transformer["patch_size"]
     for shape in shapes:
         if any(side // size > most for side, size in zip(shape[1:], patch, strict=True)):
+            height, width, pixels = (side * spatial_factor for side in (shape[2], shape[3], patch[1]))
             raise ConfigError(
-                f"a sample of {shape[1]} latent frames, {shape[2] * space} × {shape[3] * space} pixels, exceeds this "
-                f"model's positions ({most} along each side, of {patch[1] * space} pixels each); use a smaller "
-                "max_pixels, or a smaller height and width"
+                f"a sample of {shape[1]} latent frames, {height} × {width} pixels, exceeds this model's positions "
+                f"({most} along each side, of {pixels} pixels each); use a smaller max_pixels, or a smaller height and "
+                "width"
             )
 
 

@@ -54,7 +54,7 @@ class Setup(ModelPair):
         return prompts_in(self.config.sample_prompts, "sample_prompts") or evenly_spaced
 
     @cached_property
-    def texts(self) -> Cache:
+    def text_cache(self) -> Cache:
         """The text embeddings of all prompts."""
         encoders = self.encoders
         settings = CacheSettings(
@@ -71,7 +71,7 @@ class Setup(ModelPair):
 
     def text(self, prompt: str) -> Tensor:
         """[text length, width] the text embedding of a prompt."""
-        return pad(self.texts.text(prompt), self.encoders.text_length)
+        return pad(self.text_cache.text(prompt), self.encoders.text_length)
 
     # Roll-outs: what the teacher generates ---------------------------------------------------------------------------
 

@@ -174,7 +174,7 @@ class WanFlow(WanRecipe):
 
         data = self.data.dataset(split)
         if data is not None and hasattr(data, "distinct_shapes"):
-            check_positions(data.distinct_shapes, self.setup.transformer, self.setup.encoders.geometry.space)
+            check_positions(data.distinct_shapes, self.setup.transformer, self.setup.encoders.geometry.spatial_factor)
         self.remarks = [*self.data.remarks]
         if self.config.model_config and self.config.lora_rank:
             self.remarks.append(

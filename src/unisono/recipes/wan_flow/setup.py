@@ -104,8 +104,8 @@ class Setup:
         if boundary is None and config.expert != "both":  # one of two experts in a file of its own
             parts, boundary = parts_to_train((HIGH, LOW), config.expert), BOUNDARY
         low, high = levels_of(parts, boundary)
-        space = self.encoders.geometry.space
-        return FlowLoss(levels, low, high, by_size, space, config.caption_dropout, config.first_frame)
+        factor = self.encoders.geometry.spatial_factor
+        return FlowLoss(levels, low, high, by_size, factor, config.caption_dropout, config.first_frame)
 
 
 def _is_whole_model(folder: WanFolder) -> bool:

@@ -136,7 +136,7 @@ class Cache:
             [number[self._text_keys[index]] for index in good],
             self._settings.text_length,
         )
-        frames = (1 + (entry.shape[1] - 1) * self._settings.geometry.time for entry in entries)
+        frames = (1 + (entry.shape[1] - 1) * self._settings.geometry.temporal_factor for entry in entries)
         data.remarks = remarks + short_videos(data.sources, frames, self._settings.crop.num_frames)
         return data
 

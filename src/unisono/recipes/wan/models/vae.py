@@ -29,9 +29,9 @@ class Geometry:
     """How the shape of a latent follows from frames and pixels."""
 
     channels: int
-    time: int
+    temporal_factor: int
     """Frames per latent frame; the first frame has a latent frame of its own."""
-    space: int
+    spatial_factor: int
     """Pixels along a side per latent position."""
     patch: int = 2
     """Latent positions along a side per token."""
@@ -43,25 +43,30 @@ class Geometry:
             if not isinstance(config.get(name, ()), list | tuple):
                 raise ConfigError(f"the config of the VAE has {name} {shown(config[name])}; expected a list")
         # From its layers: the scale factors in the config are for pipelines, and nothing checks them.
-        time = 2 ** sum(map(bool, config.get("temperal_downsample", (False, True, True))))
-        space = 2 ** (len(config.get("dim_mult", (1, 2, 4, 4))) - 1) * count_in(config, "patch_size", "VAE", 1)
-        for name, factor in (("scale_factor_temporal", time), ("scale_factor_spatial", space)):
+        temporal = 2 ** sum(map(bool, config.get("temperal_downsample", (False, True, True))))
+        spatial = 2 ** (len(config.get("dim_mult", (1, 2, 4, 4))) - 1) * count_in(config, "patch_size", "VAE", 1)
+        for name, factor in (("scale_factor_temporal", temporal), ("scale_factor_spatial", spatial)):
             if (config.get(name) or factor) != factor:
                 raise ConfigError(
                     f"the VAE's config has {name} {config[name]}, but its layers make it {factor}; set it to {factor}"
                 )
-        return cls(count_in(config, "z_dim", "VAE", 16), time, space, patch)
+        return cls(count_in(config, "z_dim", "VAE", 16), temporal, spatial, patch)
 
     @property
     def multiple(self) -> int:
         """The number that must divide height and width in pixels."""
-        return self.space * self.patch
+        return self.spatial_factor * self.patch
 
     def shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
         """The shape of the latent: (channels, frames, height, width)."""
         check_frames(frames)
         check_size(height, width, self.multiple)
-        return self.channels, 1 + (frames - 1) // self.time, height // self.space, width // self.space
+        return (
+            self.channels,
+            1 + (frames - 1) // self.temporal_factor,
+            height // self.spatial_factor,
+            width // self.spatial_factor,
+        )
 
     def tokens(self, shape: tuple[int, ...]) -> int:
         """The number of transformer tokens of a latent of this shape."""

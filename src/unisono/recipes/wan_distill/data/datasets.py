@@ -64,7 +64,7 @@ class EvalDataset(Dataset[Item]):
         samples = self.samples
         pairs = [samples.pair(index, level) for level in range(samples.spec.pairs)]
         item = {name: torch.stack([pair[name] for pair in pairs]) for name in pairs[0]}
-        item |= {"data": samples.data(index), "begin": samples.spec.begin(*samples.items[index])}
+        item |= {"data": samples.data(index), "initial_noise": samples.spec.initial_noise(*samples.items[index])}
         label = self._labels[index]
         item["label"] = torch.tensor(label if label is not None else (-1, -1))
         return {**item, "text": self._embed(samples.items[index][0])}

@@ -58,7 +58,7 @@ class RolloutSpec:
         scheduler.set_timesteps(self.steps)
         return [float(sigma) for sigma in scheduler.sigmas[: self.steps]]
 
-    def begin(self, prompt: str, number: int) -> Tensor:
+    def initial_noise(self, prompt: str, number: int) -> Tensor:
         """[C, f, h, w] the noise that a sample starts from."""
         return self.noise(torch.tensor([position_of(prompt, number, _BEGIN)]))[0]
 

@@ -142,7 +142,7 @@ class Rollouts:
         spec, block, device = self.spec, self._blocks[number], work.device
         # A smaller last block is padded: its samples then have the bits of a full block, and nothing is recompiled.
         filled = block + [block[-1]] * (spec.block - len(block))
-        begin = torch.stack([spec.begin(*sample_id) for sample_id in filled]).to(device)
+        initial_noise = torch.stack([spec.initial_noise(*sample_id) for sample_id in filled]).to(device)
         text = torch.stack([embed(prompt) for prompt, _ in filled]).to(device, teacher.dtype)
         empty = embed(spec.negative).to(device, teacher.dtype).expand_as(text)
         tensors: dict[str, Tensor] = {}
@@ -155,7 +155,7 @@ class Rollouts:
         start = time.perf_counter()
         data = sample(
             teacher.experts,
-            begin,
+            initial_noise,
             (text, empty),
             spec.scheduler(),
             steps=spec.steps,

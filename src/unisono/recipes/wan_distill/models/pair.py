@@ -87,7 +87,7 @@ class ModelPair:
         """The student's configuration."""
         if self.is_tiny and self.config.student_config is None:
             return replace(student_of(None, self.teacher_config, 1), config={**self.teacher_config, **TINY_STUDENT})
-        return student_of(self.config.student_config, self.teacher_config, self.encoders.geometry.space)
+        return student_of(self.config.student_config, self.teacher_config, self.encoders.geometry.spatial_factor)
 
     @cached_property
     def shape(self) -> tuple[int, int, int, int]:
@@ -96,7 +96,7 @@ class ModelPair:
         height, width = self.config.height or side, self.config.width or side
         shape = geometry.shape(self.config.num_frames, height, width)
         for config in (self.teacher_config, self.student.config):
-            check_positions([shape], config, geometry.space)
+            check_positions([shape], config, geometry.spatial_factor)
         return shape
 
     @cached_property
