@@ -384,5 +384,5 @@ def test_what_is_missing_of_a_damaged_video_is_said_before_training(tmp_path: Pa
     (only,) = extraction.open()
     assert only.duration == pytest.approx(40, abs=0.5)
     (said,) = extraction.remarks
-    assert re.search(r"[1-9]\d* of 160 frames and \d+\.\d s of 40\.\d s of sound cannot be decoded", said), said
+    assert re.search(r"[1-9]\d* of 160 frames and \d+\.\d of 40\.\d s of sound cannot be decoded", said), said
     assert "40.0 s can be read" not in said

@@ -296,7 +296,7 @@ def test_a_video_that_mp4_cannot_hold_is_encoded_and_that_is_known_before_it_is_
     webm = made(tmp_path / "a.webm", codecs=("libvpx", "libopus"), seconds=8)
     words = [str(webm), "--output_dir", str(tmp_path / "out"), "--num_clips", "1", "--no_page"]
     assert clips.main(words, lambda video: Judged(np.array([0.1, 0.9, 0.8, 0.1]))) == 0
-    assert "cannot hold what is in it (vp8 and opus): its clips are re-encoded" in capsys.readouterr().err
+    assert "cannot contain its codecs (vp8 and opus), so the clips are re-encoded" in capsys.readouterr().err
     (clip,) = json.loads((tmp_path / "out/a/clips.json").read_text())["clips"]
     assert seen(tmp_path / "out/a" / clip["file"]).duration == pytest.approx(clip["end"] - clip["start"], abs=0.05)
 
