@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from unisono.data.resident import gathered
 from unisono.data.seeding import seed_everything
 from unisono.engine.step.components import Components
 from unisono.engine.step.cuda_graph import GraphedFunction
+from unisono.engine.step.device_timer import DeviceTimer
 from unisono.engine.step.guard import Guard
 from unisono.engine.step.out_of_memory import OutOfMemoryHere, OutOfMemoryTogether, in_one_line, is_out_of_memory
 from unisono.engine.step.precision import autocast
@@ -37,29 +37,6 @@ from unisono.engine.step.sums import CountCheck, describe_metrics, flatten_loss,
 from unisono.errors import RecipeError
 from unisono.parallel.strategy import sparse_gradient
 from unisono.settings import Settings
-
-
-class DeviceTimer:
-    """Measures a time on the device without waiting for it; read it later."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        self._began, self._seconds = time.perf_counter(), 0.0
-        if device.type == "cuda":
-            self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            self._events[0].record()
-
-    def end(self) -> None:
-        """Stops the measurement."""
-        self._seconds = time.perf_counter() - self._began
-        if self._events is not None:
-            self._events[1].record()
-
-    def seconds(self) -> float:
-        """The elapsed time on the host or on the device, whichever is longer."""
-        if self._events is None:
-            return self._seconds
-        return max(self._seconds, float(self._events[0].elapsed_time(self._events[1])) / 1e3)
 
 
 @dataclass(frozen=True)
@@ -171,17 +148,10 @@ class GradientAccumulator:
         exchange: Pending | None = None
         agreed: dict[str, float] = {}
         while not last:
-            self._heartbeat.at("data", step)
-            micro = next(micro_batches)
+            micro = self._next_micro_batch(micro_batches, bad, is_first=number == 0)
             last = micro.chunk.last
-            bad += micro.bad
-            self._guard.note_shape(micro.data)
-            if number == 0:
-                self._strategy.begin_step(guarded=self._guard.is_needed)
-                self._guard.buffers.save()
             if last:
-                mine = {"oom": attempt.failure is not None, "guard": self._guard.is_needed, "bad": len(bad)}
-                exchange = self._agreement.start({**requests, **mine})
+                exchange = self._start_exchange(requests, bad, attempt)
             total = self._forward(micro, number, attempt, inject_nan) if attempt.failure is None else None
             if exchange is not None:
                 lap.end()
@@ -192,6 +162,24 @@ class GradientAccumulator:
                 self._backward(total, attempt, last=last)
             number, total = number + 1, None  # frees the autograd graph before the next micro-batch is read
         return self._summed(attempt, agreed, lap)
+
+    def _next_micro_batch(
+        self, micro_batches: Iterator[MicroBatch], bad: list[BadSample], *, is_first: bool
+    ) -> MicroBatch:
+        """Waits for the next micro-batch; collects its bad samples, and begins the step if it is the first."""
+        self._heartbeat.at("data", self._state.step + 1)
+        micro = next(micro_batches)
+        bad += micro.bad
+        self._guard.note_shape(micro.data)
+        if is_first:
+            self._strategy.begin_step(guarded=self._guard.is_needed)
+            self._guard.buffers.save()
+        return micro
+
+    def _start_exchange(self, requests: Mapping[str, float], bad: list[BadSample], attempt: Attempt) -> Pending:
+        """Starts the exchange of flags between the ranks; `_act_on` acts on its result."""
+        flags = {"oom": attempt.failure is not None, "guard": self._guard.is_needed, "bad": len(bad)}
+        return self._agreement.start({**requests, **flags})
 
     def _summed(self, attempt: Attempt, agreed: dict[str, float], lap: DeviceTimer) -> StepSums:
         """After the last backward pass: reduces gradients and sums over the ranks, unless that has happened already."""

@@ -23,10 +23,11 @@ from torch import Tensor
 from unisono.cluster.agree import Agreement
 from unisono.cluster.hangs.heartbeat import Heartbeat
 from unisono.data.loader import BadSample, MicroBatch
-from unisono.engine.step.accumulate import DeviceTimer, GradientAccumulator
+from unisono.engine.step.accumulate import GradientAccumulator
 from unisono.engine.step.components import Components
 from unisono.engine.step.coupled import CoupledGradientAccumulator
 from unisono.engine.step.cuda_graph import GraphedFunction
+from unisono.engine.step.device_timer import DeviceTimer
 from unisono.engine.step.out_of_memory import OutOfMemoryHere, in_one_line, is_out_of_memory
 from unisono.engine.step.sums import metrics_in, per_item, power_of_two_near
 from unisono.errors import TrainingFailed
