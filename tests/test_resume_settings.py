@@ -14,7 +14,7 @@ import unisono
 from unisono import Loss, Recipe
 from unisono.cli.main import main
 from unisono.config.fields import fields_of
-from unisono.engine.run_folder import stored_settings as history
+from unisono.engine.run_folder import stored_settings
 from unisono.engine.start.registry import BUILT_IN, load_recipe
 from unisono.errors import UserError
 from unisono.recipes.darkroom.recipe import Darkroom
@@ -98,7 +98,7 @@ def test_every_setting_of_a_recipe_is_fixed_or_free_to_change(recipe: str) -> No
 
 def test_every_setting_of_the_engine_is_fixed_of_a_start_or_free_to_change() -> None:
     free = words(FREE_OF_THE_ENGINE)
-    classified = [*history.FIXED, *HAS_ITS_OWN_CHECK, *history._OF_THE_START, *free]
+    classified = [*stored_settings.FIXED, *HAS_ITS_OWN_CHECK, *stored_settings._PER_START, *free]
     assert sorted(classified) == sorted(field.name for field in fields_of(Settings))
 
 
@@ -246,9 +246,9 @@ def test_a_run_whose_data_has_grown_says_that_held_out_samples_may_have_been_tra
 
 def test_a_folder_named_like_a_built_in_set_is_not_that_set(tmp_path: Path) -> None:
     (tmp_path / "shapes").mkdir()
-    assert not history._is_same(str(tmp_path / "shapes"), "shapes")
-    assert history._is_same(str(tmp_path / "shapes"), "elsewhere/shapes")
-    assert not history._is_same(str(tmp_path / "missing"), "elsewhere/missing"), "neither exists"
+    assert not stored_settings._is_same(str(tmp_path / "shapes"), "shapes")
+    assert stored_settings._is_same(str(tmp_path / "shapes"), "elsewhere/shapes")
+    assert not stored_settings._is_same(str(tmp_path / "missing"), "elsewhere/missing"), "neither exists"
 
 
 @pytest.mark.parametrize("changed", [{"every": 2}, {"seed": 7}])

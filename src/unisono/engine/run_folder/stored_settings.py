@@ -21,11 +21,10 @@ from unisono.observe.report.timeline import Timeline
 from unisono.settings import LARGEST_BATCH, LaunchSettings, ParallelSettings
 
 # How and where a run is executed may differ from start to start.
-_OF_THE_START = {f.name for group in (LaunchSettings, ParallelSettings) for f in fields(group)}
-_OF_THE_START -= {"sync_batch_norm", "find_unused_parameters"}  # these affect the model
-_OF_THE_START |= {"output_dir", "resume", "batch_size", "gradient_accumulation_steps", "global_batch_size"}
-_OF_THE_START |= {"micro_batch", "guard_steps", "inject"}
-_OF_THE_START |= {"num_workers", "prefetch_factor", "pin_memory"}
+_PER_START = {f.name for group in (LaunchSettings, ParallelSettings) for f in fields(group)}
+_PER_START -= {"sync_batch_norm", "find_unused_parameters"}  # these affect the model
+_PER_START |= {"output_dir", "resume", "inject", "num_workers", "prefetch_factor", "pin_memory"}
+_PER_START |= {"batch_size", "gradient_accumulation_steps", "global_batch_size", "micro_batch", "guard_steps"}
 
 FIXED = ("shuffle",)
 """Engine settings that decide which samples a run reads, and when: they cannot change within a run. Neither can seed
@@ -47,14 +46,14 @@ def record_of(resume: str, folder: Path, recipe: str) -> Mapping[str, Any] | Non
     record = RunFolder.read(path) or RunFolder.read(path.resolve().parent.parent)
     if record is not None:
         return record
-    try:  # a checkpoint that was taken out of its run still knows the essentials
+    try:  # a checkpoint outside of its run folder stores the essentials
         return {"config": {}, "sources": {}, **read_manifest(path).identity}
     except CheckpointError:
-        return None  # resume says more about it
+        return None  # find_checkpoint reports the reason
 
 
 def _record_of_checkpoints(checkpoints: Path, recipe: str) -> Mapping[str, Any] | None:
-    """What the newest checkpoint says of its run."""
+    """The record of a run according to its newest checkpoint."""
     for _, path in reversed(list_steps(checkpoints)):
         with suppress(CheckpointError):
             identity = read_manifest(path).identity
@@ -93,9 +92,7 @@ def continue_run(
         if name in record["config"]:  # otherwise only a checkpoint is left of the run, and the stored value is unknown
             _check_fixed(name, resolved, before.values[name], other_run)
     kept = {
-        name: before.values[name]
-        for name in record["config"]
-        if not resolved.explicit(name) and name not in _OF_THE_START
+        name: before.values[name] for name in record["config"] if not resolved.explicit(name) and name not in _PER_START
     }
     return resolved.with_values("run", **{**kept, "seed": record["seed"]})
 
@@ -167,7 +164,7 @@ def changed_settings(
     # Settings that follow from the run's length are derived again, unless the user sets them now.
     by_length = {name for name, source in record["sources"].items() if source == BY_LENGTH}
     by_length = {name for name in by_length if not resolved.explicit(name)}
-    comparable = [name for name in record["config"] if name not in _OF_THE_START | by_length]
+    comparable = [name for name in record["config"] if name not in _PER_START | by_length]
     return {name: [before[name], now[name]] for name in comparable if name in now and before[name] != now[name]}
 
 
