@@ -350,6 +350,14 @@ def test_saves_are_counted_not_listed(tmp_path: Path) -> None:
     assert not page.all("time")
 
 
+def test_machines_and_missing_previews_are_sentences_of_the_timeline(tmp_path: Path) -> None:
+    joined = {"kind": "machines", "joined": [1], "left": [], "machines": [0, 1]}
+    missing = {"kind": "preview_left_out", "step": 3, "rank": 0, "error": "disk full"}
+    text = " ".join(report(made(tmp_path, [], [joined, missing])).text.split())
+    assert "machines joined [1], left []; machines [0, 1] continue from the last checkpoint" in text
+    assert "no preview rank 0 training continued: disk full" in text
+
+
 def test_a_killed_run_that_went_on_is_a_fault_and_a_stop_by_the_user_is_none(tmp_path: Path) -> None:
     start, resume = {"kind": "start", "step": 0, "world": 1}, {"kind": "resume", "step": 40, "world": 1}
     save = {"kind": "save", "step": 40}

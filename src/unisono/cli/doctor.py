@@ -162,6 +162,10 @@ def orphaned_ranks(proc: Path = Path("/proc")) -> list[str]:
 # --- checks -----------------------------------------------------------------------------------------------------------
 
 
+def _warn_unless(is_ok: bool, name: str, finding: str, advice: str) -> Check:
+    return Check(name, "ok", finding) if is_ok else Check(name, "warn", finding, advice)
+
+
 def check_python(machine: Machine) -> Check:
     return Check("python", "ok", f"{platform.python_version()} ({sys.executable})")
 
@@ -228,9 +232,8 @@ def check_gpus(machine: Machine) -> Check:
         f"{gpu.index}: {gpu.name}, {gpu.free_bytes / GB:.0f} of {gpu.total_bytes / GB:.0f} GB free"
         for gpu in machine.visible
     ]
-    if names and not machine.bf16:
-        return Check("gpus", "warn", "; ".join(names), "this GPU has no bf16 support: use --mixed_precision fp16")
-    return Check("gpus", "ok", "; ".join(names) or "none")
+    advice = "this GPU has no bf16 support: use --mixed_precision fp16"
+    return _warn_unless(machine.bf16 or not names, "gpus", "; ".join(names) or "none", advice)
 
 
 def check_host(machine: Machine) -> Check:
@@ -242,23 +245,20 @@ def check_shm(machine: Machine) -> Check:
         return Check("shared memory", "ok", "no /dev/shm on this system")
     finding = f"/dev/shm {machine.shm_bytes / GIB:.2f} GiB"
     advice = "loader workers may die with a bus error: docker run --shm-size=8g (or --ipc=host), or --num_workers 0"
-    if machine.shm_bytes >= GIB:
-        return Check("shared memory", "ok", finding)
-    return Check("shared memory", "warn", finding, advice)
+    return _warn_unless(machine.shm_bytes >= GIB, "shared memory", finding, advice)
 
 
 def check_disk(machine: Machine) -> Check:
     finding = f"{machine.disk_bytes / GIB:.1f} GiB free in the current folder"
     advice = "checkpoints may not fit: free some space, or use an --output_dir on a larger disk"
-    return Check("disk", "ok", finding) if machine.disk_bytes >= 5 * GIB else Check("disk", "warn", finding, advice)
+    return _warn_unless(machine.disk_bytes >= 5 * GIB, "disk", finding, advice)
 
 
 def check_open_files(machine: Machine) -> Check:
     unlimited = machine.open_files == resource.RLIM_INFINITY
     finding = "no limit" if unlimited else f"{machine.open_files} open files per process"
-    if unlimited or machine.open_files >= 1024:
-        return Check("open files", "ok", finding)
-    return Check("open files", "warn", finding, "loader workers may need more: ulimit -n 4096")
+    is_enough = unlimited or machine.open_files >= 1024
+    return _warn_unless(is_enough, "open files", finding, "loader workers may need more: ulimit -n 4096")
 
 
 def check_orphans(machine: Machine) -> Check:

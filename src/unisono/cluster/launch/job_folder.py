@@ -1,4 +1,4 @@
-"""The temporary folder through which a launcher and its ranks exchange files; also removes abandoned ones.
+"""The temporary folder through which a launcher and its ranks exchange files.
 
 A rank writes its heartbeat (`heartbeat_rank0`), its stacks on request (`stack_rank0.txt`) and how it ended
 (`outcome_rank0.json`). The launcher writes the stop file (`stop`) and renames the outcomes of earlier attempts.
@@ -16,8 +16,13 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+
+from unisono.cluster.hangs.heartbeat import last_beats
+from unisono.cluster.outcome import Outcome, death, read_all
 
 _PREFIX, _MARKER = "unisono-", ".unisono-launcher"
 
@@ -37,6 +42,23 @@ def job_folder() -> Iterator[Path]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(handle)
+
+
+def collect_outcomes(folder: Path, statuses: Mapping[int, int]) -> list[Outcome]:
+    """Returns the outcomes that ranks have written, and derived ones of ranks that exited without writing any.
+
+    `statuses` are the exit statuses of the ranks that have exited. The last heartbeat of a dead rank supplies the step,
+    and the time of its death, which must precede the failures that it causes on other ranks.
+    """
+    beats = {beat.rank: beat for beat in last_beats(folder, statuses)}
+    by_rank = {outcome.rank: outcome for outcome in read_all(folder)}
+    for rank, status in statuses.items():
+        if rank not in by_rank:
+            by_rank[rank] = death(rank, status, beats[rank].time or time.time())
+    return [
+        replace(outcome, step=outcome.step or beats[rank].step or None) if rank in beats else outcome
+        for rank, outcome in sorted(by_rank.items())
+    ]
 
 
 def remove_abandoned(parent: Path | None = None) -> None:
