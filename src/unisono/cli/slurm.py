@@ -174,7 +174,7 @@ def _variable(text: str) -> tuple[str, str]:
 
 
 def _plain(name: str) -> str:
-    """The name, with everything replaced that cannot stand in the name of a file or job."""
+    """Returns the name with all characters replaced that are not allowed in the name of a file or job."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).lstrip("-.") or "run"
 
 

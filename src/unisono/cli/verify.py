@@ -149,15 +149,15 @@ def _cells(result: VariantResult) -> list[str]:
 
 
 def _why(result: VariantResult, results: Sequence[VariantResult], plan: VerifyPlan) -> str:
-    """What differs, and the causes that this run does not rule out, the likeliest first."""
+    """Describes what differs, and the possible causes, the likeliest first."""
     assert result.differences is not None
-    what = result.differences.describe()
+    differences = result.differences.describe()
     if result.role == "repeat":
         return (
-            f"Not repeatable: two runs of {result.variant.title} with the same seed differ: {what}. The recipe depends "
-            "on something that changes from start to start: the time, os.urandom, a generator without a seed, the "
-            "order of a set, a file that it writes itself. Fix this first: until "
-            "then, runs on different numbers of ranks cannot be compared."
+            f"Not repeatable: two runs of {result.variant.title} with the same seed differ: {differences}. The recipe "
+            "depends on something that changes from start to start: the time, os.urandom, a generator without a seed, "
+            "the order of a set, a file that it writes itself. Fix this first: until then, runs on different numbers "
+            "of ranks cannot be compared."
         )
     causes = []
     buffers = list(
@@ -176,7 +176,7 @@ def _why(result: VariantResult, results: Sequence[VariantResult], plan: VerifyPl
         causes.append("a loss or a layer that casts to float32 (then use --precision float32)")
     else:
         causes.append(f"rounding in {plan.precision} (--precision float64 would rule it out)")
-    return f"Not the same run: {result.variant.title}: {what}. Usual causes: {'; '.join(causes)}."
+    return f"Not the same run: {result.variant.title}: {differences}. Usual causes: {'; '.join(causes)}."
 
 
 def _tolerances(verdict: Verdict, precision: str) -> str:

@@ -2,7 +2,7 @@
 
 Signal handlers only set a flag. The training loop reads it at the point of a step where all ranks agree, so a request
 to one rank stops all of them at the same step, with a checkpoint. SIGINT, SIGTERM, SIGUSR1 and SIGHUP (unless it is
-ignored, as under nohup) are requests, whoever sent them and whichever launcher started the rank. In addition:
+ignored, as under nohup) are requests, regardless of the sender and of the launcher. In addition:
 
 - Under unisono's launcher the request also arrives as the file `stop` in the job folder, which a thread of each rank
   polls. Each rank leads its own session, so Ctrl-C and a scheduler's signal may reach only the launcher. The launcher

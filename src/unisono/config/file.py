@@ -146,8 +146,8 @@ def _loader() -> Any:
         def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
             tag = super().resolve(kind, value, implicit)  # type: ignore[no-untyped-call]
             unquoted = kind is yaml.ScalarNode and implicit[0]
-            kept = ("tag:yaml.org,2002:null", "tag:yaml.org,2002:merge")
-            return "!raw" if unquoted and tag not in kept else tag
+            special = ("tag:yaml.org,2002:null", "tag:yaml.org,2002:merge")
+            return "!raw" if unquoted and tag not in special else tag
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             keys = set()

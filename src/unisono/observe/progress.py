@@ -36,14 +36,14 @@ def progress(
     *,
     of: int | None = None,
     enabled: bool = True,
-    say: Callable[[str], None] | None = None,
+    sink: Callable[[str], None] | None = None,
 ) -> Iterator[Advance]:
     """Shows the progress of the work in the `with` block; yields the function to call when more of it is done.
 
     `of` is the amount over all ranks if `total` is this rank's share. `enabled=False` (ranks other than 0) and a total
-    of 0 show nothing. With `say`, plain lines go to that function instead of stderr.
+    of 0 show nothing. With `sink`, plain lines go to that function instead of stderr.
     """
-    advance = Advance(title, total, unit, of, say)
+    advance = Advance(title, total, unit, of, sink)
     if not enabled or total == 0:
         yield advance
         return
@@ -60,13 +60,13 @@ class Advance:
     """Counts the completed work; call it when more is done."""
 
     def __init__(
-        self, title: str, total: int | None, unit: str, of: int | None, say: Callable[[str], None] | None
+        self, title: str, total: int | None, unit: str, of: int | None, sink: Callable[[str], None] | None
     ) -> None:
         self.total = total
         """May be set later, once the amount is known."""
         self._title, self._unit, self._of = title, f" {unit}" if unit else "", of
-        self.message: Callable[[str], None] = say or print_line
-        self._line: StatusLine | None = None if say else status_line()
+        self.message: Callable[[str], None] = sink or print_line
+        self._line: StatusLine | None = None if sink else status_line()
         self._done, self._note = 0.0, ""
         self._started = time.monotonic()
         # (time, done) about once per second, so that the rate is that of the last minute.

@@ -1,4 +1,4 @@
-"""Words a hang for the user, the event log and the rank's outcome; the same text whoever detected it."""
+"""Describes a hang for the user, the event log and the rank's outcome; the same for both detectors."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def _remove_if_abandoned(folder: Path) -> None:
         return
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        # Look for the marker only under the lock: whoever wrote it either holds the lock or is gone.
+        # Look for the marker only under the lock: its writer either holds the lock or has exited.
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.fstat(handle).st_uid == os.geteuid() and (folder / _MARKER).is_file():
             shutil.rmtree(folder, ignore_errors=True)

@@ -96,14 +96,14 @@ def _list(folder: Path) -> dict[str, list[tuple[int, Path]]]:
         if match:
             by_name.setdefault(match.group(2), []).append((int(match.group(1)), folder / entry))
     # A list of captions comes after the images, and the numbered samples after the list.
-    pictures = [name for name in by_name if Path(name).suffix.lower() in _IMAGES and not _NUMBERED.fullmatch(name)]
-    return dict(sorted(by_name.items(), key=lambda each: _order(each[0], bool(pictures))))
+    has_images = any(Path(name).suffix.lower() in _IMAGES and not _NUMBERED.fullmatch(name) for name in by_name)
+    return dict(sorted(by_name.items(), key=lambda each: _order(each[0], has_images)))
 
 
-def _order(name: str, pictures: bool) -> tuple[int, str]:
+def _order(name: str, has_images: bool) -> tuple[int, str]:
     if name in _LISTS:
         return 1, name
-    return 2 if pictures and _NUMBERED.fullmatch(name) else 0, name
+    return 2 if has_images and _NUMBERED.fullmatch(name) else 0, name
 
 
 def _take(gallery: Gallery, name: str, step: int, path: Path, room: int) -> int:
