@@ -299,7 +299,7 @@ def test_a_full_stdout_is_one_line_and_an_exit_code(words: str, unbuffered: str)
     assert (done.returncode, done.stderr) == (2, line)
 
 
-@pytest.mark.parametrize("words", ["gpus --json", "doctor --help", "train --help"])
+@pytest.mark.parametrize("words", ["gpus --json", "doctor --help", "train --help", f"train {TINY} --print-config"])
 def test_a_reader_that_has_read_enough_is_no_error(words: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
