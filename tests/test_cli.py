@@ -152,7 +152,8 @@ def test_train_from_python_takes_a_config_in_any_form_and_returns_folder_and_met
         assert losses(tmp_path / name) == pytest.approx(expected, rel=1e-5), name
     worlds = {name: json.loads((tmp_path / name / "run.json").read_text())["starts"][0]["world"] for name in results}
     assert worlds == dict.fromkeys(results, 1) | {"ranks": 2}
-    assert ended.err.count("Local is defined in __main__, which other processes cannot import: training on one device") == 1
+    line = "Local is defined in __main__, which other processes cannot import: training on one device"
+    assert ended.err.count(line) == 1
     assert "move it to a file of its own to use several" in ended.err
 
 
