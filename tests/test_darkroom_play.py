@@ -119,7 +119,7 @@ def played_again(room: Room, tasks: Tensor, actions: Tensor) -> tuple[Tensor, Te
     for step in range(actions.shape[1]):
         if step % room.horizon == 0:
             episode = room.begin(tasks)
-        cells.append(room.cell(episode))
+        cells.append(episode.cells)
         episode, reward = room.step(episode, actions[:, step])
         rewards.append(reward)
     return torch.stack(cells, dim=1), torch.stack(rewards, dim=1)
@@ -202,7 +202,7 @@ def slowly(
     for step in range(chances.shape[1]):
         if step % room.horizon == 0:
             episode = room.begin(tasks)
-        cells[:, step] = room.cell(episode)
+        cells[:, step] = episode.cells
         logits = model(tokens_at(name, step, cells, actions, rewards, room.horizon))[:, -1]
         all_logits.append(logits)
         chosen = logits.argmax(-1) if greedy else sample(logits, chances[:, step])

@@ -61,7 +61,7 @@ def test_rooms_and_gymnasium_agree_step_by_step(name: str, size: int) -> None:
         episode = room.begin(torch.tensor(tasks))
         seen = [environment.reset()[0].tolist() for environment in environments]
         for step in itertools.count(1):
-            assert [x * size + y for x, y in seen] == room.cell(episode).tolist()
+            assert [x * size + y for x, y in seen] == episode.cells.tolist()
             best = room.best_actions(episode, torch.rand(batch, generator=chance)).tolist()
             actions = [action if dice.random() < skill else dice.randrange(5) for action in best]
             episode, rewards = room.step(episode, torch.tensor(actions))
@@ -73,7 +73,7 @@ def test_rooms_and_gymnasium_agree_step_by_step(name: str, size: int) -> None:
             assert {result[3] for result in results} == {step == room.horizon}
             if step == room.horizon:
                 break
-        assert [x * size + y for x, y in seen] == room.cell(episode).tolist()
+        assert [x * size + y for x, y in seen] == episode.cells.tolist()
     assert earned > batch  # rewards were really compared
 
 
@@ -133,7 +133,7 @@ def test_the_picture_shows_agent_and_goal() -> None:
 def test_actions_move_as_in_the_known_code(action: int, expected: tuple[int, int]) -> None:
     room = Darkroom()
     episode, _ = room.step(room.begin(torch.tensor([0])), torch.tensor([action]))
-    assert divmod(int(room.cell(episode)), 9) == expected
+    assert divmod(int(episode.cells), 9) == expected
 
 
 def test_the_optimum_is_what_the_facts_say() -> None:

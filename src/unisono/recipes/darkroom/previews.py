@@ -59,7 +59,7 @@ def table(recipe: Darkroom, evaluation: Mapping[str, Any]) -> str:
         )
         for row in rows
     ]
-    title = f"Return per episode with the weights of step {evaluation['step']} (best on the validation tasks), frozen"
+    title = f"Return per episode, frozen weights of step {evaluation['step']} (best on the validation tasks)"
     return "\n".join([title, "", lines[0], "-" * len(lines[0]), *lines[1:], ""])
 
 

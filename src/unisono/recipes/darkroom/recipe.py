@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # `unisono train darkroom --help` must not import torch
     from torch import Tensor, nn
 
     from unisono.data.noise import Noise
-    from unisono.recipes.darkroom.data.windows import Contexts, Windows
+    from unisono.recipes.darkroom.data.windows import Contexts
     from unisono.recipes.darkroom.rooms import Room, Split
 
 GROUPS = ("train", "validation", "unseen")
@@ -130,23 +130,19 @@ class Darkroom(Recipe):
 
     def dataset(self, split: str) -> Any:
         """Contexts of the histories for training; (task, group) pairs to play for evaluation."""
-        if split == "eval":
-            groups = (self.split.train[: self.config.eval_train_tasks], self.split.validation, self.split.unseen)
-            return [(task, group) for group, tasks in enumerate(groups) for task in tasks]
-        return self._windows(self.split.train)
-
-    def _windows(self, tasks: Sequence[int]) -> Windows:
         from unisono.recipes.darkroom.data.histories import read_histories
         from unisono.recipes.darkroom.data.windows import TwoRegions, Windows
 
-        config = self.config
-        collected_steps = config.total_source_timesteps // config.n_stream
+        config, room = self.config, self.room
+        if split == "eval":
+            groups = (self.split.train[: config.eval_train_tasks], self.split.validation, self.split.unseen)
+            return [(task, group) for group, tasks in enumerate(groups) for task in tasks]
         streams = min(config.train_n_stream, config.n_stream)
-        steps = min(config.train_source_timesteps, collected_steps)
-        histories = read_histories(self._histories, self.room, tasks, streams, steps)
+        steps = min(config.train_source_timesteps, config.total_source_timesteps // config.n_stream)
+        histories = read_histories(self._histories, room, self.split.train, streams, steps)
         if config.use_compressed_context:
-            return TwoRegions.cut(histories, self.room.horizon, config.compress_interval, config.history_skip)
-        return Windows.of(histories, self.room.horizon, config.n_transit, config.history_skip)
+            return TwoRegions.cut(histories, room.horizon, config.compress_interval, config.history_skip)
+        return Windows.of(histories, room.horizon, config.n_transit, config.history_skip)
 
     def loss(self, model: nn.Module, batch: Contexts, noise: Noise) -> Loss:
         """The cross-entropy of the learner's next actions, summed over the positions that count."""

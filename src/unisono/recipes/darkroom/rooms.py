@@ -77,10 +77,6 @@ class Room(ABC):
         start = self.start[0] * self.size + self.start[1]
         return Episode(tasks, torch.full_like(tasks, start), torch.zeros_like(tasks))
 
-    def cell(self, episode: Episode) -> Tensor:
-        """Returns the observations, [batch]: the cells of the agents."""
-        return episode.cells
-
     def neighbours(self, cells: Tensor) -> Tensor:
         """Returns the cells that the five moves lead to, [batch, moves]."""
         return self._neighbours.on(cells.device).view(-1, NUM_ACTIONS)[cells]
@@ -140,11 +136,9 @@ class Darkroom(Room):
         self.start = (size // 2, size // 2)
 
     def target(self, tasks: Tensor, stage: Tensor) -> Tensor:
-        """See Room."""
         return tasks
 
     def optimum(self, tasks: Tensor) -> Tensor:
-        """See Room."""
         distance = self._distance(self.begin(tasks).cells, tasks)
         # The step that arrives is already rewarded; if the goal is the start cell, every step is.
         return (self.horizon + 1 - distance).clamp(0, self.horizon)
@@ -163,24 +157,19 @@ class DarkroomPermuted(Room):
         self._actions = Table(self.moves.on(torch.device("cpu")).argsort(dim=1))  # [task, move] -> action
 
     def describe(self, task: int) -> str:
-        """See Room."""
         return "actions " + " ".join(str(move) for move in self.moves.on(torch.device("cpu"))[task].tolist())
 
     def move(self, tasks: Tensor, cells: Tensor, actions: Tensor) -> Tensor:
-        """See Room."""
         return super().move(tasks, cells, self.moves.on(cells.device)[tasks, actions])
 
     def target(self, tasks: Tensor, stage: Tensor) -> Tensor:
-        """See Room."""
         return torch.full_like(tasks, self.num_cells - 1)
 
     def best_actions(self, episode: Episode, uniform: Tensor) -> Tensor:
-        """See Room."""
         moves = super().best_actions(episode, uniform)
         return self._actions.on(moves.device)[episode.tasks, moves]
 
     def optimum(self, tasks: Tensor) -> Tensor:
-        """See Room."""
         return torch.full_like(tasks, max(0, self.horizon + 1 - 2 * (self.size - 1)))
 
 
@@ -201,17 +190,14 @@ class DarkKeyToDoor(Room):
         self.start = (size // 2, size // 2)
 
     def describe(self, task: int) -> str:
-        """See Room."""
         key, door = divmod(task, self.num_cells)
         return f"key {self._coordinates(key)}, door {self._coordinates(door)}"
 
     def target(self, tasks: Tensor, stage: Tensor) -> Tensor:
-        """See Room."""
         key, door = tasks // self.num_cells, tasks % self.num_cells
         return torch.where(stage == 0, key, torch.where(stage == 1, door, -1))
 
     def optimum(self, tasks: Tensor) -> Tensor:
-        """See Room."""
         key, door = tasks // self.num_cells, tasks % self.num_cells
         # An agent that is already there still needs a step.
         to_key = self._distance(self.begin(tasks).cells, key).clamp(min=1)

@@ -56,7 +56,6 @@ class RegionContext:
         self._interval = interval
 
     def rebuilt(self, step: int, past: Past) -> Tokens | None:
-        """See SlidingContext."""
         if step % self._interval:
             return None
         previous = past.tokens(max(0, step - self._interval), step)
@@ -124,7 +123,7 @@ class _Game:
 
     def step(self) -> None:
         """Takes one action in each row."""
-        cells = self._room.cell(self._episode)
+        cells = self._episode.cells
         past = self.past
         for column, values in ((past.cells, cells), (past.actions, self._action), (past.rewards, self._reward)):
             column.index_copy_(1, self._now, values[:, None])

@@ -31,7 +31,6 @@ class Explorer(Source):
         self._cost = self._tie_break.clone()  # the same for unvisited cells, infinite for visited ones
 
     def act(self, cells: Tensor, step: int) -> Tensor:
-        """See Source."""
         stage = self.stage.clamp(max=self._num_goals - 1)
         target = self._goals.gather(1, stage[:, None])[:, 0]
         target = torch.where(self.stage < self._num_goals, target, cells) if self._num_goals > 1 else target
@@ -42,7 +41,6 @@ class Explorer(Source):
         return _with_noise(self.room.straight(cells, target, uniform[:, 0]), self._noise, uniform)
 
     def learn(self, cells: Tensor, actions: Tensor, rewards: Tensor, next_cells: Tensor, step: int) -> None:
-        """See Source."""
         if self._num_goals == 1:
             # Also marks cells after the goal is found: the costs are not used any more then.
             self._cost.scatter_(1, next_cells[:, None], torch.inf)
@@ -85,7 +83,6 @@ class ActionExplorer(Source):
         self._forward = (closer | (self._outcomes == goal)).float()  # [cell, move]: gets closer, or stays at the goal
 
     def act(self, cells: Tensor, step: int) -> Tensor:
-        """See Source."""
         # In how many of the possible tasks each action leads forward. Random numbers below 1 break ties.
         ways = (self._possible.float() @ self._one_hot_moves).view(-1, NUM_ACTIONS, NUM_ACTIONS)
         score = (ways * self._forward[cells][:, None]).sum(dim=2)
@@ -93,7 +90,6 @@ class ActionExplorer(Source):
         return _with_noise((score + uniform[:, 3:] / 2).argmax(dim=1), self._noise, uniform)
 
     def learn(self, cells: Tensor, actions: Tensor, rewards: Tensor, next_cells: Tensor, step: int) -> None:
-        """See Source."""
         is_consistent = self._outcomes[cells] == next_cells[:, None]  # [batch, move]
         self._possible &= is_consistent.gather(1, self._moves[actions])
 

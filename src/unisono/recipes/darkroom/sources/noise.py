@@ -17,7 +17,6 @@ class NoiseCurriculum(Source):
     """Takes a random action with a probability that falls linearly from 1 to 0, and an optimal one otherwise."""
 
     def act(self, cells: Tensor, step: int) -> Tensor:
-        """See Source."""
         noise = 1 - step / max(1, self.num_steps - 1)
         uniform = self.draws.uniform(3)
         best = self.room.best_actions(Episode(self.tasks, cells, self.stage), uniform[:, 0])

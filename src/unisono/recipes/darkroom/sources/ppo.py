@@ -94,11 +94,9 @@ class PPO(Source):
         self._tabulate()
 
     def act(self, cells: Tensor, step: int) -> Tensor:
-        """See Source."""
         return (self.draws.uniform(1) >= self._cumulative[self._learner, cells]).sum(dim=1)
 
     def learn(self, cells: Tensor, actions: Tensor, rewards: Tensor, next_cells: Tensor, step: int) -> None:
-        """See Source."""
         self._rollout.append((cells, actions, rewards))
         self._ends.append((step + 1) % self.room.horizon == 0)
         if len(self._rollout) == self.settings.n_steps and step + 1 < self.num_steps:

@@ -44,14 +44,12 @@ class QLearning(Source):
         self._episode: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def act(self, cells: Tensor, step: int) -> Tensor:
-        """See Source."""
         exploration = self._exploration * max(0.0, 1 - 2 * step / self.num_steps)
         uniform = self.draws.uniform(2)
         best = self._values[self._state(self.stage, cells)].argmax(dim=1)
         return torch.where(uniform[:, 0] < exploration, (uniform[:, 1] * NUM_ACTIONS).long(), best)
 
     def learn(self, cells: Tensor, actions: Tensor, rewards: Tensor, next_cells: Tensor, step: int) -> None:
-        """See Source."""
         entry = self._state(self.stage, cells) * NUM_ACTIONS + actions
         next_state = self._state(self.next_stage, next_cells)
         self._update(entry, rewards, next_state)
