@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from unisono.checkpoint.all_ranks import describe_failure
 from unisono.checkpoint.manifest import SHARD_SUFFIX, CheckpointError
 from unisono.checkpoint.shards import SHARDING_INFO
 from unisono.checkpoint.tensor_file import BadTensorFile, TensorFile
+from unisono.plain_files import parse_json
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ def _offsets_in(file: TensorFile) -> dict[str, tuple[int, ...]]:
     if text is None:
         return {}
     try:
-        header = json.loads(text)
-    except (ValueError, RecursionError):
+        header = parse_json(text)
+    except ValueError:
         raise BadTensorFile(f"its {SHARDING_INFO} is not JSON") from None
     offsets_by_name = {}
     for name, entry in file.entries.items():

@@ -6,18 +6,17 @@ address. This module reads and checks the header, and then reads each tensor, or
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from unisono.plain_files import NotRegular, open_regular, parse_json
 
 _DTYPES = {
     "F64": torch.float64,
@@ -62,9 +61,9 @@ class TensorFile:
     def __init__(self, path: str | Path) -> None:
         """Reads and checks the header; raises BadTensorFile or OSError if that fails."""
         self.path = Path(path)
-        with self._open() as handle:
-            info = self._info = os.fstat(handle)
-            header, begin = _read_header(handle, info.st_size)
+        with self._open() as file:
+            info = self._info = os.fstat(file.fileno())
+            header, begin = _read_header(file.fileno(), info.st_size)
         self.metadata = _metadata(header.pop("__metadata__", {}))
         self.entries = {name: _entry(name, fields, begin) for name, fields in header.items()}
         _check_ranges(self.entries, begin, info.st_size)
@@ -96,26 +95,22 @@ class TensorFile:
             return tensor
         target: Any = tensor.reshape(-1).view(torch.uint8).numpy()
         buffer = memoryview(target)
-        with self._open() as handle:
-            if _identity(os.fstat(handle)) != _identity(self._info):
+        with self._open() as file:
+            if _identity(os.fstat(file.fileno())) != _identity(self._info):
                 raise BadTensorFile("it was replaced while it was read")
             while buffer:
-                count = os.preadv(handle, [buffer[:_AT_ONCE]], start)
+                count = os.preadv(file.fileno(), [buffer[:_AT_ONCE]], start)
                 if count == 0:
                     raise BadTensorFile(f"it ends inside {name!r}")
                 buffer, start = buffer[count:], start + count
         return tensor
 
-    @contextmanager
-    def _open(self) -> Iterator[int]:
+    def _open(self) -> FileIO:
         # Opened for each read: a checkpoint has one file per rank, and a process may keep only about 1,000 files open.
-        handle = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO would block
         try:
-            if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise BadTensorFile("it is not a regular file")
-            yield handle
-        finally:
-            os.close(handle)
+            return open_regular(self.path)
+        except NotRegular as error:
+            raise BadTensorFile(error.strerror) from None
 
 
 def _identity(info: os.stat_result) -> tuple[int, ...]:
@@ -128,10 +123,9 @@ def _read_header(handle: int, size: int) -> tuple[dict[str, Any], int]:
     if size < 8 or length > min(_LARGEST_HEADER, size - 8):
         raise BadTensorFile("its header is larger than the file or than the format allows")
     try:
-        header = json.loads(os.pread(handle, length, 8))
-    except (ValueError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else error
-        raise BadTensorFile(f"its header is not JSON ({reason})") from None
+        header = parse_json(os.pread(handle, length, 8))
+    except ValueError as error:
+        raise BadTensorFile(f"its header is not JSON ({error})") from None
     if not isinstance(header, dict):
         raise BadTensorFile("its header is not an object")
     return header, 8 + length

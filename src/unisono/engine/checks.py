@@ -42,7 +42,7 @@ _AT_LEAST_ZERO = (
     "epsilon",
 )
 _COMMON_OPTIMIZERS = ("adamw", "adam", "sgd")
-_PART_OF_ONE = ("ema_decay", "min_lr_ratio", "wsd_decay_ratio")
+_FRACTIONS = ("ema_decay", "min_lr_ratio", "wsd_decay_ratio")
 
 
 _MOST_WORKERS = 1024  # per rank; each is a process, and more would only fill the memory
@@ -109,7 +109,7 @@ def check_settings(settings: Settings) -> None:
         (("num_workers",), 0, _MOST_WORKERS, f"0 to {_MOST_WORKERS:,}"),
         (("seed",), -(2**63), 2**63 - 1, "a 64-bit number"),
         (("eval_every", "preview_every", "guard_steps"), -1, math.inf, "at least -1"),
-        (_PART_OF_ONE, 0, 1, "from 0 to 1"),
+        (_FRACTIONS, 0, 1, "from 0 to 1"),
         (("beta1", "beta2"), 0, 1 - 1e-12, "from 0 to less than 1"),
         (("bucket_cap_mb",), 1e-3, math.inf, "more than 0"),
     ):

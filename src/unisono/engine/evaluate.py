@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from unisono.cluster.agree import Pending
 from unisono.data.bits import Purpose, key_of
-from unisono.data.loader import BadSample, Cursor, Loader, positions_tensor, to_device
+from unisono.data.loader import BadSample, Cursor, Loader, MicroBatch, positions_tensor, to_device
 from unisono.data.noise import Noise
 from unisono.data.order import Order
 from unisono.data.resident import ResidentLoader, gathered, is_resident
@@ -86,33 +86,15 @@ class Evaluation:
         failure: str | None = None
         bad: list[BadSample] = []
         exchange: Pending | None = None  # whether any rank was asked to stop
-        device = self._strategy.placement.device
-        floating = torch.float64 if self._settings.precision.dtype == "float64" else None
         for micro in loader:
             if exchange is not None and exchange.read()["stop"]:  # started one batch ago, so it does not wait
                 return False, True
             exchange = self._agreement.start({"stop": self._rank.is_asked_to_stop})
             bad += micro.bad
-            try:
+            if failure is None:
+                failure = self._over_batch(micro, step, sums, metrics)
+            else:
                 self._heartbeat.at("evaluate", step)
-                if failure is not None:
-                    continue
-                recipe = _with_copied_metrics(self._recipe) if micro.is_dummy else self._recipe
-                positions = positions_tensor(micro.positions, device)
-                call = partial(self._evaluate, recipe)
-                returned = self._strategy.infer(call, to_device(gathered(micro.data), device, floating), positions)
-                self._add(returned, sums, metrics, weight=0.0 if micro.is_dummy else 1.0)
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                failure, returned = in_one_line(error), None
-                error.__traceback__ = None
-                if self._strategy.sharded or self._batch == 1:
-                    remedy = "use a smaller eval_batch_size" if self._batch > 1 else "even one sample does not fit"
-                    raise TrainingFailed(
-                        f"step {step}: out of memory in the evaluation, with {self._batch} at once: {failure}; "
-                        f"{remedy}; training can continue from the last checkpoint (eval_every -1: without evaluation)"
-                    ) from None
         self._heartbeat.at("evaluate", step)  # done with its data: hang detection blames a rank that still computes
         if exchange is not None and exchange.read()["stop"]:
             return False, True
@@ -125,6 +107,31 @@ class Evaluation:
                 "fix the data, or raise max_bad_samples to skip such samples"
             )
         return bool(agreed["oom"]), False
+
+    def _over_batch(self, micro: MicroBatch, step: int, sums: dict[str, Tensor], metrics: dict[str, Any]) -> str | None:
+        """Adds the metrics of one batch; returns the allocator's message if memory ran out."""
+        device = self._strategy.placement.device
+        floating = torch.float64 if self._settings.precision.dtype == "float64" else None
+        try:
+            self._heartbeat.at("evaluate", step)
+            recipe = _with_copied_metrics(self._recipe) if micro.is_dummy else self._recipe
+            data = to_device(gathered(micro.data), device, floating)
+            positions = positions_tensor(micro.positions, device)
+            returned = self._strategy.infer(partial(self._evaluate, recipe), data, positions)
+            self._add(returned, sums, metrics, weight=0.0 if micro.is_dummy else 1.0)
+            return None
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = in_one_line(error)
+            error.__traceback__ = None  # its frames hold activations
+        if self._strategy.sharded or self._batch == 1:
+            remedy = "use a smaller eval_batch_size" if self._batch > 1 else "even one sample does not fit"
+            raise TrainingFailed(
+                f"step {step}: out of memory in the evaluation, with {self._batch} at once: {failure}; {remedy}; "
+                "training can continue from the last checkpoint (eval_every -1: without evaluation)"
+            )
+        return failure
 
     def _begin(self, step: int) -> None:
         if type(self._recipe).before_evaluation is Recipe.before_evaluation:
