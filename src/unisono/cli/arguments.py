@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from unisono.errors import ConfigError
+from unisono.errors import ConfigError, UserError
 
 _SIMILAR = 0.7
 _VERY_SIMILAR = 0.85  # a flag that is no setting and this close to one of the command's own is a typo
@@ -109,7 +109,7 @@ class StoreOnce(argparse.Action):
 class TrainingCommand(NamedTuple):
     """The parsed command line of `train`, `verify` or `slurm`."""
 
-    recipe: str | None
+    recipe: str  # empty only with --help
     files: list[Path]
     flags: list[str]  # settings of the run, not yet parsed
     options: argparse.Namespace  # the command's own options
@@ -142,7 +142,10 @@ class TrainingParser(Parser):
         has_recipe = bool(argv) and not argv[0].startswith("-")
         options, flags = self.parse_own(argv[1:] if has_recipe else argv)
         self.reject_typos(flags)
-        return TrainingCommand(argv[0] if has_recipe else None, options.config, flags, options)
+        if not has_recipe and not options.help:
+            command = f"unisono {self._command}"
+            raise UserError(f"{self._command}: no recipe is given; for instance: {command} my_file.py:MyRecipe")
+        return TrainingCommand(argv[0] if has_recipe else "", options.config, flags, options)
 
 
 def _underscored(name: str) -> str:

@@ -92,10 +92,6 @@ def main(argv: list[str]) -> int:
     if options.help:
         parser.print_help()
         return EXIT_DONE
-    if recipe is None:
-        raise UserError(
-            "slurm: no recipe is given; for instance: unisono slurm my_file.py:MyRecipe --nodes 2 --gpus-per-node 8"
-        )
     if options.follow and not options.submit:
         raise ConfigError("--follow: there is no job yet; use --submit --follow")
     kind = load_recipe(recipe)

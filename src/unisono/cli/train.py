@@ -14,7 +14,7 @@ from unisono.engine.checks import check_run
 from unisono.engine.start.registry import BUILT_IN, load_recipe
 from unisono.engine.start.run import configure, start
 from unisono.engine.start.srun import with_outcome
-from unisono.errors import EXIT_DONE, EXIT_STOPPED, UserError
+from unisono.errors import EXIT_DONE, EXIT_STOPPED
 from unisono.settings import Settings
 from unisono.typed_paths import as_typed, note_start_folder
 
@@ -53,8 +53,6 @@ def _train(argv: list[str]) -> int:
         )
         print(f"{parser().format_help()}\n{settings}")
         return EXIT_DONE
-    if recipe is None:
-        raise UserError("train: no recipe is given; for instance: unisono train my_file.py:MyRecipe --gpus all")
     kind = load_recipe(recipe)
     resolved = configure(kind, file=files, flags=flags)
     if options.print_config:

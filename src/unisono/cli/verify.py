@@ -13,7 +13,7 @@ from unisono.devices import num_cpu_cores
 from unisono.engine.start.registry import load_recipe
 from unisono.engine.start.run import configure
 from unisono.engine.start.warm_rank import COMMAND
-from unisono.errors import EXIT_DIFFERENCE, EXIT_DONE, EXIT_FAILED, ConfigError, UserError
+from unisono.errors import EXIT_DIFFERENCE, EXIT_DONE, EXIT_FAILED, ConfigError
 
 if TYPE_CHECKING:
     from unisono.engine.verification.verify import VariantFailed, VariantResult, Verdict, VerifyPlan
@@ -66,8 +66,6 @@ def main(argv: list[str]) -> int:
     if options.help:
         parser.print_help()
         return EXIT_DONE
-    if recipe is None:
-        raise UserError("verify: no recipe is given; for instance: unisono verify my_file.py:MyRecipe --ranks 1,2")
     ranks, steps = _numbers(options.ranks, "ranks"), _numbers(options.steps, "steps")[0]
     most = max(64, 8 * num_cpu_cores())
     if max(ranks) > most:
