@@ -21,7 +21,10 @@ _ASIDE = re.compile(r"step_\d{8,}\.(bad|other|later)-\d+")
 
 
 def set_aside(path: Path, reason: str | None) -> Path:
-    """Renames a checkpoint that cannot be used for `reason`, or (None) one of an abandoned branch; the new path."""
+    """Renames a checkpoint and returns its new path.
+
+    `reason`: why it cannot be used; None for one of an abandoned branch.
+    """
     kind = "later" if reason is None else "other" if reason.startswith(OF_ANOTHER_RUN) else "bad"
     number = 1
     while os.path.lexists(aside := path.with_name(f"{path.name}.{kind}-{number}")):

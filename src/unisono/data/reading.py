@@ -170,7 +170,7 @@ class ChunkReader:
             if failures >= self._most_failures:
                 break
         raise RecipeError(
-            f"Dataset: none of {failures} samples of a global batch could be read; first {first}"
+            f"Dataset: none of {failures} samples of a global batch could be read; for instance {first}"
         )
 
     def _collated(self, items: list[Any], positions: Sequence[int]) -> Any:

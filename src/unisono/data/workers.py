@@ -29,7 +29,7 @@ from pickle import PicklingError
 from typing import Any
 
 import torch
-import torch.multiprocessing  # teaches multiprocessing to hand over tensors in shared memory
+import torch.multiprocessing  # makes multiprocessing send tensors through shared memory
 from torch._utils import ExceptionWrapper
 from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.pin_memory import pin_memory

@@ -1,1 +1,1 @@
-"""Estimates memory, and chooses the strategy by it."""
+"""Estimates memory, and chooses the strategy that fits."""

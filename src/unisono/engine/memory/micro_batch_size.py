@@ -51,7 +51,7 @@ class MicroBatchSizer:
         return size
 
     def rise(self) -> bool:
-        """Doubles the size if the settings allow it and the last change was long enough ago; whether it did."""
+        """Doubles the size if the settings allow it and the last change was long enough ago; returns whether it did."""
         wait = _STEPS_BEFORE_RISING * 2**self._state.memory_failures
         if not self._may_rise or self.plan.micro_batch >= self._largest:
             return False
