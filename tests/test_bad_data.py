@@ -1,4 +1,4 @@
-"""Data that fights back: samples that cannot be read, workers that are killed, workers that hang."""
+"""Unreadable samples, killed workers and hanging workers."""
 
 from __future__ import annotations
 

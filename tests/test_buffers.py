@@ -1,4 +1,4 @@
-"""Buffers that a forward pass changes: undone with a skipped step, and shared by ranks whatever shapes they have."""
+"""A skipped step does not change buffers, and ranks share buffers of any shape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there at all, for any number of ranks, and never a wrong byte loaded."""
+"""A checkpoint appears complete or not at all, loads on any number of ranks, and is never loaded if it is damaged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints that were damaged, swapped or planted: passed over, named, kept, and never a line of their code run."""
+"""Damaged, swapped or planted checkpoints are skipped with a reason, kept on disk, and never execute code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses that compare the samples of a global batch: any ranks and micro-batches give what one big batch does."""
+"""Losses that compare samples: any number of ranks and micro-batches gives the result of one large batch."""
 
 from __future__ import annotations
 

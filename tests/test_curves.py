@@ -1,4 +1,4 @@
-"""Evaluation metrics that are curves: added up point by point over batches and ranks, kept as lists, and remembered."""
+"""Evaluation metrics that are curves: summed point by point over batches and ranks, stored as lists, restored."""
 
 from __future__ import annotations
 

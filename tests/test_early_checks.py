@@ -1,4 +1,4 @@
-"""All settings are checked before any work: nothing is encoded, drawn or written for a run that cannot be."""
+"""All settings are checked before any work, so a run that cannot start encodes, draws and writes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluation over the ranks: every sample once, sums and torchmetrics exact, the best checkpoint kept."""
+"""Evaluation over the ranks: every sample once, exact sums and torchmetrics, and the best checkpoint is kept."""
 
 from __future__ import annotations
 

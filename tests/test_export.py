@@ -1,4 +1,4 @@
-"""`unisono export` writes what was trained, and nothing over what is there."""
+"""`unisono export` writes the trained weights and overwrites nothing."""
 
 from __future__ import annotations
 

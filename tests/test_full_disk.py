@@ -1,4 +1,4 @@
-"""A disk that is full for a while costs a run what could not be written meanwhile, and nothing else."""
+"""A disk that is full for a while costs a run only what could not be written meanwhile."""
 
 from __future__ import annotations
 

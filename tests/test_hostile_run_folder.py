@@ -1,4 +1,4 @@
-"""Files in a run folder that are not what their names say: a start ends in one line and never waits for them."""
+"""Unexpected files in a run folder (FIFOs, deeply nested JSON) end a start with one line, and never block it."""
 
 from __future__ import annotations
 

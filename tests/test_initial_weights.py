@@ -1,4 +1,4 @@
-"""Weights that come from elsewhere: read shard by shard, kept exact where asked, and not saved where not trained."""
+"""Initial weights from files: read by shards, kept in full precision if requested, saved only if trained."""
 
 from __future__ import annotations
 

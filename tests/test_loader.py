@@ -1,4 +1,4 @@
-"""The loader: the same micro-batches with any number of workers, each item with a seed of its own."""
+"""The loader returns the same micro-batches with any number of workers, and seeds each sample separately."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Noise belongs to samples: a row depends on seed, position and number of the draw, and is as random as it should."""
+"""Noise belongs to samples: a row depends on seed, position and draw number only, and passes tests of randomness."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers: those that can be named train, others are refused in one line; a recipe's own rate is applied."""
+"""Every optimizer in the settings trains or is refused in one line; a recipe's own learning rate is applied."""
 
 from __future__ import annotations
 

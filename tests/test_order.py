@@ -1,4 +1,4 @@
-"""The order of the samples is a pure function: complete in every epoch, cheap at any size, cut without remainder."""
+"""The sample order is a pure function: complete in every epoch, fast at any size, divided without remainder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Out of memory on one rank: nobody hangs, the same samples are done again in smaller pieces, the curve is the same."""
+"""Out of memory on one rank: no rank hangs, and the step is repeated in smaller micro-batches, with equal losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A preview that cannot be drawn (memory runs out) or written is left out, on all ranks, and the run goes on."""
+"""A preview that runs out of memory or cannot be written is skipped on all ranks, and the run continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a recipe may return and know, the same on any ranks, and what is refused in one line before training."""
+"""What a recipe may return and read, the same on any number of ranks, and what is refused before training."""
 
 from __future__ import annotations
 

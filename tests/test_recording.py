@@ -1,4 +1,4 @@
-"""What is recorded and when, and what a replay must not make us forget; a stand-in for the GPU's recorder does here."""
+"""Which steps are recorded as CUDA graphs, and that replays lose nothing; a fake recorder replaces the GPU."""
 
 from __future__ import annotations
 

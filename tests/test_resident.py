@@ -1,4 +1,4 @@
-"""Data that lies on the device is only another way to the same batches: every bit of a run stays what it was."""
+"""A dataset on the device gives the same batches, and so the same bits, as one that workers read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that is taken up again, at any step, on any number of ranks, is the run that never stopped."""
+"""A run that resumes at any step, on any number of ranks, gives the result of a run that never stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One run per folder: from the first look at it to the last write, also where the folder does not exist yet."""
+"""Only one run per folder, from the first read of the folder to the last write, even if it does not exist yet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Killed at any instant of a save, on any rank: the last good checkpoint is there; the run ends with the same bits."""
+"""After a kill at any point of a save, the last good checkpoint exists and the run ends with the same bits."""
 
 from __future__ import annotations
 

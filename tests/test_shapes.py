@@ -1,4 +1,4 @@
-"""Samples of several shapes: micro-batches of one shape each, and still the same run wherever it is carried out."""
+"""Samples of several shapes: each micro-batch has one shape, and the run is the same on any number of ranks."""
 
 from __future__ import annotations
 

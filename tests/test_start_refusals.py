@@ -1,4 +1,4 @@
-"""Starts that cannot end well are refused at once, in one line, and nothing stays behind."""
+"""A start that cannot succeed is refused at once, in one line, and leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One optimizer step: the same as a loop written by hand, skipped together, scaled and scheduled as it says."""
+"""One optimizer step equals a hand-written loop; ranks skip it together; loss scale and schedule work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recipe's own bug is shown on one screen, with the whole traceback in a file; a bug of ours is shown in full."""
+"""A bug in a recipe is shown on one screen, with the full traceback in a file; a bug in unisono in full."""
 
 from __future__ import annotations
 

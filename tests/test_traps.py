@@ -1,4 +1,4 @@
-"""Traps that a review found: each of these was once wrong."""
+"""Regression tests for bugs that reviews found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`unisono verify` says "same" where runs are the same, and finds the ones that are not."""
+"""`unisono verify` reports runs that are the same as the same, and finds those that differ."""
 
 from __future__ import annotations
 

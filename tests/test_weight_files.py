@@ -1,4 +1,4 @@
-"""Files of weights: read by byte ranges however large they are; pickles refused with the command that converts them."""
+"""Weight files of any size are read by byte ranges; pickles are refused with a command that converts them."""
 
 from __future__ import annotations
 
