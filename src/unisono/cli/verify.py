@@ -187,5 +187,5 @@ def _tolerances(verdict: Verdict, precision: str) -> str:
         f"tolerance {limit.loss:.0e} for losses, {limit.metric:.0e} for metrics, {limit.weight_floor:.0e} for weights"
     )
     if verdict.drift > limit.weight_floor:
-        text += f", up to {limit.weight_floor + verdict.drift:.0e} for those whose gradient is only rounding"
+        text += f", up to {limit.weight_floor + verdict.drift:.0e} for weights whose gradient is only rounding"
     return text
