@@ -15,7 +15,7 @@ from unisono import Loss
 from unisono.parallel.buffers import BufferBackup
 
 
-def test_a_table_is_known_as_one_also_where_forward_passes_are_repeated() -> None:
+def test_a_constant_buffer_is_recognised_even_if_forward_passes_are_repeated() -> None:
     model = nn.Module()
     model.register_buffer("table", torch.arange(4.0))
     model.register_buffer("count", torch.zeros(()))
@@ -31,7 +31,7 @@ def test_a_table_is_known_as_one_also_where_forward_passes_are_repeated() -> Non
         assert model.count == step + 1
 
 
-def test_undoing_a_step_writes_to_no_memory_that_is_not_the_buffers() -> None:
+def test_undoing_a_step_writes_only_to_the_buffers() -> None:
     batch = torch.ones(3)
     model = nn.Module()
     model.register_buffer("latest", torch.zeros(3))
@@ -75,6 +75,6 @@ def train_with_a_cache(folder: str) -> list[float]:
     return [float(found.step), found.metrics["eval/loss"]]
 
 
-def test_a_cache_of_another_length_on_each_rank_keeps_nobody_waiting(tmp_path: Path) -> None:
+def test_a_cache_with_another_length_on_each_rank_blocks_no_rank(tmp_path: Path) -> None:
     first, second = run_ranks("train_with_a_cache", __file__, 2, {"folder": str(tmp_path / "run")}, timeout_s=60.0)
     assert first == second and first[0] == 4

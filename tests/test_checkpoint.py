@@ -306,7 +306,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_passed_over_with_the_reason(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_checkpoint_is_skipped_with_the_reason(tmp_path: Path, damage: str) -> None:
     saver = make_saver(tmp_path)
     for step in (1, 2):
         assert save_now(saver, step, {"model.a": torch.full((4,), float(step))}).error is None
@@ -344,7 +344,7 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path: Path, targets:
     assert not targets["model.a"].any()
 
 
-def test_what_is_named_as_unused_may_be_there_and_nothing_else(tmp_path: Path) -> None:
+def test_a_checkpoint_may_hold_only_tensors_that_are_named_as_unused(tmp_path: Path) -> None:
     path = save_now(make_saver(tmp_path), 1, {"model.a": torch.ones(4), "ema.a": torch.ones(4)}).path
     assert path is not None
     target = {"model.a": torch.zeros(4)}
@@ -357,7 +357,7 @@ def test_what_is_named_as_unused_may_be_there_and_nothing_else(tmp_path: Path) -
 # --- the way of a save ---------------------------------------------------------------------------------------------
 
 
-def test_training_on_after_save_does_not_change_what_is_written(tmp_path: Path) -> None:
+def test_training_after_save_does_not_change_what_is_written(tmp_path: Path) -> None:
     weight, extra = torch.zeros(2_000_000), {"samples": 1}
     saver = make_saver(tmp_path)
     for step in (1, 2):  # the second save reuses the buffers of the first
@@ -374,7 +374,7 @@ def test_training_on_after_save_does_not_change_what_is_written(tmp_path: Path) 
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="page-locked memory needs a GPU")
-def test_memory_made_in_advance_is_what_the_first_save_uses(tmp_path: Path) -> None:
+def test_the_first_save_uses_memory_that_was_allocated_in_advance(tmp_path: Path) -> None:
     weights = {"model.a": torch.full((1000, 1000), 1.0, device="cuda"), "model.b": torch.ones(3)}
     saver = make_saver(tmp_path)
     saver.warm_up(weights)
@@ -448,7 +448,7 @@ def test_the_same_step_again_keeps_a_valid_checkpoint_and_moves_a_damaged_one_as
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best.json", "step_00000004", "step_00000004.bad-1"]
 
 
-def test_what_a_killed_save_left_behind_is_harmless_and_goes_with_the_next_commit(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_save_are_harmless_and_removed_by_the_next_commit(tmp_path: Path) -> None:
     leftover = tmp_path / ".staging-step_00000009-0a1b2c3d"
     leftover.mkdir()
     (leftover / "shard-00001-of-00002.safetensors").write_bytes(b"half")
@@ -460,7 +460,7 @@ def test_what_a_killed_save_left_behind_is_harmless_and_goes_with_the_next_commi
     assert not leftover.exists() and newer.exists()
 
 
-def test_a_run_with_nothing_left_to_save_clears_up_after_killed_saves(tmp_path: Path) -> None:
+def test_a_finished_run_removes_leftovers_of_killed_saves(tmp_path: Path) -> None:
     names = [".staging-step_00000003-0a1b", ".trash-step_00000001-0a1b", ".staging-step_00000004-0a1b", ".staging-mine"]
     for name in names:
         (tmp_path / name).mkdir()
@@ -476,7 +476,7 @@ def test_names_with_a_wrappers_prefix_are_refused(tmp_path: Path, name: str) -> 
 
 
 @pytest.mark.parametrize("mode", [0o750, 0o700])
-def test_who_may_look_into_the_folder_may_read_the_weights(tmp_path: Path, mode: int) -> None:
+def test_shards_have_the_permissions_of_their_folder(tmp_path: Path, mode: int) -> None:
     before = os.umask(0o777 & ~mode)
     try:
         assert save_now(make_saver(tmp_path), 1, trained(1)[1]).error is None

@@ -83,7 +83,7 @@ def test_a_step_and_the_best_can_be_exported(run: Path, tmp_path: Path) -> None:
     assert not torch.equal(exported(run, tmp_path / "other", "--step", str(other))["0.bias"], by_name["0.bias"])
 
 
-def test_nothing_is_written_over_what_is_there(run: Path, tmp_path: Path) -> None:
+def test_an_export_overwrites_nothing(run: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("keep")
     done = unisono("export", str(run), "mine", cwd=tmp_path)
@@ -99,7 +99,7 @@ def test_nothing_is_written_over_what_is_there(run: Path, tmp_path: Path) -> Non
         (["RUN", "--step", "last"], "expected a number"),
     ],
 )
-def test_what_cannot_be_exported_is_said_in_one_line(run: Path, tmp_path: Path, words: list[str], said: str) -> None:
+def test_a_failed_export_is_explained_in_one_line(run: Path, tmp_path: Path, words: list[str], said: str) -> None:
     given = [str(run) if word == "RUN" else word for word in words]
     done = unisono("export", given[0], "out", *given[1:], cwd=tmp_path)
     assert done.code == 2 and said in done.err and len(done.err.splitlines()) == 1
@@ -129,7 +129,7 @@ def test_a_run_in_float64_is_exported_in_float64(tmp_path: Path) -> None:
     assert weights["1.running_mean"].dtype == torch.float64
 
 
-def test_an_export_beside_a_run_that_prunes_takes_the_newest_that_is_there(run: Path, tmp_path: Path) -> None:
+def test_an_export_during_pruning_takes_the_newest_checkpoint(run: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(run, tmp_path / "run"))
     code = """
 import sys
@@ -162,7 +162,7 @@ for step in range(7, 10**9):
         process.communicate()
 
 
-def test_an_export_that_fails_leaves_no_half_of_it(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_export_leaves_nothing_behind(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def export(self: Recipe, model: nn.Module, folder: Path) -> None:
         (folder / "part").mkdir()
         (folder / "part" / "one").write_text("half")

@@ -61,7 +61,7 @@ FILES = ["run.json", "metrics.jsonl", "events.jsonl", "memory.json", "checkpoint
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", FILES)
-def test_a_start_refuses_what_is_no_regular_file(name: str, kind: str, finished: Path, tmp_path: Path) -> None:
+def test_a_start_refuses_files_that_are_not_regular(name: str, kind: str, finished: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(finished, run)
     (run / name).unlink(missing_ok=True)
@@ -87,7 +87,7 @@ def test_nested_json_is_one_line_and_never_a_traceback(text: str, finished: Path
             train(run)
 
 
-def test_a_reader_meets_only_two_kinds_of_error(tmp_path: Path) -> None:
+def test_reading_json_raises_only_two_kinds_of_error(tmp_path: Path) -> None:
     for text in (b"", b"{", b"\xff\xfe\xff", b"1" * 10_000, DEEP.encode(), DEEP_BUT_PARSED.encode()):
         with pytest.raises(ValueError):
             parse_json(text)

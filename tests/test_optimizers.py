@@ -33,7 +33,7 @@ def weights(folder: Path, step: int, prefix: str = "model.") -> dict[str, torch.
 
 
 @pytest.mark.parametrize("name", sorted(NAMES - UNUSABLE))
-def test_every_optimizer_that_is_offered_trains_and_goes_on(name: str, tmp_path: Path) -> None:
+def test_every_optimizer_that_is_offered_trains_and_resumes(name: str, tmp_path: Path) -> None:
     common = {"optimizer": name, "gpus": "0", "batch_size": 4, "save_every": 2, "learning_rate": 1e-2}
     straight = unisono.train(Sentences, **common, max_steps=4, output_dir=str(tmp_path / "straight"))
     for steps in (2, 4):
@@ -63,7 +63,7 @@ def test_muon_takes_matrices_and_adamw_the_rest() -> None:
     assert "momentum_buffer" in found.state[model["layer"].weight] and "exp_avg" in found.state[model["norm"].weight]
 
 
-def test_which_optimizers_look_at_whole_weights() -> None:
+def test_which_optimizers_need_whole_weights() -> None:
     class Distributed_Shampoo(torch.optim.Optimizer): ...
 
     class MyMuon(torch.optim.Muon): ...
@@ -113,9 +113,7 @@ def test_an_optimizer_that_does_not_train_the_model_is_refused(make: Any, told: 
     assert not (tmp_path / "run").exists()
 
 
-def test_weights_that_the_optimizer_leaves_out_are_remarked_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_that_the_optimizer_leaves_out_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done = train_own(lambda given: torch.optim.SGD(given[1:], lr=0.1), tmp_path, save_every=1)
     assert "the optimizer leaves out 1 of " in (said := capsys.readouterr().err) and "embedding.weight" in said
     before, after = weights(done.folder, 1), weights(done.folder, 2)

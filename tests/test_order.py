@@ -55,7 +55,7 @@ def test_a_shuffled_epoch_looks_random() -> None:
     assert (neighbours == 1).sum() < 10  # about one pair in a random order
 
 
-def test_unshuffled_order_is_the_data_sets_own() -> None:
+def test_unshuffled_order_is_that_of_the_dataset() -> None:
     assert Order(5, 3, shuffle=False).indices(np.arange(12)).tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
 
 

@@ -114,7 +114,7 @@ def test_another_size_is_recorded_when_the_first_one_does_not_come_back(recorder
     ("first", "told"),
     [(torch.OutOfMemoryError("out of memory"), torch.OutOfMemoryError), (RuntimeError("first cause"), TrainingFailed)],
 )
-def test_the_first_cause_of_a_failed_recording_is_told(
+def test_the_first_cause_of_a_failed_recording_is_reported(
     first: Exception, told: type[Exception], recorder: Recorder
 ) -> None:
     fails = False
@@ -155,7 +155,7 @@ def single() -> Single:
     return Single(Net(), [], Placement(CPU, 0, 1, [CPU], None), ParallelSettings())
 
 
-def test_kept_gradients_lie_apart_and_weights_without_one_get_none() -> None:
+def test_fixed_gradients_do_not_share_memory_and_unused_weights_get_none() -> None:
     strategy, x = single(), torch.arange(4.0)
     model = strategy.model
     assert isinstance(model, Net)
@@ -259,7 +259,7 @@ def test_a_buffer_that_is_assigned_stays_where_recorded_kernels_read_it() -> Non
     ("settings", "guardable", "stay"),
     [({}, True, True), ({"gradient_as_bucket_view": False}, True, False), ({"static_graph": True}, False, False)],
 )
-def test_gradients_of_ddp_stay_only_in_buckets(settings: dict[str, Any], guardable: bool, stay: bool) -> None:
+def test_ddp_fixes_gradients_only_in_its_buckets(settings: dict[str, Any], guardable: bool, stay: bool) -> None:
     strategy = object.__new__(DDP)
     strategy.settings, strategy.guardable = ParallelSettings(**settings), guardable
     assert strategy.fix_gradient_addresses() is stay

@@ -116,7 +116,7 @@ def darkroom_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "name, value", [("env_split_seed", 1), ("grid_size", 4), ("num_validation", 2), ("tf_n_head", 1)]
 )
-def test_what_was_trained_on_never_becomes_unseen(
+def test_samples_that_were_trained_on_never_count_as_unseen(
     darkroom_run: Path, name: str, value: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = files_of(darkroom_run)
@@ -149,7 +149,7 @@ def test_the_data_of_a_wan_run_cannot_change_when_it_is_resumed(
         assert files_of(folder) == before, "exit 2: nothing was written"
 
 
-def test_a_config_file_that_says_otherwise_is_answered_by_the_flag_that_goes_on(
+def test_a_config_file_with_another_value_is_answered_with_the_flag_that_continues(
     darkroom_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "room.yaml").write_text("grid_size: 5\n")

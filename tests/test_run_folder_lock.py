@@ -82,7 +82,7 @@ def test_what_was_made_for_the_lock_is_removed_and_a_users_folder_is_not(tmp_pat
     assert os.listdir(tmp_path / "mine") == ["run.json"]
 
 
-def test_a_killed_holder_blocks_nobody_but_its_rank_does(tmp_path: Path) -> None:
+def test_a_killed_launcher_does_not_block_the_folder_but_its_rank_does(tmp_path: Path) -> None:
     launcher = holder(tmp_path)
     assert said(launcher) == "held"
     rank = holder(tmp_path, "share", 30.0)

@@ -179,7 +179,7 @@ def test_skipping_is_the_same_on_any_ranks(runs: dict[str, Outcome]) -> None:
 
 
 @pytest.mark.parametrize("name", ["1 single", "2 ddp", "2 fsdp"])
-def test_a_skipped_step_does_not_spoil_what_batch_norm_remembers(runs: dict[str, Outcome], name: str) -> None:
+def test_a_skipped_step_does_not_change_batch_norm_statistics(runs: dict[str, Outcome], name: str) -> None:
     run = runs[f"batch norm {name}"]
     (evaluated,) = run.evaluations()
     assert math.isfinite(evaluated["eval/loss"])
@@ -188,7 +188,7 @@ def test_a_skipped_step_does_not_spoil_what_batch_norm_remembers(runs: dict[str,
     assert passes == [each * good for good in (1, 2, 2, 3, 4, 5)]
 
 
-def test_a_buffer_that_was_replaced_is_put_back_too(runs: dict[str, Outcome]) -> None:
+def test_a_buffer_that_was_replaced_is_restored_too(runs: dict[str, Outcome]) -> None:
     for name in ["buffers, loud", *(name for name in WITH_BUFFERS if name.startswith("buffers"))]:
         run = runs[name]
         assert run.main.get("step") == 6, run.main
@@ -197,7 +197,7 @@ def test_a_buffer_that_was_replaced_is_put_back_too(runs: dict[str, Outcome]) ->
             assert [torch.equal(*pair) for pair in itertools.pairwise(values)] == [False, True, False, False, False]
 
 
-def test_buffers_are_put_back_on_the_device_without_asking_the_host() -> None:
+def test_buffers_are_restored_on_the_device_without_a_host_sync() -> None:
     class Remembers(nn.Module):
         def __init__(self) -> None:
             super().__init__()

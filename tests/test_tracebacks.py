@@ -112,7 +112,7 @@ def test_a_bug_of_ours_shows_every_frame() -> None:
         assert error.__traceback__ is before
 
 
-def test_whose_a_frame_is() -> None:
+def test_the_owner_of_a_frame() -> None:
     for module, owner in (
         (tracebacks, "unisono"),
         (re, "library"),
@@ -124,7 +124,7 @@ def test_whose_a_frame_is() -> None:
     assert tracebacks.owner_of("<stdin>") == "user"
 
 
-def test_a_call_that_our_torch_function_mode_passes_on_is_the_recipes_own() -> None:
+def test_a_call_that_our_torch_function_mode_forwards_belongs_to_the_recipe() -> None:
     class WithWrongShapes(Buggy):
         def model(self) -> nn.Module:
             model = super().model()

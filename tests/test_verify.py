@@ -115,7 +115,7 @@ def test_with_one_rank_there_is_always_a_second_way_of_splitting_the_batch(run_v
 
 
 @pytest.mark.parametrize("recipe", ["Unrepeatable", "OrderOfASet"])
-def test_a_recipe_that_does_not_repeat_itself_is_told_from_one_that_depends_on_ranks(
+def test_a_recipe_that_is_not_repeatable_is_distinguished_from_one_that_depends_on_ranks(
     run_verify: Verify, recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     verdict = run_verify(recipe)
@@ -194,7 +194,7 @@ def test_a_variant_that_fails_does_not_end_the_others(run_verify: Verify, capsys
         assert "FAILED" in capsys.readouterr().out
 
 
-def test_no_run_finds_traces_of_another(run_verify: Verify) -> None:
+def test_runs_of_verify_do_not_affect_each_other(run_verify: Verify) -> None:
     verdict = run_verify("LeavesTraces", strategies=("ddp", "fsdp"))
     assert len(verdict.results) == 7 and all(result.same for result in verdict.results), verdict
 
@@ -254,7 +254,7 @@ def test_micro_batches_and_shares_are_uneven_so_that_a_mean_cannot_hide() -> Non
         assert batch < 5 or len(variants(VerifyPlan((1, 2), 5, ("ddp",), "float64"), uneven_batch(batch, (1, 2)))) == 4
 
 
-def test_questions_that_make_no_sense_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (
         ["--ranks", "0"],
         ["--ranks", "two"],
@@ -275,7 +275,7 @@ class Crashing:
         return [Outcome("crashed", "the loss is broken", 0)]
 
 
-def test_a_run_that_failed_gives_its_gpus_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_failed_releases_its_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def plan_devices(resolved: Any) -> DevicePlan:
         lock = GpuLock(tmp_path)
         assert lock.acquire("GPU-1"), "the run before still holds it"
