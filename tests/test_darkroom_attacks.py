@@ -58,7 +58,7 @@ EVALUATE = TESTS.parent / "examples/darkroom/evaluate.py"
         ({"traj_dir": "a" * 5000}, "is not a valid path"),
     ],
 )
-def test_numbers_beyond_all_reason_are_refused_before_anything_is_made(
+def test_absurd_numbers_are_rejected_before_anything_is_written(
     bad: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UnisonoError) as caught:
@@ -68,7 +68,7 @@ def test_numbers_beyond_all_reason_are_refused_before_anything_is_made(
     assert not list(tmp_path.glob("**/*.hdf5"))
 
 
-def test_a_pipe_in_the_place_of_histories_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+def test_a_fifo_in_place_of_histories_is_rejected_without_blocking(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "history_darkroom_explorer_alg-seed42.hdf5")
     recipe = Darkroom(Darkroom.Config(traj_dir=str(tmp_path)))
     with pytest.raises(UserError, match="is not a file"):
@@ -88,7 +88,7 @@ def lived(tasks: list[int]) -> Any:
     return run_learners(SOURCES["explorer"], ROOM, torch.tensor(tasks), 2, 8, 1)
 
 
-def test_two_runs_that_finish_a_block_at_the_same_moment_both_go_on(
+def test_two_runs_that_finish_a_block_at_the_same_time_both_continue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def after_somebody_else(path: Path, *rest: Any, **more: Any) -> None:
@@ -100,9 +100,7 @@ def test_two_runs_that_finish_a_block_at_the_same_moment_both_go_on(
     assert read_histories(files, ROOM, list(range(9)), 2, 8).actions.shape == (9, 2, 8)
 
 
-def test_the_block_of_another_run_that_came_in_between_is_not_taken_for_ours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_block_that_another_run_wrote_meanwhile_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def after_somebody_else(path: Path, *rest: Any, **more: Any) -> None:
         write_histories(path, *rest, **more | {"seed": 2})
         write_histories(path, *rest, **more)
@@ -112,7 +110,7 @@ def test_the_block_of_another_run_that_came_in_between_is_not_taken_for_ours(
         collect(ROOM, "explorer", range(9), 2, 8, 1, tmp_path)
 
 
-def test_a_disk_that_is_full_is_said_in_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_of_one_line_and_leaves_no_file(tmp_path: Path) -> None:
     # A limit on the size of a file fails where a full disk does, inside write().
     program = (
         "import resource, signal, sys; from pathlib import Path; sys.path.insert(0, sys.argv[1])\n"
@@ -127,14 +125,14 @@ def test_a_disk_that_is_full_is_said_in_one_line_and_leaves_nothing(tmp_path: Pa
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_in_the_place_of_the_folder_is_named(tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "folder").write_text("precious")
     with pytest.raises(UserError, match="folder is not a folder"):
         write_histories(tmp_path / "folder/x.hdf5", lived([0]), ROOM, source="explorer", seed=1)
     assert (tmp_path / "folder").read_text() == "precious"
 
 
-def test_what_a_file_says_of_itself_cannot_write_to_the_terminal(tmp_path: Path) -> None:
+def test_attributes_of_a_file_cannot_send_escape_sequences_to_the_terminal(tmp_path: Path) -> None:
     path = block_file(tmp_path, blocks_of([0, 1])[0])
     write_histories(path, lived([0]), ROOM, source="explorer", seed=1)
     with h5py.File(path, "r+") as file:
@@ -172,7 +170,7 @@ BOMB = [
     ],
     ids=["aliases", "aliases in alg", "aliases in include", "merges", "itself", "bool", "int", "time", "large"],
 )
-def test_a_config_file_that_would_never_end_is_refused_at_once(
+def test_a_config_file_that_expands_without_end_is_rejected_at_once(
     text: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -182,7 +180,7 @@ def test_a_config_file_that_would_never_end_is_refused_at_once(
     assert words in said and len(said.splitlines()) == 1
 
 
-def test_anchors_that_people_use_still_work(
+def test_ordinary_yaml_anchors_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -192,7 +190,7 @@ def test_anchors_that_people_use_still_work(
     assert "\nseed: 7  # file\n" in said and "\nenv_split_seed: 7  # file\n" in said
 
 
-def test_a_pipe_is_no_config_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fifo_is_rejected_as_a_config_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.mkfifo(tmp_path / "pipe.yaml")
     assert main(["train", "darkroom", "--config", str(tmp_path / "pipe.yaml")]) == 2
     assert capsys.readouterr().err == f"unisono: config file {tmp_path}/pipe.yaml is not a regular file\n"
@@ -202,7 +200,7 @@ def test_a_pipe_is_no_config_file(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("value", [5e-324, -5e-324, 1e-310])
-def test_the_smallest_numbers_are_drawn_as_nothing(value: float, tmp_path: Path) -> None:
+def test_denormal_numbers_are_drawn_as_zero(value: float, tmp_path: Path) -> None:
     series = Series()
     series.take(1, value)
     assert series.last == (1, 0.0)
@@ -211,7 +209,7 @@ def test_the_smallest_numbers_are_drawn_as_nothing(value: float, tmp_path: Path)
     assert main(["report", str(tmp_path)]) == 0
 
 
-def test_a_folder_and_a_pipe_among_the_previews_are_left_out(tmp_path: Path) -> None:
+def test_a_folder_and_a_fifo_among_the_previews_are_skipped(tmp_path: Path) -> None:
     (tmp_path / "previews/step_00000001_a.png").mkdir(parents=True)
     os.mkfifo(tmp_path / "previews/step_00000001_b.txt")
     gallery = read_previews(tmp_path)
@@ -219,13 +217,15 @@ def test_a_folder_and_a_pipe_among_the_previews_are_left_out(tmp_path: Path) -> 
     assert gallery.omitted == [f"step_00000001_{name}: not a regular file" for name in ("a.png", "b.txt")]
 
 
-def test_a_report_cannot_be_called_by_a_null_character(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_name_with_a_null_character_is_a_user_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "run.json").write_text('{"recipe": "x"}')
     assert main(["report", str(tmp_path), "--output", "a\0b"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_evaluate_py_plays_a_run_without_train_tasks_and_refuses_mistakes(tmp_path: Path) -> None:
+def test_evaluate_py_works_without_train_tasks_and_rejects_invalid_numbers(tmp_path: Path) -> None:
     unisono.train(Darkroom, **SMALL, output_dir=str(tmp_path / "run"))
     ended = end(start([EVALUATE, "run", "--episodes", 2], cwd=tmp_path))
     assert ended.code == 0, ended.err

@@ -63,7 +63,7 @@ def known_file(path: Path, room: Room = ROOM, tasks: list[int] = TASKS) -> Path:
 
 
 @pytest.mark.parametrize("name", ROOMS)
-def test_what_is_written_is_read_again(name: str, tmp_path: Path) -> None:
+def test_histories_survive_a_round_trip(name: str, tmp_path: Path) -> None:
     room = ROOMS[name](5, 10)
     histories = lived(room)
     path = write(tmp_path / "histories.hdf5", histories, room)
@@ -73,7 +73,7 @@ def test_what_is_written_is_read_again(name: str, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["histories.hdf5"]
 
 
-def test_the_layout_is_the_known_one_but_with_true_next_states(tmp_path: Path) -> None:
+def test_the_layout_is_the_usual_one_with_true_next_states(tmp_path: Path) -> None:
     histories = lived()
     with h5py.File(write(tmp_path / "histories.hdf5", histories)) as file:
         assert set(file) == {"3", "12", "24"}
@@ -93,7 +93,7 @@ def test_the_layout_is_the_known_one_but_with_true_next_states(tmp_path: Path) -
     assert np.array_equal(rewards, (after == [0, 3]).all(axis=-1))  # task 3; the goal's reward at episode ends included
 
 
-def test_files_of_the_known_repositories_are_read(tmp_path: Path) -> None:
+def test_files_of_other_implementations_are_read(tmp_path: Path) -> None:
     path = known_file(tmp_path / "history_darkroom_PPO_alg-seed42.hdf5")
     assert equal(read_histories(path, ROOM, TASKS, 4, 50), lived())
     assert equal(read_histories(tmp_path, ROOM, TASKS, 4, 50), lived())
@@ -107,7 +107,9 @@ def test_a_file_is_never_overwritten(tmp_path: Path) -> None:
     assert path.read_text() == "precious" and os.listdir(tmp_path) == ["mine.hdf5"]
 
 
-def test_a_file_that_comes_while_writing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_appears_during_the_write_is_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "mine.hdf5"
     sync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda number: (path.write_text("precious"), sync(number)))
@@ -116,7 +118,7 @@ def test_a_file_that_comes_while_writing_is_kept(tmp_path: Path, monkeypatch: py
     assert path.read_text() == "precious" and os.listdir(tmp_path) == ["mine.hdf5"]
 
 
-def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_no_file(tmp_path: Path) -> None:
     broken = replace(lived(), tasks=torch.tensor([3, 12, 12]))  # the third group cannot be made
     with pytest.raises(Exception, match="exist"):
         write(tmp_path / "histories.hdf5", broken)
@@ -211,7 +213,9 @@ def huge_and_empty(file: h5py.File) -> None:
         ),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said(edit: Callable[[h5py.File], None], words: str, tmp_path: Path) -> None:
+def test_the_error_names_what_is_wrong_with_a_file(
+    edit: Callable[[h5py.File], None], words: str, tmp_path: Path
+) -> None:
     path = write(tmp_path / "histories.hdf5")
     with h5py.File(path, "r+") as file:
         edit(file)
@@ -220,7 +224,7 @@ def test_what_is_wrong_with_a_file_is_said(edit: Callable[[h5py.File], None], wo
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_file_cut_short_or_of_another_kind_is_refused(tmp_path: Path) -> None:
+def test_a_truncated_file_or_another_kind_of_file_is_rejected(tmp_path: Path) -> None:
     whole = write(tmp_path / "whole.hdf5").read_bytes()
     cut = tmp_path / "cut.hdf5"
     for size in (0, 5, 100, len(whole) // 2, len(whole) - 1):
@@ -237,7 +241,7 @@ def test_a_file_cut_short_or_of_another_kind_is_refused(tmp_path: Path) -> None:
         read_histories(tmp_path / "empty", ROOM, TASKS, 4, 50)
 
 
-def test_bytes_that_changed_on_disk_never_end_in_a_traceback(tmp_path: Path) -> None:
+def test_corrupted_bytes_never_cause_a_traceback(tmp_path: Path) -> None:
     whole = write(tmp_path / "whole.hdf5").read_bytes()
     damaged, dice = tmp_path / "damaged.hdf5", np.random.default_rng(0)
     refused = 0
@@ -253,7 +257,7 @@ def test_bytes_that_changed_on_disk_never_end_in_a_traceback(tmp_path: Path) -> 
     assert refused > 20
 
 
-def test_histories_of_another_room_do_not_pass(tmp_path: Path) -> None:
+def test_histories_of_another_environment_are_rejected(tmp_path: Path) -> None:
     known = known_file(tmp_path / "known.hdf5")  # which does not say what room it is of
     for room in (Darkroom(5, 20), Darkroom(6, 10), DarkroomPermuted(5, 10)):
         with pytest.raises(UserError, match="is impossible"):
@@ -282,7 +286,7 @@ def test_files_of_different_learners_are_not_mixed(tmp_path: Path) -> None:
         read_histories(tmp_path / "known", ROOM, TASKS, 4, 50)
 
 
-def test_blocks_hold_every_task_once() -> None:
+def test_blocks_contain_every_task_once() -> None:
     for count in (1, 2, 7, 16, 65, 73, 81, 500):
         tasks = torch.randperm(count, generator=torch.Generator().manual_seed(count)).tolist()
         blocks = blocks_of(tasks)
@@ -293,7 +297,7 @@ def test_blocks_hold_every_task_once() -> None:
     assert block_file(Path(), blocks_of(range(73))[0]).name == "tasks_0000-0008.hdf5"
 
 
-def test_two_ranks_collect_what_one_does(tmp_path: Path) -> None:
+def test_two_ranks_collect_the_same_histories_as_one(tmp_path: Path) -> None:
     tasks = list(range(25))[::-1]
     for rank in range(2):
         files = collect(ROOM, "q_learning", tasks, 3, 40, 7, tmp_path / "two", work=Work(tmp_path, rank, 2))
@@ -304,7 +308,9 @@ def test_two_ranks_collect_what_one_does(tmp_path: Path) -> None:
     assert equal(together, run_learners(SOURCES["q_learning"], ROOM, torch.tensor(tasks), 3, 40, 7))
 
 
-def test_blocks_at_once_as_on_a_gpu_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collecting_several_blocks_at_once_gives_the_same_histories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tasks = list(range(25))
     one_by_one = collect(ROOM, "explorer", tasks, 3, 40, 7, tmp_path / "a")
     monkeypatch.setattr(collecting, "_groups", lambda blocks, *_: [blocks[:2], blocks[2:]])
@@ -312,7 +318,7 @@ def test_blocks_at_once_as_on_a_gpu_are_the_same(tmp_path: Path, monkeypatch: py
     assert equal(*(read_histories(files, ROOM, tasks, 3, 40) for files in (one_by_one, at_once)))
 
 
-def test_what_is_there_is_not_collected_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_blocks_are_not_collected_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = collect(ROOM, "explorer", range(25), 3, 40, 7, tmp_path)
     times = [file.stat().st_mtime_ns for file in files]
     files[2].unlink()
@@ -323,7 +329,7 @@ def test_what_is_there_is_not_collected_again(tmp_path: Path, monkeypatch: pytes
     assert [file.stat().st_mtime_ns == time for file, time in zip(files, times, strict=True)].count(False) == 1
 
 
-def test_asked_to_stop_it_ends_after_the_block_and_goes_on_later(tmp_path: Path) -> None:
+def test_a_stop_request_ends_collection_after_the_block_and_the_next_start_continues(tmp_path: Path) -> None:
     work = Work(tmp_path, _asked_to_stop=lambda: len(list(tmp_path.glob("tasks_*"))) >= 2)
     files = collect(ROOM, "noise", range(25), 3, 40, 7, tmp_path, work=work)
     assert [file.exists() for file in files].count(True) == 2
@@ -346,7 +352,7 @@ def test_asked_to_stop_it_ends_after_the_block_and_goes_on_later(tmp_path: Path)
         ({"tasks": [0, 2]}, "of other tasks"),
     ],
 )
-def test_histories_of_other_settings_are_neither_taken_nor_replaced(
+def test_histories_of_other_settings_are_neither_used_nor_replaced(
     change: dict[str, object], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(collecting, "_MIN_BLOCKS", 1)
@@ -365,7 +371,7 @@ def test_settings_reach_the_source(tmp_path: Path) -> None:
     assert calm_rewards > wild_rewards + 10
 
 
-def test_what_cannot_be_collected_is_said(tmp_path: Path) -> None:
+def test_invalid_arguments_of_a_collection_are_rejected(tmp_path: Path) -> None:
     for arguments, words in [
         ((ROOM, "sarsa", [0], 3, 40), "source: expected one of explorer, .*, got 'sarsa'"),
         ((ROOM, "noise", [25], 3, 40), "task 25: darkroom of size 5 has tasks 0 to 24"),
@@ -378,7 +384,7 @@ def test_what_cannot_be_collected_is_said(tmp_path: Path) -> None:
         collect(ROOM, "noise", [0], 3, 40, 7, tmp_path)
 
 
-def test_a_kill_in_the_middle_costs_one_block(tmp_path: Path) -> None:
+def test_a_kill_during_collection_loses_at_most_one_block(tmp_path: Path) -> None:
     folder = tmp_path / "histories"
     code = (
         "import sys, time, torch; from pathlib import Path; torch.set_num_threads(1)\n"
@@ -413,7 +419,7 @@ def test_a_kill_in_the_middle_costs_one_block(tmp_path: Path) -> None:
     assert not leftover.exists() and young.exists()
 
 
-def test_collecting_shows_how_far_it_is_and_is_silent_when_everything_is_there(tmp_path: Path) -> None:
+def test_collecting_shows_progress_and_is_silent_when_nothing_is_missing(tmp_path: Path) -> None:
     lines: list[str] = []
     arguments = (ROOM, "noise", range(25), 3, 40, 7, tmp_path)
     work = Work(tmp_path, _say=lines.append)

@@ -65,7 +65,7 @@ def test_every_part_of_the_first_token_reaches_the_last_one(column: str) -> None
 
 @pytest.mark.parametrize("separators", [False, True])
 @pytest.mark.parametrize("first", [0, 1, 5, LENGTH])
-def test_with_a_cache_the_logits_are_those_of_one_pass(separators: bool, first: int) -> None:
+def test_logits_with_a_cache_equal_those_of_one_pass(separators: bool, first: int) -> None:
     model = reader(separators).eval()
     cache = model.new_cache(BATCH, torch.float64)
     # Cleared, it knows nothing of what it held: the second history is as if it were the first.
@@ -80,7 +80,7 @@ def test_with_a_cache_the_logits_are_those_of_one_pass(separators: bool, first: 
             torch.testing.assert_close(one[:, 0], expected[:, at], rtol=0, atol=1e-12)
 
 
-def test_rows_of_a_batch_do_not_see_each_other() -> None:
+def test_rows_of_a_batch_are_independent() -> None:
     model, tokens = reader(), some_tokens(1)
     together = model(tokens)
     for row in range(BATCH):
@@ -88,7 +88,7 @@ def test_rows_of_a_batch_do_not_see_each_other() -> None:
         torch.testing.assert_close(together[row : row + 1], alone, rtol=0, atol=1e-12)
 
 
-def test_x_and_y_are_embedded_one_by_one() -> None:
+def test_x_and_y_have_separate_embeddings() -> None:
     model = reader()
 
     def embedded(x: int, y: int) -> Tensor:
@@ -107,7 +107,7 @@ def test_one_hot_columns_are_those_of_the_cell_the_action_and_the_reward() -> No
     assert model._one_hot(tokens).flatten().nonzero().flatten().tolist() == [2, 5 + 3, 10 + NO_ACTION, 16]
 
 
-def test_dropout_settings_act_and_only_in_training() -> None:
+def test_dropout_is_active_only_in_training() -> None:
     tokens = some_tokens(1)
     for inside in ("dropout", "attention_dropout"):
         shape = Shape(ROOM, LENGTH, 16, 2, 2, 24, **{inside: 0.5})  # type: ignore[arg-type]
@@ -117,7 +117,7 @@ def test_dropout_settings_act_and_only_in_training() -> None:
         assert torch.equal(model(tokens), model(tokens)), inside
 
 
-def test_the_sizes_that_are_asked_for_are_those_of_the_model() -> None:
+def test_the_model_has_the_configured_sizes() -> None:
     model = HistoryTransformer(Shape(room_size=9, context=240, width=64, num_layers=4, num_heads=4, inner=128))
     assert [module.widen.out_features for module in model.blocks] == [128] * 4  # type: ignore[union-attr]
     embedding, positions = (9 + 9 + 6 + 1) * 64, 240 * 64

@@ -126,7 +126,7 @@ def played_again(room: Room, tasks: Tensor, actions: Tensor) -> tuple[Tensor, Te
 
 
 @pytest.mark.parametrize("name", CONTEXTS)
-def test_the_context_is_what_it_should_be_at_every_step(name: str) -> None:
+def test_the_context_is_right_at_every_step_of_a_rollout(name: str) -> None:
     model = Watching(separators="regions" in name)
     returns = play(model, ROOM, TASKS, chances_of(len(TASKS)), context_of(name))  # type: ignore[arg-type]
     assert len(model.contexts) == STEPS
@@ -144,7 +144,7 @@ def test_the_context_is_what_it_should_be_at_every_step(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CONTEXTS)
-def test_what_is_played_is_what_is_trained_on(name: str) -> None:
+def test_contexts_of_rollouts_equal_those_of_training(name: str) -> None:
     """The known code trains on the state after a reset and plays with the true one; here both see the same."""
     kind, size = CONTEXTS[name]
     model = Watching(separators=kind == "regions")
@@ -214,7 +214,7 @@ def slowly(
 
 @pytest.mark.parametrize("name", CONTEXTS)
 @pytest.mark.parametrize(("room_name", "greedy"), [*((name, False) for name in ROOMS), ("darkroom", True)])
-def test_playing_with_a_cache_is_reading_everything_at_every_step(room_name: str, greedy: bool, name: str) -> None:
+def test_a_rollout_with_a_cache_equals_recomputing_the_context(room_name: str, greedy: bool, name: str) -> None:
     room = ROOMS[room_name](3, HORIZON)
     tasks = torch.arange(9) * (room.num_tasks // 9)
     model = random_reader(room, "regions" in name, 2 * CONTEXTS[name][1] + 2)
@@ -227,7 +227,7 @@ def test_playing_with_a_cache_is_reading_everything_at_every_step(room_name: str
 
 
 @pytest.mark.parametrize("name", ["two episodes", "regions of one and a half"])
-def test_tasks_played_together_are_tasks_played_one_by_one(name: str) -> None:
+def test_rollouts_of_a_batch_equal_single_rollouts(name: str) -> None:
     """A cache that mixes up its rows would show only here (amago#79)."""
     tasks, chances = torch.arange(9), chances_of(9)
     model = random_reader(ROOM, "regions" in name, 2 * CONTEXTS[name][1] + 2)
@@ -240,7 +240,7 @@ def test_tasks_played_together_are_tasks_played_one_by_one(name: str) -> None:
     assert len({tuple(row) for row in together.tolist()}) > 3
 
 
-def test_actions_are_drawn_as_often_as_the_logits_say() -> None:
+def test_actions_are_sampled_with_the_probabilities_of_the_logits() -> None:
     probabilities = torch.tensor([0.1, 0.0, 0.45, 0.05, 0.4])
     number = 100_000
     chances = (torch.arange(number) + 0.5) / number  # every part of [0, 1) once
@@ -252,7 +252,7 @@ def test_actions_are_drawn_as_often_as_the_logits_say() -> None:
     assert sample(torch.tensor([[0.0] * 5, [9.0, -9.0, -9.0, -9.0, -9.0]]), largest).max() <= NUM_ACTIONS - 1
 
 
-def test_greedy_play_takes_the_likeliest_action() -> None:
+def test_greedy_rollouts_take_the_most_likely_action() -> None:
     model = random_reader(ROOM, False, 8)
     one, other = (
         play(model, ROOM, TASKS, chances_of(4, seed=seed), SlidingContext(8, HORIZON), greedy=True) for seed in (1, 2)

@@ -79,7 +79,7 @@ def test_rooms_and_gymnasium_agree_step_by_step(name: str, size: int) -> None:
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 @pytest.mark.filterwarnings("error")
-def test_gymnasium_finds_no_fault(name: str) -> None:
+def test_gymnasiums_environment_checker_passes(name: str) -> None:
     check_env(gymnasium.make(name, render_mode="ansi").unwrapped)
     check_env(gymnasium.make(name, task=7, size=5, horizon=6).unwrapped)
 
@@ -107,7 +107,7 @@ def test_an_environment_without_a_task_draws_one_from_its_seed(name: str) -> Non
     assert environment.reset(seed=3)[1]["task"] == first
 
 
-def test_what_an_environment_refuses() -> None:
+def test_invalid_arguments_of_an_environment_are_rejected() -> None:
     environment = gymnasium.make("unisono/Darkroom-v0", task=0, horizon=1).unwrapped
     with pytest.raises(gymnasium.error.ResetNeeded):
         environment.step(0)
@@ -121,7 +121,7 @@ def test_what_an_environment_refuses() -> None:
         gymnasium.make("unisono/DarkroomPermuted-v0", task=120)
 
 
-def test_the_picture_shows_agent_and_goal() -> None:
+def test_render_shows_agent_and_goal() -> None:
     environment = gymnasium.make("unisono/Darkroom-v0", task=2, size=3, render_mode="ansi")  # x 0, y 2
     environment.reset()
     assert environment.render() == "*..\n.@.\n...\n"
@@ -130,13 +130,13 @@ def test_the_picture_shows_agent_and_goal() -> None:
 
 
 @pytest.mark.parametrize("action, expected", [(0, (5, 4)), (1, (3, 4)), (2, (4, 5)), (3, (4, 3)), (4, (4, 4))])
-def test_actions_move_as_in_the_known_code(action: int, expected: tuple[int, int]) -> None:
+def test_actions_move_as_in_other_implementations(action: int, expected: tuple[int, int]) -> None:
     room = Darkroom()
     episode, _ = room.step(room.begin(torch.tensor([0])), torch.tensor([action]))
     assert divmod(int(episode.cells), 9) == expected
 
 
-def test_the_optimum_is_what_the_facts_say() -> None:
+def test_the_optimum_has_the_published_values() -> None:
     room = Darkroom()
     assert room.optimum(torch.arange(81)).float().mean() == pytest.approx(16.54, abs=0.005)
     unseen = split_tasks(81, seed=0, train_ratio=0.9, num_validation=8).unseen
@@ -175,7 +175,7 @@ def test_key_and_door_on_one_cell_take_two_steps() -> None:
     assert rewards == [1, 1, 0, 0]
 
 
-def test_validation_tasks_come_out_of_the_seen_ones() -> None:
+def test_validation_tasks_are_taken_from_the_seen_ones() -> None:
     split = split_tasks(81, seed=3, train_ratio=0.9, num_validation=8)
     assert (len(split.train), len(split.validation), len(split.unseen)) == (65, 8, 8)
     assert sorted(split.train + split.validation + split.unseen) == list(range(81))

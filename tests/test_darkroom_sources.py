@@ -34,13 +34,13 @@ def of_optimum(make: Callable[..., Source], room: Room, tasks: Tensor, num_steps
     return (earned / room.optimum(tasks).float().mean()).tolist()
 
 
-def test_all_sources_are_there() -> None:
+def test_the_four_sources_exist() -> None:
     assert set(SOURCES) == {"explorer", "q_learning", "noise", "ppo"}
 
 
 @pytest.mark.parametrize("name", QUICK)
 @pytest.mark.parametrize("room_name", ROOMS)
-def test_a_history_is_the_same_in_any_company(room_name: str, name: str) -> None:
+def test_a_history_does_not_depend_on_the_batch(room_name: str, name: str) -> None:
     room = ROOMS[room_name](5, 12)
     tasks = some_tasks(room, 4)
     together = run_learners(SOURCES[name], room, tasks, num_streams=6, num_steps=96, seed=3)
@@ -60,7 +60,7 @@ def test_streams_tasks_and_seeds_make_different_histories(name: str) -> None:
 
 @pytest.mark.parametrize("name", QUICK)
 @pytest.mark.parametrize("room_name", ROOMS)
-def test_what_is_written_down_is_what_happened(room_name: str, name: str) -> None:
+def test_histories_record_what_happened(room_name: str, name: str) -> None:
     room = ROOMS[room_name](4, 10)
     tasks = some_tasks(room, 5)
     histories = run_learners(SOURCES[name], room, tasks, 3, 35, seed=0)
@@ -80,7 +80,7 @@ def test_what_is_written_down_is_what_happened(room_name: str, name: str) -> Non
     [(Darkroom(), 8), (DarkroomPermuted(), 3), (DarkKeyToDoor(), 5)],
     ids=lambda value: getattr(value, "name", ""),
 )
-def test_the_explorer_soon_does_nearly_the_best(room: Room, soon: int) -> None:
+def test_the_explorer_soon_acts_nearly_optimally(room: Room, soon: int) -> None:
     curve = of_optimum(explorer, room, some_tasks(room, 40))
     assert curve[0] < 0.55
     assert min(curve[soon:]) > 0.9
@@ -88,13 +88,13 @@ def test_the_explorer_soon_does_nearly_the_best(room: Room, soon: int) -> None:
     assert without_noise[-1] == 1
 
 
-def test_the_explorer_finds_every_goal_the_start_cell_too() -> None:
+def test_the_explorer_finds_every_goal_including_the_start_cell() -> None:
     room = Darkroom(5, 12)
     found = returns(run_learners(Explorer, room, torch.arange(25), 4, 12 * 12, seed=1), room)[:, :, -3:]
     assert (found.float().mean(dim=(1, 2)) >= 0.8 * room.optimum(torch.arange(25))).all()
 
 
-def test_most_steps_of_a_search_see_a_new_cell() -> None:
+def test_most_steps_of_a_search_visit_a_new_cell() -> None:
     room = Darkroom(9, 81)  # a whole search in one episode
     histories = run_learners(lambda *a: Explorer(*a, noise=0.0), room, torch.arange(81), 2, 81, seed=2)
     for cells, rewards in zip(histories.cells.flatten(0, 1), histories.rewards.flatten(0, 1), strict=True):

@@ -324,7 +324,7 @@ def test_python_blocks_can_be_compiled(document: str) -> None:
                 raise AssertionError(f"{document}, line {block.line + (error.lineno or 1) - 1}: {error.msg}") from None
 
 
-def test_a_function_for_features_of_ones_own_works_as_printed() -> None:
+def test_the_function_for_custom_features_works_as_printed() -> None:
     np = pytest.importorskip("numpy")
     code = next(block.text for block in blocks("docs/clips.md") if "def brightness" in block.text)
     names: dict[str, object] = {}

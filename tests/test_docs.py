@@ -50,7 +50,7 @@ class _Page(HTMLParser):
         self.anchors |= {value for name in ("id", "name") if (value := values.get(name))}
 
 
-def test_no_link_of_the_site_is_dead_and_nothing_is_fetched_from_elsewhere(site: Path) -> None:
+def test_the_site_has_no_dead_link_and_loads_nothing_from_the_network(site: Path) -> None:
     pages = {path: _Page(path.read_text()) for path in site.rglob("*.html") if path.name != "404.html"}
     assert len(pages) > 60
     dead = []
@@ -93,7 +93,7 @@ def test_every_public_name_is_in_the_python_api(site: Path) -> None:
 
 def test_a_section_of_the_navigation_lists_all_its_pages(site: Path) -> None:
     page = _Page((site / "index.html").read_text())
-    pages = ["get_started", "own_model", "examples/own_model/README", "darkroom", "wan", "wan_distill", "clips", "seo"]
+    pages = ["get_started", "own_model", "examples/own_model/index", "darkroom", "wan", "wan_distill", "clips", "seo"]
     pages += ["small_cards", "clusters", "faults", "reference/index", "reference/python", "architecture", "benchmarks"]
     assert {f"{name}.html" for name in pages} <= set(page.links)
 

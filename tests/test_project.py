@@ -55,12 +55,12 @@ def test_every_folder_of_the_package_is_a_package() -> None:
     assert [name(folder) for folder in {path.parent for path in MODULES} if not (folder / "__init__.py").exists()] == []
 
 
-def test_every_module_says_what_it_is() -> None:
+def test_every_module_has_a_docstring() -> None:
     assert [name(path) for path in MODULES if not ast.get_docstring(ast.parse(path.read_text()))] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_local_links_of_a_page_lead_somewhere(page: Path) -> None:
+def test_local_links_of_a_page_are_valid(page: Path) -> None:
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     targets = re.findall(r"\]\(<?([^)\s>]+)", text) + re.findall(r"(?:src|href)=\"([^\"]+)\"", text)
     local = [target.split("#")[0] for target in targets if not re.match(r"[a-z]+:|#", target)]
@@ -122,13 +122,13 @@ def shipped_files() -> list[Path]:
     return [path for path in [*PAGES, *single, *folders] if path.is_file() and path.suffix in readable]
 
 
-def test_nothing_names_a_path_of_somebodys_machine() -> None:
+def test_no_file_contains_a_path_of_a_developers_machine() -> None:
     machine_path = re.compile(r"(?<![\w.}*-])/(work|root|home|opt|Users)/")
     hits = {name(path): machine_path.findall(path.read_text()) for path in shipped_files()}
     assert {path: paths for path, paths in hits.items() if paths} == {}
 
 
-def test_the_set_up_leaves_the_choice_of_package_index_to_the_user() -> None:
+def test_the_setup_does_not_choose_a_package_index() -> None:
     for path in ("Makefile", "pyproject.toml", ".ci/run"):
         assert not re.search(r"index-url|find-links|trusted-host|://", (ROOT / path).read_text()), path
 
