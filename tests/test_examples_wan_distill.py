@@ -259,10 +259,20 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_a_mistake_is_refused_in_one_line_with_the_fix(words: str, example: Path) -> None:
-    ended = command(*PYTHON, SCRIPT, *words.split(), cwd=example)
-    assert (ended.code, ended.out) == (2, "") and not (example / "outputs").exists()
-    assert re.fullmatch(f"train_distillation.py: .*{re.escape(REFUSED[words])}.*\n", ended.err)
+def test_a_mistake_is_refused_in_one_line_with_the_fix(
+    words: str, script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train_distillation.py", *words.split()])
+    with pytest.raises(SystemExit) as ended:
+        import_module("train_distillation").main()
+    assert ended.value.code == 2 and not os.listdir()
+    out, err = capsys.readouterr()
+    assert not out and re.fullmatch(f"train_distillation.py: .*{re.escape(REFUSED[words])}.*\n", err)
+
+
+def test_a_mistake_ends_the_script_with_exit_code_2(example: Path) -> None:
+    ended = command(*PYTHON, SCRIPT, "--batchsize", 2, cwd=example)
+    assert (ended.code, ended.out, ended.err.count("\n")) == (2, "", 1) and not (example / "outputs").exists()
 
 
 def test_torchrun_python_is_explained(example: Path) -> None:

@@ -613,7 +613,7 @@ def test_a_model_on_disk_is_known_by_its_content_not_its_date(
     content[-1] ^= 1
     weights.write_bytes(content)
     assert fingerprint.of_folders([vae]) != sampled
-    with pytest.raises(ConfigError, match="no part of a model"):
+    with pytest.raises(ConfigError, match="contains no model"):
         fingerprint.of_folders([tmp_path])
 
 
