@@ -42,7 +42,7 @@ def test_every_command_has_help(command: str, tmp_path: Path) -> None:
     assert ended.out.startswith(f"usage: unisono {command}")
 
 
-def test_an_unknown_command_is_told_its_nearest(tmp_path: Path) -> None:
+def test_an_unknown_command_suggests_the_nearest(tmp_path: Path) -> None:
     ended = unisono("trian", cwd=tmp_path)
     assert (ended.code, ended.out, ended.err) == (2, "", "unisono: unknown command 'trian'; did you mean train?\n")
 
@@ -243,7 +243,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 @pytest.mark.parametrize("name", STOPS)
-def test_a_stopped_run_saves_and_the_same_command_goes_on_to_the_same_end(
+def test_a_stopped_run_saves_and_the_same_command_reaches_the_same_end(
     name: str, stops: dict[str, Future[Stopped]], undisturbed: list[float]
 ) -> None:
     found = stops[name].result()
@@ -274,7 +274,7 @@ def test_a_second_ctrl_c_ends_a_run_at_once_without_a_checkpoint(name: str, stop
 # ---- started again ----
 
 
-def test_what_is_another_setting_than_before_is_told_and_noted(tmp_path: Path) -> None:
+def test_a_changed_setting_is_printed_and_recorded(tmp_path: Path) -> None:
     words = ["train", TINY, "--output_dir", "run", "--save_every", 1]
     assert unisono(*words, "--max_steps", 1, cwd=tmp_path).code == 0
     again = unisono(*words, "--max_steps", 2, "--slope", 3, "--nproc", 2, "--global_batch_size", 4, cwd=tmp_path)

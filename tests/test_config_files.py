@@ -138,7 +138,9 @@ def test_an_include_does_not_leave_the_current_folder(write: Any, tmp_path: Path
     for include in ("../secret.yaml", "link.yaml", "config/../../secret.yaml"):
         file = write("top.yaml", f"include: {include}\n")
         assert f"include {include} leads out of {tmp_path / 'project'}" in refused(file)
-    assert "include secret.yaml does not exist (searched in its folder)" in refused(write("top.yaml", "include: secret.yaml\n"))
+    assert "include secret.yaml does not exist (searched in its folder)" in refused(
+        write("top.yaml", "include: secret.yaml\n")
+    )
     assert f"include {outside} is an absolute path" in refused(write("top.yaml", f"include: {outside}\n"))
     monkeypatch.chdir(tmp_path)
     assert values(write("project/top.yaml", "include: secret.yaml\n"))["width"] == 9, "now the folder above is ours"
@@ -234,7 +236,7 @@ def test_another_name_in_a_later_place_wins(write: Any) -> None:
     assert values(write("other.yaml", "lr: 2\ninclude: base.yaml\n"))["learning_rate"] == 2
 
 
-def test_an_error_about_a_value_says_the_name_that_was_written(write: Any) -> None:
+def test_an_error_about_a_value_uses_the_name_that_the_user_wrote(write: Any) -> None:
     file = write("a.yaml", "train_batch_size: many\n")
     assert refused(file) == "train_batch_size: expected a whole number, got 'many' (from a.yaml)"
     assert refused(flags=["--train-batch-size", "x"]).startswith("train_batch_size: expected a whole number, got 'x'")
@@ -256,7 +258,7 @@ def test_help_shows_the_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"seed": "width"}, "seed cannot be an alias of width, it is a setting of RunSettings"),
     ],
 )
-def test_a_name_that_stands_for_nothing_is_the_recipes_error(aliases: dict[str, str], message: str) -> None:
+def test_an_alias_of_no_setting_is_the_recipes_error(aliases: dict[str, str], message: str) -> None:
     with pytest.raises(RecipeError) as caught:
         resolve((Settings, Words.Config), aliases=aliases)
     assert message in str(caught.value)
@@ -281,7 +283,7 @@ def test_several_files_can_be_given_from_python(write: Any, monkeypatch: pytest.
 # --- translation
 
 
-def test_a_recipe_translates_and_refuses_what_stands_in_a_file(write: Any) -> None:
+def test_a_recipe_translates_and_rejects_keys_of_a_config_file(write: Any) -> None:
     write("base.yaml", "breadth: 5\n")
     assert values(write("a.yaml", "include: base.yaml\n"))["width"] == 5
     assert refused(write("a.yaml", "shape: round\n")) == "shape: there is one shape only (from a.yaml)"

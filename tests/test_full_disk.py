@@ -108,7 +108,7 @@ def test_what_a_full_disk_held_up_is_written_when_there_is_room_again(tmp_path: 
 
 
 @needs_mounts
-def test_a_disk_that_stays_full_costs_lines_and_curves(tmp_path: Path) -> None:
+def test_a_disk_that_stays_full_loses_log_lines_and_not_the_run(tmp_path: Path) -> None:
     disk, run = tmp_path / "disk", tmp_path / "disk" / "run"
     with small_disk(disk, "256k"):
         run.mkdir()

@@ -71,7 +71,7 @@ def test_each_phase_has_its_limit() -> None:
     assert Limits(0, 60).limit_for(Beat(0, "forward", 4, 1, 0.0, first_step=1)) is None, "0 is never"
 
 
-def test_a_rank_that_moves_has_not_stood_still_whatever_the_wall_clock_says() -> None:
+def test_progress_counts_whatever_the_wall_clock_shows() -> None:
     tracker = ProgressTracker()
     beat = Beat(0, "forward", 3, 1, time.time() - 1e6)
     assert tracker.update([beat])[0].idle_s == 0
@@ -105,7 +105,7 @@ def test_a_heartbeat_shows_its_position_and_first_step_to_readers_outside(tmp_pa
     assert seen == [(2, 0, True), (0, 5, True), (1, 5, True), (0, 5, False)]
 
 
-def test_a_stack_tells_who_waits() -> None:
+def test_a_stack_shows_which_rank_waits() -> None:
     dump = """Thread 0x01 (most recent call first):
   File "/x/threading.py", line 1 in wait
 
@@ -212,7 +212,9 @@ def test_the_start_has_a_limit_of_its_own(tmp_path: Path, capfd: pytest.CaptureF
     assert "in never_start" in output
 
 
-def test_every_kind_of_death_is_told_with_its_rank_and_step(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_every_kind_of_death_is_reported_with_its_rank_and_step(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     faults = "exit@rank1:step1,kill@rank1:step2,error@rank0:step3,segfault@rank0:step4"
     code, events = run(tmp_path, walk, faults, max_restarts=4)
     assert code == 0
@@ -290,7 +292,7 @@ def test_ranks_under_a_foreign_launcher_name_the_one_that_hangs_and_end(tmp_path
     assert "all_reduce" in (kept / "rank0.txt").read_text() and "all_reduce" not in (kept / "rank1.txt").read_text()
 
 
-def test_a_rank_that_says_nothing_is_the_suspect(tmp_path: Path) -> None:
+def test_a_silent_rank_is_the_suspect(tmp_path: Path) -> None:
     with pytest.raises(RanksFailed) as failed:
         run_ranks("hang_under_a_foreign_launcher", __file__, 2, {"how": "stop", "folder": str(tmp_path)}, timeout_s=60)
     output = str(failed.value)
@@ -308,7 +310,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return losses(place / "run")
 
 
-def test_training_goes_on_after_a_hang_as_if_nothing_had_been(tmp_path: Path, undisturbed: list[float]) -> None:
+def test_training_continues_after_a_hang_with_the_same_losses(tmp_path: Path, undisturbed: list[float]) -> None:
     words = [*TRAIN, "--nproc", 2, "--save_every", 2, "--inject", "hang@rank1:step5", "--hang_timeout", 4]
     ended = unisono(*words, cwd=tmp_path, seconds=180)
     assert ended.code == 0, ended.err
@@ -330,7 +332,7 @@ def test_torchrun_starts_again_after_a_hang(tmp_path: Path, undisturbed: list[fl
     assert [event["rank"] for event in lines(tmp_path / "run", "events.jsonl") if event["kind"] == "hang"] == [1]
 
 
-def test_a_single_process_that_hangs_says_where_and_ends(tmp_path: Path) -> None:
+def test_a_single_process_that_hangs_prints_its_stack_and_exits(tmp_path: Path) -> None:
     ended = unisono(*TRAIN, "--inject", "hang@step3", "--hang_timeout", 3, cwd=tmp_path)
     assert ended.code == 3, ended.err
     assert re.search(r"unisono: rank 0, step 3: no progress for \d s in forward \(hang_timeout 3\)", ended.err)

@@ -133,7 +133,7 @@ def test_a_preview_replaces_whatever_has_its_name(kind: str, tmp_path: Path) -> 
     assert path.read_text() == "hello"
 
 
-def test_a_preview_may_hold_half_a_character(tmp_path: Path) -> None:
+def test_a_text_preview_may_contain_an_incomplete_character(tmp_path: Path) -> None:
     (path,) = write_previews({"text.txt": "half \ud83d"}, tmp_path, 1)
     assert path.read_text(encoding="utf-8") == "half \\ud83d"
 

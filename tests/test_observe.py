@@ -144,7 +144,7 @@ def test_rewind_leaves_each_step_once_and_survives_garbage(tmp_path: Path) -> No
     assert [line.get("loss") for line in jsonl(tmp_path / "metrics.jsonl")][-2:] == [2.0, 3.0]
 
 
-def test_a_line_after_a_torn_line_stands_on_its_own(tmp_path: Path) -> None:
+def test_a_record_after_an_incomplete_line_starts_on_a_new_line(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.open(RECORD)
     (tmp_path / "events.jsonl").write_text('{"kind": "sa')
@@ -198,7 +198,7 @@ def test_the_launcher_writes_events_only_into_a_run(tmp_path: Path) -> None:
     assert jsonl(tmp_path / "events.jsonl")[0]["attempt"] == 2
 
 
-def test_a_file_that_cannot_be_written_costs_no_line_and_not_the_run(
+def test_an_unwritable_file_loses_no_line_and_does_not_end_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = RunFolder(tmp_path)
@@ -215,7 +215,7 @@ def test_a_file_that_cannot_be_written_costs_no_line_and_not_the_run(
     assert caplog.records[-1].message == f"{file} is writable again; all waiting records are written"
 
 
-def test_a_line_that_another_process_tore_does_not_swallow_the_next(tmp_path: Path) -> None:
+def test_an_incomplete_line_of_another_process_does_not_damage_the_next(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.open(RECORD)
     folder.event("start")
@@ -252,7 +252,7 @@ def test_memory_for_lines_that_wait_is_bounded(
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"name": "mine"}', '{"starts": 3}', "\xff"])
-def test_a_damaged_run_json_is_the_users_to_mend(tmp_path: Path, text: str) -> None:
+def test_a_damaged_run_json_is_a_user_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "run.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(UserError, match=r"run\.json is damaged .*--output_dir"):
         RunFolder.read(tmp_path)
@@ -325,7 +325,7 @@ def test_the_banner_never_breaks_a_path() -> None:
     assert path in banner({"folder": path}, "unisono")
 
 
-def test_the_effective_batch_says_how_it_is_made_up() -> None:
+def test_the_effective_batch_shows_its_factors() -> None:
     assert effective_batch_text(64, 8, 2, 4) == "64 = 8 per GPU × 2 GPUs × 4 accumulation"
     assert effective_batch_text(8, 8, 1, 1, device="CPU") == "8 = 8 per CPU × 1 CPU × 1 accumulation"
     assert effective_batch_text(7, 2, 2, 2) == "7 = up to 2 per GPU × 2 GPUs × 2 accumulation"
@@ -401,7 +401,7 @@ class Clock:
         self.now += seconds
 
 
-def test_the_meter_tells_where_the_time_goes_and_leaves_evaluation_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_meter_measures_the_phases_without_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, meter = Clock(monkeypatch), Meter()
     clock.wait(0.2)  # before the first phase: no part of any step
     for _ in range(4):
@@ -454,7 +454,7 @@ def test_the_slowest_rank_is_named() -> None:
     assert slowest([0.0, 1.0]) == (1, float("inf"))
 
 
-def test_memory_is_told_in_gib() -> None:
+def test_memory_is_reported_in_gib() -> None:
     import torch
 
     assert gpu_memory_gib(torch.device("cpu")) is None

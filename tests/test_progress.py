@@ -215,7 +215,7 @@ def test_nothing_to_do_and_other_ranks_print_nothing(tmp_path: Path, capfd: pyte
     assert not lines and capfd.readouterr() == ("", "")
 
 
-def test_a_recipe_says_which_share_of_the_work_the_main_rank_has(tmp_path: Path) -> None:
+def test_progress_shows_the_main_ranks_share_of_the_work(tmp_path: Path) -> None:
     lines: list[str] = []
     work = Work(tmp_path, 0, 2, _say=lines.append)
     with work.progress("encoding", 3, "videos", of=6) as advance:
@@ -260,7 +260,7 @@ with progress("encoding", 10) as advance:
         (6.0, 2**62, None),  # a loop of the user's decides
     ],
 )
-def test_a_long_run_says_once_how_long_it_will_take(seconds: float, total: int, said: str | None) -> None:
+def test_a_long_run_prints_its_estimated_duration_once(seconds: float, total: int, said: str | None) -> None:
     now = [100.0]
     forecast, lines = Forecast(lambda: now[0]), []
     now[0] += 1000.0  # preparing, and the first step, count nothing

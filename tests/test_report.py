@@ -91,7 +91,7 @@ def survivor(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def test_a_real_run_that_was_killed_is_told_in_full(survivor: Path) -> None:
+def test_the_report_of_a_killed_run_shows_the_whole_history(survivor: Path) -> None:
     done = unisono("report", "run", cwd=survivor.parent)
     assert (done.code, done.out, done.err) == (0, "run/report.html\n", "")
     text = (survivor / "report.html").read_text()
@@ -117,7 +117,7 @@ def test_a_real_run_that_was_killed_is_told_in_full(survivor: Path) -> None:
     assert all(set((a["aria-labelledby"] or "").split()) <= titles for a in charts)
 
 
-def test_a_run_killed_as_a_whole_and_started_again_tells_it_all(tmp_path: Path) -> None:
+def test_the_report_shows_a_kill_of_the_whole_run_and_its_restart(tmp_path: Path) -> None:
     words = ["--save_every", "3", "--no_async_save", "--learning_rate", "0.01", "--batch_size", "3"]
     killed = unisono(
         "train", TINY, *words, "--max_steps=9", "--output_dir=run", "--inject=kill@rank0:step9", cwd=tmp_path
@@ -300,7 +300,7 @@ def test_single_and_constant_values_are_a_table_and_not_charts(tmp_path: Path) -
     assert "lr 0.001 always, steps 10 to 30" in said and "mem_gib 0.5 always, steps 10 to 30" in said
 
 
-def test_what_training_changed_is_told_where_step_0_was_evaluated(tmp_path: Path) -> None:
+def test_the_report_shows_what_training_changed_if_step_0_was_evaluated(tmp_path: Path) -> None:
     lines = [{"step": 0, "eval/mAP": 0.25}, {"step": 5, "eval/mAP": 0.5}, {"step": 9, "eval/mAP": 0.75}]
     said = " ".join(report(made(tmp_path / "one", lines)).text.split())
     assert "before training (step 0) last change eval/mAP 0.25 0.75 +0.5" in said
@@ -332,7 +332,7 @@ def test_a_lone_value_lies_on_an_axis_from_the_beginning_of_the_run() -> None:
     )
 
 
-def test_events_are_bounded_and_repetitions_are_told_once(tmp_path: Path) -> None:
+def test_events_are_bounded_and_repetitions_are_one_line(tmp_path: Path) -> None:
     nan = [{"kind": "nan", "step": step, "loss": "nan"} for step in range(1, 501)]
     many = [{"kind": f"odd{step % 200}", "step": step} for step in range(2_000)]
     folder = made(tmp_path, [], [{"kind": "start", "step": 0, "world": 1}, *nan, *many])
@@ -396,7 +396,7 @@ def test_the_status_is_what_happened_last(kinds: list[str], status: str, tmp_pat
     assert status_of(read_run(folder))[0] == status
 
 
-def test_a_run_that_is_still_training_says_so(tmp_path: Path) -> None:
+def test_the_report_of_an_active_run_says_running(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     run.open({"id": "1", "recipe": "Made"})
     run.event("start", step=0, world=1)
@@ -428,7 +428,7 @@ def test_previews_are_on_the_page_newest_first_and_within_limits(tmp_path: Path)
         assert name in page.text, name
 
 
-def test_a_caption_stands_below_its_sample(tmp_path: Path) -> None:
+def test_a_caption_is_shown_below_its_sample(tmp_path: Path) -> None:
     previews = made(tmp_path) / "previews"
     previews.mkdir()
     for name in ("samples.png", "sample_00.png", "sample_01.png", "sample_07.png", "room.png"):
@@ -514,7 +514,7 @@ def test_a_logarithmic_axis_holds_the_values(ends: tuple[float, float]) -> None:
     assert all(-1e-6 <= axis.position(value) <= 100 + 1e-6 for value in ends)
 
 
-def test_a_run_whose_files_cannot_be_read_is_the_users_to_mend(tmp_path: Path) -> None:
+def test_a_run_with_unreadable_files_is_a_user_error(tmp_path: Path) -> None:
     folder = made(tmp_path)
     (folder / "run.json").unlink()
     (folder / "run.json").mkdir()
