@@ -1,23 +1,17 @@
-"""A run folder before the run starts: its name, its lock, and what run.json will record about the environment."""
+"""A run folder before the run starts: its default name, its lock, and a check that it holds no foreign files."""
 
 from __future__ import annotations
 
 import os
-import platform
 import time
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from unisono.config.resolve import Resolved, with_recipe_defaults
-from unisono.engine.recipe import Recipe
+from unisono.config.resolve import Resolved
 from unisono.errors import UserError
 from unisono.observe.folder import RunFolder, check_writable
 from unisono.observe.lock import FolderLock
-from unisono.settings import Settings
 from unisono.typed_paths import absolute
 
 
@@ -58,20 +52,3 @@ def remove_empty(folder: Path) -> None:
 def default_folder(recipe: str) -> str:
     """runs/<recipe>-<time>"""
     return f"runs/{recipe.lower()}-{time.strftime('%Y%m%d-%H%M%S')}"
-
-
-def defaults_of(recipe_class: type[Recipe]) -> dict[str, Any]:
-    """The default of every setting, as the recipe's `--help` shows it."""
-    return with_recipe_defaults((Settings, recipe_class.Config), recipe_class.defaults).to_json()["values"]  # type: ignore[no-any-return]
-
-
-def versions() -> dict[str, str]:
-    """Versions of the software and the GPU that a run's numbers depend on."""
-    versions_by_name = {"python": platform.python_version(), "torch": torch.__version__}
-    for package in ("unisono", "safetensors", "numpy", "diffusers", "transformers", "peft", "accelerate"):
-        with suppress(PackageNotFoundError):  # reads the metadata: importing the package would take seconds
-            versions_by_name[package] = version(package)
-    if torch.cuda.is_available():
-        versions_by_name["cuda"] = str(torch.version.cuda)
-        versions_by_name["gpu"] = torch.cuda.get_device_name()
-    return versions_by_name

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import torch
+
 from unisono.checkpoint.aside import set_aside_after
+from unisono.config.resolve import with_recipe_defaults
 from unisono.engine.length import is_evaluated
-from unisono.engine.run_folder.new_folder import defaults_of, versions
+from unisono.engine.recipe import Recipe
 from unisono.engine.run_folder.stored_settings import sources_of
 from unisono.engine.start.banner import banner_of
 from unisono.engine.start.registry import importable_name
 from unisono.engine.training_run import TrainingRun
 from unisono.observe.repeated_steps import count_repeated_steps
 from unisono.observe.status_line import print_line
+from unisono.settings import Settings
 from unisono.typed_paths import as_typed
 
 
@@ -63,11 +70,11 @@ def open_run_folder(run: TrainingRun) -> None:
             "recipe_from": importable_name(entered.recipe_class),
             "config": {**resolved.to_json()["values"], "output_dir": as_typed(folder.path)},
             "sources": sources_of(resolved, entered.origin),
-            "defaults": defaults_of(entered.recipe_class),
+            "defaults": _defaults_of(entered.recipe_class),
             "labels": {name: list(names) for name, names in components.recipe.labels.items()},
             "seed": entered.settings.run.seed,
             "global_batch": components.state.global_batch,
-            "versions": versions(),
+            "versions": _versions(),
             "launcher": run.rank.world.describe(),
         }
     )
@@ -75,3 +82,20 @@ def open_run_folder(run: TrainingRun) -> None:
     for aside, why in set_aside_after(entered.checkpoints, run.start_step, identity, run.checkpoint.bad):
         folder.event("set_aside", step=run.start_step, rank=0, checkpoint=aside.name, why=why)
         print_line(f"note: set aside as {aside.name}: {why}")
+
+
+def _defaults_of(recipe_class: type[Recipe]) -> dict[str, Any]:
+    """The default of every setting, as the recipe's `--help` shows it."""
+    return with_recipe_defaults((Settings, recipe_class.Config), recipe_class.defaults).to_json()["values"]  # type: ignore[no-any-return]
+
+
+def _versions() -> dict[str, str]:
+    """Versions of the software and the GPU that a run's numbers depend on."""
+    versions_by_name = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in ("unisono", "safetensors", "numpy", "diffusers", "transformers", "peft", "accelerate"):
+        with suppress(PackageNotFoundError):  # reads the metadata: importing the package would take seconds
+            versions_by_name[package] = version(package)
+    if torch.cuda.is_available():
+        versions_by_name["cuda"] = str(torch.version.cuda)
+        versions_by_name["gpu"] = torch.cuda.get_device_name()
+    return versions_by_name
