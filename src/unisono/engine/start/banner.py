@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -18,7 +18,7 @@ def banner_of(run: TrainingRun, folder: str) -> str:
     """The start-up banner of a run; `folder` describes its folder."""
     components, world, batch = run.components, run.rank.world, run.batch
     strategy, placement = components.strategy, components.strategy.placement
-    num_samples, eval_dataset = run.datasets.num_samples, cast("Sized | None", run.datasets.evaluation)
+    num_samples, eval_dataset = run.datasets.num_samples, run.datasets.evaluation
     weights = sum(parameter.numel() for parameter in strategy.model.parameters())
     trainable = sum(parameter.numel() for parameter in strategy.model.parameters() if parameter.requires_grad)
     precision = run.settings.precision
