@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import html
 import importlib
 import json
 import os
@@ -44,6 +45,12 @@ def test_the_own_model_example_learns_on_two_ranks(tmp_path: Path) -> None:
     assert [line["eval/correct"] for line in lines if "eval/correct" in line][-1] > 0.97
     [preview] = (folder / "previews").rglob("*boundary.txt")
     assert set(preview.read_text()) == {".", "#", "\n"}
+    # The README's picture shows the same run: the same lines of the banner and the same last line.
+    picture = html.unescape(re.sub("<[^>]+>", "\n", (ROOT / "docs/images/train.svg").read_text())).replace("\xa0", " ")
+    labels = [line.split("  ")[0] for line in result.stderr.splitlines() if re.match(r"[a-z ]+  ", line)]
+    last = result.stderr.splitlines()[-1].replace(str(folder), "runs/moons")
+    assert len(labels) > 8 and last.startswith("done after step 320"), result.stderr
+    assert [text for text in (*labels, last) if text not in picture] == [], "run: python docs/picture.py"
 
 
 def test_no_module_is_longer_than_400_lines() -> None:
