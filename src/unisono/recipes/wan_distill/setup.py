@@ -1,4 +1,4 @@
-"""What a run of the recipe works with: its models, prompts and roll-outs, as the settings describe them."""
+"""The models, prompts and roll-outs of a run, derived from the settings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _DAMAGED = (OSError, ValueError, TypeError, AttributeError, KeyError, IndexError
 
 
 class Setup(ModelPair):
-    """What follows from the settings; each property is computed on first use."""
+    """The models, prompts and roll-outs of a run; each property is computed on first use."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

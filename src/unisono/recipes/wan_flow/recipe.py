@@ -56,7 +56,7 @@ class WanFlow(WanRecipe):
             if values["num_epochs"] is not None:  # then the number of steps is the user's choice
                 excluded.add("max_steps")
             if values["dataset_path"] not in (cls.Config.dataset_path, settings.TINY["dataset_path"]):
-                excluded.add("num_previews")  # 24 suit the small shapes only
+                excluded.add("num_previews")  # 24 previews are for the small shapes only
             return {name: value for name, value in settings.TINY.items() if name not in excluded}
         return settings.LORA if values["lora_rank"] or values["lora_path"] else {}
 
@@ -67,7 +67,7 @@ class WanFlow(WanRecipe):
 
     @cached_property
     def setup(self) -> Setup:
-        """What follows from the settings about the model."""
+        """The model and the objective of the run, derived from the settings."""
         from unisono.recipes.wan_flow.setup import Setup
 
         return Setup(self.config)

@@ -1,4 +1,4 @@
-"""What the settings say about the model: the weights it starts from, the transformers it trains, the objective."""
+"""The model of a run, derived from the settings: its initial weights, the transformers to train, the objective."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from unisono.recipes.wan_flow.loss import FlowLoss
 
 
 class Setup:
-    """What follows from the settings about the model; each property is computed on first use."""
+    """The model and the objective of a run, derived from the settings; each property is computed on first use."""
 
     def __init__(self, config: Any) -> None:
         self.config = config

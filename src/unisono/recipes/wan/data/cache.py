@@ -140,10 +140,10 @@ class Cache:
         data.remarks = remarks + short_videos(data.sources, frames, self._settings.crop.num_frames)
         return data
 
-    def num_with_rows(self, rows: int) -> int:
-        """How many of `captions` have at least `rows` tokens, the text length at which they are truncated."""
-        entries = self._texts.find()
-        return sum(entries[key].shape[0] >= rows for key in self._extra if key in entries)
+    def num_truncated(self) -> int:
+        """The number of `captions` that fill the text length: whatever follows is truncated."""
+        entries, length = self._texts.find(), self._settings.text_length
+        return sum(entries[key].shape[0] >= length for key in self._extra if key in entries)
 
     def text(self, caption: str) -> Tensor:
         """[text length, width] the embedding of one of `captions`."""

@@ -46,7 +46,7 @@ class ShapedSamples(Dataset[dict[str, Any]]):
         return self._shapes
 
     def cost(self, index: int) -> float:
-        """The amount of work that a sample is: its number of tokens."""
+        """The cost of computing a sample: its number of tokens."""
         return float(self._geometry.tokens(self.shape(index)))
 
     def subset(self, indices: Sequence[int]) -> Self:

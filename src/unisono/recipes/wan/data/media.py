@@ -129,7 +129,8 @@ def _in_order(media: Video | ImageOrAnimation, first: int, count: int) -> Iterat
     frames = list(islice((frame for frame in media.frames(begin) if frame.time >= begin), count))
     if len(frames) == count:
         return iter(frames)
-    return islice(media.frames(0), first, first + count)  # a varying frame rate, and too few left: count instead
+    # The frame rate varies, and too few frames are left: count them instead.
+    return islice(media.frames(0), first, first + count)
 
 
 def _shown_at(times: list[float], frames: Iterator[TimedFrame], period: float) -> Iterator[TimedFrame]:

@@ -26,7 +26,7 @@ _DEFAULT_SIDE = 512  # pixels
 
 
 class ModelPair:
-    """What follows from the settings about both models; each property is computed on first use."""
+    """The teacher and the student, derived from the settings; each property is computed on first use."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
