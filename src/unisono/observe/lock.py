@@ -13,7 +13,6 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -143,28 +142,19 @@ def _locked(handle: int, kind: int) -> int | None:
 
 def is_held(folder: Path) -> bool:
     """Whether a run holds the lock of this folder."""
-    return any(_is_locked(handle) for handle in _handles(folder))
-
-
-def _handles(folder: Path) -> Iterator[int]:
     for target, flags in ((folder, os.O_RDONLY | os.O_DIRECTORY), (folder / LOCK, _FILE_FLAGS & ~os.O_CREAT)):
         try:
             handle = os.open(target, flags | os.O_CLOEXEC)
         except OSError:
             continue
         try:
-            yield handle
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:  # a file system without locks
+            pass
         finally:
             os.close(handle)
-
-
-def _is_locked(handle: int) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # a file system without locks
-        return False
     return False
 
 

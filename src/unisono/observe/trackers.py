@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 from unisono.observe.append_only_file import AppendOnlyFile
@@ -50,7 +51,7 @@ class TensorBoardTracker:
         # TensorBoard reads the files of a folder in the order of their names.
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"
         self._file = AppendOnlyFile(Path(folder, name), lines=False)
-        self._records = RecordWriter(_Appending(self._file))
+        self._records = RecordWriter(SimpleNamespace(write=self._file.append))  # it writes one record at a time
         self._add(file_version="brain.Event:2")
         if step:
             # A run that was killed after its last checkpoint repeats some steps. This event hides them in earlier
@@ -105,13 +106,6 @@ def _as_text(tag: str, content: bytes) -> Any:
     text = TensorProto(dtype="DT_STRING", string_val=["\n".join(f"    {line}" for line in lines).encode()])
     plugin = SummaryMetadata.PluginData(plugin_name="text")
     return Summary(value=[Summary.Value(tag=tag, metadata=SummaryMetadata(plugin_data=plugin), tensor=text)])
-
-
-class _Appending:
-    """The file object for tensorboard's RecordWriter, which writes one complete record at a time."""
-
-    def __init__(self, file: AppendOnlyFile) -> None:
-        self.write = file.append
 
 
 def curve_summaries(metrics: Mapping[str, float | list[float]]) -> dict[str, float]:

@@ -73,7 +73,8 @@ class Timeline:
         """The last of start, resume, restart, done, stopped and failed."""
         self._first: list[Event] = []
         self._last: deque[Event] = deque(maxlen=_LAST)
-        self._num_hidden = 0
+        self.num_hidden = 0
+        """Number of events that are not shown because there are too many."""
         self._open_since: datetime | None = None
         self._last_step: Any = None
 
@@ -95,11 +96,6 @@ class Timeline:
         self._last_step = event.get("step", self._last_step)
         if kind not in ("save", "preview"):
             self._show(kind, event, when)
-
-    @property
-    def num_hidden(self) -> int:
-        """Number of events that are not shown because there are too many."""
-        return self._num_hidden
 
     def events(self) -> tuple[list[Event], list[Event]]:
         """Returns the first events and, after the hidden ones, the last."""
@@ -176,7 +172,7 @@ class Timeline:
         if len(self._first) < _FIRST:
             self._first.append(new)
             return
-        self._num_hidden += len(self._last) == _LAST
+        self.num_hidden += len(self._last) == _LAST
         self._last.append(new)
 
 
