@@ -1,4 +1,4 @@
-"""examples/wan_distill: the commands, flags and files that people know, run as they are written."""
+"""examples/wan_distill: the original script's commands, flags and files, run as they are written."""
 
 from __future__ import annotations
 

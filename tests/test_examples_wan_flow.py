@@ -1,4 +1,4 @@
-"""examples/wan_flow: the commands, flags and files that people know, run as they are written."""
+"""examples/wan_flow: the original script's commands, flags and files, run as they are written."""
 
 from __future__ import annotations
 

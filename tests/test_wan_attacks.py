@@ -1,4 +1,4 @@
-"""What a hostile or careless user gives to wan-flow: one clear line, and no harm."""
+"""Hostile or careless inputs of wan-flow give one clear line and do no harm."""
 
 from __future__ import annotations
 

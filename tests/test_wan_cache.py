@@ -1,4 +1,4 @@
-"""Text rows, latents and their cache: as diffusers computes them, computed once, never stale."""
+"""Text embeddings, latents and their cache: as diffusers computes them, computed once, never stale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wan on a GPU: compiled gradients are the eager ones, and what must be in 32 bit is, also when it is sharded."""
+"""Wan on a GPU: compiled gradients equal the eager ones, and float32 weights stay float32, also when sharded."""
 
 from __future__ import annotations
 

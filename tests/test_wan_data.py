@@ -1,4 +1,4 @@
-"""Data folders in every form that people have become the same samples; what is wrong with them is said in one line."""
+"""Dataset folders in every common format give the same samples; an error in one is reported in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""wan-flow in its details: mistakes found before anything is encoded, LoRAs that fit everywhere, caches that last."""
+"""Details of wan-flow: mistakes reported before anything is encoded, LoRAs for every program, caches that last."""
 
 from __future__ import annotations
 

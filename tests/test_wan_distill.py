@@ -1,4 +1,4 @@
-"""The recipe wan-distill from end to end: real small Wan teachers, real ranks, what they draw and what is learned."""
+"""The recipe wan-distill from end to end: small real Wan teachers, real ranks, their roll-outs and students."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recipe wan-flow from end to end: real small Wan models, real images and videos, real ranks."""
+"""The recipe wan-flow from end to end: small real Wan models, real images and videos, real ranks."""
 
 from __future__ import annotations
 

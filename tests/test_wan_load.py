@@ -1,4 +1,4 @@
-"""Wan transformers in and out: every form that people have, LoRAs, and folders that diffusers loads."""
+"""Loading and exporting Wan transformers: every published format, LoRAs, and folders that diffusers loads."""
 
 from __future__ import annotations
 

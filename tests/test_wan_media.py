@@ -1,4 +1,4 @@
-"""Images and videos of every kind become the frames that were asked for, and bad files are named and nothing worse."""
+"""Images and videos of every kind are read as the requested frames; bad files are reported by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a reader of wan-flow doubted: runs that would have ended at their first preview, and quiet mistakes."""
+"""Regression tests of wan-flow: previews that would have ended a run, and silent mistakes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The student of a distillation: its sizes, and the weights that it begins with."""
+"""The student of a distillation: its sizes, and its initial weights."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class Setup(ModelPair):
             sampler=config.teacher_sampler,
             steps=config.teacher_steps,
             shift=config.shift,
-            guidance=(self.guidance.high, self.guidance.low),
+            guidance=self.guidance,
             negative=config.negative_prompt,
             text_tokens=self.text_tokens,
             dtype="float8" if config.teacher_dtype == "float8" else compute_dtype,

@@ -159,7 +159,7 @@ class Rollouts:
             (text, empty),
             spec.scheduler(),
             steps=spec.steps,
-            guidance=teacher.sampler_guidance,
+            guidance=teacher.guidance,
             observe=observe,
             stopping=lambda: work.stopping,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,8 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 _ROOM = 0.6  # fraction of a device's memory for weights: the rest is for activations
 
 
-@dataclass(frozen=True)
-class Guidance:
-    """The teacher's guidance scales."""
+class Guidance(NamedTuple):
+    """The teacher's guidance scales, in the order that the sampler takes them."""
 
     high: float
     low: float
@@ -65,11 +64,6 @@ class Teacher:
     def _velocity(self, noisy: Tensor, sigma: Tensor, text: Tensor) -> Tensor:
         velocity: Tensor = self.experts(noisy.to(self.dtype), sigma, text.to(self.dtype))
         return velocity
-
-    @property
-    def sampler_guidance(self) -> tuple[float, float]:
-        """The scales in the sampler's order: high-noise expert, low-noise expert."""
-        return self.guidance.high, self.guidance.low
 
 
 def dtype_of(name: str, device: str) -> torch.dtype:
