@@ -47,17 +47,17 @@ def job_folder() -> Iterator[Path]:
 def collect_outcomes(folder: Path, statuses: Mapping[int, int]) -> list[Outcome]:
     """Returns the outcomes that ranks have written, and derived ones of ranks that exited without writing any.
 
-    `statuses` are the exit statuses of the ranks that have exited. The last heartbeat of a dead rank supplies the step,
-    and the time of its death, which must precede the failures that it causes on other ranks.
+    `statuses` are the exit statuses of the ranks that have exited; a rank that is still exiting may have written its
+    outcome too. The last heartbeat of a rank supplies the step, and the time of its death, which must precede the
+    failures that it causes on other ranks.
     """
-    beats = {beat.rank: beat for beat in last_beats(folder, statuses)}
     by_rank = {outcome.rank: outcome for outcome in read_all(folder)}
+    beats = {beat.rank: beat for beat in last_beats(folder, {*statuses, *by_rank})}
     for rank, status in statuses.items():
         if rank not in by_rank:
             by_rank[rank] = death(rank, status, beats[rank].time or time.time())
     return [
-        replace(outcome, step=outcome.step or beats[rank].step or None) if rank in beats else outcome
-        for rank, outcome in sorted(by_rank.items())
+        replace(outcome, step=outcome.step or beats[rank].step or None) for rank, outcome in sorted(by_rank.items())
     ]
 
 
