@@ -173,7 +173,7 @@ class OwnModel(Recipe):
             names = [self._parts.parameter_names.get(id(parameter)) for parameter in group["params"]]
             if None in names:
                 raise ConfigError("optimizer has weights that are not the model's; create it from model.parameters()")
-            groups.append({**group, "params": [weights[name] for name in names if name in weights]})
+            groups.append({**group, "params": [weights[name] for name in names if name and name in weights]})
             groups[-1].pop("param_names", None)
         is_unchanged = all(
             before is now
