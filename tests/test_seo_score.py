@@ -369,23 +369,23 @@ def test_other_data_to_evaluate_with_has_the_same_classes(tmp_path: Path) -> Non
 def test_pages_that_are_learned_and_evaluated_are_told_of(tmp_path: Path) -> None:
     data = write_pages(tmp_path / "pages.csv", 60, "class")
     task = prepared(tmp_path, data_path=str(data), eval_data_path=str(data))
-    assert "60 of 60 pages to evaluate with are learned from too" in task.remarks
+    assert "60 of 60 evaluation pages also occur in the training data" in task.remarks
 
 
 def test_long_pages_are_cut_and_counted(tmp_path: Path) -> None:
     task = prepared(tmp_path, data_path=str(write_pages(tmp_path / "pages.csv", 80, "class")), max_length=16)
     assert max(len(task.dataset("train")[index]["ids"]) for index in range(64)) == 16
     assert any("only 16 pages are held out" in remark for remark in task.remarks)
-    assert any("were cut" in remark for remark in task.remarks)
+    assert any("were truncated" in remark for remark in task.remarks)
 
 
 @pytest.mark.parametrize(
     ("settings", "content", "told"),
     [
-        ({"data_path": None}, None, "no labels"),
+        ({"data_path": None}, None, "expected labels"),
         ({}, "text,label\n" + "words,same\nother,same\n" * 10, "all 20 labels are"),
         ({}, "text,label\n" + "words,3.5\nother,3.5\n" * 10, "all 20 labels are"),
-        ({"num_eval": 60}, None, "has 60 different pages; some must be left"),
+        ({"num_eval": 60}, None, "has 60 different pages; some must remain"),
         ({"num_eval": 59}, None, "all labels are the same"),
     ],
 )

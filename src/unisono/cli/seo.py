@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,20 +13,21 @@ from unisono.cli.arguments import Parser
 from unisono.cli.device import usable_device
 from unisono.errors import EXIT_DONE, ConfigError
 from unisono.recipes.common.tree import one_line
-from unisono.recipes.seo.site.analysis import Judge, look_at
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from unisono.recipes.seo.site.analysis import Model
     from unisono.recipes.seo.site.report import Findings
 
 
-def main(argv: list[str], judge: Judge | None = None) -> int:
-    """Runs the command; a caller that passes a judge needs no run."""
+def main(argv: list[str], model: Model | None = None) -> int:
+    """Runs the command; a caller that passes a model needs no run."""
     options = _options(argv)
     queries = _queries(options.queries) if options.queries else []
     from unisono.formatting import format_count
+    from unisono.recipes.seo.site.analysis import analyse
     from unisono.recipes.seo.site.fetching import Fetcher
     from unisono.recipes.seo.site.keywords import read_keywords
     from unisono.recipes.seo.site.pages import open_site
@@ -38,9 +38,9 @@ def main(argv: list[str], judge: Judge | None = None) -> int:
     site = open_site(options.site, Fetcher(private_hosts) if options.fetch else None, options.most_pages)
     output = options.output or Path("seo") / _file_name(site.name)
     _check_output(output, options.overwrite)
-    if judge is None and options.run is not None:
-        judge = _trained_model(options, queries)
-    findings = look_at(site, keywords, queries, judge)
+    if model is None and options.run is not None:
+        model = _trained_model(options, queries)
+    findings = analyse(site, keywords, queries, model)
     _check_reached(site.name, findings)
     page = write_report(output, findings)
     failed = sum(bool(each.failed) for each in findings.pages)
@@ -48,7 +48,7 @@ def main(argv: list[str], judge: Judge | None = None) -> int:
     for host, size in findings.fetched.items():
         print(f"fetched {size:,} bytes from {host}")
     parts = [format_count(len(findings.pages), "page"), f"{failed:,} with a failed check"]
-    parts += [f"{format_count(len(findings.repeats), 'group')} of duplicates"] if findings.repeats else []
+    parts += [f"{format_count(len(findings.duplicates), 'group')} of duplicates"] if findings.duplicates else []
     parts += [f"{unread:,} could not be read"] if unread else []
     print(f"{page}: {', '.join(parts)}")
     return EXIT_DONE
@@ -129,18 +129,19 @@ def _queries(path: Path) -> list[str]:
 
     if path.suffix.lower() in (".csv", ".tsv", ".jsonl", ".json"):
         raise ConfigError(f"--queries {path}: expected a text file with one query per line")
-    lines = [" ".join(line.split()) for _, line in lines_of(path, lambda text: print(text, file=sys.stderr))]
+    lines = [" ".join(line.split()) for _, line in lines_of(path)]
     if not any(lines):
         raise ConfigError(f"--queries {path}: it contains no query; write one per line")
     return [query for query in dict.fromkeys(lines) if query]
 
 
-def _trained_model(options: argparse.Namespace, queries: Sequence[str]) -> Judge:
+def _trained_model(options: argparse.Namespace, queries: Sequence[str]) -> Model:
     """Loads the model of a run or of a model folder: a ranker if there are queries, otherwise a scorer."""
     run: Path = options.run
     if not run.is_dir() and str(run) != "minilm":
         raise ConfigError(f"--run {run}: no such folder; unisono seo downloads no models")
     from unisono.observe.folder import RunFolder
+    from unisono.recipes.seo.site.analysis import Model
     from unisono.recipes.seo.trained import open_ranker, open_scorer
 
     device = usable_device(options.device)
@@ -157,7 +158,7 @@ def _trained_model(options: argparse.Namespace, queries: Sequence[str]) -> Judge
                 return ranker.scores(queries, texts).numpy()
             return (embedded @ ranker.embed(texts, "page").T).numpy()
 
-        return Judge(f"{run} ({ranker.told})", rank=rank)
+        return Model(f"{run} ({ranker.description})", rank=rank)
     scorer = open_scorer(run).to(device)
     names = scorer.names
     if options.label is not None and options.label not in names:
@@ -172,4 +173,4 @@ def _trained_model(options: argparse.Namespace, queries: Sequence[str]) -> Judge
         return [(row[shown], names[row.index(max(row))]) for row in scores]
 
     prefix = f"the probability of {names[shown]!r} by " if names else ""
-    return Judge(f"{prefix}{run} ({scorer.told})", score=score)
+    return Model(f"{prefix}{run} ({scorer.description})", score=score)

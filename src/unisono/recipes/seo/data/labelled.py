@@ -49,7 +49,7 @@ def read_labelled(
     texts: list[str] = []
     labels: list[float | str] = []
     line_numbers: list[int] = []
-    for row in rows_of(file, (TEXT, LABEL), bad, remark):
+    for row in rows_of(file, (TEXT, LABEL), bad):
         text, label = text_in(row.first(TEXT)), label_value(row.first(LABEL))
         if text is None:
             bad.add(row.where, f"its text {no_text(row.first(TEXT))}")

@@ -1,7 +1,6 @@
-"""The report of a site: one HTML page, and the same findings as JSON.
+"""The report about a site: one HTML page, and the same findings as JSON.
 
-The page makes no network request, and its template escapes everything that comes from the site, such as titles. The
-results of rules and the scores of a model are separate.
+The page needs no network. The results of rules and the output of a model are in separate places.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ from unisono.recipes.common.cache_files import write_cache_file
 from unisono.recipes.seo.site.text_rules import Check
 
 FILES = ("report.html", "report.json")
-MOST_SHOWN, MOST_QUERIES, MOST_GROUPS = 5_000, 300, 300
-"""Pages, queries and groups of duplicates on the page; report.json has all."""
+MAX_PAGES, MAX_QUERIES, MAX_GROUPS = 5_000, 300, 300
+"""Limits of the HTML page; report.json has everything."""
 
 _KIND = "seo"
 
 
 @dataclass
 class PageFindings:
-    """What was found out about one page."""
+    """The findings about one page."""
 
     name: str
-    place: Path | str
-    """Its file or its address."""
+    source: Path | str
+    """Its file or its URL."""
     title: str = ""
     num_words: int = 0
     checks: list[Check] = field(default_factory=list)
@@ -38,219 +37,146 @@ class PageFindings:
     """Why it could not be read."""
     score: float | None = None
     label: str = ""
-    """The class that a model gives it."""
+    """The most likely class."""
     best_queries: list[tuple[str, float]] = field(default_factory=list)
 
     @property
     def failed(self) -> list[Check]:
-        """The checks that something is to be done about."""
+        """The failed checks."""
         return [check for check in self.checks if check.failed]
+
+    def to_json(self) -> dict[str, Any]:
+        """For report.json."""
+        return {
+            "page": self.name,
+            "title": self.title,
+            "words": self.num_words,
+            "unreadable": self.unreadable or None,
+            "score": None if self.score is None else round(self.score, 5),
+            "label": self.label or None,
+            "best_queries": [{"query": query, "score": round(score, 5)} for query, score in self.best_queries],
+            "checks": [asdict(check) for check in self.checks],
+        }
 
 
 @dataclass
 class Answer:
-    """A page that was found for a query."""
+    """A page among the best of a query."""
 
     page: int
     score: float
-    place_by_words: int | None
-    """Where BM25 has it, from 1; None: it shares no word with the query."""
+    bm25_rank: int | None
+    """From 1; None if the page shares no word with the query."""
 
 
 @dataclass
-class Repeat:
+class DuplicateGroup:
     """Pages that repeat each other."""
 
-    what: str
+    kind: str
     pages: list[int]
     share: float = 1.0
 
 
 @dataclass
 class Findings:
-    """All that a report shows."""
+    """Everything that a report shows."""
 
     site: str
     pages: list[PageFindings]
-    repeats: list[Repeat] = field(default_factory=list)
+    duplicates: list[DuplicateGroup] = field(default_factory=list)
     queries: list[tuple[str, list[Answer]]] = field(default_factory=list)
     ranked_by: str = ""
-    """Whose order the queries' pages are in."""
+    """What ranks the pages of a query."""
     scored_by: str = ""
-    """Whose scores the pages have; empty: there are none."""
+    """What scores the pages; empty if nothing does."""
     remarks: list[str] = field(default_factory=list)
     fetched: dict[str, int] = field(default_factory=dict)
     """Bytes by host."""
 
-
-def as_json(findings: Findings) -> dict[str, Any]:
-    """The findings as report.json has them."""
-    names = [page.name for page in findings.pages]
-    return {
-        "site": findings.site,
-        "made_by": f"unisono {__version__}",
-        "remarks": findings.remarks,
-        "fetched_bytes": findings.fetched,
-        "checks_are": "plain rules, not learned",
-        "scored_by": findings.scored_by or None,
-        "ranked_by": findings.ranked_by or None,
-        "pages": [_page_json(page) for page in findings.pages],
-        "duplicates": [
-            {"what": repeat.what, "share": round(repeat.share, 3), "pages": [names[number] for number in repeat.pages]}
-            for repeat in findings.repeats
-        ],
-        "queries": [
-            {
-                "query": query,
-                "pages": [
-                    {
-                        "page": names[answer.page],
-                        "score": round(answer.score, 5),
-                        "place_by_words": answer.place_by_words,
-                    }
-                    for answer in answers
-                ],
-            }
-            for query, answers in findings.queries
-        ],
-    }
-
-
-def _page_json(page: PageFindings) -> dict[str, Any]:
-    return {
-        "page": page.name,
-        "title": page.title,
-        "words": page.num_words,
-        "unreadable": page.unreadable or None,
-        "score": None if page.score is None else round(page.score, 5),
-        "label": page.label or None,
-        "best_queries": [{"query": query, "score": round(score, 5)} for query, score in page.best_queries],
-        "checks": [asdict(check) for check in page.checks],
-    }
+    def to_json(self) -> dict[str, Any]:
+        """The content of report.json."""
+        names = [page.name for page in self.pages]
+        return {
+            "site": self.site,
+            "made_by": f"unisono {__version__}",
+            "remarks": self.remarks,
+            "fetched_bytes": self.fetched,
+            "checks_are": "plain rules, not learned",
+            "scored_by": self.scored_by or None,
+            "ranked_by": self.ranked_by or None,
+            "pages": [page.to_json() for page in self.pages],
+            "duplicates": [
+                {"what": group.kind, "share": round(group.share, 3), "pages": [names[number] for number in group.pages]}
+                for group in self.duplicates
+            ],
+            "queries": [
+                {
+                    "query": query,
+                    "pages": [
+                        {"page": names[each.page], "score": round(each.score, 5), "place_by_words": each.bm25_rank}
+                        for each in answers
+                    ],
+                }
+                for query, answers in self.queries
+            ],
+        }
 
 
 def write_report(folder: Path, findings: Findings) -> Path:
-    """Writes both files into a folder, each whole or not at all; returns the page."""
-    content_json = json.dumps(as_json(findings), indent=1, ensure_ascii=False, allow_nan=False)
-    for name, content in zip(FILES, (html(findings, folder), content_json), strict=True):
-        write_cache_file(folder / name, content.encode("utf-8", "replace"))
+    """Writes both files, each complete or not at all; returns the path of the page."""
+    content = json.dumps(findings.to_json(), indent=1, ensure_ascii=False, allow_nan=False)
+    for name, text in zip(FILES, (html(findings, folder), content), strict=True):
+        write_cache_file(folder / name, text.encode("utf-8", "replace"))
     return folder / FILES[0]
 
 
 def is_report(content: bytes | str) -> bool:
-    """Whether a page is a report of ours, which may be among the pages of a site."""
+    """Whether a page is a report of `unisono seo`, which may be in the folder of the site."""
     mark = generator(_KIND)
     return mark in content[:500] if isinstance(content, str) else mark.encode() in content[:500]
 
 
 def html(findings: Findings, folder: Path) -> str:
-    """Returns the page, with links relative to the folder it will be in."""
-    failed = _failed_names(findings)
+    """The page, with links relative to its folder."""
+    failed = _failed_checks(findings)
+    ordered = _ordered(findings)
+    scores = sorted(page.score for page in findings.pages if page.score is not None)
+    num_unreadable = sum(bool(page.unreadable) for page in findings.pages)
     return render(
         Path(__file__).with_name("report.html"),
         kind=_KIND,
         title=f"{findings.site}: report",
-        site=findings.site,
-        remarks=findings.remarks,
-        tiles_shown=_tiles(findings),
-        checks=_checks(findings, failed),
-        num_read=max(1, sum(not page.unreadable for page in findings.pages)),
-        **_pages(findings, failed, folder),
-        **_queries(findings),
-        **_duplicates(findings),
+        findings=findings,
+        failed=failed,
+        check_numbers={name: number for number, (name, _, _) in enumerate(failed)},
+        pages=ordered[:MAX_PAGES],
+        num_more_pages=max(0, len(ordered) - MAX_PAGES),
+        queries=findings.queries[:MAX_QUERIES],
+        num_more_queries=max(0, len(findings.queries) - MAX_QUERIES),
+        groups=findings.duplicates[:MAX_GROUPS],
+        num_more_groups=max(0, len(findings.duplicates) - MAX_GROUPS),
+        num_failing=sum(bool(page.failed) for page in findings.pages),
+        num_unreadable=num_unreadable,
+        num_readable=max(1, len(findings.pages) - num_unreadable),
+        median_score=scores[len(scores) // 2] if scores else None,
+        link=lambda source: web_link(source) if isinstance(source, str) else relative_link(source, folder),
         version=__version__,
     )
 
 
-def _tiles(findings: Findings) -> list[tuple[str, str, str]]:
-    pages = findings.pages
-    num_unread = sum(bool(page.unreadable) for page in pages)
-    scores = sorted(page.score for page in pages if page.score is not None)
-    tiles = [("pages", f"{len(pages):,}"), ("with a failed check", f"{sum(bool(page.failed) for page in pages):,}")]
-    tiles += [("could not be read", f"{num_unread:,}")] if num_unread else []
-    tiles += [("groups of duplicates", f"{len(findings.repeats):,}")]
-    tiles += [("median score (learned)", f"{scores[len(scores) // 2]:.3f}")] if scores else []
-    tiles += [("queries", f"{len(findings.queries):,}")] if findings.queries else []
-    return [(label, value, "") for label, value in tiles]
-
-
-def _failed_names(findings: Findings) -> dict[str, int]:
-    """Returns the checks that failed somewhere with their number of pages, most often first."""
-    counts = Counter(name for page in findings.pages for name in {check.name for check in page.failed})
-    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
-
-
-def _checks(findings: Findings, failed: dict[str, int]) -> list[dict[str, Any]]:
-    advice: dict[str, Counter[str]] = {name: Counter() for name in failed}
+def _failed_checks(findings: Findings) -> list[tuple[str, int, str]]:
+    """Name, number of pages and most frequent advice of each check that failed, the most frequent first."""
+    advice: dict[str, Counter[str]] = {}
     for page in findings.pages:
-        for check in page.failed:
-            advice[check.name][check.advice] += 1
-    return [
-        {"name": name, "count": count, "advice": advice[name].most_common(1)[0][0]} for name, count in failed.items()
-    ]
+        for name, text in {check.name: check.advice for check in page.failed}.items():
+            advice.setdefault(name, Counter())[text] += 1
+    counts = [(name, texts.total(), texts.most_common(1)[0][0]) for name, texts in advice.items()]
+    return sorted(counts, key=lambda item: (-item[1], item[0]))
 
 
-def _pages(findings: Findings, failed: dict[str, int], folder: Path) -> dict[str, Any]:
-    has_scores = bool(findings.scored_by)
-    if has_scores:
-        order = sorted(findings.pages, key=lambda page: (page.score is None, -(page.score or 0.0), page.name))
-    else:
-        order = sorted(findings.pages, key=lambda page: (-bool(page.unreadable), -len(page.failed), page.name))
-    num_more = len(order) - MOST_SHOWN
-    numbers = {name: number for number, name in enumerate(failed)}
-    return {
-        "page_notes": [
-            *([f"Scores: {findings.scored_by}, best first."] if has_scores else []),
-            *([f"{num_more:,} more pages are in report.json."] if num_more > 0 else []),
-        ],
-        "columns": ["page", *(["score"] if has_scores else []), "words", "failed"],
-        "rows": [_row(page, numbers, folder) for page in order[:MOST_SHOWN]],
-    }
-
-
-def _row(page: PageFindings, numbers: dict[str, int], folder: Path) -> dict[str, Any]:
-    return {
-        "name": page.name,
-        "title": page.title.strip(),
-        "link": web_link(page.place) if isinstance(page.place, str) else relative_link(page.place, folder),
-        "checks": [numbers[check.name] for check in page.failed],
-        "failed": page.failed,
-        "unreadable": page.unreadable,
-        "num_words": page.num_words,
-        "score": "" if page.score is None else f"{page.score:.6g}",
-        "score_shown": "–" if page.score is None else f"{page.score:.3f}",
-        "label": page.label,
-        "best_queries": page.best_queries,
-    }
-
-
-def _queries(findings: Findings) -> dict[str, Any]:
-    note = f"Ordered by {findings.ranked_by}. “By words” is the page's rank by BM25, without any model."
-    num_more = len(findings.queries) - MOST_QUERIES
-    note += f" {num_more:,} more queries are in report.json." if num_more > 0 else ""
-    return {
-        "query_note": note,
-        "queries": [
-            {"text": query, "answers": [_answer(findings.pages[answer.page], answer) for answer in answers]}
-            for query, answers in findings.queries[:MOST_QUERIES]
-        ],
-    }
-
-
-def _answer(page: PageFindings, answer: Answer) -> dict[str, Any]:
-    return {
-        "title": page.title.strip() or page.name,
-        "name": page.name,
-        "score": answer.score,
-        "place_by_words": answer.place_by_words,
-    }
-
-
-def _duplicates(findings: Findings) -> dict[str, Any]:
-    groups = []
-    for repeat in findings.repeats[:MOST_GROUPS]:
-        names = [findings.pages[number].name for number in repeat.pages]
-        more = [f"and {len(names) - 20:,} more"] if len(names) > 20 else []
-        share = f"{repeat.share:.0%}" if repeat.share < 1 else ""
-        groups.append({"what": repeat.what, "share": share, "names": [*names[:20], *more]})
-    return {"duplicates": groups, "num_more_duplicates": max(0, len(findings.repeats) - MOST_GROUPS)}
+def _ordered(findings: Findings) -> list[PageFindings]:
+    """The best score first; without scores, unreadable pages and those with most failed checks first."""
+    if findings.scored_by:
+        return sorted(findings.pages, key=lambda page: (page.score is None, -(page.score or 0.0), page.name))
+    return sorted(findings.pages, key=lambda page: (-bool(page.unreadable), -len(page.failed), page.name))

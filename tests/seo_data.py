@@ -1,8 +1,8 @@
-"""Made text, for tests where there is no apt: it is drawn by code, and says nothing about real pages.
+"""Synthetic queries, pages and labels.
 
-There are topics, each with things it is about, and every thing has two words for it: queries use one, pages the other.
-A model that learns which words belong together finds the page; counting words that both share finds only the topic. All
-is a function of the seed and the number.
+A topic has several things, and every thing has two words: queries use one, pages the other. A model that learns which
+words belong together finds the page; counting common words finds only the topic. Everything is a function of the seed
+and the number.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-
-from unisono.recipes.common.cache_files import write_cache_file
 
 _SYLLABLES = ("ba", "de", "fi", "go", "lu", "ma", "ne", "pi", "ro", "su", "ta", "ve", "wi", "xo", "zu", "ka")
 _FILLERS = ("the page tells", "here one reads", "many people ask", "it is known", "this part shows", "notes are")
@@ -56,20 +54,9 @@ def write_ranking(path: Path, num: int, seed: int = 0, first: int = 0) -> Path:
     return _jsonl(path, [{"query": row.query, "positive": row.page} for row in rows])
 
 
-def write_labelled(path: Path, num: int, seed: int = 0, first: int = 0) -> Path:
-    """A .jsonl of pages and whether they are good."""
-    rows = [made(number, seed) for number in range(first, first + num)]
-    return _jsonl(path, [{"text": row.page, "label": row.label} for row in rows])
-
-
-def write_snippets(path: Path, num: int, seed: int = 0, first: int = 0) -> Path:
-    """A .jsonl of pages and their titles."""
-    rows = [made(number, seed) for number in range(first, first + num)]
-    return _jsonl(path, [{"text": row.page, "title": row.title, "description": row.page[:100]} for row in rows])
-
-
 def write_site(folder: Path, num: int, seed: int = 0) -> Path:
     """A folder of HTML pages."""
+    folder.mkdir(parents=True)
     for number in range(num):
         row = made(number, seed)
         html = (
@@ -77,12 +64,13 @@ def write_site(folder: Path, num: int, seed: int = 0) -> Path:
             f'<meta name="description" content="{row.page[:100]}"></head>'
             f"<body><h1>{row.title}</h1><p>{row.page}</p></body></html>\n"
         )
-        write_cache_file(folder / f"page-{number:04d}.html", html.encode())
+        (folder / f"page-{number:04d}.html").write_text(html)
     return folder
 
 
 def _jsonl(path: Path, rows: list[dict[str, str]]) -> Path:
-    write_cache_file(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
