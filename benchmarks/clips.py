@@ -245,7 +245,7 @@ def film(path: Path, seconds: float, size: tuple[int, int], fps: int = 25, seed:
         samples = 0
         for clip in range(len(shown.kinds)):
             here = {name: getattr(shown, name)[clip : clip + 1] for name in _OF_CLIPS}
-            part = replace(shown, **here, hiss=(shown.hiss + clip) % 2**31)
+            part = replace(shown, **here, noise_seed=(shown.noise_seed + clip) % 2**31)
             for picture in frames_of(part, 64, fps):
                 frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
                 container.mux(video.encode(frame.reformat(*size, "yuv420p")))

@@ -32,8 +32,8 @@ from pathlib import Path
 import torch
 from machine import machine, versions
 
-from unisono.checkpoint.export import load_whole
 from unisono.checkpoint.find import list_steps
+from unisono.checkpoint.load import load_whole
 from unisono.faults import SAVE_PHASES
 
 HERE = Path(__file__).resolve().parent

@@ -2,8 +2,8 @@
 
     python benchmarks/optimizers.py [--steps 300] [--output FOLDER]
 
-A small GPT learns to predict the bytes of this project's documentation, from the same initial weights and the same samples with each
-optimizer. Then `unisono verify` runs each optimizer on 1, 2 and 3 ranks, with ddp and fsdp.
+A small GPT learns to predict the bytes of this project's documentation, from the same initial weights and the same
+samples with each optimizer. Then `unisono verify` runs each optimizer on 1, 2 and 3 ranks, with ddp and fsdp.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.utils.data import Dataset
 
 import unisono
 from unisono import Loss, Recipe
-from unisono.checkpoint.export import load_whole
+from unisono.checkpoint.load import load_whole
 
 HERE = Path(__file__).resolve().parent
 RATES = {  # the best of 1e-3, 3e-3 and 1e-2 by the loss after 300 steps; prodigy's default
@@ -124,8 +124,8 @@ def page(result: dict[str, Any]) -> str:
             "# Optimizers",
             "",
             *depends_on(result),
-            f"- Model: a GPT of {plain['num_weights']:,} weights, {result['steps']} steps of 16 pieces of text, float32; "
-            "cosine schedule (none for schedule_free_adamw).",
+            f"- Model: a GPT of {plain['num_weights']:,} weights, {result['steps']} steps of 16 pieces of text, "
+            "float32; cosine schedule (none for schedule_free_adamw).",
             "- *State*: bytes of optimizer state per weight. *Time*: median step relative to adamw on the CPU. "
             "*Ranks*: `unisono verify` on 1, 2 and 3 ranks with ddp and fsdp, in float64.",
             "",

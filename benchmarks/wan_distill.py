@@ -62,14 +62,15 @@ def measured(recipe: Any, model: Any, batch_size: int = 96) -> Row:
     import torch
     from torch.utils.data import default_collate
 
-    from unisono.recipes.wan_distill.evaluation import held_out
+    from unisono.recipes.wan_distill.evaluation import held_out_metrics
 
     data = recipe.dataset("eval")
     sums: dict[str, Any] = {}
     with torch.no_grad():
         for start in range(0, len(data), batch_size):
             items = [data[number] for number in range(start, min(len(data), start + batch_size))]
-            for name, (total, count) in held_out(recipe, model.eval(), default_collate(items), torch.float32).items():
+            metrics = held_out_metrics(recipe, model.eval(), default_collate(items), torch.float32)
+            for name, (total, count) in metrics.items():
                 before = sums.get(name, (0.0, 0.0))
                 sums[name] = (before[0] + torch.as_tensor(total), before[1] + torch.as_tensor(count))
     return {name: (total / count).tolist() for name, (total, count) in sums.items()}
@@ -91,27 +92,27 @@ def real_samples(folder: Path, number: int) -> Path:
     return folder
 
 
-def learning(given: argparse.Namespace, place: Path) -> Row:
+def learning(options: argparse.Namespace, place: Path) -> Row:
     os.environ["UNISONO_CACHE"] = str(place / "teacher")  # trained here, so that its time counts
-    if given.quick:
+    if options.quick:
         os.environ["UNISONO_TINY_TEACHER_STEPS"] = "4"
     from unisono.engine.export import load_trained
     from unisono.recipes.wan.models.load import build
     from unisono.recipes.wan_distill.models.random_weights import initialise_randomly
     from unisono.recipes.wan_distill.models.student import num_weights
 
-    result, began = PARTS.begin("learning", given), time.monotonic()
+    result, began = PARTS.begin("learning", options), time.monotonic()
     rows = result["rows"] = {name: {"failed": "not run"} for name in ("teacher", *STUDENTS, REAL, UNTRAINED)}
-    quick = QUICK if given.quick else []
+    quick = QUICK if options.quick else []
     for number, (name, flags) in enumerate(STUDENTS.items()):
         folder, started = place / str(number), time.monotonic()
         words = ["train", "wan-distill", "--teacher_path", "tiny", "--nproc", "2", *flags, *quick]
-        told = shlex.join(["unisono", *words])
-        failed = unisono([*words, "--cache_dir", str(place / "drawn"), "--output_dir", str(folder)], given.patience_s)
-        rows[name] = {"failed": failed, "command": told, "wall_s": time.monotonic() - started}
+        command = shlex.join(["unisono", *words])
+        failed = unisono([*words, "--cache_dir", str(place / "drawn"), "--output_dir", str(folder)], options.patience_s)
+        rows[name] = {"failed": failed, "command": command, "wall_s": time.monotonic() - started}
         if not failed:
             rows[name] |= learned(folder)
-        PARTS.write(result, given)
+        PARTS.write(result, options)
         print(time.strftime("%H:%M:%S"), name, rows[name]["failed"] or "done", flush=True)
     if rows[DISTILLED]["failed"]:
         return result
@@ -126,18 +127,18 @@ def learning(given: argparse.Namespace, place: Path) -> Row:
     initialise_randomly(untrained, 0)
     trained.transformer = untrained
     rows[UNTRAINED] = {"failed": "", "wall_s": 0.0, **measured(recipe, trained)}
-    PARTS.write(result, given)
+    PARTS.write(result, options)
     started, student = time.monotonic(), place / "student.json"
     student.write_text(json.dumps(setup.student.config))
-    steps = "4" if given.quick else str(best["step"])
+    steps = "4" if options.quick else str(best["step"])
     words = ["train", "wan-flow", "--model_config", str(student), "--parts_path", str(setup.teacher.path)]
-    words += ["--dataset_path", str(real_samples(place / "real", 48 if given.quick else 2400)), "--nproc", "2"]
+    words += ["--dataset_path", str(real_samples(place / "real", 48 if options.quick else 2400)), "--nproc", "2"]
     words += ["--num_frames", "1", "--mixed_precision", "no", "--no_compile", "--num_workers", "0", "--shift", "1"]
     words += ["--batch_size", "32", "--max_steps", steps, "--learning_rate", "4e-3", "--lr_schedule", "cosine"]
     words += ["--warmup_steps", "50", "--ema_decay", "0.99", "--eval_every", "-1", "--preview_every", "-1"]
-    failed = unisono([*words, "--output_dir", str(place / "flow")], given.patience_s)
-    told = "unisono train wan-flow --model_config STUDENT --parts_path TEACHER, 2,400 synthetic images as files"
-    rows[REAL] = {"failed": failed, "command": told, "wall_s": time.monotonic() - started}
+    failed = unisono([*words, "--output_dir", str(place / "flow")], options.patience_s)
+    command = "unisono train wan-flow --model_config STUDENT --parts_path TEACHER, 2,400 synthetic images as files"
+    rows[REAL] = {"failed": failed, "command": command, "wall_s": time.monotonic() - started}
     if not failed:
         rows[REAL] |= measured(recipe, load_trained(place / "flow")[1])
     result["minutes"] = (time.monotonic() - began) / 60
@@ -215,7 +216,7 @@ def write_teacher(folder: Path, quick: bool) -> None:
     WanPipeline(tokenizer, UMT5EncoderModel(text).eval(), vae, scheduler, transformer).save_pretrained(folder)
 
 
-def speed(given: argparse.Namespace, place: Path) -> Row:
+def speed(options: argparse.Namespace, place: Path) -> Row:
     import torch
 
     from unisono.engine.recipe import Work
@@ -223,21 +224,21 @@ def speed(given: argparse.Namespace, place: Path) -> Row:
     from unisono.recipes.wan_distill.recipe import WanDistill
     from unisono.recipes.wan_distill.settings import Config
 
-    result, device = PARTS.begin("speed", given), "cuda" if torch.cuda.is_available() else "cpu"
-    side, batch, steps = (32, 2, 2) if given.quick else (512, 16, 30)
-    write_teacher(place / "teacher", given.quick)
+    result, device = PARTS.begin("speed", options), "cuda" if torch.cuda.is_available() else "cpu"
+    side, batch, steps = (32, 2, 2) if options.quick else (512, 16, 30)
+    write_teacher(place / "teacher", options.quick)
     prompts = place / "prompts.txt"
     prompts.write_text("\n".join(f"prompt {number}" for number in range(2 * batch)))
-    told = {"teacher_path": str(place / "teacher"), "data_path": str(prompts), "height": side, "width": side}
-    told |= {"rollout_batch": batch, "rollouts": 1, "num_previews": 1, "cache_dir": str(place / "drawn")}
+    settings = {"teacher_path": str(place / "teacher"), "data_path": str(prompts), "height": side, "width": side}
+    settings |= {"rollout_batch": batch, "rollouts": 1, "num_previews": 1, "cache_dir": str(place / "drawn")}
     print(time.strftime("%H:%M:%S"), "wrote the teacher", flush=True)
 
     # The teacher alone: batches through the recipe, single calls of the pipeline.
-    recipe = WanDistill(Config(**told, teacher_steps=steps, pairs=1, init="fresh"))
+    recipe = WanDistill(Config(**settings, teacher_steps=steps, pairs=1, init="fresh"))
     setup = recipe.setup
     setup.folder, setup.device = place / "alone", device
     work = Work(place / "alone", device=device)
-    setup.texts.fill(work, setup.encoders.text_encoder, setup.encoders.vae)
+    setup.text_cache.fill(work, setup.encoders.text_encoder, setup.encoders.vae)
     teacher = load(setup, work).to(device)
     from dataclasses import replace
 
@@ -251,21 +252,21 @@ def speed(given: argparse.Namespace, place: Path) -> Row:
     del teacher
     result["rows"]["pipeline"] = {"seconds": by_pipeline(place / "teacher", setup, side, steps, device), "batch": 1}
     print(time.strftime("%H:%M:%S"), "pipeline:", result["rows"]["pipeline"], flush=True)
-    PARTS.write(result, given)
+    PARTS.write(result, options)
 
     # A student trains on the cache, and with the teacher online.
     student = place / "student.json"
     sizes = {"num_attention_heads": 6, "attention_head_dim": 128, "ffn_dim": 3072, "num_layers": 12}
-    student.write_text(json.dumps({"num_layers": 1} if given.quick else sizes))
-    told |= {"student_config": str(student), "teacher_steps": 2, "pairs": 2, "batch_size": batch, "max_steps": 30}
-    told |= {"log_every": 5, "eval_every": -1, "preview_every": -1, "save_every": 0, "tensorboard": False}
-    told |= {"num_workers": 4, "warmup_steps": 0}
-    if given.quick:
-        told |= {"compile": False, "mixed_precision": "no", "num_workers": 0}
+    student.write_text(json.dumps({"num_layers": 1} if options.quick else sizes))
+    settings |= {"student_config": str(student), "teacher_steps": 2, "pairs": 2, "batch_size": batch, "max_steps": 30}
+    settings |= {"log_every": 5, "eval_every": -1, "preview_every": -1, "save_every": 0, "tensorboard": False}
+    settings |= {"num_workers": 4, "warmup_steps": 0}
+    if options.quick:
+        settings |= {"compile": False, "mixed_precision": "no", "num_workers": 0}
     for name, more in (("from the cache", {}), ("with the teacher online", {"online": True})):
         folder = place / name.replace(" ", "_")
-        flags = [f"--{key}={value}" for key, value in {**told, **more}.items()]
-        failed = unisono(["train", "wan-distill", *flags, "--output_dir", str(folder)], given.patience_s)
+        flags = [f"--{key}={value}" for key, value in {**settings, **more}.items()]
+        failed = unisono(["train", "wan-distill", *flags, "--output_dir", str(folder)], options.patience_s)
         if failed:
             result["rows"][name] = {"failed": failed}
             continue
@@ -274,7 +275,7 @@ def speed(given: argparse.Namespace, place: Path) -> Row:
         peak = max((line.get("peak_gib", 0.0) for line in lines), default=0.0)
         result["rows"][name] = {"step_ms": statistics.median(ms), "batch": batch, "peak_gib": peak}
         print(time.strftime("%H:%M:%S"), name, result["rows"][name], flush=True)
-        PARTS.write(result, given)
+        PARTS.write(result, options)
     return result
 
 

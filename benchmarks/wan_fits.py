@@ -148,8 +148,8 @@ class Whole:
             for shards in (1, gpus) if gpus > 1 else (1,):
                 needed = self.needed(shape, recompute, gpus, shards)
                 if needed <= COMMON_GIB - FREE_GIB:
-                    said = " ".join(filter(None, ["--strategy fsdp" if shards > 1 else "", flags]))
-                    return f"`{said}`: {needed:.0f}" if said else f"{needed:.0f}"
+                    flags_text = " ".join(filter(None, ["--strategy fsdp" if shards > 1 else "", flags]))
+                    return f"`{flags_text}`: {needed:.0f}" if flags_text else f"{needed:.0f}"
         return "no"
 
     def _fullest(self, shape: str, recompute: str, shards: int) -> Fullest:
@@ -186,16 +186,16 @@ class Whole:
 
 def finished(cases: list[Row], quick: bool) -> list[Row]:
     """One row per model and shape: GiB of the whole model, on one GPU and sharded."""
-    found = {(case["model"], case["shape"], case["recompute"], case["layers"]): case for case in cases}
+    cases_by_key = {(case["model"], case["shape"], case["recompute"], case["layers"]): case for case in cases}
     measured = {(case["model"], case["shape"]) for case in cases}
     rows = []
-    for model in dict.fromkeys(model for model in MODELS for known, _ in measured if known == model):
-        whole = Whole(model, found, quick)
+    for model in dict.fromkeys(model for model in MODELS for other, _ in measured if other == model):
+        whole = Whole(model, cases_by_key, quick)
         for shape in (shape for shape in SHAPES | QUICK_SHAPES if (model, shape) in measured):
             row: Row = {"model": model, "shape": shape, "layers": whole.layers, "weights": whole.weights}
             row["tokens"] = whole.tokens(shape)
             failed = {recompute: whole.failed(shape, recompute) for recompute in RECOMPUTE}
-            row |= {f"{recompute}_failed": told for recompute, told in failed.items() if told}
+            row |= {f"{recompute}_failed": message for recompute, message in failed.items() if message}
             if not any(failed.values()):
                 for suffix, gpus in (("", 1), (", fsdp", GPUS)):
                     row |= {name + suffix: whole.peak(shape, name, gpus) for name in FLAGS}

@@ -138,13 +138,13 @@ def ran_out(folder: Path) -> bool:
 
 def keep(so_far: Path, cases: list[Row]) -> None:
     """Adds measurements to the file, next to those of other calls."""
-    found = json.loads(so_far.read_text()) if so_far.exists() else {}
+    results = json.loads(so_far.read_text()) if so_far.exists() else {}
     mine = {"versions": versions(PACKAGES), "code": code()}
     for case in cases:
         if case.get("gib") is not None:
-            found[case["name"]] = {"gib": case["gib"], "date": case["date"], **mine}
+            results[case["name"]] = {"gib": case["gib"], "date": case["date"], **mine}
     draft = so_far.with_suffix(".new")
-    draft.write_text(json.dumps(found, indent=1) + "\n")
+    draft.write_text(json.dumps(results, indent=1) + "\n")
     os.replace(draft, so_far)
 
 
@@ -168,13 +168,13 @@ def measure(cases: list[Row], room: float, at_once: int, patience: float, so_far
             if not gone:
                 os.killpg(process, signal.SIGKILL)
                 os.waitpid(process, 0)
-            said = (case["folder"] / "log").read_text().strip().splitlines() or ["no word"]
-            case["failed"] = "" if peak is not None else "took too long" if not gone else said[-1][:300]
+            log = (case["folder"] / "log").read_text().strip().splitlines() or ["no word"]
+            case["failed"] = "" if peak is not None else "took too long" if not gone else log[-1][:300]
             if ran_out(case["folder"]):  # it continued with smaller micro-batches, which need less
                 peak, case["failed"] = None, "ran out of memory"
             case["gib"] = peak
-            told = f"{peak:.2f} GiB" if peak is not None else case["failed"]
-            print(f"{time.monotonic() - begun:4.0f} s  {case['name']}: {told}", flush=True)
+            outcome = f"{peak:.2f} GiB" if peak is not None else case["failed"]
+            print(f"{time.monotonic() - begun:4.0f} s  {case['name']}: {outcome}", flush=True)
             case["date"] = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
             keep(so_far, cases)
             del running[process]
@@ -227,22 +227,24 @@ def check(rows: list[Row], file: Path) -> list[Row]:
     """Compares wan_step.py's measurements of the whole 1.3B model with the predictions from fewer blocks."""
     if not file.exists():
         return []
-    measured, found = json.loads(file.read_text())["rows"], []
+    measured, comparisons = json.loads(file.read_text())["rows"], []
     for row in rows:
         whole = measured.get(SAME.get(row["shape"], ""), {})
         for recompute, loop in (("none", "unisono"), ("all", "unisono, --activation_checkpointing")):
             peak = whole.get(loop, {}).get("mem_gib")
             if row["model"] == "1.3B" and peak and row.get(recompute):
-                found.append({"shape": row["shape"], "recompute": recompute, "whole": peak, "said": row[recompute]})
-    return found
+                comparisons.append(
+                    {"shape": row["shape"], "recompute": recompute, "whole": peak, "said": row[recompute]}
+                )
+    return comparisons
 
 
 def table(result: Row) -> list[str]:
     lines = ["# wan-flow: memory", "", *depends_on(result)]
     run = dict.fromkeys(row["model"] for row in result["rows"])
-    told = ", ".join(f"{name} {MODELS[name][2][0]} and {MODELS[name][2][1]}" for name in run)
+    depths = ", ".join(f"{name} {MODELS[name][2][0]} and {MODELS[name][2][1]}" for name in run)
     lines += [
-        f"- Runs with two numbers of blocks of the real size ({told}), with the defaults of `unisono train wan-flow` "
+        f"- Runs with two numbers of blocks of the real size ({depths}), with the defaults of `unisono train wan-flow` "
         "(bf16, compiled, fused AdamW), without EMA (`--ema_decay 0`; it adds 4 bytes per weight)",
         "- **One GPU**: those two runs extrapolated to all blocks. Numbers in *italics* are predicted: what exceeds "
         f"this GPU ({result['gpu_gib']:.1f} GiB), every 2nd block recomputed (`--recompute_every 2`), and everything "
@@ -304,12 +306,12 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="reuse the cases that an earlier call measured")
     parser.add_argument("--again", action="store_true", help="measure nothing; rewrite rows and page from stored cases")
     parser.add_argument("--quick", action="store_true", help="smoke test; cannot write to results/")
-    given = parser.parse_args()
-    if given.quick and given.output.resolve() == RESULTS:
+    options = parser.parse_args()
+    if options.quick and options.output.resolve() == RESULTS:
         parser.error("--quick needs --output, another folder than benchmarks/results")
-    if given.again:
-        result = json.loads((given.output / "wan_memory.json").read_text())
-        write(given.output, result, result["quick"])
+    if options.again:
+        result = json.loads((options.output / "wan_memory.json").read_text())
+        write(options.output, result, result["quick"])
         return 0
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # does not initialise CUDA, so that processes can be forked later
     os.environ["OMP_NUM_THREADS"] = "1"  # threads do not survive a fork, and a dozen cases share the cores
@@ -320,15 +322,15 @@ def main() -> int:
     result = {
         "command": shlex.join(["python", "benchmarks/wan_memory.py", *without_folders(sys.argv[1:])]),
         "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
-        "quick": given.quick,
+        "quick": options.quick,
     }
-    models = [name for name in given.models.split("/") if name] or list(MODELS)
-    given.output.mkdir(parents=True, exist_ok=True)
-    so_far = given.output / "wan_memory_so_far.json"
+    models = [name for name in options.models.split("/") if name] or list(MODELS)
+    options.output.mkdir(parents=True, exist_ok=True)
+    so_far = options.output / "wan_memory_so_far.json"
     with tempfile.TemporaryDirectory() as place:
-        shapes = QUICK_SHAPES if given.quick else SHAPES
-        cases = cases_in(Path(place), shapes, models, given.quick)
-        if given.keep and so_far.exists():
+        shapes = QUICK_SHAPES if options.quick else SHAPES
+        cases = cases_in(Path(place), shapes, models, options.quick)
+        if options.keep and so_far.exists():
             measured = json.loads(so_far.read_text())
             for case in cases:
                 before = measured.get(case["name"], {})
@@ -336,7 +338,7 @@ def main() -> int:
                 same = before if is_same else {}
                 case |= {"gib": None, "failed": "", **same}
             result["kept"] = sorted(case["date"] for case in cases if case["gib"] is not None)
-        measure(cases, given.room_gib, given.at_once, given.patience_s, so_far)
+        measure(cases, options.room_gib, options.at_once, options.patience_s, so_far)
     import torch
 
     # Only now: it initialises CUDA, which forked processes could not use.
@@ -344,7 +346,7 @@ def main() -> int:
     result["gpu_gib"] = torch.cuda.mem_get_info()[1] / GIB if torch.cuda.is_available() else 0.0
     kept = ("model", "shape", "recompute", "layers", "tokens", "gib", "failed")
     result["cases"] = [{name: case[name] for name in kept} for case in cases]
-    write(given.output, result, given.quick)
+    write(options.output, result, options.quick)
     return int(any(case["failed"] for case in cases))
 
 

@@ -158,8 +158,8 @@ def measure(variant: str, shape: Shape, data: Path, scratch: Path, model: str, p
     row["command"] = row["command"].replace(str(scratch), "SCRATCH").replace(str(ROOT) + "/", "")
     row["wall_s"] = round(time.monotonic() - began, 1)
     if variant == USUAL:
-        told = json.loads(out.strip().splitlines()[-1])
-        return row | told | {"rounds": [told.pop("step_ms")]}
+        measured = json.loads(out.strip().splitlines()[-1])
+        return row | measured | {"rounds": [measured.pop("step_ms")]}
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "step_ms" in line]
     peak = max((line.get("mem_gib") or 0.0 for line in steps), default=0.0)
@@ -272,56 +272,56 @@ def main() -> int:
         "--keep", action="store_true", help="run only shapes for which --output lacks one of the two loops"
     )
     parser.add_argument("--quick", action="store_true", help="smoke test; cannot write to results/")
-    given = parser.parse_args()
-    if given.quick and given.output.resolve() == RESULTS:
+    options = parser.parse_args()
+    if options.quick and options.output.resolve() == RESULTS:
         parser.error("--quick needs --output, another folder than benchmarks/results")
-    shapes = QUICK if given.quick else SHAPES
-    names = [name for name in given.shapes.split(",") if name] or list(shapes)
+    shapes = QUICK if options.quick else SHAPES
+    names = [name for name in options.shapes.split(",") if name] or list(shapes)
     sys.path.insert(0, str(ROOT / "src"))
     from unisono.recipes.wan.models.load import CONFIGS
 
-    config = TINY if given.quick else CONFIGS["1.3b"]
+    config = TINY if options.quick else CONFIGS["1.3b"]
     import torch
 
-    words = ["python", "benchmarks/wan_step.py", *(["--quick"] if given.quick else [])]
-    words += ["--shapes", given.shapes] if given.shapes else []
-    words += ["--begin_none_after_s", f"{given.begin_none_after_s:g}"] if given.begin_none_after_s < 86400 else []
-    words += ["--rounds", str(given.rounds)] if given.rounds > 1 else []
-    words += ["--keep"] if given.keep else []
+    words = ["python", "benchmarks/wan_step.py", *(["--quick"] if options.quick else [])]
+    words += ["--shapes", options.shapes] if options.shapes else []
+    words += ["--begin_none_after_s", f"{options.begin_none_after_s:g}"] if options.begin_none_after_s < 86400 else []
+    words += ["--rounds", str(options.rounds)] if options.rounds > 1 else []
+    words += ["--keep"] if options.keep else []
     result: Row = {
         "command": shlex.join(words),
         "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         "machine": machine(),
         "versions": versions(["torch", "triton", "diffusers", "accelerate", "transformers"]),
-        "quick": given.quick,
+        "quick": options.quick,
         "ceiling": ceiling() if torch.cuda.is_available() else None,
         "shapes": {name: {"batch": shapes[name].batch, "latent": shapes[name].latent} for name in names},
         "rows": {name: {} for name in names},
     }
-    given.output.mkdir(parents=True, exist_ok=True)
-    if given.keep and (given.output / "wan_step.json").exists():
-        names = keep(result, json.loads((given.output / "wan_step.json").read_text()), names)
-    latest = time.monotonic() + given.begin_none_after_s
+    options.output.mkdir(parents=True, exist_ok=True)
+    if options.keep and (options.output / "wan_step.json").exists():
+        names = keep(result, json.loads((options.output / "wan_step.json").read_text()), names)
+    latest = time.monotonic() + options.begin_none_after_s
     with tempfile.TemporaryDirectory() as place:
         scratch = Path(place)
         model = "1.3b"
-        if given.quick:
+        if options.quick:
             model = str(scratch / "config.json")
             Path(model).write_text(json.dumps(config))
         for name in names:
             write_data(scratch / name, shapes[name], config["text_dim"])
         most = max((len(shapes[name].variants) for name in names), default=0)
-        for turn in [turn for _ in range(given.rounds) for turn in range(most)]:
+        for turn in [turn for _ in range(options.rounds) for turn in range(most)]:
             for name in names:
                 if turn < len(shapes[name].variants) and time.monotonic() < latest:
                     variant = shapes[name].variants[turn]
-                    row = measure(variant, shapes[name], scratch / name, scratch, model, given.patience_s)
+                    row = measure(variant, shapes[name], scratch / name, scratch, model, options.patience_s)
                     row = result["rows"][name][variant] = joined(result["rows"][name].get(variant), row)
                     finished(result["rows"][name], shapes[name], config, result["ceiling"])
-                    (given.output / "wan_step.json").write_text(json.dumps(result, indent=1) + "\n")
-                    (given.output / "wan_step.md").write_text("\n".join(table(result)) + "\n")
-                    told = f"{row['ms']:.1f} ms" if "ms" in row else row["failed"]
-                    print(f"{time.strftime('%H:%M:%S')}  {name}  {variant}: {told}", flush=True)
+                    (options.output / "wan_step.json").write_text(json.dumps(result, indent=1) + "\n")
+                    (options.output / "wan_step.md").write_text("\n".join(table(result)) + "\n")
+                    outcome = f"{row['ms']:.1f} ms" if "ms" in row else row["failed"]
+                    print(f"{time.strftime('%H:%M:%S')}  {name}  {variant}: {outcome}", flush=True)
     print("\n".join(table(result)))
     return int(any(row["failed"] for rows in result["rows"].values() for row in rows.values()))
 

@@ -35,32 +35,32 @@ def main() -> None:
     parser.add_argument("--max_steps", type=int, default=12)
     parser.add_argument("--learning_rate", type=float, default=1e-5)
     parser.add_argument("--shift", type=float, default=3.0)
-    given = parser.parse_args()
+    options = parser.parse_args()
 
     accelerator = Accelerator(mixed_precision="bf16")
     device = accelerator.device
     seed_everything(0)
-    model = WanTransformer3DModel(**transformer_config(None, given.model_config))
+    model = WanTransformer3DModel(**transformer_config(None, options.model_config))
     model.enable_gradient_checkpointing()
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=given.learning_rate, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.01)
     model, optimizer = accelerator.prepare(model, optimizer)
 
-    files = sorted(given.data.glob("*.latent.safetensors"))
+    files = sorted(options.data.glob("*.latent.safetensors"))
     latents = torch.stack([load_file(file)["latent"] for file in files]).to(device)
     rows = [load_file(str(file).replace(".latent", ""))["embeddings"] for file in files]
     text = torch.zeros(len(rows), 512, rows[0].shape[-1], dtype=torch.bfloat16)
     for number, row in enumerate(rows):
         text[number, : len(row)] = row
     text, order = text.to(device), Order(len(files), seed=0)
-    levels = NoiseLevels(shift=given.shift)
+    levels = NoiseLevels(shift=options.shift)
 
     losses, times = [], []
-    for step in range(given.max_steps):
+    for step in range(options.max_steps):
         if device.type == "cuda":
             torch.cuda.synchronize()
         began = time.perf_counter()
-        positions = torch.arange(step * given.batch_size, (step + 1) * given.batch_size, device=device)
+        positions = torch.arange(step * options.batch_size, (step + 1) * options.batch_size, device=device)
         chosen = order.indices(positions)
         noise = Noise(0, positions)
         chance = noise.uniform(3, dtype=torch.float64)
@@ -69,8 +69,8 @@ def main() -> None:
         draws = noise.normal(*clean.shape[1:])
         column = sigma.view(-1, 1, 1, 1, 1)
         noisy = (1 - column) * clean + column * draws
-        said = model(noisy, sigma * 1000, text[chosen], return_dict=False)[0]
-        loss = F.mse_loss(said.float(), draws - clean)
+        predicted = model(noisy, sigma * 1000, text[chosen], return_dict=False)[0]
+        loss = F.mse_loss(predicted.float(), draws - clean)
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

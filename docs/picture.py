@@ -1,10 +1,12 @@
-"""Renders docs/images/train.svg, the README's picture, from the real output of real commands, with rich.
+"""Renders docs/images/train.svg, the README's picture, from the output of the commands that it shows.
 
 .venv/bin/python docs/picture.py
 """
 
 from __future__ import annotations
 
+import io
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -13,28 +15,25 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-HERE = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parent.parent
 RECIPE = "examples/own_model/recipe.py:TwoMoons"
-
-
-def output(*words: str) -> list[str]:
-    command = [sys.executable, "-m", "unisono", *words]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE.parent, check=True)
-    return (done.stderr + done.stdout).splitlines()
+COMMANDS = [
+    f"unisono train {RECIPE} --nproc 2 --log_every 80 --output_dir runs/moons",
+    f"unisono verify {RECIPE} --ranks 1,2",
+]
 
 
 def main() -> None:
-    console = Console(record=True, width=104, force_terminal=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(record=True, width=106, force_terminal=True, file=io.StringIO())
     with tempfile.TemporaryDirectory() as folder:
-        run = f"{folder}/moons"
-        lines = output("train", RECIPE, "--nproc", "2", "--num_epochs", "3", "--log_every", "24", "--output_dir", run)
-        lines = [line.replace(folder, "runs") for line in lines]
-        verified = [line for line in output("verify", RECIPE, "--ranks", "1,2") if not line.startswith("running")]
-    console.print(Text(f"$ unisono train {RECIPE} --nproc 2 --num_epochs 3", style="bold green"))
-    console.print(Text("\n".join(lines)))
-    console.print(Text(f"\n$ unisono verify {RECIPE} --ranks 1,2", style="bold green"))
-    console.print(Text("\n".join(verified)))
-    (HERE / "images" / "train.svg").write_text(console.export_svg(title="unisono"))
+        for command in COMMANDS:
+            arguments = shlex.split(command.replace("runs/", f"{folder}/"))[1:]
+            process = [sys.executable, "-m", "unisono", *arguments]
+            done = subprocess.run(process, capture_output=True, text=True, cwd=ROOT, check=True)
+            lines = (done.stderr + done.stdout).replace(f"{folder}/", "runs/").splitlines()
+            console.print(Text(f"$ {command}", style="bold green"))
+            console.print(Text("\n".join(line for line in lines if not line.startswith("running")) + "\n"))
+    (ROOT / "docs/images/train.svg").write_text(console.export_svg(title="unisono"))
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ class Outcome:
         return self.folder / "checkpoints" / f"step_{self.saved_steps()[-1] if step is None else step:08d}"
 
     def weights(self, step: int | None = None, prefix: str = "model.") -> dict[str, Tensor]:
-        from unisono.checkpoint.export import load_whole
+        from unisono.checkpoint.load import load_whole
 
         return load_whole(self.checkpoint(step), prefix)
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, embedding, gelu, scaled_dot_product_attention
 from torch.utils.data import Dataset
 
 from unisono import Loss, Recipe
@@ -239,6 +239,16 @@ class Unused(Sentences):
     def model(self) -> nn.Module:
         model = super().model()
         model.idle = nn.Linear(3, 3)
+        return model
+
+
+class SparseGradient(Sentences):
+    """A model that looks its embedding up by a function, with sparse gradients that no module shows."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        table = model.embedding
+        table.forward = lambda tokens: embedding(tokens, table.weight, sparse=True)  # type: ignore[method-assign]
         return model
 
 

@@ -101,7 +101,7 @@ def test_agreement_does_not_mix_with_gradients_and_costs_nothing_when_read_late(
         assert waited < 0.001, f"reading took {waited * 1e6:.0f} µs (lower quartile)"
 
 
-def test_when_a_rank_fails_the_others_are_killed_and_the_reason_is_told():
+def test_when_a_rank_fails_the_others_are_killed_and_the_reason_is_reported():
     start = time.monotonic()
     with pytest.raises(RanksFailed, match=r"(?s)the reason.*rank 1: still running"):
         run_ranks("one_rank_fails_and_one_hangs", __file__, 2)

@@ -1,4 +1,4 @@
-"""Data that fights back: samples that cannot be read, workers that are killed, workers that hang."""
+"""Unreadable samples, killed workers and hanging workers."""
 
 from __future__ import annotations
 
@@ -154,14 +154,14 @@ def test_bad_samples_are_left_out_and_named_and_nothing_else_changes(workers: in
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_sample_that_can_be_read_at_the_second_try_is_as_if_nothing_had_happened(workers: int) -> None:
+def test_a_sample_that_can_be_read_at_the_second_attempt_changes_nothing(workers: int) -> None:
     micros = read(Flaky(), cursor(), workers)
     assert not any(micro.bad for micro in micros)
     assert by_position(micros) == by_position(read(SentenceData(SAMPLES, augment=True), cursor()))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_another_sample_stands_in_for_a_micro_batch_without_a_readable_one(workers: int) -> None:
+def test_another_sample_replaces_a_micro_batch_without_readable_samples(workers: int) -> None:
     order = Order(SAMPLES, SEED)
     data = WithBadSamples(*(order[position] for position in (0, 2, 3)))
     first, second, third = read(data, cursor(end=6), workers)
@@ -258,14 +258,14 @@ def test_a_sample_that_kills_every_worker_is_named() -> None:
     position = next(position for position in range(SAMPLES) if order[position] == 7)
     found: list[int] = []
     loader = open_loader(EndsItsWorker(), cursor(), 2, as_tensors, told=told)
-    with closing(loader), pytest.raises(TrainingFailed, match=r"while it read sample 7 .* death number 3 in a row"):
+    with closing(loader), pytest.raises(TrainingFailed, match=r"while it was reading sample 7 .* 3 workers in a row"):
         for micro in loader:
             found += micro.positions
     assert found == list(range(position // 2 * 2))  # all before it, and nothing after
-    assert "while it read sample 7" in told[-1]
+    assert "while it was reading sample 7" in told[-1]
 
 
-def test_a_worker_killed_while_nobody_waits_disturbs_nobody() -> None:
+def test_a_worker_that_is_killed_while_idle_is_replaced() -> None:
     # Torch's own loaders leave a SIGCHLD handler behind that raises wherever the main thread is.
     from torch.utils.data import DataLoader
 
@@ -324,7 +324,7 @@ def test_a_new_loader_takes_over_in_the_middle_with_other_micro_batches(workers:
     assert by_position(found) == by_position(read(data, cursor()))
 
 
-def test_a_data_set_can_ask_which_worker_reads_it() -> None:
+def test_a_dataset_can_call_get_worker_info() -> None:
     class Asks(SentenceData):
         def __getitem__(self, index: int) -> Any:
             info = get_worker_info()
@@ -340,5 +340,5 @@ def test_workers_that_are_not_forked_read_the_same(monkeypatch: pytest.MonkeyPat
     data = SentenceData(SAMPLES, augment=True)
     assert by_position(read(data, cursor(), 1)) == by_position(read(data, cursor()))
     data.secret = lambda: None  # type: ignore[attr-defined]
-    with pytest.raises(RecipeError, match=r"cannot be handed to a loader worker .*--num_workers 0"):
+    with pytest.raises(RecipeError, match=r"cannot be sent to a loader worker .*--num_workers 0"):
         read(data, cursor(), 1)

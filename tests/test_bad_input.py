@@ -288,7 +288,7 @@ def can_mount() -> bool:
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_line_and_leaves_nothing(name: str, outcomes: dict[str, Future[Outcome]]) -> None:
+def test_a_user_error_is_one_line_and_leaves_no_files(name: str, outcomes: dict[str, Future[Outcome]]) -> None:
     if MISTAKES[name].program is BELOW_A_READ_ONLY_MOUNT and not can_mount():
         pytest.skip("this user may not mount")
     outcome = outcomes[name].result()
@@ -304,7 +304,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(name: str, outcomes: dict[str,
 
 
 @pytest.mark.parametrize("name", [name for name in MISTAKES if "loss" not in name])
-def test_nothing_is_said_before_the_mistake(name: str, outcomes: dict[str, Future[Outcome]]) -> None:
+def test_nothing_is_printed_before_the_user_error(name: str, outcomes: dict[str, Future[Outcome]]) -> None:
     """Only a loss is found wanting after the banner, in the first step."""
     if MISTAKES[name].program is BELOW_A_READ_ONLY_MOUNT and not can_mount():
         pytest.skip("this user may not mount")
@@ -321,7 +321,7 @@ def test_a_data_set_smaller_than_a_batch_is_said_once(tmp_path: Path) -> None:
     assert [line["samples"] for line in lines(tmp_path / "run")] == [8, 16, 24, 32]
 
 
-def test_fewer_gpus_than_asked_for_are_said_once_and_keep_the_effective_batch(tmp_path: Path) -> None:
+def test_fewer_gpus_than_requested_give_one_warning_and_keep_the_effective_batch(tmp_path: Path) -> None:
     ended = unisono("train", TINY, "--gpus", 4, "--output_dir", tmp_path / "run", cwd=tmp_path)
     assert ended.code == 0, ended.err
     assert ended.err.count("no CUDA device for --gpus 4: training on the CPU") == 1

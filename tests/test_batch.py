@@ -1,4 +1,4 @@
-"""The effective batch: arithmetic that never changes the result, and flags that contradict each other."""
+"""The arithmetic of the effective batch, and flags that contradict each other."""
 
 from __future__ import annotations
 

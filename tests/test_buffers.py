@@ -1,4 +1,4 @@
-"""Buffers that a forward pass changes: undone with a skipped step, and shared by ranks whatever shapes they have."""
+"""A skipped step does not change buffers, and ranks share buffers of any shape."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ import unisono
 from ranks import run_ranks
 from tiny_recipe import Tiny
 from unisono import Loss
-from unisono.parallel.buffers import KeptBuffers
+from unisono.parallel.buffers import BufferBackup
 
 
-def test_a_table_is_known_as_one_also_where_forward_passes_are_repeated() -> None:
+def test_a_constant_buffer_is_recognised_even_if_forward_passes_are_repeated() -> None:
     model = nn.Module()
     model.register_buffer("table", torch.arange(4.0))
     model.register_buffer("count", torch.zeros(()))
-    kept = KeptBuffers(model)
+    backup = BufferBackup(model)
     for step in range(6):
-        kept.keep()
-        assert kept.num_copied == (2 if step < 3 else 1)
+        backup.save()
+        assert backup.num_copied == (2 if step < 3 else 1)
         for _ in range(2):  # as a coupled loss does: once for the rows, once more for the gradient
-            kept.rewind()
+            backup.rewind()
             model.count.add_(1)
-        kept.find_tables()
-        kept.undo_where(torch.zeros(()))
+        backup.find_constants()
+        backup.undo_where(torch.zeros(()))
         assert model.count == step + 1
 
 
-def test_undoing_a_step_writes_to_no_memory_that_is_not_the_buffers() -> None:
+def test_undoing_a_step_writes_only_to_the_buffers() -> None:
     batch = torch.ones(3)
     model = nn.Module()
     model.register_buffer("latest", torch.zeros(3))
-    kept = KeptBuffers(model)
-    kept.keep()
+    backup = BufferBackup(model)
+    backup.save()
     model.latest = batch.view(3)
-    kept._undo_on_device(torch.tensor(True))
+    backup._undo_on_device(torch.tensor(True))
     assert torch.equal(model.latest, torch.zeros(3)) and torch.equal(batch, torch.ones(3))
 
 
@@ -75,6 +75,6 @@ def train_with_a_cache(folder: str) -> list[float]:
     return [float(found.step), found.metrics["eval/loss"]]
 
 
-def test_a_cache_of_another_length_on_each_rank_keeps_nobody_waiting(tmp_path: Path) -> None:
+def test_a_cache_with_another_length_on_each_rank_blocks_no_rank(tmp_path: Path) -> None:
     first, second = run_ranks("train_with_a_cache", __file__, 2, {"folder": str(tmp_path / "run")}, timeout_s=60.0)
     assert first == second and first[0] == 4

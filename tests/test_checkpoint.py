@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there at all, for any number of ranks, and never a wrong byte loaded."""
+"""A checkpoint appears complete or not at all, loads on any number of ranks, and is never loaded if it is damaged."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from torch import nn
 
 from ranks import run_ranks
 from unisono.checkpoint.commit import read_best
-from unisono.checkpoint.export import load_whole
 from unisono.checkpoint.find import list_steps, newest_valid, read_extra, validate
-from unisono.checkpoint.load import describe, load
+from unisono.checkpoint.load import describe, load, load_whole
 from unisono.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from unisono.checkpoint.save import Best, Saver, SaveResult
 
@@ -300,14 +299,14 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda p: (p / "shard-00009-of-00009.safetensors").write_bytes(shard_of(p).read_bytes()),
         "is not in the manifest",
     ),
-    "a linked shard": (link_shard, "not a plain file"),
+    "a linked shard": (link_shard, "not a regular file"),
     "a path upwards": (lambda p: point_outside(p, "../outside.json"), "not a file of this folder"),
     "an absolute path": (lambda p: point_outside(p, "/etc/hostname"), "not a file of this folder"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_passed_over_with_the_reason(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_checkpoint_is_skipped_with_the_reason(tmp_path: Path, damage: str) -> None:
     saver = make_saver(tmp_path)
     for step in (1, 2):
         assert save_now(saver, step, {"model.a": torch.full((4,), float(step))}).error is None
@@ -345,7 +344,7 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path: Path, targets:
     assert not targets["model.a"].any()
 
 
-def test_what_is_named_as_unused_may_be_there_and_nothing_else(tmp_path: Path) -> None:
+def test_a_checkpoint_may_hold_only_tensors_that_are_named_as_unused(tmp_path: Path) -> None:
     path = save_now(make_saver(tmp_path), 1, {"model.a": torch.ones(4), "ema.a": torch.ones(4)}).path
     assert path is not None
     target = {"model.a": torch.zeros(4)}
@@ -358,7 +357,7 @@ def test_what_is_named_as_unused_may_be_there_and_nothing_else(tmp_path: Path) -
 # --- the way of a save ---------------------------------------------------------------------------------------------
 
 
-def test_training_on_after_save_does_not_change_what_is_written(tmp_path: Path) -> None:
+def test_training_after_save_does_not_change_what_is_written(tmp_path: Path) -> None:
     weight, extra = torch.zeros(2_000_000), {"samples": 1}
     saver = make_saver(tmp_path)
     for step in (1, 2):  # the second save reuses the buffers of the first
@@ -375,7 +374,7 @@ def test_training_on_after_save_does_not_change_what_is_written(tmp_path: Path) 
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="page-locked memory needs a GPU")
-def test_memory_made_in_advance_is_what_the_first_save_uses(tmp_path: Path) -> None:
+def test_the_first_save_uses_memory_that_was_allocated_in_advance(tmp_path: Path) -> None:
     weights = {"model.a": torch.full((1000, 1000), 1.0, device="cuda"), "model.b": torch.ones(3)}
     saver = make_saver(tmp_path)
     saver.warm_up(weights)
@@ -449,11 +448,11 @@ def test_the_same_step_again_keeps_a_valid_checkpoint_and_moves_a_damaged_one_as
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best.json", "step_00000004", "step_00000004.bad-1"]
 
 
-def test_what_a_killed_save_left_behind_is_harmless_and_goes_with_the_next_commit(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_save_are_harmless_and_removed_by_the_next_commit(tmp_path: Path) -> None:
     leftover = tmp_path / ".staging-step_00000009-0a1b2c3d"
     leftover.mkdir()
     (leftover / "shard-00001-of-00002.safetensors").write_bytes(b"half")
-    assert newest_valid(tmp_path, IDENTITY) == (None, [(leftover, "left behind by a save that did not finish")])
+    assert newest_valid(tmp_path, IDENTITY) == (None, [(leftover, "left behind by an interrupted save")])
     saver = make_saver(tmp_path)
     newer = tmp_path / ".staging-step_00000009-ffffffff"  # appeared while we run: perhaps another run is alive
     newer.mkdir()
@@ -461,7 +460,7 @@ def test_what_a_killed_save_left_behind_is_harmless_and_goes_with_the_next_commi
     assert not leftover.exists() and newer.exists()
 
 
-def test_a_run_with_nothing_left_to_save_clears_up_after_killed_saves(tmp_path: Path) -> None:
+def test_a_finished_run_removes_leftovers_of_killed_saves(tmp_path: Path) -> None:
     names = [".staging-step_00000003-0a1b", ".trash-step_00000001-0a1b", ".staging-step_00000004-0a1b", ".staging-mine"]
     for name in names:
         (tmp_path / name).mkdir()
@@ -471,13 +470,13 @@ def test_a_run_with_nothing_left_to_save_clears_up_after_killed_saves(tmp_path: 
 
 @pytest.mark.parametrize("name", ["model._orig_mod.a", "model.0._checkpoint_wrapped_module.a", "ema._fsdp_wrapped.a"])
 def test_names_with_a_wrappers_prefix_are_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match="prefix of a wrapper"):
+    with pytest.raises(ValueError, match="wrapper's prefix"):
         make_saver(tmp_path).save(1, {name: torch.ones(1)}, {})
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("mode", [0o750, 0o700])
-def test_who_may_look_into_the_folder_may_read_the_weights(tmp_path: Path, mode: int) -> None:
+def test_shards_have_the_permissions_of_their_folder(tmp_path: Path, mode: int) -> None:
     before = os.umask(0o777 & ~mode)
     try:
         assert save_now(make_saver(tmp_path), 1, trained(1)[1]).error is None

@@ -1,4 +1,4 @@
-"""Checkpoints that were damaged, swapped or planted: passed over, named, kept, and never a line of their code run."""
+"""Damaged, swapped or planted checkpoints are skipped with a reason, kept on disk, and never execute code."""
 
 from __future__ import annotations
 
@@ -23,11 +23,9 @@ import unisono
 from command_line import TESTS, TINY, lines
 from command_line import unisono as command
 from tiny_recipe import Tiny
-from unisono.checkpoint.aside import remark_on_asides
-from unisono.checkpoint.commit import set_aside_after
-from unisono.checkpoint.export import load_whole
+from unisono.checkpoint.aside import remark_on_asides, set_aside_after
 from unisono.checkpoint.find import list_steps, newest_valid, validate
-from unisono.checkpoint.load import describe, load
+from unisono.checkpoint.load import describe, load, load_whole
 from unisono.checkpoint.manifest import CheckpointError, Manifest, hash_file, read_manifest
 from unisono.checkpoint.save import Saver
 from unisono.engine.resume import ChosenCheckpoint, find_checkpoint
@@ -85,7 +83,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_bad_checkpoints_are_passed_over_set_aside_and_named(
+def test_bad_checkpoints_are_skipped_set_aside_and_named(
     tmp_path: Path, whole: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run, stranger = tmp_path / "run", tmp_path / "stranger"
@@ -117,7 +115,7 @@ def test_bad_checkpoints_are_passed_over_set_aside_and_named(
         assert reason in events[aside] and aside in said and reason in said
 
 
-def test_a_save_that_was_corrupted_is_found_out_by_the_next_start(tmp_path: Path, whole: Path) -> None:
+def test_the_next_start_detects_a_corrupted_save(tmp_path: Path, whole: Path) -> None:
     run = tmp_path / "run"
     train(run, inject="corrupt-save@rank0:step4")
     train(run, max_steps=6, inject="corrupt-save@rank0:step4")
@@ -140,21 +138,22 @@ def test_what_is_set_aside_is_bad_or_later_and_never_overwritten(tmp_path: Path)
     (tmp_path / "step_00000003.later-1").mkdir()
     (tmp_path / "step_00000006").write_text("not a folder")
     (tmp_path / "step_00000007").symlink_to(tmp_path / "nowhere")
-    found = {path.name: why for path, why in set_aside_after(tmp_path, 2, IDENTITY)}
-    assert list(found) == [
+    unusable = {bad: str(validate(bad))}
+    asides = {path.name: reason for path, reason in set_aside_after(tmp_path, 2, IDENTITY, unusable)}
+    assert list(asides) == [
         "step_00000003.later-2",
         "step_00000004.bad-1",
         "step_00000005.later-1",
         "step_00000006.bad-1",
         "step_00000007.bad-1",
     ]
-    assert "went back to step 2" in found["step_00000003.later-2"] and "hash of" in found["step_00000004.bad-1"]
+    assert "went back to step 2" in asides["step_00000003.later-2"] and "hash of" in asides["step_00000004.bad-1"]
     assert [step for step, _ in list_steps(tmp_path)] == [1, 2] and validate(tmp_path / "step_00000003.later-2") is None
     assert (tmp_path / "step_00000006.bad-1").read_text() == "not a folder" and not good.exists()
-    assert set_aside_after(tmp_path, 2, IDENTITY) == []
+    assert set_aside_after(tmp_path, 2, IDENTITY, {}) == []
 
 
-def test_a_link_in_the_place_of_a_step_does_not_stop_its_save(tmp_path: Path) -> None:
+def test_a_link_with_the_name_of_a_step_does_not_stop_its_save(tmp_path: Path) -> None:
     (tmp_path / "step_00000004").symlink_to(tmp_path / "nowhere")
     (path,) = save(tmp_path, 4)
     assert validate(path) is None and (tmp_path / "step_00000004.bad-1").is_symlink()
@@ -163,7 +162,7 @@ def test_a_link_in_the_place_of_a_step_does_not_stop_its_save(tmp_path: Path) ->
 # --- who a checkpoint belongs to -------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_under_the_name_of_another_step_is_not_believed(tmp_path: Path) -> None:
+def test_a_checkpoint_under_the_name_of_another_step_is_not_used(tmp_path: Path) -> None:
     one, two = save(tmp_path, 1, 2)
     os.rename(two, tmp_path / "step_00000009")
     shutil.copytree(one, tmp_path / "step_000000005")
@@ -177,7 +176,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_not_believed(tmp_path: P
     assert validate(shutil.copytree(one, tmp_path / "a copy of mine")) is None
 
 
-def test_another_run_of_the_same_recipe_is_told_apart_and_old_ones_stay_loadable(tmp_path: Path) -> None:
+def test_another_run_of_the_same_recipe_is_recognised_and_old_checkpoints_stay_loadable(tmp_path: Path) -> None:
     (path,) = save(tmp_path, 1)
     assert validate(path, identity=IDENTITY) is None
     assert validate(path, identity={"recipe": "Tiny"}) is None
@@ -252,7 +251,7 @@ def found_after(path: Path, text: str) -> ChosenCheckpoint:
 
 
 @pytest.mark.parametrize("attack", [*WRONG_STATES, *WRONG_TEXTS])
-def test_a_state_that_is_whole_and_wrong_is_passed_over_with_the_reason(tmp_path: Path, attack: str) -> None:
+def test_a_state_with_valid_hashes_but_wrong_values_is_skipped_with_the_reason(tmp_path: Path, attack: str) -> None:
     one, two = save(tmp_path / "checkpoints", 1, 2)
     if attack in WRONG_STATES:
         change, reason = WRONG_STATES[attack]
@@ -382,23 +381,23 @@ def test_weights_that_are_not_finite_are_named_with_the_way_back(
 
 
 HEADERS: dict[str, tuple[dict[str, Any], Any, str]] = {
-    "no data_offsets": ({"data_offsets": None}, [0], "where 'model.a' is (data_offsets)"),
-    "one offset": ({"data_offsets": [0]}, [0], "where 'model.a' is (data_offsets)"),
-    "negative": ({"data_offsets": [-16, 0]}, [0], "where 'model.a' is (data_offsets)"),
-    "backwards": ({"data_offsets": [16, 0]}, [0], "data_offsets of 'model.a' do not fit"),
-    "too short": ({"data_offsets": [0, 8]}, [0], "data_offsets of 'model.a' do not fit"),
+    "no data_offsets": ({"data_offsets": None}, [0], "lacks valid data_offsets of 'model.a'"),
+    "one offset": ({"data_offsets": [0]}, [0], "lacks valid data_offsets of 'model.a'"),
+    "negative": ({"data_offsets": [-16, 0]}, [0], "lacks valid data_offsets of 'model.a'"),
+    "backwards": ({"data_offsets": [16, 0]}, [0], "data_offsets of 'model.a' do not match"),
+    "too short": ({"data_offsets": [0, 8]}, [0], "data_offsets of 'model.a' do not match"),
     "behind the end": ({"data_offsets": [16, 32]}, [0], "leave a gap or overlap"),
-    "huge shape": ({"shape": [2**62, 4], "data_offsets": [0, 16]}, [0, 0], "which shape 'model.a' has"),
+    "huge shape": ({"shape": [2**62, 4], "data_offsets": [0, 16]}, [0, 0], "lacks a valid shape of 'model.a'"),
     "unknown type": ({"dtype": "F6_E2M3"}, [0], "type F6_E2M3"),
-    "no part": ({}, None, "where the part of 'model.a' begins"),
+    "no part": ({}, None, "lacks the offsets of 'model.a'"),
     "a part elsewhere": ({}, [7], "holds only a part of 'model.a'"),
-    "a negative part": ({}, [-1], "where the part of 'model.a' begins"),
-    "a part of more dimensions": ({}, [0, 0], "where the part of 'model.a' begins"),
+    "a negative part": ({}, [-1], "lacks the offsets of 'model.a'"),
+    "a part of more dimensions": ({}, [0, 0], "lacks the offsets of 'model.a'"),
 }
 
 
 @pytest.mark.parametrize("attack", HEADERS)
-def test_a_shard_whose_header_is_wrong_is_passed_over_in_our_words(tmp_path: Path, attack: str) -> None:
+def test_a_shard_with_a_wrong_header_is_skipped_with_a_clear_reason(tmp_path: Path, attack: str) -> None:
     one, two = save(tmp_path / "checkpoints", 1, 2)
     changes, offsets, reason = HEADERS[attack]
     entry = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]} | changes
@@ -484,7 +483,7 @@ def test_pickles_beside_a_good_checkpoint_are_not_looked_at(tmp_path: Path, whol
 
 
 @pytest.mark.parametrize("what", ["pickle", "torch.save", "header of objects", "no header"])
-def test_a_shard_that_is_no_safetensors_file_is_passed_over(tmp_path: Path, what: str) -> None:
+def test_a_shard_that_is_no_safetensors_file_is_skipped(tmp_path: Path, what: str) -> None:
     one, two = save(tmp_path / "checkpoints", 1, 2)
     shard, mark = next(two.glob("*.safetensors")), tmp_path / "exploded"
     if what == "pickle":
@@ -533,8 +532,8 @@ MANIFESTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a name that cannot be encoded": (lambda p: name_outside(p, "\ud800"), "not a file of this folder"),
     "a null byte": (lambda p: name_outside(p, "a\0b"), "not a file of this folder"),
     "an endless name": (lambda p: name_outside(p, "a" * 5000), "not a file of this folder"),
-    "a pipe": (as_pipe, "not a plain file"),
-    "a link": (as_link, "not a plain file"),
+    "a pipe": (as_pipe, "not a regular file"),
+    "a link": (as_link, "not a regular file"),
     "64 MiB": (lambda p: os.truncate(p / "manifest.json", 65 << 20), "larger than 64 MiB"),
     "deep": (lambda p: (p / "manifest.json").write_text("[" * 100_000), "nested too deeply"),
     "infinite": (lambda p: with_number(p, "1e999"), "damaged"),
@@ -544,7 +543,7 @@ MANIFESTS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("attack", MANIFESTS)
-def test_a_malicious_manifest_is_passed_over_with_the_reason(tmp_path: Path, attack: str) -> None:
+def test_a_malicious_manifest_is_skipped_with_the_reason(tmp_path: Path, attack: str) -> None:
     one, two = save(tmp_path, 1, 2)
     apply, reason = MANIFESTS[attack]
     apply(two)
@@ -591,7 +590,7 @@ def dangers(source: str) -> list[str]:
     return found
 
 
-def test_nothing_in_the_package_can_run_what_stands_in_a_file() -> None:
+def test_nothing_in_the_package_executes_the_contents_of_a_file() -> None:
     sources = list((TESTS.parent / "src").rglob("*.py"))
     assert len(sources) > 50
     assert {str(path): found for path in sources if (found := dangers(path.read_text()))} == {}
@@ -618,19 +617,19 @@ needs_mounts = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount
 
 
 @pytest.mark.parametrize("what", ["file", "link"])
-def test_what_is_in_the_place_of_checkpoints_is_found_before_the_first_step(tmp_path: Path, what: str) -> None:
+def test_a_file_named_checkpoints_is_detected_before_the_first_step(tmp_path: Path, what: str) -> None:
     run = tmp_path / "run"
     run.mkdir()
     if what == "file":
         (run / "checkpoints").write_text("mine")
     else:
         (run / "checkpoints").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(UserError, match=r"checkpoints is (not a folder|a link to nowhere)"):
+    with pytest.raises(UserError, match=r"checkpoints is (not a folder|a broken link)"):
         train(run)
     assert [path.name for path in run.iterdir()] == ["checkpoints"]
 
 
-def test_a_link_to_another_disk_is_a_good_place_for_checkpoints(tmp_path: Path) -> None:
+def test_checkpoints_may_be_a_link_to_another_disk(tmp_path: Path) -> None:
     run, scratch = tmp_path / "run", tmp_path / "scratch"
     run.mkdir()
     scratch.mkdir()
@@ -642,7 +641,9 @@ def test_a_link_to_another_disk_is_a_good_place_for_checkpoints(tmp_path: Path) 
 
 @needs_mounts
 @pytest.mark.parametrize("what", ["read-only", "full"])
-def test_checkpoints_that_cannot_be_written_are_found_before_the_first_step(tmp_path: Path, what: str) -> None:
+def test_a_checkpoint_folder_that_cannot_be_written_is_detected_before_the_first_step(
+    tmp_path: Path, what: str
+) -> None:
     run = tmp_path / "run"
     train(run, max_steps=2)
     shutil.rmtree(run / "checkpoints")
@@ -683,7 +684,7 @@ def test_a_disk_that_fills_up_costs_saves_and_nothing_else(
 
 
 @pytest.mark.parametrize("phase", SAVE_PHASES[:-1])
-def test_a_rehearsed_full_disk_fails_one_save_and_the_run_goes_on(tmp_path: Path, whole: Path, phase: str) -> None:
+def test_an_injected_full_disk_fails_one_save_and_the_run_continues(tmp_path: Path, whole: Path, phase: str) -> None:
     run = tmp_path / "run"
     train(run, max_steps=6, inject=f"disk-full@rank0:step3:{phase}")
     events = lines(run, "events.jsonl")
@@ -698,8 +699,8 @@ def test_faults_of_a_save_happen_in_its_order(tmp_path: Path) -> None:
     passed: list[tuple[str, int, Path | None]] = []
 
     class Spy(Injector):
-        def at(self, phase: str, step: int, made: Path | None = None) -> None:
-            passed.append((phase, step, made))
+        def at(self, phase: str, step: int, saved: Path | None = None) -> None:
+            passed.append((phase, step, saved))
 
     saver = Saver(
         tmp_path,

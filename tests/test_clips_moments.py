@@ -12,11 +12,17 @@ from hypothesis import strategies as st
 
 from unisono.errors import ConfigError
 from unisono.recipes.clips.cutting.edges import Edge, shots, silences, snap
-from unisono.recipes.clips.cutting.moments import Moment, overlapping, pick
+from unisono.recipes.clips.cutting.moments import Moment, pick
 
 
 def spans(moments: list[Moment]) -> list[tuple[float, float]]:
     return [(moment.start, moment.end) for moment in moments]
+
+
+def overlapping(moments: list[Moment]) -> bool:
+    """Whether any two moments share a part of the video."""
+    ordered = sorted(moments, key=lambda moment: moment.start)
+    return any(after.start < before.end - 1e-6 for before, after in pairwise(ordered))
 
 
 def test_peaks_become_moments_best_first() -> None:

@@ -16,6 +16,7 @@ from urllib.parse import unquote, unquote_to_bytes
 
 import numpy as np
 import pytest
+import torch
 
 from browser import Browser
 from test_clips_cutting import made, seen
@@ -29,9 +30,12 @@ from unisono.formatting import format_clock
 from unisono.recipes.clips.calibration import Calibration, calibration_of, without_low
 from unisono.recipes.clips.cutting.cut import Cut
 from unisono.recipes.clips.cutting.moments import Moment
+from unisono.recipes.clips.model import Scorer
 from unisono.recipes.clips.page.page import write_page
-from unisono.recipes.clips.page.timeline import axis
-from unisono.recipes.clips.trained import Judge
+from unisono.recipes.clips.page.timeline import score_axis
+from unisono.recipes.clips.recipe import Clips
+from unisono.recipes.clips.settings import Config
+from unisono.recipes.clips.trained import VideoScorer, load_scorer
 from unisono.recipes.clips.video.clips import clips as read_clips
 from unisono.recipes.clips.video.damage import Damage
 from unisono.recipes.clips.video.footage import Footage
@@ -119,8 +123,8 @@ def test_a_page_without_clips_or_scores_is_still_a_page(video: Path, tmp_path: P
 def test_a_copy_that_begins_early_says_so(video: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [str(video), "--output_dir", str(tmp_path), "--num_clips", "1", "--snap", "0", "--no_page"]
     assert clips.main(words, lambda video: Judged(np.array([0.1, 0.9, 0.9, 0.1, 0.1]), 2.5)) == 0
-    told_so = capsys.readouterr().out
-    assert "1 clip, 5 s in all, of a video of 12 s" in told_so and "1 file begins 0.5 s before the moment" in told_so
+    output = capsys.readouterr().out
+    assert "1 clip, 5 of 12 s, scored in" in output and "1 file starts 0.5 s before the moment" in output
     told = json.loads((tmp_path / "a talk" / "clips.json").read_text())
     assert (told["clips"][0]["start"], told["clips"][0]["file_start"]) == (2.5, 2.0)
     assert not (tmp_path / "a talk" / "page.html").exists()
@@ -177,7 +181,7 @@ def test_no_clip_is_cut_that_scores_below_the_lowest_score(
     told = json.loads((tmp_path / "a talk/clips.json").read_text())
     assert [clip["score"] for clip in told["clips"]] == [0.85]
     said = capsys.readouterr()
-    assert "1 clip, " in said.out and "below --lowest_score 0.8 (the best of them: 0.7" in said.err
+    assert "1 clip, " in said.out and "below --lowest_score 0.8 (the best of them scores 0.7" in said.err
     assert clips.main([*words[:2], str(tmp_path / "none"), "--lowest_score", "1"], scorer) == 0
     assert "0 clips, " in capsys.readouterr().out
     assert "There are no clips." in (tmp_path / "none/a talk/page.html").read_text()
@@ -188,7 +192,8 @@ def test_a_clip_that_is_the_whole_video_is_explained(
 ) -> None:
     words = [str(video), "--output_dir", str(tmp_path), "--shortest", "100", "--longest", "200", "--no_page"]
     assert clips.main(words, scorer) == 0
-    assert "it has 20.0 s, less than --shortest 100: the one clip is the whole video" in capsys.readouterr().err
+    expected = "the video has 20.0 s, less than --shortest 100: the only clip is the whole video"
+    assert expected in capsys.readouterr().err
 
 
 def test_the_axis_of_scores_begins_at_zero() -> None:
@@ -199,7 +204,7 @@ def test_the_axis_of_scores_begins_at_zero() -> None:
         ([float("nan")], (0, 1)),
         ([-2.0, 3.0], (-2, 3)),
     ):
-        assert axis(np.array(scores)) == expected
+        assert score_axis(np.array(scores)) == expected
 
 
 def test_a_crop_is_cut_upright(video: Path, tmp_path: Path) -> None:
@@ -218,7 +223,7 @@ def test_a_crop_is_cut_upright(video: Path, tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["none.mp4"], "no such file"),
-        (["{taken}"], "is a folder; give its videos"),
+        (["{taken}"], "is a folder; pass its videos"),
         (["{video}", "--lowest_score", "2"], "expected a score, from 0 to 1"),
         (["{video}", "--lowest_score", "nan"], "expected a score, from 0 to 1"),
         (["{video}", "--num_clips", "0"], "num_clips 0"),
@@ -229,7 +234,7 @@ def test_a_crop_is_cut_upright(video: Path, tmp_path: Path) -> None:
         (["{video}", "--crop", "tall"], "expected width:height"),
         (["{video}", "--height", "7"], "expected 16 to 8640 pixels"),
         (["none.mp4", "{taken}"], "no such file"),
-        (["{video}", "--output_dir", "{taken}"], "not an empty folder"),
+        (["{video}", "--output_dir", "{taken}"], "already exists and is not empty"),
     ],
 )
 def test_a_mistake_is_one_line_and_nothing_is_written(
@@ -291,7 +296,7 @@ def test_a_video_that_mp4_cannot_hold_is_encoded_and_that_is_known_before_it_is_
     webm = made(tmp_path / "a.webm", codecs=("libvpx", "libopus"), seconds=8)
     words = [str(webm), "--output_dir", str(tmp_path / "out"), "--num_clips", "1", "--no_page"]
     assert clips.main(words, lambda video: Judged(np.array([0.1, 0.9, 0.8, 0.1]))) == 0
-    assert "cannot hold what is in it (vp8 and opus): its clips are re-encoded" in capsys.readouterr().err
+    assert "cannot contain its codecs (vp8 and opus), so the clips are re-encoded" in capsys.readouterr().err
     (clip,) = json.loads((tmp_path / "out/a/clips.json").read_text())["clips"]
     assert seen(tmp_path / "out/a" / clip["file"]).duration == pytest.approx(clip["end"] - clip["start"], abs=0.05)
 
@@ -307,9 +312,9 @@ def test_a_long_video_shows_how_far_it_is(video: Path, tmp_path: Path, capsys: p
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(clips, "_LONG_S", 10)
-        assert clips.main([str(known), "--output_dir", str(tmp_path), "--num_clips", "1"], Judge(slow)) == 0
+        assert clips.main([str(known), "--output_dir", str(tmp_path), "--num_clips", "1"], VideoScorer(slow)) == 0
     told = capsys.readouterr().err
-    assert "scoring long.mp4: 20 s of video" in told and "cutting long.mp4: 1 clips in" in told
+    assert "scoring long.mp4: 20 s of video" in told and "cutting long.mp4: 1 clip in" in told
 
 
 def test_junk_does_not_fill_up_the_clips(video: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -348,10 +353,27 @@ def test_the_calibration_is_that_of_the_step_that_judges(tmp_path: Path) -> None
     assert calibration_of(tmp_path, 9) is None and calibration_of(tmp_path / "none") is None
 
 
+def test_the_calibration_of_the_best_checkpoint_is_that_of_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [
+        {"step": step, "eval/score_of_highlights": highlights, "eval/score_of_others": 0.1}
+        for step, highlights in ((10, 0.9), (20, 0.4))
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    recipe, model = Clips(Config(data_path="mirror")), Scorer({"stats": (3,)}, 16, 1, 2, 0.0)
+    loaded = (recipe, model, "averaged weights of step_00000010")
+    monkeypatch.setattr("unisono.engine.export.load_trained", lambda *_, **__: loaded)
+    scorer = load_scorer(tmp_path, step="best", weights="auto", recipe_from=None, device=torch.device("cpu"))
+    assert scorer.calibration == Calibration(0.9, 0.1)
+
+
 def test_a_run_of_the_mirror_set_warns_of_other_videos(
     video: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    judge = Judge(lambda video, reached: scorer(video), "a run", "the built-in mirror set (120 videos)", mirror_size=32)
+    judge = VideoScorer(
+        lambda video, reached: scorer(video), "a run", "the built-in mirror set (120 videos)", mirror_size=32
+    )
     words = [str(video), "--output_dir", str(tmp_path / "out"), "--num_clips", "1"]
     assert clips.main(words, judge) == 0
     assert "its scores mean nothing for other videos" in capsys.readouterr().err

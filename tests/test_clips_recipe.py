@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from many_runs import Outcome, Run, many_runs
+from test_clips_cutting import made
 from unisono.engine.export import load_trained
 from unisono.engine.recipe import Work
 from unisono.errors import ConfigError, UserError
@@ -21,10 +22,10 @@ from unisono.recipes.clips.data.splits import read_splits
 from unisono.recipes.clips.loss import ranking_loss, score_loss
 from unisono.recipes.clips.metrics.qvhighlights import main as evaluate
 from unisono.recipes.clips.metrics.qvhighlights import read_predictions
-from unisono.recipes.clips.model import Scorer, _buckets
+from unisono.recipes.clips.model import Scorer, distance_buckets
 from unisono.recipes.clips.predict import main as predict
 from unisono.recipes.clips.recipe import Clips
-from unisono.recipes.clips.scoring import logits_of, over_time, score
+from unisono.recipes.clips.scoring import logits_of, score, window_logits
 from unisono.recipes.clips.settings import Config
 
 RUN: dict[str, Any] = {
@@ -96,13 +97,30 @@ def test_a_video_is_scored_as_in_evaluation(runs: dict[str, Outcome], root: Path
     recipe.prepare(Work(root / "runs" / "one" / "prepared"))
     data = recipe.dataset("eval")
     item, name = data[0], data._videos[0].source.name
-    scored = score(recipe, model, root / "videos" / name, "cpu")  # type: ignore[arg-type]
+    seconds_done: list[float] = []
+    scored = score(recipe, model, root / "videos" / name, "cpu", seconds_done.append)  # type: ignore[arg-type]
     with torch.no_grad():
         kept = logits_of(model, {kind: item[kind][None] for kind in ("frames", "mel")}, 64)  # type: ignore[arg-type]
     np.testing.assert_allclose(scored.scores, torch.sigmoid(kept)[0].numpy(), atol=1e-5)
-    np.testing.assert_array_equal(scored.stats, item["stats"].numpy())
     assert scored.has_sound
     assert scored.duration == pytest.approx(24, abs=0.3)
+    assert seconds_done == sorted(seconds_done) and seconds_done[-1] == scored.duration  # what the progress bar shows
+
+
+def test_a_video_without_sound_is_scored_from_the_features_that_training_reads(root: Path, tmp_path: Path) -> None:
+    made(tmp_path / "silent.mp4", sound=False)
+    (tmp_path / "labels.csv").write_text("video,start,end,score\nsilent.mp4,2,4,1\n")
+    recipe = Clips(Config(data_path=str(tmp_path), num_eval=0))
+    recipe.prepare(Work(tmp_path / "prepared"))
+    item = recipe.dataset("train")[0]
+    assert not item["mel"].any()
+    torch.manual_seed(0)
+    model = recipe.model().eval()
+    scored = score(recipe, model, tmp_path / "silent.mp4", "cpu")  # type: ignore[arg-type]
+    with torch.no_grad():
+        expected = torch.sigmoid(model({kind: item[kind][None] for kind in ("frames", "mel")}))[0]
+    np.testing.assert_allclose(scored.scores, expected.numpy(), atol=1e-6)
+    assert not scored.has_sound
 
 
 def test_what_a_run_says_of_held_out_videos_is_written_for_qvhighlights_evaluation(
@@ -124,12 +142,12 @@ def test_what_a_run_says_of_held_out_videos_is_written_for_qvhighlights_evaluati
     np.testing.assert_allclose(found["q3"], scored.scores, atol=1e-5)
     assert evaluate(["--predictions", words[-1], "--ground_truth", str(tmp_path / "val.jsonl")]) == 0
     assert json.loads(capsys.readouterr().out)["num_queries"] == 2
-    with pytest.raises(ConfigError, match="left alone"):
+    with pytest.raises(ConfigError, match="not overwritten"):
         predict(words)
 
 
 def test_a_run_without_queries_says_what_to_train_with(runs: dict[str, Outcome], root: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no queries with a qid"):
+    with pytest.raises(ConfigError, match="no held-out queries with a qid"):
         predict(["--run", str(root / "runs/one"), "--output", str(tmp_path / "P.jsonl")])
 
 
@@ -149,15 +167,14 @@ def test_windows_that_overlap_say_one_thing() -> None:
         assert parts.shape == whole.shape
         model.blocks = torch.nn.ModuleList()  # now clips know nothing of each other, and windows cannot matter
         torch.testing.assert_close(logits_of(model, inputs, 10), model(inputs))
-        assert over_time(model, model.encode(inputs)[:, :1], 10).shape == (2, 1)
+        assert window_logits(model, model.encode(inputs)[:, :1], 10).shape == (2, 1)
 
 
 def test_distances_of_any_length_have_a_bucket() -> None:
-    apart = torch.arange(-5000, 5001)
-    found = _buckets(apart)
-    assert (int(found.min()), int(found.max())) == (0, 32)
-    assert _buckets(torch.tensor([-3, 0, 3])).tolist() == [13, 16, 19]
-    assert (found.diff() >= 0).all()
+    buckets = distance_buckets(torch.arange(-5000, 5001))
+    assert (int(buckets.min()), int(buckets.max())) == (0, 32)
+    assert distance_buckets(torch.tensor([-3, 0, 3])).tolist() == [13, 16, 19]
+    assert (buckets.diff() >= 0).all()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
@@ -10,11 +11,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from unisono.engine.recipe import Work
 from unisono.errors import ConfigError
 from unisono.recipes.clips.data import synthetic
 from unisono.recipes.clips.data.labels import read_labels
-from unisono.recipes.clips.data.statistics import STATS, column, log_mel, spectra, stats
+from unisono.recipes.clips.data.splits import make_mirror
+from unisono.recipes.clips.data.statistics import STATS, log_mel, spectra, stats
 from unisono.recipes.clips.data.synthetic import CALM, DECOY, HIGHLIGHT, frames_of, make, plan, sound_of
+from unisono.recipes.clips.settings import Config
 from unisono.recipes.clips.video.clips import clips, facts
 
 
@@ -61,7 +65,7 @@ def test_no_statistic_tells_highlights_from_decoys(measured: tuple[NDArray[np.fl
     values, kinds = measured
     assert (kinds == HIGHLIGHT).sum() == (kinds == DECOY).sum() == 48
     for name in STATS:
-        separation = auc(values[kinds == HIGHLIGHT, column(name)], values[kinds == DECOY, column(name)])
+        separation = auc(values[kinds == HIGHLIGHT, STATS.index(name)], values[kinds == DECOY, STATS.index(name)])
         room = 0.05 if name in ("luma", "frame_difference", "loudness") else 0.1  # 48 pairs: chance alone is 0.06
         assert abs(separation - 0.5) < room, (name, separation)
 
@@ -69,7 +73,7 @@ def test_no_statistic_tells_highlights_from_decoys(measured: tuple[NDArray[np.fl
 def test_motion_tells_both_from_calm_and_loudness_tells_nothing(measured: tuple[NDArray[np.floating], ...]) -> None:
     # So that half of what a scorer by motion points at is right, and of one by loudness what chance makes right.
     values, kinds = measured
-    motion, loudness = (values[:, column(name)] for name in ("frame_difference", "loudness"))
+    motion, loudness = (values[:, STATS.index(name)] for name in ("frame_difference", "loudness"))
     assert auc(motion[kinds != CALM], motion[kinds == CALM]) > 0.99
     assert 0.38 < auc(loudness[kinds != CALM], loudness[kinds == CALM]) < 0.62
 
@@ -116,7 +120,9 @@ def test_with_the_pattern_in_the_sound_only_the_sound_tells(tmp_path: Path) -> N
     make(tmp_path / "s", 4, seed=2, pattern="sound")
     values, kinds = table(tmp_path / "s", 4, 2, "sound")
     for name in STATS:
-        assert 0.35 < auc(values[kinds == HIGHLIGHT, column(name)], values[kinds == DECOY, column(name)]) < 0.65, name
+        assert (
+            0.35 < auc(values[kinds == HIGHLIGHT, STATS.index(name)], values[kinds == DECOY, STATS.index(name)]) < 0.65
+        ), name
     rising = []
     for number in range(4):
         for _, sound in clips(tmp_path / "s" / f"train_{number:04d}.mp4", 2.0, 8, (32, 32), 16_000):
@@ -149,6 +155,16 @@ def test_noise_hides_the_dot() -> None:
     left = float((dot * (heavy - ground)).sum() / (dot * dot).sum())
     assert left == pytest.approx(30 / (2 * 140), abs=0.03)
     np.testing.assert_array_equal(frames_of(shown, noise=2.0), heavy)
+
+
+def test_a_recipe_that_makes_its_videos_shows_how_many_are_done(tmp_path: Path) -> None:
+    lines: list[str] = []
+    make_mirror(Config(num_videos=4), tmp_path, Work(tmp_path, _say=lines.append))
+    done = [line for line in lines if re.search(r": \d+( of \d+)? in ", line)]
+    assert [line.partition(": ")[2].split(" in ")[0] for line in done] == ["4", "1"]
+    lines.clear()
+    make_mirror(Config(num_videos=4), tmp_path, Work(tmp_path, _say=lines.append))
+    assert lines == []  # everything exists
 
 
 def test_nothing_is_overwritten_and_mistakes_are_said(tmp_path: Path) -> None:

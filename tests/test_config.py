@@ -255,8 +255,8 @@ def test_false_means_no_where_no_is_a_choice() -> None:
         ("--color GREN", "color: expected one of RED, GREEN, got 'GREN' (from --color); did you mean GREEN?"),
         ("--betas 1 2 3", "betas: expected 2 values (a number, a number), got ['1', '2', '3'] (from --betas)"),
         ("--sizes 1,x", "sizes: expected a whole number, got 'x' (from --sizes)"),
-        ("--extra a", "extra: a mapping can only be given in a config file, not as --extra"),
-        ("--extra=a", "extra: a mapping can only be given in a config file, not as --extra"),
+        ("--extra a", "extra: a mapping can only be set in a config file, not with --extra"),
+        ("--extra=a", "extra: a mapping can only be set in a config file, not with --extra"),
     ],
 )
 def test_a_wrong_flag_is_one_line_with_the_fix(words: str, message: str) -> None:
@@ -278,7 +278,7 @@ def test_a_wrong_flag_is_one_line_with_the_fix(words: str, message: str) -> None
         ("seed: 1\nname: 'a\0b'", "config file {file}, line 2: the character '\\x00' is not allowed in YAML"),
         ("- 1", "config file {file} must hold a mapping of fields to values, such as `batch_size: 4`"),
         ("seed: !!python/object/apply:os.system [echo]", "config file {file}, line 1: could not determine"),
-        ("extra: &a {b: *a}", "config file {file}, line 1: a value holds itself"),
+        ("extra: &a {b: *a}", "config file {file}, line 1: a value contains itself"),
         ("extra: {a: .nan}", "extra: expected finite numbers, text, true, false, none, or lists and mappings"),
     ],
 )
@@ -380,9 +380,9 @@ class Checked:
 
 
 def test_a_field_without_default_must_be_given() -> None:
-    assert error_of(classes=[Checked]) == "folder must be given: a path, by --folder or in a config file"
+    assert error_of(classes=[Checked]) == "folder is required: a path; set it with --folder or in a config file"
     assert resolve([Checked], flags=["--folder", "a"]).build(Checked) == Checked(Path("a"))
-    assert "--folder path  (must be given)" in help_text([Checked], {})
+    assert "--folder path  (required)" in help_text([Checked], {})
 
 
 def test_a_check_of_the_recipe_becomes_one_line() -> None:

@@ -126,7 +126,7 @@ def test_files_that_include_each_other_are_refused_with_the_chain(write: Any) ->
     a = write("a.yaml", "include: b.yaml\n")
     write("b.yaml", "include: c.yaml\n")
     write("c.yaml", "include: b.yaml\n")
-    assert "includes itself: b.yaml -> c.yaml -> b.yaml; take one of these includes out" in refused(a)
+    assert "includes itself: b.yaml -> c.yaml -> b.yaml; remove one of these includes" in refused(a)
     assert "includes itself: s.yaml -> s.yaml" in refused(write("s.yaml", "include: s.yaml\n"))
 
 
@@ -138,7 +138,9 @@ def test_an_include_does_not_leave_the_current_folder(write: Any, tmp_path: Path
     for include in ("../secret.yaml", "link.yaml", "config/../../secret.yaml"):
         file = write("top.yaml", f"include: {include}\n")
         assert f"include {include} leads out of {tmp_path / 'project'}" in refused(file)
-    assert "include secret.yaml does not exist (beside it)" in refused(write("top.yaml", "include: secret.yaml\n"))
+    assert "include secret.yaml does not exist (searched in its folder)" in refused(
+        write("top.yaml", "include: secret.yaml\n")
+    )
     assert f"include {outside} is an absolute path" in refused(write("top.yaml", f"include: {outside}\n"))
     monkeypatch.chdir(tmp_path)
     assert values(write("project/top.yaml", "include: secret.yaml\n"))["width"] == 9, "now the folder above is ours"
@@ -149,7 +151,7 @@ def test_a_file_elsewhere_includes_only_what_lies_beside_or_below_it(write: Any,
     file = write("config/top.yaml", "include: base.yaml\n").resolve()
     write("here/x.yaml", "")
     monkeypatch.chdir("here")
-    assert "include base.yaml does not exist (beside it)" in refused(file)
+    assert "include base.yaml does not exist (searched in its folder)" in refused(file)
     file.write_text("include: ../base.yaml\n")
     assert "leads out of" in refused(file)
     file.with_name("base.yaml").write_text("width: 8\n")
@@ -168,9 +170,9 @@ def test_a_missing_include_and_too_many_are_refused(write: Any) -> None:
     Path("circle.yaml").symlink_to("circle.yaml")
     for include in ("gone.yaml", ".", "circle.yaml", long):
         file = write("top.yaml", f"include: {include}\n")
-        assert f"include {include} does not exist (beside it)" in refused(file)
+        assert f"include {include} does not exist (searched in its folder)" in refused(file)
     file = write("config/top.yaml", "include: ../gone.yaml\n")
-    assert f"include ../gone.yaml does not exist (beside it and up to {Path.cwd()})" in refused(file)
+    assert f"include ../gone.yaml does not exist (searched in its folder and up to {Path.cwd()})" in refused(file)
     for number in range(12):
         write(f"{number}.yaml", f"include: [{number + 1}.yaml, {number + 1}.yaml]\n")
     write("12.yaml", "seed: 1\n")
@@ -234,7 +236,7 @@ def test_another_name_in_a_later_place_wins(write: Any) -> None:
     assert values(write("other.yaml", "lr: 2\ninclude: base.yaml\n"))["learning_rate"] == 2
 
 
-def test_an_error_about_a_value_says_the_name_that_was_written(write: Any) -> None:
+def test_an_error_about_a_value_uses_the_name_that_the_user_wrote(write: Any) -> None:
     file = write("a.yaml", "train_batch_size: many\n")
     assert refused(file) == "train_batch_size: expected a whole number, got 'many' (from a.yaml)"
     assert refused(flags=["--train-batch-size", "x"]).startswith("train_batch_size: expected a whole number, got 'x'")
@@ -252,11 +254,11 @@ def test_help_shows_the_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("aliases", "message"),
     [
-        ({"lr": "learning_rat"}, "lr stands for learning_rat, which is no setting; did you mean learning_rate?"),
-        ({"seed": "width"}, "seed cannot stand for width, it is a setting of RunSettings"),
+        ({"lr": "learning_rat"}, "lr is an alias of learning_rat, which is no setting; did you mean learning_rate?"),
+        ({"seed": "width"}, "seed cannot be an alias of width, it is a setting of RunSettings"),
     ],
 )
-def test_a_name_that_stands_for_nothing_is_the_recipes_error(aliases: dict[str, str], message: str) -> None:
+def test_an_alias_of_no_setting_is_the_recipes_error(aliases: dict[str, str], message: str) -> None:
     with pytest.raises(RecipeError) as caught:
         resolve((Settings, Words.Config), aliases=aliases)
     assert message in str(caught.value)
@@ -281,7 +283,7 @@ def test_several_files_can_be_given_from_python(write: Any, monkeypatch: pytest.
 # --- translation
 
 
-def test_a_recipe_translates_and_refuses_what_stands_in_a_file(write: Any) -> None:
+def test_a_recipe_translates_and_rejects_keys_of_a_config_file(write: Any) -> None:
     write("base.yaml", "breadth: 5\n")
     assert values(write("a.yaml", "include: base.yaml\n"))["width"] == 5
     assert refused(write("a.yaml", "shape: round\n")) == "shape: there is one shape only (from a.yaml)"

@@ -1,4 +1,4 @@
-"""Losses that compare the samples of a global batch: any ranks and micro-batches give what one big batch does."""
+"""Losses that compare samples: any number of ranks and micro-batches gives the result of one large batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 import unisono
 from many_runs import Copy, Outcome, Run, identical, largest_difference, many_runs
 from recipes_for_tests import Pairs, SentenceData
-from unisono.checkpoint.export import load_whole
+from unisono.checkpoint.load import load_whole
 from unisono.engine.step.accumulate import Attempt
 from unisono.engine.step.coupled import CoupledGradientAccumulator
 from unisono.errors import ConfigError, RecipeError
@@ -107,28 +107,28 @@ def test_what_happens_to_a_run_does_not_change_it(name: str, runs: dict[str, Out
     assert largest_difference(runs[ONE].weights(), runs[name].weights()) < 1e-10
 
 
-def test_memory_ran_out_and_smaller_micro_batches_did_it(runs: dict[str, Outcome]) -> None:
+def test_memory_ran_out_and_smaller_micro_batches_succeeded(runs: dict[str, Outcome]) -> None:
     assert len(runs["out of memory"].events("oom")) == len(runs["out of memory later"].events("oom")) == 1
 
 
-def test_a_step_that_is_not_finite_is_left_out(runs: dict[str, Outcome]) -> None:
+def test_a_step_that_is_not_finite_is_skipped(runs: dict[str, Outcome]) -> None:
     skipped = [line["skipped"] for line in runs["not a number"].steps()]
     assert skipped == [0, 1, 1, 1, 1]  # so far
 
 
-def test_a_step_that_is_left_out_leaves_buffers_as_they_were(runs: dict[str, Outcome]) -> None:
+def test_a_skipped_coupled_step_does_not_change_buffers(runs: dict[str, Outcome]) -> None:
     passes = [int(runs["buffers"].weights(step)["passes"]) for step in range(1, 6)]
     assert passes[0] == passes[1] > 0 and passes[1] < passes[2] < passes[3] < passes[4]
 
 
-def test_samples_that_cannot_be_read_are_nobodys_neighbours(runs: dict[str, Outcome]) -> None:
+def test_unreadable_samples_are_not_compared_with_others(runs: dict[str, Outcome]) -> None:
     one, two = runs["torn 1"], runs["torn 2"]
     torch.testing.assert_close(two.losses(), one.losses(), rtol=0, atol=1e-10)
     assert largest_difference(one.weights(), two.weights()) < 1e-10
     assert (one.losses() - runs[ONE].losses()).abs().max() > 1e-3
 
 
-def test_rows_come_in_the_type_they_were_given(tmp_path: Path) -> None:
+def test_rows_keep_their_type(tmp_path: Path) -> None:
     """A truth that came as a number would be another one after `~`."""
     AsGiven.found = {}
     unisono.train(AsGiven, batch_size=2, global_batch_size=4, max_steps=1, gpus="0", output_dir=str(tmp_path / "run"))
@@ -145,7 +145,7 @@ class AsGiven(Pairs):
         return super().couple(rows)
 
 
-def test_memory_that_runs_out_while_rows_are_exchanged_is_not_kept_to_oneself() -> None:
+def test_out_of_memory_while_rows_are_exchanged_is_not_hidden() -> None:
     """Others wait for this rank's rows: going on to the next question would leave them there."""
     gradient = CoupledGradientAccumulator.__new__(CoupledGradientAccumulator)
 
@@ -250,7 +250,7 @@ class Measured(Pairs):
         ("detached", r"total does not depend"),
     ],
 )
-def test_a_recipe_that_is_wrong_is_told_how(flaw: str, said: str, tmp_path: Path) -> None:
+def test_a_wrong_coupled_recipe_gets_a_clear_error(flaw: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=said):
         unisono.train(Flawed, flaw=flaw, batch_size=4, max_steps=1, gpus="0", output_dir=str(tmp_path / "run"))
 
@@ -260,11 +260,11 @@ def test_embed_and_couple_come_together(tmp_path: Path) -> None:
         unisono.train(WithoutEmbed, max_steps=1, gpus="0", output_dir=str(tmp_path / "run"))
 
 
-def test_such_a_recipe_says_itself_how_it_is_evaluated(tmp_path: Path) -> None:
+def test_a_coupled_recipe_must_define_its_evaluation(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"evaluate\(\)"):
         unisono.train(Measured, batch_size=4, max_steps=1, gpus="0", output_dir=str(tmp_path / "run"))
 
 
-def test_such_a_step_is_not_recorded(tmp_path: Path) -> None:
+def test_a_coupled_step_is_not_recorded(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cuda_graph"):
         unisono.train(Pairs, batch_size=4, max_steps=1, gpus="0", cuda_graph=True, output_dir=str(tmp_path / "run"))

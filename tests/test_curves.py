@@ -1,4 +1,4 @@
-"""Evaluation metrics that are curves: added up point by point over batches and ranks, kept as lists, and remembered."""
+"""Evaluation metrics that are curves: summed point by point over batches and ranks, stored as lists, restored."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from many_runs import Outcome, Run
 from ranks import run_ranks
 from unisono import Loss, Recipe
 from unisono.errors import RecipeError, TrainingFailed
-from unisono.observe.report.writing import write_report
-from unisono.observe.trackers import ends_of
+from unisono.observe.report.write import write_report
+from unisono.observe.trackers import curve_summaries
 
 LENGTH = 4
 SIZES = [1, 5]  # fewer than ranks, not divisible
@@ -158,7 +158,7 @@ def test_a_curve_is_three_charts_in_tensorboard_however_long_it_is(tmp_path: Pat
     ends = {f"eval/{name}/{which}" for name in ("curve", "of_one") for which in ("first", "mean", "last")}
     assert {name for name in found if "curve" in name or "of_one" in name} == ends
     long = [float(value) for value in range(1001)]
-    assert ends_of({"eval/long": long, "eval/number": 0.0, "eval/none": []}) == {
+    assert curve_summaries({"eval/long": long, "eval/number": 0.0, "eval/none": []}) == {
         "eval/long/first": 0.0,
         "eval/long/mean": 500.0,
         "eval/long/last": 1000.0,

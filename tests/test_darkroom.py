@@ -29,7 +29,7 @@ from unisono.recipes.darkroom.recipe import Darkroom
 from unisono.recipes.darkroom.rooms import Darkroom as Room
 from unisono.recipes.darkroom.rooms import split_tasks
 from unisono.recipes.darkroom.sources import SOURCES
-from unisono.recipes.darkroom.sources.source import live
+from unisono.recipes.darkroom.sources.source import run_learners
 
 STEPS = 5
 TINY: dict[str, Any] = {
@@ -125,11 +125,11 @@ def test_accumulation_changes_neither_the_run_nor_its_length(runs: dict[str, Out
 
 
 @pytest.mark.parametrize("name", ["on from 3", "on from 2 on 2", "on from 1 on 1"])
-def test_a_run_that_goes_on_at_any_step_is_the_run_that_never_stopped(name: str, runs: dict[str, Outcome]) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(name: str, runs: dict[str, Outcome]) -> None:
     same(runs[name], runs["plain on 1"])
 
 
-def test_one_action_of_each_context_is_learned_or_all_of_them(runs: dict[str, Outcome]) -> None:
+def test_the_loss_counts_every_position_or_one_per_context(runs: dict[str, Outcome]) -> None:
     counts = {"plain": 7 * 16, "last": 7, "compressed": 7 * 6, "compressed last": 7}
     for kind, count in counts.items():
         assert {line["count"] for line in runs[f"{kind} on 2"].steps()} == {count}, kind
@@ -145,7 +145,7 @@ def test_the_schedule_ends_with_the_run_on_any_number_of_ranks(runs: dict[str, O
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_verify_says_that_it_is_the_same_run(kind: str, tmp_path: Path) -> None:
+def test_verify_finds_the_same_run(kind: str, tmp_path: Path) -> None:
     given = {name: value for name, value in (TINY | KINDS[kind]).items() if name not in (*RESUMED, "dtype")}
     words = [f"--{name}={value}" for name, value in given.items() if name != "max_steps"]
     ended = command("verify", "darkroom", "--ranks", "1,2", "--steps", 3, *words, cwd=tmp_path, seconds=240)
@@ -153,7 +153,7 @@ def test_verify_says_that_it_is_the_same_run(kind: str, tmp_path: Path) -> None:
     assert "Same run" in ended.out and "DIFFERS" not in ended.out
 
 
-def test_no_context_comes_from_a_task_that_is_not_trained_on(runs: dict[str, Outcome]) -> None:
+def test_contexts_come_only_from_training_tasks(runs: dict[str, Outcome]) -> None:
     folder = runs["plain on 2"].folder
     recipe = Darkroom(Darkroom.Config(**{name: TINY[name] for name in TINY if name in vars(Darkroom.Config)}))
     recipe._histories = sorted((folder / "prepared/histories").glob("*.hdf5"))
@@ -198,7 +198,7 @@ def interrupted(cwd: Path, number: int, more: int) -> tuple[subprocess.Popen[str
     return process, blocks(cwd / "run")
 
 
-def test_a_stop_and_a_kill_in_collection_lose_no_finished_block(tmp_path: Path) -> None:
+def test_stopping_or_killing_a_collection_loses_no_finished_block(tmp_path: Path) -> None:
     process, _ = interrupted(tmp_path, signal.SIGTERM, 1)
     stopped = end(process)
     assert stopped.code == 75 and "prepared files are kept" in stopped.err, stopped
@@ -255,7 +255,7 @@ def chance_of(tasks: list[int]) -> float:
     return total / len(games)
 
 
-def test_it_learns_tasks_that_it_has_never_seen(learned: tuple[Path, dict[str, Any]]) -> None:
+def test_the_model_learns_unseen_tasks(learned: tuple[Path, dict[str, Any]]) -> None:
     _, found = learned
     unseen = split_tasks(25, 0, 0.8, 3).unseen
     chance = chance_of(unseen)
@@ -270,7 +270,7 @@ def test_it_learns_tasks_that_it_has_never_seen(learned: tuple[Path, dict[str, A
     assert 0 <= min(found["eval/unseen_of_optimum_by_task"]) <= max(found["eval/unseen_of_optimum_by_task"]) <= 1
 
 
-def test_the_figure_and_the_table_say_what_the_metrics_say(learned: tuple[Path, dict[str, Any]]) -> None:
+def test_the_figure_and_the_table_show_the_metrics(learned: tuple[Path, dict[str, Any]]) -> None:
     folder, found = learned
     (picture,) = (folder / "previews").glob("*240_in_context.png")
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n") and picture.stat().st_size > 20_000
@@ -322,29 +322,29 @@ def test_tasks_that_are_not_played_are_not_in_the_table(tmp_path: Path) -> None:
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"n_transit": 7}, "n_transit: expected at least 8, got 7"),
     ({"n_transit": 41}, "train_source_timesteps: expected at least 41, got 40"),
-    ({"history_skip": 4}, "n_transit 16: of 10 whole episodes, history_skip 4 leaves 12 steps"),
+    ({"history_skip": 4}, "n_transit 16: history_skip 4 leaves 12 steps of 10 episodes"),
     ({"total_source_timesteps": 20}, "total_source_timesteps 20 / n_stream 2 = 10 steps per learner"),
     (
         COMPRESSED | {"n_transit": 13},
-        "n_transit 13: two regions of compress_interval 6 and the 2 marks around the first need 14 tokens; "
+        "n_transit 13: two regions of compress_interval 6 and two separators need 14 tokens; "
         "use --n_transit 14 or --compress_interval 5",
     ),
     (COMPRESSED | {"compress_interval": 3}, "compress_interval: expected at least 4, got 3"),
     ({"tf_n_head": 3}, "tf_n_embd 8 must be a multiple of tf_n_head 3"),
-    ({"num_validation": 6}, "6 tasks for validation, taken out of 6 seen ones"),
+    ({"num_validation": 6}, "num_validation 6 leaves no tasks to train on"),
     ({"num_validation": 0}, "num_validation: expected at least 1, got 0"),
     ({"train_env_ratio": 1.0}, "train_env_ratio: expected more than 0 and less than 1"),
     ({"train_env_ratio": -0.5}, "train_env_ratio: expected more than 0 and less than 1"),
     ({"train_env_ratio": math.nan}, "train_env_ratio: expected more than 0 and less than 1"),
-    ({"train_env_ratio": 0.99}, "leave 7 to train on and 0 unseen"),
+    ({"train_env_ratio": 0.99}, "leave 7 of 9 tasks to train on and 0 unseen"),
     ({"num_tasks": 10}, "num_tasks: expected 3 to 9, got 10"),
-    ({"grid_size": 17}, "a room of 17 x 17 cells"),
-    ({"tf_dropout": 1.5}, "tf_dropout: expected from 0 to less than 1, got 1.5"),
+    ({"grid_size": 17}, "grid_size: expected 2 to 16, got 17"),
+    ({"tf_dropout": 1.5}, "tf_dropout: expected at least 0 and less than 1, got 1.5"),
 ]
 
 
 @pytest.mark.parametrize(("bad", "words"), BAD, ids=[words for _, words in BAD])
-def test_settings_that_cannot_be_are_refused_in_one_line_and_nothing_is_written(
+def test_invalid_settings_are_rejected_in_one_line_and_nothing_is_written(
     bad: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UnisonoError) as caught:
@@ -353,14 +353,14 @@ def test_settings_that_cannot_be_are_refused_in_one_line_and_nothing_is_written(
     assert caught.value.exit_code == 2 and not list(tmp_path.iterdir())
 
 
-def test_histories_that_are_not_there_or_of_another_room_are_refused(tmp_path: Path) -> None:
-    lived = live(SOURCES["noise"], Room(4, 4), torch.arange(9), 2, 40, seed=0)
+def test_missing_histories_and_those_of_another_environment_are_rejected(tmp_path: Path) -> None:
+    lived = run_learners(SOURCES["noise"], Room(4, 4), torch.arange(9), 2, 40, seed=0)
     write_histories(tmp_path / "other.hdf5", lived, Room(4, 4), source="noise", seed=0)
     (tmp_path / "text.hdf5").write_text("mine")
     before = {path.name for path in tmp_path.iterdir()}
     for name, words in (
-        ("missing.hdf5", "missing.hdf5: there is no such file; name one, or a folder to collect histories into"),
-        ("other.hdf5", "holds histories of darkroom of size 4 and horizon 4, expected darkroom of size 3"),
+        ("missing.hdf5", "missing.hdf5 does not exist; use an existing file, or a folder to collect into"),
+        ("other.hdf5", "contains histories of darkroom of size 4 and horizon 4, expected darkroom of size 3"),
         ("text.hdf5", "cannot be read as HDF5"),
     ):
         with pytest.raises(UnisonoError) as caught:
@@ -370,7 +370,7 @@ def test_histories_that_are_not_there_or_of_another_room_are_refused(tmp_path: P
     assert {path.name for path in tmp_path.iterdir()} - {"run"} == before
 
 
-def test_a_mistake_is_told_in_one_line_with_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_user_error_is_one_line_with_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train", "darkroom", "--gpus", "0", "--tf_n_embd", "10", "--output_dir", str(tmp_path / "run")]
     assert main(words) == 2
     assert capsys.readouterr().err == "unisono: tf_n_embd 10 must be a multiple of tf_n_head 4\n"

@@ -25,7 +25,7 @@ from unisono.recipes.darkroom.data.collect import block_file, blocks_of, collect
 from unisono.recipes.darkroom.data.histories import read_histories, write_histories
 from unisono.recipes.darkroom.rooms import ROOMS, Darkroom, DarkroomPermuted, Room
 from unisono.recipes.darkroom.sources import SOURCES
-from unisono.recipes.darkroom.sources.source import Histories, live
+from unisono.recipes.darkroom.sources.source import Histories, run_learners
 
 COLUMNS = ("tasks", "cells", "actions", "rewards")
 ROOM = Darkroom(5, 10)
@@ -33,7 +33,7 @@ TASKS = [3, 12, 24]
 
 
 def lived(room: Room = ROOM, tasks: list[int] = TASKS, num_streams: int = 4, num_steps: int = 50) -> Histories:
-    return live(SOURCES["explorer"], room, torch.tensor(tasks), num_streams, num_steps, seed=1)
+    return run_learners(SOURCES["explorer"], room, torch.tensor(tasks), num_streams, num_steps, seed=1)
 
 
 def equal(first: Histories, second: Histories) -> bool:
@@ -63,7 +63,7 @@ def known_file(path: Path, room: Room = ROOM, tasks: list[int] = TASKS) -> Path:
 
 
 @pytest.mark.parametrize("name", ROOMS)
-def test_what_is_written_is_read_again(name: str, tmp_path: Path) -> None:
+def test_histories_survive_a_round_trip(name: str, tmp_path: Path) -> None:
     room = ROOMS[name](5, 10)
     histories = lived(room)
     path = write(tmp_path / "histories.hdf5", histories, room)
@@ -73,7 +73,7 @@ def test_what_is_written_is_read_again(name: str, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["histories.hdf5"]
 
 
-def test_the_layout_is_the_known_one_but_with_true_next_states(tmp_path: Path) -> None:
+def test_the_layout_is_the_usual_one_with_true_next_states(tmp_path: Path) -> None:
     histories = lived()
     with h5py.File(write(tmp_path / "histories.hdf5", histories)) as file:
         assert set(file) == {"3", "12", "24"}
@@ -93,7 +93,7 @@ def test_the_layout_is_the_known_one_but_with_true_next_states(tmp_path: Path) -
     assert np.array_equal(rewards, (after == [0, 3]).all(axis=-1))  # task 3; the goal's reward at episode ends included
 
 
-def test_files_of_the_known_repositories_are_read(tmp_path: Path) -> None:
+def test_files_of_other_implementations_are_read(tmp_path: Path) -> None:
     path = known_file(tmp_path / "history_darkroom_PPO_alg-seed42.hdf5")
     assert equal(read_histories(path, ROOM, TASKS, 4, 50), lived())
     assert equal(read_histories(tmp_path, ROOM, TASKS, 4, 50), lived())
@@ -102,21 +102,23 @@ def test_files_of_the_known_repositories_are_read(tmp_path: Path) -> None:
 def test_a_file_is_never_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "mine.hdf5"
     path.write_text("precious")
-    with pytest.raises(UserError, match="is there already"):
+    with pytest.raises(UserError, match="already exists"):
         write(path)
     assert path.read_text() == "precious" and os.listdir(tmp_path) == ["mine.hdf5"]
 
 
-def test_a_file_that_comes_while_writing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_appears_during_the_write_is_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "mine.hdf5"
     sync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda number: (path.write_text("precious"), sync(number)))
-    with pytest.raises(UserError, match="is there already"):
+    with pytest.raises(UserError, match="already exists"):
         write(path)
     assert path.read_text() == "precious" and os.listdir(tmp_path) == ["mine.hdf5"]
 
 
-def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_no_file(tmp_path: Path) -> None:
     broken = replace(lived(), tasks=torch.tensor([3, 12, 12]))  # the third group cannot be made
     with pytest.raises(Exception, match="exist"):
         write(tmp_path / "histories.hdf5", broken)
@@ -183,26 +185,26 @@ def huge_and_empty(file: h5py.File) -> None:
     [
         (remove("12"), r"no histories of 1 of 3 tasks \(12\)"),
         (remove("3/actions"), "actions of task 3 is missing"),
-        (change("3/actions", lambda old: old[:20]), "has 20 steps of 4 streams, and 50 of 4 were asked for"),
-        (change("3/rewards", lambda old: old[:, :3]), "has 50 steps of 3 streams, and 50 of 4 were asked for"),
+        (change("3/actions", lambda old: old[:20]), "has 20 steps of 4 streams, expected at least 50 of 4"),
+        (change("3/rewards", lambda old: old[:, :3]), "has 50 steps of 3 streams, expected at least 50 of 4"),
         (change("3/states", lambda old: old[:, :, :1]), r"shape \(50, 4, 1\), expected \(steps, streams, 2\)"),
         (change("3/actions", lambda old: old[0]), r"shape \(4,\), expected \(steps, streams\)"),
-        (change("3/actions", lambda old: old.astype(np.float32)), "type float32, expected whole numbers"),
-        (change("3/actions", [[b"x"] * 4] * 50), "type .*, expected whole numbers"),
+        (change("3/actions", lambda old: old.astype(np.float32)), "type float32, expected integers"),
+        (change("3/actions", [[b"x"] * 4] * 50), "type .*, expected integers"),
         (change("3/actions", put((7, 1), 5)), "values from 0 to 5, expected 0 to 4"),
         (change("3/actions", put((7, 1), 256)), "values from 0 to 256, expected 0 to 4"),
         (change("3/states", put((7, 1, 0), 5)), "values from 0 to 5, expected 0 to 4"),
         (change("3/rewards", put((7, 1), -1)), "values from -1 to 1, expected 0 to 1"),
         (change("3/rewards", put((7, 1), 2)), "expected 0 to 1"),
-        (change("24/rewards", lambda old: 1 - old), "of task 24 cannot happen in darkroom"),
+        (change("24/rewards", lambda old: 1 - old), "of task 24 is impossible in darkroom"),
         (link("3", h5py.ExternalLink("/etc/passwd", "/")), r"no histories of 1 of 3 tasks \(3\)"),
         (link("3", h5py.SoftLink("/12")), r"no histories of 1 of 3 tasks \(3\)"),
         (link("3/actions", h5py.ExternalLink("/etc/passwd", "/")), "actions of task 3 is missing"),
         (link("3", [1, 2]), "states of task 3 is missing"),
-        (outside, "lies in other files"),
-        (virtual, "lies in other files"),
+        (outside, "refers to other files"),
+        (virtual, "refers to other files"),
         (huge_chunk, "chunks"),
-        (huge_and_empty, "step 0 of stream 0 of task 3 cannot happen"),
+        (huge_and_empty, "step 0 of stream 0 of task 3 is impossible"),
         (lambda file: file.attrs.update(format=99), "format 99"),
         (lambda file: file.attrs.update(size=[1, 2]), "cannot read"),
         (
@@ -211,7 +213,9 @@ def huge_and_empty(file: h5py.File) -> None:
         ),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said(edit: Callable[[h5py.File], None], words: str, tmp_path: Path) -> None:
+def test_the_error_names_what_is_wrong_with_a_file(
+    edit: Callable[[h5py.File], None], words: str, tmp_path: Path
+) -> None:
     path = write(tmp_path / "histories.hdf5")
     with h5py.File(path, "r+") as file:
         edit(file)
@@ -220,7 +224,7 @@ def test_what_is_wrong_with_a_file_is_said(edit: Callable[[h5py.File], None], wo
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_file_cut_short_or_of_another_kind_is_refused(tmp_path: Path) -> None:
+def test_a_truncated_file_or_another_kind_of_file_is_rejected(tmp_path: Path) -> None:
     whole = write(tmp_path / "whole.hdf5").read_bytes()
     cut = tmp_path / "cut.hdf5"
     for size in (0, 5, 100, len(whole) // 2, len(whole) - 1):
@@ -230,14 +234,14 @@ def test_a_file_cut_short_or_of_another_kind_is_refused(tmp_path: Path) -> None:
     cut.write_bytes(b"PK\3\4" * 1000)
     with pytest.raises(UserError, match="cannot be read as HDF5"):
         read_histories(cut, ROOM, TASKS, 4, 50)
-    with pytest.raises(UserError, match="no such file"):
+    with pytest.raises(UserError, match="is not a file"):
         read_histories(tmp_path / "nowhere.hdf5", ROOM, TASKS, 4, 50)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="no file there ends in"):
+    with pytest.raises(UserError, match="contains no histories"):
         read_histories(tmp_path / "empty", ROOM, TASKS, 4, 50)
 
 
-def test_bytes_that_changed_on_disk_never_end_in_a_traceback(tmp_path: Path) -> None:
+def test_corrupted_bytes_never_cause_a_traceback(tmp_path: Path) -> None:
     whole = write(tmp_path / "whole.hdf5").read_bytes()
     damaged, dice = tmp_path / "damaged.hdf5", np.random.default_rng(0)
     refused = 0
@@ -253,19 +257,19 @@ def test_bytes_that_changed_on_disk_never_end_in_a_traceback(tmp_path: Path) -> 
     assert refused > 20
 
 
-def test_histories_of_another_room_do_not_pass(tmp_path: Path) -> None:
+def test_histories_of_another_environment_are_rejected(tmp_path: Path) -> None:
     known = known_file(tmp_path / "known.hdf5")  # which does not say what room it is of
     for room in (Darkroom(5, 20), Darkroom(6, 10), DarkroomPermuted(5, 10)):
-        with pytest.raises(UserError, match="cannot happen"):
+        with pytest.raises(UserError, match="is impossible"):
             read_histories(known, room, TASKS, 4, 50)
     with h5py.File(known, "r+") as file:  # tasks in another order, as one of the repositories had them
         file.move("3", "x")
         file.move("12", "3")
         file.move("x", "12")
-    with pytest.raises(UserError, match="its tasks are in another order"):
+    with pytest.raises(UserError, match="another environment or task order"):
         read_histories(known, ROOM, TASKS, 4, 50)
     own = write(tmp_path / "own.hdf5")
-    with pytest.raises(UserError, match="holds histories of darkroom of size 5 and horizon 10, expected darkroom_perm"):
+    with pytest.raises(UserError, match="contains histories of darkroom of size 5 and horizon 10, expected dark"):
         read_histories(own, DarkroomPermuted(5, 10), TASKS, 4, 50)
 
 
@@ -278,11 +282,11 @@ def test_files_of_different_learners_are_not_mixed(tmp_path: Path) -> None:
     for name in "cd":
         (tmp_path / "known").mkdir(exist_ok=True)
         known_file(tmp_path / "known" / f"{name}.hdf5")
-    with pytest.raises(UserError, match="task 3 is in"):
+    with pytest.raises(UserError, match="task 3 is in both"):
         read_histories(tmp_path / "known", ROOM, TASKS, 4, 50)
 
 
-def test_blocks_hold_every_task_once() -> None:
+def test_blocks_contain_every_task_once() -> None:
     for count in (1, 2, 7, 16, 65, 73, 81, 500):
         tasks = torch.randperm(count, generator=torch.Generator().manual_seed(count)).tolist()
         blocks = blocks_of(tasks)
@@ -293,19 +297,20 @@ def test_blocks_hold_every_task_once() -> None:
     assert block_file(Path(), blocks_of(range(73))[0]).name == "tasks_0000-0008.hdf5"
 
 
-def test_two_ranks_collect_what_one_does(tmp_path: Path) -> None:
+def test_two_ranks_collect_the_same_histories_as_one(tmp_path: Path) -> None:
     tasks = list(range(25))[::-1]
     for rank in range(2):
-        share = Work(tmp_path, rank, 2).share
-        files = collect(ROOM, "q_learning", tasks, 3, 40, 7, tmp_path / "two", share)
+        files = collect(ROOM, "q_learning", tasks, 3, 40, 7, tmp_path / "two", work=Work(tmp_path, rank, 2))
     alone = collect(ROOM, "q_learning", tasks, 3, 40, 7, tmp_path / "one")
     assert [file.name for file in files] == [file.name for file in alone] == sorted(os.listdir(tmp_path / "two"))
     together = read_histories(files, ROOM, tasks, 3, 40)
     assert equal(together, read_histories(tmp_path / "one", ROOM, tasks, 3, 40))
-    assert equal(together, live(SOURCES["q_learning"], ROOM, torch.tensor(tasks), 3, 40, 7))
+    assert equal(together, run_learners(SOURCES["q_learning"], ROOM, torch.tensor(tasks), 3, 40, 7))
 
 
-def test_blocks_at_once_as_on_a_gpu_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collecting_several_blocks_at_once_gives_the_same_histories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tasks = list(range(25))
     one_by_one = collect(ROOM, "explorer", tasks, 3, 40, 7, tmp_path / "a")
     monkeypatch.setattr(collecting, "_groups", lambda blocks, *_: [blocks[:2], blocks[2:]])
@@ -313,24 +318,25 @@ def test_blocks_at_once_as_on_a_gpu_are_the_same(tmp_path: Path, monkeypatch: py
     assert equal(*(read_histories(files, ROOM, tasks, 3, 40) for files in (one_by_one, at_once)))
 
 
-def test_what_is_there_is_not_collected_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_blocks_are_not_collected_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = collect(ROOM, "explorer", range(25), 3, 40, 7, tmp_path)
     times = [file.stat().st_mtime_ns for file in files]
     files[2].unlink()
     calls: list[int] = []
-    monkeypatch.setattr(collecting, "live", lambda *a: calls.append(len(a[2])) or live(*a))
+    monkeypatch.setattr(collecting, "run_learners", lambda *a: calls.append(len(a[2])) or run_learners(*a))
     assert collect(ROOM, "explorer", range(25), 3, 40, 7, tmp_path) == files
     assert calls == [3]
     assert [file.stat().st_mtime_ns == time for file, time in zip(files, times, strict=True)].count(False) == 1
 
 
-def test_asked_to_stop_it_ends_after_the_block_and_goes_on_later(tmp_path: Path) -> None:
-    answers = iter([False, False, True])
-    files = collect(ROOM, "noise", range(25), 3, 40, 7, tmp_path, stopping=lambda: next(answers))
+def test_a_stop_request_ends_collection_after_the_block_and_the_next_start_continues(tmp_path: Path) -> None:
+    work = Work(tmp_path, _asked_to_stop=lambda: len(list(tmp_path.glob("tasks_*"))) >= 2)
+    files = collect(ROOM, "noise", range(25), 3, 40, 7, tmp_path, work=work)
     assert [file.exists() for file in files].count(True) == 2
     collect(ROOM, "noise", range(25), 3, 40, 7, tmp_path)
     assert equal(
-        read_histories(tmp_path, ROOM, range(25), 3, 40), live(SOURCES["noise"], ROOM, torch.arange(25), 3, 40, 7)
+        read_histories(tmp_path, ROOM, range(25), 3, 40),
+        run_learners(SOURCES["noise"], ROOM, torch.arange(25), 3, 40, 7),
     )
 
 
@@ -346,10 +352,10 @@ def test_asked_to_stop_it_ends_after_the_block_and_goes_on_later(tmp_path: Path)
         ({"tasks": [0, 2]}, "of other tasks"),
     ],
 )
-def test_histories_of_other_settings_are_neither_taken_nor_replaced(
+def test_histories_of_other_settings_are_neither_used_nor_replaced(
     change: dict[str, object], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collecting, "_LEAST_BLOCKS", 1)
+    monkeypatch.setattr(collecting, "_MIN_BLOCKS", 1)
     was = {"room": ROOM, "source": "explorer", "tasks": [0, 1, 2], "num_streams": 3, "num_steps": 40, "seed": 7}
     [file] = collect(**was, folder=tmp_path)  # type: ignore[arg-type]
     before = file.read_bytes()
@@ -365,9 +371,9 @@ def test_settings_reach_the_source(tmp_path: Path) -> None:
     assert calm_rewards > wild_rewards + 10
 
 
-def test_what_cannot_be_collected_is_said(tmp_path: Path) -> None:
+def test_invalid_arguments_of_a_collection_are_rejected(tmp_path: Path) -> None:
     for arguments, words in [
-        ((ROOM, "sarsa", [0], 3, 40), "no source learner 'sarsa'; use one of explorer"),
+        ((ROOM, "sarsa", [0], 3, 40), "source: expected one of explorer, .*, got 'sarsa'"),
         ((ROOM, "noise", [25], 3, 40), "task 25: darkroom of size 5 has tasks 0 to 24"),
         ((ROOM, "noise", [0], 0, 40), "at least 1"),
     ]:
@@ -378,7 +384,7 @@ def test_what_cannot_be_collected_is_said(tmp_path: Path) -> None:
         collect(ROOM, "noise", [0], 3, 40, 7, tmp_path)
 
 
-def test_a_kill_in_the_middle_costs_one_block(tmp_path: Path) -> None:
+def test_a_kill_during_collection_loses_at_most_one_block(tmp_path: Path) -> None:
     folder = tmp_path / "histories"
     code = (
         "import sys, time, torch; from pathlib import Path; torch.set_num_threads(1)\n"
@@ -413,13 +419,13 @@ def test_a_kill_in_the_middle_costs_one_block(tmp_path: Path) -> None:
     assert not leftover.exists() and young.exists()
 
 
-def test_collecting_shows_how_far_it_is_and_is_silent_when_everything_is_there(tmp_path: Path) -> None:
+def test_collecting_shows_progress_and_is_silent_when_nothing_is_missing(tmp_path: Path) -> None:
     lines: list[str] = []
     arguments = (ROOM, "noise", range(25), 3, 40, 7, tmp_path)
-    progress = Work(tmp_path, _say=lines.append).progress
-    collect(*arguments, progress=progress)
+    work = Work(tmp_path, _say=lines.append)
+    collect(*arguments, work=work)
     assert lines[0] == "collecting noise histories: 25 tasks"
     assert re.fullmatch(r"collecting noise histories: 25 tasks in \d+s", lines[-1])
     num_lines = len(lines)
-    collect(*arguments, progress=progress)
+    collect(*arguments, work=work)
     assert len(lines) == num_lines, "nothing is missing: nothing is collected, and nothing is announced"

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from unisono.recipes.darkroom.data.windows import TwoRegions, Windows
-from unisono.recipes.darkroom.model import NOTHING_YET, HistoryReader, Shape, Tokens
-from unisono.recipes.darkroom.play import Regions, Sliding, draw, play
+from unisono.recipes.darkroom.models.rollout import RegionContext, SlidingContext, play, sample
+from unisono.recipes.darkroom.models.transformer import NO_ACTION, HistoryTransformer, Shape, Tokens
 from unisono.recipes.darkroom.rooms import NUM_ACTIONS, ROOMS, Darkroom, Room
 from unisono.recipes.darkroom.sources.source import Histories
 
@@ -34,9 +34,9 @@ def chances_of(rows: int, steps: int = STEPS, seed: int = 0) -> Tensor:
     return torch.rand(rows, steps, generator=torch.Generator().manual_seed(seed))
 
 
-def context_of(name: str, horizon: int = HORIZON) -> Sliding | Regions:
+def context_of(name: str, horizon: int = HORIZON) -> SlidingContext | RegionContext:
     kind, size = CONTEXTS[name]
-    return Sliding(size, horizon) if kind == "sliding" else Regions(size)
+    return SlidingContext(size, horizon) if kind == "sliding" else RegionContext(size)
 
 
 def held(name: str, step: int, horizon: int = HORIZON) -> tuple[range, range | None]:
@@ -57,13 +57,13 @@ def tokens_at(name: str, step: int, cells: Tensor, actions: Tensor, rewards: Ten
     first = current[0] if not older else older[0]
 
     def token(at: int) -> list[list[int]]:
-        before = [[NOTHING_YET, 0]] * rows
+        before = [[NO_ACTION, 0]] * rows
         if at > first:
             before = torch.stack([actions[:, at - 1], rewards[:, at - 1]], dim=1).tolist()
         return [[int(cells[row, at]), *before[row], 0] for row in range(rows)]
 
     def mark(which: int) -> list[list[int]]:
-        return [[0, NOTHING_YET, 0, which]] * rows
+        return [[0, NO_ACTION, 0, which]] * rows
 
     slots = [token(at) for at in current]
     if older is not None:
@@ -75,9 +75,9 @@ def tokens_at(name: str, step: int, cells: Tensor, actions: Tensor, rewards: Ten
 class Watching(nn.Module):
     """Acts by a hash of everything in its context, and remembers what that was; it has no weights to be unsure of."""
 
-    def __init__(self, marks: bool) -> None:
+    def __init__(self, separators: bool) -> None:
         super().__init__()
-        self.shape = Shape(3, STEPS + 2, marks=marks)
+        self.shape = Shape(3, STEPS + 2, separators=separators)
         self.contexts: list[Tokens] = []
 
     def new_cache(self, batch: int, dtype: torch.dtype) -> Any:
@@ -119,15 +119,15 @@ def played_again(room: Room, tasks: Tensor, actions: Tensor) -> tuple[Tensor, Te
     for step in range(actions.shape[1]):
         if step % room.horizon == 0:
             episode = room.begin(tasks)
-        cells.append(room.cell(episode))
+        cells.append(episode.cells)
         episode, reward = room.step(episode, actions[:, step])
         rewards.append(reward)
     return torch.stack(cells, dim=1), torch.stack(rewards, dim=1)
 
 
 @pytest.mark.parametrize("name", CONTEXTS)
-def test_the_context_is_what_it_should_be_at_every_step(name: str) -> None:
-    model = Watching(marks="regions" in name)
+def test_the_context_is_right_at_every_step_of_a_rollout(name: str) -> None:
+    model = Watching(separators="regions" in name)
     returns = play(model, ROOM, TASKS, chances_of(len(TASKS)), context_of(name))  # type: ignore[arg-type]
     assert len(model.contexts) == STEPS
     # What was done at a step stands in the context of the next one; what was seen at a step is its last token.
@@ -144,10 +144,10 @@ def test_the_context_is_what_it_should_be_at_every_step(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CONTEXTS)
-def test_what_is_played_is_what_is_trained_on(name: str) -> None:
+def test_contexts_of_rollouts_equal_those_of_training(name: str) -> None:
     """The known code trains on the state after a reset and plays with the true one; here both see the same."""
     kind, size = CONTEXTS[name]
-    model = Watching(marks=kind == "regions")
+    model = Watching(separators=kind == "regions")
     play(model, ROOM, TASKS, chances_of(len(TASKS)), context_of(name))  # type: ignore[arg-type]
     done = [context.actions[:, -1] for context in model.contexts[1:]]
     actions = torch.stack([*done, done[-1]], dim=1)
@@ -170,10 +170,10 @@ def test_what_is_played_is_what_is_trained_on(name: str) -> None:
             assert found is None or torch.equal(found, wanted[:, :length]), (number, end)
 
 
-def random_reader(room: Room, marks: bool, context: int, seed: int = 0) -> HistoryReader:
+def random_reader(room: Room, separators: bool, context: int, seed: int = 0) -> HistoryTransformer:
     """Weights so large that every token of the context moves the logits, but no action is certain."""
     torch.manual_seed(seed)
-    model = HistoryReader(Shape(room.size, context, 16, 2, 2, 16, marks=marks)).double().eval()
+    model = HistoryTransformer(Shape(room.size, context, 16, 2, 2, 16, separators=separators)).double().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.4)
@@ -194,7 +194,7 @@ def heard(model: nn.Module) -> list[Tensor]:
 
 @torch.no_grad()
 def slowly(
-    model: HistoryReader, room: Room, tasks: Tensor, chances: Tensor, name: str, greedy: bool
+    model: HistoryTransformer, room: Room, tasks: Tensor, chances: Tensor, name: str, greedy: bool
 ) -> tuple[Tensor, list[Tensor]]:
     """Returns ([rows, episodes]) and logits of reading the whole context at every step, without a cache."""
     cells, actions, rewards = (torch.zeros(chances.shape, dtype=torch.int64) for _ in range(3))
@@ -202,10 +202,10 @@ def slowly(
     for step in range(chances.shape[1]):
         if step % room.horizon == 0:
             episode = room.begin(tasks)
-        cells[:, step] = room.cell(episode)
+        cells[:, step] = episode.cells
         logits = model(tokens_at(name, step, cells, actions, rewards, room.horizon))[:, -1]
         all_logits.append(logits)
-        chosen = logits.argmax(-1) if greedy else draw(logits, chances[:, step])
+        chosen = logits.argmax(-1) if greedy else sample(logits, chances[:, step])
         actions[:, step] = chosen
         episode, rewards[:, step] = room.step(episode, chosen)
     assert greedy or all(row.unique().numel() > 1 for row in actions), "it does different things"
@@ -214,7 +214,7 @@ def slowly(
 
 @pytest.mark.parametrize("name", CONTEXTS)
 @pytest.mark.parametrize(("room_name", "greedy"), [*((name, False) for name in ROOMS), ("darkroom", True)])
-def test_playing_with_a_cache_is_reading_everything_at_every_step(room_name: str, greedy: bool, name: str) -> None:
+def test_a_rollout_with_a_cache_equals_recomputing_the_context(room_name: str, greedy: bool, name: str) -> None:
     room = ROOMS[room_name](3, HORIZON)
     tasks = torch.arange(9) * (room.num_tasks // 9)
     model = random_reader(room, "regions" in name, 2 * CONTEXTS[name][1] + 2)
@@ -227,7 +227,7 @@ def test_playing_with_a_cache_is_reading_everything_at_every_step(room_name: str
 
 
 @pytest.mark.parametrize("name", ["two episodes", "regions of one and a half"])
-def test_tasks_played_together_are_tasks_played_one_by_one(name: str) -> None:
+def test_rollouts_of_a_batch_equal_single_rollouts(name: str) -> None:
     """A cache that mixes up its rows would show only here (amago#79)."""
     tasks, chances = torch.arange(9), chances_of(9)
     model = random_reader(ROOM, "regions" in name, 2 * CONTEXTS[name][1] + 2)
@@ -240,21 +240,21 @@ def test_tasks_played_together_are_tasks_played_one_by_one(name: str) -> None:
     assert len({tuple(row) for row in together.tolist()}) > 3
 
 
-def test_actions_are_drawn_as_often_as_the_logits_say() -> None:
+def test_actions_are_sampled_with_the_probabilities_of_the_logits() -> None:
     probabilities = torch.tensor([0.1, 0.0, 0.45, 0.05, 0.4])
     number = 100_000
     chances = (torch.arange(number) + 0.5) / number  # every part of [0, 1) once
-    drawn = draw(probabilities.log().expand(number, -1), chances)
+    drawn = sample(probabilities.log().expand(number, -1), chances)
     found = torch.bincount(drawn, minlength=NUM_ACTIONS) / number
     torch.testing.assert_close(found, probabilities, rtol=0, atol=3 / number)
     assert all(a <= b for a, b in pairwise(drawn.tolist())), "one number decides, action by action"
     largest = torch.full((2,), 1 - 2**-24)
-    assert draw(torch.tensor([[0.0] * 5, [9.0, -9.0, -9.0, -9.0, -9.0]]), largest).max() <= NUM_ACTIONS - 1
+    assert sample(torch.tensor([[0.0] * 5, [9.0, -9.0, -9.0, -9.0, -9.0]]), largest).max() <= NUM_ACTIONS - 1
 
 
-def test_greedy_play_takes_the_likeliest_action() -> None:
+def test_greedy_rollouts_take_the_most_likely_action() -> None:
     model = random_reader(ROOM, False, 8)
     one, other = (
-        play(model, ROOM, TASKS, chances_of(4, seed=seed), Sliding(8, HORIZON), greedy=True) for seed in (1, 2)
+        play(model, ROOM, TASKS, chances_of(4, seed=seed), SlidingContext(8, HORIZON), greedy=True) for seed in (1, 2)
     )
     assert torch.equal(one, other), "chance has no say"

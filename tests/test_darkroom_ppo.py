@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from unisono.errors import ConfigError
 from unisono.recipes.darkroom.rooms import Darkroom
 from unisono.recipes.darkroom.sources.ppo import INDEPENDENT, PPO, SHARED, Settings, _advantages, _Learners
-from unisono.recipes.darkroom.sources.source import Draws, Histories, live
+from unisono.recipes.darkroom.sources.source import Draws, Histories, run_learners
 
 ROOM = Darkroom(size=5)
 CORNER, NEAR, FAR = 0, 7, 19
@@ -21,7 +20,7 @@ def histories(tasks: list[int], num_streams: int, num_steps: int, seed: int = 0,
     def make(room: Any, rows: Tensor, draws: Draws, num_steps: int) -> PPO:
         return PPO(room, rows, draws, num_steps, **settings)
 
-    return live(make, ROOM, torch.tensor(tasks), num_streams, num_steps, seed)
+    return run_learners(make, ROOM, torch.tensor(tasks), num_streams, num_steps, seed)
 
 
 def returns(lived: Histories) -> Tensor:
@@ -30,7 +29,7 @@ def returns(lived: Histories) -> Tensor:
 
 
 @pytest.mark.parametrize(("shared", "settings"), [(False, {}), (True, {"minibatch": 160, "n_epochs": 10, "lr": 2e-3})])
-def test_learners_get_better_than_they_began_and_than_chance(shared: bool, settings: dict[str, Any]) -> None:
+def test_learners_improve_and_beat_chance(shared: bool, settings: dict[str, Any]) -> None:
     gained = returns(histories([CORNER, NEAR, FAR], num_streams=16, num_steps=600, shared=shared, **settings))
     first, last = gained[..., :3].mean(dim=(1, 2)), gained[..., -5:].mean(dim=(1, 2))
     chance = ROOM.horizon / ROOM.num_cells
@@ -39,7 +38,7 @@ def test_learners_get_better_than_they_began_and_than_chance(shared: bool, setti
     assert (last / ROOM.optimum(torch.tensor([CORNER, NEAR, FAR]))).mean() > 0.6, last
 
 
-def test_independent_learners_begin_and_become_different() -> None:
+def test_independent_learners_differ_from_the_start() -> None:
     rows = torch.tensor([NEAR, NEAR])
     [learners] = PPO(ROOM, rows, Draws(0, rows, torch.arange(2)), 40)._groups
     assert not torch.equal(*learners.weights[0].chunk(2))
@@ -72,7 +71,7 @@ def test_streams_that_share_a_policy_depend_on_each_other_and_independent_ones_d
 
 
 @pytest.mark.parametrize("entropy", [0.0, 0.3])
-def test_the_written_out_gradients_are_those_of_autograd(entropy: float) -> None:
+def test_hand_written_gradients_equal_those_of_autograd(entropy: float) -> None:
     torch.manual_seed(0)
     num, count = 3, 11
     settings = Settings(entropy=entropy, width=8, value_coefficient=0.7)
@@ -87,7 +86,7 @@ def test_the_written_out_gradients_are_those_of_autograd(entropy: float) -> None
     loss = torch.tensor(0.0)
     for i in range(num):
         w1, b1, w2, b2 = (weight.unflatten(0, (num, 2))[i] for weight in weights[:4])
-        hidden = ((learners._seen[cells[i]] @ w1 + b1).tanh() @ w2 + b2).tanh()
+        hidden = ((learners._inputs[cells[i]] @ w1 + b1).tanh() @ w2 + b2).tanh()
         policy = torch.distributions.Categorical(logits=hidden[0] @ weights[4][i] + weights[5][i])
         ratio = (policy.log_prob(actions[i]) - before[i]).exp()
         clipped = ratio.clamp(1 - settings.clip, 1 + settings.clip)
@@ -100,14 +99,14 @@ def test_the_written_out_gradients_are_those_of_autograd(entropy: float) -> None
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-def test_advantages_end_with_the_episode_and_go_on_after_the_rollout() -> None:
+def test_advantages_stop_at_the_end_of_an_episode_but_not_of_a_rollout() -> None:
     rewards, values = torch.tensor([[1.0, 0.0, 2.0]]), torch.tensor([[0.5, 1.0, 4.0]])
     found = _advantages(rewards, values, torch.tensor([10.0]), [False, True, False], gamma=0.5, gae_lambda=0.5)
     # step 2: 2 + 0.5 * 10 - 4; step 1 ends an episode: 0 - 1; step 0: 1 + 0.5 * 1 - 0.5 + 0.25 * (-1)
     torch.testing.assert_close(found, torch.tensor([[0.75, -1.0, 3.0]]))
 
 
-def test_networks_begin_orthogonal_and_policies_almost_uniform() -> None:
+def test_initial_weights_are_orthogonal_and_policies_nearly_uniform() -> None:
     learners = _Learners(torch.arange(4), torch.eye(25), SHARED)
     second = learners.weights[2]
     torch.testing.assert_close(second @ second.mT, 2 * torch.eye(64).expand(8, -1, -1), rtol=0, atol=1e-4)
@@ -116,22 +115,7 @@ def test_networks_begin_orthogonal_and_policies_almost_uniform() -> None:
     assert (learners.table()[0].exp() - 0.2).abs().max() < 0.01
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"n_steps": 400}, "n_steps 400 does not fit into a history of 200 steps"),
-        ({"n_epochs": 0}, "n_epochs is 0; use 1 or more"),
-        ({"lr": -1.0}, "lr is -1.0"),
-        ({"gamma": 1.5}, "gamma is 1.5; use a number from 0 to 1"),
-        ({"inputs": "pixels"}, "inputs is 'pixels'"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        histories([CORNER], 1, 200, **settings)
-
-
-def test_settings_left_open_have_the_values_of_the_chosen_way_to_live() -> None:
+def test_missing_settings_have_the_defaults_of_shared_or_independent_learners() -> None:
     tasks = torch.tensor([NEAR])
     for shared, expected in ((False, INDEPENDENT), (True, SHARED)):
         source = PPO(ROOM, tasks, Draws(0, tasks, tasks), 100, shared=shared, lr=None)

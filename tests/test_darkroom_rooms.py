@@ -61,7 +61,7 @@ def test_rooms_and_gymnasium_agree_step_by_step(name: str, size: int) -> None:
         episode = room.begin(torch.tensor(tasks))
         seen = [environment.reset()[0].tolist() for environment in environments]
         for step in itertools.count(1):
-            assert [x * size + y for x, y in seen] == room.cell(episode).tolist()
+            assert [x * size + y for x, y in seen] == episode.cells.tolist()
             best = room.best_actions(episode, torch.rand(batch, generator=chance)).tolist()
             actions = [action if dice.random() < skill else dice.randrange(5) for action in best]
             episode, rewards = room.step(episode, torch.tensor(actions))
@@ -73,13 +73,13 @@ def test_rooms_and_gymnasium_agree_step_by_step(name: str, size: int) -> None:
             assert {result[3] for result in results} == {step == room.horizon}
             if step == room.horizon:
                 break
-        assert [x * size + y for x, y in seen] == room.cell(episode).tolist()
+        assert [x * size + y for x, y in seen] == episode.cells.tolist()
     assert earned > batch  # rewards were really compared
 
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 @pytest.mark.filterwarnings("error")
-def test_gymnasium_finds_no_fault(name: str) -> None:
+def test_gymnasiums_environment_checker_passes(name: str) -> None:
     check_env(gymnasium.make(name, render_mode="ansi").unwrapped)
     check_env(gymnasium.make(name, task=7, size=5, horizon=6).unwrapped)
 
@@ -107,7 +107,7 @@ def test_an_environment_without_a_task_draws_one_from_its_seed(name: str) -> Non
     assert environment.reset(seed=3)[1]["task"] == first
 
 
-def test_what_an_environment_refuses() -> None:
+def test_invalid_arguments_of_an_environment_are_rejected() -> None:
     environment = gymnasium.make("unisono/Darkroom-v0", task=0, horizon=1).unwrapped
     with pytest.raises(gymnasium.error.ResetNeeded):
         environment.step(0)
@@ -117,11 +117,11 @@ def test_what_an_environment_refuses() -> None:
     environment.step(4)
     with pytest.raises(gymnasium.error.ResetNeeded):
         environment.step(4)
-    with pytest.raises(ValueError, match="tasks 0 to 119"):
+    with pytest.raises(ValueError, match="expected 0 to 119"):
         gymnasium.make("unisono/DarkroomPermuted-v0", task=120)
 
 
-def test_the_picture_shows_agent_and_goal() -> None:
+def test_render_shows_agent_and_goal() -> None:
     environment = gymnasium.make("unisono/Darkroom-v0", task=2, size=3, render_mode="ansi")  # x 0, y 2
     environment.reset()
     assert environment.render() == "*..\n.@.\n...\n"
@@ -130,13 +130,13 @@ def test_the_picture_shows_agent_and_goal() -> None:
 
 
 @pytest.mark.parametrize("action, expected", [(0, (5, 4)), (1, (3, 4)), (2, (4, 5)), (3, (4, 3)), (4, (4, 4))])
-def test_actions_move_as_in_the_known_code(action: int, expected: tuple[int, int]) -> None:
+def test_actions_move_as_in_other_implementations(action: int, expected: tuple[int, int]) -> None:
     room = Darkroom()
     episode, _ = room.step(room.begin(torch.tensor([0])), torch.tensor([action]))
-    assert divmod(int(room.cell(episode)), 9) == expected
+    assert divmod(int(episode.cells), 9) == expected
 
 
-def test_the_optimum_is_what_the_facts_say() -> None:
+def test_the_optimum_has_the_published_values() -> None:
     room = Darkroom()
     assert room.optimum(torch.arange(81)).float().mean() == pytest.approx(16.54, abs=0.005)
     unseen = split_tasks(81, seed=0, train_ratio=0.9, num_validation=8).unseen
@@ -175,17 +175,17 @@ def test_key_and_door_on_one_cell_take_two_steps() -> None:
     assert rewards == [1, 1, 0, 0]
 
 
-def test_validation_tasks_come_out_of_the_seen_ones() -> None:
+def test_validation_tasks_are_taken_from_the_seen_ones() -> None:
     split = split_tasks(81, seed=3, train_ratio=0.9, num_validation=8)
     assert (len(split.train), len(split.validation), len(split.unseen)) == (65, 8, 8)
     assert sorted(split.train + split.validation + split.unseen) == list(range(81))
     assert split_tasks(81, 3, 0.9, 0).unseen == split.unseen
-    with pytest.raises(ConfigError, match="73 tasks for validation"):
+    with pytest.raises(ConfigError, match="num_validation 73 leaves no tasks"):
         split_tasks(81, 0, 0.9, 73)
 
 
-def test_rooms_that_cannot_be_are_refused() -> None:
-    for size, horizon, words in [(1, 20, "1 x 1"), (17, 20, "17 x 17"), (9, -1, "-1 steps")]:
+def test_impossible_sizes_and_horizons_are_rejected() -> None:
+    for size, horizon, words in [(1, 20, "2 to 16, got 1"), (17, 20, "got 17"), (9, -1, "got -1")]:
         with pytest.raises(ConfigError, match=words):
             Darkroom(size, horizon)
     assert [room().horizon for room in ROOMS.values()] == [20, 20, 50]

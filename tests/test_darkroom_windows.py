@@ -10,11 +10,11 @@ import torch
 from unisono.data.noise import Noise
 from unisono.errors import ConfigError
 from unisono.recipes.darkroom.data.windows import Contexts, TwoRegions, Windows
-from unisono.recipes.darkroom.model import NOTHING_YET
+from unisono.recipes.darkroom.models.transformer import NO_ACTION
 from unisono.recipes.darkroom.recipe import Darkroom as Recipe
 from unisono.recipes.darkroom.rooms import Darkroom
 from unisono.recipes.darkroom.sources import SOURCES
-from unisono.recipes.darkroom.sources.source import Histories, live
+from unisono.recipes.darkroom.sources.source import Histories, run_learners
 
 HORIZON, EPISODES = 4, 6
 STEPS = HORIZON * EPISODES
@@ -33,7 +33,7 @@ class Slot(NamedTuple):
 
 
 def lived(num_steps: int = STEPS) -> Histories:
-    return live(SOURCES["noise"], ROOM, torch.tensor(TASKS), STREAMS, num_steps, seed=3)
+    return run_learners(SOURCES["noise"], ROOM, torch.tensor(TASKS), STREAMS, num_steps, seed=3)
 
 
 def steps_of(histories: Histories, history: int) -> list[tuple[int, int, int]]:
@@ -49,14 +49,14 @@ def steps_of(histories: Histories, history: int) -> list[tuple[int, int, int]]:
 def slots_of(contexts: Contexts, row: int) -> list[Slot]:
     tokens = contexts.tokens
     length = tokens.cells.shape[1]
-    marks = torch.zeros(length) if tokens.marks is None else tokens.marks[row]
+    separators = torch.zeros(length) if tokens.separators is None else tokens.separators[row]
     learned = torch.ones(length) if contexts.learned is None else contexts.learned[row]
     return [
         Slot(
             int(tokens.cells[row, slot]),
             int(tokens.actions[row, slot]),
             int(tokens.rewards[row, slot]),
-            int(marks[slot]),
+            int(separators[slot]),
             int(contexts.actions[row, slot]) if learned[slot] else None,
         )
         for slot in range(length)
@@ -64,7 +64,7 @@ def slots_of(contexts: Contexts, row: int) -> list[Slot]:
 
 
 def a_window(steps: list[tuple[int, int, int]], begin: int, length: int) -> list[Slot]:
-    slots, before = [], (NOTHING_YET, 0)
+    slots, before = [], (NO_ACTION, 0)
     for cell, action, reward in steps[begin : begin + length]:
         slots.append(Slot(cell, *before, 0, action))
         before = action, reward
@@ -75,11 +75,11 @@ def two_regions(steps: list[tuple[int, int, int]], region: int, interval: int) -
     """<mark> older region </mark> current region; the first region has no older one."""
     begin = region * interval
     older = steps[max(0, begin - interval) : begin]
-    slots, before = [Slot(0, NOTHING_YET, 0, 1, None)], (NOTHING_YET, 0)
+    slots, before = [Slot(0, NO_ACTION, 0, 1, None)], (NO_ACTION, 0)
     for cell, action, reward in older:
         slots.append(Slot(cell, *before, 0, None))
         before = action, reward
-    slots.append(Slot(0, NOTHING_YET, 0, 2, None))
+    slots.append(Slot(0, NO_ACTION, 0, 2, None))
     for cell, action, reward in steps[begin : begin + interval]:
         slots.append(Slot(cell, *before, 0, action))
         before = action, reward
@@ -87,7 +87,7 @@ def two_regions(steps: list[tuple[int, int, int]], region: int, interval: int) -
 
 
 @pytest.mark.parametrize("length", [8, 10, STEPS])
-def test_a_window_is_the_historys_steps_from_the_start_of_an_episode(length: int) -> None:
+def test_a_window_starts_with_an_episode(length: int) -> None:
     histories = lived()
     windows = Windows.of(histories, HORIZON, length)
     starts = range(0, STEPS - length + 1, HORIZON)
@@ -96,10 +96,10 @@ def test_a_window_is_the_historys_steps_from_the_start_of_an_episode(length: int
     found = [slots_of(contexts, row) for row in range(len(windows))]
     expected = [a_window(steps_of(histories, h), s, length) for h in range(len(TASKS) * STREAMS) for s in starts]
     assert found == expected, "every window once, in order"
-    assert all(slots[0].cell == 4 and slots[0].action_before == NOTHING_YET for slots in found), "as when it plays"
+    assert all(slots[0].cell == 4 and slots[0].action_before == NO_ACTION for slots in found), "as when it plays"
 
 
-def test_windows_are_gathered_in_any_order_and_company() -> None:
+def test_windows_can_be_gathered_in_any_order() -> None:
     windows = Windows.of(lived(), HORIZON, 8)
     whole = windows.gather(torch.arange(len(windows)))
     picked = windows.gather(torch.tensor([5, 0, 5, 17]))
@@ -107,7 +107,7 @@ def test_windows_are_gathered_in_any_order_and_company() -> None:
     assert slots_of(windows[17], 0) == slots_of(whole, 17)
 
 
-def test_at_the_end_of_an_episode_stands_what_really_happened() -> None:
+def test_the_end_of_an_episode_has_its_true_action_and_reward() -> None:
     """The known code stores the reset state there and loses where the last action led."""
     histories = lived()
     windows = Windows.of(histories, HORIZON, STEPS)
@@ -133,13 +133,13 @@ def test_skipping_uses_every_nth_episode_and_they_follow_each_other(skip: int) -
     assert [slots_of(contexts, row) for row in range(len(windows))] == expected
 
 
-def test_half_an_episode_at_the_end_is_left_out() -> None:
+def test_an_incomplete_last_episode_is_ignored() -> None:
     assert len(Windows.of(lived(STEPS + HORIZON - 1), HORIZON, STEPS)) == len(TASKS) * STREAMS
 
 
 @pytest.mark.parametrize("interval", [HORIZON, 6, 8, STEPS // 2, STEPS])
 @pytest.mark.parametrize("skip", [1, 2])
-def test_two_regions_are_those_of_the_plain_reference(interval: int, skip: int) -> None:
+def test_two_regions_equal_a_plain_python_reference(interval: int, skip: int) -> None:
     histories = lived()
     kept = [step for e in range(0, EPISODES, skip) for step in range(e * HORIZON, (e + 1) * HORIZON)]
     if interval > len(kept):
@@ -159,15 +159,15 @@ def test_two_regions_are_those_of_the_plain_reference(interval: int, skip: int) 
     assert contexts.learned is not None and (contexts.learned.sum(1) == interval).all(), "the last step too"
 
 
-def test_the_known_compressed_settings_have_data() -> None:
+def test_the_usual_compressed_settings_give_contexts() -> None:
     """240 transitions with regions of 80: the known code asks for a region of 240 and finds none."""
     for interval in (80, 240):
-        histories = live(SOURCES["noise"], Darkroom(), torch.tensor([3]), 2, 1000, seed=0)
+        histories = run_learners(SOURCES["noise"], Darkroom(), torch.tensor([3]), 2, 1000, seed=0)
         assert len(TwoRegions.cut(histories, 20, interval)) == 2 * (1000 // interval)
     assert len(Windows.of(histories, 20, 240)) == 2 * ((1000 - 240) // 20 + 1)
 
 
-def test_histories_that_are_too_short_are_refused_with_the_settings_name() -> None:
+def test_too_short_histories_are_rejected_with_the_name_of_the_setting() -> None:
     with pytest.raises(ConfigError, match=r"^n_transit 25: the histories have 24 steps"):
         Windows.of(lived(), HORIZON, 25)
     with pytest.raises(ConfigError, match=r"^n_transit 16: .* 12 steps \(train_source_timesteps 24, history_skip 2\)"):
@@ -189,7 +189,7 @@ class Scripted(torch.nn.Module):
 
 @pytest.mark.parametrize("positions", ["every", "last"])
 @pytest.mark.parametrize("compressed", [False, True])
-def test_the_loss_never_reads_a_slot_that_is_not_learned(compressed: bool, positions: str) -> None:
+def test_the_loss_ignores_positions_that_do_not_count(compressed: bool, positions: str) -> None:
     windows = TwoRegions.cut(lived(), HORIZON, 8) if compressed else Windows.of(lived(), HORIZON, 8)
     contexts = windows.gather(torch.arange(len(windows)))
     settings = {"use_compressed_context": compressed, "compress_interval": 8, "loss_positions": positions}

@@ -1,7 +1,7 @@
-"""The commands and the code of README.md, docs/ and the examples' READMEs do what they are printed for.
+"""The commands in the documentation work: README.md, CONTRIBUTING.md, docs/, the examples' pages, benchmarks/README.md.
 
-Every command of a fenced block is run, with less to compute where that is possible by a documented flag, or it stands
-in `NOT_RUN` with the reason. Of those that are not run, the files and the flags must exist.
+Each command of a fenced block is run, shortened by documented flags, or `NOT_RUN` gives the reason why not. The files
+and flags of commands that are not run must exist. Python blocks must compile.
 """
 
 from __future__ import annotations
@@ -25,16 +25,20 @@ from unisono.cli.main import COMMANDS, main
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [
     path.relative_to(ROOT).as_posix()
-    for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("examples/*/README.md"))]
+    for path in [
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
+        *sorted(ROOT.glob("docs/*.md")),
+        *sorted(ROOT.glob("examples/**/*.md")),
+    ]
 ]
 SHELL, PYTHON = ("bash", "sh", "shell", "console"), ("python", "py")
 
-# Pattern of a command -> why it is not run here. The first that matches counts.
+# Pattern of a command -> why it is not run here. The first match counts.
 NOT_RUN = {
     r"^(pip|apt-get|sudo|git clone|git|curl|docker)\b": "network: it installs or downloads",
     r"^(source|cd|export)\b": "belongs to the reader's shell; the tests start in the folder that it names",
     r"^make (setup|test|test-slow|lint|docs|bench|demo|faults|faults-quick|clean)\b": "minutes: .ci/run and `make`",
-    r"^\./\.ci/run|^\.ci/run": "minutes: everything a change must pass",
+    r"^python benchmarks/": "minutes, or needs a GPU",
     r"^tensorboard\b": "serves until it is stopped",
     r"^(sbatch|srun|scancel|squeue)\b": "needs a SLURM cluster: tests/test_slurm.py runs one",
     r"^unisono slurm .*--submit": "needs a SLURM cluster: tests/test_slurm.py runs one",
@@ -64,8 +68,8 @@ NOT_RUN = {
     r"(train_flow_matching|validate_multigpu)\.py": "minutes: tests/test_examples_wan_flow.py",
 }
 
-# What is appended so that a command is done sooner: pattern -> flags that `--help` describes.
-SOONER = {
+# Pattern of a command -> flags that shorten it.
+SHORTER = {
     r"^unisono train .*--inject": "",
     r"^unisono train wan-flow": "--max_steps 1 --num_shapes 16 --preview_every -1 --eval_every -1",
     r"^unisono train clips": "--max_steps 2",
@@ -73,7 +77,7 @@ SOONER = {
     r"^unisono verify wan-flow": "--steps 1 --num_shapes 16 --eval_every -1",
     r"^unisono verify": "--steps 1",
 }
-# Documents whose commands take long even so, or are those of another document.
+# Documents whose commands take long nevertheless, or are the same as in another document.
 SLOW = (
     "docs/benchmarks.md",
     "docs/clips.md",
@@ -94,10 +98,10 @@ class Block:
     text: str
 
     def commands(self) -> list[str]:
-        """Its commands, without comments and prompts, each in one line."""
+        """The commands without comments and prompts, one line each."""
         text = self.text.replace("\\\n", " ")
         lines = [line.strip() for line in text.splitlines()]
-        if self.language == "console":  # what follows a command is what it prints
+        if self.language == "console":  # lines without a prompt are output
             lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
         without_comments = (" ".join(re.sub(r"(^|\s)#\s.*", "", line).split()) for line in lines)
         return [line.replace(".venv/bin/", "") for line in without_comments if line]
@@ -105,11 +109,11 @@ class Block:
 
 @cache
 def blocks(document: str) -> list[Block]:
-    """All fenced blocks of a document that say in which language they are."""
+    """All fenced blocks of a document."""
     text = (ROOT / document).read_text()
     return [
         Block(document, text[: match.start()].count("\n") + 1, match[2], textwrap.dedent(match[3]))
-        for match in re.finditer(r"^( *)```(\w+)[^\n]*\n(.*?)^ *```", text, flags=re.DOTALL | re.MULTILINE)
+        for match in re.finditer(r"^( *)```(\w*)[^\n]*\n(.*?)^ *```", text, flags=re.DOTALL | re.MULTILINE)
     ]
 
 
@@ -128,8 +132,9 @@ def runnable(document: str) -> list[str]:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder as a reader has it: the examples beside a file of one's own."""
+    """A folder like the reader's: the examples and a recipe of their own."""
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
     example = (ROOT / "examples/own_model/recipe.py").read_text()
     (tmp_path / "my_file.py").write_text(f"{example}\n\n{own_model()}")
     monkeypatch.chdir(tmp_path)
@@ -137,7 +142,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def own_model() -> str:
-    """The recipe of docs/own_model.md, with data for it: it leaves that to the reader."""
+    """The recipe of docs/own_model.md with a dataset, which the page leaves to the reader."""
     code = next(block.text for block in blocks("docs/own_model.md") if "class MyRecipe" in block.text)
     data = """
 import torch
@@ -150,32 +155,50 @@ class MyDataset(torch.utils.data.TensorDataset):
     return code.removeprefix("from __future__ import annotations\n") + data
 
 
-def test_commands_are_found() -> None:
+def test_commands_are_extracted_from_every_kind_of_block() -> None:
     printed = [command for document in DOCUMENTS for command in commands(document)]
-    assert len(printed) > 80 and sum(reason(command) is None for command in printed) > 15
+    assert len(printed) > 200 and sum(reason(command) is None for command in printed) > 20
     text = "$ unisono train a.py:A \\\n   --nproc 2   # two ranks\nprinted\n$ .venv/bin/unisono gpus"
     assert Block("", 1, "console", text).commands() == ["unisono train a.py:A --nproc 2", "unisono gpus"]
 
 
+def test_no_command_is_in_a_block_without_a_language() -> None:
+    programs = r"unisono|python|torchrun|make|pip|accelerate|srun|sbatch|mpirun|\./\S+"
+    program = re.compile(rf"^ *(\$ )?({programs}) ", re.MULTILINE)
+    hidden = [
+        (document, block.line)
+        for document in DOCUMENTS
+        for block in blocks(document)
+        if block.language not in (*SHELL, *PYTHON) and program.search(block.text)
+    ]
+    assert hidden == [], "label the block as bash or console, so that its commands are tested"
+
+
 def test_every_command_is_run_or_listed_with_a_reason() -> None:
-    programs = ("unisono", "python", "torchrun")
+    programs = ("unisono ", "python ", "torchrun ")
     unlisted = [
         (document, command)
         for document in DOCUMENTS
         for command in runnable(document)
-        if not command.startswith(tuple(f"{program} " for program in programs))
+        if not command.startswith(programs)
     ]
     assert unlisted == [], "neither run by this test nor listed in NOT_RUN with a reason"
 
 
-def test_no_reason_is_listed_for_nothing() -> None:
-    reasons = {reason(command) for document in DOCUMENTS for command in commands(document)}
-    assert "needs GPUs" in reasons and "network: it installs or downloads" in reasons and None in reasons
+def test_every_reason_is_needed() -> None:
+    printed = [command for document in DOCUMENTS for command in commands(document)]
+    assert [pattern for pattern in NOT_RUN if not any(re.search(pattern, command) for command in printed)] == []
+
+
+def start_folder(document: str) -> str:
+    """Where the commands of a document start: a guide of an example in its folder, other documents at the root."""
+    parts = Path(document).parts
+    return "/".join(parts[:2]) if parts[0] == "examples" and parts[-1] != "README.md" else "."
 
 
 def run(command: str) -> Ended:
-    """Runs a command of a document in the current folder, sooner done."""
-    more = next((flags for pattern, flags in SOONER.items() if re.search(pattern, command)), "")
+    """Runs a shortened command in the current folder."""
+    more = next((flags for pattern, flags in SHORTER.items() if re.search(pattern, command)), "")
     program, *words = shlex.split(f"{command} {more}")
     if program == "torchrun":
         words = ["-m", "torch.distributed.run", *words]
@@ -192,8 +215,9 @@ def run(command: str) -> Ended:
         if runnable(document)
     ],
 )
-@pytest.mark.timeout(900)  # dozens of commands; seconds each on an idle machine
+@pytest.mark.timeout(900)  # several commands, seconds each on an idle machine
 def test_the_commands_of_a_document_run(document: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place / start_folder(document))
     for command in commands(document):
         if command.startswith("cd "):
             monkeypatch.chdir(place / command.removeprefix("cd "))
@@ -206,6 +230,7 @@ def test_the_commands_of_a_document_run(document: str, place: Path, monkeypatch:
 def test_the_flags_and_files_of_commands_that_are_not_run_exist(
     document: str, place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.chdir(place / start_folder(document))
     last = ""
     for command in commands(document):
         if command.startswith("cd "):
@@ -251,11 +276,41 @@ def help_of(command: str) -> str:
 
 
 def check_script(words: list[str]) -> None:
-    """A script that a command names is there, and can be started by a command without `python` in front."""
+    """The files of a command exist, its script is executable if it has to be, and defines the flags of a benchmark."""
     for word in words:
+        if word.startswith("--") and words[1].startswith("benchmarks/"):
+            source = (ROOT / words[1]).read_text()
+            assert word == "--" or f'"{word}"' in source, f"{' '.join(words)}: {word} is not a flag of {words[1]}"
+            if word == "--":  # flags of `unisono train` follow
+                return
         if re.fullmatch(r"(\./)?[\w/]+\.(py|sh|slurm|yaml|json)", word) and not word.startswith(("my_", "look")):
             assert Path(word).exists(), f"{' '.join(words)}: {word} is not in {Path.cwd().name}"
             assert not words[0].startswith("./") or os.access(words[0], os.X_OK)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "unisono train wan-flow --gpus all --no_such_flag 3",
+        "unisono train darkroom --gpus 2 --tf_n_layer many",
+        "unisono train no_such_file.py:TwoMoons --gpus all",
+        "unisono slurm darkroom --no_such_flag",
+        "unisono no_such_command --gpus all",
+        "python no_such_script.py",
+        "python benchmarks/overhead.py --no_such_flag",
+        "./examples/darkroom/train.py",
+    ],
+)
+def test_a_wrong_command_that_is_not_run_is_an_error(
+    wrong: str, place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(AssertionError):
+        check(wrong, capfd)
+
+
+def test_a_wrong_command_that_is_run_is_an_error(place: Path) -> None:
+    assert run("unisono train examples/own_model/recipe.py:ThreeMoons").code != 0
+    assert run("unisono verify my_file.py:TwoMoons --ranks 1,x").code != 0
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -269,7 +324,7 @@ def test_python_blocks_can_be_compiled(document: str) -> None:
                 raise AssertionError(f"{document}, line {block.line + (error.lineno or 1) - 1}: {error.msg}") from None
 
 
-def test_a_function_for_features_of_ones_own_works_as_printed() -> None:
+def test_the_function_for_custom_features_works_as_printed() -> None:
     np = pytest.importorskip("numpy")
     code = next(block.text for block in blocks("docs/clips.md") if "def brightness" in block.text)
     names: dict[str, object] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import subprocess
@@ -13,8 +12,12 @@ from urllib.parse import unquote
 
 import pytest
 
+import unisono
+import unisono.multi_gpu
 from browser import CHROMIUM, Browser
+from unisono.cli.main import COMMANDS
 from unisono.config.fields import fields_of
+from unisono.engine.start.registry import BUILT_IN, load_recipe
 from unisono.settings import Settings
 
 ROOT = Path(__file__).parent.parent
@@ -33,7 +36,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class _Page(HTMLParser):
-    """The links of a page and the places that a link can lead to."""
+    """The links and the anchors of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -47,7 +50,7 @@ class _Page(HTMLParser):
         self.anchors |= {value for name in ("id", "name") if (value := values.get(name))}
 
 
-def test_no_link_of_the_site_is_dead_and_nothing_is_fetched_from_elsewhere(site: Path) -> None:
+def test_the_site_has_no_dead_link_and_loads_nothing_from_the_network(site: Path) -> None:
     pages = {path: _Page(path.read_text()) for path in site.rglob("*.html") if path.name != "404.html"}
     assert len(pages) > 60
     dead = []
@@ -67,21 +70,32 @@ def test_no_link_of_the_site_is_dead_and_nothing_is_fetched_from_elsewhere(site:
     assert loaded == []
 
 
-def test_every_setting_of_a_run_is_in_the_reference(site: Path) -> None:
+def test_every_setting_and_command_is_in_the_command_line_reference(site: Path) -> None:
     page = _Page((site / "reference/train.html").read_text())
     names = {field.name for field in fields_of(Settings)}
     assert len(names) > 60 and names <= page.anchors
-    flow = _Page((site / "reference/wan-flow.html").read_text())
-    from unisono.recipes.wan_flow.recipe import WanFlow
+    for recipe in BUILT_IN:
+        page = _Page((site / f"reference/{recipe}.html").read_text())
+        assert {field.name for field in fields_of(load_recipe(recipe).Config)} - names <= page.anchors, recipe
+    page = _Page((site / "reference/index.html").read_text())
+    assert {f"unisono-{command}" for command in COMMANDS} <= page.anchors
 
-    assert dataclasses.is_dataclass(WanFlow.Config)
-    assert {field.name for field in fields_of(WanFlow.Config)} <= flow.anchors
 
-
-def test_a_public_name_is_documented(site: Path) -> None:
+def test_every_public_name_is_in_the_python_api(site: Path) -> None:
     page = _Page((site / "reference/python.html").read_text())
-    assert {"unisono.engine.recipe.Recipe.loss", "unisono.engine.start.run.train"} <= page.anchors
-    assert "unisono.multi_gpu.manager.MultiGPUTrainingManager" in page.anchors
+    for module in (unisono, unisono.multi_gpu):
+        for name in module.__all__:
+            if not name.startswith("_"):
+                public = getattr(module, name)
+                assert f"{public.__module__}.{public.__qualname__}" in page.anchors, name
+    assert "unisono.engine.recipe.Recipe.loss" in page.anchors
+
+
+def test_a_section_of_the_navigation_lists_all_its_pages(site: Path) -> None:
+    page = _Page((site / "index.html").read_text())
+    pages = ["get_started", "own_model", "examples/own_model/index", "darkroom", "wan", "wan_distill", "clips", "seo"]
+    pages += ["small_cards", "clusters", "faults", "reference/index", "reference/python", "architecture", "benchmarks"]
+    assert {f"{name}.html" for name in pages} <= set(page.links)
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")

@@ -1,4 +1,4 @@
-"""All settings are checked before any work: nothing is encoded, drawn or written for a run that cannot be."""
+"""All settings are checked before any work, so a run that cannot start encodes, draws and writes nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.tiny_recipe import Tiny
 
 from unisono import Loss, train
 from unisono.cli.main import main
-from unisono.engine.checks import check_run
+from unisono.engine.checks import _check_best_metric, check_run
 from unisono.engine.recipe import Work
 from unisono.engine.start.registry import load_recipe
 from unisono.engine.start.run import configure
@@ -115,6 +115,15 @@ def test_an_own_recipe_learns_of_a_wrong_best_metric_in_its_first_step(few_setti
     assert Busy.steps <= 2  # what a step has measured is read one step late
     assert not Path(str(few_settings["output_dir"])).exists()
     assert "eval/accuracy" in train(Accurate, best_metric="eval/accuracy", **few_settings).metrics
+
+
+@pytest.mark.parametrize(
+    ("name", "guess"), [("acc", "eval/accuracy"), ("eval/acuracy", "eval/accuracy"), ("eval/foo", "")]
+)
+def test_a_best_metric_like_no_other_gets_no_guess(name: str, guess: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        _check_best_metric(name, ["colour", "accuracy", "loss"])
+    assert str(caught.value).endswith(f"did you mean {guess}?" if guess else "eval/accuracy, eval/colour, eval/loss")
 
 
 def test_a_best_metric_may_count_no_items_in_some_steps(few_settings: dict[str, object]) -> None:

@@ -1,4 +1,4 @@
-"""The moving average of the weights: the same on any ranks, through restarts, and never in training's way."""
+"""The moving average of the weights is the same on any number of ranks and after restarts; training ignores it."""
 
 from __future__ import annotations
 

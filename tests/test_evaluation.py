@@ -1,4 +1,4 @@
-"""Evaluation over the ranks: every sample once, sums and torchmetrics exact, the best checkpoint kept."""
+"""Evaluation over the ranks: every sample once, exact sums and torchmetrics, and the best checkpoint is kept."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_batch_size_and_workers_do_not_change_the_metrics(runs: dict[str, Outcom
     assert metrics_of(runs["workers"]) == pytest.approx(expected, abs=1e-10)
 
 
-def test_a_recipe_that_does_not_say_how_is_evaluated_by_its_loss(runs: dict[str, Outcome]) -> None:
+def test_a_recipe_without_evaluate_is_evaluated_by_its_loss(runs: dict[str, Outcome]) -> None:
     metrics = metrics_of(runs["by loss"])
     assert set(metrics) == {"eval/loss", "eval/ids", "eval/squares"}
     assert metrics["eval/loss"] == pytest.approx(metrics_of(runs["whole batches"])["eval/loss"], abs=1e-10)
@@ -121,7 +121,7 @@ def test_a_recipe_that_does_not_say_how_is_evaluated_by_its_loss(runs: dict[str,
 
 
 @pytest.mark.parametrize(("name", "choose"), [("best min", min), ("best max", max)])
-def test_the_best_checkpoint_is_kept_beside_the_newest(runs: dict[str, Outcome], name: str, choose: object) -> None:
+def test_the_best_checkpoint_is_kept_besides_the_newest(runs: dict[str, Outcome], name: str, choose: object) -> None:
     lines = runs[name].evaluations()[:6]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     best = choose(lines, key=lambda line: line["eval/loss"])  # type: ignore[operator]
@@ -136,7 +136,7 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(runs: dict[str, Outcome],
         assert runs["best max goes on"].state()["best"]["step"] == best["step"]
 
 
-def test_an_unknown_best_metric_ends_the_run_and_says_what_there_is(runs: dict[str, Outcome]) -> None:
+def test_an_unknown_best_metric_ends_the_run_and_lists_the_metrics(runs: dict[str, Outcome]) -> None:
     for outcome in runs["unknown metric"].by_rank:
         assert outcome["exit_code"] == 3
         assert "eval/nothing" in outcome["error"] and "eval/accuracy" in outcome["error"]
@@ -158,14 +158,14 @@ class TornSentences(Sentences):
         return Torn(7, False, first=1000) if split == "eval" else super().dataset(split)
 
 
-def test_a_batch_that_cannot_be_read_takes_nothing_away_from_the_metrics(tmp_path: Path) -> None:
+def test_an_unreadable_batch_does_not_affect_the_metrics(tmp_path: Path) -> None:
     result = unisono.train(TornSentences, **RUN, max_bad_samples=2, output_dir=str(tmp_path / "run"))  # type: ignore[arg-type]
     assert result.metrics["eval/mean_id"] == (0 + 3 + 4 + 5 + 6) / 5
     # One is added up by the engine, the other by torchmetrics, which had seen samples before the others stood in.
     assert result.metrics["eval/accuracy"] == pytest.approx(result.metrics["eval/right"], abs=1e-6)
 
 
-def test_out_of_memory_in_an_evaluation_begins_it_again_in_smaller_batches(runs: dict[str, Outcome]) -> None:
+def test_out_of_memory_in_an_evaluation_restarts_it_with_smaller_batches(runs: dict[str, Outcome]) -> None:
     run = runs["out of memory"]
     assert metrics_of(run) == pytest.approx(metrics_of(runs[name_of(2, "ddp", 7)]), abs=1e-6)
     calls = [json.loads(line) for line in (run.record / "eval.0").read_text().splitlines()]

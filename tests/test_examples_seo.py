@@ -1,4 +1,4 @@
-"""examples/seo: the known imports, the usage examples and the check script, run as they are."""
+"""examples/seo: the imports, the usage examples and the check script, run as they are."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def scripts() -> Iterator[dict[str, ModuleType]]:
         yield {name: importlib.import_module(name) for name in names}
 
 
-def test_the_known_imports_are_the_engine_itself(scripts: dict[str, ModuleType]) -> None:
-    known = scripts["advanced_llm_seo_engine"]
-    assert sorted(known.__all__) == sorted(front.__all__)
-    assert all(getattr(known, name) is getattr(front, name) for name in known.__all__)
+def test_the_original_module_name_exports_the_same_classes(scripts: dict[str, ModuleType]) -> None:
+    module = scripts["advanced_llm_seo_engine"]
+    assert sorted(module.__all__) == sorted(front.__all__)
+    assert all(getattr(module, name) is getattr(front, name) for name in module.__all__)
 
 
 def test_the_pages_have_both_labels_alike(scripts: dict[str, ModuleType]) -> None:
@@ -59,7 +59,7 @@ def test_the_usage_examples_run_as_written_and_two_processes_train_like_one(
     assert scripts["multi_gpu_training"].main([]) == 0
     one = capfd.readouterr()
     assert one.out.count("Strategy: single\nActive GPUs: 0\nDevice: cpu\n") == 2
-    notes = re.findall(r"note: (\d) GPUs were asked for.* stays (\d+)", one.err)
+    notes = re.findall(r"note: (\d) GPUs were requested.* stays (\d+)", one.err)
     assert notes == [("2", "32"), ("4", "64"), ("2", "8")]  # one for each engine
     accuracy, baseline = re.findall(r"accuracy ([\d.]+); baseline \(constant prediction\) ([\d.]+)", one.out)[0]
     assert float(accuracy) > float(baseline) + 0.2

@@ -1,4 +1,4 @@
-"""examples/wan_distill: the commands, flags and files that people know, run as they are written."""
+"""examples/wan_distill: the original script's commands, flags and files, run as they are written."""
 
 from __future__ import annotations
 
@@ -55,30 +55,30 @@ def small(example: Path) -> list[object]:
 
 
 @pytest.fixture
-def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """What the script makes of a command line, asked in an empty folder on a machine without GPUs."""
     monkeypatch.chdir(tmp_path)
     with beside(EXAMPLE):
-        found = import_module("known_flags")
-        monkeypatch.setattr(found, "visible_gpus", list)
-        yield found
+        module = import_module("script_flags")
+        monkeypatch.setattr(module, "visible_gpus", list)
+        yield module
 
 
-def with_gpus(known: ModuleType, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def with_gpus(script: ModuleType, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     gpus = [Gpu(index, f"GPU-{index}aaa-0000", "H100", 80 * 10**9, 80 * 10**9, 0) for index in range(number)]
-    monkeypatch.setattr(known, "visible_gpus", lambda: gpus)
+    monkeypatch.setattr(script, "visible_gpus", lambda: gpus)
 
 
 def launched(monkeypatch: pytest.MonkeyPatch, world: int, local_world: int) -> None:
-    found = {"RANK": 0, "WORLD_SIZE": world, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": local_world, "MASTER_PORT": 1}
-    for name, value in {**found, "MASTER_ADDR": "here"}.items():
+    variables = {"RANK": 0, "WORLD_SIZE": world, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": local_world, "MASTER_PORT": 1}
+    for name, value in {**variables, "MASTER_ADDR": "here"}.items():
         monkeypatch.setenv(name, str(value))
 
 
-def settings(known: ModuleType, *words: object) -> tuple[dict[str, Any], list[str]]:
+def settings(script: ModuleType, *words: object) -> tuple[dict[str, Any], list[str]]:
     """All settings that a command line comes to, and what is said about it."""
-    completed, remarks = known.completed([str(word) for word in words])
-    return known.settings_of(completed).values, remarks
+    completed, remarks = script.completed([str(word) for word in words])
+    return script.resolve(completed).values, remarks
 
 
 # --- flags: each does what its name says, or a remark says what it does instead
@@ -113,13 +113,13 @@ ACT = [
 
 
 @pytest.mark.parametrize(("words", "name", "value"), ACT, ids=[words for words, _, _ in ACT])
-def test_a_known_flag_acts(known: ModuleType, words: str, name: str, value: object) -> None:
-    values, _ = settings(known, *REAL, *words.split())
+def test_a_flag_of_the_original_script_takes_effect(script: ModuleType, words: str, name: str, value: object) -> None:
+    values, _ = settings(script, *REAL, *words.split())
     assert values[name] == value
     assert [values[name] for name in ("teacher_path", "student_config", "data_path")] == REAL[1::2]
 
 
-SAID = {
+NOTES = {
     "--num_steps 7": "optimizer steps of the whole run",
     "--num_epochs 7": "an epoch is a pass over everything that the teacher generated",
     "--distributed": "torchrun --nproc_per_node=4",
@@ -133,111 +133,111 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("words", SAID)
-def test_a_flag_that_means_something_else_here_is_explained_once(known: ModuleType, words: str) -> None:
-    _, remarks = settings(known, *REAL, *words.split())
-    assert sum(SAID[words] in remark for remark in remarks) == 1
-    _, otherwise = settings(known, *REAL, "--num_steps", 7) if words != "--num_steps 7" else settings(known, *REAL)
-    assert not any(SAID[words] in remark for remark in otherwise if words != "--num_epochs 7")
+@pytest.mark.parametrize("words", NOTES)
+def test_a_flag_with_another_meaning_is_explained_once(script: ModuleType, words: str) -> None:
+    _, remarks = settings(script, *REAL, *words.split())
+    assert sum(NOTES[words] in remark for remark in remarks) == 1
+    _, otherwise = settings(script, *REAL, "--num_steps", 7) if words != "--num_steps 7" else settings(script, *REAL)
+    assert not any(NOTES[words] in remark for remark in otherwise if words != "--num_epochs 7")
 
 
-def test_where_the_teacher_computes_is_told_as_the_machine_is(
-    known: ModuleType, monkeypatch: pytest.MonkeyPatch
+def test_the_note_on_the_teachers_placement_fits_the_machine(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def said(place: str, *more: object) -> str:
-        (found,) = [it for it in settings(known, *REAL, "--teacher_device_strategy", place, *more)[1] if place in it]
-        return found
+        (note,) = [it for it in settings(script, *REAL, "--teacher_device_strategy", place, *more)[1] if place in it]
+        return note
 
     assert "GPU the teacher" in said("cpu") and "on the GPU" not in said("cpu")
-    with_gpus(known, monkeypatch, 1)
+    with_gpus(script, monkeypatch, 1)
     assert "each block computed on the GPU" in said("cpu")
     assert "each GPU has its own copy of the teacher" in said("gpu0")
     assert "on the GPU" not in said("cpu", "--gpus", 0)
 
 
-def test_who_says_everything_in_our_words_is_told_nothing(known: ModuleType) -> None:
+def test_explicit_unisono_flags_need_no_note(script: ModuleType) -> None:
     words = ["--max_steps", 7, "--learning_rate", 1e-5, "--mixed_precision=no", "--gpus", 1]
-    _, remarks = settings(known, *REAL, *words)
+    _, remarks = settings(script, *REAL, *words)
     assert [remark for remark in remarks if "mixed_precision" not in remark] == []
 
 
-def test_where_nothing_is_said_it_is_told_what_is_taken(known: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    values, remarks = settings(known, *REAL)
+def test_notes_name_the_defaults_that_apply(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    values, remarks = settings(script, *REAL)
     assert (values["output_dir"], values["num_epochs"], values["max_steps"]) == ("./outputs", 10, None)
     assert (values["batch_size"], values["gpus"], values["learning_rate"]) == (2, "1", 1e-4)
     assert any("10 epochs" in remark for remark in remarks)
     assert "defaults: --lr 0.0001, --mixed_precision bf16 (original script: 1e-5, no)" in remarks
-    with_gpus(known, monkeypatch, 1)
+    with_gpus(script, monkeypatch, 1)
     assert any(
-        "--teacher_dtype bfloat16 (original script: 1e-5, no, float32)" in it for it in settings(known, *REAL)[1]
+        "--teacher_dtype bfloat16 (original script: 1e-5, no, float32)" in it for it in settings(script, *REAL)[1]
     )
 
 
-def test_multi_gpu_is_data_parallel_on_all_gpus(known: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_gpus(known, monkeypatch, 4)
-    values, remarks = settings(known, *REAL, "--multi_gpu")
+def test_multi_gpu_is_data_parallel_on_all_gpus(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpus(script, monkeypatch, 4)
+    values, remarks = settings(script, *REAL, "--multi_gpu")
     assert (values["strategy"], values["gpus"]) == ("dp", "all")
     assert any(remark.startswith("Model wrapped with DataParallel on 4 GPUs") for remark in remarks)
-    values, remarks = settings(known, *REAL, "--multi_gpu", "--gpus", "0,2")
+    values, remarks = settings(script, *REAL, "--multi_gpu", "--gpus", "0,2")
     assert (values["strategy"], values["gpus"]) == ("dp", "0,2") and any("on 2 GPUs" in it for it in remarks)
-    with_gpus(known, monkeypatch, 1)
-    values, remarks = settings(known, *REAL, "--multi_gpu")
+    with_gpus(script, monkeypatch, 1)
+    values, remarks = settings(script, *REAL, "--multi_gpu")
     assert (values["strategy"], values["gpus"]) == ("auto", "1") and any("has one GPU" in it for it in remarks)
 
 
 def test_under_a_launcher_multi_gpu_and_distributed_are_not_needed(
-    known: ModuleType, monkeypatch: pytest.MonkeyPatch
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched(monkeypatch, 4, 4)
-    values, remarks = settings(known, *REAL, "--multi_gpu", "--distributed")
+    values, remarks = settings(script, *REAL, "--multi_gpu", "--distributed")
     assert values["strategy"] == "auto"
     assert sum("is not needed" in remark for remark in remarks) == 2
     assert "[Rank 0] Distributed training initialized: 4 processes by torchrun" in remarks
 
 
-def test_more_processes_than_gpus_are_refused(known: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_processes_than_gpus_are_refused(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     launched(monkeypatch, 8, 4)
-    settings(known, *REAL)  # on the CPU any number is right
-    with_gpus(known, monkeypatch, 2)
-    with pytest.raises(known.ConfigError, match=r"local_rank 3, and there are only 2 GPUs.*--nproc_per_node=2"):
-        settings(known, *REAL)
-    with_gpus(known, monkeypatch, 4)
-    settings(known, *REAL)
+    settings(script, *REAL)  # on the CPU any number is right
+    with_gpus(script, monkeypatch, 2)
+    with pytest.raises(script.ConfigError, match=r"local_rank 3, and there are only 2 GPUs.*--nproc_per_node=2"):
+        settings(script, *REAL)
+    with_gpus(script, monkeypatch, 4)
+    settings(script, *REAL)
 
 
 def test_samples_every_so_many_epochs_are_previews_every_so_many_steps(
-    known: ModuleType, monkeypatch: pytest.MonkeyPatch
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("mine.txt").write_text("".join(f"prompt {number}\n" for number in range(50)))
     words = [*REAL, "--rollouts", 3, "--pairs", 4, "--batch_size", 4, "--num_eval", 0]  # 600 samples
-    values, remarks = settings(known, *words, "--save_samples")
+    values, remarks = settings(script, *words, "--save_samples")
     assert values["preview_every"] == 150 and any("every 150 steps" in remark for remark in remarks)
-    assert settings(known, *words, "--sample_interval", 2)[0]["preview_every"] == 300
-    assert settings(known, *words[:-2], "--save_samples", "--num_eval", 10)[0]["preview_every"] == 120
-    assert settings(known, *words, "--save_samples", "--global_batch_size", 12)[0]["preview_every"] == 50
-    assert settings(known, *words, "--save_samples", "--preview_every", 7)[0]["preview_every"] == 7
+    assert settings(script, *words, "--sample_interval", 2)[0]["preview_every"] == 300
+    assert settings(script, *words[:-2], "--save_samples", "--num_eval", 10)[0]["preview_every"] == 120
+    assert settings(script, *words, "--save_samples", "--global_batch_size", 12)[0]["preview_every"] == 50
+    assert settings(script, *words, "--save_samples", "--preview_every", 7)[0]["preview_every"] == 7
     path = ["--trajectory_weight", 1, "--trajectory_points", 6]
-    assert settings(known, *words, "--save_samples", *path)[0]["preview_every"] == 225
-    assert settings(known, *words, "--save_samples", "--online")[0]["preview_every"] == 38
-    assert settings(known, *words)[0]["preview_every"] == 500, "the recipe's own"
-    with_gpus(known, monkeypatch, 5)
-    assert settings(known, *words, "--save_samples", "--multi_gpu")[0]["preview_every"] == 30
+    assert settings(script, *words, "--save_samples", *path)[0]["preview_every"] == 225
+    assert settings(script, *words, "--save_samples", "--online")[0]["preview_every"] == 38
+    assert settings(script, *words)[0]["preview_every"] == 500, "the recipe's own"
+    with_gpus(script, monkeypatch, 5)
+    assert settings(script, *words, "--save_samples", "--multi_gpu")[0]["preview_every"] == 30
     launched(monkeypatch, 3, 3)
-    assert settings(known, *words, "--save_samples")[0]["preview_every"] == 50
+    assert settings(script, *words, "--save_samples")[0]["preview_every"] == 50
 
 
 def test_the_tiny_teacher_gets_a_student_and_prompts_that_fit_it(
-    known: ModuleType, monkeypatch: pytest.MonkeyPatch
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(EXAMPLE)
     ours = ["--student_config", "config/student_config.json", "--data_path", "data/static_prompts.txt"]
-    values, remarks = settings(known, "--teacher_path", "tiny", *ours)
+    values, remarks = settings(script, "--teacher_path", "tiny", *ours)
     assert (values["student_config"], values["data_path"]) == ("config/tiny_student.json", "shapes")
     assert values["max_steps"] == TINY["max_steps"] and values["learning_rate"] == TINY["learning_rate"]
     assert sum("tiny" in remark for remark in remarks) == 2
-    values, remarks = settings(known, "--teacher_path", "real", *ours)
+    values, remarks = settings(script, "--teacher_path", "real", *ours)
     assert values["student_config"] == "config/student_config.json" and not any("tiny" in it for it in remarks)
-    values, _ = settings(known, "--teacher_path", "tiny", "--student_config", "mine.json", "--data_path", "mine.txt")
+    values, _ = settings(script, "--teacher_path", "tiny", "--student_config", "mine.json", "--data_path", "mine.txt")
     assert (values["student_config"], values["data_path"]) == ("mine.json", "mine.txt"), "what is the user's stays"
 
 
@@ -259,10 +259,20 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_what_cannot_be_is_refused_with_one_line_that_says_what_to_do(words: str, example: Path) -> None:
-    ended = command(*PYTHON, SCRIPT, *words.split(), cwd=example)
-    assert (ended.code, ended.out) == (2, "") and not (example / "outputs").exists()
-    assert re.fullmatch(f"train_distillation.py: .*{re.escape(REFUSED[words])}.*\n", ended.err)
+def test_a_mistake_is_refused_in_one_line_with_the_fix(
+    words: str, script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train_distillation.py", *words.split()])
+    with pytest.raises(SystemExit) as ended:
+        import_module("train_distillation").main()
+    assert ended.value.code == 2 and not os.listdir()
+    out, err = capsys.readouterr()
+    assert not out and re.fullmatch(f"train_distillation.py: .*{re.escape(REFUSED[words])}.*\n", err)
+
+
+def test_a_mistake_ends_the_script_with_exit_code_2(example: Path) -> None:
+    ended = command(*PYTHON, SCRIPT, "--batchsize", 2, cwd=example)
+    assert (ended.code, ended.out, ended.err.count("\n")) == (2, "", 1) and not (example / "outputs").exists()
 
 
 def test_torchrun_python_is_explained(example: Path) -> None:
@@ -283,12 +293,14 @@ def test_a_script_is_valid_and_can_be_executed(script: str) -> None:
 @pytest.mark.parametrize(
     ("word", "gpus", "devices"), [("", 0, ""), ("3", 0, "--nproc 3"), ("all", 0, ""), ("all", 4, "--gpus all")]
 )
-def test_run_distillation_trains_and_draws(word: str, gpus: int, devices: str, example: Path, tmp_path: Path) -> None:
+def test_run_distillation_trains_and_generates_an_image(
+    word: str, gpus: int, devices: str, example: Path, tmp_path: Path
+) -> None:
     python = tmp_path / "python"  # says how many GPUs there are, and how it is called
     python.write_text(f'#!/bin/bash\nif [ "$1" = -c ]; then echo {gpus}; else echo "$@"; fi\n')
     python.chmod(0o755)
-    told = {"TEACHER_PATH": "some/where", "OUTPUT_DIR": "there", "PROMPT": "a b"}
-    ended = command("./run_distillation.sh", *word.split(), "--lr", 1, cwd=example, first=str(tmp_path), **told)
+    variables = {"TEACHER_PATH": "some/where", "OUTPUT_DIR": "there", "PROMPT": "a b"}
+    ended = command("./run_distillation.sh", *word.split(), "--lr", 1, cwd=example, first=str(tmp_path), **variables)
     trained, drew = ended.out.splitlines()
     assert trained.startswith(f"{SCRIPT} --teacher_path some/where --student_config config/student_config.json ")
     assert trained.endswith(" ".join(["--output_dir there", *devices.split(), "--lr 1"]))
@@ -333,7 +345,7 @@ def test_importing_the_script_does_not_wait_for_torch(example: Path) -> None:
     assert (ended.code, ended.out) == (0, "False\n"), ended.err
 
 
-def test_help_lists_the_known_flags(example: Path) -> None:
+def test_help_lists_the_flags_of_the_original_script(example: Path) -> None:
     ended = command(*PYTHON, SCRIPT, "--help", cwd=example)
     assert ended.code == 0 and not ended.err
     assert ended.out.startswith("usage: python train_distillation.py ")
@@ -344,12 +356,12 @@ def test_help_lists_the_known_flags(example: Path) -> None:
     assert "--multi_gpu\n      All GPUs" in ended.out
 
 
-def test_without_a_word_there_are_no_loader_processes_as_in_that_script(known: ModuleType) -> None:
+def test_the_default_number_of_workers_is_that_of_the_original_script(script: ModuleType) -> None:
     for words, number in {(): 0, ("--num_workers", 4): 4, ("--num_workers=0",): 0}.items():
-        assert settings(known, *REAL, *words)[0]["num_workers"] == number
+        assert settings(script, *REAL, *words)[0]["num_workers"] == number
 
 
-def test_the_settings_can_be_looked_at(example: Path) -> None:
+def test_print_config_shows_the_settings(example: Path) -> None:
     ended = command(*PYTHON, SCRIPT, *REAL, "--num_steps", 7, "--print_config", cwd=example)
     assert ended.code == 0 and yaml.safe_load(ended.out)["max_steps"] == 7
     assert "run_inference.py" not in ended.err and not (example / "outputs").exists()
@@ -377,13 +389,13 @@ def trained(example: Path, folder: str, processes: int, batch: int) -> dict[str,
     """What is known of a run of two steps."""
     record: dict[str, Any] = json.loads((example / folder / "run.json").read_text())
     assert [each["world"] for each in record["starts"]] == [processes]
-    found = [line for line in lines(example / folder) if "loss" in line]
-    assert [(line["step"], line["samples"]) for line in found] == [(1, batch), (2, 2 * batch)]
+    steps = [line for line in lines(example / folder) if "loss" in line]
+    assert [(line["step"], line["samples"]) for line in steps] == [(1, batch), (2, 2 * batch)]
     assert list((example / folder / "checkpoints").glob("step_*/manifest.json"))
     return record
 
 
-def test_the_command_of_the_document_trains_and_its_student_draws(example: Path, small: list[object]) -> None:
+def test_the_documented_command_trains_and_its_student_generates(example: Path, small: list[object]) -> None:
     words = [*small, "--output_dir", "./outputs/wan_t2i", "--batch_size", 4, "--multi_gpu", "--save_samples"]
     words += ["--sample_prompts", "a red ball", "a ball", "--teacher_device_strategy", "balanced"]
     ended = command(*PYTHON, SCRIPT, *words, *QUICKLY, cwd=example)
@@ -427,7 +439,7 @@ COMMANDS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_of_the_document_trains(name: str, example: Path, small: list[object]) -> None:
+def test_a_documented_command_trains(name: str, example: Path, small: list[object]) -> None:
     words, processes = COMMANDS[name]
     folder = f"outputs/{name.split()[0]}"
     ended = command(*words, *small, *QUICKLY, "--output_dir", folder, "--batch_size", 4, cwd=example)
@@ -451,7 +463,7 @@ def test_the_five_checks_of_the_folder_pass(example: Path) -> None:
     assert ended.code == 0 and "5 of 5 pass" in ended.out, ended.out[-3000:]
 
 
-def test_the_documents_show_the_commands_that_people_know() -> None:
+def test_the_documents_show_the_original_commands() -> None:
     guides = "".join((EXAMPLE / name).read_text() for name in ("README.md", "docs/MULTI_GPU.md"))
     flat = re.sub(r"\s*\\\n\s*", " ", guides)
     for line in (

@@ -1,8 +1,9 @@
-"""examples/wan_flow: the commands, flags and files that people know, run as they are written."""
+"""examples/wan_flow: the original script's commands, flags and files, run as they are written."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -40,17 +41,17 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """What the script makes of a command line, asked in an empty folder."""
     monkeypatch.chdir(tmp_path)
     with beside(EXAMPLE):
-        yield import_module("known_script")
+        yield import_module("script_flags")
 
 
-def settings(known: ModuleType, *words: object) -> tuple[dict[str, Any], str]:
+def settings(script: ModuleType, *words: object) -> tuple[dict[str, Any], str]:
     """All settings that a command line comes to, and what is said about it."""
-    completed, remarks = known.completed([str(word) for word in words])
-    return known.settings_of(completed).values, "; ".join(remarks)
+    completed, remarks = script.completed([str(word) for word in words])
+    return script.resolve(completed).values, "; ".join(remarks)
 
 
 # --- flags: each does what its name says, or is refused with the reason
@@ -85,13 +86,13 @@ ACT = [
 
 
 @pytest.mark.parametrize(("words", "name", "value"), ACT, ids=[words for words, _, _ in ACT])
-def test_a_known_flag_acts(known: ModuleType, words: str, name: str, value: object) -> None:
-    values, said = settings(known, "--model_path", "somewhere", *words.split())
-    assert values[name] == value and values["model_path"] == "somewhere" and not said
+def test_a_flag_of_the_original_script_takes_effect(script: ModuleType, words: str, name: str, value: object) -> None:
+    values, notes = settings(script, "--model_path", "somewhere", *words.split())
+    assert values[name] == value and values["model_path"] == "somewhere" and not notes
 
 
-def test_ckpt_path_is_the_model(known: ModuleType) -> None:
-    assert settings(known, "--ckpt_path", "models/mine.safetensors")[0]["model_path"] == "models/mine.safetensors"
+def test_ckpt_path_is_the_model(script: ModuleType) -> None:
+    assert settings(script, "--ckpt_path", "models/mine.safetensors")[0]["model_path"] == "models/mine.safetensors"
 
 
 REFUSED = {
@@ -107,23 +108,33 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_what_cannot_be_is_refused_with_one_line_that_says_what_to_do(words: str, example: Path) -> None:
-    ended = command(*PYTHON, "train_flow_matching.py", *words.split(), cwd=example)
-    assert (ended.code, ended.out) == (2, "") and not (example / "runs").exists()
-    assert re.fullmatch(f"train_flow_matching.py: .*{re.escape(REFUSED[words])}.*\n", ended.err)
+def test_a_mistake_is_refused_in_one_line_with_the_fix(
+    words: str, script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train_flow_matching.py", *words.split()])
+    with pytest.raises(SystemExit) as ended:
+        import_module("train_flow_matching").main()
+    assert ended.value.code == 2 and not os.listdir()
+    out, err = capsys.readouterr()
+    assert not out and re.fullmatch(f"train_flow_matching.py: .*{re.escape(REFUSED[words])}.*\n", err)
+
+
+def test_a_mistake_ends_the_script_with_exit_code_2(example: Path) -> None:
+    ended = command(*PYTHON, "train_flow_matching.py", "--batchsize", 2, cwd=example)
+    assert (ended.code, ended.out, ended.err.count("\n")) == (2, "", 1) and not (example / "runs").exists()
 
 
 # --- where nothing is said
 
 
-def test_without_a_model_a_tiny_one_learns_built_in_shapes_and_that_is_said(known: ModuleType) -> None:
+def test_without_a_model_a_tiny_one_trains_on_shapes_and_a_note_says_so(script: ModuleType) -> None:
     for words in ([], ["--dataset_path", "./dataset/"]):
-        values, said = settings(known, "--num_epochs", 50, *words)
+        values, notes = settings(script, "--num_epochs", 50, *words)
         assert (values["model_config"], values["dataset_path"], values["model_path"]) == ("tiny", "shapes", None)
-        assert MODEL in said and "--model_config tiny" in said and "built-in shapes" in said
+        assert MODEL in notes and "--model_config tiny" in notes and "built-in shapes" in notes
         assert (values["num_epochs"], values["max_steps"]) == (50, None), "what a user says wins"
-        assert f"for 50 epochs, as asked; it learns the shapes in {TINY['max_steps']} steps (--max_steps)" in said
-    assert settings(known, "--num_epochs", 50, "--max_steps", 7)[0]["max_steps"] == 7
+        assert f"for 50 epochs (--num_epochs); {TINY['max_steps']} steps are enough to learn the shapes" in notes
+    assert settings(script, "--num_epochs", 50, "--max_steps", 7)[0]["max_steps"] == 7
     for words, is_few in {
         ("--batch_size", 1, "--num_epochs", 50): True,
         ("--batch_size", 2): True,
@@ -132,49 +143,49 @@ def test_without_a_model_a_tiny_one_learns_built_in_shapes_and_that_is_said(know
         ("--batch_size", 2, "--max_steps", 7): True,
         ("--batch_size", 2, "--gradient_accumulation_steps", 2): False,
     }.items():
-        values, said = settings(known, *words)
+        values, notes = settings(script, *words)
         assert values["global_batch_size"] is None, "what the user says is done"
-        assert ("the shapes need about 32 samples per step" in said) == is_few, words
-    assert settings(known, "--num_epochs", 50, "--model_config", "tiny")[0]["max_steps"] is None, "it was asked for"
+        assert ("the shapes need about 32 samples per step" in notes) == is_few, words
+    assert settings(script, "--num_epochs", 50, "--model_config", "tiny")[0]["max_steps"] is None, "it was asked for"
 
 
-def test_the_model_that_the_known_script_had_is_taken_where_it_is(known: ModuleType) -> None:
+def test_the_original_scripts_model_is_used_if_its_file_exists(script: ModuleType) -> None:
     Path("models").mkdir()
     Path(MODEL).touch()
-    values, said = settings(known)
+    values, notes = settings(script)
     assert (values["model_path"], values["model_config"], values["dataset_path"]) == (MODEL, None, "./dataset")
     assert (values["num_epochs"], values["shift"]) == (100, 5)
     assert (values["caption_dropout"], values["guidance"]) == (0, 1), "there is no text encoder for empty captions"
-    assert MODEL in said and "normalised" in said
-    values, said = settings(known, "--parts_path", "there", "--shift", 3, "--max_steps", 7)
+    assert MODEL in notes and "normalised" in notes
+    values, notes = settings(script, "--parts_path", "there", "--shift", 3, "--max_steps", 7)
     assert (values["caption_dropout"], values["guidance"], values["shift"]) == (0.1, 5.0, 3)
-    assert (values["num_epochs"], values["max_steps"], "normalised" in said) == (None, 7, False)
-    assert settings(known, "--model_config", "tiny")[0]["model_path"] is None, "what is said wins"
+    assert (values["num_epochs"], values["max_steps"], "normalised" in notes) == (None, 7, False)
+    assert settings(script, "--model_config", "tiny")[0]["model_path"] is None, "what is said wins"
 
 
-def test_the_tiny_model_takes_the_users_images_where_there_are_any(known: ModuleType) -> None:
+def test_the_tiny_model_trains_on_the_users_images_if_there_are_any(script: ModuleType) -> None:
     Path("dataset").mkdir()
-    values, said = settings(known)
-    assert (values["dataset_path"], values["height"], values["width"]) == ("dataset", 32, 32) and "32 × 32" in said
-    assert settings(known, "--max_pixels", 4096)[0]["height"] == 0
-    assert settings(known, "--dataset_path", "shapes")[0]["dataset_path"] == "shapes"
-    assert settings(known, "--dataset_path", "elsewhere")[0]["dataset_path"] == "elsewhere", "missing: the recipe says"
+    values, notes = settings(script)
+    assert (values["dataset_path"], values["height"], values["width"]) == ("dataset", 32, 32) and "32 × 32" in notes
+    assert settings(script, "--max_pixels", 4096)[0]["height"] == 0
+    assert settings(script, "--dataset_path", "shapes")[0]["dataset_path"] == "shapes"
+    assert settings(script, "--dataset_path", "elsewhere")[0]["dataset_path"] == "elsewhere", "missing: the recipe says"
 
 
-def test_a_config_file_is_heard(known: ModuleType) -> None:
-    values, _ = settings(known, "--config", EXAMPLE / "tiny.yaml")
+def test_a_config_file_takes_effect(script: ModuleType) -> None:
+    values, _ = settings(script, "--config", EXAMPLE / "tiny.yaml")
     assert values["model_config"] == "tiny" and values["batch_size"] == TINY["batch_size"]
     Path("mine.yaml").write_text("model_path: mine\nnum_epochs: 3\n")
-    values, said = settings(known, "--config", "mine.yaml")
-    assert (values["model_path"], values["num_epochs"], said) == ("mine", 3, "")
+    values, notes = settings(script, "--config", "mine.yaml")
+    assert (values["model_path"], values["num_epochs"], notes) == ("mine", 3, "")
 
 
-def test_the_choices_in_tiny_yaml_are_settings(known: ModuleType) -> None:
+def test_the_choices_in_tiny_yaml_are_settings(script: ModuleType) -> None:
     text = (EXAMPLE / "tiny.yaml").read_text()
     choices = re.sub(r"^# (?=\w+: )", "", text, flags=re.MULTILINE)
     assert len(yaml.safe_load(choices)) > len(yaml.safe_load(text))
     Path("choices.yaml").write_text(choices)
-    assert settings(known, "--config", "choices.yaml")[0]["lora_rank"] == 8
+    assert settings(script, "--config", "choices.yaml")[0]["lora_rank"] == 8
 
 
 # --- scripts
@@ -193,12 +204,12 @@ def test_train_multigpu_passes_everything_on(words: str, gpus: str, nproc: int |
     more = ["--batch_size", 2, "--preview_prompts", "a red circle|two  words", "--print_config"]
     ended = command("./train_multigpu.sh", *words.split(), *more, cwd=example)
     assert ended.code == 0, ended.err
-    found = yaml.safe_load(ended.out)
-    assert (found["gpus"], found["nproc"], found["batch_size"]) == (gpus, nproc, 2)
-    assert found["preview_prompts"] == "a red circle|two  words"
+    values = yaml.safe_load(ended.out)
+    assert (values["gpus"], values["nproc"], values["batch_size"]) == (gpus, nproc, 2)
+    assert values["preview_prompts"] == "a red circle|two  words"
 
 
-def test_train_multigpu_takes_gpus_where_there_are_some(example: Path, tmp_path: Path) -> None:
+def test_train_multigpu_uses_gpus_if_there_are_any(example: Path, tmp_path: Path) -> None:
     python = tmp_path / "python"  # says that there are four, and how it is called
     python.write_text('#!/bin/bash\nif [ "$1" = -c ]; then echo 4; else shift; echo "$@"; fi\n')
     python.chmod(0o755)
@@ -207,7 +218,7 @@ def test_train_multigpu_takes_gpus_where_there_are_some(example: Path, tmp_path:
 
 
 @pytest.mark.parametrize("word", ["two", "0", "-1x"])
-def test_train_multigpu_refuses_what_is_no_number(word: str, example: Path) -> None:
+def test_train_multigpu_refuses_an_invalid_number(word: str, example: Path) -> None:
     ended = command("./train_multigpu.sh", word, cwd=example)
     assert ended.code == 2 and len(ended.err.splitlines()) == 1 and word in ended.err
 
@@ -225,7 +236,7 @@ def test_importing_the_script_does_not_wait_for_torch(example: Path) -> None:
     assert (ended.code, ended.out) == (0, "False\n"), ended.err
 
 
-def test_help_lists_the_known_flags(example: Path) -> None:
+def test_help_lists_the_flags_of_the_original_script(example: Path) -> None:
     ended = command(*PYTHON, "train_flow_matching.py", "--help", cwd=example)
     assert ended.code == 0 and not ended.err
     for flag in ("checkpoint_dir", "gradient_checkpointing", "torch_compile", "ema_decay", "dataset_path", "ckpt_path"):
@@ -233,7 +244,7 @@ def test_help_lists_the_known_flags(example: Path) -> None:
     assert ended.out.startswith("Trains Wan 2.1 or 2.2") and ended.out.count("  --model_dtype bf16 ") == 1
 
 
-def test_the_guide_has_every_section_that_the_known_one_promises() -> None:
+def test_the_guide_has_every_section_of_the_original() -> None:
     guide = (EXAMPLE / "MULTI_GPU_TRAINING.md").read_text()
     named = ("Requirements", "Quick start", "Batch", "Memory", "Performance tips", "Checkpoints", "Monitoring")
     for heading in (*named, "Troubleshooting"):
@@ -273,23 +284,23 @@ QUICK = ("torchrun",)
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in COMMANDS]
 )
-def test_a_command_of_the_document_trains(name: str, example: Path) -> None:
+def test_a_documented_command_trains(name: str, example: Path) -> None:
     words, processes = COMMANDS[name]
     folder = f"runs/{name.replace(' ', '-')}"
     ended = command(*words, *QUICKLY, "--checkpoint_dir", folder, cwd=example)
     assert ended.code == 0, ended.err
-    said = ended.out + ended.err
-    assert said.count("train_flow_matching.py: no --model_path") == 1, "the main process says it"
-    assert f"Number of processes: {processes}" in said
+    output = ended.out + ended.err
+    assert output.count("train_flow_matching.py: no --model_path") == 1, "the main process says it"
+    assert f"Number of processes: {processes}" in output
     record = json.loads((example / folder / "run.json").read_text())
     assert (record["starts"][0]["world"], record["config"]["dataset_path"]) == (processes, "shapes")
-    found = [line for line in lines(example / folder) if "loss" in line]
-    assert [(line["step"], line["samples"]) for line in found] == [(1, 2 * processes), (2, 4 * processes)]
+    steps = [line for line in lines(example / folder) if "loss" in line]
+    assert [(line["step"], line["samples"]) for line in steps] == [(1, 2 * processes), (2, 4 * processes)]
     assert list((example / folder / "checkpoints").glob("step_*/manifest.json"))
 
 
 @pytest.mark.slow
-def test_the_known_model_trains_on_the_latents_and_embeddings_beside_the_data(example: Path, tmp_path: Path) -> None:
+def test_the_original_model_trains_on_precomputed_latents_and_embeddings(example: Path, tmp_path: Path) -> None:
     from diffusers import WanTransformer3DModel
 
     shape = {"num_attention_heads": 1, "attention_head_dim": 128, "in_channels": 48, "out_channels": 48}

@@ -1,4 +1,4 @@
-"""`unisono export` writes what was trained, and nothing over what is there."""
+"""`unisono export` writes the trained weights and overwrites nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 
 from command_line import environment, unisono
 from unisono import Recipe
-from unisono.checkpoint.export import load_whole
+from unisono.checkpoint.load import load_whole
 from unisono.engine.export import export_run
 from unisono.errors import UserError
 
@@ -83,7 +83,7 @@ def test_a_step_and_the_best_can_be_exported(run: Path, tmp_path: Path) -> None:
     assert not torch.equal(exported(run, tmp_path / "other", "--step", str(other))["0.bias"], by_name["0.bias"])
 
 
-def test_nothing_is_written_over_what_is_there(run: Path, tmp_path: Path) -> None:
+def test_an_export_overwrites_nothing(run: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("keep")
     done = unisono("export", str(run), "mine", cwd=tmp_path)
@@ -99,7 +99,7 @@ def test_nothing_is_written_over_what_is_there(run: Path, tmp_path: Path) -> Non
         (["RUN", "--step", "last"], "expected a number"),
     ],
 )
-def test_what_cannot_be_exported_is_said_in_one_line(run: Path, tmp_path: Path, words: list[str], said: str) -> None:
+def test_a_failed_export_is_explained_in_one_line(run: Path, tmp_path: Path, words: list[str], said: str) -> None:
     given = [str(run) if word == "RUN" else word for word in words]
     done = unisono("export", given[0], "out", *given[1:], cwd=tmp_path)
     assert done.code == 2 and said in done.err and len(done.err.splitlines()) == 1
@@ -115,7 +115,7 @@ def test_a_run_cannot_bring_its_own_code(run: Path, tmp_path: Path, words: str) 
     record = json.loads((run / "run.json").read_text()) | {"recipe_from": words.format(run=foreign)}
     (foreign / "run.json").write_text(json.dumps(record))
     done = unisono("export", str(foreign), "out", cwd=tmp_path)
-    assert done.code == 2 and "inside itself" in done.err
+    assert done.code == 2 and "inside the run folder" in done.err
     assert not (tmp_path / "executed").exists()
 
 
@@ -129,13 +129,13 @@ def test_a_run_in_float64_is_exported_in_float64(tmp_path: Path) -> None:
     assert weights["1.running_mean"].dtype == torch.float64
 
 
-def test_an_export_beside_a_run_that_prunes_takes_the_newest_that_is_there(run: Path, tmp_path: Path) -> None:
+def test_an_export_during_pruning_takes_the_newest_checkpoint(run: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(run, tmp_path / "run"))
     code = """
 import sys
 from pathlib import Path
 import torch
-from unisono.checkpoint.export import load_whole
+from unisono.checkpoint.load import load_whole
 from unisono.checkpoint.find import read_extra
 from unisono.checkpoint.manifest import read_manifest
 from unisono.checkpoint.save import Saver
@@ -162,7 +162,7 @@ for step in range(7, 10**9):
         process.communicate()
 
 
-def test_an_export_that_fails_leaves_no_half_of_it(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_export_leaves_nothing_behind(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def export(self: Recipe, model: nn.Module, folder: Path) -> None:
         (folder / "part").mkdir()
         (folder / "part" / "one").write_text("half")

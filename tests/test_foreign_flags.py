@@ -25,7 +25,7 @@ def refused(recipe: str, *flags: str, **more: object) -> str:
     ("recipe", "flag", "answer"),
     [
         ("wan-flow", "--log_with", "every run writes metrics.jsonl and, with --tensorboard, TensorBoard files"),
-        ("wan-flow", "--repeats", "every sample is seen once per epoch; train longer with --num_epochs"),
+        ("wan-flow", "--repeats", "every sample is used once per epoch; train longer with --num_epochs"),
         ("wan-flow", "--fp8_scaled", "weights in 8 or 4 bit are not supported; to train a model that does not fit"),
         ("wan-flow", "--blocks_to_swap", "block swapping is not supported; to train a model that does not fit"),
         ("wan-flow", "--use_8bit_adam", "8-bit optimizers are not supported; --strategy fsdp divides"),
@@ -35,7 +35,7 @@ def refused(recipe: str, *flags: str, **more: object) -> str:
         ("wan-distill", "--network-dim", "--lora_rank is a setting of wan-flow and seo, not of this recipe"),
         ("clips", "--per-device-train-batch-size", "here it is --batch_size"),
         ("darkroom", "--report_to", "every run writes metrics.jsonl and, with --tensorboard, TensorBoard files"),
-        ("wan-flow", "--dataset_config", "put the settings into a YAML file and give it by --config"),
+        ("wan-flow", "--dataset_config", "put the settings into a YAML file and pass it with --config"),
         ("seo", "--deepspeed", "DeepSpeed is not supported; --strategy fsdp shards"),
         ("seo", "--accumulate_grad_batches", "here it is --gradient_accumulation_steps"),
     ],

@@ -1,4 +1,4 @@
-"""Numbers, sizes and exceptions as text for people."""
+"""Numbers, sizes and exceptions as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A disk that is full for a while costs a run what could not be written meanwhile, and nothing else."""
+"""A disk that is full for a while costs a run only what could not be written meanwhile."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tiny_recipe import Tiny
 from unisono.checkpoint.commit import read_best
 from unisono.checkpoint.find import list_steps
 from unisono.checkpoint.save import Best, Saver
-from unisono.engine.memory.remembered_size import remember, remembered
+from unisono.engine.memory.micro_batch_size import store_size, stored_size
 
 needs_mounts = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
 
@@ -96,7 +96,7 @@ def test_what_a_full_disk_held_up_is_written_when_there_is_room_again(tmp_path: 
         when = {"FULL_DISK": str(disk), "FULL_AFTER": str(first_save), "FULL_BETWEEN": "15 45"}
         done = command(*words, cwd=tmp_path, **when)
         assert done.code == 0, done.err
-        assert done.err.count("waits in memory") == done.err.count("is written again") >= 2, done.err
+        assert done.err.count("wait in memory") == done.err.count("is writable again") >= 2, done.err
         assert losses(run) and {line["step"] for line in lines(run)} == set(range(1, 61))
         assert curve(run) == pytest.approx(dict(enumerate(losses(run), 1)))
         events = lines(run, "events.jsonl")
@@ -108,7 +108,7 @@ def test_what_a_full_disk_held_up_is_written_when_there_is_room_again(tmp_path: 
 
 
 @needs_mounts
-def test_a_disk_that_stays_full_costs_lines_and_curves(tmp_path: Path) -> None:
+def test_a_disk_that_stays_full_loses_log_lines_and_not_the_run(tmp_path: Path) -> None:
     disk, run = tmp_path / "disk", tmp_path / "disk" / "run"
     with small_disk(disk, "256k"):
         run.mkdir()
@@ -118,7 +118,7 @@ def test_a_disk_that_stays_full_costs_lines_and_curves(tmp_path: Path) -> None:
         done = command(*words, cwd=tmp_path, FULL_DISK=str(disk), FULL_BETWEEN="5 1000")
         assert done.code == 0, done.err
     assert "Traceback" not in done.err and "done after step 60" in done.err
-    assert done.err.count("waits in memory") == done.err.count("lacks the last") > 1
+    assert done.err.count("wait in memory") == done.err.count("the last ") > 1
 
 
 def test_a_best_checkpoint_that_cannot_be_marked_is_kept_marked_later_and_stops_no_deletion(tmp_path: Path) -> None:
@@ -149,9 +149,9 @@ def test_a_note_for_the_next_attempt_is_only_a_warning_on_a_full_disk(
 ) -> None:
     with small_disk(tmp_path / "disk", "64k"):
         fill_up(tmp_path / "disk")
-        remember(tmp_path / "disk", 2)
-        assert remembered(tmp_path / "disk") is None and os.listdir(tmp_path / "disk") == ["filler"]
+        store_size(tmp_path / "disk", 2)
+        assert stored_size(tmp_path / "disk") is None and os.listdir(tmp_path / "disk") == ["filler"]
         assert "memory.json cannot be written (No space left on device)" in caplog.text
         (tmp_path / "disk" / "filler").unlink()
-        remember(tmp_path / "disk", 2)
-        assert remembered(tmp_path / "disk") == 2
+        store_size(tmp_path / "disk", 2)
+        assert stored_size(tmp_path / "disk") == 2

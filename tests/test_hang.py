@@ -27,7 +27,7 @@ from unisono.cluster.lifetime import die_with_parent
 from unisono.cluster.outcome import Outcome
 from unisono.cluster.signals import StopRequest
 from unisono.faults import Injector, parse
-from unisono.observe.straggler import INTERVALS, STEADY_S, Stragglers
+from unisono.observe.straggler import INTERVALS, STEADY_S, StragglerDetector
 
 STEPS = 6
 TRAIN = ["train", TINY, "--output_dir", "run", "--max_steps", STEPS, "--global_batch_size", 4, "--dtype", "float64"]
@@ -71,7 +71,7 @@ def test_each_phase_has_its_limit() -> None:
     assert Limits(0, 60).limit_for(Beat(0, "forward", 4, 1, 0.0, first_step=1)) is None, "0 is never"
 
 
-def test_a_rank_that_moves_has_not_stood_still_whatever_the_wall_clock_says() -> None:
+def test_progress_counts_whatever_the_wall_clock_shows() -> None:
     tracker = ProgressTracker()
     beat = Beat(0, "forward", 3, 1, time.time() - 1e6)
     assert tracker.update([beat])[0].idle_s == 0
@@ -92,7 +92,7 @@ def test_a_watcher_that_was_stopped_does_not_blame_the_ranks_for_that_time(monke
     for _ in range(100):
         moment[0] += 0.1
         tracker.update([beat], expected_s=0.1)
-    assert tracker.update([beat])[0].idle_s > 9.9, "a rank that really statuses still is hang"
+    assert tracker.update([beat])[0].idle_s > 9.9, "a rank that really stands still hangs"
 
 
 def test_a_heartbeat_shows_its_position_and_first_step_to_readers_outside(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_a_heartbeat_shows_its_position_and_first_step_to_readers_outside(tmp_pa
     assert seen == [(2, 0, True), (0, 5, True), (1, 5, True), (0, 5, False)]
 
 
-def test_a_stack_tells_who_waits() -> None:
+def test_a_stack_shows_which_rank_waits() -> None:
     dump = """Thread 0x01 (most recent call first):
   File "/x/threading.py", line 1 in wait
 
@@ -212,7 +212,9 @@ def test_the_start_has_a_limit_of_its_own(tmp_path: Path, capfd: pytest.CaptureF
     assert "in never_start" in output
 
 
-def test_every_kind_of_death_is_told_with_its_rank_and_step(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_every_kind_of_death_is_reported_with_its_rank_and_step(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     faults = "exit@rank1:step1,kill@rank1:step2,error@rank0:step3,segfault@rank0:step4"
     code, events = run(tmp_path, walk, faults, max_restarts=4)
     assert code == 0
@@ -290,7 +292,7 @@ def test_ranks_under_a_foreign_launcher_name_the_one_that_hangs_and_end(tmp_path
     assert "all_reduce" in (kept / "rank0.txt").read_text() and "all_reduce" not in (kept / "rank1.txt").read_text()
 
 
-def test_a_rank_that_says_nothing_is_the_suspect(tmp_path: Path) -> None:
+def test_a_silent_rank_is_the_suspect(tmp_path: Path) -> None:
     with pytest.raises(RanksFailed) as failed:
         run_ranks("hang_under_a_foreign_launcher", __file__, 2, {"how": "stop", "folder": str(tmp_path)}, timeout_s=60)
     output = str(failed.value)
@@ -308,7 +310,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return losses(place / "run")
 
 
-def test_training_goes_on_after_a_hang_as_if_nothing_had_been(tmp_path: Path, undisturbed: list[float]) -> None:
+def test_training_continues_after_a_hang_with_the_same_losses(tmp_path: Path, undisturbed: list[float]) -> None:
     words = [*TRAIN, "--nproc", 2, "--save_every", 2, "--inject", "hang@rank1:step5", "--hang_timeout", 4]
     ended = unisono(*words, cwd=tmp_path, seconds=180)
     assert ended.code == 0, ended.err
@@ -330,7 +332,7 @@ def test_torchrun_starts_again_after_a_hang(tmp_path: Path, undisturbed: list[fl
     assert [event["rank"] for event in lines(tmp_path / "run", "events.jsonl") if event["kind"] == "hang"] == [1]
 
 
-def test_a_single_process_that_hangs_says_where_and_ends(tmp_path: Path) -> None:
+def test_a_single_process_that_hangs_prints_its_stack_and_exits(tmp_path: Path) -> None:
     ended = unisono(*TRAIN, "--inject", "hang@step3", "--hang_timeout", 3, cwd=tmp_path)
     assert ended.code == 3, ended.err
     assert re.search(r"unisono: rank 0, step 3: no progress for \d s in forward \(hang_timeout 3\)", ended.err)
@@ -355,14 +357,14 @@ def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(tmp_path: Path, undist
 def test_a_steadily_slower_rank_is_named_once_a_minute_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [1000.0]
     monkeypatch.setattr("unisono.observe.straggler.time.monotonic", lambda: clock[0])
-    stragglers = Stragglers()
+    stragglers = StragglerDetector()
     slow, even = ([10.0, 10.4, 13.0], [1.0, 1.0, 3.8]), ([10.0, 10.4, 11.0], [1.0] * 3)
     warnings = []
     for each in (slow, slow, even, slow, slow, slow, slow):
         clock[0] += STEADY_S / 2
-        warnings.append(stragglers.look(*each))
-    hasty = Stragglers()
-    assert not any(hasty.look(*slow) for _ in range(10))  # many intervals, no time
+        warnings.append(stragglers.check(*each))
+    hasty = StragglerDetector()
+    assert not any(hasty.check(*slow) for _ in range(10))  # many intervals, no time
     assert [each is not None for each in warnings] == [False] * (2 + INTERVALS) + [True, False]
     assert warnings[5] is not None and (warnings[5].rank, warnings[5].slower_percent, warnings[5].reason) == (
         2,
@@ -370,15 +372,15 @@ def test_a_steadily_slower_rank_is_named_once_a_minute_with_the_reason(monkeypat
         "data",
     )
     clock[0] += 61
-    again = stragglers.look([10.0, 10.4, 13.0], [1.0] * 3)
+    again = stragglers.check([10.0, 10.4, 13.0], [1.0] * 3)
     assert again is not None and again.reason == "compute"
-    assert Stragglers().look([5.0], [0.0]) is None
+    assert StragglerDetector().check([5.0], [0.0]) is None
 
 
 def test_a_slow_rank_of_a_run_is_named(tmp_path: Path) -> None:
     ended = unisono(*TRAIN, "--nproc", 2, "--inject", "slow@rank1:step2:1.0s", cwd=tmp_path, seconds=180)
     assert ended.code == 0, ended.err
-    assert "rank 1 holds up the others" in ended.err
+    assert "rank 1 slows down the others" in ended.err
     [event] = [event for event in lines(tmp_path / "run", "events.jsonl") if event["kind"] == "straggler"]
     assert (event["rank"], event["reason"]) == (1, "compute") and event["slower_percent"] > 20
     [line] = [line for line in lines(tmp_path / "run") if line["step"] == 4]

@@ -1,4 +1,4 @@
-"""Memory that a run on the CPU keeps from step to step."""
+"""A run on the CPU keeps freed memory from step to step."""
 
 from __future__ import annotations
 

@@ -8,39 +8,39 @@ import pytest
 import torch
 
 from unisono.engine.step.optimizer_step import _Unread
-from unisono.observe.idle import STEPS, Idle
+from unisono.observe.gpu_idle import STEPS, GpuIdleDetector
 
 
 def told(waited: float, data: float = 0.0, intervals: int = 2, **options: Any) -> list[str]:
     """What is said in some intervals of enough steps, of which a part found the GPU waiting."""
-    idle, found = Idle(**{"recordable": True, **options}), []
+    idle, found = GpuIdleDetector(**{"can_use_cuda_graph": True, **options}), []
     for _ in range(intervals):
         for number in range(STEPS):
             idle.step(waited=number < waited * STEPS)
-        found.append(idle.look(10.0, 10.0 * data))
+        found.append(idle.advice(10.0, 10.0 * data))
     return [text for text in found if text is not None]
 
 
-def test_it_is_said_once_and_names_what_helps() -> None:
+def test_the_advice_is_given_once_and_names_the_remedy() -> None:
     (text,) = told(0.96, intervals=3)
     assert "48 of 50 steps" in text and "--cuda_graph" in text
 
 
 @pytest.mark.parametrize(
     "never",
-    [{"waited": 0.8}, {"waited": 1.0, "data": 0.2}, {"waited": 1.0, "recordable": False}],
+    [{"waited": 0.8}, {"waited": 1.0, "data": 0.2}, {"waited": 1.0, "can_use_cuda_graph": False}],
     ids=["a busy GPU", "slow data", "a step that cannot be recorded, or is"],
 )
-def test_it_is_not_said_of(never: dict[str, Any]) -> None:
+def test_no_advice_is_given_for(never: dict[str, Any]) -> None:
     assert told(**never) == []
 
 
-def test_few_steps_say_nothing_until_there_are_enough() -> None:
-    idle, found = Idle(recordable=True), []
+def test_no_advice_before_enough_steps() -> None:
+    idle, found = GpuIdleDetector(can_use_cuda_graph=True), []
     for number in range(STEPS):
         idle.step(waited=True)
         if number % 10 == 9:
-            found.append(idle.look(10.0, 0.0))
+            found.append(idle.advice(10.0, 0.0))
     assert found[:-1] == [None] * (len(found) - 1) and found[-1] is not None
 
 
@@ -56,7 +56,7 @@ class Event:
 
 
 @pytest.mark.parametrize(("event", "waited"), [(Event(done=True), True), (Event(done=False), False), (None, False)])
-def test_numbers_that_were_there_before_they_were_asked_for(event: Any, waited: bool) -> None:
+def test_a_result_that_has_arrived_means_that_the_gpu_waited(event: Any, waited: bool) -> None:
     unread = _Unread(0, 1, 0.1, ["total"], None, torch.ones(1), event)  # type: ignore[arg-type]
     assert unread.has_arrived is waited
     assert unread.read() == {"total": 1.0}

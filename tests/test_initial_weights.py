@@ -1,4 +1,4 @@
-"""Weights that come from elsewhere: read shard by shard, kept exact where asked, and not saved where not trained."""
+"""Initial weights from files: read by shards, kept in full precision if requested, saved only if trained."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_weights_that_are_not_trained_are_not_saved(runs: dict[str, Outcome]) ->
         assert not FROZEN & saved and "head.weight" in saved and "blocks.0.norm1.weight" in saved
 
 
-def test_such_a_run_goes_on_with_other_ranks(runs: dict[str, Outcome]) -> None:
+def test_a_run_with_initial_weights_resumes_on_other_ranks(runs: dict[str, Outcome]) -> None:
     torch.testing.assert_close(runs["then 3 ranks"].losses(), runs["straight on"].losses(), rtol=1e-10, atol=0)
     assert largest_difference(runs["then 3 ranks"].weights(9), runs["straight on"].weights(9)) < 1e-10
 
@@ -86,11 +86,11 @@ def test_a_weight_that_two_modules_share_stays_shared(name: str, runs: dict[str,
     assert largest_difference(elsewhere.weights(), here.weights()) < 1e-10
 
 
-def test_an_export_has_them_all(runs: dict[str, Outcome], tmp_path: Path) -> None:
+def test_an_export_has_all_weights(runs: dict[str, Outcome], tmp_path: Path) -> None:
     from recipes_for_tests import __file__ as recipes
     from unisono.engine.export import load_trained
 
-    _, model, _ = load_trained(runs["one device"].folder, words=f"{recipes}:SentencesFromElsewhere")
+    _, model, _ = load_trained(runs["one device"].folder, reference=f"{recipes}:SentencesFromElsewhere")
     assert not any(tensor.is_meta for tensor in model.state_dict().values())
     assert (
         largest_difference(

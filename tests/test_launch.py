@@ -230,7 +230,7 @@ def test_ranks_get_their_environment_and_print_straight_through(tmp_path, monkey
     assert err == ""
 
 
-def test_a_users_mistake_is_told_once_and_not_tried_again(tmp_path, capfd):
+def test_a_user_error_is_printed_once_and_not_retried(tmp_path, capfd):
     restarts = []
     start = time.monotonic()
     assert run(make_a_user_error, tmp_path, record_event=lambda *event: restarts.append(event)) == 2
@@ -321,7 +321,7 @@ def test_a_port_in_use_is_refused_with_its_holder(tmp_path):
         ({"rdzv_endpoint": "node0"}, "not host:port"),
     ],
 )
-def test_half_told_machines_are_refused(tmp_path, options, message):
+def test_incomplete_machine_settings_are_refused(tmp_path, options, message):
     with pytest.raises(UserError, match=message):
         run(be_done, tmp_path, **options)
 

@@ -70,7 +70,7 @@ def test_under_mpirun(tmp_path: Path, one_rank: list[float]) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_a_signal_to_mpirun_ends_the_run_and_it_goes_on(
+def test_a_run_stopped_by_a_signal_to_mpirun_can_continue(
     number: signal.Signals, tmp_path: Path, one_rank: list[float]
 ) -> None:
     """mpirun passes SIGUSR1 on at once. At SIGTERM it waits for a second, passes it on, and kills after another."""
@@ -95,7 +95,7 @@ def test_a_signal_to_mpirun_ends_the_run_and_it_goes_on(
     goes_on(tmp_path, one_rank)
 
 
-def test_nobody_waits_for_a_killed_rank_of_mpirun(tmp_path: Path, one_rank: list[float]) -> None:
+def test_no_rank_waits_for_a_killed_rank_of_mpirun(tmp_path: Path, one_rank: list[float]) -> None:
     ours, run = mark(), tmp_path / "run"
     words = [*TRAIN, *EXACT, "--save_every", 2, "--inject", "kill@rank1:step5"]
     launcher = start(words, cwd=tmp_path, program=mpirun(2), **ours)
@@ -180,7 +180,7 @@ def test_on_two_machines_with_our_own_launcher(tmp_path: Path, one_rank: list[fl
     assert "processes         2 on 2 machines" in main.err
 
 
-def test_a_user_mistake_under_torchrun_is_told_without_a_traceback_of_ours(tmp_path: Path) -> None:
+def test_a_user_error_under_torchrun_shows_no_traceback_of_ours(tmp_path: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
     ended = end(start([*torchrun, *TRAIN, "--num_samples", 0], cwd=tmp_path))
     assert ended.code != 0
@@ -189,7 +189,7 @@ def test_a_user_mistake_under_torchrun_is_told_without_a_traceback_of_ours(tmp_p
     assert not (tmp_path / "run").exists()
 
 
-def test_nobody_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
+def test_no_rank_outlives_a_killed_launcher(tmp_path: Path) -> None:
     hold, ours = tmp_path / "hold", mark()
     hold.write_text("0.2")
     words = [*TRAIN, "--max_steps", 1000, "--nproc", 2, "--num_workers", 2]

@@ -1,4 +1,4 @@
-"""The loader: the same micro-batches with any number of workers, each item with a seed of its own."""
+"""The loader returns the same micro-batches with any number of workers, and seeds each sample separately."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class WhoReads(Dataset[int]):
     micro_batch=st.integers(1, 8),
     world=st.integers(1, 7),
 )
-def test_ranks_walk_in_step_and_every_position_counts_once(
+def test_ranks_run_in_lockstep_and_every_position_counts_once(
     start: int, num_samples: int, global_batch: int, micro_batch: int, world: int
 ) -> None:
     end = start + num_samples
@@ -73,7 +73,7 @@ def test_ranks_walk_in_step_and_every_position_counts_once(
     assert counted == Counter(range(start, end))
 
 
-def test_a_stream_without_end_goes_on() -> None:
+def test_an_endless_stream_continues() -> None:
     chunks = cursor(end=None, start=10**12).chunks()
     assert [next(chunks).positions for _ in range(3)] == [range(10**12 + i, 10**12 + i + 2) for i in (0, 2, 4)]
 
@@ -111,7 +111,7 @@ def test_what_training_draws_does_not_change_the_items() -> None:
     assert read(cursor()) == first
 
 
-def test_workers_read_in_processes_of_their_own_and_end_when_the_loader_closes() -> None:
+def test_workers_are_separate_processes_and_end_when_the_loader_closes() -> None:
     loader = Loader(WhoReads(), list, Order(1000, 0), cursor(end=None), DataSettings(num_workers=2), pin=False)
     readers = {pid for _ in range(8) for pid in next(loader).data}
     assert len(readers) == 2 and os.getpid() not in readers
@@ -151,7 +151,7 @@ def test_a_batch_is_placed_through_any_nesting() -> None:
     assert to_device(x, torch.device("cpu")).dtype == torch.float32
 
 
-def test_only_large_plain_tensors_of_the_host_are_copied_beside_a_gpu_s_work() -> None:
+def test_only_large_plain_host_tensors_are_copied_on_the_prefetch_stream() -> None:
     gpu, large = torch.device("cuda"), torch.empty(2**18)
     assert is_worth_prefetching(large, gpu)
     for other in (large[:-1], torch.nn.Parameter(large), large.to("meta"), torch.eye(2**10).to_sparse()):

@@ -50,7 +50,7 @@ from unisono.multi_gpu import (
 )
 from unisono.multi_gpu.gpus import take_devices
 from unisono.observe.report.page import status_of
-from unisono.observe.report.reading import read_run
+from unisono.observe.report.read import read_run
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -342,7 +342,7 @@ def test_a_loader_that_drops_its_last_batch_does_so(shuffle: bool, workers: int)
 
 def test_dropping_all_there_is_is_refused() -> None:
     loader = DataLoader(create_datasets()[0], batch_size=64, drop_last=True)
-    with pytest.raises(ConfigError, match="leaves nothing to train on: the data have 20 samples, a batch 64"):
+    with pytest.raises(ConfigError, match="leaves nothing to train on: the dataset has 20 samples, a batch 64"):
         DataParallelTrainer(create_model(), config(global_batch_size=None), loader)
 
 
@@ -368,8 +368,9 @@ def test_a_smaller_batch_size_in_the_config_is_taken_up_and_the_run_stays_the_sa
         trainer.train_epoch(0)
         other.batch_size = 2
         trainer.train_epoch(1)
-    assert "batch_size 32 -> 2: at most 2 samples at once" in capfd.readouterr().err
-    assert "batch_size 6 -> 3: at most 3 samples at once per device" in told and "effective batch stays 6" in told
+    assert "batch_size 32 -> 2: from now on a micro-batch has at most 2 samples" in capfd.readouterr().err
+    assert "batch_size 6 -> 3: from now on a micro-batch has at most 3 samples" in told
+    assert "effective batch stays 6" in told
 
 
 def test_batches_by_name_and_models_with_a_loss_of_their_own() -> None:
@@ -536,7 +537,7 @@ def test_the_checkpoints_of_a_run_are_no_place_for_another_one() -> None:
     with make(config(output_dir="run")) as trainer:
         losses(trainer, 2)
     before = sorted(path.name for path in Path("run/checkpoints").glob("step_*"))
-    kept = pytest.raises(UserError, match="where a run keeps its own checkpoints")
+    kept = pytest.raises(UserError, match="contains the checkpoints of a run")
     with make(config(output_dir="run")) as trainer, kept:
         trainer.save_checkpoint(1, "run/checkpoints")
     assert before and sorted(path.name for path in Path("run/checkpoints").glob("step_*")) == before
@@ -585,7 +586,7 @@ def test_the_best_of_an_earlier_start_stays_the_best(capfd: pytest.CaptureFixtur
         assert trainer.validate(9)["val_loss"] == pytest.approx(first[0], abs=1e-12)
     capfd.readouterr()
     loop(4, "another.pth")
-    assert "epoch 0 was passed by an earlier start" in capfd.readouterr().err and not Path("another.pth").exists()
+    assert "epoch 0 was trained by an earlier start" in capfd.readouterr().err and not Path("another.pth").exists()
 
 
 def test_train_names_no_checkpoint_that_is_not_there() -> None:
@@ -624,7 +625,7 @@ def test_an_epoch_that_is_trained_once_more_is_told(capfd: pytest.CaptureFixture
         assert begin == 3 and "train_epoch" not in capfd.readouterr().err
         trainer.train_epoch(0)
         trainer.train_epoch(0)
-    assert capfd.readouterr().err.count("epoch 3 is done already") == 1
+    assert capfd.readouterr().err.count("epoch 3 is already trained") == 1
 
 
 def test_the_report_of_a_loop_that_ended_says_so() -> None:
@@ -687,7 +688,7 @@ def test_a_signal_between_epochs_ends_with_a_checkpoint_and_the_next_start_goes_
     Path("script.py").write_text(SIGNALLED)
     first = command_line.end(command_line.start(["script.py", "signal"], cwd=Path.cwd()))
     assert first.code == 75, first.err
-    assert first.out == "epoch 0\nepoch 1\n" and "it goes on" in first.err
+    assert first.out == "epoch 0\nepoch 1\n" and "to continue" in first.err
     second = command_line.end(command_line.start(["script.py", "go on"], cwd=Path.cwd()))
     assert second.code == 0 and second.out.endswith("epoch 3\n"), second.err
     steps = [json.loads(line)["step"] for line in Path("run/metrics.jsonl").read_text().splitlines()]
@@ -727,9 +728,9 @@ def test_nothing_of_the_user_s_is_overwritten() -> None:
         trainer.train_epoch(0)
         with pytest.raises(UserError, match=r"best_model.pth is a file"):
             trainer.save_checkpoint(0, "best_model.pth")
-        with pytest.raises(UserError, match=r"folder holds notes.txt"):
+        with pytest.raises(UserError, match=r"folder contains notes.txt"):
             trainer.save_checkpoint(0, "folder")
-        with pytest.raises(UserError, match="no_such is not there"):
+        with pytest.raises(UserError, match="no_such does not exist"):
             trainer.load_checkpoint("no_such")
     assert Path("best_model.pth").read_bytes() == b"years of work"
 
@@ -741,7 +742,7 @@ def test_a_checkpoint_s_story_may_say_anything_and_does_no_harm() -> None:
         recipe.recall(
             {"epochs": [{"epoch": "x"}, 3], "total": "many", "rates": ["fast"], "schedules": [{"step": 1}, 2]}
         )
-        assert recipe.story.epochs == [] and recipe.story.total == 0.0
+        assert recipe.log.epochs == [] and recipe.log.total == 0.0
         recipe.recall([1])
         trainer.train_epoch(1)
         assert callable(recipe._scheduler.step)
@@ -786,7 +787,7 @@ def test_a_batch_without_a_target_is_answered_before_the_model_sees_it() -> None
     manager = MultiGPUTrainingManager(config())
     loss = nn.functional.cross_entropy
     trainer = manager.create_trainer(create_model(), data, loss_fn=loss)  # type: ignore[arg-type]
-    with pytest.raises(RecipeError, match="the batch has x, answer; call one of them labels"), trainer:
+    with pytest.raises(RecipeError, match="the batch has only x, answer; name the target labels"), trainer:
         trainer.train_epoch(0)
 
 
@@ -795,7 +796,7 @@ def test_data_that_cannot_be_read_by_number_are_refused() -> None:
         def __iter__(self) -> Any:
             return iter(())
 
-    with pytest.raises(UserError, match=r"the train data \(Stream\) cannot be read by number"):
+    with pytest.raises(UserError, match=r"the train dataset \(Stream\) cannot be indexed"):
         MultiGPUTrainingManager(config()).create_trainer(create_model(), Stream())
 
 
@@ -803,7 +804,7 @@ def test_a_batch_larger_than_the_data_is_no_reason_for_a_remark(capfd: pytest.Ca
     with make(config(global_batch_size=4 * NUM)) as trainer:
         trainer.train_epoch(0)
         assert trainer.get_performance_stats()["samples"] == NUM
-    assert "reads on into the next epoch" not in capfd.readouterr().err
+    assert "continues into the next epoch" not in capfd.readouterr().err
 
 
 def test_a_field_that_there_is_not_is_answered_with_the_nearest() -> None:
@@ -913,7 +914,7 @@ def test_which_gpus_a_process_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # of the locks
     plain, rank = World("plain"), World(launcher="torchrun", rank=1, size=2, local_rank=1, local_size=2)
     all_of_them = take_devices(MultiGPUConfig(), "auto", plain)
-    assert all_of_them.strategy == "dp" and all_of_them.asked == 3 and "torchrun" in all_of_them.remarks[0]
+    assert all_of_them.strategy == "dp" and all_of_them.requested == 3 and "torchrun" in all_of_them.remarks[0]
     assert all_of_them.environ is not None
     assert all_of_them.environ["CUDA_VISIBLE_DEVICES"] == "GPU-0,GPU-1,GPU-2"
     del all_of_them  # lets go of them
@@ -921,16 +922,16 @@ def test_which_gpus_a_process_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert two.environ is not None and two.environ["CUDA_VISIBLE_DEVICES"] == "GPU-0,GPU-2"
     del two
     one = take_devices(MultiGPUConfig(num_gpus=1), "auto", plain)
-    assert (one.strategy, one.asked, one.environ, one.device) == ("auto", 1, None, "GPU-0")  # nobody asked for single
+    assert (one.strategy, one.requested, one.environ, one.device) == ("auto", 1, None, "GPU-0")
     del one
     fewer = take_devices(MultiGPUConfig(num_gpus=4), "dp", plain)
     assert "accumulation keeps the effective batch" in fewer.remarks[0]
     del fewer
-    fewer = take_devices(MultiGPUConfig(num_gpus=4), "dp", plain, whole_batch=6)
-    assert fewer.remarks[0].endswith("a step takes 6 samples all the same")
+    fewer = take_devices(MultiGPUConfig(num_gpus=4), "dp", plain, global_batch=6)
+    assert fewer.remarks[0].endswith("a step still takes 6 samples")
     del fewer
     ddp = take_devices(MultiGPUConfig(gpu_ids=[1, 2]), "ddp", plain)
-    assert (ddp.asked, ddp.device) == (2, "GPU-1") and "accumulation keeps" in ddp.remarks[-1]
+    assert (ddp.requested, ddp.device) == (2, "GPU-1") and "accumulation keeps" in ddp.remarks[-1]
     mine = take_devices(MultiGPUConfig(gpu_ids=[1, 2]), "ddp", rank)
     assert mine.environ is not None and mine.environ["CUDA_VISIBLE_DEVICES"] == "GPU-1,GPU-2"
     assert take_devices(MultiGPUConfig(num_gpus=0), "auto", plain).gpus == "0"
@@ -954,7 +955,7 @@ def test_the_banner_says_what_becomes_of_a_strategy_and_of_devices_that_are_not_
         assert trainer.get_performance_stats()["global_batch_size"] == BATCH
     said = "".join(capsys.readouterr())
     assert "single (dp on one device is single)" in said and "as requested" not in said
-    assert f"one CPU: a step takes {BATCH} samples all the same" in said and "accumulation keeps" not in said
+    assert f"one CPU: a step still takes {BATCH} samples" in said and "accumulation keeps" not in said
     with make(settings):
         assert "one CPU: accumulation keeps the effective batch" in "".join(capsys.readouterr())
 
@@ -992,7 +993,7 @@ def test_a_benchmark_of_one_process_says_that_it_measures_one_device(capsys: pyt
     found = benchmark_multi_gpu_performance(model, data, config(world_size=2), steps=2, warmup_steps=1)
     assert found["num_devices"] == 1 and found["devices_asked_for"] == 2
     told = capsys.readouterr().err
-    assert "world_size 2" in told and "one device" in told and "torchrun --nproc_per_node=2" in told
+    assert "world_size is 2" in told and "one device" in told and "torchrun --nproc_per_node=2" in told
 
 
 # --- two real ranks

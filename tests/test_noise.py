@@ -1,4 +1,4 @@
-"""Noise belongs to samples: a row depends on seed, position and number of the draw, and is as random as it should."""
+"""Noise belongs to samples: a row depends on seed, position and draw number only, and passes tests of randomness."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_row_is_the_same_in_any_batch(seed: int, positions: list[int], data: s
                 assert torch.equal(together[list(part)], apart)
 
 
-def test_a_longer_padded_batch_gives_the_same_numbers_to_the_same_places() -> None:
+def test_a_longer_padded_batch_has_the_same_numbers_at_the_same_positions() -> None:
     positions = torch.tensor([5, 8])
     assert torch.equal(Noise(1, positions).normal(9, 6)[:, :4], Noise(1, positions).normal(4, 6))
 

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from unisono.engine.start.banner import _devices
 from unisono.errors import UserError
-from unisono.observe.append import AppendedFile
+from unisono.observe.append_only_file import AppendOnlyFile
 from unisono.observe.banner import banner, effective_batch_text
 from unisono.observe.folder import RunFolder, append_event, check_writable
 from unisono.observe.meter import Meter, gpu_memory_gib, host_memory_gib, slowest
@@ -78,7 +80,7 @@ def test_a_folder_that_is_never_opened_holds_on_to_little(tmp_path: Path) -> Non
         folder.metrics({"step": step})
     folder.close()
     assert list(tmp_path.iterdir()) == []
-    assert len(folder._waiting) <= 1000
+    assert len(folder._pending) <= 1000
 
 
 def test_a_resumed_run_keeps_its_history_and_shows_its_newest_config(tmp_path: Path) -> None:
@@ -142,7 +144,7 @@ def test_rewind_leaves_each_step_once_and_survives_garbage(tmp_path: Path) -> No
     assert [line.get("loss") for line in jsonl(tmp_path / "metrics.jsonl")][-2:] == [2.0, 3.0]
 
 
-def test_a_line_after_a_torn_line_stands_on_its_own(tmp_path: Path) -> None:
+def test_a_record_after_an_incomplete_line_starts_on_a_new_line(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.open(RECORD)
     (tmp_path / "events.jsonl").write_text('{"kind": "sa')
@@ -196,7 +198,7 @@ def test_the_launcher_writes_events_only_into_a_run(tmp_path: Path) -> None:
     assert jsonl(tmp_path / "events.jsonl")[0]["attempt"] == 2
 
 
-def test_a_file_that_cannot_be_written_costs_no_line_and_not_the_run(
+def test_an_unwritable_file_loses_no_line_and_does_not_end_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = RunFolder(tmp_path)
@@ -206,14 +208,14 @@ def test_a_file_that_cannot_be_written_costs_no_line_and_not_the_run(
         folder.metrics({"step": 1})
         folder.metrics({"step": 2})
     assert [record.message for record in caplog.records] == [
-        f"{file} cannot be written (File too large); the run goes on, and what belongs there waits in memory"
+        f"{file} cannot be written (File too large); the run continues, and its records wait in memory"
     ]
     folder.metrics({"step": 3})
     assert [line["step"] for line in jsonl(file)] == [1, 2, 3]
-    assert caplog.records[-1].message == f"{file} is written again, with all that had to wait"
+    assert caplog.records[-1].message == f"{file} is writable again; all waiting records are written"
 
 
-def test_a_line_that_another_process_tore_does_not_swallow_the_next(tmp_path: Path) -> None:
+def test_an_incomplete_line_of_another_process_does_not_damage_the_next(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.open(RECORD)
     folder.event("start")
@@ -239,18 +241,18 @@ def test_lines_that_wait_for_the_disk_are_rewound_too(tmp_path: Path) -> None:
 def test_memory_for_lines_that_wait_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("unisono.observe.append.MOST_WAITING", 3)
+    monkeypatch.setattr("unisono.observe.append_only_file.MAX_PENDING", 3)
     file = tmp_path / "lines"
-    lines = AppendedFile(file)
+    lines = AppendOnlyFile(file)
     with nothing_can_be_written():
         for number in range(6):
             lines.append(str(number).encode())
     lines.append(b"6")
-    assert file.read_text() == "0\n5\n6\n" and "except for 4 that are lost" in caplog.records[-1].message
+    assert file.read_text() == "0\n5\n6\n" and "except 4 that were dropped" in caplog.records[-1].message
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"name": "mine"}', '{"starts": 3}', "\xff"])
-def test_a_damaged_run_json_is_the_users_to_mend(tmp_path: Path, text: str) -> None:
+def test_a_damaged_run_json_is_a_user_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "run.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(UserError, match=r"run\.json is damaged .*--output_dir"):
         RunFolder.read(tmp_path)
@@ -312,16 +314,22 @@ def test_the_banner_aligns_and_wraps_its_rows() -> None:
     assert len(rows) > 6 and max(map(len, rows)) <= 100
 
 
+@pytest.mark.parametrize(("threads", "text"), [(1, "CPU, 1 thread per process"), (2, "CPU, 2 threads per process")])
+def test_the_banner_counts_threads_in_good_english(threads: int, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert _devices([torch.device("cpu")]) == text
+
+
 def test_the_banner_never_breaks_a_path() -> None:
     path = "/data/" + "x-y" * 60
     assert path in banner({"folder": path}, "unisono")
 
 
-def test_the_effective_batch_says_how_it_is_made_up() -> None:
+def test_the_effective_batch_shows_its_factors() -> None:
     assert effective_batch_text(64, 8, 2, 4) == "64 = 8 per GPU × 2 GPUs × 4 accumulation"
     assert effective_batch_text(8, 8, 1, 1, device="CPU") == "8 = 8 per CPU × 1 CPU × 1 accumulation"
     assert effective_batch_text(7, 2, 2, 2) == "7 = up to 2 per GPU × 2 GPUs × 2 accumulation"
-    with pytest.raises(ValueError, match="8 samples are no batch of 9"):
+    with pytest.raises(ValueError, match="8 samples are fewer than the batch of 9"):
         effective_batch_text(9, 2, 2, 2)
 
 
@@ -393,7 +401,7 @@ class Clock:
         self.now += seconds
 
 
-def test_the_meter_tells_where_the_time_goes_and_leaves_evaluation_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_meter_measures_the_phases_without_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, meter = Clock(monkeypatch), Meter()
     clock.wait(0.2)  # before the first phase: no part of any step
     for _ in range(4):
@@ -446,7 +454,7 @@ def test_the_slowest_rank_is_named() -> None:
     assert slowest([0.0, 1.0]) == (1, float("inf"))
 
 
-def test_memory_is_told_in_gib() -> None:
+def test_memory_is_reported_in_gib() -> None:
     import torch
 
     assert gpu_memory_gib(torch.device("cpu")) is None

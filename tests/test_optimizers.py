@@ -1,4 +1,4 @@
-"""Optimizers: those that can be named train, others are refused in one line; a recipe's own rate is applied."""
+"""Every optimizer in the settings trains or is refused in one line; a recipe's own learning rate is applied."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 import unisono
 from many_runs import Run, identical, largest_difference, many_runs
 from recipes_for_tests import Sentences
-from unisono.checkpoint.export import load_whole
+from unisono.checkpoint.load import load_whole
 from unisono.engine.step.make_optimizer import from_settings, named_optimizer, needs_whole_weights, not_for_muon
 from unisono.engine.step.optimizer_wrapper import OptimizerWrapper
 from unisono.errors import ConfigError, RecipeError
@@ -34,7 +34,7 @@ def weights(folder: Path, step: int, prefix: str = "model.") -> dict[str, torch.
 
 
 @pytest.mark.parametrize("name", sorted(NAMES - UNUSABLE))
-def test_every_optimizer_that_is_offered_trains_and_goes_on(name: str, tmp_path: Path) -> None:
+def test_every_optimizer_that_is_offered_trains_and_resumes(name: str, tmp_path: Path) -> None:
     common = {"optimizer": name, "gpus": "0", "batch_size": 4, "save_every": 2, "learning_rate": 1e-2}
     straight = unisono.train(Sentences, **common, max_steps=4, output_dir=str(tmp_path / "straight"))
     for steps in (2, 4):
@@ -54,19 +54,20 @@ def test_an_optimizer_that_cannot_work_is_refused_and_not_offered(name: str) -> 
 
 def test_muon_takes_matrices_and_adamw_the_rest() -> None:
     model = nn.ModuleDict({"table": nn.Embedding(5, 4), "layer": nn.Linear(4, 4), "norm": nn.LayerNorm(4)})
-    found = from_settings(
+    optimizer = from_settings(
         list(model.named_parameters()), OptimSettings(optimizer="muon"), not_for_muon=not_for_muon(model, [])
     )
-    muon, adamw = found.param_groups
+    muon, adamw = optimizer.param_groups
     assert muon["param_names"] == ["layer.weight"]
     assert sorted(adamw["param_names"]) == ["layer.bias", "norm.bias", "norm.weight", "table.weight"]
     for weight in model.parameters():
         weight.grad = torch.ones_like(weight)
-    found.step()
-    assert "momentum_buffer" in found.state[model["layer"].weight] and "exp_avg" in found.state[model["norm"].weight]
+    optimizer.step()
+    state = optimizer.state
+    assert "momentum_buffer" in state[model["layer"].weight] and "exp_avg" in state[model["norm"].weight]
 
 
-def test_which_optimizers_look_at_whole_weights() -> None:
+def test_which_optimizers_need_whole_weights() -> None:
     class Distributed_Shampoo(torch.optim.Optimizer): ...
 
     class MyMuon(torch.optim.Muon): ...
@@ -116,9 +117,7 @@ def test_an_optimizer_that_does_not_train_the_model_is_refused(make: Any, told: 
     assert not (tmp_path / "run").exists()
 
 
-def test_weights_that_the_optimizer_leaves_out_are_remarked_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_that_the_optimizer_leaves_out_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done = train_own(lambda given: torch.optim.SGD(given[1:], lr=0.1), tmp_path, save_every=1)
     assert "the optimizer leaves out 1 of " in (said := capsys.readouterr().err) and "embedding.weight" in said
     before, after = weights(done.folder, 1), weights(done.folder, 2)

@@ -1,4 +1,4 @@
-"""The order of the samples is a pure function: complete in every epoch, cheap at any size, cut without remainder."""
+"""The sample order is a pure function: complete in every epoch, fast at any size, divided without remainder."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_shuffled_epoch_looks_random() -> None:
     assert (neighbours == 1).sum() < 10  # about one pair in a random order
 
 
-def test_unshuffled_order_is_the_data_sets_own() -> None:
+def test_unshuffled_order_is_that_of_the_dataset() -> None:
     assert Order(5, 3, shuffle=False).indices(np.arange(12)).tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
 
 

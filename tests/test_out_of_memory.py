@@ -1,4 +1,4 @@
-"""Out of memory on one rank: nobody hangs, the same samples are done again in smaller pieces, the curve is the same."""
+"""Out of memory on one rank: no rank hangs, and the step is repeated in smaller micro-batches, with equal losses."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from many_runs import Copy, Outcome, Run, identical, largest_difference, many_ru
 from tiny_recipe import Tiny
 from unisono import Loss, train
 from unisono.engine.batch import BatchPlan
-from unisono.engine.memory.micro_batch_size import MicroBatchSizer
-from unisono.engine.memory.remembered_size import smaller
+from unisono.engine.memory.micro_batch_size import MicroBatchSizer, smaller
 from unisono.engine.state import TrainState
 from unisono.engine.step.guard import Guard
 from unisono.engine.step.out_of_memory import OutOfMemoryTogether, is_out_of_memory
@@ -84,7 +83,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
 
 
 @pytest.mark.parametrize("name", IN_PLACE)
-def test_the_same_samples_again_in_smaller_pieces(runs: dict[str, Outcome], name: str) -> None:
+def test_the_same_samples_are_repeated_in_smaller_micro_batches(runs: dict[str, Outcome], name: str) -> None:
     one, run = runs["undisturbed"], runs[name]
     assert largest_difference(run.weights(), one.weights()) < 1e-12
     torch.testing.assert_close(run.losses(), one.losses(), rtol=1e-12, atol=0)
@@ -108,12 +107,12 @@ def test_guarded_steps_and_fast_steps_give_the_same_bits(runs: dict[str, Outcome
     assert identical(runs["always guarded"].weights(), runs["never guarded"].weights())
 
 
-def test_buffers_are_as_before_the_try(runs: dict[str, Outcome]) -> None:
+def test_buffers_are_as_before_the_attempt(runs: dict[str, Outcome]) -> None:
     assert identical(runs["buffers"].weights(), runs["buffers, again"].weights())
     assert runs["buffers"].weights()["passes"] == 2 * 6  # two micro-batches in each of six steps
 
 
-def test_a_run_keeps_the_size_it_learnt(runs: dict[str, Outcome]) -> None:
+def test_a_run_keeps_the_size_that_fits(runs: dict[str, Outcome]) -> None:
     run = runs["gone on"]
     assert run.main["step"] == 8
     assert run.state()["micro_batch"] == 3
@@ -149,7 +148,7 @@ def test_the_largest_size_that_fits_is_found_in_a_few_trials(tmp_path: Path, lim
     assert state.micro_batch == sizing.plan.micro_batch == expected
 
 
-def test_it_rises_only_if_asked_and_more_seldom_each_time(tmp_path: Path) -> None:
+def test_the_size_rises_only_with_auto_and_less_often_after_each_failure(tmp_path: Path) -> None:
     def steps_until_it_rises(may_rise: bool, failures: int) -> int | None:
         state = TrainState(64, micro_batch=4, memory_failures=failures)
         sizing = MicroBatchSizer(BatchPlan(64, 4, 1), state, tmp_path, may_rise=may_rise, largest=64)
@@ -294,7 +293,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     ],
     ids=["fast path", "reduce", "optimizer", "fsdp"],
 )
-def test_where_only_a_restart_helps_it_restarts_smaller(
+def test_if_only_a_restart_helps_it_uses_a_smaller_size(
     tmp_path: Path, calm: list[float], flags: list[object], where: str
 ) -> None:
     ended = unisono(*RESTARTED, "--output_dir", "run", *flags, cwd=tmp_path)
@@ -306,7 +305,7 @@ def test_where_only_a_restart_helps_it_restarts_smaller(
     assert "2 per rank × 2 ranks × 2 accumulation" in ended.err.partition("restarting")[2]
 
 
-def test_a_process_alone_starts_again_by_itself(tmp_path: Path) -> None:
+def test_a_single_process_restarts_itself(tmp_path: Path) -> None:
     run = ["train", TINY, "--nproc", 1, "--max_steps", 8, "--save_every", 3, "--output_dir", "run"]
     ended = unisono(*run, "--inject", "oom@rank0:step5:optimizer", cwd=tmp_path)
     assert ended.code == 0 and "restarting from the last checkpoint (1 of 3)" in ended.err

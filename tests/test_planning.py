@@ -1,4 +1,4 @@
-"""Which strategy, which blocks, which first weights: pure functions of the model, and the reasons they give."""
+"""Strategy, repeated blocks and initial weights are pure functions of the model, and choices come with reasons."""
 
 from __future__ import annotations
 

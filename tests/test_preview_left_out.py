@@ -1,4 +1,4 @@
-"""A preview that cannot be drawn (memory runs out) or written is left out, on all ranks, and the run goes on."""
+"""A preview that runs out of memory or cannot be written is skipped on all ranks, and the run continues."""
 
 from __future__ import annotations
 
@@ -60,6 +60,14 @@ def test_the_run_goes_on_without_the_preview(recipe: str, tmp_path: Path) -> Non
     assert [event["step"] for event in found if event["kind"] == "preview_left_out"] == [1, 2, 3]
     assert not any(event["kind"] == "restart" for event in found)
     assert not (tmp_path / "run" / "previews").exists() and len(losses(tmp_path / "run")) == 3
+
+
+def test_previews_are_in_tensorboard_too(recipe: str, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    assert unisono("train", recipe, "--tensorboard", "--output_dir", "run", cwd=tmp_path).code == 0
+    events = EventAccumulator(str(tmp_path / "run/tb")).Reload()
+    assert [shown.step for shown in events.Tensors("previews/seen")] == [1, 2, 3]
 
 
 def test_the_run_goes_on_when_a_preview_cannot_be_written(recipe: str, tmp_path: Path) -> None:

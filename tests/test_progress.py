@@ -188,7 +188,7 @@ def test_work_of_unknown_amount_shows_the_time_it_has_taken(monkeypatch: pytest.
 def test_a_log_gets_few_lines_however_often_the_work_advances(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress_module, "FIRST_LINE_S", 0.2)
     lines: list[str] = []
-    with progress("encoding", 10**12, "MB", say=lines.append) as advance:
+    with progress("encoding", 10**12, "MB", sink=lines.append) as advance:
         until = time.monotonic() + 2.5
         while time.monotonic() < until:
             advance(10, note="clip.mp4")
@@ -203,7 +203,10 @@ def test_a_log_gets_few_lines_however_often_the_work_advances(monkeypatch: pytes
 
 def test_nothing_to_do_and_other_ranks_print_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     lines: list[str] = []
-    with progress("encoding", 0, say=lines.append), progress("encoding", 3, say=lines.append, enabled=False) as advance:
+    with (
+        progress("encoding", 0, sink=lines.append),
+        progress("encoding", 3, sink=lines.append, enabled=False) as advance,
+    ):
         advance()
     with Work(tmp_path, 1, 2, _say=lines.append).progress("encoding", 3) as advance:
         advance()
@@ -212,7 +215,7 @@ def test_nothing_to_do_and_other_ranks_print_nothing(tmp_path: Path, capfd: pyte
     assert not lines and capfd.readouterr() == ("", "")
 
 
-def test_a_recipe_says_which_share_of_the_work_the_main_rank_has(tmp_path: Path) -> None:
+def test_progress_shows_the_main_ranks_share_of_the_work(tmp_path: Path) -> None:
     lines: list[str] = []
     work = Work(tmp_path, 0, 2, _say=lines.append)
     with work.progress("encoding", 3, "videos", of=6) as advance:
@@ -257,7 +260,7 @@ with progress("encoding", 10) as advance:
         (6.0, 2**62, None),  # a loop of the user's decides
     ],
 )
-def test_a_long_run_says_once_how_long_it_will_take(seconds: float, total: int, said: str | None) -> None:
+def test_a_long_run_prints_its_estimated_duration_once(seconds: float, total: int, said: str | None) -> None:
     now = [100.0]
     forecast, lines = Forecast(lambda: now[0]), []
     now[0] += 1000.0  # preparing, and the first step, count nothing

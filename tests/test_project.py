@@ -1,11 +1,14 @@
-"""The project keeps the promises it makes about itself: size, words, links, speed of the front door."""
+"""What the project promises about itself: sizes, links, file names in the docs, CI, and a fast `--help`."""
 
 from __future__ import annotations
 
 import ast
+import html
 import importlib
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -42,6 +45,12 @@ def test_the_own_model_example_learns_on_two_ranks(tmp_path: Path) -> None:
     assert [line["eval/correct"] for line in lines if "eval/correct" in line][-1] > 0.97
     [preview] = (folder / "previews").rglob("*boundary.txt")
     assert set(preview.read_text()) == {".", "#", "\n"}
+    # The README's picture shows the same run: the same lines of the banner and the same last line.
+    picture = html.unescape(re.sub("<[^>]+>", "\n", (ROOT / "docs/images/train.svg").read_text())).replace("\xa0", " ")
+    labels = [line.split("  ")[0] for line in result.stderr.splitlines() if re.match(r"[a-z ]+  ", line)]
+    last = result.stderr.splitlines()[-1].replace(str(folder), "runs/moons")
+    assert len(labels) > 8 and last.startswith("done after step 320"), result.stderr
+    assert [text for text in (*labels, last) if text not in picture] == [], "run: python docs/picture.py"
 
 
 def test_no_module_is_longer_than_400_lines() -> None:
@@ -53,20 +62,64 @@ def test_every_folder_of_the_package_is_a_package() -> None:
     assert [name(folder) for folder in {path.parent for path in MODULES} if not (folder / "__init__.py").exists()] == []
 
 
-def test_every_module_says_what_it_is() -> None:
+def test_every_module_has_a_docstring() -> None:
     assert [name(path) for path in MODULES if not ast.get_docstring(ast.parse(path.read_text()))] == []
 
 
-def test_there_is_a_readme() -> None:
-    assert ROOT / "README.md" in PAGES
-
-
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_local_links_of_a_page_lead_somewhere(page: Path) -> None:
+def test_local_links_of_a_page_are_valid(page: Path) -> None:
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     targets = re.findall(r"\]\(<?([^)\s>]+)", text) + re.findall(r"(?:src|href)=\"([^\"]+)\"", text)
     local = [target.split("#")[0] for target in targets if not re.match(r"[a-z]+:|#", target)]
     assert [target for target in local if not (page.parent / target).exists()] == []
+
+
+def test_files_and_names_in_the_architecture_exist() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    mentions = re.findall(r"`([\w./]+/[\w.]*\.py)(?:: (\w+))?[^`]*`", text)
+    assert len(mentions) > 60
+    missing = []
+    for file, symbol in mentions:
+        path = next((root / file for root in (PACKAGE, ROOT) if (root / file).is_file()), None)
+        if path is None or not re.search(rf"\b{symbol}\b", path.read_text()):
+            missing.append((file, symbol))
+    assert missing == []
+
+
+def test_the_layout_in_contributing_is_the_import_contract() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    expected = [name for layer in contracts[0]["layers"] for name in layer.split(" | ")]
+    table = (ROOT / "CONTRIBUTING.md").read_text().partition("## Layout")[2].partition("##")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert [name for row in rows for name in re.findall(r"`(\w+)(?:/|\.py)`", row)] == expected
+
+
+TARGETS = ("test", "docs", "faults-quick", "test-slow")
+
+
+@pytest.mark.parametrize("failing", [None, *TARGETS])
+def test_ci_runs_everything_fails_if_one_fails_and_ends_with_the_line_of_pytest(
+    failing: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / ".ci").mkdir()
+    (tmp_path / "bin").mkdir()
+    shutil.copy(ROOT / ".ci/run", tmp_path / ".ci/run")
+    recipes = dict.fromkeys(TARGETS, "@echo done")
+    recipes |= {"test": "@echo '== 7 passed in 1.25s =='", "test-slow": "@echo '== 3 passed in 65.00s (0:01:05) =='"}
+    if failing in ("test", "test-slow"):
+        recipes[failing] = "@echo '== 1 failed, 6 passed in 9.00s =='; exit 1"
+    elif failing:
+        recipes[failing] = "@exit 1"
+    lines = (f"{name}:\n\t@echo ran {name}\n\t{command}\n" for name, command in recipes.items())
+    (tmp_path / "Makefile").write_text("".join(lines))
+    (tmp_path / "bin/dpkg").write_text("#!/bin/sh\n")  # everything is installed
+    (tmp_path / "bin/dpkg").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    done = subprocess.run([tmp_path / ".ci/run"], capture_output=True, text=True, env=environment)
+    assert (done.returncode == 0) is (failing is None), done.stderr
+    assert [line for line in done.stdout.splitlines() if line.startswith("ran ")] == [f"ran {name}" for name in TARGETS]
+    expected = "1 failed, 6 passed in 9.00s" if failing in ("test", "test-slow") else "7 passed in 1.25s"
+    assert expected in done.stdout.splitlines()[-1]
 
 
 def shipped_files() -> list[Path]:
@@ -76,13 +129,13 @@ def shipped_files() -> list[Path]:
     return [path for path in [*PAGES, *single, *folders] if path.is_file() and path.suffix in readable]
 
 
-def test_nothing_names_a_path_of_somebodys_machine() -> None:
+def test_no_file_contains_a_path_of_a_developers_machine() -> None:
     machine_path = re.compile(r"(?<![\w.}*-])/(work|root|home|opt|Users)/")
-    found = {name(path): machine_path.findall(path.read_text()) for path in shipped_files()}
-    assert {path: hits for path, hits in found.items() if hits} == {}
+    hits = {name(path): machine_path.findall(path.read_text()) for path in shipped_files()}
+    assert {path: paths for path, paths in hits.items() if paths} == {}
 
 
-def test_the_set_up_leaves_the_choice_of_package_index_to_the_user() -> None:
+def test_the_setup_does_not_choose_a_package_index() -> None:
     for path in ("Makefile", "pyproject.toml", ".ci/run"):
         assert not re.search(r"index-url|find-links|trusted-host|://", (ROOT / path).read_text()), path
 

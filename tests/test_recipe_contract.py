@@ -1,4 +1,4 @@
-"""What a recipe may return and know, the same on any ranks, and what is refused in one line before training."""
+"""What a recipe may return and read, the same on any number of ranks, and what is refused before training."""
 
 from __future__ import annotations
 
@@ -47,6 +47,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     asked.append(Run("pairs on 2", "pairs on 2", 2, pairs | {"batch_size": 2}, recipe="AnnealedPairs"))
     for name, world in {"single": 1, "ddp": 2, "fsdp": 2}.items():
         asked.append(Run(f"unused {name}", f"unused {name}", world, pairs | {"strategy": name}, recipe="Unused"))
+        sparse = pairs | {"strategy": name}
+        asked.append(Run(f"sparse {name}", f"sparse {name}", world, sparse, recipe="SparseGradient"))
     exactly = pairs | {"strategy": "ddp", "deterministic": True}
     asked.append(Run("unused ddp, deterministic", "exactly", 2, exactly, recipe="Unused"))
     allowed = pairs | {"find_unused_parameters": True}
@@ -56,7 +58,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
 
 
 @pytest.mark.parametrize("name", [*LAYOUTS, "went on"])
-def test_a_loss_that_knows_its_step_is_the_same_run_in_any_layout(name: str, runs: dict[str, Outcome]) -> None:
+def test_a_loss_that_reads_the_step_is_the_same_run_in_any_layout(name: str, runs: dict[str, Outcome]) -> None:
     one, other = runs["one"], runs[name]
     assert other.main.get("status") == "done", other.main
     torch.testing.assert_close(other.losses(), one.losses(), rtol=1e-10, atol=0)
@@ -67,12 +69,12 @@ def test_a_loss_that_knows_its_step_is_the_same_run_in_any_layout(name: str, run
     assert evaluated["eval/at"] == 5 and evaluated["eval/done"] == 1
 
 
-def test_a_coupled_loss_knows_its_step_too(runs: dict[str, Outcome]) -> None:
+def test_a_coupled_loss_can_read_the_step_too(runs: dict[str, Outcome]) -> None:
     assert [line["at"] for line in runs["pairs"].steps()] == [0, 1, 2]
     torch.testing.assert_close(runs["pairs on 2"].losses(), runs["pairs"].losses(), rtol=1e-10, atol=0)
 
 
-def test_a_recorded_step_may_not_ask_for_its_number() -> None:
+def test_a_recorded_step_may_not_read_the_clock() -> None:
     clock = Clock()
     clock.set(3, 4)
     assert (clock.step, clock.progress) == (3, 0.75)
@@ -102,14 +104,23 @@ def test_the_gradient_norm_of_each_group_is_logged(name: str, runs: dict[str, Ou
 
 
 @pytest.mark.parametrize("name", ["single", "ddp", "ddp, deterministic", "fsdp"])
-def test_weights_that_take_no_part_are_refused_on_any_number_of_ranks(name: str, runs: dict[str, Outcome]) -> None:
+def test_unused_weights_are_refused_on_any_number_of_ranks(name: str, runs: dict[str, Outcome]) -> None:
     for ended in runs[f"unused {name}"].by_rank:
         assert ended.get("exit_code") == 2, ended
-        assert ended["error"].startswith("2 weights took no part in the loss, idle.weight for instance")
+        assert ended["error"].startswith("the loss does not use 2 of the trained weights, for instance idle.weight")
     assert not runs[f"unused {name}"].folder.exists()
 
 
-def test_weights_that_take_no_part_may_be_allowed(runs: dict[str, Outcome]) -> None:
+@pytest.mark.parametrize("name", ["single", "ddp", "fsdp"])
+def test_a_sparse_gradient_is_refused_on_any_number_of_ranks(name: str, runs: dict[str, Outcome]) -> None:
+    for ended in runs[f"sparse {name}"].by_rank:
+        assert ended.get("exit_code") == 2, ended
+        weight = "a weight" if name == "fsdp" else "embedding.weight"
+        assert ended["error"].startswith(f"the gradient of {weight} is sparse")
+    assert not runs[f"sparse {name}"].folder.exists()
+
+
+def test_unused_weights_can_be_allowed(runs: dict[str, Outcome]) -> None:
     one, two = runs["unused, allowed"], runs["unused, allowed on 2"]
     assert one.main.get("status") == two.main.get("status") == "done"
     assert largest_difference(one.weights(), two.weights()) < 1e-10
@@ -183,14 +194,29 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_written(what: str,
     assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()
 
 
+def test_a_value_of_remember_is_checked_by_the_save_that_stores_it(tmp_path: Path) -> None:
+    class ForgetsJson(Tiny):
+        """Returns JSON when it is asked first, and something else to the save of the second step."""
+
+        num_calls = 0
+
+        def remember(self) -> Any:
+            self.num_calls += 1
+            return {"calls": {self.num_calls}} if self.num_calls == 3 else {"calls": self.num_calls}
+
+    with pytest.raises(RecipeError, match=r"remember\(\) returned a value that JSON cannot hold \(Object of type set"):
+        unisono.train(ForgetsJson, gpus="0", output_dir=str(tmp_path / "run"), save_every=1, max_steps=3)
+    assert [path.name for path in (tmp_path / "run/checkpoints").glob("step_*")] == ["step_00000001"]
+
+
 @pytest.mark.parametrize(("what", "count"), [("nothing", "0"), ("minus", "-4"), ("nan", "nan")])
-def test_a_count_that_is_none_is_named_as_the_cause(what: str, count: str, tmp_path: Path) -> None:
+def test_an_invalid_count_is_named_as_the_cause(what: str, count: str, tmp_path: Path) -> None:
     with pytest.raises(TrainingFailed, match=rf"loss\(\) counted {count} items in the whole batch") as caught:
         train_odd(what, tmp_path)
     assert "learning_rate" not in str(caught.value)
 
 
-def test_a_mean_in_place_of_a_sum_is_noticed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mean_instead_of_a_sum_is_noted_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train_odd("mean", tmp_path / "mean", max_steps=5)
     assert capsys.readouterr().err.count("note: loss() counted 1 in every micro-batch of up to 4 samples") == 1
     train_odd("mean", tmp_path / "short", max_steps=1)
@@ -222,7 +248,7 @@ def test_a_loss_of_a_whole_batch_that_does_not_fit_is_told_from_a_sample_that_do
     assert "global_batch_size" in str(caught.value) and "one sample does not fit" not in str(caught.value)
 
 
-def test_only_dropout_is_switched_off() -> None:
+def test_only_dropout_is_disabled() -> None:
     class Layer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -242,7 +268,7 @@ def test_only_dropout_is_switched_off() -> None:
     assert model.dropout == 2.5
 
 
-def test_a_resumed_run_says_which_flags_it_does_not_follow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resumed_run_says_which_flags_it_ignores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     common = {"gpus": "0", "output_dir": str(tmp_path / "run"), "batch_size": 4}
     unisono.train(Tiny, max_steps=2, **common)
     capsys.readouterr()
@@ -257,7 +283,7 @@ def test_a_resumed_run_says_which_flags_it_does_not_follow(tmp_path: Path, capsy
     assert [line["samples"] for line in lines] == [4, 8, 12, 16]
 
 
-def test_flags_that_give_the_same_batch_are_not_remarked_on() -> None:
+def test_flags_that_give_the_same_batch_are_not_noted() -> None:
     settings = BatchSettings(batch_size=2, gradient_accumulation_steps=4)
     assert overruled(settings, lambda name: True, 1, 8) == []
     assert overruled(settings, lambda name: True, 1, None) == []
@@ -307,7 +333,7 @@ def test_a_batch_whose_names_the_model_does_not_take_is_told_so() -> None:
     assert loss_of(Line(), {"x": x, "y": x + 1}, nn.functional.mse_loss).count == 3
 
 
-def test_the_list_of_rooms_names_what_is_there() -> None:
+def test_the_list_of_rooms_is_complete() -> None:
     project = Path(__file__).parent.parent
     rooms = re.findall(r"^\| `([a-z_]+(?:/|\.py))` \|", (project / "CONTRIBUTING.md").read_text(), flags=re.MULTILINE)
     assert len(rooms) > 8 and [room for room in rooms if not (project / "src/unisono" / room).exists()] == []

@@ -1,4 +1,4 @@
-"""What is recorded and when, and what a replay must not make us forget; a stand-in for the GPU's recorder does here."""
+"""Which steps are recorded as CUDA graphs, and that replays lose nothing; a fake recorder replaces the GPU."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_another_size_is_recorded_when_the_first_one_does_not_come_back(recorder
     ("first", "told"),
     [(torch.OutOfMemoryError("out of memory"), torch.OutOfMemoryError), (RuntimeError("first cause"), TrainingFailed)],
 )
-def test_the_first_cause_of_a_failed_recording_is_told(
+def test_the_first_cause_of_a_failed_recording_is_reported(
     first: Exception, told: type[Exception], recorder: Recorder
 ) -> None:
     fails = False
@@ -155,13 +155,13 @@ def single() -> Single:
     return Single(Net(), [], Placement(CPU, 0, 1, [CPU], None), ParallelSettings())
 
 
-def test_kept_gradients_lie_apart_and_weights_without_one_get_none() -> None:
+def test_fixed_gradients_do_not_share_memory_and_unused_weights_get_none() -> None:
     strategy, x = single(), torch.arange(4.0)
     model = strategy.model
     assert isinstance(model, Net)
-    assert strategy.keep_gradients() and not strategy.gradients_stay
+    assert strategy.fix_gradient_addresses() and not strategy.has_fixed_gradients
     strategy.clear_gradients()  # of a step that failed early
-    assert not strategy.gradients_stay
+    assert not strategy.has_fixed_gradients
     places = []
     for step in range(4):
         for _ in range(3):
@@ -172,7 +172,7 @@ def test_kept_gradients_lie_apart_and_weights_without_one_get_none() -> None:
         if step > 0:
             assert torch.equal(model.one.grad, 3 * x) and torch.equal(model.other.grad.view(4), 3 * x)
         strategy.clear_gradients()
-        assert strategy.gradients_stay == (step > 0)
+        assert strategy.has_fixed_gradients == (step > 0)
     assert len(set(places[1:])) == 1 and places[1][0] != places[1][1]
 
 
@@ -182,10 +182,10 @@ def test_buffers_that_a_replay_changed_are_still_restored() -> None:
     assert isinstance(model, Net)
     guard = Guard(strategy, -1)
     for _ in range(4):
-        guard.buffers.keep()
+        guard.buffers.save()
         model.calls.data.add_(1)  # as recorded kernels do it: the version stands still
         guard.count_step(guarded=False)
-    guard.buffers.keep()
+    guard.buffers.save()
     assert guard.buffers.num_copied == 1, "a table need not be kept again"
     model.calls.data.add_(1)
     guard.restore()
@@ -259,10 +259,10 @@ def test_a_buffer_that_is_assigned_stays_where_recorded_kernels_read_it() -> Non
     ("settings", "guardable", "stay"),
     [({}, True, True), ({"gradient_as_bucket_view": False}, True, False), ({"static_graph": True}, False, False)],
 )
-def test_gradients_of_ddp_stay_only_in_buckets(settings: dict[str, Any], guardable: bool, stay: bool) -> None:
+def test_ddp_fixes_gradients_only_in_its_buckets(settings: dict[str, Any], guardable: bool, stay: bool) -> None:
     strategy = object.__new__(DDP)
     strategy.settings, strategy.guardable = ParallelSettings(**settings), guardable
-    assert strategy.keep_gradients() is stay
+    assert strategy.fix_gradient_addresses() is stay
 
 
 @pytest.mark.parametrize("devices", [1, 2])

@@ -98,7 +98,7 @@ def test_for_a_machine_that_joins_the_others_save_first(machines: Machines) -> N
     assert second.describe_change() == "machine 1 joined: continuing from the last checkpoint with 2 machines, 3 ranks"
 
 
-def test_a_machine_that_is_gone_is_noticed_at_once_and_is_no_restart(machines: Machines) -> None:
+def test_a_machine_that_leaves_is_detected_at_once_and_counts_as_no_restart(machines: Machines) -> None:
     host, other = machines.make(0, max_restarts=0), machines.make(1)
     machines.join(host, other)
     other.shutdown()
@@ -108,7 +108,7 @@ def test_a_machine_that_is_gone_is_noticed_at_once_and_is_no_restart(machines: M
     assert (second.joined, second.left, second.machines, second.num_restarts) == ([], [1], [[0, 1]], 0)
 
 
-def test_a_machine_that_says_nothing_is_gone(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_machine_counts_as_gone(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "SILENCE_S", 3.0)
     monkeypatch.setattr(client, "HEARTBEAT_S", 0.2)
     host = machines.make(0)
@@ -135,7 +135,7 @@ while input():
 """
 
 
-def test_a_launcher_that_was_stopped_longer_than_the_silence_limit_goes_on() -> None:
+def test_a_launcher_suspended_longer_than_the_silence_limit_continues() -> None:
     launcher = subprocess.Popen(
         [sys.executable, "-c", STOPPED_LAUNCHER],
         stdin=subprocess.PIPE,
@@ -183,7 +183,7 @@ def test_a_death_makes_all_machines_regroup_and_counts_until_there_were_too_many
             machine.result(20)
 
 
-def test_when_all_have_finished_nobody_waits(machines: Machines) -> None:
+def test_when_all_machines_have_finished_none_waits(machines: Machines) -> None:
     host, other = machines.make(0), machines.make(1)
     machines.join(host, other)
     first = threading.Thread(target=other.finish)
@@ -219,7 +219,7 @@ def test_the_others_wait_for_machine_0_to_come_back(machines: Machines) -> None:
 @pytest.mark.parametrize(
     "noise", [b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b"{\n", b'{"machine": 7, "ranks": 1}\n', b"\xff" * 99]
 )
-def test_strange_visitors_are_sent_away(machines: Machines, noise: bytes) -> None:
+def test_unknown_clients_are_disconnected(machines: Machines, noise: bytes) -> None:
     host = machines.make(0)
     with socket.create_connection(("127.0.0.1", machines.port), timeout=10) as visitor:
         visitor.sendall(noise + b"\n")

@@ -22,9 +22,9 @@ from unisono.errors import UserError
 from unisono.formatting import format_number
 from unisono.observe.folder import RunFolder
 from unisono.observe.report.page import status_of
-from unisono.observe.report.reading import read_run
+from unisono.observe.report.read import read_run
 from unisono.observe.report.series import LIMIT, Curves, Series
-from unisono.observe.report.writing import write_report
+from unisono.observe.report.write import write_report
 from unisono.pages.axis import linear, logarithmic
 from unisono.pages.chart import Chart, Line, draw
 
@@ -91,7 +91,7 @@ def survivor(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def test_a_real_run_that_was_killed_is_told_in_full(survivor: Path) -> None:
+def test_the_report_of_a_killed_run_shows_the_whole_history(survivor: Path) -> None:
     done = unisono("report", "run", cwd=survivor.parent)
     assert (done.code, done.out, done.err) == (0, "run/report.html\n", "")
     text = (survivor / "report.html").read_text()
@@ -109,7 +109,7 @@ def test_a_real_run_that_was_killed_is_told_in_full(survivor: Path) -> None:
     assert "the step was skipped on all ranks" in said and "kill@rank1:step7" in said
     assert re.search(r"faults survived 2 1 restart", said)
     assert "checkpoints saved" in said and "save_every 3 1000 flag" in said
-    assert said.index("Other than the defaults") < said.index("The recipe's own")
+    assert said.index("Changed from the defaults") < said.index("Settings of the recipe")
     assert page.lines()["training"]["x"] == [1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12]  # 9 was no number
     titles = {a["id"] for a in page.all("title") + page.all("desc") if "id" in a}
     charts = [a for a in page.all("svg") if a.get("role") == "img"]
@@ -117,8 +117,8 @@ def test_a_real_run_that_was_killed_is_told_in_full(survivor: Path) -> None:
     assert all(set((a["aria-labelledby"] or "").split()) <= titles for a in charts)
 
 
-def test_a_run_killed_as_a_whole_and_started_again_tells_it_all(tmp_path: Path) -> None:
-    words = ["--save_every", "3", "--no_async_save", "--learning_rate", "0.01"]
+def test_the_report_shows_a_kill_of_the_whole_run_and_its_restart(tmp_path: Path) -> None:
+    words = ["--save_every", "3", "--no_async_save", "--learning_rate", "0.01", "--batch_size", "3"]
     killed = unisono(
         "train", TINY, *words, "--max_steps=9", "--output_dir=run", "--inject=kill@rank0:step9", cwd=tmp_path
     )
@@ -127,8 +127,9 @@ def test_a_run_killed_as_a_whole_and_started_again_tells_it_all(tmp_path: Path) 
     page = " ".join(report(tmp_path / "run").text.split())
     assert re.search(r"faults survived 1 no restart, [1-3] steps? repeated", page), page[:2000]
     assert "learning_rate 0.01 0.001 flag" in page, "who set it is known after a resume"
+    assert "effective batch 3 " in page, "of the whole run, though the second start says nothing about it"
     assert "max_steps 9 4 flag" in page, "the default is the recipe's, as in --help"
-    assert "log_every 1 " not in page.split("As by default")[0], "a recipe's default is a default"
+    assert "log_every 1 " not in page.split("At their defaults")[0], "a recipe's default is a default"
 
 
 def test_a_page_needs_nothing_from_outside(survivor: Path, tmp_path: Path) -> None:
@@ -299,7 +300,7 @@ def test_single_and_constant_values_are_a_table_and_not_charts(tmp_path: Path) -
     assert "lr 0.001 always, steps 10 to 30" in said and "mem_gib 0.5 always, steps 10 to 30" in said
 
 
-def test_what_training_changed_is_told_where_step_0_was_evaluated(tmp_path: Path) -> None:
+def test_the_report_shows_what_training_changed_if_step_0_was_evaluated(tmp_path: Path) -> None:
     lines = [{"step": 0, "eval/mAP": 0.25}, {"step": 5, "eval/mAP": 0.5}, {"step": 9, "eval/mAP": 0.75}]
     said = " ".join(report(made(tmp_path / "one", lines)).text.split())
     assert "before training (step 0) last change eval/mAP 0.25 0.75 +0.5" in said
@@ -331,7 +332,7 @@ def test_a_lone_value_lies_on_an_axis_from_the_beginning_of_the_run() -> None:
     )
 
 
-def test_events_are_bounded_and_repetitions_are_told_once(tmp_path: Path) -> None:
+def test_events_are_bounded_and_repetitions_are_one_line(tmp_path: Path) -> None:
     nan = [{"kind": "nan", "step": step, "loss": "nan"} for step in range(1, 501)]
     many = [{"kind": f"odd{step % 200}", "step": step} for step in range(2_000)]
     folder = made(tmp_path, [], [{"kind": "start", "step": 0, "world": 1}, *nan, *many])
@@ -349,13 +350,21 @@ def test_saves_are_counted_not_listed(tmp_path: Path) -> None:
     assert not page.all("time")
 
 
+def test_machines_and_missing_previews_are_sentences_of_the_timeline(tmp_path: Path) -> None:
+    joined = {"kind": "machines", "joined": [1], "left": [], "machines": [0, 1]}
+    missing = {"kind": "preview_left_out", "step": 3, "rank": 0, "error": "disk full"}
+    text = " ".join(report(made(tmp_path, [], [joined, missing])).text.split())
+    assert "machines joined [1], left []; machines [0, 1] continue from the last checkpoint" in text
+    assert "no preview rank 0 training continued: disk full" in text
+
+
 def test_a_killed_run_that_went_on_is_a_fault_and_a_stop_by_the_user_is_none(tmp_path: Path) -> None:
     start, resume = {"kind": "start", "step": 0, "world": 1}, {"kind": "resume", "step": 40, "world": 1}
     save = {"kind": "save", "step": 40}
     killed = [start, save, {**resume, "repeated": 20}, {"kind": "done", "step": 90}]
     said = " ".join(report(made(tmp_path / "killed", [], killed)).text.split())
     assert "faults survived 1 no restart, 20 steps repeated" in said and "Nothing went wrong" not in said
-    assert "killed the run ended without notice" in said and "from step 40: 1 rank; 20 steps repeated" in said
+    assert "killed the run ended without an event" in said and "from step 40: 1 rank; 20 steps repeated" in said
 
     signal = [{"kind": "signal", "step": 40, "signal": "SIGINT"}, {"kind": "stopped", "step": 40}]
     stopped = [start, save, *signal, resume, {"kind": "done", "step": 90}]
@@ -387,7 +396,7 @@ def test_the_status_is_what_happened_last(kinds: list[str], status: str, tmp_pat
     assert status_of(read_run(folder))[0] == status
 
 
-def test_a_run_that_is_still_training_says_so(tmp_path: Path) -> None:
+def test_the_report_of_an_active_run_says_running(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     run.open({"id": "1", "recipe": "Made"})
     run.event("start", step=0, world=1)
@@ -415,11 +424,11 @@ def test_previews_are_on_the_page_newest_first_and_within_limits(tmp_path: Path)
     assert page.all("img")[0]["src"] == f"data:image/png;base64,{base64.b64encode(PIXEL).decode()}"
     assert page.text.index("<at 300>") < page.text.index("<at 20>") < page.text.index("<at 1>")
     assert "do not tell" not in text and len(text) < 200_000
-    for name in ("huge.png: too large", "weights.bin: neither", "link.txt: not a file", "pipe.txt: not a plain file"):
+    for name in ("huge.png: too large", "weights.bin: neither", "link.txt: not a readable", "pipe.txt: not a regular"):
         assert name in page.text, name
 
 
-def test_a_caption_stands_below_its_sample(tmp_path: Path) -> None:
+def test_a_caption_is_shown_below_its_sample(tmp_path: Path) -> None:
     previews = made(tmp_path) / "previews"
     previews.mkdir()
     for name in ("samples.png", "sample_00.png", "sample_01.png", "sample_07.png", "room.png"):
@@ -469,7 +478,8 @@ def test_a_default_is_what_help_shows_for_the_recipe(tmp_path: Path) -> None:
     page = report(made(tmp_path, config=config, sources=sources, defaults=defaults))
     said = " ".join(page.text.split())
     assert "learning_rate 0.5 0.25 flag slope 3.0 2.0 file" in said
-    assert "The recipe's own setting value bend 1.0" in said and "As by default (1) setting value log_every 50" in said
+    assert "Settings of the recipe setting value bend 1.0" in said
+    assert "At their defaults (1) setting value log_every 50" in said
 
 
 def read_back(text: str) -> float:
@@ -494,17 +504,17 @@ def test_a_number_on_the_page_is_the_number_within_the_promised_digits(value: fl
 def test_an_axis_has_few_round_ticks_and_holds_the_values(ends: tuple[float, float]) -> None:
     axis = linear(*ends, 0, 100)
     assert 2 <= len(axis.ticks) <= 12 and len({label for _, label in axis.ticks}) == len(axis.ticks)
-    assert all(-1e-6 <= axis.place(value) <= 100 + 1e-6 for value in ends)
+    assert all(-1e-6 <= axis.position(value) <= 100 + 1e-6 for value in ends)
 
 
 @pytest.mark.parametrize("ends", [(0.0037, 0.53), (1e-9, 1e9), (0.02, 9.0), (1.0, 100.0), (1e-290, 1e290)])
 def test_a_logarithmic_axis_holds_the_values(ends: tuple[float, float]) -> None:
     axis = logarithmic(*ends, 0, 100)
     assert 2 <= len(axis.ticks) <= 12
-    assert all(-1e-6 <= axis.place(value) <= 100 + 1e-6 for value in ends)
+    assert all(-1e-6 <= axis.position(value) <= 100 + 1e-6 for value in ends)
 
 
-def test_a_run_whose_files_cannot_be_read_is_the_users_to_mend(tmp_path: Path) -> None:
+def test_a_run_with_unreadable_files_is_a_user_error(tmp_path: Path) -> None:
     folder = made(tmp_path)
     (folder / "run.json").unlink()
     (folder / "run.json").mkdir()

@@ -1,4 +1,4 @@
-"""Data that lies on the device is only another way to the same batches: every bit of a run stays what it was."""
+"""A dataset on the device gives the same batches, and so the same bits, as one that workers read."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_a_closed_loader_ends() -> None:
     assert list(loader) == []
 
 
-def test_what_can_gather_is_told_from_what_cannot() -> None:
+def test_resident_datasets_are_recognised() -> None:
     assert isinstance(OnDevice(3), Resident)
     assert not isinstance(Ordinary(3), Resident) and not isinstance([1, 2], Resident)
 
@@ -192,7 +192,7 @@ class Pair:
     second: tuple[Points, None]
 
 
-def test_every_leaf_of_a_nested_batch_is_met_once_in_the_same_order_and_containers_stay() -> None:
+def test_every_leaf_of_a_nested_batch_is_visited_once_in_order_and_containers_stay() -> None:
     points = Ordinary(3).points
     batch = {"a": [points, 5], "b": Pair(torch.ones(2), (points, None)), "c": "words"}
     met: list[Any] = []
@@ -203,7 +203,7 @@ def test_every_leaf_of_a_nested_batch_is_met_once_in_the_same_order_and_containe
     assert shape_of(found) == shape_of(batch)
 
 
-def test_rows_wait_to_be_gathered_and_stay_where_they_are() -> None:
+def test_rows_are_gathered_on_demand_and_stay_on_their_device() -> None:
     rows = Rows(OnDevice(5).to(torch.device("cpu")), torch.tensor([4, 0]))
     assert to_device(rows, torch.device("cpu")) is rows
     assert gathered(rows).number.tolist() == [4, 0]

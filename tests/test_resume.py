@@ -1,4 +1,4 @@
-"""A run that is taken up again, at any step, on any number of ranks, is the run that never stopped."""
+"""A run that resumes at any step, on any number of ranks, gives the result of a run that never stopped."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_a_finished_run_can_be_extended(various: dict[str, Outcome]) -> None:
     assert extended.losses().tolist() == whole.losses().tolist()
 
 
-def test_extending_after_a_smaller_last_batch_goes_on_with_the_next_sample(various: dict[str, Outcome]) -> None:
+def test_extending_after_a_smaller_last_batch_continues_with_the_next_sample(various: dict[str, Outcome]) -> None:
     order = Order(NUM_SAMPLES, 0)
     read = [i for ids in various["odd four in the end"].read_ids() for i in ids]
     assert read == [order[position] for position in range(45, 60)]
@@ -188,7 +188,7 @@ def test_another_effective_batch_or_seed_is_refused(various: dict[str, Outcome],
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_goes_on_where_it_stopped(various: dict[str, Outcome], name: str) -> None:
+def test_every_optimizer_resumes_where_it_stopped(various: dict[str, Outcome], name: str) -> None:
     whole = various[name]
     assert identical(various[f"{name} again @3"].weights(prefix=""), whole.weights(prefix=""))
     for other in (f"{name} on fsdp @3", f"{name} on one @5"):
@@ -225,7 +225,7 @@ def test_every_step_index_between_all_strategies(
         assert largest_difference(run.weights(prefix=""), whole.weights(prefix="")) < 1e-10
 
 
-def test_a_start_without_a_folder_says_that_the_same_run_could_go_on(
+def test_a_start_without_a_folder_says_that_the_same_run_could_continue(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -260,7 +260,7 @@ def test_a_start_without_a_folder_says_that_the_same_run_could_go_on(
     assert not is_told(said())  # and nobody asked for a damaged one
 
 
-def test_what_takes_long_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: Any) -> None:
+def test_slow_phases_are_announced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: Any) -> None:
     class Slow(Tiny):
         def preview(self, model: Any, step: int) -> Any:
             time.sleep(0.5)
@@ -273,7 +273,7 @@ def test_what_takes_long_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert "drawing a preview" not in capfd.readouterr().err
 
 
-def test_a_run_says_what_it_is_too_short_for(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_is_too_short_for_its_warm_up_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def said(folder: str = "run", **settings: Any) -> str:
         capfd.readouterr()
         unisono.train(Tiny, nproc=1, output_dir=str(tmp_path / folder), **settings)

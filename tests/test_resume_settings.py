@@ -14,7 +14,7 @@ import unisono
 from unisono import Loss, Recipe
 from unisono.cli.main import main
 from unisono.config.fields import fields_of
-from unisono.engine.run_folder import stored_settings as history
+from unisono.engine.run_folder import stored_settings
 from unisono.engine.start.registry import BUILT_IN, load_recipe
 from unisono.errors import UserError
 from unisono.recipes.darkroom.recipe import Darkroom
@@ -98,7 +98,7 @@ def test_every_setting_of_a_recipe_is_fixed_or_free_to_change(recipe: str) -> No
 
 def test_every_setting_of_the_engine_is_fixed_of_a_start_or_free_to_change() -> None:
     free = words(FREE_OF_THE_ENGINE)
-    classified = [*history.FIXED, *HAS_ITS_OWN_CHECK, *history._OF_THE_START, *free]
+    classified = [*stored_settings.FIXED, *HAS_ITS_OWN_CHECK, *stored_settings._PER_START, *free]
     assert sorted(classified) == sorted(field.name for field in fields_of(Settings))
 
 
@@ -116,7 +116,7 @@ def darkroom_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "name, value", [("env_split_seed", 1), ("grid_size", 4), ("num_validation", 2), ("tf_n_head", 1)]
 )
-def test_what_was_trained_on_never_becomes_unseen(
+def test_samples_that_were_trained_on_never_count_as_unseen(
     darkroom_run: Path, name: str, value: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = files_of(darkroom_run)
@@ -149,7 +149,7 @@ def test_the_data_of_a_wan_run_cannot_change_when_it_is_resumed(
         assert files_of(folder) == before, "exit 2: nothing was written"
 
 
-def test_a_config_file_that_says_otherwise_is_answered_by_the_flag_that_goes_on(
+def test_a_config_file_with_another_value_is_answered_with_the_flag_that_continues(
     darkroom_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "room.yaml").write_text("grid_size: 5\n")
@@ -233,11 +233,22 @@ def test_data_that_was_moved_is_found_under_its_new_path(
     assert f"data_path {tmp_path / 'numbers.txt'} → {moved}" in capfd.readouterr().err
 
 
+def test_a_run_whose_data_has_grown_says_that_held_out_samples_may_have_been_trained_on(
+    lines_run: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    numbers = tmp_path / "numbers.txt"
+    numbers.write_text(f"{numbers.read_text()} 9")
+    assert unisono.train(Lines, {"data_path": str(numbers)}, **lines_run).step == 2
+    note = " ".join(capfd.readouterr().err.split())
+    assert "the dataset had 8 samples before and has 9 now" in note
+    assert "samples that are held out now may have been trained on" in note
+
+
 def test_a_folder_named_like_a_built_in_set_is_not_that_set(tmp_path: Path) -> None:
     (tmp_path / "shapes").mkdir()
-    assert not history._is_same(str(tmp_path / "shapes"), "shapes")
-    assert history._is_same(str(tmp_path / "shapes"), "elsewhere/shapes")
-    assert not history._is_same(str(tmp_path / "missing"), "elsewhere/missing"), "neither exists"
+    assert not stored_settings._is_same(str(tmp_path / "shapes"), "shapes")
+    assert stored_settings._is_same(str(tmp_path / "shapes"), "elsewhere/shapes")
+    assert not stored_settings._is_same(str(tmp_path / "missing"), "elsewhere/missing"), "neither exists"
 
 
 @pytest.mark.parametrize("changed", [{"every": 2}, {"seed": 7}])

@@ -1,4 +1,4 @@
-"""One run per folder: from the first look at it to the last write, also where the folder does not exist yet."""
+"""Only one run per folder, from the first read of the folder to the last write, even if it does not exist yet."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_what_was_made_for_the_lock_is_removed_and_a_users_folder_is_not(tmp_pat
     assert os.listdir(tmp_path / "mine") == ["run.json"]
 
 
-def test_a_killed_holder_blocks_nobody_but_its_rank_does(tmp_path: Path) -> None:
+def test_a_killed_launcher_does_not_block_the_folder_but_its_rank_does(tmp_path: Path) -> None:
     launcher = holder(tmp_path)
     assert said(launcher) == "held"
     rank = holder(tmp_path, "share", 30.0)
@@ -137,8 +137,8 @@ def test_a_lock_that_another_machine_holds_is_waited_for(
     """On NFS a folder is locked within a machine only, and the locks of a crashed machine stay for 90 s."""
     elsewhere = os.open(tmp_path / ".lock", os.O_RDWR | os.O_CREAT)
     locks.fcntl.flock(elsewhere, locks.fcntl.LOCK_SH)
-    monkeypatch.setattr(locks, "_PATIENCE_S", 0.1)
-    monkeypatch.setattr(locks, "_OTHER_MACHINE_S", 1.0)
+    monkeypatch.setattr(locks, "_WAIT_S", 0.1)
+    monkeypatch.setattr(locks, "_OTHER_MACHINE_WAIT_S", 1.0)
     assert is_held(tmp_path)
     with pytest.raises(UserError, match="another run is writing to"):
         FolderLock(tmp_path).take(0.1)

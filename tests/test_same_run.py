@@ -1,4 +1,4 @@
-"""The central promise: ranks, micro-batches, strategies and workers are arithmetic and do not change a run."""
+"""The central promise: the number of ranks, micro-batches and workers and the strategy do not change a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Killed at any instant of a save, on any rank: the last good checkpoint is there; the run ends with the same bits."""
+"""After a kill at any point of a save, the last good checkpoint exists and the run ends with the same bits."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from command_line import TINY, environment, lines, unisono
 from ranks import run_ranks
-from unisono.checkpoint.export import load_whole
 from unisono.checkpoint.find import leftovers, list_steps, newest_valid, read_extra, validate
+from unisono.checkpoint.load import load_whole
 from unisono.checkpoint.save import Saver
 from unisono.faults import SAVE_PHASES, Injector, parse
 

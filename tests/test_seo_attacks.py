@@ -58,15 +58,15 @@ def test_settings_that_nothing_can_be_trained_with_are_refused_by_name(name: str
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"task": "score", "method": "cross"}, "method does something for task rank only, and this is task score"),
+        ({"task": "score", "method": "cross"}, "method only has an effect for task rank, and this is task score"),
         (
             {"task": "snippet", "num_negatives": 2},
-            "num_negatives does something for task rank only, and this is task sn",
+            "num_negatives only has an effect for task rank, and this is task sn",
         ),
-        ({"rerank": 9}, "rerank does something for task rank, method cross only, and this is task rank, method bi"),
-        ({"method": "cross", "pooling": "cls"}, "pooling does something for task rank, method bi only"),
-        ({"label": "class"}, "label does something for task score only"),
-        ({"task": "score", "target_length": 9}, "target_length does something for task snippet only"),
+        ({"rerank": 9}, "rerank only has an effect for task rank, method cross, and this is task rank, method bi"),
+        ({"method": "cross", "pooling": "cls"}, "pooling only has an effect for task rank, method bi"),
+        ({"label": "class"}, "label only has an effect for task score"),
+        ({"task": "score", "target_length": 9}, "target_length only has an effect for task snippet"),
     ],
 )
 def test_a_setting_of_another_task_is_refused(settings: dict[str, Any], told: str) -> None:
@@ -111,7 +111,7 @@ def _prepared(folder: Path, rows: list[tuple[str, str, str]], **more: Any) -> Bi
 def test_data_without_a_wrong_page_is_refused_unless_negatives_are_used(
     tmp_path: Path, rows: list[tuple[str, str, str]]
 ) -> None:
-    with pytest.raises(ConfigError, match="nothing to tell apart"):
+    with pytest.raises(ConfigError, match="so there are no negatives"):
         _prepared(tmp_path, rows)
     _prepared(tmp_path, rows, num_negatives=1)
 
@@ -119,8 +119,8 @@ def test_data_without_a_wrong_page_is_refused_unless_negatives_are_used(
 def test_one_query_a_step_has_nothing_to_be_compared_with(tmp_path: Path) -> None:
     task = _prepared(tmp_path, [(f"query {number}", f"page {number}", "another") for number in range(5)])
     with pytest.raises(ConfigError, match="batch_size 1"):
-        task.said_at_start(1)
-    assert "1 others" in str(task.said_at_start(2))
+        task.start_remark(1)
+    assert "1 others" in str(task.start_remark(2))
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe"], ids=["empty", "cut", "garbage"])
@@ -159,7 +159,7 @@ def test_a_word_without_end_is_learned_from_in_no_time() -> None:
     ("labels", "told"),
     [
         (["1e299", "1.5", "2.5"], r"line 2.*below 1e15"),
-        (["0.0", "1e-310", "2e-310"], "very nearly so"),
+        (["0.0", "1e-310", "2e-310"], "or nearly so"),
         (["1.5", "1.5", "1.5"], "all 3 labels are 1.5;"),
     ],
 )
@@ -206,10 +206,10 @@ def test_a_link_to_itself_is_no_page(tmp_path: Path) -> None:
 
 
 def test_a_list_of_files_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unisono.recipes.seo.data.site._MOST_BYTES", 1000)
+    monkeypatch.setattr("unisono.recipes.seo.data.site._MAX_BYTES", 1000)
     (tmp_path / "page.html").write_text("<p>text")
     (tmp_path / "list.txt").write_text("page.html\n" * 200)
-    with pytest.raises(ConfigError, match="no list of files"):
+    with pytest.raises(ConfigError, match="expected a list of files"):
         pages_of(tmp_path / "list.txt")
 
 
@@ -241,7 +241,7 @@ def test_an_export_to_a_full_disk_is_one_line(
             raise error
 
     monkeypatch.setattr(exporting, "load_trained", lambda *_, **__: (Full(), None, "weights"))
-    with pytest.raises(UserError, match=r"cannot be written \(No space left on device\); make room"):
+    with pytest.raises(UserError, match=r"cannot be written \(No space left on device\); free some space"):
         exporting.export_run(tmp_path / "run", tmp_path / "out")
 
 

@@ -16,6 +16,7 @@ import torch
 
 from seo_models import TEXTS, both_folder, decoder_folder, encoder_folder
 from unisono.errors import ConfigError, UserError
+from unisono.recipes.seo.data.tokens import Tokenize
 from unisono.recipes.seo.export import write_classifier, write_cross_encoder, write_sentence_transformer
 from unisono.recipes.seo.models.encoder import Encoder, pad, pool
 from unisono.recipes.seo.models.folders import locate, nothing_fetched
@@ -27,7 +28,6 @@ from unisono.recipes.seo.models.load import (
     load_writer,
     most_tokens,
     prompts_of,
-    tokenizing,
 )
 from unisono.recipes.seo.settings import Config
 from unisono.recipes.seo.trained import open_ranker, open_scorer
@@ -54,7 +54,7 @@ def loaded(name: str | Path, **further: Any) -> tuple[Encoder, Any]:
 
 
 def embedded(encoder: Encoder, tokenizer: Any, texts: list[str], max_length: int = 64) -> torch.Tensor:
-    rows = [np.array(row) for row in tokenizing(tokenizer, max_length)(texts)]
+    rows = [np.array(row) for row in Tokenize(tokenizer, max_length)(texts)]
     with torch.no_grad():
         return encoder(*pad(rows, tokenizer.pad_token_id))
 
@@ -114,7 +114,7 @@ def test_vectors_in_double_precision_stay_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize("lora_rank", [0, 2])
 def test_whatever_is_trained_gets_a_gradient(tmp_path: Path, lora_rank: int) -> None:
     encoder, tokenizer = loaded(encoder_folder(tmp_path), lora_rank=lora_rank)
-    rows = [np.array(row) for row in tokenizing(tokenizer, 64)(TEXTS)]
+    rows = [np.array(row) for row in Tokenize(tokenizer, 64)(TEXTS)]
     (encoder(*pad(rows, tokenizer.pad_token_id)) * torch.randn(len(TEXTS), 32)).sum().backward()
     trained = {name: weight for name, weight in encoder.named_parameters() if weight.requires_grad}
     assert trained
@@ -168,7 +168,7 @@ def test_the_lora_by_itself_gives_the_same_vectors_on_its_base(tmp_path: Path) -
 
 def test_a_written_tokenizer_cuts_nothing_by_itself(tmp_path: Path) -> None:
     encoder, tokenizer = loaded(encoder_folder(tmp_path / "base"))
-    tokenizing(tokenizer, 8)([LONG])  # which the library remembers
+    Tokenize(tokenizer, 8)([LONG])  # which the library remembers
     write_sentence_transformer(encoder, tokenizer, tmp_path / "out", 64)
     assert json.loads((tmp_path / "out" / "tokenizer.json").read_text())["truncation"] is None
 
@@ -237,7 +237,7 @@ def test_a_tokenizer_without_padding_gets_one_and_the_model_stays_as_large(tmp_p
     assert tokenizer.pad_token_id == tokenizer.eos_token_id
     model: Any = load_classifier(config_for(folder), tokenizer, 2).eval()
     assert model.get_input_embeddings().num_embeddings == len(tokenizer)
-    rows = [np.array(row) for row in tokenizing(tokenizer, 64)(TEXTS)]
+    rows = [np.array(row) for row in Tokenize(tokenizer, 64)(TEXTS)]
     ids, mask = pad(rows, tokenizer.pad_token_id)
     with torch.no_grad():
         together = model(input_ids=ids, attention_mask=mask).logits
@@ -331,7 +331,7 @@ def test_a_lora_with_a_head_trains_the_head_too_and_is_merged_with_it(tmp_path: 
         for name, weight in model.named_parameters():
             if name in trained:
                 weight.add_(torch.randn_like(weight))
-        ids, mask = pad([np.array(row) for row in tokenizing(tokenizer, 64)(TEXTS)], tokenizer.pad_token_id)
+        ids, mask = pad([np.array(row) for row in Tokenize(tokenizer, 64)(TEXTS)], tokenizer.pad_token_id)
         ours = model(input_ids=ids, attention_mask=mask).logits
     write_classifier(model, tokenizer, tmp_path / "out", 64)
     again: Any = load_classifier(config_for(tmp_path / "out"), tokenizer, 2).eval()
@@ -391,22 +391,22 @@ def _modules(*kinds: str, path: str = "", pooling: dict[str, Any] | None = None)
     ("spoil", "told"),
     [
         (_without("*.safetensors"), "has no weights"),
-        (_pickled, "has pytorch_model.bin, a pickle"),
+        (_pickled, "has only pytorch_model.bin, a pickle"),
         (_damaged, "cannot be loaded"),
         (_without("token*"), "has no tokenizer"),
         (_without("config.json"), "has no config.json"),
         (_config(model_type="nobody_knows"), "knows no model of the type 'nobody_knows'"),
         (_config(model_type=None), "knows no model of the type None"),
         (lambda folder: (folder / "config.json").write_text("{"), "cannot be read as JSON"),
-        (lambda folder: (folder / "config.json").write_text("[]"), "does not hold a JSON object"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "expected a JSON object"),
         (lambda folder: (folder / "adapter_config.json").write_text("{}"), "is a LoRA"),
         (_config(num_hidden_layers=3), "the weights in .* lack"),
         (_config(hidden_size=64), "cannot be loaded"),
         (_config(vocab_size=10), "cannot be loaded"),
-        (_index("../../model.safetensors"), "names files that are not in its folder"),
-        (_index("missing.safetensors"), "names files that are not in its folder"),
+        (_index("../../model.safetensors"), "lists files that do not exist"),
+        (_index("missing.safetensors"), "lists files that do not exist"),
         (_modules("Transformer", "Dense", pooling={}), "has a Dense module"),
-        (_modules("Transformer", path="../other"), "outside of its folder"),
+        (_modules("Transformer", path="../other"), "which is outside the folder"),
         (_modules("Transformer", pooling={"pooling_mode": "max"}), "pools by max.*--pooling"),
         (_modules("Transformer", pooling={"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}), "cls"),
         (lambda folder: (folder / "tokenizer.json").write_text("{}"), "its tokenizer cannot be loaded"),
@@ -469,7 +469,7 @@ def test_more_tokens_than_a_model_has_positions_for_are_refused_with_what_would_
 
 def test_models_that_cannot_do_the_task_say_so(tmp_path: Path) -> None:
     folder = both_folder(tmp_path / "t5")
-    with pytest.raises(ConfigError, match="has an encoder and a decoder and cannot embed"):
+    with pytest.raises(ConfigError, match="is an encoder-decoder, which cannot embed"):
         loaded(folder)
     with pytest.raises(ConfigError, match="minilm cannot write: bert is an encoder"):
         load_writer(Config(), load_tokenizer("minilm", None, tmp_path))
@@ -516,7 +516,7 @@ def run_of(folder: Path, **settings: Any) -> tuple[Path, Path]:
 
 @pytest.mark.parametrize("method", ["bi", "cross"])
 def test_a_run_ranks_as_the_folder_it_is_exported_to(tmp_path: Path, method: str) -> None:
-    from unisono.recipes.seo.data.made import made, write_ranking
+    from seo_data import made, write_ranking
 
     data = write_ranking(tmp_path / "data.jsonl", 40)
     run, out = run_of(tmp_path, data_path=str(data), method=method)
@@ -524,7 +524,7 @@ def test_a_run_ranks_as_the_folder_it_is_exported_to(tmp_path: Path, method: str
     ours = open_ranker(run).scores(queries, pages)
     assert largest(ours, open_ranker(out).scores(queries, pages)) < 1e-6
     assert ours.std() > 0
-    with pytest.raises(UserError, match=r"is a run of the task rank; expected one of .* its task score"):
+    with pytest.raises(UserError, match=r"is a run of the task rank; expected a run of .* with task score"):
         open_scorer(run)
 
 

@@ -67,5 +67,5 @@ def test_a_run_says_that_it_is_shorter_and_nothing_about_steps_that_nobody_asked
         monkeypatch.setattr(recipe, "CPU_STEPS", steps)
         found = unisono.train(Seo, **told, output_dir=str(tmp_path / f"run{steps}"))
         said = capfd.readouterr().err
-        assert found.step == min(steps, 8) and f"without a GPU the default is {steps} steps or 3 epochs" in said
+        assert found.step == min(steps, 8) and f"without a GPU the run ends after {steps} steps or 3 epochs" in said
         assert "is not reached" not in said

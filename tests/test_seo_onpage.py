@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from unisono.recipes.seo.data.pages import Page, parse_page
-from unisono.recipes.seo.site.page_rules import Repeats, check_page
+from unisono.recipes.seo.site.duplicates import Duplicates
+from unisono.recipes.seo.site.page_rules import check_page
 from unisono.recipes.seo.site.pages import open_site
 from unisono.recipes.seo.site.text_rules import Check, check_text, num_sentences, num_syllables, reading_ease, words_of
 
@@ -67,15 +68,15 @@ def test_a_good_page_fails_nothing_and_a_passed_check_has_no_advice() -> None:
         ("<h2>Soil</h2>", "<h1>Soil</h1><h2>x</h2>", "one h1", "2 h1: Tomatoes; Soil"),
         ("<h2>Soil</h2>", "", "heading order", "h1 is followed by h3 “Compost”"),
         ("<h2>Water</h2>", "<h2> </h2>", "heading order", "an h2 without text"),
-        ('href="#soil"', 'href=" "', "links", "1 lead nowhere of 1"),
+        ('href="#soil"', 'href=" "', "links", "1 are empty of 1"),
         ('href="#soil"', 'href="JavaScript:go()"', "links", "1 run a script"),
         ('<img src="x.png" alt="">', '<img src="x.png">', "image texts", "1 of 2 without alt: x.png"),
         (PROSE, "The cat sat on the mat.", "text length", "words"),
         ('lang="en"', "", "language", "missing"),
         ('lang="en"', 'lang="my own"', "language", "'my own'"),
         ('<link rel="canonical" href="https://a.example/tomatoes">', "", "canonical", "missing"),
-        ("https://a.example/tomatoes", "/tomatoes", "canonical", "not a whole address: /tomatoes"),
-        ("<h1>", "</b><h1>", "HTML", "end tags without a beginning"),
+        ("https://a.example/tomatoes", "/tomatoes", "canonical", "not an absolute URL: /tomatoes"),
+        ("<h1>", "</b><h1>", "HTML", "end tags without a start tag"),
     ],
 )
 def test_each_fault_fails_its_own_check_and_says_what_to_do(old: str, new: str, name: str, found: str) -> None:
@@ -201,53 +202,53 @@ def test_links_within_the_site_are_looked_for_and_others_are_not(tmp_path: Path)
     assert {link: exists(link) for link in elsewhere} == dict.fromkeys(elsewhere, None)
     links = Page("a", links=["/about.html", "gone.html", "https://a.example/"])
     check = next(check for check in check_page(links, exists=exists) if check.name == "broken links")
-    assert check.failed and check.found == "not there: gone.html"
+    assert check.failed and check.found == "target missing: gone.html"
 
 
 def test_pages_that_repeat_each_other_are_found() -> None:
-    repeats = Repeats()
+    duplicates = Duplicates()
     texts = [prose(300, 1), prose(300, 2), prose(300, 1).upper(), prose(300, 3)]
     texts.append(texts[1].replace(" soil ", " ", 3))  # a few words differ
     texts.append(texts[1][: len(texts[1]) // 2] + prose(150, 9))  # half of it is another text
     for number, text in enumerate(texts):
         title = "The same" if number in (0, 3) else f"Title {number}"
-        repeats.add(Page(str(number), title=title.upper() if number else title, description="D" if number < 2 else "",
-                         text=text))  # fmt: skip
-    assert repeats.same_texts() == [[0, 2]]
-    assert repeats.same_titles() == [[0, 3]] and repeats.same_descriptions() == [[0, 1]]
-    [(pages, share)] = repeats.alike()
+        title, description = title.upper() if number else title, "D" if number < 2 else ""
+        duplicates.add(Page(str(number), title=title, description=description, text=text))
+    assert duplicates.same_texts() == [[0, 2]]
+    assert duplicates.same_titles() == [[0, 3]] and duplicates.same_descriptions() == [[0, 1]]
+    [(pages, share)] = duplicates.near_duplicates()
     assert pages == [1, 4] and 0.8 <= share < 1
 
 
 def test_pages_that_name_the_same_canonical_address_are_no_duplicates() -> None:
-    repeats = Repeats()
+    duplicates = Duplicates()
     for canonical in ("https://a.example/1", "https://a.example/1", None, ""):
-        repeats.add(Page("x", title="T", text=prose(100, 1), canonical=canonical))
-    assert repeats.same_titles() == repeats.same_texts() == [[0, 2, 3]]  # the second is declared to be the first
+        duplicates.add(Page("x", title="T", text=prose(100, 1), canonical=canonical))
+    assert duplicates.same_titles() == duplicates.same_texts() == [[0, 2, 3]]  # the second is declared to be the first
 
 
 def test_empty_pages_are_not_duplicates_of_each_other() -> None:
-    repeats = Repeats()
+    duplicates = Duplicates()
     for _ in range(3):
-        repeats.add(Page("x", title=" ", description="", text="  \n"))
-    assert (repeats.same_titles(), repeats.same_texts(), repeats.alike()) == ([], [], [])
+        duplicates.add(Page("x", title=" ", description="", text="  \n"))
+    assert (duplicates.same_titles(), duplicates.same_texts(), duplicates.near_duplicates()) == ([], [], [])
 
 
 def test_the_share_of_two_texts_is_measured_about_right() -> None:
     first = [f"word{number}" for number in range(1000)]
     for changed in (50, 100):  # at one end: so many runs of five words are other ones
-        repeats = Repeats()
-        repeats.add(Page("a", text=" ".join(first)))
-        repeats.add(Page("b", text=" ".join([*first[changed:], *(f"other{number}" for number in range(changed))])))
-        [(_, share)] = repeats.alike()
+        duplicates = Duplicates()
+        duplicates.add(Page("a", text=" ".join(first)))
+        duplicates.add(Page("b", text=" ".join([*first[changed:], *(f"other{number}" for number in range(changed))])))
+        [(_, share)] = duplicates.near_duplicates()
         assert share == pytest.approx((996 - changed) / (996 + changed), abs=0.08)
 
 
 def test_thousands_of_pages_of_one_template_take_seconds() -> None:
-    repeats, template = Repeats(), prose(60, 0)
+    duplicates, template = Duplicates(), prose(60, 0)
     began = time.process_time()
     for number in range(2000):
-        repeats.add(Page(str(number), text=f"{template} {prose(40, number + 1 if number != 1999 else 7)}"))
-    groups = repeats.alike()
+        duplicates.add(Page(str(number), text=f"{template} {prose(40, number + 1 if number != 1999 else 7)}"))
+    groups = duplicates.near_duplicates()
     assert time.process_time() - began < 10
-    assert repeats.same_texts() == [[6, 1999]] and groups == []
+    assert duplicates.same_texts() == [[6, 1999]] and groups == []

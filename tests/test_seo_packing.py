@@ -16,6 +16,7 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
+from seo_data import write_ranking
 from seo_models import decoder_folder, encoder_folder
 from unisono import train
 from unisono.engine.build.device import switches
@@ -23,7 +24,6 @@ from unisono.engine.export import export_run
 from unisono.errors import ConfigError
 from unisono.parallel.blocks import recompute_activations
 from unisono.recipes.clips.recipe import Clips
-from unisono.recipes.seo.data.made import write_ranking
 from unisono.recipes.seo.models import packing
 from unisono.recipes.seo.models.encoder import Encoder
 from unisono.recipes.seo.models.groups import grouped
@@ -116,18 +116,18 @@ def test_other_models_are_told_why_not(tmp_path: Path) -> None:
     common: dict[str, Any] = {"data_path": str(pairs), "num_workers": 0, "nproc": 1, "max_steps": 1, "batch_size": 4}
     common |= {"tensorboard": False, "max_length": 40, "query_length": 16, "padding": "none"}
     decoder = decoder_folder(tmp_path / "decoder")
-    with pytest.raises(ConfigError, match=r"padding none: gpt2 is not of BERT's or RoBERTa's family.*--padding groups"):
+    with pytest.raises(ConfigError, match=r"padding none: gpt2 is not a BERT or RoBERTa model.*--padding groups"):
         train("seo", **common, model_name=str(decoder), output_dir=str(tmp_path / "run"))
     for changed, said in (
         ({"hidden_size": 24}, "heads are 6 wide"),
-        ({"is_decoder": True}, "from left to right"),
+        ({"is_decoder": True}, "a decoder"),
         ({"chunk_size_feed_forward": 8}, "in chunks"),
     ):
         model = encoder("Bert", **changed).backbone
         assert said in (read_packed(model) or "") and model.config._attn_implementation == "sdpa"
     model = encoder("Bert").backbone
     model.set_attn_implementation = lambda name: None  # what it comes to where transformers only warns
-    assert read_packed(model) == "transformers cannot change how it attends"
+    assert read_packed(model) == "transformers cannot change its attention"
 
 
 def test_a_run_without_padding_leaves_a_usual_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

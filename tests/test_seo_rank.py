@@ -20,14 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from command_line import unisono
 from many_runs import Outcome, Run, largest_difference, many_runs
+from seo_data import write_ranking
 from seo_models import encoder_folder
 from unisono import train
-from unisono.checkpoint.export import load_whole
 from unisono.checkpoint.find import step_folder
+from unisono.checkpoint.load import load_whole
 from unisono.engine.export import export_run, load_trained
 from unisono.engine.recipe import Work
 from unisono.errors import ConfigError
-from unisono.recipes.seo.data.made import write_ranking
 from unisono.recipes.seo.data.ranking_sets.debian import KEPT
 from unisono.recipes.seo.data.ranking_sets.ranking import read_ranking
 from unisono.recipes.seo.models.groups import _cut, grouped
@@ -35,7 +35,15 @@ from unisono.recipes.seo.recipe import Seo
 from unisono.recipes.seo.settings import Config
 from unisono.recipes.seo.tasks.bi_encoder import Pairs, _among, contrastive, key_of
 from unisono.recipes.seo.tasks.cross_encoder import pairing_of
-from unisono.recipes.seo.tasks.matching import hold_out, load, match, save, too_few, usual_number, with_candidates
+from unisono.recipes.seo.tasks.matching import (
+    default_num_eval,
+    few_held_out_remarks,
+    hold_out,
+    load,
+    match,
+    save,
+    with_candidates,
+)
 
 # Groups -------------------------------------------------------------------------------------------------------------
 
@@ -269,14 +277,16 @@ def test_a_held_out_query_is_not_learned_under_another_id(tmp_path: Path) -> Non
     task = prepared(tmp_path, data_path=str(data), num_eval=20)
     train, held_out = ({texts[number] for number in task.matching(side).queries} for side in ("train", "eval"))
     assert train and not train & held_out
-    assert any("not learned from" in remark for remark in task.remarks)
+    assert any("excluded from training" in remark for remark in task.remarks)
 
 
 def test_queries_that_are_learned_and_evaluated_are_told_of(tmp_path: Path) -> None:
     texts = [f"query {place % 30}" for place in range(40)]
     data = write_beir(tmp_path / "data", texts, {"train": list(range(30)), "test": list(range(27, 33))})
     task = prepared(tmp_path, data_path=str(data))
-    assert any(remark.startswith("6 of 6 queries to evaluate with are learned from too") for remark in task.remarks)
+    assert any(
+        remark.startswith("6 of 6 evaluation queries also occur in the training data") for remark in task.remarks
+    )
 
 
 def test_a_damaged_test_split_is_not_replaced_by_the_training_data(tmp_path: Path) -> None:
@@ -297,7 +307,7 @@ def test_lines_beside_are_those_of_what_is_held_out_now(table: Path, tmp_path: P
         task, other = prepared(tmp_path, **told), prepared(tmp_path / str(len(settings)), **told)
         found = [np.load(each.folder / "found_by_words.npy") for each in (task, other)]
         assert np.array_equal(*found) and len(found[0]) == settings["num_eval"]
-        assert task.lines_beside(1) == other.lines_beside(1)
+        assert task.baseline_metrics(1) == other.baseline_metrics(1)
         shutil.rmtree(tmp_path / str(len(settings)))
 
 
@@ -319,23 +329,23 @@ def test_hard_candidates_are_of_one_section_however_many_there_are(tmp_path: Pat
 
 def test_negatives_that_the_data_does_not_have_are_not_promised(table: Path, tmp_path: Path) -> None:
     task = prepared(tmp_path, data_path=str(table), num_negatives=5, num_eval=1)
-    assert task.num_negatives == 2 and "its page and 14 others" in task.said_at_start(5)
+    assert task.num_negatives == 2 and "its page and 14 others" in task.start_remark(5)
     lines = [line for line in table.read_text().splitlines() if "negative" not in line]
     plain = tmp_path / "plain.jsonl"
     plain.write_text("\n".join(lines) + "\n")
     task = prepared(tmp_path / "plain", data_path=str(plain), num_negatives=5, num_eval=1)
-    assert task.num_negatives == 0 and "the data has no hard negatives" in task.said_at_start(5)
+    assert task.num_negatives == 0 and "the data has no hard negatives" in task.start_remark(5)
 
 
 def test_negatives_that_the_data_has_are_told_of_when_nobody_asks_for_them(table: Path, tmp_path: Path) -> None:
     task = prepared(tmp_path, data_path=str(table), num_negatives=0)
-    assert task.num_negatives == 0 and "which --num_negatives 2 would add" in task.said_at_start(5)
+    assert task.num_negatives == 0 and "which --num_negatives 2 would add" in task.start_remark(5)
 
 
 @pytest.mark.parametrize(("total", "number"), [(4, 0), (60, 12), (250, 50), (999, 50), (3000, 150), (10**6, 1000)])
 def test_of_few_queries_more_are_held_out(total: int, number: int) -> None:
-    assert usual_number(total) == number
-    assert [bool(too_few(each, "queries")) for each in (0, 29, 30)] == [True, True, False]
+    assert default_num_eval(total) == number
+    assert [bool(few_held_out_remarks(each, "queries")) for each in (0, 29, 30)] == [True, True, False]
 
 
 def test_pages_are_ranked_in_full_precision_also_in_mixed(pairs: Path, tmp_path: Path) -> None:
@@ -464,9 +474,9 @@ def test_a_loras_checkpoints_leave_out_what_lies_in_the_models_folder(pairs: Pat
         assert not torch.equal(before[name], after)
     weights = load_file(base / "model.safetensors")
     save_file({name: 1.1 * weight for name, weight in weights.items()}, base / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ConfigError, match="not the weights that this run's LoRA was trained beside"):
+    with pytest.raises(ConfigError, match="this run's LoRA was trained with other base weights"):
         train("seo", **told, max_steps=4, output_dir=str(in_two))
-    with pytest.raises(ConfigError, match="not the weights that this run's LoRA was trained beside"):
+    with pytest.raises(ConfigError, match="this run's LoRA was trained with other base weights"):
         export_run(in_two, tmp_path / "other")
 
 

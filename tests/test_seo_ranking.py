@@ -212,7 +212,7 @@ def test_baselines_in_blocks_shared_over_ranks_are_those_of_one_block(monkeypatc
     queries, pages, judged = made(103)
     whole = baselines(queries, pages, judged)
     monkeypatch.setattr(lexical, "_BLOCK", 10)
-    monkeypatch.setattr(lexical, "_SCORES", 70)  # seven queries at once
+    monkeypatch.setattr(lexical, "_MAX_SCORES", 70)  # seven queries at once
     in_blocks = baselines(queries, lambda: iter(pages), judged)
     for name in ("tfidf", "bm25"):
         assert in_blocks[name] == pytest.approx(whole[name])

@@ -27,7 +27,8 @@ from unisono.cli.main import main
 from unisono.errors import ConfigError
 from unisono.recipes.seo.site import analysis as looking
 from unisono.recipes.seo.site import fetching
-from unisono.recipes.seo.site.fetching import Fetcher, Unreadable, names_somebody
+from unisono.recipes.seo.site.analysis import Model
+from unisono.recipes.seo.site.fetching import Fetcher, Unreadable, has_credentials
 from unisono.recipes.seo.site.pages import open_site
 from unisono.recipes.seo.site.report import Findings, PageFindings, write_report
 from unisono.recipes.seo.site.text_rules import Check
@@ -94,9 +95,9 @@ def test_without_a_run_it_reports_what_rules_find_and_says_so(
     )
     assert sorted(os.listdir(out)) == ["report.html", "report.json"]
     report = report_of(out)
-    assert any("rules only, nothing learned" in remark for remark in report["remarks"])
+    assert any("Rules only: no --run" in remark for remark in report["remarks"])
     assert report["scored_by"] is None and all(page["score"] is None for page in report["pages"])
-    assert failed(report, "tomatoes.html") == {"broken links": "not there: /gone.html"}
+    assert failed(report, "tomatoes.html") == {"broken links": "target missing: /gone.html"}
     assert failed(report, "notes/copy.html") == {
         "image texts": "1 of 1 without alt: x.png",
         "same text": "as frost.html",
@@ -113,7 +114,7 @@ def test_queries_without_a_run_are_answered_by_words_and_said_to_be(site: Path, 
     queries.write_text("water for tomatoes\n\ncompost heap\nzebra\ncompost heap\n")
     assert main(["seo", str(site), "--output", str(tmp_path / "out"), "--queries", str(queries)]) == 0
     report = report_of(tmp_path / "out")
-    assert "BM25" in report["ranked_by"] and "nothing learned" in report["ranked_by"]
+    assert "BM25" in report["ranked_by"] and "no model" in report["ranked_by"]
     answers = {each["query"]: [page["page"] for page in each["pages"]] for each in report["queries"]}
     assert answers["water for tomatoes"][0] == "tomatoes.html" and answers["compost heap"][0] == "compost.html"
     assert answers["zebra"] == [] and len(answers) == 3
@@ -130,7 +131,7 @@ def test_a_ranking_model_gives_each_query_its_pages_beside_the_places_by_words(s
     queries = tmp_path / "queries.txt"
     queries.write_text("sun\nwater")
     words = [str(site), "--output", str(tmp_path / "out"), "--queries", str(queries)]
-    assert seo.main(words, seo.Judge("a model", rank=rank)) == 0
+    assert seo.main(words, Model("a model", rank=rank)) == 0
     report = report_of(tmp_path / "out")
     assert report["ranked_by"] == "a model"
     first = report["queries"][0]["pages"][0]
@@ -146,7 +147,7 @@ def test_a_scoring_model_orders_the_pages_and_checks_do_not_change_it(site: Path
     def score(texts: Sequence[str]) -> list[tuple[float, str]]:
         return [(len(text) / 1000, "long") for text in texts]
 
-    assert seo.main([str(site), "--output", str(tmp_path / "out")], seo.Judge("a model", score=score)) == 0
+    assert seo.main([str(site), "--output", str(tmp_path / "out")], Model("a model", score=score)) == 0
     report = report_of(tmp_path / "out")
     assert report["scored_by"] == "a model" and report["checks_are"] == "plain rules, not learned"
     scores = {page["page"]: page["score"] for page in report["pages"]}
@@ -200,7 +201,9 @@ def test_the_folder_of_a_classifier_scores_a_site_by_the_class_that_is_named(
             assert 0 < one["score"] < 1 and 0 < other["score"] < 1 and one["score"] + other["score"] < 1
             assert one["label"] == other["label"] and one["label"] in names.values()
     capsys.readouterr()
-    assert "its classes are dull, fair, lively" in said_by([*words, tmp_path / "x", "--label", "good"], capsys)
+    assert "the classes of the run are dull, fair, lively" in said_by(
+        [*words, tmp_path / "x", "--label", "good"], capsys
+    )
 
 
 def test_a_run_of_the_recipe_is_opened_by_what_it_was_trained_for(
@@ -284,7 +287,7 @@ def test_a_keyword_is_checked_on_its_own_page_only(tmp_path: Path, by_file: bool
     assert found == expected | {home: ["keyword: descale kettle"]}
     said = " ".join(report["remarks"])
     assert "“repair kettle”: checked on repair.html" in said
-    assert ("--keywords names gone.html" if by_file else "“toaster”: no page has any of its words") in said
+    assert ("--keywords names gone.html" if by_file else "“toaster”: no page contains any of its words") in said
 
 
 def test_a_site_that_cannot_be_reached_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -292,7 +295,7 @@ def test_a_site_that_cannot_be_reached_is_no_success(tmp_path: Path, capsys: pyt
         closed.bind(("127.0.0.1", 0))  # and does not listen
         address = f"http://127.0.0.1:{closed.getsockname()[1]}/"
         said = said_by([address, "--fetch", "--output", tmp_path / "out"], capsys)
-    assert "it cannot be fetched" in said and "no report was written" in said
+    assert "it could not be fetched" in said and "no report was written" in said
     assert not (tmp_path / "out").exists()
 
 
@@ -337,8 +340,8 @@ def test_mistakes_are_one_line(site: Path, tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "table.csv").write_text("query\nx\n")
     for words, said in [
         ([tmp_path / "none"], "no such file or folder"),
-        ([tmp_path / "nothing"], "no page in it"),
-        ([empty], "not one page"),
+        ([tmp_path / "nothing"], "it has no pages"),
+        ([empty], "no usable page"),
         ([site, "--most_pages", "0"], "--most_pages 0"),
         ([site, "--queries", empty], "it contains no query"),
         ([site, "--queries", tmp_path / "none.txt"], "none.txt"),
@@ -346,9 +349,9 @@ def test_mistakes_are_one_line(site: Path, tmp_path: Path, capsys: pytest.Captur
         ([site, "--run", "some/model"], "no such folder"),
         ([site, "--run", tmp_path / "run"], "pass --queries FILE"),
         ([site, "--run", "minilm", "--queries", queries, "--device", "nonsense"], "--device nonsense"),
-        ([site, "--fetch"], "--fetch is for web addresses"),
-        (["https://a.example/"], "give --fetch"),
-        (["file:///etc/passwd", "--fetch"], "no http(s) address"),
+        ([site, "--fetch"], "--fetch is for URLs"),
+        (["https://a.example/"], "pass --fetch"),
+        (["file:///etc/passwd", "--fetch"], "is not an http(s) URL"),
     ]:
         assert said in said_by([*words, *out], capsys), words
     assert not (tmp_path / "out").exists()
@@ -457,7 +460,7 @@ def test_addresses_are_fetched_only_when_asked_and_it_is_said(
     listed = tmp_path / "urls.txt"
     listed.write_text(f"{web.address}/page\n{web.address}/gone\n")
     out = tmp_path / "out"
-    assert "give --fetch" in said_by([listed, "--output", out], capsys)
+    assert "pass --fetch" in said_by([listed, "--output", out], capsys)
     assert web.asked == []
     # In a file, an address of the local network is not yet one that the user has named.
     refused = said_by([listed, "--fetch", "--output", tmp_path / "refused"], capsys)
@@ -486,13 +489,13 @@ def test_a_sitemap_from_the_web_names_pages_of_its_own_host_only(web: Web, tmp_p
         ("/round", "infinite loop"),
         ("/gone", "404"),
         ("/large", "larger than 0.2 MB"),
-        ("/packed", "packed"),
+        ("/packed", "compressed"),
         ("/slow", "not finished after 1 s"),
     ],
 )
 def test_what_cannot_be_fetched_says_why(web: Web, path: str, said: str) -> None:
     with pytest.raises(Unreadable, match=said):
-        Fetcher(["127.0.0.1", "localhost"], seconds=1, largest=200_000).get(web.address + path)
+        Fetcher(["127.0.0.1", "localhost"], seconds=1, max_bytes=200_000).get(web.address + path)
 
 
 def test_redirects_on_the_same_host_are_followed_and_the_servers_encoding_is_taken(web: Web) -> None:
@@ -505,13 +508,13 @@ def test_redirects_on_the_same_host_are_followed_and_the_servers_encoding_is_tak
 @pytest.mark.parametrize(
     ("url", "said"),
     [
-        ("file:///etc/passwd", "no http"),
-        ("ftp://a.example/", "no http"),
-        ("data:text/html,x", "no http"),
-        ("http://", "no http"),
+        ("file:///etc/passwd", "not an http"),
+        ("ftp://a.example/", "not an http"),
+        ("data:text/html,x", "not an http"),
+        ("http://", "not an http"),
         ("http://me:secret@a.example/", "password"),
-        ("http://[::1/", "cannot be fetched"),
-        ("http://a.example:99999/", "cannot be fetched"),
+        ("http://[::1/", "could not be fetched"),
+        ("http://a.example:99999/", "could not be fetched"),
         ("http://169.254.169.254/latest/", "local network"),
         ("http://[::ffff:127.0.0.1]/", "local network"),
         ("http://2130706433/", "local network"),  # 127.0.0.1 as one number
@@ -526,10 +529,10 @@ def test_an_address_with_a_password_is_refused_without_repeating_it(tmp_path: Pa
     listed = tmp_path / "pages.txt"
     listed.write_text("http://a.example/\nhttp://bob:hunter2@a.example/\n")
     for site in ("http://bob:hunter2@a.example/", "http://bob:hunter2@[::1/", str(listed)):
-        with pytest.raises(ConfigError, match="a name or a password") as refused:
+        with pytest.raises(ConfigError, match="a user name or a password") as refused:
             open_site(site, Fetcher())
         assert "hunter2" not in str(refused.value)
-    assert not names_somebody("http://a.example?mail=bob@b.example") and names_somebody("http://:secret@a.example/")
+    assert not has_credentials("http://a.example?mail=bob@b.example") and has_credentials("http://:secret@a.example/")
 
 
 def test_a_name_that_leads_into_the_local_network_is_refused(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -567,8 +570,7 @@ def shown(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Browser
         str(folder / "out"),
     ]
     assert (
-        seo.main(words, seo.Judge(f"a model {ATTACK}", score=lambda texts: [(len(t) / 1000, ATTACK) for t in texts]))
-        == 0
+        seo.main(words, Model(f"a model {ATTACK}", score=lambda texts: [(len(t) / 1000, ATTACK) for t in texts])) == 0
     )
     browser.events.clear()
     browser("Page.navigate", url=(folder / "out" / "report.html").as_uri())

@@ -22,9 +22,8 @@ from unisono.engine.export import load_trained
 from unisono.engine.recipe import Work
 from unisono.errors import ConfigError, UserError
 from unisono.recipes.seo.metrics import calibration as calibrating
-from unisono.recipes.seo.metrics import scores as measures
-from unisono.recipes.seo.metrics.calibration import Calibration, fit, fit_isotonic, fit_temperature
-from unisono.recipes.seo.metrics.scores import Marks, Unskilled
+from unisono.recipes.seo.metrics.calibration import Calibration, fit, fit_temperature
+from unisono.recipes.seo.metrics.scores import Baselines, ScoreMetrics, class_metrics, number_metrics
 from unisono.recipes.seo.settings import Config
 from unisono.recipes.seo.tasks.score import Score
 
@@ -43,40 +42,18 @@ def one_thread() -> Iterator[None]:
 # The measures -------------------------------------------------------------------------------------------------------
 
 
-def test_marks_of_classes_are_those_of_scikit_learn() -> None:
-    theirs = pytest.importorskip("sklearn.metrics")
-    rng = np.random.default_rng(0)
-    for classes in (2, 4):
-        labels = rng.integers(0, classes, 200)
-        logits = (rng.standard_normal((200, classes)) + 1.5 * np.eye(classes)[labels]).round(1)  # with ties
-        probabilities = calibrating.softmax(logits)
-        predicted = probabilities.argmax(1)
-        found = measures.marks_of_classes(probabilities, labels)
-        wanted = (
-            theirs.roc_auc_score(labels, probabilities[:, 1])
-            if classes == 2
-            else theirs.roc_auc_score(labels, probabilities, multi_class="ovr", average="macro")
-        )
-        assert found["AUC"] == pytest.approx(wanted)
-        assert found["F1"] == pytest.approx(theirs.f1_score(labels, predicted, average="macro"))
-        assert found["accuracy"] == pytest.approx(theirs.accuracy_score(labels, predicted))
-        assert found["log_loss"] == pytest.approx(theirs.log_loss(labels, probabilities))
+def test_auc_and_f1_count_only_classes_that_occur() -> None:
+    probabilities = np.array([[0.8, 0.1, 0.1], [0.2, 0.7, 0.1], [0.6, 0.3, 0.1], [0.1, 0.8, 0.1]])
+    metrics = class_metrics(probabilities, np.array([0, 1, 0, 1]))
+    assert metrics["AUC"] == metrics["F1"] == metrics["accuracy"] == 1
+    # Everything predicted as 0: precision 3/4 and recall 1 of that class, nothing of the other.
+    constant = class_metrics(np.tile([0.9, 0.1], (4, 1)), np.array([0, 0, 0, 1]))
+    assert constant["F1"] == pytest.approx((2 * 3 / 7 + 0) / 2) and constant["AUC"] == 0.5
+    assert "AUC" not in class_metrics(probabilities, np.zeros(4, int))
 
 
-def test_marks_of_numbers_are_those_of_scipy() -> None:
-    stats = pytest.importorskip("scipy.stats")
-    rng = np.random.default_rng(1)
-    labels = rng.integers(0, 9, 100).astype(float)
-    values = labels + rng.standard_normal(100).round()
-    found = measures.marks_of_numbers(values, labels)
-    assert found["Spearman"] == pytest.approx(stats.spearmanr(values, labels).statistic)
-    assert found["RMSE"] == pytest.approx(np.sqrt(np.mean((values - labels) ** 2)))
-    assert measures.spearman(np.zeros(5), np.arange(5.0)) == 0
-
-
-def test_f1_of_the_majority_is_as_worked_out_by_hand() -> None:
-    # All said to be 0: precision 3/4 and recall 1 there, nothing of the other class.
-    assert measures.macro_f1(np.zeros(4, int), np.array([0, 0, 0, 1])) == pytest.approx((2 * 3 / 7 + 0) / 2)
+def test_a_constant_prediction_has_no_rank_correlation() -> None:
+    assert number_metrics(np.zeros(5), np.arange(5.0)) == {"Spearman": 0, "RMSE": pytest.approx(np.sqrt(6))}
 
 
 def test_calibration_error_is_as_worked_out_by_hand() -> None:
@@ -90,16 +67,16 @@ def test_calibration_error_is_as_worked_out_by_hand() -> None:
     assert rows[-1]["accuracy"] == 0.5
 
 
-def test_marks_are_the_same_over_any_number_of_ranks() -> None:
+def test_metrics_are_the_same_over_any_number_of_ranks() -> None:
     rng = np.random.default_rng(2)
     number = 101
     labels = torch.from_numpy(rng.integers(0, 3, number))
     logits = torch.from_numpy(rng.standard_normal((number, 3))).float() + 2 * torch.eye(3)[labels]
     lengths = torch.from_numpy(rng.integers(10, 500, number))
-    unskilled = Unskilled.of(lengths.numpy(), labels.numpy(), 3)
+    baselines = Baselines.fit(lengths.numpy(), labels.numpy(), 3)
 
-    def empty() -> Marks:
-        return Marks(Calibration(names=["a", "b", "c"]), unskilled)
+    def empty() -> ScoreMetrics:
+        return ScoreMetrics(Calibration(names=["a", "b", "c"]), baselines)
 
     whole = empty()
     whole.update(torch.arange(number), logits, labels, lengths)
@@ -123,13 +100,13 @@ def test_length_alone_is_credited_with_what_length_explains_and_no_more() -> Non
     rng = np.random.default_rng(3)
     lengths, other = rng.integers(10, 1000, 2000), rng.integers(10, 1000, 1000)
     long, chance = (lengths > 300).astype(int), rng.integers(0, 2, 2000)
-    knows = Unskilled.of(lengths, long, 2).from_length(other)
-    assert measures.auc(knows[:, 1], other > 300) > 0.95
-    guesses = Unskilled.of(lengths, chance, 2).from_length(other)
-    assert measures.auc(guesses[:, 1], rng.random(1000) > 0.5) == pytest.approx(0.5, abs=0.06)
-    numbers = Unskilled.of(lengths, np.sqrt(lengths)).from_length(other)[:, 0]
-    assert measures.spearman(numbers, np.sqrt(other)) > 0.95
-    assert Unskilled.of(np.array([5, 5, 5]), np.array([0, 1, 1]), 2).from_length(np.array([1, 9])).shape == (2, 2)
+    knows = Baselines.fit(lengths, long, 2).from_length(other)
+    assert class_metrics(knows, (other > 300).astype(int))["AUC"] > 0.95
+    guesses = Baselines.fit(lengths, chance, 2).from_length(other)
+    assert class_metrics(guesses, rng.integers(0, 2, 1000))["AUC"] == pytest.approx(0.5, abs=0.06)
+    numbers = Baselines.fit(lengths, np.sqrt(lengths)).from_length(other)[:, 0]
+    assert number_metrics(numbers, np.sqrt(other))["Spearman"] > 0.95
+    assert Baselines.fit(np.array([5, 5, 5]), np.array([0, 1, 1]), 2).from_length(np.array([1, 9])).shape == (2, 2)
 
 
 # Calibration --------------------------------------------------------------------------------------------------------
@@ -167,17 +144,6 @@ def test_a_model_that_is_always_right_is_not_made_certain() -> None:
     labels = np.arange(100) % 2
     found = fit(np.eye(2)[labels] * 3, labels, Calibration(names=["a", "b"]))
     assert 0.95 < found.probabilities(np.array([[3.0, 0.0]]))[0, 0] < 0.99
-
-
-def test_isotonic_curve_is_that_of_scikit_learn() -> None:
-    isotonic = pytest.importorskip("sklearn.isotonic")
-    rng = np.random.default_rng(5)
-    numbers = rng.standard_normal(200).round(1)  # with ties
-    labels = numbers**3 + rng.standard_normal(200)
-    reference = isotonic.IsotonicRegression(out_of_bounds="clip").fit(numbers, labels)
-    curve = Calibration(numbers=(corners := fit_isotonic(numbers, labels))[0], becomes=corners[1])
-    asked = np.linspace(-5, 5, 501)
-    np.testing.assert_allclose(curve.values(asked), reference.predict(asked), atol=1e-9)
 
 
 def test_isotonic_curve_takes_a_lean_out_of_numbers() -> None:
@@ -265,7 +231,7 @@ def evaluated(task: Score, model: torch.nn.Module) -> dict[str, float]:
     for start in range(0, len(data), 16):
         items = [data[index] for index in range(start, min(start + 16, len(data)))]
         found = task.evaluate(model, task.collate(items), Noise(0, torch.arange(len(items))))
-    return found["marks"].compute()
+    return found["scores"].compute()
 
 
 @pytest.fixture(scope="module")
@@ -403,23 +369,23 @@ def test_other_data_to_evaluate_with_has_the_same_classes(tmp_path: Path) -> Non
 def test_pages_that_are_learned_and_evaluated_are_told_of(tmp_path: Path) -> None:
     data = write_pages(tmp_path / "pages.csv", 60, "class")
     task = prepared(tmp_path, data_path=str(data), eval_data_path=str(data))
-    assert "60 of 60 pages to evaluate with are learned from too" in task.remarks
+    assert "60 of 60 evaluation pages also occur in the training data" in task.remarks
 
 
 def test_long_pages_are_cut_and_counted(tmp_path: Path) -> None:
     task = prepared(tmp_path, data_path=str(write_pages(tmp_path / "pages.csv", 80, "class")), max_length=16)
     assert max(len(task.dataset("train")[index]["ids"]) for index in range(64)) == 16
     assert any("only 16 pages are held out" in remark for remark in task.remarks)
-    assert any("were cut" in remark for remark in task.remarks)
+    assert any("were truncated" in remark for remark in task.remarks)
 
 
 @pytest.mark.parametrize(
     ("settings", "content", "told"),
     [
-        ({"data_path": None}, None, "no labels"),
+        ({"data_path": None}, None, "expected labels"),
         ({}, "text,label\n" + "words,same\nother,same\n" * 10, "all 20 labels are"),
         ({}, "text,label\n" + "words,3.5\nother,3.5\n" * 10, "all 20 labels are"),
-        ({"num_eval": 60}, None, "has 60 different pages; some must be left"),
+        ({"num_eval": 60}, None, "has 60 different pages; some must remain"),
         ({"num_eval": 59}, None, "all labels are the same"),
     ],
 )

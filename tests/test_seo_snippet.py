@@ -251,8 +251,8 @@ def test_pages_of_nearly_equal_length_come_together_and_what_is_cut_is_told(tmp_
     task = prepared(tmp_path, max_length=24, target_length=3)
     data = task.dataset("train")
     assert {data.shape(number) for number in range(len(data))} == {64}
-    assert any("pages are longer than max_length 24 tokens and were cut" in remark for remark in task.remarks)
-    assert any("titles are longer than target_length 3 tokens and were cut" in remark for remark in task.remarks)
+    assert any("pages are longer than max_length 24 tokens and were truncated" in remark for remark in task.remarks)
+    assert any("titles are longer than target_length 3 tokens and were truncated" in remark for remark in task.remarks)
     assert max(len(data[number]["target"]) for number in range(len(data))) == 3
     assert all(data[number]["target"][-1] == task.tokenizer.eos_token_id for number in range(len(data)))
 
@@ -264,7 +264,7 @@ def test_an_encoder_is_refused_before_anything_is_read(tmp_path: Path) -> None:
 
 
 def test_too_many_held_out_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"num_eval 32: .* has 32 different pages; some must be left"):
+    with pytest.raises(ConfigError, match=r"num_eval 32: .* has 32 different pages; some must remain"):
         prepared(tmp_path, num_eval=32)
 
 

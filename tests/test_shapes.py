@@ -1,4 +1,4 @@
-"""Samples of several shapes: micro-batches of one shape each, and still the same run wherever it is carried out."""
+"""Samples of several shapes: each micro-batch has one shape, and the run is the same on any number of ranks."""
 
 from __future__ import annotations
 
@@ -205,7 +205,9 @@ def test_every_position_counts_once_in_a_micro_batch_of_its_shape_and_step(
 
 @settings(max_examples=60, deadline=None)
 @given(size=st.integers(1, 40), global_batch=st.integers(1, 25), micro_batch=st.integers(1, 8), world=st.integers(1, 7))
-def test_data_of_one_shape_is_cut_as_if_it_had_none(size: int, global_batch: int, micro_batch: int, world: int) -> None:
+def test_data_of_one_shape_is_split_as_if_it_had_none(
+    size: int, global_batch: int, micro_batch: int, world: int
+) -> None:
     where = {"global_batch": global_batch}
     plain = [list(Cursor(0, size, global_batch, micro_batch, rank, world).chunks()) for rank in range(world)]
     for mine, theirs in zip(Cut([(3, 4)] * size).chunks(world, micro_batch, **where), plain, strict=True):
@@ -268,7 +270,7 @@ def test_no_rank_has_much_more_to_do_than_another() -> None:
         assert max(work) - min(work) <= 2 * costs["c"], work
 
 
-def test_the_films_do_not_always_go_to_the_same_rank() -> None:
+def test_the_costliest_samples_do_not_always_go_to_the_same_rank() -> None:
     data = Cut([*"fppp"] * 400, {"f": 20.0, "p": 1.0})
     chunks = [[chunk.shape for chunk in rank] for rank in data.chunks(4, 1, global_batch=4)]
     assert [len(turn) for turn in zip(*chunks, strict=True)] == [4] * 400
@@ -282,7 +284,7 @@ def test_a_rank_without_samples_computes_the_cheapest_of_the_step() -> None:
     assert (tuple(idle.positions), idle.shape) == ((2,), (2, 2))
 
 
-def test_what_a_sample_costs_is_told_or_follows_from_its_shape() -> None:
+def test_the_cost_of_a_sample_is_given_or_follows_from_its_shape() -> None:
     def costs(data: Cut) -> list[float]:
         found = shapes_of(data, Order(len(data.shapes), 0, shuffle=False))
         assert found is not None
@@ -301,7 +303,7 @@ def test_what_a_sample_costs_is_told_or_follows_from_its_shape() -> None:
         (Cut([1, 2], {1: float("nan"), 2: 1.0}), "cost(0) returned nan"),
     ],
 )
-def test_shapes_and_costs_that_mean_nothing_are_refused(data: Cut, words: str) -> None:
+def test_invalid_shapes_and_costs_are_refused(data: Cut, words: str) -> None:
     with pytest.raises(RecipeError) as caught:
         data.chunks(1, 1)
     assert words in str(caught.value)
@@ -401,7 +403,7 @@ class Deadly(MixedFilms):
         return super().__getitem__(index)
 
 
-def test_a_worker_that_takes_the_place_of_a_dead_one_goes_on_in_the_middle_of_the_step(tmp_path: Path) -> None:
+def test_a_worker_that_replaces_a_dead_one_continues_in_the_middle_of_the_step(tmp_path: Path) -> None:
     data = MixedFilms(22)
     assert seen(read(Deadly(tmp_path / "dead"), cursor(data), workers=2)) == seen(read(data, cursor(data)))
 
@@ -416,7 +418,7 @@ class Unsure(MixedFilms):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_shape_that_cannot_be_told_is_an_error_where_it_is_needed(workers: int) -> None:
+def test_a_shape_that_raises_is_an_error_where_it_is_needed(workers: int) -> None:
     data = Unsure(22)
     settings = DataSettings(num_workers=workers, prefetch_factor=4)
     with closing(Loader(data, _stacked, ORDER, cursor(data), settings, False)) as loader:
@@ -436,7 +438,7 @@ class Torn(MixedFilms):
         return super().__getitem__(index)
 
 
-def test_for_a_micro_batch_that_cannot_be_read_the_cheapest_sample_stands_in() -> None:
+def test_the_cheapest_sample_replaces_an_unreadable_micro_batch() -> None:
     data = Torn(22)
     for micro in read(data, replace(cursor(data), end=42)):
         if micro.chunk.shape == SIZES[2]:
@@ -573,7 +575,7 @@ def test_guarded_and_fast_steps_may_alternate(runs: dict[str, Outcome]) -> None:
 
 
 @pytest.mark.parametrize("step", RESUMED)
-def test_two_ranks_go_on_as_one_in_the_middle_of_an_epoch(runs: dict[str, Outcome], step: int) -> None:
+def test_a_run_on_two_ranks_continues_on_one_in_the_middle_of_an_epoch(runs: dict[str, Outcome], step: int) -> None:
     run = runs[f"resumed @{step}"]
     assert_same(run, runs["nothing known of shapes"])
     read_ids = Counter(i for mine in micro_batches(run) for ids in mine for i in ids)
@@ -581,7 +583,7 @@ def test_two_ranks_go_on_as_one_in_the_middle_of_an_epoch(runs: dict[str, Outcom
 
 
 @pytest.mark.parametrize("name", DISTURBED)
-def test_out_of_memory_is_answered_by_smaller_micro_batches(runs: dict[str, Outcome], name: str) -> None:
+def test_out_of_memory_leads_to_smaller_micro_batches(runs: dict[str, Outcome], name: str) -> None:
     assert_same(runs[name], runs["nothing known of shapes"])
     (event,) = runs[name].events("oom")
     world, step = DISTURBED[name][0], event["step"] - 1
@@ -592,7 +594,7 @@ def test_out_of_memory_is_answered_by_smaller_micro_batches(runs: dict[str, Outc
     assert runs[name].state()["micro_batch"] == event["micro_batch"]
 
 
-def test_auto_tries_out_the_largest_films_first_and_changes_nothing(runs: dict[str, Outcome]) -> None:
+def test_auto_tries_the_costliest_samples_first_and_changes_nothing(runs: dict[str, Outcome]) -> None:
     run = runs["auto"]
     assert_same(run, runs["nothing known of shapes"])
     (found,) = run.events("micro_batch")
@@ -605,7 +607,9 @@ def test_auto_tries_out_the_largest_films_first_and_changes_nothing(runs: dict[s
 
 
 @pytest.mark.parametrize(("world", "strategy", "size"), WAYS)
-def test_every_film_is_evaluated_once(runs: dict[str, Outcome], world: int, strategy: str, size: int) -> None:
+def test_every_sample_of_any_shape_is_evaluated_once(
+    runs: dict[str, Outcome], world: int, strategy: str, size: int
+) -> None:
     run = runs[name_of(world, strategy, size)]
     model = Denoiser().double()
     model.load_state_dict(run.weights())
@@ -628,7 +632,9 @@ def test_every_film_is_evaluated_once(runs: dict[str, Outcome], world: int, stra
     assert all(len({data.shape(i) for i in ids}) == 1 for ids in calls)
 
 
-def test_an_evaluation_looks_at_so_many_samples_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_groups_a_limited_number_of_samples_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = {}
     for grouped in (2**16, 4):
         monkeypatch.setattr(evaluate, "_GROUPED", grouped)

@@ -106,7 +106,9 @@ def test_submit_and_follow_a_job_whose_rank_is_killed(slurm: Slurm, tmp_path: Pa
     assert not (run / ".slurm").exists()
 
 
-def test_a_signal_saves_requeues_and_goes_on_by_itself(slurm: Slurm, tmp_path: Path, one_rank: list[float]) -> None:
+def test_a_signal_saves_and_requeues_and_the_run_continues_by_itself(
+    slurm: Slurm, tmp_path: Path, one_rank: list[float]
+) -> None:
     hold, ours, run = tmp_path / "hold", mark(), tmp_path / "run"
     hold.write_text("2 after 4")
     job = submit(slurm, tmp_path, "--output_dir", "run", **{HOLD: str(hold)}, **ours)
@@ -127,7 +129,7 @@ def test_a_signal_saves_requeues_and_goes_on_by_itself(slurm: Slurm, tmp_path: P
 
 
 @pytest.mark.slow
-def test_an_exception_in_a_rank_is_told_once_and_mistakes_are_not_tried_again(slurm: Slurm, tmp_path: Path) -> None:
+def test_an_exception_in_a_rank_is_printed_once_and_user_errors_are_not_retried(slurm: Slurm, tmp_path: Path) -> None:
     failing = tmp_path / "failing"
     mistaken = tmp_path / "mistaken"
     for place in (failing, mistaken):
@@ -165,7 +167,7 @@ def test_a_real_time_limit_requeues_and_the_loss_curve_does_not_show_it(
 
 
 @pytest.mark.slow
-def test_preemption_saves_within_the_grace_time_and_the_job_goes_on(
+def test_preemption_saves_within_the_grace_time_and_the_job_continues(
     slurm: Slurm, tmp_path: Path, one_rank: list[float]
 ) -> None:
     hold, ours, run = tmp_path / "hold", mark(), tmp_path / "run"
@@ -323,7 +325,7 @@ def test_a_script_is_not_written_over_and_keeps_its_run_folder(
         (["--global_batch_size", 6, "--batch_size", 4, "--gradient_accumulation_steps", 1], "is not global_batch_size"),
     ],
 )
-def test_a_mistake_is_found_before_anything_is_written(
+def test_a_user_error_is_found_before_anything_is_written(
     words: list[object], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(UserError, match=re.escape(says)):
@@ -336,7 +338,7 @@ def test_follow_needs_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         command(TINY, "--gpus-per-node", 1, "--follow", cwd=tmp_path, monkeypatch=monkeypatch)
 
 
-def test_without_slurm_submit_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_submit_without_slurm_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="sbatch is not installed here"):
         command(TINY, "--gpus-per-node", 1, "--submit", cwd=tmp_path, monkeypatch=monkeypatch)

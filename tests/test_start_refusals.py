@@ -1,4 +1,4 @@
-"""Starts that cannot end well are refused at once, in one line, and nothing stays behind."""
+"""A start that cannot succeed is refused at once, in one line, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from unisono.cluster.launch.job_folder import job_folder, remove_abandoned
 from unisono.cluster.launch.launcher import _rendezvous_config
 from unisono.devices import choose
 from unisono.engine.checks import machines
-from unisono.engine.start.run import configure, plan_devices
+from unisono.engine.start.device_plan import plan_devices
+from unisono.engine.start.run import configure
 from unisono.engine.state import TrainState
 from unisono.errors import ConfigError, UserError
 from unisono.settings import LaunchSettings
@@ -68,7 +69,7 @@ def test_a_huge_batch_in_a_checkpoint_is_damage() -> None:
         TrainState.from_json({**state, "global_batch": HUGE})
 
 
-def test_far_more_ranks_than_cores_are_asked_back() -> None:
+def test_far_more_ranks_than_cores_are_refused() -> None:
     cores = len(os.sched_getaffinity(0))
     with pytest.raises(ConfigError, match=rf"nproc 100000: this machine has {cores} core.*--max_ranks_per_core \d+$"):
         plan_devices(configure(Tiny, flags=["--nproc", "100000"]))
@@ -76,7 +77,7 @@ def test_far_more_ranks_than_cores_are_asked_back() -> None:
     assert plan_devices(configure(Tiny, flags=insisted)).ranks == 8 * cores + 1
 
 
-def test_a_gpu_that_nobody_asked_for_is_not_missed_by_name() -> None:
+def test_a_gpu_that_was_not_requested_is_not_named_in_an_error() -> None:
     assert choose("1", []).warnings == choose("auto", []).warnings == ("no CUDA device: training on the CPU",)
     assert choose("4", []).warnings == ("no CUDA device for --gpus 4: training on the CPU",)
 
@@ -160,7 +161,7 @@ def test_the_next_start_removes_the_folder_of_a_killed_launcher_only(
 
 
 @pytest.mark.parametrize("nnodes", ["9" * 5000, "1:" + "9" * 5000, "0", "1:2:3", "4:1", "\uff12"])
-def test_a_number_of_machines_that_is_none_is_refused_in_one_line(nnodes: str) -> None:
+def test_an_invalid_number_of_machines_is_refused_in_one_line(nnodes: str) -> None:
     with pytest.raises(ConfigError, match=r"^nnodes: expected") as told:
         machines(LaunchSettings(nnodes=nnodes))
     assert len(str(told.value)) < 200

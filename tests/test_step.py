@@ -1,4 +1,4 @@
-"""One optimizer step: the same as a loop written by hand, skipped together, scaled and scheduled as it says."""
+"""One optimizer step equals a hand-written loop; ranks skip it together; loss scale and schedule work."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from unisono.data.noise import Noise
 from unisono.data.order import Order
 from unisono.engine.step.learning_rate import learning_rate_factor, learning_rate_scale
 from unisono.engine.step.sums import power_of_two_near
-from unisono.parallel.buffers import KeptBuffers
+from unisono.parallel.buffers import BufferBackup
 from unisono.settings import OptimSettings
 
 NUM_SAMPLES, GLOBAL_BATCH = 20, 6
@@ -179,7 +179,7 @@ def test_skipping_is_the_same_on_any_ranks(runs: dict[str, Outcome]) -> None:
 
 
 @pytest.mark.parametrize("name", ["1 single", "2 ddp", "2 fsdp"])
-def test_a_skipped_step_does_not_spoil_what_batch_norm_remembers(runs: dict[str, Outcome], name: str) -> None:
+def test_a_skipped_step_does_not_change_batch_norm_statistics(runs: dict[str, Outcome], name: str) -> None:
     run = runs[f"batch norm {name}"]
     (evaluated,) = run.evaluations()
     assert math.isfinite(evaluated["eval/loss"])
@@ -188,7 +188,7 @@ def test_a_skipped_step_does_not_spoil_what_batch_norm_remembers(runs: dict[str,
     assert passes == [each * good for good in (1, 2, 2, 3, 4, 5)]
 
 
-def test_a_buffer_that_was_replaced_is_put_back_too(runs: dict[str, Outcome]) -> None:
+def test_a_buffer_that_was_replaced_is_restored_too(runs: dict[str, Outcome]) -> None:
     for name in ["buffers, loud", *(name for name in WITH_BUFFERS if name.startswith("buffers"))]:
         run = runs[name]
         assert run.main.get("step") == 6, run.main
@@ -197,7 +197,7 @@ def test_a_buffer_that_was_replaced_is_put_back_too(runs: dict[str, Outcome]) ->
             assert [torch.equal(*pair) for pair in itertools.pairwise(values)] == [False, True, False, False, False]
 
 
-def test_buffers_are_put_back_on_the_device_without_asking_the_host() -> None:
+def test_buffers_are_restored_on_the_device_without_a_host_sync() -> None:
     class Remembers(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -212,14 +212,14 @@ def test_buffers_are_put_back_on_the_device_without_asking_the_host() -> None:
             self.latest = x[-1]
 
     model, generator = Remembers(), torch.Generator().manual_seed(0)
-    kept = KeptBuffers(model)
+    backup = BufferBackup(model)
     for step in range(6):
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        kept.keep()
-        assert kept.num_copied == (6 if step < 3 else 5), "the table is copied only until it is known to be one"
+        backup.save()
+        assert backup.num_copied == (6 if step < 3 else 5), "the table is copied only until it is known to be one"
         model(torch.randn(4, 2, generator=generator))
-        kept.find_tables()
-        kept._undo_on_device(torch.tensor(step % 2 == 1))
+        backup.find_constants()
+        backup._undo_on_device(torch.tensor(step % 2 == 1))
         after = dict(model.named_buffers())
         changed = {name for name in before if not torch.equal(before[name], after[name])}
         assert changed == (set() if step % 2 else set(before) - {"table"})

@@ -1,4 +1,4 @@
-"""A recipe's own bug is shown on one screen, with the whole traceback in a file; a bug of ours is shown in full."""
+"""A bug in a recipe is shown on one screen, with the full traceback in a file; a bug in unisono in full."""
 
 from __future__ import annotations
 
@@ -105,14 +105,14 @@ def test_a_bug_of_ours_shows_every_frame() -> None:
     try:
         share_of("rank", 2, 0, 8)  # type: ignore[arg-type]
     except TypeError as error:
-        assert not tracebacks.is_users(error)
-        assert tracebacks.shown(error) == "".join(traceback.format_exception(error)).rstrip("\n")
+        assert not tracebacks.is_in_user_code(error)
+        assert tracebacks.format_short(error) == "".join(traceback.format_exception(error)).rstrip("\n")
         before = error.__traceback__
         tracebacks.prune(error)
         assert error.__traceback__ is before
 
 
-def test_whose_a_frame_is() -> None:
+def test_the_owner_of_a_frame() -> None:
     for module, owner in (
         (tracebacks, "unisono"),
         (re, "library"),
@@ -124,7 +124,7 @@ def test_whose_a_frame_is() -> None:
     assert tracebacks.owner_of("<stdin>") == "user"
 
 
-def test_a_call_that_our_torch_function_mode_passes_on_is_the_recipes_own() -> None:
+def test_a_call_that_our_torch_function_mode_forwards_belongs_to_the_recipe() -> None:
     class WithWrongShapes(Buggy):
         def model(self) -> nn.Module:
             model = super().model()
@@ -133,7 +133,7 @@ def test_a_call_that_our_torch_function_mode_passes_on_is_the_recipes_own() -> N
 
     with pytest.raises(RuntimeError, match="Sizes of tensors must match") as caught:
         build_model(WithWrongShapes(Buggy.Config()))
-    assert tracebacks.is_users(caught.value)
+    assert tracebacks.is_in_user_code(caught.value)
 
 
 def test_the_location_of_an_error_is_the_users_line() -> None:

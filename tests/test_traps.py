@@ -1,4 +1,4 @@
-"""Traps that a review found: each of these was once wrong."""
+"""Regression tests for bugs that reviews found."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from command_line import Ended, lines, unisono
-from unisono.checkpoint.export import load_whole
+from unisono.checkpoint.load import load_whole
 from unisono.data.loader import to_device
 from unisono.errors import RecipeError, UserError
 from unisono.observe.folder import RunFolder
@@ -78,7 +78,7 @@ def train(folder: Path, output: str, *words: object) -> Ended:
     return unisono("train", "trap.py:Trap", "--output_dir", output, *words, cwd=folder)
 
 
-def test_the_best_checkpoint_holds_weights_and_average_in_their_own_places(folder: Path) -> None:
+def test_the_best_checkpoint_does_not_swap_weights_and_average(folder: Path) -> None:
     flags = ["--max_steps", "4", "--ema_decay", "0.9", "--eval_every", "2", "--keep_last", "0"]
     assert train(folder, "plain", *flags, "--save_every", "2").code == 0
     assert train(folder, "best", *flags, "--save_every", "100", "--best_metric", "eval/loss").code == 0
@@ -105,7 +105,7 @@ def test_going_back_sets_later_checkpoints_aside_and_going_on_stays_on_the_new_b
     assert [line["step"] for line in lines(folder / "back")] == [1, 2, 3, 4, 5, 6]
 
 
-def test_what_somebody_put_into_a_checkpoint_is_not_deleted(folder: Path) -> None:
+def test_a_checkpoint_with_files_of_a_user_is_not_deleted(folder: Path) -> None:
     flags = ["--save_every", "2", "--keep_last", "1", "--eval_every", "-1"]
     assert train(folder, "notes", "--max_steps", "2", *flags).code == 0
     (folder / "notes/checkpoints/step_00000002/notes.txt").write_text("precious")
@@ -128,7 +128,7 @@ def test_a_closed_stream_changes_neither_the_run_nor_its_exit_code(
     assert len(lines(folder / run)) == (0 if code else 3)
 
 
-def test_odd_folders_are_answered_before_anything_begins(folder: Path) -> None:
+def test_odd_folders_are_refused_before_anything_begins(folder: Path) -> None:
     home = folder / "home"
     home.mkdir()
     settings = folder / "home.yaml"
@@ -144,7 +144,7 @@ def test_odd_folders_are_answered_before_anything_begins(folder: Path) -> None:
         assert ended.code == 2 and said in ended.err and len(ended.err.splitlines()) == 1, ended.err
 
 
-def test_a_record_of_odd_starts_is_gone_on_with(folder: Path) -> None:
+def test_a_run_with_odd_starts_in_its_record_can_resume(folder: Path) -> None:
     assert train(folder, "odd", "--max_steps", "1", "--eval_every", "-1").code == 0
     file = folder / "odd/run.json"
     record = json.loads(file.read_text())
@@ -161,7 +161,7 @@ def test_a_record_that_cannot_be_written_is_one_line_and_leaves_no_draft(
 
     monkeypatch.setattr("unisono.observe.folder.os.fsync", full)
     folder = RunFolder(tmp_path / "run")
-    with pytest.raises(UserError, match=r"run.json cannot be written \(No space left on device\); make room"):
+    with pytest.raises(UserError, match=r"run.json cannot be written \(No space left on device\); free some space"):
         folder.open({"recipe": "Trap"})
     folder.close()
     assert list(tmp_path.rglob("*.json*")) == []
@@ -227,7 +227,7 @@ class Named(nn.Module):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_recomputed_blocks_get_what_they_are_given_by_name(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recomputed_blocks_get_their_keyword_arguments(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     block, x, mask = Named(), torch.ones(3, requires_grad=True), torch.tensor([1.0, 0.0, 2.0])
     recompute_activations(block)
     if compiled:
@@ -265,7 +265,7 @@ def test_compiled_and_recomputed_blocks_train_like_plain_ones() -> None:
         assert torch.allclose(a.grad, b.grad)
 
 
-def test_batches_of_any_mapping_can_be_placed() -> None:
+def test_batches_of_any_mapping_can_be_moved_to_a_device() -> None:
     from collections import defaultdict
 
     batch = defaultdict(list, {"x": torch.ones(2), "y": [torch.zeros(1)]})

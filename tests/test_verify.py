@@ -1,8 +1,11 @@
-"""`unisono verify` says "same" where runs are the same, and finds the ones that are not."""
+"""`unisono verify` reports runs that are the same as the same, and finds those that differ."""
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,17 +16,19 @@ import pytest
 from command_line import TESTS, unisono
 from unisono.cli.main import main
 from unisono.cli.verify import print_verdict
+from unisono.cluster.launch.job_folder import remove_abandoned
 from unisono.cluster.launch.warm_ranks import WarmRanks
 from unisono.cluster.outcome import Outcome
 from unisono.devices import GpuLock
+from unisono.engine.start.device_plan import DevicePlan
 from unisono.engine.start.registry import load_recipe
-from unisono.engine.start.run import DevicePlan, configure
+from unisono.engine.start.run import configure
 from unisono.engine.start.warm_rank import COMMAND
 from unisono.engine.verification.verify import (
-    Question,
     Variant,
     VariantFailed,
     Verdict,
+    VerifyPlan,
     _Runner,
     uneven_batch,
     variants,
@@ -62,15 +67,15 @@ def run_verify(warm: WarmRanks, monkeypatch: pytest.MonkeyPatch) -> Verify:
     ) -> Verdict:
         words = f"{RECIPES}:{recipe}"
         resolved = configure(load_recipe(words), flags=["--gpus", "0", *flags])
-        question = Question(ranks, steps, strategies, precision)
-        return verify(words, resolved, question, (told if told is not None else []).append, warm)
+        plan = VerifyPlan(ranks, steps, strategies, precision)
+        return verify(words, resolved, plan, (told if told is not None else []).append, warm)
 
     return run
 
 
 def conclusion(verdict: Verdict, capsys: Any, precision: str = "float64") -> tuple[int, str]:
     """The exit code, and all that the command prints, in one line."""
-    code = print_verdict(verdict, Question((1, 2), 3, ("ddp",), precision))
+    code = print_verdict(verdict, VerifyPlan((1, 2), 3, ("ddp",), precision))
     return code, " ".join(capsys.readouterr().out.split())
 
 
@@ -91,7 +96,7 @@ def test_a_recipe_that_depends_on_the_micro_batch_is_found_with_its_first_weight
 ) -> None:
     """Also with one rank only, where micro-batches are all that can differ."""
     verdict = run_verify(recipe, "--batch_size", "10", ranks=(1,))
-    assert [(a.role, a.same) for a in verdict.answers] == [("reference", True), ("repeat", True), ("variant", False)]
+    assert [(a.role, a.same) for a in verdict.results] == [("reference", True), ("repeat", True), ("variant", False)]
     code, text = conclusion(verdict, capsys)
     named = re.search(r"first weight that differs is (\S+)\. ", text)
     assert code == 1 and named is not None and re.fullmatch(r"[012]\.(weight|bias|running_\w+)", named[1])
@@ -99,22 +104,22 @@ def test_a_recipe_that_depends_on_the_micro_batch_is_found_with_its_first_weight
 
 def test_with_one_rank_there_is_always_a_second_way_of_splitting_the_batch(run_verify: Verify) -> None:
     for batch in range(1, 60):
-        question = Question((1,), 5, ("ddp",), "float64")
-        first, second = variants(question, uneven_batch(batch, (1,)))
+        plan = VerifyPlan((1,), 5, ("ddp",), "float64")
+        first, second = variants(plan, uneven_batch(batch, (1,)))
         assert first.micro_batches == 1 < second.micro_batches
         assert uneven_batch(batch, (1,)) % second.micro_batches, "equal parts would hide a loss that is a mean"
-        assert batch == 1 or len(variants(question, batch)) == 2  # a global batch that the user has named stays
+        assert batch == 1 or len(variants(plan, batch)) == 2  # a global batch that the user has named stays
     with pytest.raises(ConfigError, match="nothing to compare; use --ranks 1,2 or a larger batch"):
         run_verify("Honest", "--global_batch_size", "1", ranks=(1,))
-    assert len(run_verify("Honest", "--global_batch_size", "2", ranks=(1, 1)).answers) == 3
+    assert len(run_verify("Honest", "--global_batch_size", "2", ranks=(1, 1)).results) == 3
 
 
 @pytest.mark.parametrize("recipe", ["Unrepeatable", "OrderOfASet"])
-def test_a_recipe_that_does_not_repeat_itself_is_told_from_one_that_depends_on_ranks(
+def test_a_recipe_that_is_not_repeatable_is_distinguished_from_one_that_depends_on_ranks(
     run_verify: Verify, recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     verdict = run_verify(recipe)
-    assert [answer.role for answer in verdict.answers] == ["reference", "repeat"] and not verdict.repeatable
+    assert [result.role for result in verdict.results] == ["reference", "repeat"] and not verdict.repeatable
     code, text = conclusion(verdict, capsys)
     assert code == 1 and "Not repeatable: two runs of 1 rank" in text and "os.urandom" in text
     assert "micro-batch" not in text.partition("Not repeatable")[2]
@@ -134,7 +139,7 @@ def test_metrics_are_compared_and_those_that_never_repeat_are_named(
     run_verify: Verify, capsys: pytest.CaptureFixture[str]
 ) -> None:
     verdict = run_verify("CountsCalls", ranks=(1,))
-    assert verdict.answers[-1].differences is not None and verdict.answers[-1].differences.trained_the_same
+    assert verdict.results[-1].differences is not None and verdict.results[-1].differences.trained_the_same
     code, text = conclusion(verdict, capsys)
     assert code == 1 and "the metric calls differs" in text and "mean of means" in text
     code, text = conclusion(run_verify("TellsTheTime", ranks=(1,)), capsys)
@@ -151,11 +156,11 @@ def test_the_advice_never_offers_the_precision_in_use(run_verify: Verify, capsys
 def test_weights_without_a_gradient_may_drift_in_float32_and_others_may_not(run_verify: Verify) -> None:
     """Key biases: Adam makes whole steps of rounding errors, which no loss notices."""
     verdict = run_verify("LanguageModel", ranks=(1,), precision="float32", steps=5)
-    answer = verdict.answers[-1]
-    assert answer.differences is not None
-    assert answer.differences.weight > 1e-3, "no weight has drifted: this test shows nothing"
-    assert answer.differences.loss < 1e-5 and answer.same
-    assert not run_verify("MeanLanguageModel", ranks=(1,), precision="float32", steps=5).answers[-1].same
+    result = verdict.results[-1]
+    assert result.differences is not None
+    assert result.differences.weight > 1e-3, "no weight has drifted: this test shows nothing"
+    assert result.differences.loss < 1e-5 and result.same
+    assert not run_verify("MeanLanguageModel", ranks=(1,), precision="float32", steps=5).results[-1].same
 
 
 def test_a_run_that_crashes_is_shown_with_its_reason(run_verify: Verify) -> None:
@@ -181,17 +186,17 @@ def test_a_variant_that_fails_does_not_end_the_others(run_verify: Verify, capsys
         ),
     ):
         verdict = run_verify(recipe, *flags)
-        assert [answer.failure is not None for answer in verdict.answers] == failed, (recipe, verdict)
-        failures = " ".join(str(answer.failure) for answer in verdict.answers if answer.failure)
+        assert [result.failure is not None for result in verdict.results] == failed, (recipe, verdict)
+        failures = " ".join(str(result.failure) for result in verdict.results if result.failure)
         assert reason in failures, failures
-        assert all(answer.same for answer in verdict.answers if answer.failure is None)
-        assert print_verdict(verdict, Question((1, 2), 3, ("ddp",), "float64")) == 3
+        assert all(result.same for result in verdict.results if result.failure is None)
+        assert print_verdict(verdict, VerifyPlan((1, 2), 3, ("ddp",), "float64")) == 3
         assert "FAILED" in capsys.readouterr().out
 
 
-def test_no_run_finds_traces_of_another(run_verify: Verify) -> None:
+def test_runs_of_verify_do_not_affect_each_other(run_verify: Verify) -> None:
     verdict = run_verify("LeavesTraces", strategies=("ddp", "fsdp"))
-    assert len(verdict.answers) == 7 and all(answer.same for answer in verdict.answers), verdict
+    assert len(verdict.results) == 7 and all(result.same for result in verdict.results), verdict
 
 
 def test_a_mistake_is_refused_before_anything_is_announced(run_verify: Verify, tmp_path: Path) -> None:
@@ -214,17 +219,42 @@ def test_ending_verify_ends_its_processes(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
+class Killing:
+    """Warm ranks whose first run ends in `kill -9` of this process."""
+
+    def run(self, *arguments: Any, **more: Any) -> list[Outcome]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return []
+
+
+def test_the_next_start_removes_the_folder_of_a_killed_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    recipe, warm = f"{RECIPES}:Honest", Killing()
+    resolved = configure(load_recipe(recipe), flags=["--gpus", "0"])
+    plan = VerifyPlan((1, 2), 3, ("ddp",), "float64")
+    child = os.fork()
+    if child == 0:
+        try:
+            verify(recipe, resolved, plan, lambda text: None, warm)  # type: ignore[arg-type]
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert list(tmp_path.glob("unisono-*/1/job.json")), "nobody was there to remove it"
+    remove_abandoned()
+    assert not list(tmp_path.iterdir())
+
+
 def test_micro_batches_and_shares_are_uneven_so_that_a_mean_cannot_hide() -> None:
     for batch in range(2, 60):
         uneven = uneven_batch(batch, (1, 2, 3))
         assert uneven % 3 and batch <= uneven <= batch + 1
-        for variant in variants(Question((1, 2, 3), 5, ("ddp",), "float64"), uneven):
+        for variant in variants(VerifyPlan((1, 2, 3), 5, ("ddp",), "float64"), uneven):
             splits = variant.micro_batches == 1 or uneven % (variant.ranks * variant.micro_batches)
             assert splits or -(-uneven // variant.ranks) < 5
-        assert batch < 5 or len(variants(Question((1, 2), 5, ("ddp",), "float64"), uneven_batch(batch, (1, 2)))) == 4
+        assert batch < 5 or len(variants(VerifyPlan((1, 2), 5, ("ddp",), "float64"), uneven_batch(batch, (1, 2)))) == 4
 
 
-def test_questions_that_make_no_sense_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (
         ["--ranks", "0"],
         ["--ranks", "two"],
@@ -245,7 +275,7 @@ class Crashing:
         return [Outcome("crashed", "the loss is broken", 0)]
 
 
-def test_a_run_that_failed_gives_its_gpus_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_failed_releases_its_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def plan_devices(resolved: Any) -> DevicePlan:
         lock = GpuLock(tmp_path)
         assert lock.acquire("GPU-1"), "the run before still holds it"
@@ -253,9 +283,9 @@ def test_a_run_that_failed_gives_its_gpus_back(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr("unisono.engine.verification.verify.plan_devices", plan_devices)
     words = f"{RECIPES}:Honest"
-    question, resolved = Question((1,), 2, ("ddp",), "float64"), configure(load_recipe(words), flags=["--gpus", "0"])
+    plan, resolved = VerifyPlan((1,), 2, ("ddp",), "float64"), configure(load_recipe(words), flags=["--gpus", "0"])
     warm: Any = Crashing()
-    runner, failures = _Runner(words, resolved, question, 4, tmp_path, warm, str, 2), []
+    runner, failures = _Runner(words, resolved, plan, 4, tmp_path, warm, str, 2), []
     for _ in range(2):
         with pytest.raises(VariantFailed) as caught:
             runner.run(Variant(1, "single", 4, 1))

@@ -42,9 +42,9 @@ def step(model: Any, timestep: Tensor, dtype: torch.dtype | None = None) -> tupl
     noisy = torch.randn(2, model.config.in_channels, 3, 8, 4, generator=drawn)
     text = torch.randn(2, 7, model.config.text_dim, generator=drawn)
     with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
-        said = model(noisy, timestep, text, return_dict=False)[0]
-    (said.float() * torch.randn(said.shape, generator=drawn)).sum().backward()
-    return said.detach(), {name: part.grad for name, part in model.named_parameters() if part.grad is not None}
+        velocity = model(noisy, timestep, text, return_dict=False)[0]
+    (velocity.float() * torch.randn(velocity.shape, generator=drawn)).sum().backward()
+    return velocity.detach(), {name: part.grad for name, part in model.named_parameters() if part.grad is not None}
 
 
 def assert_same(fast: Any, plain: Any, timestep: Tensor, close: float = CLOSE, dtype: Any = None) -> None:
@@ -68,17 +68,17 @@ def plain_model(**changed: Any) -> Any:
 
 @pytest.mark.parametrize("name", ["auto", "math"])
 def test_attention_is_computed_by_the_kernel_that_was_chosen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, given = plain_model(), []
+    plain, kernels = plain_model(), []
     fast = fast_copy(plain)
     use(name, fast)
 
     def kernel(chosen: Any) -> Any:
-        given.append(chosen)
+        kernels.append(chosen)
         return sdpa_kernel(chosen)
 
     monkeypatch.setattr(attention, "sdpa_kernel", kernel)
     assert_same(fast, plain, torch.tensor([300.0, 700.0]))
-    assert given == ([] if name == "auto" else [SDPBackend.MATH] * 2 * len(fast.blocks))
+    assert kernels == ([] if name == "auto" else [SDPBackend.MATH] * 2 * len(fast.blocks))
 
 
 LEVELS = torch.tensor([100.0, 900.0])
@@ -87,9 +87,9 @@ LEVELS = torch.tensor([100.0, 900.0])
 def was_fast(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     calls, forward = [], our_block._forward
 
-    def noted(*given: Any) -> Tensor:
+    def noted(*arguments: Any) -> Tensor:
         calls.append(1)
-        return forward(*given)
+        return forward(*arguments)
 
     monkeypatch.setattr(our_block, "_forward", noted)
     return calls
@@ -111,7 +111,7 @@ def test_outputs_and_gradients_are_those_of_diffusers(monkeypatch: pytest.Monkey
     assert products[: len(attentions)] == attentions
 
 
-def test_where_weights_need_not_be_copied_none_is_kept() -> None:
+def test_no_copy_of_the_weights_is_kept_if_none_is_needed() -> None:
     """Or fsdp would let go of its weights after the forward pass, and they would be there all the same."""
     made = fast_copy(plain_model()).to(torch.bfloat16)
     own = {part.untyped_storage().data_ptr() for part in made.parameters()}
@@ -142,7 +142,7 @@ def test_in_16_bit_they_agree_to_rounding() -> None:
     assert off(ours) < 1.2 * off(theirs)
 
 
-def test_a_time_for_each_token_goes_the_way_of_diffusers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timesteps_per_token_use_diffusers_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     calls, plain = was_fast(monkeypatch), plain_model()
     times = torch.rand(2, 3 * 4 * 2, generator=torch.Generator().manual_seed(2)) * 1000
     assert_same(fast_copy(plain), plain, times, close=0)
@@ -206,15 +206,15 @@ def test_on_a_cpu_nothing_changes_to_the_bit() -> None:
     assert_same(fast, plain, LEVELS, close=0)
 
 
-def in_pieces(given: Any) -> Any:
+def in_pieces(value: Any) -> Any:
     """The same tensor laid out another way, as attention's backward pass leaves it on some machines."""
-    if isinstance(given, list):
-        return list(map(in_pieces, given))
-    return given.mT.contiguous().mT if isinstance(given, Tensor) and given.ndim > 1 else given
+    if isinstance(value, list):
+        return list(map(in_pieces, value))
+    return value.mT.contiguous().mT if isinstance(value, Tensor) and value.ndim > 1 else value
 
 
-@pytest.mark.parametrize("lay", [lambda given: given, in_pieces])
-def test_the_operations_say_what_shapes_come_out(lay: Any) -> None:
+@pytest.mark.parametrize("lay", [lambda value: value, in_pieces])
+def test_the_operations_declare_the_right_output_shapes(lay: Any) -> None:
     """What torch.compile relies on: shapes, and how they lie in memory."""
     from unisono.recipes.wan.models.kernels import operations
 
@@ -225,7 +225,7 @@ def test_the_operations_say_what_shapes_come_out(lay: Any) -> None:
     angles = (random(5, 12), random(5, 12))
     cases = list(product((3, 2, 1), (2, 1), (angles, (None, None))))
     cases = [case for case in cases if case[0] - case[1] in (0, 1)]  # at most one part that nothing is done to
-    given: dict[str, list[tuple[Any, ...]]] = {
+    inputs: dict[str, list[tuple[Any, ...]]] = {
         "norm": [(x, o, weight, weight, weight, 1e-6), (x, None, None, weight, weight, 1e-6)],
         "norm_backward": [
             (x, x, x, *((o, weight) if gated else (None, None)), weight, row, row, added)
@@ -239,7 +239,7 @@ def test_the_operations_say_what_shapes_come_out(lay: Any) -> None:
         ],
         "gelu_backward": [(x, x)],
     }
-    for name, variants in given.items():
+    for name, variants in inputs.items():
         for inside in variants:
             laid = tuple(map(lay, inside))
             torch.library.opcheck(getattr(operations, name), laid, test_utils=("test_schema", "test_faketensor"))
@@ -252,16 +252,16 @@ def test_queries_in_pieces_see_the_same_keys() -> None:
 
     def attention(parts: list[Tensor]) -> Tensor:
         q, k, v = (part.transpose(1, 2) for part in parts)
-        said = torch.nn.functional.scaled_dot_product_attention(q, k, v)
-        return said.transpose(1, 2).reshape(1, 4800, 3, 4)
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        return out.transpose(1, 2).reshape(1, 4800, 3, 4)
 
     weight = torch.randn(1, 4800, 3, 4, dtype=torch.float64)
-    found = []
+    gradients = []
     for numbers in ((), (7, 8)):  # 7 is no part of 4800
         parts = our_block._in_pieces(split, numbers)
         assert len(parts[0]) == (8 if numbers else 1)
-        found.append(torch.autograd.grad((attention(parts) * weight).sum(), split))
-    for plain, cut in zip(*found, strict=True):
+        gradients.append(torch.autograd.grad((attention(parts) * weight).sum(), split))
+    for plain, cut in zip(*gradients, strict=True):
         torch.testing.assert_close(cut, plain)
     assert our_block._in_pieces(split, (16,)) is split, "pieces of 300 are too short"
 
@@ -271,27 +271,27 @@ def test_a_block_with_queries_in_pieces_computes_the_same(monkeypatch: pytest.Mo
     monkeypatch.setattr(our_block, "_QUERIES", 2)
     cut, compute = [], our_block._in_pieces
 
-    def noted(*given: Any) -> list[Tensor]:
-        found = compute(*given)
-        cut.append(len(found[0]))
-        return found
+    def noted(*arguments: Any) -> list[Tensor]:
+        pieces = compute(*arguments)
+        cut.append(len(pieces[0]))
+        return pieces
 
     monkeypatch.setattr(our_block, "_in_pieces", noted)
     plain = plain_model()
     drawn = torch.Generator().manual_seed(1)
     noisy = torch.randn(1, plain.config.in_channels, 3, 8, 4, generator=drawn)
     text = torch.randn(1, 7, plain.config.text_dim, generator=drawn)
-    found = []
+    gradients = []
     for one in (fast_copy(plain), plain):
-        said = one(noisy, torch.tensor([500.0]), text, return_dict=False)[0]
-        said.square().sum().backward()
-        found.append([said, *(parameter.grad for parameter in one.parameters())])
+        velocity = one(noisy, torch.tensor([500.0]), text, return_dict=False)[0]
+        velocity.square().sum().backward()
+        gradients.append([velocity, *(parameter.grad for parameter in one.parameters())])
     assert cut == [4] * SMALL["num_layers"]
-    for ours, theirs in zip(*found, strict=True):
+    for ours, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()))
 
 
-def test_queries_are_cut_where_a_gpu_would_be_idle_otherwise() -> None:
+def test_queries_are_split_if_a_gpu_would_be_idle_otherwise() -> None:
     """By what was measured on 132 multiprocessors: 12 heads with 512 keys keep 48 of them busy, 24 heads 96."""
     assert our_block._pieces(12, 512, 132)[:2] == (5, 8)
     assert our_block._pieces(40, 512, 132)[:2] == (3, 4)

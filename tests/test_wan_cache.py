@@ -1,4 +1,4 @@
-"""Text rows, latents and their cache: as diffusers computes them, computed once, never stale."""
+"""Text embeddings, latents and their cache: as diffusers computes them, computed once, never stale."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import signal
 import string
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,6 @@ from unisono.recipes.wan.data.crop import Crop
 from unisono.recipes.wan.data.render import write_video
 from unisono.recipes.wan.data.sources import read_sources
 from unisono.recipes.wan.data.uncached import SampleSizes
-from unisono.recipes.wan.models.parts import part_of
 from unisono.recipes.wan.models.text import TextEncoder, check_width, clean, pad
 from unisono.recipes.wan.models.vae import Geometry, WanVae, check_channels
 
@@ -208,42 +208,45 @@ def test_without_ftfy_nothing_is_encoded(text_encoder: TextEncoder, monkeypatch:
 def test_text_and_latents_are_the_same_from_disk(
     model_folder: Path, text_encoder: TextEncoder, latents: WanVae
 ) -> None:
-    reloaded = TextEncoder.load(model_folder, torch.float32)
+    text_folders = model_folder / "tokenizer", model_folder / "text_encoder"
+    reloaded = TextEncoder.load(*text_folders, torch.float32)
     assert torch.equal(reloaded.encode(["a red circle"], 9)[0], text_encoder.encode(["a red circle"], 9)[0])
     assert reloaded.fingerprint() == text_encoder.fingerprint()
     frames = torch.rand(1, 3, 5, 16, 16)
-    assert torch.equal(WanVae.load(model_folder).encode(frames), latents.encode(frames))
-    assert TextEncoder.load(model_folder).encode(["a"], 9)[0].dtype == torch.bfloat16
+    assert torch.equal(WanVae.load(model_folder / "vae").encode(frames), latents.encode(frames))
+    assert TextEncoder.load(*text_folders, torch.bfloat16).encode(["a"], 9)[0].dtype == torch.bfloat16
 
 
-def test_a_model_that_cannot_be_loaded_is_told_in_one_line(model_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no folder vae/"):
-        part_of(tmp_path, "vae")
+def test_a_model_that_cannot_be_loaded_gives_a_one_line_error(model_folder: Path, tmp_path: Path) -> None:
     vae = tmp_path / "vae"
     vae.mkdir()
     (vae / "config.json").write_bytes((model_folder / "vae/config.json").read_bytes())
     torch.save({"weight": torch.zeros(1)}, vae / "diffusion_pytorch_model.bin")  # a pickle is no weights to us
     with pytest.raises(ConfigError, match=r"vae cannot be loaded \(.*complete copy") as refusal:
-        WanVae.load(tmp_path)
+        WanVae.load(vae)
     assert "\n" not in str(refusal.value)
     whole = (model_folder / "vae/diffusion_pytorch_model.safetensors").read_bytes()
     (vae / "diffusion_pytorch_model.safetensors").write_bytes(whole[:-10])
     with pytest.raises(ConfigError, match="vae cannot be loaded"):
-        WanVae.load(tmp_path)
+        WanVae.load(vae)
 
 
-def test_weights_that_are_missing_are_not_made_up(
+def test_missing_weights_are_not_initialised_randomly(
     model_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = shutil.copytree(model_folder, tmp_path / "model")
-    for part, load in (("vae", WanVae.load), ("text_encoder", TextEncoder.load)):
+    loads: dict[str, Callable[[], object]] = {
+        "vae": lambda: WanVae.load(folder / "vae"),
+        "text_encoder": lambda: TextEncoder.load(folder / "tokenizer", folder / "text_encoder", torch.bfloat16),
+    }
+    for part, load in loads.items():
         [file] = (folder / part).glob("*.safetensors")
         tensors = load_file(file)
         name = next(iter(tensors))
         del tensors[name]
         save_file(tensors, file, {"format": "pt"})
         with pytest.raises(ConfigError, match=f"{part} lacks 1 of the weights of .* such as {name};"):
-            load(folder)
+            load()
     assert capfd.readouterr().err == ""  # the error is all there is to say
 
 
@@ -278,9 +281,9 @@ def test_pixels_must_be_divisible_and_frames_4k_plus_1(latents: WanVae) -> None:
     assert latents.geometry == Geometry(16, 4, 8) and latents.geometry.multiple == 16
     assert WanVae(make_vae_2_2()).geometry == Geometry(48, 4, 16)
     assert latents.geometry.tokens((16, 3, 4, 6)) == 18
-    with pytest.raises(ConfigError, match=r"8 frames.*5 or 9"):
+    with pytest.raises(ConfigError, match=r"got 8; use 5 or 9"):
         latents.encode(torch.rand(1, 3, 8, 16, 16))
-    with pytest.raises(ConfigError, match=r"16 × 24 pixels.*divisible by 16"):
+    with pytest.raises(ConfigError, match="width 24: this model needs a multiple of 16; use 16 or 32"):
         latents.encode(torch.rand(1, 3, 5, 16, 24))
 
 
@@ -336,14 +339,14 @@ def test_every_distinct_caption_is_encoded_once_and_the_empty_one_always(
     assert models.frames == [(1, 16, 32), (1, 32, 16), (9, 16, 32), (5, 16, 16)]
 
 
-def test_what_is_there_needs_no_model(tmp_path: Path, data: Path, models: Counted) -> None:
+def test_a_complete_cache_loads_no_model(tmp_path: Path, data: Path, models: Counted) -> None:
     filled(tmp_path / "cache", data, models)
     assert models.loads == ["text", "vae"]
     filled(tmp_path / "cache", data, models)
     assert models.loads == ["text", "vae"]
 
 
-def test_only_what_changed_is_computed_anew(tmp_path: Path, data: Path, models: Counted) -> None:
+def test_only_changed_entries_are_recomputed(tmp_path: Path, data: Path, models: Counted) -> None:
     folder = tmp_path / "cache"
     before = filled(folder, data, models).open()[0]["latent"]
 
@@ -365,7 +368,6 @@ def test_only_what_changed_is_computed_anew(tmp_path: Path, data: Path, models: 
     assert again(crop=replace(CROP, num_frames=5)) == ([], 2)  # the two videos; images have no window
     assert again(crop=replace(CROP, start="middle")) == ([], 2)
     assert again(crop=replace(CROP, fps=4.0)) == ([], 2)
-    assert again(half=True) == ([], 4)
     assert again(text_length=12) == (["", "red circle", "green", "a longer caption"], 0)
     with torch.no_grad():
         parameter = next(models.latents.model.parameters())
@@ -377,13 +379,7 @@ def test_only_what_changed_is_computed_anew(tmp_path: Path, data: Path, models: 
     assert again(crop=replace(CROP, num_frames=5)) == again(text_length=12) == ([], 0)
 
 
-def test_half_the_space_costs_the_last_bits(tmp_path: Path, data: Path, models: Counted) -> None:
-    whole = filled(tmp_path / "cache", data, models).open()[2]["latent"]
-    half = filled(tmp_path / "cache", data, models, half=True).open()[2]["latent"]
-    assert half.dtype == torch.float32 and torch.equal(half, whole.bfloat16().float())
-
-
-def test_a_pack_that_is_cut_short_is_computed_anew(tmp_path: Path, data: Path, models: Counted) -> None:
+def test_a_truncated_pack_is_recomputed(tmp_path: Path, data: Path, models: Counted) -> None:
     folder = tmp_path / "cache"
     whole = filled(folder, data, models).open()[2]["latent"].clone()
     [pack] = (folder / "latents").iterdir()
@@ -434,7 +430,7 @@ def test_two_processes_share_the_work_and_give_the_cache_of_one(tmp_path: Path, 
 def test_after_a_kill_only_the_rest_is_computed(
     tmp_path: Path, many: Path, models: Counted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packs, "_MOST_TENSORS", 1)
+    monkeypatch.setattr(packs, "_MAX_TENSORS", 1)
     folder = tmp_path / "cache"
     processes = in_two_processes(folder, many, models, 0.5)
     deadline = time.monotonic() + 60
@@ -453,7 +449,7 @@ def test_after_a_kill_only_the_rest_is_computed(
     assert all(torch.equal(cached[index]["latent"], alone[index]["latent"]) for index in range(16))
 
 
-def test_asked_to_stop_it_keeps_what_it_has(tmp_path: Path, many: Path, models: Counted) -> None:
+def test_a_stop_keeps_the_entries_computed_so_far(tmp_path: Path, many: Path, models: Counted) -> None:
     stopping = Work(tmp_path, _asked_to_stop=lambda: len(models.frames) >= 4)
     with pytest.raises(UserError, match="not in the cache"):
         filled(tmp_path / "cache", many, models, stopping).open()
@@ -476,19 +472,19 @@ def test_leftovers_of_a_kill_are_removed_when_they_are_old(tmp_path: Path, data:
 # Files of others
 
 
-def test_bad_files_are_named_or_left_out(tmp_path: Path, data: Path, models: Counted) -> None:
+def test_bad_files_are_reported_or_skipped(tmp_path: Path, data: Path, models: Counted) -> None:
     (data / "a.png").write_bytes(b"no image")
     os.truncate(data / "c.mp4", 200)
-    said: list[str] = []
-    cache = filled(tmp_path / "cache", data, models, Work(tmp_path, _say=said.append))
+    messages: list[str] = []
+    cache = filled(tmp_path / "cache", data, models, Work(tmp_path, _say=messages.append))
     with pytest.raises(ConfigError, match=r"2 of 4 samples.*a\.png.*c\.mp4.*--leave_out_bad") as refusal:
         cache.open()
     assert "\n" not in str(refusal.value)
-    assert sum(line.startswith("bad file: ") for line in said) == 2
+    assert sum(line.startswith("bad file: ") for line in messages) == 2
     cached = cache.open(leave_out_bad=True)
     assert [source.name for source in cached.sources] == ["b", "d"]
     assert cached[1]["latent"].shape == cached.shape(1) == (16, 2, 2, 2)
-    assert "left out 2 of 4 samples" in cached.remarks[0]
+    assert "skipping 2 of 4 samples" in cached.remarks[0]
     measured = SampleSizes(tmp_path / "cache", read_sources(data), CROP, models.latents.geometry)
     measured.fill(Work(tmp_path))
     assert [source.name for source in measured.open(leave_out_bad=True).sources] == ["b", "d"]
@@ -509,7 +505,7 @@ def test_when_every_file_is_bad_nothing_is_left_to_train_on(tmp_path: Path, data
         filled(tmp_path / "cache", data, models).open(leave_out_bad=True)
 
 
-def test_precomputed_latents_and_embeddings_are_taken_instead(tmp_path: Path, data: Path, models: Counted) -> None:
+def test_precomputed_latents_and_embeddings_replace_encoding(tmp_path: Path, data: Path, models: Counted) -> None:
     latent, rows = torch.randn(1, 16, 2, 4, 4, dtype=torch.float16), torch.randn(3, 32)
     save_file({"latent": latent}, data / "a.latent.safetensors")
     save_file({"embeddings": pad(rows, 512)[None]}, data / "a.safetensors")
@@ -555,7 +551,7 @@ def test_precomputed_files_that_do_not_fit_are_refused_by_name(tmp_path: Path, d
         refused(what)
 
 
-def test_names_in_the_cache_come_from_no_file(tmp_path: Path, data: Path, models: Counted) -> None:
+def test_names_in_the_cache_do_not_contain_file_names(tmp_path: Path, data: Path, models: Counted) -> None:
     (data / "a.png").write_bytes(b"no image")
     filled(tmp_path / "cache", data, models)
     files = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
@@ -563,7 +559,7 @@ def test_names_in_the_cache_come_from_no_file(tmp_path: Path, data: Path, models
     assert all(len(path.stem) == 32 and set(path.stem) <= set(string.hexdigits) for path in files)
 
 
-def test_a_cache_that_cannot_be_written_is_the_users_business(tmp_path: Path, data: Path, models: Counted) -> None:
+def test_a_cache_that_cannot_be_written_is_a_user_error(tmp_path: Path, data: Path, models: Counted) -> None:
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(UserError, match=r"cannot be written.*use another folder"):
         filled(tmp_path / "cache", data, models)
@@ -605,19 +601,19 @@ def test_a_model_on_disk_is_known_by_its_content_not_its_date(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vae = shutil.copytree(model_folder / "vae", tmp_path / "vae")
-    known = fingerprint.of_folders([model_folder / "vae"])
+    before = fingerprint.of_folders([model_folder / "vae"])
     os.utime(vae / "config.json", (1, 1))
     (vae / "README.md").write_text("new")
-    assert fingerprint.of_folders([vae]) == known != fingerprint.of_folders([vae], "torch.bfloat16")
+    assert fingerprint.of_folders([vae]) == before != fingerprint.of_folders([vae], "torch.bfloat16")
     # Large files are sampled: whole blocks that differ are found without reading everything.
-    monkeypatch.setattr(fingerprint, "_WHOLE", 1000)
+    monkeypatch.setattr(fingerprint, "_MAX_WHOLE", 1000)
     sampled = fingerprint.of_folders([vae])
     weights = vae / "diffusion_pytorch_model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
     assert fingerprint.of_folders([vae]) != sampled
-    with pytest.raises(ConfigError, match="no part of a model"):
+    with pytest.raises(ConfigError, match="contains no model"):
         fingerprint.of_folders([tmp_path])
 
 
@@ -635,7 +631,7 @@ def test_a_video_of_an_empty_caption_is_a_sample(tmp_path: Path, data: Path, mod
     assert torch.equal(cache.open()[0]["text"], cache.text(""))
 
 
-def test_captions_of_no_sample_are_kept_when_they_are_asked_for(tmp_path: Path, data: Path, models: Counted) -> None:
+def test_extra_captions_are_cached(tmp_path: Path, data: Path, models: Counted) -> None:
     cache = Cache(tmp_path / "cache", read_sources(data), settings_of(models), ["", "a sample to look at", "blue"])
     cache.fill(Work(tmp_path), models.load_text_encoder, models.load_vae)
     assert sorted(models.captions) == ["", "a longer caption", "a sample to look at", "blue", "red circle"]

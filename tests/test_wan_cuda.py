@@ -1,4 +1,4 @@
-"""Wan on a GPU: compiled gradients are the eager ones, and what must be in 32 bit is, also when it is sharded."""
+"""Wan on a GPU: compiled gradients equal the eager ones, and float32 weights stay float32, also when sharded."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def gradients(model: Any, latent: tuple[int, ...], batch: int) -> dict[str, torc
     noisy = torch.randn(batch, *latent, device="cuda", generator=drawn)
     text = torch.randn(batch, 512, 4096, device="cuda", generator=drawn, dtype=torch.bfloat16)
     with torch.autocast("cuda", torch.bfloat16):
-        said = model(noisy, torch.full((batch,), 500.0, device="cuda"), text, return_dict=False)[0]
-    (said.float() - torch.randn(said.shape, device="cuda", generator=drawn)).square().mean().backward()
-    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        velocity = model(noisy, torch.full((batch,), 500.0, device="cuda"), text, return_dict=False)[0]
+    (velocity.float() - torch.randn(velocity.shape, device="cuda", generator=drawn)).square().mean().backward()
+    gradients_by_name = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad(set_to_none=True)
-    return found
+    return gradients_by_name
 
 
 SHAPES = pytest.mark.parametrize(
@@ -39,13 +39,13 @@ SHAPES = pytest.mark.parametrize(
 )
 
 
-def assert_same(found: dict[str, torch.Tensor], eager: dict[str, torch.Tensor]) -> None:
+def assert_same(compiled: dict[str, torch.Tensor], eager: dict[str, torch.Tensor]) -> None:
     whole = sum(gradient.norm() ** 2 for gradient in eager.values()) ** 0.5
-    off = sum((found[name] - gradient).norm() ** 2 for name, gradient in eager.items()) ** 0.5
+    off = sum((compiled[name] - gradient).norm() ** 2 for name, gradient in eager.items()) ** 0.5
     assert off < 1e-2 * whole, f"off by {off / whole:.1e}"
     for name in eager:
         if "scale_shift_table" in name or "norm" in name:
-            assert (found[name] - eager[name]).norm() < 5e-2 * eager[name].norm(), name
+            assert (compiled[name] - eager[name]).norm() < 5e-2 * eager[name].norm(), name
 
 
 @SHAPES
@@ -80,10 +80,10 @@ def test_a_kernel_by_name_is_given_what_torchs_own_choice_is_given(
         use(name, model)
         gradients(model, latent, batch)
         torch.cuda.reset_peak_memory_stats()
-        found = gradients(model, latent, batch)
+        compiled = gradients(model, latent, batch)
         peaks.append(torch.cuda.max_memory_allocated())
-        assert_same(found, eager)
-        del found
+        assert_same(compiled, eager)
+        del compiled
     width = BLOCKS["num_attention_heads"] * BLOCKS["attention_head_dim"]
     tokens = batch * latent[1] * latent[2] * latent[3] // 4
     copy = tokens * width * 2  # bytes, of one of the three
@@ -107,7 +107,7 @@ def test_kernels_compute_what_plain_torch_does_for_the_widths_of_every_wan() -> 
         three, nothing = random(2, 300, 3 * width), (None, None)
         _, scale = operations.rotate(three, weight, *angles, head, 1e-6)
         _, plain = operations.rotate(x, weight[:1], *nothing, head, 1e-6)
-        given: dict[str, list[tuple[Any, ...]]] = {
+        inputs: dict[str, list[tuple[Any, ...]]] = {
             "norm": [(x, o, gate, weight, bias, 1e-6), (x, o, None, weight, bias, 1e-6)],
             "norm_backward": [
                 (dh, dy, h, o, gate, weight, mean, rstd, True),
@@ -124,17 +124,17 @@ def test_kernels_compute_what_plain_torch_does_for_the_widths_of_every_wan() -> 
             ],
             "gelu_backward": [(dy, x)],
         }
-        for name, variants in given.items():
+        for name, variants in inputs.items():
             operation = getattr(operations, name)
             for inside in variants:
                 for found, expected in zip(operation(*on_gpu(inside)), operation(*inside), strict=True):
                     assert (found.cpu() - expected).norm() <= 1e-5 * expected.norm(), (name, width)
 
 
-def on_gpu(given: Any) -> Any:
-    if isinstance(given, (tuple, list)):
-        return [on_gpu(part) for part in given]
-    return given.cuda() if isinstance(given, torch.Tensor) else given
+def on_gpu(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [on_gpu(part) for part in value]
+    return value.cuda() if isinstance(value, torch.Tensor) else value
 
 
 @pytest.fixture(scope="module")
@@ -148,34 +148,34 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_islands_are_used_in_32_bit_under_every_strategy(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from unisono.recipes.wan.models.kernels import block
 
-    seen: dict[str, set[torch.dtype]] = {}
+    dtypes: dict[str, set[torch.dtype]] = {}
     forward = block._forward
 
     def noting(self: Any, *arguments: Any, **keywords: Any) -> Any:
         for name, parameter in self.named_parameters():
-            seen.setdefault(name, set()).add(parameter.dtype)
+            dtypes.setdefault(name, set()).add(parameter.dtype)
         return forward(self, *arguments, **keywords)
 
     monkeypatch.setattr(block, "_forward", noting)
-    given = {"model_path": str(root / "2.1"), "dataset_path": str(root / "data"), "compile": False, "max_steps": 2}
-    given |= {"fps": 8.0, "num_frames": 9, "num_workers": 0, "gpus": "1", "strategy": "fsdp", "preview_every": -1}
-    unisono.train("wan-flow", output_dir=str(root / "float32"), **given)
-    assert seen["scale_shift_table"] == seen["norm2.weight"] == {torch.float32}
-    assert torch.bfloat16 in seen["ffn.net.2.weight"]
+    settings = {"model_path": str(root / "2.1"), "dataset_path": str(root / "data"), "compile": False, "max_steps": 2}
+    settings |= {"fps": 8.0, "num_frames": 9, "num_workers": 0, "gpus": "1", "strategy": "fsdp", "preview_every": -1}
+    unisono.train("wan-flow", output_dir=str(root / "float32"), **settings)
+    assert dtypes["scale_shift_table"] == dtypes["norm2.weight"] == {torch.float32}
+    assert torch.bfloat16 in dtypes["ffn.net.2.weight"]
 
 
 def test_ranks_strategies_and_recordings_agree_in_16_bit(root: Path) -> None:
     common = {"model_path": str(root / "2.1"), "dataset_path": str(root / "data"), "cache_dir": str(root / "cache")}
     common |= {"fps": 8.0, "num_frames": 9, "num_workers": 0, "log_every": 1, "max_steps": 5, "global_batch_size": 8}
     common |= {"batch_size": 8, "compile": False, "preview_every": -1, "learning_rate": 1e-3, "warmup_steps": 0}
-    asked = {
+    planned = {
         "one": (1, {}),
         "ddp": (2, {"strategy": "ddp", "batch_size": 4}),
         "fsdp": (2, {"strategy": "fsdp", "batch_size": 4}),
     }
-    asked["recorded"] = (1, {"cuda_graph": True})
+    planned["recorded"] = (1, {"cuda_graph": True})
     runs = many_runs(
-        [Run(name, name, world, common | more, recipe="wan-flow") for name, (world, more) in asked.items()], root
+        [Run(name, name, world, common | more, recipe="wan-flow") for name, (world, more) in planned.items()], root
     )
     for name, run in runs.items():
         assert "error" not in run.main, (name, run.main)

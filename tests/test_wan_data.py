@@ -1,4 +1,4 @@
-"""Data folders in every form that people have become the same samples; what is wrong with them is said in one line."""
+"""Dataset folders in every common format give the same samples; an error in one is reported in one line."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def pairs(sources: list[Source]) -> list[tuple[str, str | None]]:
 def refusal(folder: Path, *parts: str, leave_out_bad: bool = False) -> str:
     with pytest.raises(ConfigError) as refused:
         read_sources(folder, leave_out_bad=leave_out_bad)
-    told = str(refused.value)
-    assert "\n" not in told
+    message = str(refused.value)
+    assert "\n" not in message
     for part in parts:
-        assert part in told, told
-    return told
+        assert part in message, message
+    return message
 
 
 CLIPS = {"b": "a dog runs", "a": "a cat, asleep; 'no \"quotes\"'"}  # in the order of the lists, not of the names
@@ -55,9 +55,9 @@ def test_every_video_and_image_takes_the_text_file_of_its_name(tmp_path: Path) -
         put(tmp_path, f"{number:02}.txt", f" caption {number}\r\n")
     put(tmp_path, "notes.txt", "not a caption of anything")
     put(tmp_path, ".hidden.mp4")
-    found = read_sources(tmp_path)
-    assert pairs(found) == [(f"{number:02}", f"caption {number}") for number in range(len(kinds))]
-    assert found[0].media == tmp_path / "00.mp4"
+    sources = read_sources(tmp_path)
+    assert pairs(sources) == [(f"{number:02}", f"caption {number}") for number in range(len(kinds))]
+    assert sources[0].media == tmp_path / "00.mp4"
 
 
 def test_subfolders_are_read_in_the_order_of_the_names(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_subfolders_are_read_in_the_order_of_the_names(tmp_path: Path) -> None:
     assert pairs(read_sources(tmp_path)) == [(name, name) for name in ("a/deep/er/x", "a/z", "b", "c.d/e.f")]
 
 
-def test_what_a_run_has_written_into_the_folder_is_no_data(tmp_path: Path) -> None:
+def test_files_of_a_run_in_the_folder_are_not_data(tmp_path: Path) -> None:
     for name in ("a", "runs/mine/previews/step_00000002_samples", "runs/other/b"):
         put(tmp_path, f"{name}.png")
     put(tmp_path, "a.txt", "mine")
@@ -91,12 +91,12 @@ def test_a_duplicate_name_is_refused(clips: Path, table: str, text: str) -> None
         read_sources(clips)
 
 
-def test_an_empty_text_file_is_the_empty_caption_and_said(tmp_path: Path) -> None:
+def test_an_empty_text_file_is_an_empty_caption_and_reported(tmp_path: Path) -> None:
     put(tmp_path, "a.mp4")
     put(tmp_path, "a.txt", "\n")
-    said: list[str] = []
-    assert pairs(read_sources(tmp_path, report=said.append)) == [("a", "")]
-    assert said == ["1 of 1 captions are empty; these samples are trained without text"]
+    messages: list[str] = []
+    assert pairs(read_sources(tmp_path, report=messages.append)) == [("a", "")]
+    assert messages == ["1 of 1 captions are empty; these samples are trained without text"]
 
 
 @pytest.mark.parametrize("media", ["video", "image", "file", "file_name"])
@@ -122,9 +122,9 @@ def test_videos2caption_finds_its_videos_in_videos_and_takes_the_first_of_many_c
     put(tmp_path, "b.mp4")
     entries = [{"path": "a.mp4", "cap": ["first", "second"], "fps": 24.0}, {"path": "b.mp4", "cap": "only"}]
     put(tmp_path, "videos2caption.json", json.dumps(entries))
-    said: list[str] = []
-    assert pairs(read_sources(tmp_path, report=said.append)) == [("videos/a", "first"), ("b", "only")]
-    assert said == ["1 samples have more than one caption; the first of each is used"]
+    messages: list[str] = []
+    assert pairs(read_sources(tmp_path, report=messages.append)) == [("videos/a", "first"), ("b", "only")]
+    assert messages == ["1 samples have more than one caption; the first of each is used"]
 
 
 @pytest.mark.parametrize("names", [("videos.txt", "prompts.txt"), ("videos.txt", "prompt.txt")])
@@ -150,7 +150,7 @@ def test_a_list_wins_over_text_files_and_may_itself_be_given(clips: Path) -> Non
     assert pairs(read_sources(clips / "mine.CSV")) == [("a", "this")]
 
 
-def test_what_was_computed_before_stands_in_for_video_and_caption(tmp_path: Path) -> None:
+def test_precomputed_files_replace_video_and_caption(tmp_path: Path) -> None:
     put(tmp_path, "all.mp4")
     put(tmp_path, "all.txt", "all")
     put(tmp_path, "film.mp4")
@@ -181,9 +181,9 @@ def test_a_latent_alone_is_called_by_its_whole_name(tmp_path: Path) -> None:
     for name in names:
         put(tmp_path, f"{name}.latent.safetensors")
         put(tmp_path, f"{name}.txt", name)
-    found = read_sources(tmp_path)
-    assert pairs(found) == [(name, name) for name in names]
-    assert [source.latent for source in found] == [tmp_path / f"{name}.latent.safetensors" for name in names]
+    sources = read_sources(tmp_path)
+    assert pairs(sources) == [(name, name) for name in names]
+    assert [source.latent for source in sources] == [tmp_path / f"{name}.latent.safetensors" for name in names]
     put(tmp_path, "videos/b.latent.safetensors")
     put(tmp_path, "videos2caption.json", '[{"path": "b.mp4", "cap": "x"}]')
     assert read_sources(tmp_path) == [Source("videos/b", None, "x", tmp_path / "videos/b.latent.safetensors", None)]
@@ -206,7 +206,7 @@ def test_names_are_unique_and_as_short_as_they_can_be(tmp_path: Path) -> None:
 # ---- mistakes
 
 
-def test_nothing_to_read_is_said(tmp_path: Path) -> None:
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
     refusal(tmp_path / "missing", "no such folder")
     refusal(tmp_path, "no video or image", ".mp4")
     put(tmp_path, "train/metadata.csv", "video,prompt\na.mp4,x\n")
@@ -216,7 +216,7 @@ def test_nothing_to_read_is_said(tmp_path: Path) -> None:
     refusal(tmp_path / "train", "no video or image")
 
 
-def test_no_captions_at_all_is_said_as_such(clips: Path) -> None:
+def test_a_folder_without_captions_is_refused(clips: Path) -> None:
     refusal(clips, "none of 2 samples has a caption", "a.txt next to a.mp4", leave_out_bad=True)
 
 
@@ -225,10 +225,11 @@ def test_a_video_without_caption_is_named_and_by_option_left_out(clips: Path) ->
     refusal(clips, "b.mp4: has no caption", "b.txt", "--leave_out_bad")
     for number in range(5):
         put(clips, f"c{number}.png")
-    said: list[str] = []
-    assert pairs(read_sources(clips, leave_out_bad=True, report=said.append)) == [("a", "x")]
-    assert len(said) == 1 and said[0].startswith("skipped 6 of 7 samples: ") and said[0].endswith("and 3 more")
-    assert f"{clips}/b.mp4 (has no caption)" in said[0]
+    messages: list[str] = []
+    assert pairs(read_sources(clips, leave_out_bad=True, report=messages.append)) == [("a", "x")]
+    [message] = messages
+    assert message.startswith("skipped 6 of 7 samples: ") and message.endswith("and 3 more")
+    assert f"{clips}/b.mp4 (has no caption)" in message
 
 
 def test_two_lists_of_one_folder_are_both_named(clips: Path) -> None:
@@ -243,7 +244,7 @@ def test_two_lists_of_one_folder_are_both_named(clips: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("table", "content", "told"),
+    ("table", "content", "expected"),
     [
         ("metadata.csv", "film,words\na.mp4,x\n", ["the columns are 'film, words'", "file_name", "caption"]),
         ("metadata.csv", "", ["the columns are ''"]),
@@ -251,7 +252,7 @@ def test_two_lists_of_one_folder_are_both_named(clips: Path) -> None:
         ("metadata.csv", 'video,prompt\na.mp4,"never closed\nb.mp4,y\n', ["line 3", "invalid CSV"]),
         ("metadata.csv", f"video,prompt\na.mp4,{'x' * 200_000}\n", ["line 2", "invalid CSV", "field"]),
         ("metadata.csv", "video,prompt\na.mp4,x\nc.mp4,y\n", ["line 3", "no such file", "c.mp4"]),
-        ("metadata.csv", "video,prompt\na.mp3,x\n", ["line 2", "a.mp3 is no video or image"]),
+        ("metadata.csv", "video,prompt\na.mp3,x\n", ["line 2", "a.mp3 is not a video or image"]),
         ("metadata.csv", b"video,prompt\nb.mp4,x\na.mp4,caf\xe9\n", ["line 3", "UTF-8"]),
         ("metadata.jsonl", '{"video": "a.mp4", "text": "x"}\n{"video": "b.mp4", "te', ["line 2", "invalid JSON"]),
         ("metadata.jsonl", '{"text": "x"}', ["line 1", "names no file", "video_path"]),
@@ -272,18 +273,18 @@ def test_two_lists_of_one_folder_are_both_named(clips: Path) -> None:
         ("videos.txt", "a.mp4\nb.mp4\n", ["has 2 lines", "has 1;"]),
     ],
 )
-def test_a_bad_list_is_refused_with_the_place_in_it(clips: Path, table: str, content: str, told: list[str]) -> None:
+def test_a_bad_list_is_refused_with_the_place_in_it(clips: Path, table: str, content: str, expected: list[str]) -> None:
     put(clips, table, content)
     if table == "videos.txt":
         put(clips, "prompts.txt", "one")
-    refusal(clips, str(clips), *told)
+    refusal(clips, str(clips), *expected)
 
 
 def test_bad_samples_of_a_list_are_left_out_by_option(clips: Path) -> None:
     put(clips, "metadata.csv", "video,prompt\ngone.mp4,x\na.mp4,y\n")
-    said: list[str] = []
-    assert pairs(read_sources(clips, leave_out_bad=True, report=said.append)) == [("a", "y")]
-    assert said == [f"skipped 1 of 2 samples: {clips}/metadata.csv, line 2 (no such file: {clips}/gone.mp4)"]
+    messages: list[str] = []
+    assert pairs(read_sources(clips, leave_out_bad=True, report=messages.append)) == [("a", "y")]
+    assert messages == [f"skipped 1 of 2 samples: {clips}/metadata.csv, line 2 (no such file: {clips}/gone.mp4)"]
     put(clips, "metadata.csv", "video,prompt\ngone.mp4,x\n")
     refusal(clips, "no such file", leave_out_bad=True)
 
@@ -331,7 +332,7 @@ def test_a_list_cannot_name_a_file_outside_its_folder(tmp_path: Path, path: str)
     entries = [{"video": "a.mp4", "text": "x"}, {"video": path.format(outside=outside), "text": "x"}]
     put(folder, "metadata.jsonl", "\n".join(map(json.dumps, entries)))
     for leave_out_bad in (False, True):
-        refusal(folder, "metadata.jsonl, line 2", "leads out of", leave_out_bad=leave_out_bad)
+        refusal(folder, "metadata.jsonl, line 2", "leads outside", leave_out_bad=leave_out_bad)
 
 
 @pytest.mark.parametrize("path", ["links/outside.mp4", "b\0.mp4", ".", "https://x.org/a.mp4"])
@@ -354,7 +355,7 @@ def test_a_link_beside_the_videos_cannot_lead_outside(tmp_path: Path) -> None:
         put(folder, "a.txt", "x")
         (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to(secret)
-        refusal(folder, f"the link {folder / name} leads out of", leave_out_bad=True)
+        refusal(folder, f"the link {folder / name} leads outside", leave_out_bad=True)
 
 
 def test_paths_and_links_inside_the_folder_are_fine(tmp_path: Path) -> None:
@@ -382,9 +383,9 @@ def test_links_to_folders_are_not_followed_and_said(tmp_path: Path) -> None:
     put(folder, "a.mp4")
     put(folder, "a.txt", "x")
     (folder / "again").symlink_to(".")  # a walk that follows it never ends
-    said: list[str] = []
-    assert len(read_sources(folder, report=said.append)) == 1
-    assert said == ["skipped links to folders: again"]
+    messages: list[str] = []
+    assert len(read_sources(folder, report=messages.append)) == 1
+    assert messages == ["skipped links to folders: again"]
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:

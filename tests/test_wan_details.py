@@ -1,4 +1,4 @@
-"""wan-flow in its details: mistakes found before anything is encoded, LoRAs that fit everywhere, caches that last."""
+"""Details of wan-flow: mistakes reported before anything is encoded, LoRAs for every program, caches that last."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from command_line import TINY, lines
 from unisono.cli import verify as verify_command
 from unisono.engine.export import export_run
 from unisono.engine.recipe import Work
-from unisono.engine.verification.verify import Question, Verdict
+from unisono.engine.verification.verify import Verdict, VerifyPlan
 from unisono.errors import ConfigError, UserError
 from unisono.recipes.common.packs import Packs
 from unisono.recipes.wan.data.decode import is_still
@@ -28,6 +28,8 @@ from unisono.recipes.wan.models.kernels import attention
 from unisono.recipes.wan.models.lora import COMFY_FILE, FILE, SECOND, add_lora, lora_state, save_lora
 from unisono.recipes.wan.models.vae import WanVae
 from unisono.recipes.wan.models.weight_names import diffusers_names, native_name
+from unisono.recipes.wan_distill.recipe import WanDistill
+from unisono.recipes.wan_distill.settings import TINY as DISTILL_TINY
 from unisono.recipes.wan_flow.model_checks import takes_first_frame
 from unisono.recipes.wan_flow.recipe import WanFlow
 from unisono.settings import PrecisionSettings, Settings
@@ -60,8 +62,8 @@ def random_lora(transformer: Any, rank: int = 3, targets: tuple[str, ...] = ("to
 
 
 def recipe(root: Path, model: Path | str, **changes: Any) -> WanFlow:
-    told = {"model_path": str(model), "dataset_path": str(root / "data"), "num_frames": 9, "fps": 8.0}
-    return WanFlow(WanFlow.Config(**{**told, **changes}))
+    values = {"model_path": str(model), "dataset_path": str(root / "data"), "num_frames": 9, "fps": 8.0}
+    return WanFlow(WanFlow.Config(**{**values, **changes}))
 
 
 # ---- before the first file is encoded ----
@@ -83,7 +85,7 @@ EARLY: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", EARLY)
-def test_a_mistake_is_found_before_the_first_file_is_encoded(
+def test_a_mistake_is_reported_before_the_first_file_is_encoded(
     name: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(root)
@@ -100,9 +102,9 @@ def test_a_mistake_is_found_before_the_first_file_is_encoded(
     monkeypatch.setattr(Packs, "write", lambda self, tensors: pytest.fail("something was encoded"))
     monkeypatch.setattr(WanFlow, "model", lambda self: pytest.fail("the model was built"))
     changes, words = EARLY[name]
-    told = {"model_path": "2.1", "dataset_path": "data", "num_frames": 9, **changes}
+    values = {"model_path": "2.1", "dataset_path": "data", "num_frames": 9, **changes}
     with pytest.raises(ConfigError) as refused:
-        WanFlow(WanFlow.Config(**told)).prepare(Work(tmp_path / "work"))
+        WanFlow(WanFlow.Config(**values)).prepare(Work(tmp_path / "work"))
     assert words in str(refused.value) and "\n" not in str(refused.value)
 
 
@@ -117,9 +119,9 @@ def test_a_first_frame_is_given_to_models_that_take_one(root: Path) -> None:
 
 
 def test_steps_of_two_experts_are_not_recorded(root: Path, tmp_path: Path) -> None:
-    told = {"model_path": str(root / "a14b"), "dataset_path": str(root / "data"), "cuda_graph": True}
+    values = {"model_path": str(root / "a14b"), "dataset_path": str(root / "data"), "cuda_graph": True}
     with pytest.raises(ConfigError, match="cuda_graph replays one recorded step, but with two experts"):
-        unisono.train("wan-flow", output_dir=str(tmp_path / "run"), **COMMON, **told)
+        unisono.train("wan-flow", output_dir=str(tmp_path / "run"), **COMMON, **values)
     assert not (tmp_path / "run" / "prepared").exists()
     recorded = Settings(precision=PrecisionSettings(cuda_graph=True))
     recipe(root, root / "a14b", expert="high").check_settings(recorded)
@@ -129,13 +131,16 @@ def test_steps_of_two_experts_are_not_recorded(root: Path, tmp_path: Path) -> No
 # ---- LoRA ----
 
 
-def test_a_lora_goes_on_with_the_rank_of_its_file(root: Path, tmp_path: Path) -> None:
-    told = {"model_path": str(root / "2.1"), "dataset_path": str(root / "data"), "lora_path": str(root / "lora")}
-    result = unisono.train("wan-flow", output_dir=str(tmp_path / "run"), **{**COMMON, **told})
+def test_a_lora_continues_with_the_rank_of_its_file(root: Path, tmp_path: Path) -> None:
+    values = {"model_path": str(root / "2.1"), "dataset_path": str(root / "data"), "lora_path": str(root / "lora")}
+    result = unisono.train("wan-flow", output_dir=str(tmp_path / "run"), **{**COMMON, **values})
     export_run(result.folder, tmp_path / "exported")
     trained = load_file(tmp_path / "exported" / FILE)
     assert trained.keys() == load_file(root / "lora" / FILE).keys()
     assert {len(tensor) for name, tensor in trained.items() if ".lora_A." in name} == {3}
+
+
+def test_defaults_follow_the_model_and_never_overrule_the_user() -> None:
     values = {"model_config": None, "num_epochs": None, "lora_rank": 0, "lora_path": None}
     assert WanFlow.presets({**values, "lora_path": "x"}) == WanFlow.presets({**values, "lora_rank": 8}) != {}
     assert WanFlow.presets(values) == {}
@@ -143,15 +148,21 @@ def test_a_lora_goes_on_with_the_rank_of_its_file(root: Path, tmp_path: Path) ->
     assert WanFlow.presets(tiny)["num_previews"] == 24 and "max_steps" in WanFlow.presets(tiny)
     assert "num_previews" not in WanFlow.presets({**tiny, "dataset_path": "mine"})
     assert "max_steps" not in WanFlow.presets({**tiny, "num_epochs": 3})
+    distill = {"teacher_path": "Tiny", "num_epochs": None, "feature_weight": 0.0}
+    assert WanDistill.presets(distill) == DISTILL_TINY
+    by_epochs = WanDistill.presets({**distill, "num_epochs": 3})
+    assert by_epochs == {name: value for name, value in DISTILL_TINY.items() if name != "max_steps"}
+    assert WanDistill.presets({**distill, "teacher_path": "mine"}) == {}
+    assert WanDistill.presets({**distill, "teacher_path": "mine", "feature_weight": 0.1}) == {"compile": False}
 
 
 def test_a_lora_is_also_written_in_the_names_that_comfyui_knows(root: Path, tmp_path: Path) -> None:
     usual = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2")
     low = random_lora(model(seed=1), targets=usual)
-    told = save_lora(tmp_path, random_lora(model(), targets=usual), low)
+    description = save_lora(tmp_path, random_lora(model(), targets=usual), low)
     for place, part in ((tmp_path, "transformer"), (tmp_path / SECOND, SECOND)):
         file = place / COMFY_FILE[part]
-        assert str(file) in told
+        assert str(file) in description
         native, ours = load_file(file), WanPipeline.lora_state_dict(place / FILE)
         assert "diffusion_model.blocks.0.self_attn.q.lora_A.weight" in native
         assert "diffusion_model.blocks.1.cross_attn.o.lora_B.weight" in native
@@ -171,27 +182,27 @@ def test_every_layer_that_can_have_a_lora_has_a_native_name() -> None:
     assert native_name("blocks.0.something") is None
 
 
-def test_a_lora_run_does_not_go_on_beside_other_weights(root: Path, tmp_path: Path) -> None:
+def test_a_lora_run_refuses_to_resume_with_other_base_weights(root: Path, tmp_path: Path) -> None:
     base = tmp_path / "base"
     shutil.copytree(root / "2.1", base)
-    told = {"model_path": str(base), "dataset_path": str(root / "data"), "cache_dir": str(root / "cache")}
-    told |= {"output_dir": str(tmp_path / "run"), "lora_rank": 2}
+    values = {"model_path": str(base), "dataset_path": str(root / "data"), "cache_dir": str(root / "cache")}
+    values |= {"output_dir": str(tmp_path / "run"), "lora_rank": 2}
     first = recipe(
-        root, root / "a14b" / "transformer_2", parts_path=str(base), lora_rank=2, cache_dir=told["cache_dir"]
+        root, root / "a14b" / "transformer_2", parts_path=str(base), lora_rank=2, cache_dir=values["cache_dir"]
     )
     first.prepare(Work(tmp_path / "run" / "prepared"))  # and stopped: nothing was trained yet
-    unisono.train("wan-flow", **{**COMMON, **told})
+    unisono.train("wan-flow", **{**COMMON, **values})
     shutil.move(base, tmp_path / "moved")
-    unisono.train("wan-flow", **{**COMMON, **told, "model_path": str(tmp_path / "moved"), "max_steps": 2})
+    unisono.train("wan-flow", **{**COMMON, **values, "model_path": str(tmp_path / "moved"), "max_steps": 2})
     model(seed=7).save_pretrained(base / "transformer")
     for part in ("vae", "text_encoder", "tokenizer", "scheduler", "model_index.json"):
         shutil.move(tmp_path / "moved" / part, base / part)
-    with pytest.raises(ConfigError, match="not the weights that this run's LoRA was trained beside"):
-        unisono.train("wan-flow", **{**COMMON, **told, "max_steps": 3})
+    with pytest.raises(ConfigError, match="this run's LoRA was trained with other base weights"):
+        unisono.train("wan-flow", **{**COMMON, **values, "max_steps": 3})
     record = json.loads((tmp_path / "run/run.json").read_text())
     record["config"]["model_path"] = str(base)  # as if other weights had come where the run's were
     (tmp_path / "run/run.json").write_text(json.dumps(record))
-    with pytest.raises(ConfigError, match="not the weights that this run's LoRA was trained beside"):
+    with pytest.raises(ConfigError, match="this run's LoRA was trained with other base weights"):
         export_run(tmp_path / "run", tmp_path / "exported")
 
 
@@ -201,9 +212,9 @@ def test_a_lora_run_does_not_go_on_beside_other_weights(root: Path, tmp_path: Pa
 def test_the_low_noise_expert_is_exported_as_what_it_is(root: Path, tmp_path: Path) -> None:
     shutil.copy(root / "a14b" / "transformer_2" / "diffusion_pytorch_model.safetensors", tmp_path / "low.safetensors")
     shutil.copytree(root / "a14b" / "transformer_2", tmp_path / "low")
-    told = {"model_path": str(tmp_path / "low"), "dataset_path": str(root / "data"), "expert": "low"}
-    told |= {"parts_path": str(root / "a14b"), "cache_dir": str(root / "cache")}
-    result = unisono.train("wan-flow", output_dir=str(tmp_path / "run"), **{**COMMON, **told})
+    values = {"model_path": str(tmp_path / "low"), "dataset_path": str(root / "data"), "expert": "low"}
+    values |= {"parts_path": str(root / "a14b"), "cache_dir": str(root / "cache")}
+    result = unisono.train("wan-flow", output_dir=str(tmp_path / "run"), **{**COMMON, **values})
     export_run(result.folder, tmp_path / "whole")
     whole = WanPipeline.from_pretrained(tmp_path / "whole")
     weight = "blocks.0.attn1.to_q.weight"
@@ -214,7 +225,7 @@ def test_the_low_noise_expert_is_exported_as_what_it_is(root: Path, tmp_path: Pa
     assert 0 < (trained - before).abs().max() < 0.01
 
 
-def test_beside_other_parts_the_low_noise_expert_stays_the_second(
+def test_exported_with_other_parts_the_low_noise_expert_stays_transformer_2(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = recipe(root, root / "a14b" / "transformer_2", expert="low", parts_path=str(root / "2.1"))
@@ -246,15 +257,15 @@ def test_raw_latents_are_normalised_when_they_are_read(root: Path, tmp_path: Pat
     for number in range(2):
         save_file({"latent": raw + number}, tmp_path / f"{number}.latent.safetensors")
         (tmp_path / f"{number}.txt").write_text("a ball")
-    found = {}
+    by_kind = {}
     for kind in ("raw", "normalised"):  # from one cache: what was kept as the other must not be found
         made = recipe(root, root / "2.1", dataset_path=str(tmp_path), latents=kind, cache_dir=str(tmp_path / "cache"))
         made.prepare(Work(tmp_path / "work"))
-        found[kind] = made.dataset("train")[0]["latent"]
+        by_kind[kind] = made.dataset("train")[0]["latent"]
     vae = WanPipeline.from_pretrained(root / "2.1").vae.config
     mean, std = (torch.tensor(values).view(16, 1, 1, 1) for values in (vae.latents_mean, vae.latents_std))
-    torch.testing.assert_close(found["raw"], (raw - mean) / std)
-    assert torch.equal(found["normalised"], raw)
+    torch.testing.assert_close(by_kind["raw"], (raw - mean) / std)
+    assert torch.equal(by_kind["normalised"], raw)
 
 
 def test_an_image_is_not_encoded_anew_for_other_windows_of_videos(
@@ -274,7 +285,7 @@ def test_an_image_is_not_encoded_anew_for_other_windows_of_videos(
     assert sorted(encoded[8:]) == [1, 1, 1, *[5] * 6]  # the videos only
 
 
-def test_what_may_move_is_not_taken_for_a_still_image(tmp_path: Path) -> None:
+def test_an_animation_is_never_taken_for_a_still_image(tmp_path: Path) -> None:
     one, other = (Image.new("RGB", (16, 16), colour) for colour in ("red", "blue"))
     moving: dict[str, Any] = {"save_all": True, "append_images": [other], "duration": 100}
     for name in ("a.png", "a.jpg", "a.bmp", "a.webp"):
@@ -318,17 +329,17 @@ def test_the_choice_of_a_kernel_is_written_whole_or_not_at_all(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("name", ["dataset_path", "eval_dataset_path"])
-def test_a_folder_that_is_not_there_is_named_before_a_model_is_fetched(
+def test_a_missing_folder_is_reported_before_a_model_is_downloaded(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     def fetch(*_: Any, **__: Any) -> None:
         raise AssertionError("fetches a model")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
-    told = {"model_path": "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "dataset_path": str(root / "data")}
-    told |= {name: str(tmp_path / "nowhere"), "output_dir": str(tmp_path / "run")}
+    values = {"model_path": "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "dataset_path": str(root / "data")}
+    values |= {name: str(tmp_path / "nowhere"), "output_dir": str(tmp_path / "run")}
     with pytest.raises(ConfigError, match=f"{name} .*nowhere: no such folder"):
-        unisono.train("wan-flow", **{**COMMON, **told})
+        unisono.train("wan-flow", **{**COMMON, **values})
 
 
 @pytest.mark.parametrize("changed", [{"num_frames": 9}, {"num_frames": 1}, {"num_frames": 9, "no_cache": True}])
@@ -337,8 +348,8 @@ def test_attention_is_measured_at_the_largest_sample(
 ) -> None:
     measured: list[int] = []
     monkeypatch.setattr(attention.Kernel, "measure", lambda self, work, transformer, tokens: measured.append(tokens))
-    told = {"model_path": str(root / "2.1"), "dataset_path": str(root / "data"), "cache_dir": str(tmp_path / "cache")}
-    unisono.train("wan-flow", output_dir=str(tmp_path / "run"), **{**COMMON, **told, "max_steps": 1, **changed})
+    values = {"model_path": str(root / "2.1"), "dataset_path": str(root / "data"), "cache_dir": str(tmp_path / "cache")}
+    unisono.train("wan-flow", output_dir=str(tmp_path / "run"), **{**COMMON, **values, "max_steps": 1, **changed})
     # Three times 2 x 2, of nine frames of 32 x 32; or once 2 x 4, of an image of 32 x 64.
     assert measured == [12 if changed["num_frames"] == 9 else 8]
 
@@ -346,9 +357,9 @@ def test_attention_is_measured_at_the_largest_sample(
 def test_losses_by_noise_level_are_in_tensorboard(root: Path, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    told = {"model_path": str(root / "2.1"), "dataset_path": str(root / "data"), "cache_dir": str(root / "cache")}
-    told |= {"num_eval": 2, "eval_levels": 3, "tensorboard": True}
-    unisono.train("wan-flow", output_dir=str(tmp_path / "run"), **{**COMMON, **told})
+    values = {"model_path": str(root / "2.1"), "dataset_path": str(root / "data"), "cache_dir": str(root / "cache")}
+    values |= {"num_eval": 2, "eval_levels": 3, "tensorboard": True}
+    unisono.train("wan-flow", output_dir=str(tmp_path / "run"), **{**COMMON, **values})
     board = EventAccumulator(str(tmp_path / "run" / "tb"))
     board.Reload()
     (found,) = [line for line in lines(tmp_path / "run") if "eval/loss" in line]
@@ -360,14 +371,14 @@ def test_losses_by_noise_level_are_in_tensorboard(root: Path, tmp_path: Path) ->
 
 def test_verify_computes_in_what_the_recipe_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """Diffusers computes Wan's norms in float32: in float64, runs that are the same would differ by that."""
-    asked: list[str] = []
+    precisions: list[str] = []
 
-    def answers(recipe: str, resolved: Any, question: Question, *rest: Any) -> Verdict:
-        asked.append(question.precision)
+    def answers(recipe: str, resolved: Any, plan: VerifyPlan, *rest: Any) -> Verdict:
+        precisions.append(plan.precision)
         return Verdict([], 0.0)
 
     monkeypatch.setattr("unisono.engine.verification.verify.verify", answers)
     wan = ["wan-flow", "--model_config", "tiny"]
     for words in (wan, [*wan, "--precision", "float64"], [TINY]):
         assert verify_command.main(words) == 0
-    assert asked == ["float32", "float64", "float64"]
+    assert precisions == ["float32", "float64", "float64"]

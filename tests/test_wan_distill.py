@@ -1,4 +1,4 @@
-"""The recipe wan-distill from end to end: real small Wan teachers, real ranks, what they draw and what is learned."""
+"""The recipe wan-distill from end to end: small real Wan teachers, real ranks, their roll-outs and students."""
 
 from __future__ import annotations
 
@@ -9,20 +9,18 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import av
 import pytest
 import torch
 from diffusers import WanPipeline
 from torch import Tensor
 
 import unisono
-from command_line import environment, marked, start, wait_until
+from command_line import marked, start, wait_until
 from command_line import unisono as command
 from many_runs import Outcome, Run, many_runs
 from unisono.engine.export import export_run, load_trained
@@ -97,7 +95,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def told(root: Path, teacher: str, **changes: Any) -> dict[str, Any]:
+def run_settings(root: Path, teacher: str, **changes: Any) -> dict[str, Any]:
     paths = {"teacher_path": str(root / teacher), "data_path": str(root / "prompts.txt")}
     return {**RUN, **paths, **changes}
 
@@ -105,23 +103,28 @@ def told(root: Path, teacher: str, **changes: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def runs(root: Path) -> dict[str, Outcome]:
     """All runs of this module, by name."""
-    asked = [
-        Run(name, f"runs/{name}", world, told(root, teacher, **changes), recipe="wan-distill")
+    planned = [
+        Run(name, f"runs/{name}", world, run_settings(root, teacher, **changes), recipe="wan-distill")
         for name, (teacher, world, changes) in RUNS.items()
     ]
     before = {"strategy": "ddp", "max_steps": 3} | ONLINE | TWO
-    asked.append(Run("moved, before", "runs/moved", 2, told(root, "2.1", **before), recipe="wan-distill"))
-    asked.append(Run("moved", "runs/moved", 1, told(root, "2.1", **ONLINE), recipe="wan-distill"))
-    found = many_runs(asked, root)
-    for name, outcome in found.items():
+    planned.append(Run("moved, before", "runs/moved", 2, run_settings(root, "2.1", **before), recipe="wan-distill"))
+    planned.append(Run("moved", "runs/moved", 1, run_settings(root, "2.1", **ONLINE), recipe="wan-distill"))
+    outcomes = many_runs(planned, root)
+    for name, outcome in outcomes.items():
         assert "error" not in outcome.main, (name, outcome.main)
-    return found
+    return outcomes
+
+
+def unprepared(root: Path, teacher: str = "2.1", **changes: Any) -> WanDistill:
+    """A recipe before its preparation."""
+    values = run_settings(root, teacher, **changes)
+    return WanDistill(Config(**{name: value for name, value in values.items() if name in vars(Config())}))
 
 
 def recipe_of(root: Path, teacher: str = "2.1", folder: str = "by hand", **changes: Any) -> WanDistill:
-    """A recipe that has prepared by itself."""
-    values = {name: value for name, value in told(root, teacher, **changes).items() if name in vars(Config())}
-    recipe = WanDistill(Config(**values))
+    """A recipe that was prepared without a run."""
+    recipe = unprepared(root, teacher, **changes)
     recipe.prepare(Work(root / folder))
     return recipe
 
@@ -135,7 +138,9 @@ def close(some: Outcome, other: Outcome, rtol: float = 2e-5) -> None:
 
 
 @pytest.mark.parametrize("name", ["2 ranks ddp", "2 ranks fsdp"])
-def test_two_ranks_find_the_same_samples_and_learn_the_same(name: str, runs: dict[str, Outcome], root: Path) -> None:
+def test_two_ranks_generate_the_same_samples_and_train_like_one(
+    name: str, runs: dict[str, Outcome], root: Path
+) -> None:
     close(runs[name], runs["one"])
     one, two = (bytes_of(root / "runs" / each / "prepared" / "rollouts") for each in ("one", name))
     assert len(one) == 3 + 1 + 1  # blocks to learn from, to evaluate with, to show
@@ -143,20 +148,20 @@ def test_two_ranks_find_the_same_samples_and_learn_the_same(name: str, runs: dic
 
 
 @pytest.mark.parametrize("name", ["online, 2 ranks", "online, shared out"])
-def test_a_teacher_that_stays_is_the_same_on_two_ranks_and_in_parts(name: str, runs: dict[str, Outcome]) -> None:
+def test_an_online_teacher_is_the_same_on_two_ranks_and_sharded(name: str, runs: dict[str, Outcome]) -> None:
     close(runs[name], runs["online"])
 
 
-def test_two_experts_shared_out_over_two_ranks_teach_like_one_process(runs: dict[str, Outcome]) -> None:
+def test_two_experts_sharded_over_two_ranks_teach_like_one_process(runs: dict[str, Outcome]) -> None:
     close(runs["experts, shared out"], runs["experts"])
 
 
-def test_a_run_goes_on_in_the_middle_of_a_stage_with_another_number_of_ranks(runs: dict[str, Outcome]) -> None:
+def test_an_online_run_resumes_on_another_number_of_ranks(runs: dict[str, Outcome]) -> None:
     assert runs["moved, before"].main["step"] == 3
     close(runs["moved"], runs["online"])
 
 
-def test_new_samples_come_every_so_many_steps(runs: dict[str, Outcome], root: Path) -> None:
+def test_refresh_every_generates_new_samples(runs: dict[str, Outcome], root: Path) -> None:
     blocks, once = (bytes_of(root / "runs" / name / "prepared" / "rollouts") for name in ("online", "never refreshed"))
     assert (len(blocks), len(once)) == (3 * 3 + 1 + 1, 3 + 1 + 1)
     always, never = runs["online"].losses(), runs["never refreshed"].losses()
@@ -172,14 +177,14 @@ def test_held_out_prompts_are_evaluated(runs: dict[str, Outcome]) -> None:
     assert 0 < last["eval/latent_error"] < 1
 
 
-def test_how_much_faster_is_told_where_enough_blocks_of_the_teacher_were_timed(runs: dict[str, Outcome]) -> None:
-    told = {name: runs[name].evaluations()[-1] for name in ("one", "last batch", "2 ranks fsdp")}
+def test_the_speed_up_is_reported_if_enough_blocks_were_timed(runs: dict[str, Outcome]) -> None:
+    metrics = {name: runs[name].evaluations()[-1] for name in ("one", "last batch", "2 ranks fsdp")}
     student, teacher, ratio = "eval/seconds_per_sample", "eval/teacher_seconds_per_sample", "eval/times_as_fast"
-    assert told["one"][student] > 0 and told["one"][teacher] > 0
-    assert ratio not in told["one"], "two blocks after the first one"
-    line = told["last batch"]  # four blocks to learn from
+    assert metrics["one"][student] > 0 and metrics["one"][teacher] > 0
+    assert ratio not in metrics["one"], "two blocks after the first one"
+    line = metrics["last batch"]  # four blocks to learn from
     assert line[ratio] == pytest.approx(line[teacher] / line[student])
-    assert not {student, ratio} & told["2 ranks fsdp"].keys(), "gathering weights would be timed too"
+    assert not {student, ratio} & metrics["2 ranks fsdp"].keys(), "gathering weights would be timed too"
 
 
 def test_a_ratio_needs_three_blocks_of_the_teacher() -> None:
@@ -193,7 +198,7 @@ def test_a_ratio_needs_three_blocks_of_the_teacher() -> None:
     assert speed(SampleTime(6.0, 3), SampleTime(2.0, 1))["times_as_fast"] == 3.0
 
 
-def test_a_student_is_timed_once_and_as_many_at_once_as_the_teacher_drew(root: Path) -> None:
+def test_a_student_is_timed_once_in_the_teachers_batch_size(root: Path) -> None:
     recipe = recipe_of(root, folder="timed", rollouts=4)
     model = recipe.model()
     model.to_empty(device="cpu")
@@ -211,7 +216,7 @@ def test_a_student_is_timed_once_and_as_many_at_once_as_the_teacher_drew(root: P
     assert note["blocks"] == 6 - 1  # four prompts, four samples each, three at once; the first block is left out
 
 
-def test_the_teachers_time_is_that_of_most_blocks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_teachers_time_is_the_median_of_its_blocks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     took = iter([90.0, 3.0, 3.3, 60.0, 2.7, 3.0])  # the first compiles, another meets a busy moment
     drawn = Rollouts._generate
 
@@ -220,19 +225,19 @@ def test_the_teachers_time_is_that_of_most_blocks(root: Path, monkeypatch: pytes
 
     monkeypatch.setattr(Rollouts, "_generate", busy)
     setup = recipe_of(root, folder="busy", rollouts=4).setup
-    found = setup.teacher_time()
-    assert found is not None
-    assert (found.seconds, found.number) == (pytest.approx(3.0), 5)
+    measured = setup.teacher_time()
+    assert measured is not None
+    assert (measured.seconds, measured.number) == (pytest.approx(3.0), 5)
     setup.num_ranks = 2
     assert setup.teacher_time() is None, "other company, another time"
 
 
-def test_a_last_batch_that_is_not_full_is_learned_from_too(runs: dict[str, Outcome]) -> None:
+def test_an_incomplete_last_batch_is_trained_on(runs: dict[str, Outcome]) -> None:
     assert [line["samples"] for line in runs["last batch"].steps()] == [4, 8, 12]
     assert runs["few steps"].main["step"] == runs["paths"].main["step"] == runs["features"].main["step"] == 3
 
 
-def test_losses_of_other_kinds_are_told_apart(runs: dict[str, Outcome]) -> None:
+def test_each_loss_is_logged_under_its_name(runs: dict[str, Outcome]) -> None:
     line = runs["paths"].steps()[0]
     assert line["loss"] == pytest.approx(line["velocity_loss"] + line["trajectory_loss"], rel=1e-5)
     assert "few_step_loss" in runs["few steps"].steps()[0]
@@ -244,7 +249,7 @@ def test_losses_of_other_kinds_are_told_apart(runs: dict[str, Outcome]) -> None:
 
 
 @pytest.mark.parametrize("teacher", ["2.1", "a14b"])
-def test_the_teacher_draws_what_its_pipeline_draws(teacher: str, root: Path) -> None:
+def test_the_teacher_generates_what_its_pipeline_generates(teacher: str, root: Path) -> None:
     recipe = recipe_of(root, teacher, f"pipeline {teacher}", guidance=4.0, guidance_2=3.0, teacher_steps=8)
     samples = recipe.setup.rollouts("train").open()
     pipeline = WanPipeline.from_pretrained(root / teacher)
@@ -255,14 +260,14 @@ def test_the_teacher_draws_what_its_pipeline_draws(teacher: str, root: Path) -> 
         theirs = pipeline(
             prompt_embeds=recipe.setup.text(prompt)[None].float(),
             negative_prompt_embeds=recipe.setup.text("")[None].float(),
-            latents=samples.spec.begin(*samples.items[number])[None],
+            latents=samples.spec.initial_noise(*samples.items[number])[None],
             **{"height": 16, "width": 32, "num_frames": 1, "num_inference_steps": 8, "guidance_scale": 4.0, **two},
             output_type="latent",
         ).frames
         torch.testing.assert_close(samples.data(number)[None], theirs, rtol=1e-4, atol=1e-4)
 
 
-def test_kept_answers_are_those_of_the_guided_teacher(root: Path) -> None:
+def test_stored_velocities_are_those_of_the_guided_teacher(root: Path) -> None:
     recipe = recipe_of(root, folder="answers", guidance=4.0)
     samples, setup = recipe.setup.rollouts("train").open(), recipe.setup
     teacher, _ = load_teacher(setup.teacher, setup.guidance, "float32", "auto", "cpu", compiled=False)
@@ -279,7 +284,7 @@ def test_kept_answers_are_those_of_the_guided_teacher(root: Path) -> None:
         torch.testing.assert_close(item["velocity"][None], without + 4 * (with_prompt - without), rtol=1e-4, atol=1e-4)
 
 
-def test_each_sample_meets_all_noise_levels(root: Path) -> None:
+def test_the_noise_levels_of_a_sample_are_stratified(root: Path) -> None:
     samples = recipe_of(root, folder="answers", guidance=4.0).setup.rollouts("train").open()
     levels = torch.stack(
         [torch.stack([samples.pair(number, place)["sigma"] for place in range(3)]) for number in range(8)]
@@ -291,11 +296,11 @@ def test_each_sample_meets_all_noise_levels(root: Path) -> None:
     assert len(set(levels.flatten().tolist())) == 24
 
 
-def test_points_of_a_path_lead_to_its_end(root: Path) -> None:
+def test_stored_points_lie_on_the_trajectory(root: Path) -> None:
     settings = {"trajectory_weight": 1.0, "trajectory_points": 4, "teacher_steps": 4, "teacher_sampler": "euler"}
     samples = recipe_of(root, folder="path", **settings).setup.rollouts("train").open()
     assert samples.spec.points == (0, 1, 2, 3)
-    torch.testing.assert_close(samples.point(1, 0)["point"], samples.spec.begin(*samples.items[1]))
+    torch.testing.assert_close(samples.point(1, 0)["point"], samples.spec.initial_noise(*samples.items[1]))
     assert samples.spec.sigmas[0] == pytest.approx(0.9997, abs=1e-3)
     sigmas = [samples.point(1, place)["point_sigma"] for place in range(4)] + [torch.tensor(0.0)]
     reached = samples.point(1, 0)["point"]
@@ -308,25 +313,24 @@ def test_points_of_a_path_lead_to_its_end(root: Path) -> None:
 
 def test_noise_belongs_to_seed_prompt_and_number(root: Path) -> None:
     spec = recipe_of(root, folder="answers", guidance=4.0).setup.rollout_spec
-    some = spec.begin("a", 0)
-    assert torch.equal(some, spec.begin("a", 0))
-    others = [spec.begin("a", 1), spec.begin("b", 0), replace(spec, seed=1).begin("a", 0)]
+    some = spec.initial_noise("a", 0)
+    assert torch.equal(some, spec.initial_noise("a", 0))
+    others = [spec.initial_noise("a", 1), spec.initial_noise("b", 0), replace(spec, seed=1).initial_noise("a", 0)]
     assert all((some - other).abs().mean() > 0.5 for other in others)
     assert abs(float(some.mean())) < 0.2
     assert abs(float(some.std()) - 1) < 0.2
 
 
-def test_what_decides_a_sample_is_in_its_name(root: Path) -> None:
-    def names(work: Work | None = None, **changes: Any) -> set[str]:
-        recipe = recipe_of(root, folder="names", **changes)
-        if work is not None:
-            recipe.setup.seed = work.seed
-            del recipe.setup.rollout_spec
-        return set(recipe.setup.rollouts("train")._keys)
+def test_a_roll_outs_file_name_depends_on_everything_that_decides_it(root: Path) -> None:
+    def names(seed: int = 0, **changes: Any) -> set[str]:
+        teacher = changes.pop("teacher", "2.1")
+        setup = unprepared(root, teacher, **changes).setup
+        setup.seed = seed
+        return set(setup.rollouts("train")._keys)
 
     base = names()
     assert names() == base
-    assert not names(Work(root, seed=1)) & base
+    assert not names(seed=1) & base
     for change in (
         {"guidance": 3.0},
         {"teacher_steps": 4},
@@ -344,7 +348,7 @@ def test_what_decides_a_sample_is_in_its_name(root: Path) -> None:
         assert not names(**change) & base, change  # type: ignore[arg-type]
 
 
-def test_added_prompts_leave_what_is_drawn_as_it_is(root: Path, tmp_path: Path) -> None:
+def test_added_prompts_do_not_change_full_blocks(root: Path, tmp_path: Path) -> None:
     (tmp_path / "more.txt").write_text("\n".join([*PROMPTS, "red red"]))
     before = recipe_of(root, folder="added", num_eval=0).setup.rollouts("train")._keys
     after = (
@@ -357,13 +361,13 @@ def test_added_prompts_leave_what_is_drawn_as_it_is(root: Path, tmp_path: Path) 
 def test_there_are_no_more_blocks_than_the_samples_fill(prompts: int, rollouts: int, blocks: int, root: Path) -> None:
     spec = replace(recipe_of(root, folder="answers", guidance=4.0).setup.rollout_spec, block=4)
     names = [f"prompt {number}" for number in range(prompts)]
-    found = Rollouts(root, spec, names, rollouts)
-    assert [len(block) for block in found._blocks[:-1]] == [4] * (blocks - 1)
-    assert sorted(item for block in found._blocks for item in block) == sorted(found.items)
-    assert found.items[: prompts + 1] == [(name, 0) for name in names] + [(names[0], 1)][: rollouts - 1]
+    made = Rollouts(root, spec, names, rollouts)
+    assert [len(block) for block in made._blocks[:-1]] == [4] * (blocks - 1)
+    assert sorted(item for block in made._blocks for item in block) == sorted(made.items)
+    assert made.items[: prompts + 1] == [(name, 0) for name in names] + [(names[0], 1)][: rollouts - 1]
 
 
-def test_a_block_of_several_numbers_gives_each_sample_its_own(root: Path) -> None:
+def test_samples_of_one_prompt_in_a_block_have_their_own_noise(root: Path) -> None:
     samples = recipe_of(root, folder="one prompt", rollouts=5, num_eval=5).setup.rollouts("train").open()
     alone = recipe_of(root, folder="one at a time", rollouts=5, num_eval=5, rollout_batch=1).setup
     assert len(bytes_of(root / "one prompt" / "rollouts")) == 2 + 2 + 1
@@ -383,40 +387,33 @@ def test_a_small_last_block_has_the_bits_of_a_full_one(root: Path) -> None:
     assert torch.equal(setup.rollouts("train").open().data(3), drawn["data"][0])
 
 
-def test_samples_that_are_gone_are_missed_in_one_line(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unisono.recipes.wan_distill.data.rollouts._PATIENCE_S", 0.1)
+def test_missing_roll_outs_give_a_one_line_error(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unisono.recipes.wan_distill.data.rollouts._VISIBLE_WITHIN_S", 0.1)
     rollouts = recipe_of(root, folder="gone").setup.rollouts("train")
     rollouts._file(1).unlink()
     with pytest.raises(UserError, match="one folder that all machines share"):
         rollouts.open()
 
 
-def test_a_killed_run_draws_nothing_twice(root: Path, tmp_path: Path) -> None:
-    values = told(
-        root, "2.1", rollouts=12, rollout_batch=2, teacher_steps=6, max_steps=2, eval_every=-1, preview_every=-1
-    )
-    flags = [f"--{name}={value}" for name, value in values.items()]
-    words = [sys.executable, "-m", "unisono", "train", "wan-distill", *flags, "--output_dir", str(tmp_path / "killed")]
+def test_a_killed_run_generates_nothing_twice(root: Path, tmp_path: Path) -> None:
+    changes = {"rollouts": 12, "rollout_batch": 2, "teacher_steps": 6, "max_steps": 2}
+    values = run_settings(root, "2.1", **changes, eval_every=-1, preview_every=-1)
+    train = ["train", "wan-distill", *(f"--{name}={value}" for name, value in values.items()), "--output_dir", "killed"]
     blocks = tmp_path / "killed" / "prepared" / "rollouts"
-    process = subprocess.Popen(
-        words, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
-    deadline = time.monotonic() + 90
-    while len(bytes_of(blocks)) < 3:
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    process = start(["-m", "unisono", *train], cwd=tmp_path)
+    wait_until(lambda: len(bytes_of(blocks)) >= 3 or process.poll() is not None, "three blocks", seconds=90)
+    assert process.poll() is None, process.communicate()
+    process.kill()
+    process.communicate()
     before = {file.name: (file.stat().st_mtime_ns, file.stat().st_ino) for file in blocks.glob("*.safetensors")}
     assert 3 <= len(before) < 24
-    done = command("train", "wan-distill", *flags, "--output_dir", "killed", cwd=tmp_path)
+    done = command(*train, cwd=tmp_path)
     assert done.code == 0, done.err
     after = {file.name: (file.stat().st_mtime_ns, file.stat().st_ino) for file in blocks.glob("*.safetensors")}
     assert len(after) == 24 + 1 + 1
     assert {name: after[name] for name in before} == before
-    again = command("train", "wan-distill", *flags, "--output_dir", "whole", cwd=tmp_path)
-    assert again.code == 0, again.err
+    never_killed = command(*train[:-1], "whole", cwd=tmp_path)
+    assert never_killed.code == 0, never_killed.err
     assert bytes_of(tmp_path / "whole" / "prepared" / "rollouts") == bytes_of(blocks)
 
 
@@ -449,7 +446,9 @@ def test_guidance_changes_at_the_boundary() -> None:
 
 def test_a_student_that_is_its_teacher_has_nothing_to_learn(root: Path, tmp_path: Path) -> None:
     (tmp_path / "same.json").write_text(json.dumps({"num_layers": 2}))
-    values = told(root, "2.1", guidance=1.0, student_config=str(tmp_path / "same.json"), max_steps=1, learning_rate=0.0)
+    values = run_settings(
+        root, "2.1", guidance=1.0, student_config=str(tmp_path / "same.json"), max_steps=1, learning_rate=0.0
+    )
     values |= {"online": True, "feature_weight": 1.0, "rollouts": 4, "output_dir": str(tmp_path / "run")}
     result = unisono.train("wan-distill", **values)
     assert result.metrics["loss"] < 1e-10
@@ -459,18 +458,18 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn(root: Path, tmp_path
     assert guided.metrics["loss"] > 1e-5
 
 
-def test_an_8_bit_teacher_says_nearly_the_same_and_is_smaller(root: Path) -> None:
+def test_an_8_bit_teacher_computes_nearly_the_same(root: Path) -> None:
     setup = recipe_of(root, folder="answers", guidance=4.0).setup
-    item = EvalDataset(setup.rollouts("eval").open(), setup.text, judged=False)[0]
+    item = EvalDataset(setup.rollouts("eval").open(), setup.text, has_labels=False)[0]
     text, empty = item["text"][None].float(), setup.text("")[None].float()
-    found = {}
+    velocities = {}
     for kind in ("bfloat16", "float8"):
         teacher, line = load_teacher(setup.teacher, setup.guidance, kind, "auto", "cpu", compiled=False)
-        found[kind] = teacher.velocity(item["data"][None], torch.tensor([0.5]), text, empty)
+        velocities[kind] = teacher.velocity(item["data"][None], torch.tensor([0.5]), text, empty)
         assert f"{sum(it.numel() for it in teacher.experts.parameters()):,} weights in" in line
         size = {it.dtype for it in teacher.experts.parameters()}
         assert (torch.float8_e4m3fn in size) == (kind == "float8")
-    difference = (found["float8"] - found["bfloat16"]).norm() / found["bfloat16"].norm()
+    difference = (velocities["float8"] - velocities["bfloat16"]).norm() / velocities["bfloat16"].norm()
     assert 0 < difference < 0.2
 
 
@@ -478,7 +477,7 @@ def test_an_8_bit_teacher_says_nearly_the_same_and_is_smaller(root: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["one", "video", "few steps", "experts"])
-def test_an_exported_student_draws_in_a_pipeline_what_it_drew_here(
+def test_an_exported_student_generates_the_same_in_a_pipeline(
     name: str, runs: dict[str, Outcome], root: Path, tmp_path: Path
 ) -> None:
     run = root / "runs" / name
@@ -489,22 +488,22 @@ def test_an_exported_student_draws_in_a_pipeline_what_it_drew_here(
     recipe, model, _ = load_trained(run)
     setup = recipe.setup  # type: ignore[attr-defined]
     setup.folder = run / "prepared"
-    begin, text = setup.rollout_spec.begin("x", 0)[None], setup.text(PROMPTS[0])[None].float()
+    initial_noise, text = setup.rollout_spec.initial_noise("x", 0)[None], setup.text(PROMPTS[0])[None].float()
     steps = setup.student_scheduler()[1]
     assert steps == 3
     assert pipeline.scheduler.config.solver_order == (1 if name == "few steps" else 2)
     frames = 5 if name == "video" else 1
     theirs = pipeline(
         prompt_embeds=text,
-        latents=begin,
+        latents=initial_noise,
         **{"height": setup.config.height, "width": 32, "num_frames": frames, "guidance_scale": 1.0},
         num_inference_steps=steps,
         output_type="latent",
     ).frames
-    torch.testing.assert_close(generate(setup, model, begin, text), theirs, rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
+    torch.testing.assert_close(generate(setup, model, initial_noise, text), theirs, rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
 
 
-def test_the_line_that_export_prints_draws_what_the_preview_shows(
+def test_the_call_that_export_prints_generates_the_preview(
     runs: dict[str, Outcome], root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, out = root / "runs" / "one", tmp_path / "out"
@@ -523,10 +522,10 @@ def test_the_line_that_export_prints_draws_what_the_preview_shows(
     setup.folder = run / "prepared"
     samples = setup.rollouts("preview").open()
     assert samples.items[0][0] == prompt
-    begin, rows = samples.spec.begin(*samples.items[0])[None], setup.text(prompt)[None].float()
-    drawn = pipeline(prompt, latents=begin, output_type="latent", **settings).frames
+    initial_noise, rows = samples.spec.initial_noise(*samples.items[0])[None], setup.text(prompt)[None].float()
+    drawn = pipeline(prompt, latents=initial_noise, output_type="latent", **settings).frames
     # Text of another length gives other images: 0.01 away here, where the student has hardly learned to read.
-    torch.testing.assert_close(drawn, generate(setup, model, begin, rows), rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
+    torch.testing.assert_close(drawn, generate(setup, model, initial_noise, rows), rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
 
 
 def test_previews_show_teacher_and_student(runs: dict[str, Outcome], root: Path) -> None:
@@ -538,26 +537,31 @@ def test_previews_show_teacher_and_student(runs: dict[str, Outcome], root: Path)
     assert (folder / "step_00000006_prompts.txt").read_text().splitlines() == ["a ball", "a a ball"]
     videos = sorted(file.name for file in (root / "runs" / "video" / "previews").glob("*.mp4"))
     assert videos == ["step_00000003_teacher_student_00.mp4", "step_00000003_teacher_student_01.mp4"]
+    with av.open(str(root / "runs" / "video" / "previews" / videos[0])) as video:
+        frame = next(video.decode(video=0))
+    assert (frame.width, frame.height) == (2 * 128, 128 + 14), "above each side: teacher or student"
 
 
 def test_few_steps_are_steps_of_the_teacher(root: Path) -> None:
-    told = {"few_step_weight": 1.0, "velocity_weight": 0.0, "few_steps": 4, "teacher_steps": 12, "shift": 5.0}
-    samples = recipe_of(root, folder="few", **told).setup.rollouts("train").open()
+    changes = {"few_step_weight": 1.0, "velocity_weight": 0.0, "few_steps": 4, "teacher_steps": 12, "shift": 5.0}
+    samples = recipe_of(root, folder="few", **changes).setup.rollouts("train").open()
     levels = [float(samples.point(0, place)["point_sigma"]) for place in range(4)]
     expected = [5 * share / (1 + 4 * share) for share in (1, 0.75, 0.5, 0.25)]
     assert levels == pytest.approx(expected, abs=2e-3)
-    scheduler, steps = recipe_of(root, folder="few", **told).setup.student_scheduler()
+    scheduler, steps = recipe_of(root, folder="few", **changes).setup.student_scheduler()
     scheduler.set_timesteps(steps)
     assert scheduler.sigmas[:4].tolist() == pytest.approx(levels, abs=1e-6)
-    begin, velocity = samples.spec.begin("x", 0)[None], torch.ones(1, *samples.spec.shape)
-    reached = begin
+    initial_noise, velocity = samples.spec.initial_noise("x", 0)[None], torch.ones(1, *samples.spec.shape)
+    reached = initial_noise
     for step in scheduler.timesteps:
         reached = scheduler.step(velocity, step, reached, return_dict=False)[0]
-    torch.testing.assert_close(reached, begin - levels[0] * velocity, rtol=1e-4, atol=1e-4)  # straight steps
+    torch.testing.assert_close(reached, initial_noise - levels[0] * velocity, rtol=1e-4, atol=1e-4)  # straight steps
 
 
-def test_a_rank_out_of_memory_beside_a_shared_out_teacher_keeps_nobody_waiting(root: Path, tmp_path: Path) -> None:
-    values = told(root, "2.1", **ONLINE, strategy="ddp", teacher_device_strategy="balanced", batch_size=2, save_every=1)
+def test_an_out_of_memory_rank_with_a_sharded_teacher_blocks_no_other(root: Path, tmp_path: Path) -> None:
+    values = run_settings(
+        root, "2.1", **ONLINE, strategy="ddp", teacher_device_strategy="balanced", batch_size=2, save_every=1
+    )
     values |= {"inject": "oom@rank1:step3:forward", "eval_every": -1, "preview_every": -1}
     flags = [f"--{name}={value}" for name, value in values.items()]
     done = command("train", "wan-distill", *flags, "--nproc", "2", "--output_dir", "run", cwd=tmp_path)
@@ -565,7 +569,7 @@ def test_a_rank_out_of_memory_beside_a_shared_out_teacher_keeps_nobody_waiting(r
     assert "restarting all ranks" in done.err or "out of memory" in done.err
 
 
-def test_a_fresh_student_begins_with_nothing_to_say(runs: dict[str, Outcome], root: Path) -> None:
+def test_a_fresh_student_starts_with_a_zero_output_layer(runs: dict[str, Outcome], root: Path) -> None:
     weights = runs["fresh"].weights(3)
     assert weights["transformer.proj_out.weight"].abs().max() < 0.01  # it was zero three steps ago
     assert weights["transformer.blocks.0.ffn.net.0.proj.weight"].abs().max() > 0.05
@@ -594,15 +598,15 @@ def test_held_out_prompts_are_not_learned_from(tmp_path: Path) -> None:
     assert "prompt 3" not in other.train
 
 
-def test_of_the_built_in_prompts_as_many_are_held_out_as_one_says(tmp_path: Path) -> None:
+def test_num_eval_holds_out_that_many_built_in_prompts(tmp_path: Path) -> None:
     usual = prompts_of("shapes", None, None)
     assert (len(usual.train), len(usual.held_out)) == (72, 24)
     assert len(set(labels(usual.held_out))) == 24
     for number in (0, 1, 6, 24):
-        found = prompts_of("shapes", None, number)
-        assert len(found.held_out) == number and set(found.held_out) <= set(usual.held_out)
-        assert {*found.train, *found.held_out} == {*usual.train, *usual.held_out}
-        assert len(found.train) == 96 - number
+        prompts = prompts_of("shapes", None, number)
+        assert len(prompts.held_out) == number and set(prompts.held_out) <= set(usual.held_out)
+        assert {*prompts.train, *prompts.held_out} == {*usual.train, *usual.held_out}
+        assert len(prompts.train) == 96 - number
     with pytest.raises(ConfigError, match="num_eval 25: at most 24 built-in prompts"):
         prompts_of("shapes", None, 25)
     (tmp_path / "e.txt").write_text(f"{usual.train[0]}\na grey dot\n")
@@ -610,7 +614,7 @@ def test_of_the_built_in_prompts_as_many_are_held_out_as_one_says(tmp_path: Path
     assert (len(other.train), other.held_out) == (95, [usual.train[0], "a grey dot"])
 
 
-def test_the_text_encoder_computes_in_the_type_that_is_set_and_both_are_kept_apart(root: Path) -> None:
+def test_the_text_encoder_computes_in_text_dtype_and_each_dtype_is_cached(root: Path) -> None:
     pipeline = WanPipeline.from_pretrained(root / "2.1")
     rows = {}
     for dtype in ("bfloat16", "float32", "bfloat16"):  # in one folder: what one has kept is not taken for the other's
@@ -625,10 +629,9 @@ def test_the_text_encoder_computes_in_the_type_that_is_set_and_both_are_kept_apa
     assert 0 < (rows["bfloat16"].float() - theirs[0]).abs().max() < 0.1
 
 
-def test_what_a_stopped_run_does_not_draw_it_does_not_announce(root: Path, tmp_path: Path) -> None:
+def test_a_stopped_run_announces_nothing_that_it_skips(root: Path, tmp_path: Path) -> None:
     lines: list[str] = []
-    values = {name: value for name, value in told(root, "2.1").items() if name in vars(Config())}
-    recipe = WanDistill(Config(**values))
+    recipe = unprepared(root)
 
     def asked_to_stop() -> bool:  # a signal comes while the first samples are drawn
         return any("teacher samples for training" in line for line in lines)
@@ -638,7 +641,7 @@ def test_what_a_stopped_run_does_not_draw_it_does_not_announce(root: Path, tmp_p
     assert not [line for line in lines if "for evaluation" in line or "for previews" in line]
 
 
-def test_making_the_tiny_teacher_shows_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_the_tiny_teacher_shows_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = folder_of(tmp_path)
     lines: list[str] = []
     shown: list[float] = []
@@ -656,7 +659,7 @@ def test_making_the_tiny_teacher_shows_how_far_it_is(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.slow
-def test_the_process_that_makes_the_tiny_teacher_shows_how_far_it_is(
+def test_progress_follows_the_process_that_trains_the_tiny_teacher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("UNISONO_TINY_TEACHER_STEPS", "12")
@@ -669,7 +672,7 @@ def test_the_process_that_makes_the_tiny_teacher_shows_how_far_it_is(
     assert lines == [], "it is there"
 
 
-def test_nobody_goes_on_making_the_tiny_teacher_of_a_run_that_was_killed(tmp_path: Path) -> None:
+def test_training_the_tiny_teacher_ends_when_the_run_is_killed(tmp_path: Path) -> None:
     ours = {"A_MARK": tmp_path.name}  # what begins with UNISONO_ is not for those who make it
     words = ["-m", "unisono", "train", "wan-distill", "--teacher_path", "tiny", "--output_dir", "run"]
     process = start(words, cwd=tmp_path, UNISONO_CACHE=str(tmp_path / "cache"), **ours)
@@ -684,17 +687,17 @@ def test_nobody_goes_on_making_the_tiny_teacher_of_a_run_that_was_killed(tmp_pat
             os.kill(pid, signal.SIGKILL)
 
 
-def test_prompts_that_the_tiny_teacher_does_not_know_are_told_of_before_it_is_made(
+def test_prompts_unknown_to_the_tiny_teacher_are_reported_before_it_is_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("UNISONO_CACHE", str(tmp_path / "cache"))
 
     def said(prompts: str) -> list[str]:
-        found: list[str] = []
+        messages: list[str] = []
         (tmp_path / "p.txt").write_text(prompts)
         recipe = WanDistill(Config(teacher_path="tiny", data_path=str(tmp_path / "p.txt")))
-        recipe.prepare(Work(tmp_path / "work", _asked_to_stop=lambda: True, _say=found.append))
-        return found
+        recipe.prepare(Work(tmp_path / "work", _asked_to_stop=lambda: True, _say=messages.append))
+        return messages
 
     strange, making, *_ = said("a red circle\na cat\na blue dog\n")
     assert strange.startswith("the tiny teacher does not understand 2 of 3 prompts ('a ")
@@ -710,7 +713,7 @@ def refused(root: Path, **changes: Any) -> str:
     return str(caught.value)
 
 
-def test_what_cannot_be_is_refused_with_what_to_do(root: Path, tmp_path: Path) -> None:
+def test_impossible_settings_are_refused_with_the_fix(root: Path, tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("\n  \n")
     (tmp_path / "image.txt").write_bytes(b"\x89PNG\xff\xfe\x00")
     assert "has no prompts" in refused(root, data_path=str(tmp_path / "empty.txt"))
@@ -721,7 +724,7 @@ def test_what_cannot_be_is_refused_with_what_to_do(root: Path, tmp_path: Path) -
     assert "add --online" in refused(root, refresh_every=3)
     assert "add --online" in refused(root, feature_weight=1.0)
     assert "balanced needs --online" in refused(root, teacher_device_strategy="balanced")
-    assert "multiples of 16" in refused(root, width=24)
+    assert "multiple of 16" in refused(root, width=24)
     assert "1, 5, 9" in refused(root, num_frames=4)
     assert "needs the tiny teacher" in refused(root, data_path="shapes")
     assert "no teacher" in refused(root, teacher_path="")
@@ -732,11 +735,11 @@ def test_what_cannot_be_is_refused_with_what_to_do(root: Path, tmp_path: Path) -
     assert "student's is 12 and the teacher's 24" in narrow
 
 
-def test_mistakes_are_told_before_anything_is_drawn(root: Path, tmp_path: Path) -> None:
+def test_mistakes_are_reported_before_anything_is_generated(root: Path, tmp_path: Path) -> None:
     def early(**changes: Any) -> str:
-        said = refused(root, folder="early", **changes)
+        message = refused(root, folder="early", **changes)
         assert not (root / "early" / "rollouts").exists()
-        return said
+        return message
 
     assert "expected even, importance, or numbers" in early(layers="foo")
     (tmp_path / "deep.json").write_text(json.dumps({"num_layers": 9}))
@@ -755,7 +758,7 @@ def test_mistakes_are_told_before_anything_is_drawn(root: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", "null", '{"layers": [9]}', '{"seconds_per_sample": "x"}'])
-def test_damaged_notes_are_made_anew(content: str, root: Path, tmp_path: Path) -> None:
+def test_damaged_plan_and_time_files_are_rewritten(content: str, root: Path, tmp_path: Path) -> None:
     recipe = recipe_of(root, folder=str(tmp_path / "notes"))
     plan, took = recipe.setup.pruning_plan(), recipe.setup.teacher_time()
     assert took is not None
@@ -766,7 +769,7 @@ def test_damaged_notes_are_made_anew(content: str, root: Path, tmp_path: Path) -
     assert again.setup.pruning_plan() == plan
 
 
-def test_a_run_does_not_go_on_with_another_student(root: Path, tmp_path: Path) -> None:
+def test_a_run_refuses_to_resume_with_another_student(root: Path, tmp_path: Path) -> None:
     file = tmp_path / "student.json"
     file.write_text(json.dumps({"num_layers": 1}))
     recipe_of(root, folder="other student", student_config=str(file))
@@ -775,7 +778,7 @@ def test_a_run_does_not_go_on_with_another_student(root: Path, tmp_path: Path) -
         recipe_of(root, folder="other student", student_config=str(file))
 
 
-def test_a_teacher_without_a_part_says_which(root: Path, tmp_path: Path) -> None:
+def test_a_teacher_that_lacks_a_part_is_refused_with_its_name(root: Path, tmp_path: Path) -> None:
     for part in ("vae", "text_encoder", "tokenizer"):
         folder = tmp_path / part
         folder.mkdir()
@@ -795,11 +798,11 @@ def test_a_teacher_that_is_only_a_transformer_takes_its_parts_from_elsewhere(roo
     torch.testing.assert_close(recipe.setup.rollouts("train").open().data(0), whole.data(0), rtol=1e-4, atol=1e-5)
 
 
-def test_prompts_that_are_too_long_are_cut_and_that_is_said_once(root: Path, tmp_path: Path) -> None:
+def test_truncated_prompts_are_reported_once(root: Path, tmp_path: Path) -> None:
     (tmp_path / "long.txt").write_text("a red ball " * 40 + "\na ball\nred\n")
-    said: list[str] = []
-    values = told(root, "2.1", data_path=str(tmp_path / "long.txt"), num_eval=0)
-    recipe = WanDistill(Config(**{name: value for name, value in values.items() if name in vars(Config())}))
-    recipe.prepare(Work(tmp_path / "work", _say=said.append))
-    assert [line for line in said if "truncated" in line] == ["1 prompts have 24 tokens or more; the rest is truncated"]
+    messages: list[str] = []
+    recipe = unprepared(root, data_path=str(tmp_path / "long.txt"), num_eval=0)
+    recipe.prepare(Work(tmp_path / "work", _say=messages.append))
+    truncated = [line for line in messages if "truncated" in line]
+    assert truncated == ["1 prompts have 24 tokens or more; the rest is truncated"]
     assert recipe.setup.text("red").shape == (24, SMALL["text_dim"])

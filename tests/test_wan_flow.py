@@ -1,4 +1,4 @@
-"""The recipe wan-flow from end to end: real small Wan models, real images and videos, real ranks."""
+"""The recipe wan-flow from end to end: small real Wan models, real images and videos, real ranks."""
 
 from __future__ import annotations
 
@@ -66,16 +66,16 @@ def runs(root: Path) -> dict[str, Outcome]:
         paths = {"model_path": str(root / model), "dataset_path": str(root / "data"), "cache_dir": str(root / "cache")}
         return {**RUN, **paths, **changes}
 
-    asked = [
+    planned = [
         Run(name, f"runs/{name}", world, settings(model, **changes), recipe="wan-flow")
         for name, (model, world, changes) in RUNS.items()
     ]
-    asked.append(Run("moved, before", "runs/moved", 2, settings("2.1", **FSDP, **SHORT), recipe="wan-flow"))
-    asked.append(Run("moved", "runs/moved", 1, settings("2.1"), recipe="wan-flow"))
-    found = many_runs(asked, root)
-    for name, outcome in found.items():
+    planned.append(Run("moved, before", "runs/moved", 2, settings("2.1", **FSDP, **SHORT), recipe="wan-flow"))
+    planned.append(Run("moved", "runs/moved", 1, settings("2.1"), recipe="wan-flow"))
+    outcomes = many_runs(planned, root)
+    for name, outcome in outcomes.items():
         assert "error" not in outcome.main, (name, outcome.main)
-    return found
+    return outcomes
 
 
 def close(some: Outcome, other: Outcome, rtol: float = 2e-5) -> None:
@@ -104,12 +104,12 @@ def test_a_run_goes_on_with_another_number_of_ranks(runs: dict[str, Outcome]) ->
 
 
 def test_held_out_samples_are_evaluated_at_fixed_levels(runs: dict[str, Outcome]) -> None:
-    found = runs["one"].evaluations()
-    assert [line["step"] for line in found] == [3, 6]
-    assert found[0]["eval/sigma_by_level"] == found[1]["eval/sigma_by_level"]
-    levels = found[1]["eval/loss_by_level"]
-    assert len(levels) == 4 and sum(levels) / 4 == pytest.approx(found[1]["eval/loss"])
-    assert found[1]["eval/loss"] < found[0]["eval/loss"]
+    evaluations = runs["one"].evaluations()
+    assert [line["step"] for line in evaluations] == [3, 6]
+    assert evaluations[0]["eval/sigma_by_level"] == evaluations[1]["eval/sigma_by_level"]
+    levels = evaluations[1]["eval/loss_by_level"]
+    assert len(levels) == 4 and sum(levels) / 4 == pytest.approx(evaluations[1]["eval/loss"])
+    assert evaluations[1]["eval/loss"] < evaluations[0]["eval/loss"]
 
 
 def test_previews_are_images_and_videos_with_their_captions(runs: dict[str, Outcome]) -> None:
@@ -180,7 +180,7 @@ def same(some: Any, other: Any, part: str) -> bool:
     return all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_ti2v_learns_videos_whose_first_frame_is_given(runs: dict[str, Outcome]) -> None:
+def test_ti2v_trains_on_videos_conditioned_on_their_first_frame(runs: dict[str, Outcome]) -> None:
     close(runs["ti2v, 2 ranks"], runs["ti2v"])
 
 
@@ -197,14 +197,14 @@ def test_a_lora_is_small_in_checkpoints_and_does_in_a_pipeline_what_it_learned(
     before = drawn(pipeline)
     pipeline.load_lora_weights(tmp_path / "exported")
     assert not torch.allclose(drawn(pipeline), before, atol=1e-4)
-    told = {"model_path": str(root / "2.1"), "dataset_path": str(root / "data"), "cache_dir": str(root / "cache")}
-    further = {**COMMON, **told, **LORA, "max_steps": 1, "num_eval": 2, "lora_path": str(tmp_path / "exported")}
+    paths = {"model_path": str(root / "2.1"), "dataset_path": str(root / "data"), "cache_dir": str(root / "cache")}
+    further = {**COMMON, **paths, **LORA, "max_steps": 1, "num_eval": 2, "lora_path": str(tmp_path / "exported")}
     result = unisono.train("wan-flow", nproc=1, output_dir=str(tmp_path / "further"), **further)
     assert result.metrics["loss"] < runs["lora"].losses()[0]
 
 
 @pytest.mark.slow
-def test_a_killed_rank_does_not_show(runs: dict[str, Outcome], root: Path) -> None:
+def test_a_killed_rank_does_not_change_the_result(runs: dict[str, Outcome], root: Path) -> None:
     flags = [word for name, value in RUN.items() for word in (f"--{name}", value)]
     flags += ["--model_path", "2.1", "--dataset_path", "data", "--cache_dir", "cache", "--output_dir", "killed"]
     ended = command(
@@ -245,22 +245,22 @@ def test_a_users_mistake_is_refused_in_one_line(
         config = Path("broken", "transformer", "config.json")
         config.write_text(json.dumps({**json.loads(config.read_text()), "num_layers": 3}))
     changes, words = BAD[name]
-    given = {**COMMON, "model_path": "2.1", "dataset_path": "data", "max_steps": 1, "nproc": 1, **changes}
+    values = {**COMMON, "model_path": "2.1", "dataset_path": "data", "max_steps": 1, "nproc": 1, **changes}
     with pytest.raises(UnisonoError) as refused:
-        unisono.train("wan-flow", output_dir=str(tmp_path / "run"), **given)
+        unisono.train("wan-flow", output_dir=str(tmp_path / "run"), **values)
     assert refused.value.exit_code == 2 and words in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_a_bad_file_is_named_and_may_be_left_out(
+def test_a_bad_file_is_reported_and_can_be_skipped(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = save_data(tmp_path / "data")
     (data / "broken.mp4").write_bytes(b"not a video at all")
     (data / "broken.txt").write_text("a ball")
-    given = {**COMMON, "model_path": str(root / "2.1"), "dataset_path": str(data), "max_steps": 1, "nproc": 1}
+    values = {**COMMON, "model_path": str(root / "2.1"), "dataset_path": str(data), "max_steps": 1, "nproc": 1}
     with pytest.raises(UnisonoError, match="broken"):
-        unisono.train("wan-flow", output_dir=str(tmp_path / "run"), **given)
-    result = unisono.train("wan-flow", output_dir=str(tmp_path / "run"), **given, leave_out_bad=True)
+        unisono.train("wan-flow", output_dir=str(tmp_path / "run"), **values)
+    result = unisono.train("wan-flow", output_dir=str(tmp_path / "run"), **values, leave_out_bad=True)
     assert result.step == 1 and "broken" in capsys.readouterr().err
 
 
@@ -273,25 +273,26 @@ def test_a_mistake_on_the_command_line_ends_with_2_and_no_traceback(root: Path) 
 def test_help_does_not_wait_for_heavy_libraries() -> None:
     heavy = "{'torch', 'diffusers', 'transformers', 'av'}"
     code = f"import sys, unisono.recipes.wan_flow.recipe; print({heavy} & set(sys.modules))"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=True)
-    assert told.stdout.strip() == "set()"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=True)
+    assert result.stdout.strip() == "set()"
 
 
-def test_a_lora_cannot_go_on_with_another_strength(runs: dict[str, Outcome], root: Path, tmp_path: Path) -> None:
+def test_a_lora_cannot_resume_with_another_alpha(runs: dict[str, Outcome], root: Path, tmp_path: Path) -> None:
     """The scale is not in the weights: another one would silently make another LoRA of them."""
     shutil.copytree(runs["lora"].folder, tmp_path / "lora")
-    told = {"model_path": str(root / "2.1"), "dataset_path": str(root / "data"), "cache_dir": str(root / "cache")}
+    paths = {"model_path": str(root / "2.1"), "dataset_path": str(root / "data"), "cache_dir": str(root / "cache")}
     with pytest.raises(UnisonoError, match="lora_alpha 64"):
         unisono.train(
-            "wan-flow", nproc=1, output_dir=str(tmp_path / "lora"), **{**RUN, **told, **LORA, "lora_alpha": 64.0}
+            "wan-flow", nproc=1, output_dir=str(tmp_path / "lora"), **{**RUN, **paths, **LORA, "lora_alpha": 64.0}
         )
 
 
 def test_a_single_file_is_exported_beside_the_parts_that_were_used(root: Path, tmp_path: Path) -> None:
     shutil.copytree(root / "2.1" / "transformer", tmp_path / "alone")
-    told = {"model_path": str(tmp_path / "alone"), "parts_path": str(root / "a14b"), "dataset_path": str(root / "data")}
+    paths = {"model_path": str(tmp_path / "alone"), "parts_path": str(root / "a14b")}
+    paths["dataset_path"] = str(root / "data")
     run = tmp_path / "run"
-    unisono.train("wan-flow", nproc=1, output_dir=str(run), **{**COMMON, **told, "max_steps": 1, "preview_every": -1})
+    unisono.train("wan-flow", nproc=1, output_dir=str(run), **{**COMMON, **paths, "max_steps": 1, "preview_every": -1})
     export_run(run, tmp_path / "exported")
     pipeline = WanPipeline.from_pretrained(tmp_path / "exported")
     assert pipeline.transformer_2 is None and pipeline.config.boundary_ratio is None

@@ -11,7 +11,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName
 from torch import Tensor, nn
 
 from unisono.data.noise import Noise
-from unisono.recipes.wan.models.experts import Experts, range_of
+from unisono.recipes.wan.models.experts import Experts, levels_of
 from unisono.recipes.wan.models.float32_weights import float32_weights, keep_time_embedding_in_float32
 from unisono.recipes.wan.models.kernels import attention
 from unisono.recipes.wan.models.kernels.attention import choose, use
@@ -60,7 +60,7 @@ def test_a_quantile_is_where_that_share_of_the_draws_lies_below(levels: NoiseLev
     assert (sigmas.diff() > 0).all() and sigmas.min() > 0 and sigmas.max() < 1
     for share in (0.05, 0.5, 0.93):
         sigma = levels.quantile(torch.tensor(share, dtype=torch.float64)).item()
-        assert levels.share_below(sigma) == pytest.approx(share, abs=1e-9)
+        assert levels.cdf(sigma) == pytest.approx(share, abs=1e-9)
 
 
 def test_logit_normal_draws_have_the_mean_and_spread_of_their_logit() -> None:
@@ -94,10 +94,10 @@ def test_an_expert_draws_inside_its_range_and_piles_nothing_onto_the_boundary(
 
 
 def test_the_experts_of_a14b_share_all_noise_levels() -> None:
-    assert range_of(["transformer"], 0.875, 2) == (0.875, 1.0)
-    assert range_of(["transformer_2"], 0.875, 2) == (0.0, 0.875)
-    assert range_of(["transformer", "transformer_2"], 0.875, 2) == (0.0, 1.0)
-    assert range_of(["transformer"], None, 1) == (0.0, 1.0)
+    assert levels_of(["transformer"], 0.875) == (0.875, 1.0)
+    assert levels_of(["transformer_2"], 0.875) == (0.0, 0.875)
+    assert levels_of(["transformer", "transformer_2"], 0.875) == (0.0, 1.0)
+    assert levels_of(["transformer"], None) == (0.0, 1.0)
 
 
 def test_larger_images_get_more_noise() -> None:
@@ -110,10 +110,10 @@ def test_each_sample_goes_to_the_expert_of_its_noise_level() -> None:
     experts = Experts({"transformer": high, "transformer_2": low}, 0.875)
     noisy, text = torch.randn(4, 4, 1, 4, 4), torch.randn(4, 6, 16)
     sigma = torch.tensor([0.9, 0.3, 0.875, 0.5])
-    said = experts(noisy, sigma, text)
+    velocity = experts(noisy, sigma, text)
     for row, model in ((0, high), (1, low), (2, high), (3, low)):
         alone = model(noisy[row : row + 1], 1000 * sigma[row : row + 1], text[row : row + 1], return_dict=False)[0]
-        torch.testing.assert_close(said[row : row + 1], alone, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(velocity[row : row + 1], alone, rtol=1e-5, atol=1e-5)
 
 
 def test_an_expert_without_samples_still_has_gradients() -> None:
@@ -162,9 +162,9 @@ def test_captions_are_dropped_by_sample_and_replaced_by_the_empty_one() -> None:
     )
     model = Says(torch.zeros(400, 4, 1, 2, 2))
     flow.loss(model, torch.zeros(400, 4, 1, 2, 2), text, empty, Noise(0, torch.arange(400)))
-    seen = model.seen[2]
-    dropped = (seen == 7).all((1, 2))
-    assert ((seen == 1).all((1, 2)) | dropped).all() and 80 < dropped.sum() < 160
+    texts = model.seen[2]
+    dropped = (texts == 7).all((1, 2))
+    assert ((texts == 1).all((1, 2)) | dropped).all() and 80 < dropped.sum() < 160
     flow.loss(
         Says(torch.zeros(1, 4, 1, 2, 2)), torch.zeros(1, 4, 1, 2, 2), text[:1], empty, Noise(0, torch.tensor([9]))
     )
@@ -200,12 +200,13 @@ def test_tokens_with_times_of_their_own_are_what_the_model_takes() -> None:
 def test_evaluation_asks_at_fixed_noise_levels() -> None:
     flow, latent = FlowLoss(NoiseLevels(shift=3.0), 0.0, 1.0), torch.randn(3, 4, 1, 4, 4)
     model = Experts({"transformer": small()}, None)
-    found = [loss_by_level(flow, model, latent, torch.zeros(3, 6, 16), Noise(0, torch.arange(3)), 4) for _ in range(2)]
-    assert torch.equal(found[0]["loss_by_level"][0], found[1]["loss_by_level"][0])
-    total, count = found[0]["sigma_by_level"]
+    text = torch.zeros(3, 6, 16)
+    evaluations = [loss_by_level(flow, model, latent, text, Noise(0, torch.arange(3)), 4) for _ in range(2)]
+    assert torch.equal(evaluations[0]["loss_by_level"][0], evaluations[1]["loss_by_level"][0])
+    total, count = evaluations[0]["sigma_by_level"]
     expected = NoiseLevels(shift=3.0).quantile(torch.tensor([0.125, 0.375, 0.625, 0.875]))
     torch.testing.assert_close(total / count, expected, rtol=1e-6, atol=0)
-    assert found[0]["loss"][0].item() == pytest.approx(found[0]["loss_by_level"][0].mean().item())
+    assert evaluations[0]["loss"][0].item() == pytest.approx(evaluations[0]["loss_by_level"][0].mean().item())
 
 
 def test_a_kernel_is_taken_only_if_it_is_clearly_faster_than_torchs_choice() -> None:
@@ -216,15 +217,15 @@ def test_a_kernel_is_taken_only_if_it_is_clearly_faster_than_torchs_choice() -> 
 
 @pytest.mark.parametrize(("tokens", "samples"), [(8, 1024), (1024, 8), (8192, 1), (32760, 1)])
 def test_kernels_are_timed_with_enough_to_do(tokens: int, samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
+    dtypes = []
 
     def timed(inside: list[torch.Tensor], kernel: str) -> float:
-        seen.append((kernel, *inside[0].shape))
+        dtypes.append((kernel, *inside[0].shape))
         return 1.0
 
     monkeypatch.setattr(attention, "_milliseconds", timed)
     attention.measure(2, 4, tokens, torch.float32, "cpu")
-    assert seen == [(kernel, samples, 2, tokens, 4) for kernel in ("auto", "cudnn", "flash", "efficient")]
+    assert dtypes == [(kernel, samples, 2, tokens, 4) for kernel in ("auto", "cudnn", "flash", "efficient")]
 
 
 @pytest.mark.parametrize("kernel", ["auto", "math"])

@@ -1,4 +1,4 @@
-"""What a reader of wan-flow doubted: runs that would have ended at their first preview, and quiet mistakes."""
+"""Regression tests of wan-flow: previews that would have ended a run, and silent mistakes."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_previews_compute_in_the_type_that_training_does(root: Path, tmp_path: Path) -> None:
+def test_previews_compute_in_the_training_dtype(root: Path, tmp_path: Path) -> None:
     """The frozen weights beside a LoRA are 16 bit, and took no 32-bit input."""
-    told = {"model_path": str(root / "2.1"), "dataset_path": str(root / "data"), "lora_rank": 2}
-    unisono.train("wan-flow", nproc=1, output_dir=str(tmp_path), **{**COMMON, **told, "mixed_precision": "bf16"})
+    values = {"model_path": str(root / "2.1"), "dataset_path": str(root / "data"), "lora_rank": 2}
+    unisono.train("wan-flow", nproc=1, output_dir=str(tmp_path), **{**COMMON, **values, "mixed_precision": "bf16"})
     assert (tmp_path / "previews" / "step_00000001_samples.png").exists()
 
 
@@ -58,21 +58,21 @@ def precomputed(tmp_path: Path) -> Path:
 def test_without_a_vae_there_are_no_previews_and_training_goes_on(
     root: Path, precomputed: Path, tmp_path: Path
 ) -> None:
-    told = {"model_path": str(root / "2.1" / "transformer"), "dataset_path": str(precomputed)}
+    values = {"model_path": str(root / "2.1" / "transformer"), "dataset_path": str(precomputed)}
     with pytest.raises(ConfigError, match="--caption_dropout 0 and --guidance 1"):
-        unisono.train("wan-flow", nproc=1, output_dir=str(tmp_path / "refused"), **COMMON, **told)
+        unisono.train("wan-flow", nproc=1, output_dir=str(tmp_path / "refused"), **COMMON, **values)
     advised = {"caption_dropout": 0.0, "guidance": 1.0}
-    result = unisono.train("wan-flow", nproc=1, output_dir=str(tmp_path / "run"), **COMMON, **told, **advised)
+    result = unisono.train("wan-flow", nproc=1, output_dir=str(tmp_path / "run"), **COMMON, **values, **advised)
     assert result.metrics["loss"] > 0
     assert not (tmp_path / "run" / "previews").exists()
 
 
 def recipe(root: Path, model: Path | str, **changes: Any) -> WanFlow:
-    told = {"model_path": str(model), "dataset_path": str(root / "data"), "num_frames": 9, "fps": 8.0}
-    return WanFlow(WanFlow.Config(**{**told, **changes}))
+    values = {"model_path": str(model), "dataset_path": str(root / "data"), "num_frames": 9, "fps": 8.0}
+    return WanFlow(WanFlow.Config(**{**values, **changes}))
 
 
-def test_what_stands_for_no_caption_stays_in_its_place_of_memory(root: Path, tmp_path: Path) -> None:
+def test_the_empty_captions_embedding_keeps_its_address(root: Path, tmp_path: Path) -> None:
     """A recorded step reads from there each time, and a preview asks for it on another device in between."""
     made = recipe(root, root / "2.1")
     made.prepare(Work(tmp_path))
@@ -81,7 +81,7 @@ def test_what_stands_for_no_caption_stays_in_its_place_of_memory(root: Path, tmp
     assert made.without_caption(torch.zeros(24, 32)).data_ptr() == first.data_ptr()
 
 
-def test_videos_of_one_frame_and_loras_beside_nothing_are_told_of(root: Path, tmp_path: Path) -> None:
+def test_single_frames_and_loras_on_random_weights_are_reported(root: Path, tmp_path: Path) -> None:
     data = {"dataset_path": str(root / "data"), "height": 32, "width": 32}
     made = WanFlow(WanFlow.Config(model_config="tiny", num_frames=1, lora_rank=2, **data))
     made.prepare(Work(tmp_path))
@@ -95,9 +95,7 @@ def test_videos_of_one_frame_and_loras_beside_nothing_are_told_of(root: Path, tm
     assert not any("frame" in remark or "LoRA" in remark for remark in made.remarks)
 
 
-def test_a_data_set_is_opened_once_however_often_previews_ask(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dataset_is_opened_once_for_all_previews(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from unisono.recipes.common.packs import Packs
 
     made = recipe(root, root / "2.1", num_eval=2, preview_prompts="a ball|a red ball")
@@ -111,7 +109,7 @@ def test_a_data_set_is_opened_once_however_often_previews_ask(
 
 
 @pytest.mark.parametrize("kind", ["euler", "unipc"])
-def test_the_low_expert_begins_where_its_first_step_begins(kind: str) -> None:
+def test_previews_of_the_low_noise_expert_start_at_its_first_level(kind: str) -> None:
     data = torch.randn(2, 4, 1, 4, 4)
 
     class Perfect(nn.Module):
@@ -122,15 +120,15 @@ def test_the_low_expert_begins_where_its_first_step_begins(kind: str) -> None:
     scheduler = euler(3.0) if kind == "euler" else parts().scheduler
     model, text = Experts({"transformer": Perfect()}, None), (torch.zeros(2, 3, 4), torch.zeros(2, 3, 4))
     noise = torch.randn_like(data)
-    found = []
+    velocities = []
 
-    def keep(said: Tensor, time: Tensor, latents: Tensor, **_: Any) -> tuple[Tensor]:
-        found.append(said)
-        return plain(said, time, latents, return_dict=False)
+    def keep(velocity: Tensor, time: Tensor, latents: Tensor, **_: Any) -> tuple[Tensor]:
+        velocities.append(velocity)
+        return plain(velocity, time, latents, return_dict=False)
 
     plain, scheduler.step = scheduler.step, keep
     arrived = sample(model, noise, text, scheduler, steps=6, guidance=1.0, high=0.875, like=data)
-    torch.testing.assert_close(found[0], noise - data, rtol=0, atol=1e-5)
+    torch.testing.assert_close(velocities[0], noise - data, rtol=0, atol=1e-5)
     torch.testing.assert_close(arrived, data, rtol=0, atol=1e-2)
 
 
@@ -147,12 +145,12 @@ def test_an_expert_in_a_file_of_its_own_is_trained_on_its_own_noise_levels(root:
             assert recipe(root, root / model, expert="low").setup.flow
 
 
-def test_a_kernel_that_cannot_compute_in_the_runs_type_is_refused_or_left(root: Path, tmp_path: Path) -> None:
+def test_an_unsupported_attention_kernel_is_refused_or_replaced(root: Path, tmp_path: Path) -> None:
     assert can_compute("flash", "cuda", torch.bfloat16) and can_compute("efficient", "cuda", torch.float32)
     assert not can_compute("cudnn", "cuda", torch.float32) and not can_compute("flash", "cpu", torch.bfloat16)
-    told = {"model_path": str(root / "2.1"), "dataset_path": str(root / "data"), "attention": "cudnn"}
+    values = {"model_path": str(root / "2.1"), "dataset_path": str(root / "data"), "attention": "cudnn"}
     with pytest.raises(ConfigError, match="attention cudnn does not support float32"):
-        unisono.train("wan-flow", nproc=1, output_dir=str(tmp_path / "refused"), **COMMON, **told)
+        unisono.train("wan-flow", nproc=1, output_dir=str(tmp_path / "refused"), **COMMON, **values)
     made = recipe(root, root / "2.1")
     made.kernel._file = tmp_path / "attention.json"
     made.kernel._file.write_text('{"kernel": "flash"}')
@@ -162,7 +160,7 @@ def test_a_kernel_that_cannot_compute_in_the_runs_type_is_refused_or_left(root: 
     assert processors and all(processor._attention_backend is None for processor in processors)
 
 
-def test_data_of_many_shapes_stays_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
-    compile_blocks(nn.Linear(1, 1), [])
-    assert torch._dynamo.config.recompile_limit >= 64
+def test_data_of_many_shapes_stays_compiled() -> None:
+    with torch._dynamo.config.patch(recompile_limit=8):
+        compile_blocks(nn.Linear(1, 1), [])
+        assert torch._dynamo.config.recompile_limit >= 64

@@ -1,4 +1,4 @@
-"""The student of a distillation: its sizes, and the weights that it begins with."""
+"""The student of a distillation: its sizes, and its initial weights."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def saved(transformer: nn.Module, folder: Path) -> Weights:
 def inherited(weights: Weights, plan: PruningPlan, config: Mapping[str, Any]) -> Any:
     """The student as the engine makes it."""
     student = Experts({"transformer": build_meta(config)}, None)
-    fill(student, PrunedWeights({"transformer": weights}, {"transformer": plan}))
+    fill(student, PrunedWeights(lambda: (weights, plan)))
     return student.transformer
 
 
@@ -62,8 +62,8 @@ def inputs(config: Mapping[str, Any] = SMALL) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def velocity(transformer: Any) -> Tensor:
-    said: Tensor = transformer.eval()(*inputs(transformer.config), return_dict=False)[0]
-    return said
+    predicted: Tensor = transformer.eval()(*inputs(transformer.config), return_dict=False)[0]
+    return predicted
 
 
 def refused(action: Callable[[], object], *words: str) -> None:
@@ -90,17 +90,17 @@ def test_the_known_keys_describe_a_wan_transformer(tmp_path: Path) -> None:
     sizes = {"num_attention_heads": 16, "attention_head_dim": 64, "num_layers": 16, "ffn_dim": 5976}
     assert {**CONFIGS["1.3b"], **sizes}.items() <= student.config.items()
     assert (student.pixels, student.text_tokens, student.factor) == (1024, 77, 0.5)
-    told = " ".join(student.remarks)
+    remarks = " ".join(student.remarks)
     for word in ("WanLiteStudent", "image_size 1024", "64 × 64 tokens", "text_max_length 77", "projection_factor 0.5"):
-        assert word in told
+        assert word in remarks
     assert not any(
         "projection_factor" in it for it in student_of(described(tmp_path, KNOWN), CONFIGS["1.3b"], 8).remarks
     )
 
 
 def test_what_diffusers_keys_leave_out_is_the_teachers(tmp_path: Path) -> None:
-    told = {"_class_name": "WanTransformer3DModel", "num_layers": 2, "eps": 1e-5, "patch_size": [1, 2, 2]}
-    student = student_of(described(tmp_path, told), TEACHER, 8)
+    values = {"_class_name": "WanTransformer3DModel", "num_layers": 2, "eps": 1e-5, "patch_size": [1, 2, 2]}
+    student = student_of(described(tmp_path, values), TEACHER, 8)
     assert {**TEACHER, "num_layers": 2, "eps": 1e-5}.items() <= student.config.items()
     assert build(student.config).config.num_layers == 2
 
@@ -173,10 +173,10 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 def test_layers_are_chosen_as_told(layers: str, count: int, expected: list[int], tmp_path: Path) -> None:
     teacher, config = model(TEACHER), {**TEACHER, "num_layers": count}
     weights = saved(teacher, tmp_path)
-    found = plan(weights, TEACHER, config, layers, [0.1, 0.9, 0.2, 0.3, 0.4])
-    assert found.layers == expected
-    assert count == 5 or f"the teacher's {', '.join(map(str, expected))}" in found.summary
-    student = inherited(weights, found, config)
+    pruning = plan(weights, TEACHER, config, layers, [0.1, 0.9, 0.2, 0.3, 0.4])
+    assert pruning.layers == expected
+    assert count == 5 or f"the teacher's {', '.join(map(str, expected))}" in pruning.summary
+    student = inherited(weights, pruning, config)
     for mine, theirs in zip(student.blocks, expected, strict=True):
         other = dict(teacher.blocks[theirs].named_parameters())
         assert all(torch.equal(weight, other[name]) for name, weight in mine.named_parameters())
@@ -211,10 +211,10 @@ def test_importance_is_how_much_a_block_turns_the_stream() -> None:
         for layer in (idle.attn1.to_out[0], idle.attn2.to_out[0], idle.ffn.net[2]):
             layer.weight.zero_(), layer.bias.zero_()
         teacher.blocks[3].ffn.net[2].weight.mul_(30)
-    found = measured_importance(teacher, *inputs())
-    assert len(found) == 5 and abs(found[2]) < 1e-6
-    assert max(range(5), key=found.__getitem__) == 3 and min(found[:2] + found[3:]) > 1e-4
-    assert measured_importance(teacher, *inputs()) == found  # the hooks are gone
+    importance = measured_importance(teacher, *inputs())
+    assert len(importance) == 5 and abs(importance[2]) < 1e-6
+    assert max(range(5), key=importance.__getitem__) == 3 and min(importance[:2] + importance[3:]) > 1e-4
+    assert measured_importance(teacher, *inputs()) == importance  # the hooks are gone
 
 
 # Whole and narrower
@@ -223,12 +223,12 @@ def test_importance_is_how_much_a_block_turns_the_stream() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_student_of_the_same_sizes_is_the_teacher_to_the_bit(dtype: torch.dtype, tmp_path: Path) -> None:
     teacher = model(TEACHER).to(dtype)
-    found = plan(weights := saved(teacher, tmp_path), TEACHER, TEACHER)
-    source = PrunedWeights({"transformer": weights}, {"transformer": found})
+    pruning = plan(weights := saved(teacher, tmp_path), TEACHER, TEACHER)
+    source = PrunedWeights(lambda: (weights, pruning))
     for name, weight in teacher.named_parameters():
         taken = source.rows(f"transformer.{name}", 0, len(weight))
         assert taken.dtype == weight.dtype and torch.equal(taken, weight), name
-    assert "all 5 layers" in found.summary
+    assert "all 5 layers" in pruning.summary
 
 
 def test_a_factor_multiplies_all_that_is_inherited(tmp_path: Path) -> None:
@@ -257,15 +257,15 @@ def units(name: str, dimensions: int) -> list[str | None]:
     layer = name.split(".")[-2:][0]
     if ".attn" in name:
         source = "text" if ".attn2.to_k" in name or ".attn2.to_v" in name else "channels"
-        found: list[str | None] = ["channels", "heads"] if ".to_out." in name else ["heads", source]
+        kinds: list[str | None] = ["channels", "heads"] if ".to_out." in name else ["heads", source]
     elif ".ffn." in name:
-        found = ["neurons", "channels"] if ".proj." in name else ["channels", "neurons"]
+        kinds = ["neurons", "channels"] if ".proj." in name else ["channels", "neurons"]
     elif "_embedder.linear" in name:
         inside, outside = ("words", "text") if "text_embedder" in name else ("time", "channels")
-        found = [inside, None] if "linear_1" in name else [outside, inside]
+        kinds = [inside, None] if "linear_1" in name else [outside, inside]
     else:
-        found = {"time_proj": ["modulation", "channels"], "proj_out": [None, "channels"]}.get(layer, ["channels"])
-    return [*found, None, None, None, None][:dimensions]
+        kinds = {"time_proj": ["modulation", "channels"], "proj_out": [None, "channels"]}.get(layer, ["channels"])
+    return [*kinds, None, None, None, None][:dimensions]
 
 
 @torch.no_grad()
@@ -319,11 +319,11 @@ def a_model_and_a_wide_one_that_says_the_same() -> tuple[Any, Any]:
 def test_a_narrower_student_finds_the_model_inside_its_teacher(tmp_path: Path) -> None:
     inner, outer = a_model_and_a_wide_one_that_says_the_same()
     torch.testing.assert_close(velocity(outer), velocity(inner), rtol=1e-4, atol=1e-4)  # the norms' eps weighs double
-    found = plan(weights := saved(outer, tmp_path), OUTER, INNER)
-    assert found.kept["channels"] == PLACES["channels"].tolist()
-    assert found.kept["1.attn2"] == PLACES["heads"].tolist() and found.kept["0.ffn"] == PLACES["neurons"].tolist()
-    assert "24 of 48 channels; 2 of 4 heads; 40 of 64 neurons" in found.summary
-    student = inherited(weights, found, INNER)
+    pruning = plan(weights := saved(outer, tmp_path), OUTER, INNER)
+    assert pruning.kept["channels"] == PLACES["channels"].tolist()
+    assert pruning.kept["1.attn2"] == PLACES["heads"].tolist() and pruning.kept["0.ffn"] == PLACES["neurons"].tolist()
+    assert "24 of 48 channels; 2 of 4 heads; 40 of 64 neurons" in pruning.summary
+    student = inherited(weights, pruning, INNER)
     for (name, mine), theirs in zip(student.named_parameters(), inner.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6, msg=name)
     torch.testing.assert_close(velocity(student), velocity(inner), rtol=1e-5, atol=1e-5)
@@ -336,7 +336,7 @@ def test_a_narrower_student_finds_the_model_inside_its_teacher(tmp_path: Path) -
 )
 def test_any_rows_are_those_of_the_whole(config: dict[str, Any], tmp_path: Path) -> None:
     weights = saved(model(TEACHER), tmp_path)
-    source = PrunedWeights({"transformer": weights}, {"transformer": plan(weights, TEACHER, config)})
+    source = PrunedWeights(lambda: (weights, plan(weights, TEACHER, config)))
     for name, weight in build_meta(config).named_parameters():
         whole = source.rows(f"transformer.{name}", 0, len(weight))
         assert whole.shape == weight.shape, name
@@ -346,27 +346,27 @@ def test_any_rows_are_those_of_the_whole(config: dict[str, Any], tmp_path: Path)
 
 def test_only_what_lies_between_the_rows_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = saved(model(TEACHER), tmp_path)
-    found = plan(weights, TEACHER, NARROW)
-    source, read = PrunedWeights({"transformer": weights}, {"transformer": found}), []
-    plain = Weights.slice
+    pruning = plan(weights, TEACHER, NARROW)
+    source, read = PrunedWeights(lambda: (weights, pruning)), []
+    plain = Weights.rows
 
-    def counted(self: Weights, name: str, start: int, end: int, *more: Any) -> Tensor:
-        read.append(end - start)
-        return plain(self, name, start, end, *more)
+    def counted(self: Weights, name: str, start: int, stop: int) -> Tensor:
+        read.append(stop - start)
+        return plain(self, name, start, stop)
 
-    monkeypatch.setattr(Weights, "slice", counted)
+    monkeypatch.setattr(Weights, "rows", counted)
     monkeypatch.setattr(Weights, "tensor", lambda *_: pytest.fail("read whole"))
-    places = found.kept["2.ffn"]
+    places = pruning.kept["2.ffn"]
     source.rows("transformer.blocks.1.ffn.net.0.proj.weight", 3, 9)
     assert read == [places[8] - places[3] + 1]
 
 
 def test_a_plan_survives_json_and_gives_the_same_student(tmp_path: Path) -> None:
     weights = saved(model(TEACHER), tmp_path)
-    found = plan(weights, TEACHER, NARROW, factor=0.5)
-    again = PruningPlan(**json.loads(json.dumps(asdict(found))))
-    assert again == found
-    assert torch.equal(velocity(inherited(weights, again, NARROW)), velocity(inherited(weights, found, NARROW)))
+    pruning = plan(weights, TEACHER, NARROW, factor=0.5)
+    again = PruningPlan(**json.loads(json.dumps(asdict(pruning))))
+    assert again == pruning
+    assert torch.equal(velocity(inherited(weights, again, NARROW)), velocity(inherited(weights, pruning, NARROW)))
 
 
 def test_whole_heads_are_taken_and_the_strongest_ones(tmp_path: Path) -> None:
@@ -375,18 +375,18 @@ def test_whole_heads_are_taken_and_the_strongest_ones(tmp_path: Path) -> None:
         for block in teacher.blocks:
             for head, strength in enumerate((1.0, 3.0, 0.1, 2.0)):
                 block.attn1.to_v.weight[head * 12 : head * 12 + 12] *= strength
-    found = plan(saved(teacher, tmp_path), TEACHER, NARROW)
-    assert found.layers == [0, 2, 4]
+    pruning = plan(saved(teacher, tmp_path), TEACHER, NARROW)
+    assert pruning.layers == [0, 2, 4]
     for layer in (0, 2, 4):
-        assert found.kept[f"{layer}.attn1"] == [*range(12, 24), *range(36, 48)]
+        assert pruning.kept[f"{layer}.attn1"] == [*range(12, 24), *range(36, 48)]
 
 
 def test_attention_with_other_heads_begins_fresh_and_silent(tmp_path: Path) -> None:
     config = {**TEACHER, "num_attention_heads": 8, "attention_head_dim": 6}
     weights = saved(teacher := model(TEACHER), tmp_path)
-    found = plan(weights, TEACHER, config, seed=3)
-    assert all(text in found.summary for text in ("attention starts from random weights", "6 wide", "12"))
-    student = inherited(weights, found, config)
+    pruning = plan(weights, TEACHER, config, seed=3)
+    assert all(text in pruning.summary for text in ("attention starts from random weights", "6 wide", "12"))
+    student = inherited(weights, pruning, config)
     own = dict(student.named_parameters())
     for name, theirs in teacher.named_parameters():
         if ".attn" not in name:

@@ -50,8 +50,8 @@ def test_an_item_depends_on_seed_split_and_number_only() -> None:
 
 def test_all_pairs_of_colour_and_shape_come_equally_often() -> None:
     drawings = Shapes(3 * PAIRS)
-    seen = [(plan.colour, plan.shape) for plan in map(drawings.plan, range(len(drawings)))]
-    assert all(seen.count((colour, shape)) == 3 for colour in COLOURS for shape in SHAPES)
+    pairs = [(plan.colour, plan.shape) for plan in map(drawings.plan, range(len(drawings)))]
+    assert all(pairs.count((colour, shape)) == 3 for colour in COLOURS for shape in SHAPES)
 
 
 def test_a_drawing_has_the_colour_of_its_caption_in_the_middle_and_grey_in_the_corners() -> None:
@@ -70,7 +70,7 @@ def test_a_drawing_has_the_colour_of_its_caption_in_the_middle_and_grey_in_the_c
 def test_a_clip_moves_the_way_its_caption_says() -> None:
     drawings = Shapes(2 * PAIRS, num_frames=9)
     steps = torch.arange(drawings.size, dtype=torch.float32)
-    seen = set()
+    directions = set()
     for i in range(len(drawings)):
         item = drawings[i]
         colourful = item["frames"].amax(0) - item["frames"].amin(0)  # [frames, y, x]; grey has none
@@ -79,8 +79,8 @@ def test_a_clip_moves_the_way_its_caption_says() -> None:
         way = torch.stack([x[-1] - x[0], y[-1] - y[0]])
         moved = max(DIRECTIONS, key=lambda name: float(way @ torch.tensor(DIRECTIONS[name], dtype=torch.float32)))
         assert item["caption"].endswith(f" moving {moved}") and way.norm() > 4
-        seen.add(moved)
-    assert seen == set(DIRECTIONS)
+        directions.add(moved)
+    assert directions == set(DIRECTIONS)
 
 
 def test_one_thing_is_said_in_several_ways() -> None:
@@ -178,7 +178,7 @@ def test_the_weights_that_ship_are_small() -> None:
 
 @pytest.mark.parametrize("num_frames", [1, 5])
 def test_the_classifier_recognises_held_out_drawings_also_after_the_vae(num_frames: int) -> None:
-    drawings, vae = Shapes(10 * PAIRS, num_frames, split="eval"), tiny_vae()
+    drawings, vae = Shapes(4 * PAIRS, num_frames, split="eval"), tiny_vae()
     frames = frames_of(drawings)
     reconstructed = vae.decode(vae.encode(frames).latent_dist.mean).sample
     for images in (frames, reconstructed):
@@ -228,9 +228,11 @@ def test_a_pipeline_of_the_tiny_parts_draws_frames() -> None:
 
 
 def test_make_vae_writes_what_tiny_vae_reads_and_never_over_a_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "vae.safetensors"
+    monkeypatch.setattr(make_vae, "_NUM_FOR_STATISTICS", 8)
+    monkeypatch.setattr(make_vae, "_NUM_FOR_PSNR", 8)
     assert make_vae.main(["--output", str(file), "--steps", "2"]) == 0
     assert re.search(r"PSNR on held-out drawings, frames 1: \d", capsys.readouterr().out)
     written = file.read_bytes()

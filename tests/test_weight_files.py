@@ -1,4 +1,4 @@
-"""Files of weights: read by byte ranges however large they are; pickles refused with the command that converts them."""
+"""Weight files of any size are read by byte ranges; pickles are refused with a command that converts them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ except (MemoryError, RuntimeError, OSError):
     print("cannot be mapped")
 weights = Weights([Path(sys.argv[1])])
 name = "patch_embedding.weight"
-print(weights.shape(name), weights.slice(name, 2**29 - 1, 2**29 + 1).sum().item())
+print(weights.shape(name), weights.rows(name, 2**29 - 1, 2**29 + 1).sum().item())
 """
 
 
@@ -72,10 +72,10 @@ def test_a_file_that_is_replaced_or_cut_while_it_is_read_is_noticed(tmp_path: Pa
     os.truncate(path, 2000)
     with pytest.raises(BadTensorFile, match="replaced while"):
         file.tensor("a")
-    with pytest.raises(BadTensorFile, match="bytes, the file has 2000"):
+    with pytest.raises(BadTensorFile, match="bytes, but the file has 2000"):
         TensorFile(path)
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(BadTensorFile, match="plain file"):
+    with pytest.raises(BadTensorFile, match="regular file"):
         TensorFile(tmp_path / "pipe")
 
 

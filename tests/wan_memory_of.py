@@ -67,21 +67,21 @@ def main(strategy: str, blocks: int, recompute: str, frames: int) -> float:
 
     def loss(_: Any, noisy: Any, text: Any) -> Any:
         with torch.autocast("cpu", torch.bfloat16):
-            said = transformer(noisy, torch.tensor([500.0]), text, return_dict=False)[0]
-        return {"total": said.float().square().sum()}
+            velocity = transformer(noisy, torch.tensor([500.0]), text, return_dict=False)[0]
+        return {"total": velocity.float().square().sum()}
 
     def step() -> None:
         made.begin_step(guarded=False)
         with made.accumulating(last=True):
             total = made.train(loss, noisy, text)["total"]
-        made.arm()
+        made.reduce_in_backward()
         total.backward()
         del total
-        found = made.gradients()
-        made.norm(found)
-        optimizer.step(found, torch.ones((), dtype=torch.float64), torch.zeros((), dtype=torch.float64))
-        gradients = [weakref.ref(gradient) for gradient in found]
-        del found
+        tensors = made.gradients()
+        made.norm(tensors)
+        optimizer.step(tensors, torch.ones((), dtype=torch.float64), torch.zeros((), dtype=torch.float64))
+        gradients = [weakref.ref(gradient) for gradient in tensors]
+        del tensors
         made.clear_gradients()
         assert not any(gradient() is not None for gradient in gradients), "somebody keeps gradients"
 

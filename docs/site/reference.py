@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import textwrap
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -30,7 +31,7 @@ def pages() -> dict[str, str]:
 
 def _commands() -> str:
     lines = [
-        "# Command line",
+        "# Command line reference",
         "",
         "Hyphens and underscores are interchangeable in flags: `--batch-size` is `--batch_size`.",
         "",
@@ -46,7 +47,7 @@ def _commands() -> str:
 
 def _help(command: str) -> str:
     printed, columns = io.StringIO(), os.environ.get("COLUMNS")
-    os.environ["COLUMNS"] = "96"
+    os.environ["COLUMNS"] = "80"  # what fits beside the navigation
     try:
         with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
             main([command, "--help"])
@@ -54,7 +55,8 @@ def _help(command: str) -> str:
         os.environ.pop("COLUMNS")
         if columns is not None:
             os.environ["COLUMNS"] = columns
-    return printed.getvalue().rstrip()
+    paragraphs = printed.getvalue().rstrip().split("\n\n")
+    return "\n\n".join(text if "\n " in text else textwrap.fill(text, 80) for text in paragraphs)
 
 
 def _train() -> str:
@@ -92,10 +94,13 @@ def _sections(fields: Sequence[Field], other_names: dict[str, list[str]]) -> str
         if field.group != group:
             group = field.group
             lines += ["", f"## {group}", ""]
-        default = "required" if field.required else f"default `{default_text(field.default)}`"
-        aliases = ", ".join(f"`--{alias}`" for alias in other_names.get(field.name, []))
-        also = f"; also {aliases}" if aliases else ""
-        lines += [f"#### `{flag_text(field)}` {{ #{field.name} }}", "", f"{_prose(field.doc)} ({default}{also})", ""]
+        notes = ["required"] if field.required else [f"default `{default_text(field.default)}`"]
+        if field.default is None and "efault: " in field.doc:
+            notes = []  # the text describes it better than `none`
+        if aliases := other_names.get(field.name):
+            notes.append("also " + ", ".join(f"`--{alias}`" for alias in aliases))
+        text = _prose(field.doc) + (f" ({'; '.join(notes)})" if notes else "")
+        lines += [f"#### `{flag_text(field)}` {{ #{field.name} }}", "", text, ""]
     return "\n".join(lines)
 
 
@@ -105,7 +110,7 @@ def _prose(text: str) -> str:
 
 
 def _python() -> str:
-    lines = ["# Python", "", "## unisono", ""]
+    lines = ["# Python API", "", "## unisono", ""]
     for module in ("unisono", "unisono.multi_gpu"):
         if module != "unisono":
             lines += [f"## {module}", ""]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from unisono.cli.train import split_words
+from unisono.cli.train import parse_command
 from unisono.engine.recipe import Work
 from unisono.engine.start.run import configure
 from unisono.errors import UnisonoError, UserError
@@ -28,7 +28,7 @@ CONFIG = ["config/env/darkroom.yaml", "config/algorithm/explorer.yaml"]
 
 def collect(words: list[str]) -> Path:
     """Collects histories as configured and returns the path of the file."""
-    command = split_words(["darkroom", *words])
+    command = parse_command(["darkroom", *words])
     files = [*(Path(__file__).parent / file for file in CONFIG), *command.files]
     config = configure(Darkroom, file=files, flags=command.flags).build(Darkroom.Config)
     name = f"history_{config.env}_{'PPO' if config.source == 'ppo' else config.source}_alg-seed{config.alg_seed}"
@@ -37,7 +37,7 @@ def collect(words: list[str]) -> Path:
     if file.exists():
         raise UserError(f"{file} already exists and is not overwritten; move it away, or use another --alg_seed")
     recipe = Darkroom(replace(config, traj_dir=str(blocks)))
-    tasks = sorted([*recipe.split.train, *recipe.split.validation, *recipe.split.unseen])
+    tasks = sorted(recipe.split.all)
     steps = config.total_source_timesteps // config.n_stream
     print(f"{len(tasks)} goals x {config.n_stream} learners ({config.source}) x {steps:,} steps", flush=True)
     recipe.prepare(Work(blocks, device="cuda" if torch.cuda.is_available() else "cpu", shows_progress=True))

@@ -98,15 +98,13 @@ def train(model_name: str, epochs: int) -> None:
     )
     engine = AdvancedLLMSEOEngine(config)
     train_loader, val_loader = engine.create_distributed_dataloaders(*read_pages())
-    found = engine.train_with_early_stopping(train_loader, val_loader)
-    measured = engine.evaluate_model(val_loader)
+    result = engine.train_with_early_stopping(train_loader, val_loader)
+    metrics = engine.evaluate_model(val_loader)
     status = engine.get_multi_gpu_status()
     if status["rank"] == 0:
         print(f"effective batch {status['effective_batch_size']} on {status['num_devices']} device(s)")
-        print(f"{found['epochs_completed']} epochs, validation loss {found['best_val_loss']:.4f}")
-        print(
-            f"accuracy {measured['accuracy']:.2f}; baseline (constant prediction) {measured['baseline_accuracy']:.2f}"
-        )
+        print(f"{result['epochs_completed']} epochs, validation loss {result['best_val_loss']:.4f}")
+        print(f"accuracy {metrics['accuracy']:.2f}; baseline (constant prediction) {metrics['baseline_accuracy']:.2f}")
         page = "To descale a kettle, boil equal parts of water and vinegar, wait 20 minutes, and rinse it twice."
         analysis = engine.analyze_seo_score(page, ["descale a kettle"])
         print(f"learned score of a new page: {analysis['seo_score']:.2f}")
@@ -115,17 +113,17 @@ def train(model_name: str, epochs: int) -> None:
     engine.cleanup_multi_gpu()
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the examples; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_name", default="tiny", help="tiny, minilm, a folder or a hub id")
     parser.add_argument("--epochs", type=int, default=8, help="number of epochs")
-    arguments = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     try:
         if "RANK" not in os.environ:  # these need a single process, or more GPUs than there may be
             status_monitoring(basic_dataparallel())
             status_monitoring(advanced_distributed())
-        train(arguments.model_name, arguments.epochs)
+        train(options.model_name, options.epochs)
     except UnisonoError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return error.exit_code

@@ -29,7 +29,7 @@ class Skipped(Exception):
 
 def make_engine(**fields: object) -> AdvancedLLMSEOEngine:
     """An engine with a tiny model."""
-    told: dict[str, object] = {
+    values: dict[str, object] = {
         "model_name": "tiny",
         "use_lora": False,
         "max_length": 64,
@@ -43,7 +43,7 @@ def make_engine(**fields: object) -> AdvancedLLMSEOEngine:
         "dataloader_num_workers": 0,
         "use_mixed_precision": False,
     }
-    return AdvancedLLMSEOEngine(SEOConfig.from_dict({**told, **fields}))
+    return AdvancedLLMSEOEngine(SEOConfig.from_dict({**values, **fields}))
 
 
 def multi_gpu_configuration() -> None:
@@ -99,12 +99,12 @@ def distributed_dataloaders() -> None:
     engine = make_engine()
     texts, labels = read_pages()
     loader, val = engine.create_distributed_dataloaders(texts, labels, "pages", val_split=0.25)
-    mine = [text for batch in loader for text in batch["text"]]
-    everybody: list[list[str]] = [mine] * PROCESSES
+    own = [text for batch in loader for text in batch["text"]]
+    all_processes: list[list[str]] = [own] * PROCESSES
     if PROCESSES > 1:
-        torch.distributed.all_gather_object(everybody, mine)
+        torch.distributed.all_gather_object(all_processes, own)
     held_out = [texts[index] for index in val.dataset.indices]
-    assert sorted([*(text for one in everybody for text in one), *held_out]) == sorted(texts)
+    assert sorted([*(text for part in all_processes for text in part), *held_out]) == sorted(texts)
 
 
 def gpu_synchronization() -> None:

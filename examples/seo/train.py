@@ -16,15 +16,15 @@ from unisono.cli.main import program
 HERE = Path(__file__).parent
 
 if __name__ == "__main__":
-    words = sys.argv[1:]
-    named = [word.partition("=")[0].replace("-", "_") for word in words if word.startswith("--")]
-    told = " ".join(words).replace("=", " ").split()
-    score = "--task" not in told or told[told.index("--task") :][1:2] == ["score"]
-    if "__config" not in named and score:
-        words = [f"--config={HERE / 'score.yaml'}", *words]
-        if "__data_path" not in named:
-            words.append(f"--data_path={HERE / 'pages.csv'}")
-    if not {"__gpus", "__nproc"} & set(named):
-        words = ["--gpus=1", *words]  # not under a launcher, where each process already has its GPU
-    sys.argv[1:] = ["train", "seo", *words]
+    arguments = sys.argv[1:]
+    flags = [argument.partition("=")[0].replace("-", "_") for argument in arguments if argument.startswith("--")]
+    values = " ".join(arguments).replace("=", " ").split()
+    is_score = "--task" not in values or values[values.index("--task") :][1:2] == ["score"]
+    if "__config" not in flags and is_score:
+        arguments = [f"--config={HERE / 'score.yaml'}", *arguments]
+        if "__data_path" not in flags:
+            arguments.append(f"--data_path={HERE / 'pages.csv'}")
+    if not {"__gpus", "__nproc"} & set(flags):
+        arguments = ["--gpus=1", *arguments]  # not under a launcher, where each process already has its GPU
+    sys.argv[1:] = ["train", "seo", *arguments]
     program()

@@ -24,7 +24,7 @@ IMAGES = (".png", ".jpg", ".jpeg", ".webp")
 SIDE, STEPS, TEXT = 512, 30, 512  # default for pipelines without how_to_draw.json
 
 
-def arguments(words: list[str] | None = None) -> argparse.Namespace:
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(description="Generate images or videos with a distilled student.")
     add = parser.add_argument
@@ -38,7 +38,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--fps", type=float, default=16.0, help="frames per second of a video")
     add("--device", help="default: the GPU, if there is one")
-    return parser.parse_args(words)
+    return parser.parse_args(argv)
 
 
 def pipeline_folder(path: Path) -> Path:
@@ -65,16 +65,16 @@ def pipeline_folder(path: Path) -> Path:
     return folder
 
 
-def how_to_draw(folder: Path) -> dict[str, int]:
-    """The student's sample size, number of steps and text length."""
-    sizes = {"height": SIDE, "width": SIDE, "num_frames": 1, "num_inference_steps": STEPS, "max_sequence_length": TEXT}
+def sample_arguments(folder: Path) -> dict[str, int]:
+    """The arguments of the student's pipeline: sample size, number of steps and text length."""
+    call = {"height": SIDE, "width": SIDE, "num_frames": 1, "num_inference_steps": STEPS, "max_sequence_length": TEXT}
     with suppress(OSError, ValueError, AttributeError):  # not exported by unisono
-        told = json.loads((folder / HOW_TO_DRAW).read_text(encoding="utf-8"))
-        sizes |= {name: told[name] for name in sizes if type(told.get(name)) is int}
-    return sizes
+        stored = json.loads((folder / HOW_TO_DRAW).read_text(encoding="utf-8"))
+        call |= {name: stored[name] for name in call if type(stored.get(name)) is int}
+    return call
 
 
-def draw(folder: Path, prompt: str, sizes: dict[str, int], seed: int, device: str | None) -> Any:
+def generate(folder: Path, prompt: str, call: dict[str, int], seed: int, device: str | None) -> Any:
     """[frames, height, width, 3] in 0 to 1."""
     import torch
     from diffusers import AutoencoderKLWan, WanPipeline
@@ -83,15 +83,15 @@ def draw(folder: Path, prompt: str, sizes: dict[str, int], seed: int, device: st
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
     vae = AutoencoderKLWan.from_pretrained(folder, subfolder="vae", torch_dtype=torch.float32)
     pipeline = WanPipeline.from_pretrained(folder, vae=vae, torch_dtype=dtype).to(device)
-    text_length = min(sizes["max_sequence_length"], pipeline.tokenizer.model_max_length)
-    found = pipeline(
+    text_length = min(call["max_sequence_length"], pipeline.tokenizer.model_max_length)
+    result = pipeline(
         prompt,
-        **{**sizes, "max_sequence_length": text_length},
+        **{**call, "max_sequence_length": text_length},
         guidance_scale=1.0,
         generator=torch.Generator("cpu").manual_seed(seed),
         output_type="pt",
     )
-    return found.frames[0].float().permute(0, 2, 3, 1).cpu()
+    return result.frames[0].float().permute(0, 2, 3, 1).cpu()
 
 
 def write(frames: Any, file: Path, fps: float) -> None:
@@ -111,22 +111,22 @@ def write(frames: Any, file: Path, fps: float) -> None:
 
 def main() -> int:
     """Generates one sample as the command line says."""
-    told = arguments()
+    options = parse_arguments()
     try:
-        if told.output.exists():
-            raise UserError(f"--output {told.output} already exists; choose another name")
-        folder = pipeline_folder(told.model_path)
-        sizes = how_to_draw(folder)
-        sizes |= {name: value for name, value in vars(told).items() if name in sizes and value is not None}
-        kinds = (".mp4",) if sizes["num_frames"] > 1 else IMAGES
-        if told.output.suffix.lower() not in kinds:
-            raise UserError(f"--output {told.output}: {sizes['num_frames']} frames are written as {', '.join(kinds)}")
-        told.output.parent.mkdir(parents=True, exist_ok=True)
-        write(draw(folder, told.prompt, sizes, told.seed, told.device), told.output, told.fps)
+        if options.output.exists():
+            raise UserError(f"--output {options.output} already exists; choose another name")
+        folder = pipeline_folder(options.model_path)
+        call = sample_arguments(folder)
+        call |= {name: value for name, value in vars(options).items() if name in call and value is not None}
+        kinds = (".mp4",) if call["num_frames"] > 1 else IMAGES
+        if options.output.suffix.lower() not in kinds:
+            raise UserError(f"--output {options.output}: {call['num_frames']} frames are written as {', '.join(kinds)}")
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        write(generate(folder, options.prompt, call, options.seed, options.device), options.output, options.fps)
     except UnisonoError as error:
         print(f"run_inference.py: {error}", file=sys.stderr)
         return error.exit_code
-    print(f"{told.output}: {sizes['width']} × {sizes['height']}, {sizes['num_inference_steps']} steps, by {folder}")
+    print(f"{options.output}: {call['width']} × {call['height']}, {call['num_inference_steps']} steps, by {folder}")
     return 0
 
 

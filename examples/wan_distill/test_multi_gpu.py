@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from known_flags import completed, settings_of
+from script_flags import completed, resolve
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 from train_distillation import cleanup_distributed, is_main_process, setup_distributed
@@ -43,11 +43,11 @@ def weights(model: Any) -> Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def test_1_gpus_are_found_and_multi_gpu_shares_them() -> None:
+def test_1_multi_gpu_uses_all_gpus() -> None:
     gpus = visible_gpus()
     assert len(gpus) == torch.cuda.device_count()
-    words, remarks = completed(["--teacher_path", "tiny", "--data_path", "shapes", "--multi_gpu"])
-    values = settings_of(words).values
+    arguments, remarks = completed(["--teacher_path", "tiny", "--data_path", "shapes", "--multi_gpu"])
+    values = resolve(arguments).values
     if len(gpus) > 1:
         assert (values["strategy"], values["gpus"]) == ("dp", "all")
         assert any(f"DataParallel on {len(gpus)} GPUs" in remark for remark in remarks)
@@ -62,23 +62,23 @@ def test_2_without_a_launcher_there_is_one_process() -> None:
     cleanup_distributed()
 
 
-def test_3_two_processes_find_each_other_and_begin_with_the_same_student() -> None:
+def test_3_two_processes_start_with_the_same_student() -> None:
     ended = subprocess.run([*TORCHRUN, __file__, "--as-a-process"], cwd=HERE, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr[-2000:]
-    assert ended.stdout.count("2 processes, the same student") == 1, "the main process says it, and no other"
+    assert ended.stdout.count("2 processes, the same student") == 1, "only the main process prints it"
 
 
-def test_4_the_student_gives_a_velocity_and_every_weight_learns() -> None:
+def test_4_the_student_predicts_a_velocity_and_every_weight_learns() -> None:
     model = student()
     noisy = torch.randn(2, 8, 1, 8, 8, generator=torch.Generator().manual_seed(1))
     text = torch.randn(2, TEXT_LENGTH, 64, generator=torch.Generator().manual_seed(2))
     target = torch.randn(noisy.shape, generator=torch.Generator().manual_seed(3))
 
     def velocity() -> Tensor:
-        found: Tensor = model(noisy, torch.tensor([100.0, 900.0]), text, return_dict=False)[0]
-        return found
+        predicted: Tensor = model(noisy, torch.tensor([100.0, 900.0]), text, return_dict=False)[0]
+        return predicted
 
-    assert velocity().shape == noisy.shape and not velocity().any(), "a fresh student begins with a zero head"
+    assert velocity().shape == noisy.shape and not velocity().any(), "a random student has a zero output layer"
     before, optimizer = weights(model), torch.optim.AdamW(model.parameters(), 1e-3)
     for _ in range(3):
         optimizer.zero_grad()
@@ -88,16 +88,16 @@ def test_4_the_student_gives_a_velocity_and_every_weight_learns() -> None:
     assert (weights(model) != before).float().mean() > 0.99
 
 
-def test_5_prompts_are_shared_with_nothing_lost() -> None:
+def test_5_every_prompt_is_read_once_per_epoch() -> None:
     prompts, _ = read_prompts(str(HERE / "data/static_prompts.txt"), "data_path")
     assert len(prompts) == 55
-    seen: list[str] = []
+    read: list[str] = []
     for rank in range(2):
         sampler: DistributedSampler[str] = DistributedSampler(prompts, 2, rank, shuffle=True, seed=5)  # type: ignore[arg-type]
         sampler.set_epoch(3)
         loader: DataLoader[str] = DataLoader(prompts, batch_size=4, sampler=sampler)  # type: ignore[arg-type]
-        seen += [prompt for batch in loader for prompt in batch]
-    assert set(seen) == set(prompts) and len(seen) == 56, "torch's sampler gives one of 55 twice"
+        read += [prompt for batch in loader for prompt in batch]
+    assert set(read) == set(prompts) and len(read) == 56, "torch's sampler gives one of 55 twice"
     order = Order(len(prompts), seed=5)
     epoch = [prompts[order[position]] for position in range(3 * 55, 4 * 55)]
     assert sorted(epoch) == sorted(prompts), "ours gives each once, on any number of processes"
@@ -107,9 +107,9 @@ def as_a_process() -> None:
     """Runs in each of two processes that torchrun starts."""
     rank, world_size, _ = setup_distributed()
     mine = weights(student())
-    everybodys = [torch.empty_like(mine) for _ in range(world_size)]
-    torch.distributed.all_gather(everybodys, mine)
-    same = all(torch.equal(each, mine) for each in everybodys)
+    from_all_ranks = [torch.empty_like(mine) for _ in range(world_size)]
+    torch.distributed.all_gather(from_all_ranks, mine)
+    same = all(torch.equal(each, mine) for each in from_all_ranks)
     if is_main_process(rank):
         print(f"{world_size} processes, {'the same student' if same else 'DIFFERENT students'}")
     cleanup_distributed()

@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 from typing import NoReturn
 
-from known_flags import completed, help_text, settings_of
+from script_flags import completed, help_text, resolve
 
 from unisono.cli import main as unisono
 from unisono.cluster.lifetime import end_process
@@ -26,32 +26,34 @@ from unisono.errors import EXIT_DONE, UnisonoError
 
 __all__ = ["cleanup_distributed", "is_main_process", "setup_distributed"]
 
-_LOOKS_ONLY = {"-h", "--help", "--print_config", "--print-config"}
+_TRAINS_NOTHING = {"-h", "--help", "--print_config", "--print-config"}
 
 
-def say(line: str) -> None:
+def print_note(line: str) -> None:
     """Prints a note."""
     print(f"train_distillation.py: {line}", file=sys.stderr)
 
 
 def main() -> NoReturn:
     """Trains as the command line says and exits with its exit code."""
-    words = sys.argv[1:]
+    argv = sys.argv[1:]
     output = None
-    if {"-h", "--help"} & set(words):
+    if {"-h", "--help"} & set(argv):
         print(help_text())
     else:
         try:
-            words, remarks = completed(words)
-            output = settings_of(words).values["output_dir"]
+            argv, remarks = completed(argv)
+            output = resolve(argv).values["output_dir"]
             for remark in remarks if is_main_process() else []:
-                say(remark)
+                print_note(remark)
         except UnisonoError as error:
-            say(str(error))
+            print_note(str(error))
             sys.exit(error.exit_code)
-    code = unisono.main(["train", "wan-distill", *words])
-    if code == EXIT_DONE and is_main_process() and not _LOOKS_ONLY & set(words):
-        say(f'to generate images: python run_inference.py --model_path {output} --prompt "..." --output picture.png')
+    code = unisono.main(["train", "wan-distill", *argv])
+    if code == EXIT_DONE and is_main_process() and not _TRAINS_NOTHING & set(argv):
+        print_note(
+            f'to generate images: python run_inference.py --model_path {output} --prompt "..." --output picture.png'
+        )
     end_process(code)
 
 

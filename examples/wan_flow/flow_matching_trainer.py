@@ -82,8 +82,8 @@ class FlowMatchingTrainer:
 
     def sample_timesteps(self, batch_size: int) -> Tensor:
         """[batch] noise levels in 0..1."""
-        share = self._draws(batch_size).uniform(dtype=torch.float64)
-        return self.levels.quantile(share).to(self._weight_type)
+        quantile = self._draws(batch_size).uniform(dtype=torch.float64)
+        return self.levels.quantile(quantile).to(self._weight_type)
 
     def get_noisy_latent(self, x_0: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         """Returns x_t and its noise."""
@@ -98,13 +98,13 @@ class FlowMatchingTrainer:
             x_t, noise = self.get_noisy_latent(x_0, t)
         target = velocity(x_0, noise)
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype == torch.bfloat16):
-            said = self.model(x_t, t * TIMESTEPS, context.to(self.dtype), return_dict=False)[0].to(target.dtype)
-        seen = said.detach()
+            predicted = self.model(x_t, t * TIMESTEPS, context.to(self.dtype), return_dict=False)[0].to(target.dtype)
+        detached = predicted.detach()
         return {
-            "loss": (said - target).square().mean(),
-            "pred_velocity_mag": seen.abs().mean(),
+            "loss": (predicted - target).square().mean(),
+            "pred_velocity_mag": detached.abs().mean(),
             "target_velocity_mag": target.abs().mean(),
-            "velocity_cos_sim": cosine_similarity(seen.flatten(1), target.flatten(1)).mean(),
+            "velocity_cos_sim": cosine_similarity(detached.flatten(1), target.flatten(1)).mean(),
         }
 
     def train_step(self, videos: Tensor, texts: Tensor) -> dict[str, float]:
@@ -114,13 +114,13 @@ class FlowMatchingTrainer:
         """
         self._noise = None  # random numbers drawn by the user do not change the step
         self.model.train()
-        videos, texts = (given.to(self.device, self._weight_type) for given in (videos, texts))
+        videos, texts = (tensor.to(self.device, self._weight_type) for tensor in (videos, texts))
         latents = videos
         if self.vae is not None and videos.shape[1] == 3:
             latents = self.vae.encode(videos).to(self._weight_type)
-        found = self.compute_flow_matching_loss(latents, self.sample_timesteps(len(latents)), texts)
+        metrics = self.compute_flow_matching_loss(latents, self.sample_timesteps(len(latents)), texts)
         self.optimizer.zero_grad()
-        found["loss"].backward()  # type: ignore[no-untyped-call]
+        metrics["loss"].backward()  # type: ignore[no-untyped-call]
         weights = self.optimizer.param_groups[0]["params"]
         norm = torch.nn.utils.clip_grad_norm_(weights, self.grad_clip or float("inf"))
         if norm.isfinite():  # the same on all ranks: the norm of the averaged gradient
@@ -128,10 +128,10 @@ class FlowMatchingTrainer:
             self.update_ema()
         self.global_step += 1
         self.samples += len(latents) * self.world_size
-        metrics = torch.stack([value.detach().float() for value in found.values()])
+        values = torch.stack([value.detach().float() for value in metrics.values()])
         if self.is_distributed:
-            distributed.all_reduce(metrics)
-        means = dict(zip(found, (metrics / self.world_size).tolist(), strict=True))
+            distributed.all_reduce(values)
+        means = dict(zip(metrics, (values / self.world_size).tolist(), strict=True))
         return {**means, "grad_norm": norm.item(), "learning_rate": self.optimizer.param_groups[0]["lr"]}
 
     def train_epoch(self, dataloader: Iterable[Any], scheduler: Any = None) -> dict[str, float]:
@@ -144,7 +144,7 @@ class FlowMatchingTrainer:
             total = {name: total.get(name, 0.0) + value for name, value in metrics.items()}
             steps += 1
         if not steps:
-            raise ConfigError("the data set has no batch for this process; use fewer processes or a smaller batch_size")
+            raise ConfigError("the dataset has no batch for this process; use fewer processes or a smaller batch_size")
         self.epoch += 1
         if scheduler is not None:
             scheduler.step()

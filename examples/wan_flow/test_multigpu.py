@@ -74,21 +74,21 @@ def test_t_0_is_data_and_t_1_is_noise() -> None:
     torch.testing.assert_close(x_t[3], noise[3])
 
 
-def test_the_model_is_asked_for_the_velocity_at_1000_t() -> None:
+def test_the_model_gets_the_timestep_1000_t() -> None:
     trainer, (latents, text) = small_trainer(), latents_and_text()
     t = torch.tensor([0.1, 0.2, 0.7, 0.9])
     x_t, noise = trainer.get_noisy_latent(latents, t)
-    asked = []
+    calls = []
 
-    def right_answer(noisy: Tensor, times: Tensor, rows: Tensor, return_dict: bool) -> tuple[Tensor]:
-        asked.append((noisy, times))
+    def true_velocity(noisy: Tensor, times: Tensor, rows: Tensor, return_dict: bool) -> tuple[Tensor]:
+        calls.append((noisy, times))
         return (noise - latents,)
 
-    trainer.model = right_answer
-    found = trainer.compute_flow_matching_loss(latents, t, text, x_t, noise)
-    assert found["loss"] == 0 and found["velocity_cos_sim"] > 0.999
-    assert asked[0][0] is x_t
-    torch.testing.assert_close(asked[0][1], 1000 * t)
+    trainer.model = true_velocity
+    metrics = trainer.compute_flow_matching_loss(latents, t, text, x_t, noise)
+    assert metrics["loss"] == 0 and metrics["velocity_cos_sim"] > 0.999
+    assert calls[0][0] is x_t
+    torch.testing.assert_close(calls[0][1], 1000 * t)
 
 
 def test_noise_levels_differ_from_draw_to_draw_and_lie_in_0_to_1() -> None:
@@ -97,7 +97,7 @@ def test_noise_levels_differ_from_draw_to_draw_and_lie_in_0_to_1() -> None:
     assert first.min() >= 0 and first.max() <= 1 and not torch.equal(first, second)
 
 
-def test_training_learns_one_sample_by_heart() -> None:
+def test_training_overfits_one_sample() -> None:
     trainer, (latents, text) = small_trainer(learning_rate=3e-3, dtype=torch.bfloat16), latents_and_text()
     losses = [trainer.train_step(latents[:1], text[:1])["loss"] for _ in range(40)]
     assert sum(losses[-10:]) < 0.7 * sum(losses[:10])
@@ -110,7 +110,7 @@ def test_frames_are_trained_on_as_normalised_latents() -> None:
     assert small_trainer(vae=vae).train_step(frames, text) == small_trainer().train_step(latents, text)
 
 
-def test_a_checkpoint_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_checkpoint_resumes_exactly(tmp_path: Path) -> None:
     latents, text = latents_and_text()
     first = small_trainer()
     first.train_step(latents, text)
@@ -143,16 +143,16 @@ def test_without_a_launcher_there_is_one_process() -> None:
     cleanup_distributed()
 
 
-def test_the_flags_that_people_know_are_understood() -> None:
-    known = ["--batch_size", "2", "--num_epochs", "50", "--learning_rate", "1e-4", "--checkpoint_dir", "there"]
-    args = parse_args([*known, "--gradient_checkpointing", "--torch_compile", "--local_rank", "0"])
+def test_the_flags_of_the_original_script_are_accepted() -> None:
+    flags = ["--batch_size", "2", "--num_epochs", "50", "--learning_rate", "1e-4", "--checkpoint_dir", "there"]
+    args = parse_args([*flags, "--gradient_checkpointing", "--torch_compile", "--local_rank", "0"])
     assert (args.batch_size, args.num_epochs, args.learning_rate, args.checkpoint_dir) == (2, 50, 1e-4, "there")
     assert args.gradient_checkpointing and args.torch_compile and args.local_rank == -1
 
 
 if __name__ == "__main__":
-    place = Path(sys.argv[1])
-    main = is_main_process()
-    found = torch.tensor(train(place))
-    if main:
-        save_file({"losses": found}, place / "losses.safetensors")
+    folder = Path(sys.argv[1])
+    is_main = is_main_process()
+    losses = torch.tensor(train(folder))
+    if is_main:
+        save_file({"losses": losses}, folder / "losses.safetensors")

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from known_script import KNOWN, completed, settings_of
+from script_flags import FLAGS, completed, resolve
 
 from unisono.cli import main as unisono
 from unisono.cluster.own_loop import cleanup_distributed, is_main_process, setup_distributed
@@ -28,18 +28,18 @@ from unisono.recipes.wan_flow.recipe import WanFlow
 __all__ = ["cleanup_distributed", "is_main_process", "parse_args", "setup_distributed"]
 
 
-def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns all settings by name, including the original names; a mistake exits with one line and code 2."""
-    words = sys.argv[1:] if words is None else words
-    if {"-h", "--help"} & set(words):
+    argv = sys.argv[1:] if argv is None else argv
+    if {"-h", "--help"} & set(argv):
         _introduce()
         sys.exit(unisono.main(["train", "wan-flow", "--help"]))
     try:
-        values = settings_of(completed(words)[0]).values
+        values = resolve(completed(argv)[0]).values
     except UnisonoError as error:
         _refuse(error)
-    known = {name: values[ours] for name, ours in WanFlow.aliases.items()}
-    return argparse.Namespace(**values, **known, local_rank=int(os.environ.get("LOCAL_RANK", -1)))
+    original_names = {name: values[ours] for name, ours in WanFlow.aliases.items()}
+    return argparse.Namespace(**values, **original_names, local_rank=int(os.environ.get("LOCAL_RANK", -1)))
 
 
 def __getattr__(name: str) -> Any:
@@ -54,8 +54,8 @@ def __getattr__(name: str) -> Any:
 def _introduce() -> None:
     print(__doc__)
     print("Flags of the original script, in addition to those below:")
-    for flag, what in KNOWN.items():
-        print(f"  {flag:24}{what}")
+    for flag, text in FLAGS.items():
+        print(f"  {flag:24}{text}")
     print()
 
 
@@ -66,17 +66,17 @@ def _refuse(error: UnisonoError) -> NoReturn:
 
 def main() -> NoReturn:
     """Trains as the command line says and exits with its exit code."""
-    words = sys.argv[1:]
-    if {"-h", "--help"} & set(words):
+    argv = sys.argv[1:]
+    if {"-h", "--help"} & set(argv):
         _introduce()
     else:
         try:
-            words, remarks = completed(words)
+            argv, remarks = completed(argv)
             if remarks and is_main_process():
                 print(f"train_flow_matching.py: {'; '.join(remarks)}", file=sys.stderr)
         except UnisonoError as error:
             _refuse(error)
-    sys.argv[1:] = ["train", "wan-flow", *words]
+    sys.argv[1:] = ["train", "wan-flow", *argv]
     unisono.program()
 
 

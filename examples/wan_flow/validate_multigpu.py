@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from known_script import in_our_words
+from script_flags import translated
 
 from unisono.cli.main import main as unisono
 from unisono.errors import UnisonoError
@@ -23,18 +23,18 @@ TINY = ["--model_config=tiny", "--num_shapes=48", "--batch_size=4"]
 CHECK = ["--ranks=1,2", "--strategies=ddp,fsdp", "--steps=3", "--precision=float32"]
 
 
-def check(words: Sequence[str]) -> int:
+def check(arguments: Sequence[str]) -> int:
     """Runs the comparison; returns 0 if all runs are the same."""
-    if {"-h", "--help"} & set(words):
+    if {"-h", "--help"} & set(arguments):
         print(__doc__)
         return unisono(["verify", "--help"])
     try:
-        words = in_our_words(words)
+        arguments = translated(arguments)
     except UnisonoError as error:
         print(f"validate_multigpu.py: {error}", file=sys.stderr)
         return error.exit_code
-    own_model = any(word.startswith(("--model_", "--model-", "--config")) for word in words)
-    return unisono(["verify", "wan-flow", *CHECK, *([] if own_model else TINY), *words])
+    own_model = any(argument.startswith(("--model_", "--model-", "--config")) for argument in arguments)
+    return unisono(["verify", "wan-flow", *CHECK, *([] if own_model else TINY), *arguments])
 
 
 if __name__ == "__main__":

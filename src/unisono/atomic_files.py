@@ -25,9 +25,9 @@ def atomic_file(
 ) -> Iterator[Path]:
     """Yields a temporary path to write to, and renames it to `path` when the block ends without an exception.
 
-    With `overwrite=False` a `path` that exists by then is a FileExistsError and stays as it is. `durable` forces the
+    With `overwrite=False` a `path` that exists by then is a FileExistsError and does not change. `durable` flushes the
     file and its name to permanent storage, so that both survive a power cut. `one_writer` promises that no other
-    process writes `path` at the same time: the temporary name is then fixed, and a killed writer leaves one at most.
+    process writes `path` at the same time: the temporary name is then fixed, and a killed writer leaves at most one.
     """
     temporary = path.with_name(f".{path.name}.new") if one_writer else temporary_name(path)
     try:
@@ -74,7 +74,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Forces a folder's list of names to permanent storage: without it a power cut may undo a rename."""
+    """Flushes a folder's list of names to permanent storage: otherwise a power cut may undo a rename."""
     _sync(folder)
 
 

@@ -7,7 +7,7 @@ form
 
 Without `rankR` the fault happens on every rank. `phase` is the point of the step (see PHASES), `2.5s` the duration of a
 hang or slowdown, `x3` the number of times. A fault happens once per run and not again when the step is repeated after a
-restart: just before it happens, the rank creates a file in the run folder that remembers it.
+restart: just before it happens, the rank creates a file in the run folder as a record.
 """
 
 from __future__ import annotations
@@ -126,23 +126,20 @@ class Injector:
         memory: Path | None = None,
         record: Callable[[Fault, int], None] | None = None,
     ) -> None:
-        """`memory` is the folder that remembers past faults; `record` is called just before a fault happens."""
+        """`memory` is the folder that records past faults; `record` is called just before a fault happens."""
         self._faults = [fault for fault in faults if fault.rank in (None, rank)]
         self._rank, self._memory, self._record = rank, memory, record
 
-    def at(self, phase: str, step: int, made: Path | None = None) -> None:
-        """Triggers the faults of `phase` in `step`; `made` is the folder that a save has just written."""
+    def at(self, phase: str, step: int, saved: Path | None = None) -> None:
+        """Triggers the faults of `phase` in `step`; `saved` is the checkpoint folder that a save has just written."""
         for fault in self._faults:
             if fault.phase == phase and self._due(fault, step) and fault.kind != "nan":
-                self._happen(fault, step, made)
+                self._trigger(fault, step, saved)
 
     def makes_loss_nan(self, step: int) -> bool:
         """Whether this rank's loss in `step` has to become NaN."""
-        is_due = False
-        for fault in self._faults:
-            if fault.kind == "nan" and fault.step == step and self._claim(fault, step):
-                is_due = True
-        return is_due
+        due = [fault for fault in self._faults if fault.kind == "nan" and fault.step == step]
+        return any([self._claim(fault, step) for fault in due])  # claims all of them, not only the first
 
     def _due(self, fault: Fault, step: int) -> bool:
         if fault.phase == "prepare":  # which precedes the steps, whichever comes next
@@ -150,20 +147,20 @@ class Injector:
         from_its_step_on = fault.of_save or fault.kind == "slow"
         return step >= fault.step if from_its_step_on else step == fault.step
 
-    def _happen(self, fault: Fault, step: int, made: Path | None) -> None:
+    def _trigger(self, fault: Fault, step: int, saved: Path | None) -> None:
         if fault.kind == "slow":
             time.sleep(fault.seconds)
         elif self._claim(fault, step):
-            _EFFECTS[fault.kind](fault, made)
+            _EFFECTS[fault.kind](fault, saved)
 
     def _claim(self, fault: Fault, step: int) -> bool:
         """Marks the fault as happened, across restarts; returns False if it has already happened often enough."""
         if self._memory is None:
             return False
         self._memory.mkdir(parents=True, exist_ok=True)
-        for time_ in range(fault.times):
+        for number in range(1, fault.times + 1):
             try:
-                name = f"{re.sub(r'[^a-z0-9.-]', '-', fault.text)}-rank{self._rank}-{time_ + 1}"
+                name = f"{re.sub(r'[^a-z0-9.-]', '-', fault.text)}-rank{self._rank}-{number}"
                 (self._memory / name).touch(exist_ok=False)
             except FileExistsError:
                 continue
@@ -173,48 +170,43 @@ class Injector:
         return False
 
 
-def _signal(number: int) -> Callable[[Fault, Path | None], None]:
-    return lambda fault, made: os.kill(os.getpid(), number)
+Effect = Callable[[Fault, Path | None], object]
 
 
-def _segfault(fault: Fault, made: Path | None) -> None:
-    ctypes.string_at(0)
+def _signal(number: int) -> Effect:
+    return lambda fault, saved: os.kill(os.getpid(), number)
 
 
-def _exit(fault: Fault, made: Path | None) -> None:
-    os._exit(13)
-
-
-def _error(fault: Fault, made: Path | None) -> None:
+def _error(fault: Fault, saved: Path | None) -> None:
     raise RuntimeError(f"injected: {fault.text}")
 
 
-def _out_of_memory(fault: Fault, made: Path | None) -> None:
+def _out_of_memory(fault: Fault, saved: Path | None) -> None:
     import torch
 
     raise torch.OutOfMemoryError(f"out of memory. Tried to allocate 1.00 GiB. (injected: {fault.text})")
 
 
-def _hang(fault: Fault, made: Path | None) -> None:
+def _hang(fault: Fault, saved: Path | None) -> None:
     end = time.monotonic() + fault.seconds
     while time.monotonic() < end:
         time.sleep(min(60.0, max(0.0, end - time.monotonic())))
 
 
-def _kill_worker(fault: Fault, made: Path | None) -> None:
+def _kill_worker(fault: Fault, saved: Path | None) -> None:
     workers = sorted(child.pid for child in multiprocessing.active_children() if child.pid is not None)
     if workers:
         os.kill(workers[0], signal.SIGKILL)
 
 
-def _disk_full(fault: Fault, made: Path | None) -> None:
+def _disk_full(fault: Fault, saved: Path | None) -> None:
     raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} (injected: {fault.text})")
 
 
-def _corrupt(fault: Fault, made: Path | None) -> None:
+def _corrupt(fault: Fault, saved: Path | None) -> None:
     """Flips one bit in the middle of the largest file."""
-    assert made is not None
-    file = max((path for path in made.iterdir() if path.is_file()), key=lambda path: path.stat().st_size)
+    assert saved is not None
+    file = max((path for path in saved.iterdir() if path.is_file()), key=lambda path: path.stat().st_size)
     with open(file, "r+b") as data:
         # A different bit on each rank: flipping the same bit twice would restore it.
         data.seek(file.stat().st_size // 2 + int(os.environ.get("RANK", "0")))
@@ -223,14 +215,14 @@ def _corrupt(fault: Fault, made: Path | None) -> None:
         data.write(bytes([byte ^ 1]))
 
 
-_EFFECTS: dict[str, Callable[[Fault, Path | None], None]] = {
+_EFFECTS: dict[str, Effect] = {
     "kill": _signal(signal.SIGKILL),
     "kill-during-save": _signal(signal.SIGKILL),
     "sigterm": _signal(signal.SIGTERM),
     "sigint": _signal(signal.SIGINT),
     "sigusr1": _signal(signal.SIGUSR1),
-    "segfault": _segfault,
-    "exit": _exit,
+    "segfault": lambda fault, saved: ctypes.string_at(0),
+    "exit": lambda fault, saved: os._exit(13),
     "error": _error,
     "oom": _out_of_memory,
     "hang": _hang,

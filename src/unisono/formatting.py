@@ -1,4 +1,4 @@
-"""Numbers, sizes, times and exceptions as text for people."""
+"""Formats numbers, sizes, durations and exceptions for messages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from unisono.errors import UnisonoError
 
 LONGEST_MESSAGE = 2_000
-"""Characters of an exception's message that are shown; some libraries put whole tensors into theirs."""
+"""Characters of an exception's message that are shown; some libraries put whole tensors into their messages."""
 
 
 def format_number(value: float, digits: int = 4) -> str:
@@ -40,12 +40,12 @@ def format_rate(rate: float) -> str:
 
 
 def format_count(count: int, thing: str) -> str:
-    """A count with its noun, given in the singular: 1 rank, 2 ranks, 1,200 queries."""
+    """A count with its noun, which `thing` gives in the singular: 1 rank, 2 ranks, 1,200 queries."""
     return f"{count:,} {plural(thing, count)}"
 
 
 def plural(thing: str, count: int) -> str:
-    """The noun for that many things, given in the singular."""
+    """The singular or plural of a noun, depending on the count."""
     if count == 1:
         return thing
     if thing.endswith("y") and thing[-2] not in "aeiou":
@@ -84,10 +84,10 @@ def format_clock(seconds: float) -> str:
 
 
 def describe_exception(error: BaseException, *, bare: tuple[type[BaseException], ...] = (UnisonoError,)) -> str:
-    """An exception in one line; the messages of the classes in `bare` stand without their class's name."""
+    """An exception in one line; without the class's name for the classes in `bare`."""
     try:
         text = " ".join(str(error).split())
-    except Exception:  # its author wrote a __str__ that fails
+    except Exception:  # its __str__ fails
         text = "(its message cannot be shown)"
     text = shorten_middle(text, LONGEST_MESSAGE)
     return text if text and isinstance(error, bare) else f"{type(error).__name__}: {text}"

@@ -1,8 +1,8 @@
-"""Small files of a run folder that anybody may have changed: only regular files, and only sane JSON.
+"""Opens regular files only, and parses JSON safely: anybody may have changed the small files of a run folder.
 
-Opening a FIFO waits until somebody writes to it, opening a device may do anything, and deeply nested JSON exhausts
-python's stack, there or wherever the parsed value is used. Here each of these is an OSError or a ValueError whose text
-fits into one line, so that a caller needs two `except` clauses and cannot forget a third.
+Opening a FIFO blocks until somebody writes to it, opening a device may have side effects, and deeply nested JSON
+exhausts Python's stack, in the parser or later. Here each of these is an OSError or a ValueError with a one-line
+message, so callers need to handle only these two.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ import json
 import os
 import stat
 from collections.abc import Callable
-from contextlib import suppress
-from io import BufferedWriter, FileIO
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 LARGEST_JSON = 64 * 2**20
-"""Our own files are a thousand times smaller; a larger one would only fill the memory."""
+"""Bytes. Our own files are a thousand times smaller; a larger one would only fill the memory."""
 
 DEEPEST_JSON = 100
-"""Levels of lists and objects; ours have fewer than ten."""
+"""Levels of nested lists and objects; ours have fewer than ten."""
 
 _KINDS: list[tuple[Callable[[int], bool], str]] = [
     (stat.S_ISDIR, "a folder"),
@@ -33,7 +32,7 @@ _KINDS: list[tuple[Callable[[int], bool], str]] = [
 
 
 class NotRegular(OSError):
-    """Something else than a regular file stands where one is expected."""
+    """The path is not a regular file."""
 
     def __init__(self, path: str | Path, mode: int) -> None:
         kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "no file")
@@ -41,12 +40,12 @@ class NotRegular(OSError):
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> FileIO:
-    """Opens a regular file, unbuffered, and nothing else (`NotRegular`); symbolic links are followed.
+    """Opens a regular file, unbuffered; NotRegular for anything else. Follows symbolic links.
 
-    `flags` are those of `os.open`; with O_CREAT a missing file is made.
+    `flags` are those of `os.open`; O_CREAT creates a missing file.
     """
-    # Looked at before it is opened, because opening a device may have effects, and again after, because it may have
-    # been replaced meanwhile; O_NONBLOCK keeps even a FIFO that appears in between from being waited for.
+    # Checks before opening, because opening a device may have side effects, and again afterwards, because the file may
+    # have been replaced; with O_NONBLOCK, a FIFO that appears in between does not block.
     try:
         _require_regular(path, os.stat(path).st_mode)
     except FileNotFoundError:
@@ -62,18 +61,8 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> FileIO:
         raise
 
 
-def create(path: str | Path) -> BufferedWriter:
-    """Makes an empty file for writing in place of whatever has its name (a folder is an OSError).
-
-    For drafts with a fixed name: a link there would lead the writing elsewhere, a FIFO would stop it for ever.
-    """
-    with suppress(FileNotFoundError):
-        os.unlink(path)
-    return open(path, "xb")
-
-
 def read_json(path: str | Path) -> Any:
-    """What a JSON file holds; whatever is wrong with the file is an OSError or a ValueError."""
+    """Parses a JSON file; any problem with the file is an OSError or a ValueError."""
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size > LARGEST_JSON:
             raise ValueError(f"larger than {LARGEST_JSON >> 20} MiB")
@@ -81,7 +70,7 @@ def read_json(path: str | Path) -> Any:
 
 
 def parse_json(text: bytes | str) -> Any:
-    """The value that a JSON text stands for; whatever is wrong with the text is a ValueError."""
+    """Parses a JSON text; any problem with it is a ValueError."""
     try:
         value = json.loads(text)
     except RecursionError:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 LARGEST_BATCH = 2**32
-"""Samples of one optimizer step, on any data."""
+"""Upper limit on the samples of one optimizer step."""
 
 
 @dataclass(frozen=True)
@@ -21,19 +21,19 @@ class RunSettings:
     output_dir: str | None = None
     """Run folder. A run started again with the same folder continues where it stopped. Default: runs/<recipe>-<time>."""
     max_steps: int | None = None
-    """Stop after this many optimizer steps."""
+    """Number of optimizer steps after which the run ends, unless num_epochs ends it earlier."""
     num_epochs: int | None = None
-    """Number of passes over the dataset (1 if max_steps is not given either)."""
+    """Number of passes over the dataset after which the run ends. Default: 1, or no limit if max_steps is set."""
     seed: int = 0
-    """Random seed of the initial weights, the sample order and all noise."""
+    """Random seed of the initial weights, the sample order and all noise. It cannot change within a run."""
     resume: str = "auto"
-    """auto: continue from the newest valid checkpoint in output_dir; never: refuse a folder that has checkpoints; or the path of a checkpoint."""
+    """Checkpoint to resume from. auto: the newest valid one in output_dir, if any; never: refuse a folder that has checkpoints; or the path of a checkpoint or of another run."""
     deterministic: bool = False
-    """Make runs repeatable bit by bit: deterministic kernels and a fixed gradient bucket layout (slower)."""
+    """Use deterministic kernels and a fixed gradient bucket layout, so that a repeated or resumed run gives the same bits (slower)."""
     inject: str | None = None
     """Inject faults into the real processes: kind@rankR:stepS[:phase][:2.5s][:x3], e.g. kill@rank1:step7 (see docs/faults.md)."""
     disable_dropout: bool = False
-    """Set every dropout probability of the model to 0. verify does so, because dropout masks differ between ranks."""
+    """Set every dropout probability of the model to 0, for comparing runs: dropout masks differ between ranks. verify always sets it."""
 
 
 @dataclass(frozen=True)
@@ -49,19 +49,19 @@ class LaunchSettings:
     backend: Literal["auto", "gloo"] = "auto"
     """Communication backend. auto: NCCL between GPUs, gloo otherwise; gloo: also between GPUs (slower; use it where NCCL fails)."""
     min_memory_gb: float = 0.0
-    """Use only GPUs with at least this much free memory, in GB."""
+    """Free memory in GB that a GPU must have for gpus auto or a count to choose it."""
     nnodes: int | str = 1
-    """Number of machines when you start unisono on each of them; 1:4 trains on as many of 1 to 4 as are available."""
+    """Number of machines, if you start unisono on each of them. 1:4 trains on as many of 1 to 4 machines as are available."""
     node_rank: int | None = None
-    """Rank of this machine, from 0 to the largest nnodes - 1. Machine 0 hosts the rendezvous."""
+    """Number of this machine, from 0 to nnodes - 1, if nnodes is more than 1. Machine 0 hosts the rendezvous."""
     rdzv_endpoint: str | None = None
-    """Rendezvous address host:port on machine 0. Default on one machine: a free local port."""
+    """Address host:port of the rendezvous on machine 0, if nnodes is more than 1. Default on one machine: a free local port."""
     max_restarts: int = 3
-    """Number of times the launcher restarts all ranks from the last checkpoint after one of them died."""
+    """Number of times that the launcher restarts all ranks from the last checkpoint after one of them died. 0: end the run instead."""
     hang_timeout: float = 600.0
-    """Seconds without progress in a step or an evaluation batch after which the launcher reports the hanging rank with its stack and restarts all ranks. 0: never."""
+    """Seconds that a step or an evaluation batch may take before the launcher reports the hanging rank with its stack and restarts all ranks. Raise it if single steps take longer. 0: no limit."""
     start_timeout: float = 1800.0
-    """The same limit for start-up: from the rendezvous to the end of the first step (which may compile)."""
+    """Seconds from the rendezvous to the end of the first step (which may compile) before the launcher treats a rank as hanging. 0: no limit."""
 
 
 @dataclass(frozen=True)
@@ -71,19 +71,19 @@ class ParallelSettings:
     strategy: Literal["auto", "single", "dp", "ddp", "fsdp"] = "auto"
     """Parallel strategy. auto: single on one device, ddp if everything fits on each device, fsdp otherwise."""
     find_unused_parameters: bool = False
-    """Allow parameters that take no part in the loss, which are refused otherwise. ddp searches for them in every step, which is slower."""
+    """Allow trained parameters that the loss does not use, which unisono refuses by default. ddp searches for them in every step, which is slower."""
     static_graph: bool = False
-    """ddp: assume that every step uses the same parameters in the same order."""
+    """ddp: assume that every step uses the same parameters in the same order, which lets ddp optimize communication. Steps cannot be guarded then (see guard_steps)."""
     gradient_as_bucket_view: bool = True
     """ddp: store gradients inside the communication buckets (saves one copy of the gradients)."""
     bucket_cap_mb: float = 25.0
-    """ddp: size of a communication bucket in MB."""
+    """ddp: size of a communication bucket in MB. Smaller buckets overlap earlier with backward; larger ones need fewer messages."""
     broadcast_buffers: bool = True
-    """ddp: copy buffers (batch norm statistics) from rank 0 before each forward pass."""
+    """ddp: broadcast buffers (batch norm statistics) from rank 0 before each step."""
     sync_batch_norm: bool = False
-    """Compute batch norm statistics over the micro-batches of all ranks instead of each rank's own."""
+    """Compute batch norm statistics over the micro-batches of all ranks instead of each rank's own. Needs GPUs."""
     fsdp_cpu_offload: bool = False
-    """fsdp: keep shards, gradients and optimizer state in host memory."""
+    """fsdp: keep shards, gradients and optimizer state in host memory, for a model that does not fit on the GPUs (slower)."""
     fsdp_reshard_after_forward: bool = True
     """fsdp: free gathered weights after the forward pass and gather them again for backward (less memory, more traffic)."""
 
@@ -95,13 +95,13 @@ class BatchSettings:
     batch_size: int = 8
     """Samples per GPU and micro-batch. The effective batch is batch_size × GPUs × gradient_accumulation_steps."""
     global_batch_size: int | None = None
-    """Samples per optimizer step over all GPUs. If set, gradient accumulation follows from it."""
+    """Samples per optimizer step over all GPUs. Set it to make a run independent of the number of GPUs: gradient accumulation follows from it."""
     gradient_accumulation_steps: int | None = None
-    """Micro-batches per optimizer step (default 1, or what global_batch_size requires)."""
+    """Micro-batches per GPU and optimizer step (default: 1, or what global_batch_size requires)."""
     micro_batch: int | Literal["auto"] | None = None
-    """Largest number of samples computed at once per GPU (default: batch_size). Does not change the result. auto: the largest number that fits, determined before step 1."""
+    """Largest number of samples that a GPU computes at once (default: batch_size). Lower it to save memory; it does not change the result. auto: the largest number that fits, found by trial before step 1."""
     guard_steps: int = 3
-    """ddp: number of steps per input shape in which gradients are reduced only after all ranks report that none ran out of memory. -1: all steps."""
+    """ddp: number of steps per input shape that can be repeated after running out of memory, because ranks reduce gradients only after all of them have finished backward (slower). -1: all steps; 0: none."""
 
 
 @dataclass(frozen=True)
@@ -109,19 +109,19 @@ class PrecisionSettings:
     """Precision and speed"""
 
     mixed_precision: Literal["no", "fp16", "bf16"] = "no"
-    """Compute in 16 bit with 32-bit weights. fp16 uses loss scaling; bf16 needs none."""
+    """Compute in 16 bit with 32-bit weights, which is faster and needs less memory. bf16 needs Ampere or newer GPUs; fp16 uses loss scaling."""
     dtype: Literal["float32", "float64"] = "float32"
-    """Data type of the weights. float64 is meant for verification."""
+    """Data type of weights, gradients and optimizer state. float64 is meant for verification."""
     tf32: bool = False
-    """Allow TensorFloat-32 for 32-bit matrix products on the GPU."""
+    """Allow TensorFloat-32 for 32-bit matrix products and convolutions on the GPU: faster, with less precision."""
     compile: bool = False
-    """Apply torch.compile to each repeated block of the model (to the whole model if it has none)."""
+    """Apply torch.compile to each repeated block of the model (to the whole model if it has none). The first steps take longer."""
     cuda_graph: bool = False
     """Record a step as a CUDA graph and replay it. Helps small models that are limited by kernel launches. Supports single and ddp and inputs of one shape; Python code in loss() runs only once, during recording."""
     activation_checkpointing: bool = False
-    """Recompute each repeated block in backward instead of storing its activations."""
+    """Recompute each repeated block in backward instead of storing its activations: less memory, about a third more computation."""
     recompute_every: int = 1
-    """With activation_checkpointing: recompute only every n-th block; the others store their activations."""
+    """With activation_checkpointing: recompute only every n-th block. The others store their activations, which is faster and needs more memory."""
 
 
 @dataclass(frozen=True)
@@ -129,33 +129,33 @@ class OptimSettings:
     """Optimizer and schedule"""
 
     optimizer: str = "adamw"
-    """adamw, adam, sgd, or another class of torch.optim (not lbfgs, sparseadam). adamw8bit, adamw4bit: AdamW with a quarter or an eighth of its memory. adafactor: less memory still. muon: for the matrices of repeated blocks, with AdamW for all other weights. prodigy: finds its own learning rate. schedule_free_adamw: needs no schedule. All of them work on fsdp's shards. A recipe's optimizer() overrides it."""
+    """Optimizer: adamw, adam, sgd, or another class in torch.optim by its name (not lbfgs, sparseadam). adamw8bit and adamw4bit need a quarter and an eighth of adamw's memory, adafactor almost none. muon trains the matrices of repeated blocks, adamw all other weights. prodigy finds its own learning rate. schedule_free_adamw needs no schedule. A recipe's optimizer() takes precedence."""
     learning_rate: float = 1e-3
-    """Peak learning rate. prodigy multiplies its own estimate by it; its default there is 1."""
+    """Peak learning rate, after the warm-up and before the decay. With prodigy a factor of its own estimate, 1 by default."""
     weight_decay: float = 0.01
-    """Decoupled weight decay (adamw), L2 penalty (others)."""
+    """Weight decay: decoupled for adamw, an L2 penalty for other optimizers."""
     beta1: float = 0.9
-    """First Adam coefficient; momentum of sgd and muon."""
+    """Decay of Adam's first moment; momentum of sgd and muon."""
     beta2: float = 0.999
-    """Second Adam coefficient."""
+    """Decay of Adam's second moment."""
     epsilon: float = 1e-8
-    """Adam's epsilon."""
+    """Term that Adam adds to the denominator for numerical stability."""
     grad_clip: float = 1.0
-    """Clip the gradient of the whole model to this norm; 0 turns it off."""
+    """Largest norm of the gradient of the whole model; larger gradients are scaled down to it. 0: no clipping."""
     lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """Learning-rate schedule after the warm-up, in optimizer steps. wsd: constant, then linear decay over the last part."""
+    """Learning-rate schedule after the warm-up. linear and cosine decay to the end of the run; wsd is constant and decays linearly at the end (wsd_decay_ratio)."""
     warmup_steps: int = 0
-    """Optimizer steps over which the learning rate rises from 0."""
+    """Number of optimizer steps over which the learning rate rises linearly to its peak."""
     min_lr_ratio: float = 0.0
     """Final learning rate as a fraction of the peak (linear, cosine, wsd)."""
     wsd_decay_ratio: float = 0.1
-    """Fraction of the run over which wsd decays."""
+    """Fraction of the run, at its end, over which the schedule wsd decays the learning rate."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """Multiply the learning rate by effective batch / lr_scaling_batch, or by its square root."""
+    """Scale the learning rate with the effective batch: linear multiplies it by effective batch / lr_scaling_batch, sqrt by the square root of that."""
     lr_scaling_batch: int = 256
-    """Effective batch for which learning_rate was chosen (used by lr_scaling)."""
+    """Effective batch, in samples, for which learning_rate was chosen; lr_scaling scales relative to it."""
     max_skipped_steps: int = 10
-    """Stop after more than this many consecutive steps with a non-finite loss or gradient."""
+    """Number of consecutive steps with a non-finite loss or gradient that are skipped before the run ends with an error."""
 
 
 def optimizer_presets(optimizer: str) -> dict[str, Any]:
@@ -172,15 +172,15 @@ class DataSettings:
     """Data"""
 
     num_workers: int = 2
-    """Number of loader processes per rank. Does not change the result."""
+    """Number of loader processes per rank; it does not change the result. 0: read samples in the training process."""
     prefetch_factor: int = 2
-    """Number of micro-batches that each loader process prepares in advance."""
+    """Number of micro-batches that each loader process prefetches. Raise it if reading times vary; each takes memory."""
     pin_memory: bool = True
-    """Use page-locked host memory for faster copies to the GPU."""
+    """Load batches into page-locked host memory, from which copies to the GPU are faster."""
     shuffle: bool = True
-    """Shuffle the dataset with a new permutation in every epoch."""
+    """Read the dataset in a new random order in every epoch, instead of in its own order."""
     max_bad_samples: int = 0
-    """Number of unreadable samples (after two attempts) to skip before the run ends with an error."""
+    """Number of unreadable samples that a run skips before it ends with an error. Each is read twice."""
 
 
 @dataclass(frozen=True)
@@ -188,9 +188,9 @@ class EmaSettings:
     """Moving average of the weights"""
 
     ema_decay: float = 0.0
-    """Decay of the exponential moving average of the weights, which evaluation, previews and export use. 0: off."""
+    """Decay of the exponential moving average of the weights, for instance 0.999. Evaluation, previews and export use the average. 0: no average."""
     ema_warmup: bool = True
-    """Use a smaller decay at the start, min(ema_decay, (1 + step) / (10 + step)), so that early weights are forgotten."""
+    """Use a smaller decay at the start of the run, min(ema_decay, (1 + step) / (10 + step)), so that the average forgets early weights."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ class EvalSettings:
     eval_batch_size: int | None = None
     """Samples per GPU and evaluation batch (default: batch_size)."""
     best_metric: str | None = None
-    """Evaluation metric by which to keep the best checkpoint, for instance eval/loss."""
+    """Evaluation metric that selects the best checkpoint, for instance eval/loss. The best checkpoint is never deleted."""
     best_mode: Literal["min", "max"] = "min"
     """Whether a smaller or a larger best_metric is better."""
     preview_every: int = 0
@@ -216,11 +216,11 @@ class SaveSettings:
     """Checkpoints"""
 
     save_every: int = 1000
-    """Number of steps between checkpoints. A run also saves one at its end and when a signal stops it."""
+    """Number of steps between checkpoints. A run also saves one at its end and when a signal stops it. 0: only then."""
     keep_last: int = 3
     """Number of newest checkpoints to keep, besides the best one. 0: keep all."""
     async_save: bool = True
-    """Continue training while a checkpoint is being written."""
+    """Write checkpoints in the background while training continues; takes host memory for a copy of the state."""
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ class ObserveSettings:
     """Logging"""
 
     log_every: int = 10
-    """Number of steps between lines in metrics.jsonl."""
+    """Number of steps between lines in metrics.jsonl and in the trackers."""
     log_group_norms: bool = False
     """Also log the gradient norm of each parameter group of the optimizer, as grad_norm/NAME or grad_norm/NUMBER."""
     tensorboard: bool = True

@@ -1,8 +1,8 @@
-"""How a crash is shown: a recipe's own bug on one screen, ours in full.
+"""Formats tracebacks: short for a bug in a recipe, complete for a bug in unisono.
 
-A bug in a recipe's loss lies under dozens of frames of unisono and torch, which say nothing about it. What is shown are
-the frames of the user's code, the last of ours before them, and where the error was raised; the whole traceback goes
-to a file. An error whose innermost frame outside of libraries is ours counts as our bug, and shows everything.
+The traceback of a bug in a recipe's loss contains dozens of frames of unisono and torch, which do not help. Users see
+the frames of their own code, our last frame before them, and the frame that raised; the full traceback goes to a file.
+If the innermost frame outside of libraries is ours, it is our bug, and users see everything.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ _INSTALLED = ("site-packages", "dist-packages")
 _MOST_FRAMES, _FIRST_FRAMES = 12, 4
 _LONGEST_LINE = 400
 _REPORT = "_unisono_report"
-_PASSING_ON = ("__torch_function__", "__torch_dispatch__")
+_FORWARDING = ("__torch_function__", "__torch_dispatch__")
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a session has found out about an exception that ends it."""
+    """What a rank knows about the exception that ends it."""
 
     rank: int
     is_first: bool
-    """Whether no other rank of the run had failed before."""
+    """Whether no other rank of the run failed earlier."""
 
 
 def attach(error: BaseException, report: Report) -> None:
-    """Leaves the report on the exception, for whoever shows it."""
+    """Attaches a report to an exception, for the code that prints it."""
     setattr(error, _REPORT, report)
 
 
 def report_of(error: BaseException) -> Report | None:
-    """The report that `attach` has left."""
+    """The report that `attach` has attached."""
     report: Report | None = getattr(error, _REPORT, None)
     return report
 
 
 def owner_of(filename: str) -> Owner:
-    """Whose code a frame of this file is."""
+    """Whose code a file contains."""
     path = os.path.abspath(filename)
     if path.startswith(_HERE):
         return "unisono"
@@ -65,41 +65,41 @@ def owner_of(filename: str) -> Owner:
     return "user"
 
 
-def is_users(error: BaseException) -> bool:
-    """Whether the error comes from code that we have called and not written."""
+def is_in_user_code(error: BaseException) -> bool:
+    """Whether user code that unisono called raised the error, directly or in a library."""
     owners = [_owner_of_entry(entry) for entry in _entries(error.__traceback__)]
     return "unisono" in owners and next((each for each in reversed(owners) if each != "library"), None) == "user"
 
 
 def location(error: BaseException) -> str:
-    """The file and line of the innermost frame of the user's code; of any code where there is none of the user's."""
+    """The file and line of the innermost frame of user code, or of any code if there is no user code."""
     frames = traceback.extract_tb(error.__traceback__)
-    users = [frame for frame in frames if owner_of(frame.filename) == "user"]
-    innermost = (users or frames)[-1]
+    user_frames = [frame for frame in frames if owner_of(frame.filename) == "user"]
+    innermost = (user_frames or frames)[-1]
     return f"{os.path.basename(innermost.filename)}:{innermost.lineno}"
 
 
-def shown(error: BaseException) -> str:
-    """The traceback as people see it: short for a user's bug, whole for ours."""
-    if not is_users(error):
-        return bearable(whole(error))
+def format_short(error: BaseException) -> str:
+    """The traceback for users: short for a bug in their code, complete for ours."""
+    if not is_in_user_code(error):
+        return truncate_lines(format_full(error))
     exception = traceback.TracebackException.from_exception(error)
     for each in _chain(exception):
         each.stack[:] = _kept(list(each.stack), [owner_of(frame.filename) for frame in each.stack])
-    return bearable("".join(exception.format()), 25)
+    return truncate_lines("".join(exception.format()), 25)
 
 
-def whole(error: BaseException) -> str:
-    """The traceback as python would print it."""
+def format_full(error: BaseException) -> str:
+    """The traceback as Python prints it."""
     return "".join(traceback.format_exception(error))
 
 
 def prune(error: BaseException) -> None:
-    """Takes the frames that `shown` leaves out from the exception itself, before it goes on to the user's code."""
+    """Removes the frames that `format_short` omits from the exception itself, before it reaches the caller."""
     seen: set[int] = set()
     current: BaseException | None = error
-    users = is_users(error)
-    while users and current is not None and id(current) not in seen:
+    in_user_code = is_in_user_code(error)
+    while in_user_code and current is not None and id(current) not in seen:
         seen.add(id(current))
         entries = list(_entries(current.__traceback__))
         pruned: TracebackType | None = None
@@ -109,9 +109,9 @@ def prune(error: BaseException) -> None:
         current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
 
 
-def keep(error: BaseException, run_folder: Path | None, name: str) -> Path | None:
-    """Writes the whole traceback to a file, in the run's folder once there is a run in it; None where that fails."""
-    text = whole(error)
+def save(error: BaseException, run_folder: Path | None, name: str) -> Path | None:
+    """Writes the full traceback to a file, in the run folder if it holds a run; None if that fails."""
+    text = format_full(error)
     with suppress(OSError):
         if run_folder is not None and (run_folder / "run.json").exists():
             path = run_folder / "tracebacks" / f"{name}.txt"
@@ -126,16 +126,16 @@ def keep(error: BaseException, run_folder: Path | None, name: str) -> Path | Non
     return None
 
 
-def keep_once(error: BaseException) -> None:
-    """For an error that no session has seen: keeps the whole traceback of a user's bug and notes where."""
-    if report_of(error) is None and isinstance(error, Exception) and is_users(error):
-        path = keep(error, None, "")
+def save_if_unreported(error: BaseException) -> None:
+    """Saves the full traceback of a bug in user code, and notes the path, if no rank has done so."""
+    if report_of(error) is None and isinstance(error, Exception) and is_in_user_code(error):
+        path = save(error, None, "")
         if path is not None:
             error.add_note(f"full traceback: {path}")
 
 
-def bearable(text: str, half: int = 50) -> str:
-    """A traceback whose message may be a book, in a length that people read: twice `half` lines at most."""
+def truncate_lines(text: str, half: int = 50) -> str:
+    """The first and last `half` lines of a text, each shortened."""
     lines = [shorten_middle(line, _LONGEST_LINE) for line in text.splitlines()]
     if len(lines) > 2 * half:
         lines = [*lines[:half], f"  … {len(lines) - 2 * half} lines …", *lines[-half:]]
@@ -143,27 +143,27 @@ def bearable(text: str, half: int = 50) -> str:
 
 
 def _kept(frames: Sequence[Frame], owners: Sequence[Owner]) -> list[Frame]:
-    """The user's frames, the last of ours before the last of them, and the innermost one."""
-    users = [i for i, owner in enumerate(owners) if owner == "user"]
-    if not users:
+    """The frames of user code, our last frame before them, and the innermost frame."""
+    in_user_code = [i for i, owner in enumerate(owners) if owner == "user"]
+    if not in_user_code:
         return list(frames)
-    ours = [i for i, owner in enumerate(owners) if owner == "unisono" and i < users[-1]]
-    indices = sorted({*users, *ours[-1:], len(frames) - 1})
+    ours = [i for i, owner in enumerate(owners) if owner == "unisono" and i < in_user_code[-1]]
+    indices = sorted({*in_user_code, *ours[-1:], len(frames) - 1})
     if len(indices) > _MOST_FRAMES:  # a recursion
         indices = indices[:_FIRST_FRAMES] + indices[_FIRST_FRAMES - _MOST_FRAMES :]
     return [frames[i] for i in indices]
 
 
 def _owner_of_entry(entry: TracebackType) -> Owner:
-    """Whose code an entry is; our torch-function modes only pass a call of the user's on, like a library."""
+    """Whose code an entry is; our torch-function modes count as library code, because they only forward calls."""
     code = entry.tb_frame.f_code
-    if code.co_name in _PASSING_ON:
+    if code.co_name in _FORWARDING:
         return "library"
     return owner_of(code.co_filename)
 
 
 def _chain(exception: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
-    """The exception and those that led to it."""
+    """The exception, its cause or context, and so on."""
     current: traceback.TracebackException | None = exception
     while current is not None:
         yield current

@@ -1,8 +1,8 @@
-"""Paths of a run, absolute for files and as the user typed them for text.
+"""Paths of a run: absolute for file access, and as the user typed them for messages.
 
-A recipe may call `os.chdir`, when it is imported or later. So a relative `output_dir` is made absolute once, against
-the folder in which the user started the program, before any code of the recipe runs; ranks get the absolute path. What
-is printed stays as short as the user wrote it.
+A recipe may call `os.chdir`, on import or later. So a relative `output_dir` is made absolute once, relative to the
+folder in which the user started the program, before any code of the recipe runs; ranks get the absolute path. Messages
+show paths as the user typed them.
 """
 
 from __future__ import annotations
@@ -13,53 +13,53 @@ from collections.abc import Mapping
 
 from unisono.errors import UserError
 
-_started_in: list[str] = []  # the folder in which the user started the program, if known
+_start_folder: list[str] = []  # the folder in which the user started the program, if known
 _typed: dict[str, str] = {}  # absolute path -> as the user typed it
 
 
 def note_start_folder() -> None:
-    """Relative paths belong to the current folder; called before any code of a recipe runs."""
+    """Makes the current folder the base of relative paths; called before any code of a recipe runs."""
     try:
-        _started_in[:] = [os.getcwd()]
-    except FileNotFoundError:  # it was removed; only a relative path needs it
-        _started_in.clear()
+        _start_folder[:] = [os.getcwd()]
+    except FileNotFoundError:  # it was removed; only relative paths need it
+        _start_folder.clear()
 
 
 def absolute(path: str) -> str:
-    """The path in full; `shown` will print it as it was typed."""
+    """The absolute path; `as_typed` will show it as it was typed."""
     path = os.path.expanduser(path)
-    if not os.path.isabs(path):
-        if not _started_in:
-            note_start_folder()
-        if not _started_in:
-            raise UserError(f"{path} is relative to the current folder, which was removed; change to another folder")
-        full = os.path.normpath(os.path.join(_started_in[0], path))
-        _typed[full] = path
-        return full
-    return path
+    if os.path.isabs(path):
+        return path
+    if not _start_folder:
+        note_start_folder()
+    if not _start_folder:
+        raise UserError(f"{path} is relative to the current folder, which was removed; change to another folder")
+    full = os.path.normpath(os.path.join(_start_folder[0], path))
+    _typed[full] = path
+    return full
 
 
-def shown(text: object) -> str:
-    """A text for the user, with the paths in it as they were typed."""
+def as_typed(text: object) -> str:
+    """A text for the user, in which paths appear as the user typed them."""
     result = str(text)
     for full, typed in _typed.items():
-        if full in result:  # as a whole, or with something inside it; not /runs/a in /runs/a2
+        if full in result:  # a whole path, or the beginning of one, but not /runs/a in /runs/a2
             result = re.sub(rf"(?<![\w./-]){re.escape(full)}(?![\w-]|\.\w)", lambda match: typed, result)  # noqa: B023
     return result
 
 
-def usable(path: str | os.PathLike[str]) -> str:
-    """A path for the caller of a function: as it was typed, unless the current folder has changed since."""
+def for_caller(path: str | os.PathLike[str]) -> str:
+    """A path to return to Python code: as it was typed, unless the current folder has changed since."""
     full = os.fspath(path)
     typed = _typed.get(full, full)
     return typed if os.path.abspath(typed) == full else full
 
 
-def known() -> Mapping[str, str]:
-    """What `shown` knows, for another process of the same run."""
+def all_typed() -> Mapping[str, str]:
+    """All paths with their typed form, for `adopt_typed` in another process of the run."""
     return dict(_typed)
 
 
-def take_over(typed: Mapping[str, str]) -> None:
-    """What `known` has returned in the process that started this one."""
+def adopt_typed(typed: Mapping[str, str]) -> None:
+    """Adopts what `all_typed` returned in the process that started this one."""
     _typed.update(typed)

@@ -1,19 +1,62 @@
-"""Checkpoints that were set aside: never deleted by us, because they may be somebody's, but not forgotten either."""
+"""Checkpoints that are set aside: renamed so that no run loads them, and never deleted, because a user may want them.
+
+`step_….bad-1` is damaged, `step_….other-1` belongs to another run, and `step_….later-1` to a branch that the run
+abandoned when it went back to an earlier step.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from unisono.checkpoint.find import OF_ANOTHER_RUN, list_steps, validate
+from unisono.checkpoint.manifest import CheckpointError
 from unisono.formatting import format_bytes
 
 _ASIDE = re.compile(r"step_\d{8,}\.(bad|other|later)-\d+")
 
 
+def set_aside(path: Path, reason: str | None) -> Path:
+    """Renames a checkpoint and returns its new path.
+
+    `reason`: why it cannot be used; None for one of an abandoned branch.
+    """
+    kind = "later" if reason is None else "other" if reason.startswith(OF_ANOTHER_RUN) else "bad"
+    number = 1
+    while os.path.lexists(aside := path.with_name(f"{path.name}.{kind}-{number}")):
+        number += 1
+    os.rename(path, aside)
+    return aside
+
+
+def set_aside_after(
+    folder: Path, step: int, identity: Mapping[str, Any], unusable: Mapping[Path, str]
+) -> list[tuple[Path, str]]:
+    """Sets aside every checkpoint after `step`, from which the run has continued; returns (new path, reason) pairs.
+
+    `unusable`: the reasons that an earlier search has found; the contents of other checkpoints are not read again.
+    """
+    moved = []
+    for number, path in list_steps(folder):
+        if number <= step:
+            continue
+        reason = unusable.get(path) or validate(path, deep=False, identity=identity)
+        try:
+            aside = set_aside(path, reason)
+        except OSError as error:  # the next start would resume from it
+            raise CheckpointError(
+                f"{path} cannot be set aside ({error.strerror}); move it away: the run has continued from step {step}"
+            ) from None
+        moved.append((aside, reason or f"the run went back to step {step}"))
+    return moved
+
+
 def remark_on_asides(folder: Path) -> str | None:
-    """How many checkpoints in a folder were set aside, how large they are, and how to remove them; None without any."""
+    """How many checkpoints in a folder are set aside, their size, and how to remove them; None if there are none."""
     try:
         names = os.listdir(folder)
     except OSError:
@@ -22,16 +65,16 @@ def remark_on_asides(folder: Path) -> str | None:
     if not matches:
         return None
     size = sum(_size(folder / match.group()) for match in matches)
-    kinds, place = sorted({match.group(1) for match in matches}), shlex.quote(str(folder))
-    patterns = " ".join(f"{place}/step_[0-9]*.{kind}-[0-9]*" for kind in kinds)
+    quoted = shlex.quote(str(folder))
+    patterns = " ".join(f"{quoted}/step_[0-9]*.{kind}-[0-9]*" for kind in sorted({match[1] for match in matches}))
     count = "1 checkpoint that was" if len(matches) == 1 else f"{len(matches)} checkpoints that were"
     return f"{folder} holds {count} set aside ({format_bytes(size)}), which no run deletes; to remove: rm -r {patterns}"
 
 
 def _size(path: Path) -> int:
     return sum(
-        os.lstat(Path(place, name)).st_size
-        for place, _, names in os.walk(path)
+        os.lstat(Path(folder, name)).st_size
+        for folder, _, names in os.walk(path)
         for name in names
-        if os.path.lexists(Path(place, name))
+        if os.path.lexists(Path(folder, name))
     )

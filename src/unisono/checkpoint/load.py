@@ -1,7 +1,7 @@
-"""Loading a checkpoint into tensors that are there already, on any number of ranks.
+"""Loads a checkpoint into existing tensors, on any number of ranks.
 
-Every rank reads the slices it needs from the shard files, whoever wrote them. Names, shapes and dtypes are compared
-first, from the file headers alone, so a checkpoint that does not fit is refused before anything has been changed.
+Every rank reads the slices it needs from the shard files, whichever rank wrote them. Names, shapes and dtypes are
+compared first, from the file headers alone, so a checkpoint that does not match is refused before anything changes.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.tensor import DTensor
 
+from unisono.checkpoint.all_ranks import RanksFailed, describe_failure, on_all_ranks
 from unisono.checkpoint.find import validate
 from unisono.checkpoint.manifest import CheckpointError
-from unisono.checkpoint.pieces import Piece, ShardReader, pieces_of
+from unisono.checkpoint.pieces import Piece, ShardReader, pieces_of, whole_shape
 from unisono.checkpoint.snapshot import shapes_of
-from unisono.checkpoint.together import RanksFailed, describe_failure, together
 
-# Reading (and, on one rank, writing) without asking other ranks is what we want; torch warns that it assumes so.
+# Each rank reads for itself (and a single rank writes) without a process group, which is intended; torch warns of it.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized, assuming")
 
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -39,39 +39,49 @@ def load(
     world: int,
     unused: Collection[str] = (),
 ) -> None:
-    """Fills the tensors in place from a checkpoint, whatever number of ranks saved it; the names must be the same.
+    """Fills `tensors` in place from a checkpoint that any number of ranks saved; names must match.
 
-    `unused` names what the checkpoint may hold besides. Every rank calls it; if it fails on one, all raise
+    `unused` names tensors that the checkpoint may hold in addition. Every rank calls it; if one fails, all raise
     CheckpointError.
     """
     try:
-        together(lambda: _check_and_fill(path, tensors, unused), world=world, group=group)
+        on_all_ranks(lambda: _check_and_fill(path, tensors, unused), world=world, group=group)
     except RanksFailed as error:
         raise CheckpointError(f"{path} cannot be loaded: {error}") from None
 
 
+def load_whole(path: Path, prefix: str) -> dict[str, torch.Tensor]:
+    """The whole tensors whose names start with `prefix` ("model.", "ema."), on the CPU, by name without the prefix."""
+    if (reason := validate(path, deep=False)) is not None:
+        raise CheckpointError(f"{path} cannot be loaded: {reason}")
+    shapes = {name: shape for name, shape in describe(path).items() if name.startswith(prefix)}
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+    fill(path, tensors)
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+
 def describe(path: Path) -> Shapes:
-    """Name -> (whole shape, dtype) of every tensor in a checkpoint, from the headers of its files only."""
+    """Name -> (whole shape, dtype) of every tensor in a checkpoint, from the headers of its files."""
     shapes: Shapes = {}
     for name, pieces in pieces_of(path).items():
         dtypes = {piece.file.dtype(name) for piece in pieces}
         if len(dtypes) > 1:
             raise CheckpointError(f"{path} holds {name!r} in parts of several types; use another checkpoint")
-        ends = [[a + b for a, b in zip(piece.offsets, piece.sizes, strict=True)] for piece in pieces]
-        shapes[name] = (tuple(max(each) for each in zip(*ends, strict=True)), dtypes.pop())
-        # The reader leaves what no file holds as it was, without a word.
-        if not _fill_it(pieces, shapes[name][0]):
+        shape = whole_shape(pieces)
+        shapes[name] = shape, dtypes.pop()
+        # Without this check, the reader would silently leave missing elements unchanged.
+        if not _cover(pieces, shape):
             raise CheckpointError(f"{path} holds only a part of {name!r}; a shard is missing: use another checkpoint")
     return shapes
 
 
-def _fill_it(pieces: Sequence[Piece], shape: Sequence[int]) -> bool:
-    """Whether the pieces fill the shape, each number once."""
+def _cover(pieces: Sequence[Piece], shape: Sequence[int]) -> bool:
+    """Whether the pieces cover each element of the shape exactly once."""
     if sum(math.prod(piece.sizes) for piece in pieces) != math.prod(shape):
         return False
-    # Together they are as large as the whole: there is a gap exactly where two overlap.
+    # Together they have as many elements as the whole, so there is a gap only if two of them overlap.
     full = sorted((piece for piece in pieces if math.prod(piece.sizes)), key=lambda piece: piece.offsets)
-    if all(tuple(piece.sizes[1:]) == tuple(shape[1:]) for piece in full):  # cut by rows, as ours are
+    if all(tuple(piece.sizes[1:]) == tuple(shape[1:]) for piece in full):  # split by rows, as fsdp does
         return all(one.offsets[0] + one.sizes[0] == two.offsets[0] for one, two in pairwise(full))
     return not any(_overlap(one, two) for one, two in combinations(full, 2))
 
@@ -82,9 +92,8 @@ def _overlap(one: Piece, two: Piece) -> bool:
 
 
 def fill(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Reads this process's part of each tensor from the shard files, without asking other ranks."""
-    # An empty part (uneven shards) needs no reading.
-    targets = {name: tensor for name, tensor in tensors.items() if _local_size(tensor) > 0}
+    """Reads this process's part of each tensor from the shard files, independently of other ranks."""
+    targets = {name: tensor for name, tensor in tensors.items() if _local_size(tensor) > 0}  # uneven shards
     if targets:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
@@ -104,7 +113,7 @@ def _check_and_fill(path: Path, tensors: Mapping[str, torch.Tensor], unused: Col
 
 
 def difference(saved: Shapes, wanted: Shapes) -> str | None:
-    """Why tensors of these names, shapes and types cannot be loaded into those; None if they can."""
+    """Why the saved tensors cannot be loaded into the `wanted` ones; None if they can."""
     missing, unexpected = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
     other = sorted(name for name in saved.keys() & wanted.keys() if saved[name] != wanted[name])
     problems = []
@@ -119,7 +128,7 @@ def difference(saved: Shapes, wanted: Shapes) -> str | None:
         problems.append(f"{other[0]!r} is {was} in it and {now} here{more}")
     if not problems:
         return None
-    return "it does not fit this run: " + "; ".join(problems) + "; use the settings it was saved with"
+    return f"it does not match this run: {'; '.join(problems)}; use the settings it was saved with"
 
 
 def _first(names: list[str]) -> str:

@@ -1,7 +1,7 @@
-"""The manifest: what a complete checkpoint consists of.
+"""The manifest of a checkpoint: the list of its files, each with size and SHA-256, and a checksum of the list itself.
 
-It is written last, so a folder without one is not a checkpoint. It lists every file with its size and SHA-256 and
-carries a checksum of itself, so that one flipped bit anywhere in the folder is found before anything is loaded.
+It is written last, so a folder without one is not a checkpoint, and a single flipped bit anywhere in the folder is
+detected before anything is loaded.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 SHARD_SUFFIX = ".safetensors"
 _BLOCK = 4 * 1024 * 1024
-# A manifest may come from anywhere; it must not make us open files outside its folder.
+# A manifest is untrusted: it must not make us open files outside its folder.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 
 
 class CheckpointError(UserError):
-    """A checkpoint that is damaged, incomplete, of another run, or does not fit the model."""
+    """A checkpoint is damaged or incomplete, belongs to another run, or does not match the model."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds: its step, the run it belongs to, and each of its files."""
+    """The step of a checkpoint, the run it belongs to, and its files."""
 
     step: int
     world: int
@@ -54,7 +54,7 @@ class Manifest:
         return sum(entry.bytes for entry in self.files.values())
 
     def to_json(self) -> dict[str, Any]:
-        """The manifest as it stands in the file, with its own checksum."""
+        """The content of the file, with its checksum."""
         body: dict[str, Any] = {
             "format": FORMAT,
             "step": self.step,
@@ -66,14 +66,14 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads a checkpoint's manifest, or raises CheckpointError with the reason why it cannot be trusted."""
+    """Reads and checks the manifest of a checkpoint; CheckpointError if it cannot be trusted."""
     data = read_json(folder / MANIFEST)
     try:
         body = {key: value for key, value in data.items() if key != "sha256"}
         if body["format"] != FORMAT:
-            raise CheckpointError(f"{MANIFEST} has format {body['format']!r}, this version of unisono reads {FORMAT}")
+            raise CheckpointError(f"{MANIFEST} has format {body['format']!r}, and this unisono reads {FORMAT}")
         if data["sha256"] != _checksum(body):
-            raise CheckpointError(f"{MANIFEST} is damaged (its checksum differs)")
+            raise CheckpointError(f"{MANIFEST} is damaged (wrong checksum)")
         files = {name: FileEntry(int(entry["bytes"]), str(entry["sha256"])) for name, entry in body["files"].items()}
         manifest = Manifest(int(body["step"]), int(body["world"]), dict(body["identity"]), files)
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -85,10 +85,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_json(file: Path) -> Any:
-    """What stands in a JSON file of a checkpoint, or CheckpointError with the reason why it cannot be read."""
+    """Parses a JSON file of a checkpoint; CheckpointError if it cannot be read."""
     try:
-        if file.is_symlink() or (file.exists() and not file.is_file()):  # a pipe would be waited for, for ever
-            raise CheckpointError(f"{file.name} is not a plain file")
+        if file.is_symlink() or (file.exists() and not file.is_file()):
+            raise CheckpointError(f"{file.name} is not a regular file")
         return plain_files.read_json(file)
     except FileNotFoundError:
         raise CheckpointError(f"no {file.name}") from None
@@ -97,7 +97,7 @@ def read_json(file: Path) -> Any:
 
 
 def hash_file(path: Path, *, sync: bool = False) -> FileEntry:
-    """Size and SHA-256 of a file as it is on disk; `sync` forces it to permanent storage first."""
+    """Size and SHA-256 of a file; `sync` first flushes it to permanent storage."""
     digest, size, block = hashlib.sha256(), 0, bytearray(_BLOCK)
     with path.open("rb", buffering=0) as file:
         if sync:
@@ -106,14 +106,6 @@ def hash_file(path: Path, *, sync: bool = False) -> FileEntry:
             digest.update(memoryview(block)[:count])
             size += count
     return FileEntry(size, digest.hexdigest())
-
-
-def write_json(path: Path, data: Any) -> None:
-    """Writes a JSON file and forces it to permanent storage."""
-    with plain_files.create(path) as file:
-        file.write(json.dumps(data, indent=1).encode())
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _checksum(body: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Weights in pickles (.pt, .pth, .bin, .ckpt): never opened, because that can run code; but how to convert them."""
+"""Weights in pickle files (.pt, .pth, .bin, .ckpt): unisono never opens them, but shows how to convert them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ _SUFFIXES = {".pth", ".pt", ".bin", ".ckpt", ".pkl", ".pickle"}
 
 
 def is_pickle(path: Path) -> bool:
-    """Whether the path has the name of a pickled file; a folder may be called anything."""
+    """Whether a path is named like a pickle file and is not a folder."""
     return path.suffix.lower() in _SUFFIXES and not path.is_dir()
 
 
 def how_to_convert(file: Path) -> str:
-    """Why a pickle is not opened, and a command that makes a safetensors file of its tensors."""
+    """Why a pickle is not opened, and a command that converts it to safetensors."""
     program = (
         "import sys, torch, safetensors.torch as s; "
         "d = torch.load(sys.argv[1], map_location='cpu', weights_only=True); "
@@ -23,6 +23,6 @@ def how_to_convert(file: Path) -> str:
     )
     new = file.with_suffix(".safetensors")
     return (
-        f"{file} is a pickle, which can run code when it is opened and is not loaded; convert it: "
+        f"{file} is a pickle, which unisono does not open because that can run code; convert it: "
         f'python -c "{program}" {shlex.quote(str(file))} {shlex.quote(str(new))}'
     )

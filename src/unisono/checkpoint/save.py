@@ -1,8 +1,8 @@
-"""Saving without stopping the training.
+"""Saves checkpoints without stopping training.
 
-`Saver.save` copies what this rank has to write to host memory and returns; a thread of each rank then writes its shards
-with PyTorch's distributed checkpoint, reads them back, and rank 0 commits when every rank has reported success. The
-threads talk over a process group of their own, so they never mix with the collectives of a training step.
+`Saver.save` copies what this rank has to write to host memory and returns. A thread of each rank then writes its shards
+with PyTorch's distributed checkpoint and reads them back, and rank 0 commits once every rank has reported success. The
+threads use their own process group, so their collectives never mix with those of a training step.
 """
 
 from __future__ import annotations
@@ -12,34 +12,33 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from unisono.checkpoint.all_ranks import RanksFailed, describe_failure, on_all_ranks
 from unisono.checkpoint.commit import begin, check_shard, commit, discard, prune, write_best
 from unisono.checkpoint.find import leftovers, leftovers_until, step_folder, validate
 from unisono.checkpoint.load import describe
 from unisono.checkpoint.manifest import FileEntry, read_manifest
 from unisono.checkpoint.shards import shard_name, write_shards
 from unisono.checkpoint.snapshot import Snapshot, State, check_names, fingerprint, shapes_of
-from unisono.checkpoint.together import RanksFailed, describe_failure, together
 from unisono.faults import Injector
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class SaveResult:
-    """How a save ended: `error` is None when the checkpoint at `path` is complete and tidied up, else says what failed.
-
-    With both a path and an error the checkpoint is safe, but old ones could not be deleted or the best not be marked.
-    """
+    """How a save ended. With a path and an error, the checkpoint is safe but the clean-up after it failed."""
 
     step: int
-    path: Path | None
+    path: Path | None  # of the complete checkpoint
     seconds: float
     bytes: int
     error: str | None = None
@@ -47,7 +46,7 @@ class SaveResult:
 
 @dataclass(frozen=True)
 class Best:
-    """Marks a save as the best so far by an evaluation metric; the best one is never pruned."""
+    """Marks a save as the best so far by an evaluation metric; the best checkpoint is never pruned."""
 
     metric: str
     value: float
@@ -55,20 +54,20 @@ class Best:
 
 @dataclass(frozen=True)
 class _Attempt:
-    """All that the thread needs to know of one save; nothing in it changes while training goes on."""
+    """The input of one save, which does not change while training continues."""
 
     step: int
-    parts: dict[str, torch.Tensor]
+    parts: dict[str, torch.Tensor]  # what this rank writes
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]
     fingerprint: str
     extra: str
     best: Best | None
-    error: str | None
+    error: str | None  # of the copy to host memory
     started: float
 
 
 class Saver:
-    """Saves checkpoints of a run into its folder `checkpoints/`, in the background; every rank makes one."""
+    """Saves checkpoints of a run to one folder in the background; every rank creates one."""
 
     def __init__(
         self,
@@ -82,32 +81,25 @@ class Saver:
         identity: Mapping[str, Any],
         injector: Injector | None = None,
     ) -> None:
-        """`group` is a gloo group of all ranks used for nothing else (None for one rank); `identity` names the run.
-
-        `injector` makes rehearsed faults happen while this rank saves.
-        """
+        """`group`: a gloo group of all ranks for saves only, None for one rank; `identity` names the run."""
         if (group is None) != (world == 1):
             raise ValueError(f"{world} ranks need {'no' if world == 1 else 'a'} process group of their own")
         self._folder = folder
-        self._rank = rank
-        self._world = world
-        self._group = group
-        self._keep_last = keep_last
-        self._asynchronous = asynchronous
-        self._identity = dict(identity)
+        self._rank, self._world, self._group = rank, world, group
+        self._keep_last, self._asynchronous, self._identity = keep_last, asynchronous, dict(identity)
         self._injector = injector or Injector()
         mesh = None if group is None else DeviceMesh.from_group(group, "cpu")
         self._snapshot = Snapshot(rank, world, mesh)
-        # What is there before our first save was left by a run that is over; later ones could be of a living one.
+        # Only what exists before our first save: later leftovers could belong to a run that is still alive.
         self._leftovers = leftovers(folder) if rank == 0 else []
-        self._unmarked: tuple[int, Best] | None = None  # the best checkpoint, where the disk did not take its mark
+        self._unmarked: tuple[int, Best] | None = None  # the best checkpoint, while best.json could not be written
         self._thread: threading.Thread | None = None
-        self._broken: Exception | None = None
+        self._broken: Exception | None = None  # why the ranks lost each other during a save
         self._finished: queue.SimpleQueue[SaveResult] = queue.SimpleQueue()
 
     @property
     def is_saving(self) -> bool:
-        """Whether a save is under way."""
+        """Whether a save is running."""
         return self._thread is not None and self._thread.is_alive()
 
     @property
@@ -116,15 +108,15 @@ class Saver:
         return self._snapshot.is_warming_up
 
     def warm_up(self, tensors: State) -> None:
-        """Allocates page-locked memory for saves like this one in the background, so that the first need not wait.
+        """Allocates page-locked memory for saves of such tensors in the background.
 
-        Allocating it takes longer than copying to it (seconds for 12 GB).
+        Allocating it takes longer than copying to it (seconds for 12 GB); so the first save need not wait for it.
         """
         if self._asynchronous:
             self._snapshot.warm_up(tensors)
 
     def save(self, step: int, tensors: State, extra: Mapping[str, Any], *, best: Best | None = None) -> None:
-        """Saves the state of `step`; on return the tensors may change. Waits first for a save that is still running."""
+        """Saves the state of `step`; on return the tensors may change. First waits for a save that is running."""
         check_names(tensors)
         extra_json = json.dumps(extra, indent=1)
         self._join()
@@ -133,31 +125,30 @@ class Saver:
         error = None
         try:
             parts = self._snapshot.take(tensors)
-        except Exception as problem:  # out of memory here must reach the other ranks, whose threads wait for ours
+        except Exception as problem:  # out of memory; the threads of the other ranks must learn of it
             error = describe_failure(problem)
-        shapes, print_of_names = shapes_of(tensors), fingerprint(tensors)
-        attempt = _Attempt(step, parts, shapes, print_of_names, extra_json, best, error, started)
+        attempt = _Attempt(step, parts, shapes_of(tensors), fingerprint(tensors), extra_json, best, error, started)
         if not self._asynchronous:
             self._run(attempt)
             return
-        # A daemon: if a peer died in the middle, this rank must be able to exit; a clean exit calls wait().
+        # A daemon thread, so that this rank can exit after a peer has died. A normal exit calls wait().
         self._thread = threading.Thread(target=self._run, args=(attempt,), name=f"save-{step}", daemon=True)
         self._thread.start()
 
     def wait(self) -> list[SaveResult]:
-        """Blocks until the running save has ended; the outcomes not reported so far."""
+        """Waits for the running save; returns the results that were not returned before."""
         self._join()
         return self.poll()
 
     def let_finish(self, seconds: float) -> None:
-        """Gives a save under way some time, before this rank ends because of something else."""
+        """Waits up to `seconds` for a running save, without reporting it."""
         if self._thread is not None:
             self._thread.join(None if seconds == math.inf else seconds)
 
     def poll(self) -> list[SaveResult]:
-        """The outcomes of saves that have ended and were not reported so far; does not block.
+        """The results of finished saves that were not returned before; does not block.
 
-        Where the ranks lost each other while saving (one died), that is raised here, in the thread that trains.
+        If a rank died during a save, raises that error here, in the training thread.
         """
         if self._broken is not None:
             raise self._broken
@@ -167,14 +158,13 @@ class Saver:
         return results
 
     def tidy(self, step: int) -> None:
-        """Deletes what killed saves have left, at the end of a run whose last step `step` is saved.
+        """At the end of a run whose last step `step` is saved: deletes the leftovers of interrupted saves.
 
-        Every save does so too; but the attempt before may have been killed when all was saved and not yet tidied up.
+        Every save does so too, but the previous attempt may have been killed between its last save and the clean-up.
         """
         self._join()
         if self._rank == 0:
-            # Of later steps: perhaps of another run that is alive.
-            for path in leftovers_until(step, self._leftovers):
+            for path in leftovers_until(step, self._leftovers):  # later ones may belong to another run that is alive
                 discard(path)
 
     def _join(self) -> None:
@@ -184,41 +174,44 @@ class Saver:
         if self._broken is not None:
             raise self._broken
 
+    def _on_all_ranks(self, work: Callable[[], T]) -> list[T]:
+        return on_all_ranks(work, world=self._world, group=self._group)
+
     def _run(self, attempt: _Attempt) -> None:
         path, size, error = None, 0, None
         try:
             path, size = self._write(attempt)
-            together(lambda: self._tidy(attempt, path), world=self._world, group=self._group)
-        except RanksFailed as problem:  # all ranks know, and train on
+            self._on_all_ranks(lambda: self._clean_up(attempt, path))
+        except RanksFailed as problem:  # on all ranks: training continues
             error = describe_failure(problem)
-        except Exception as problem:  # a peer that died: the exchange raises. To train on would be to train alone
+        except Exception as problem:  # the exchange failed because a peer died: this rank must not train on alone
             self._broken = problem
             return
         seconds = time.monotonic() - attempt.started
         self._finished.put(SaveResult(attempt.step, path, seconds, size, error))
 
     def _write(self, attempt: _Attempt) -> tuple[Path, int]:
-        """The way of one checkpoint to its final name; raises the same error on every rank if any rank fails."""
-        prints = together(lambda: self._ready(attempt), world=self._world, group=self._group)
-        if len(set(prints)) > 1:
+        """Writes and commits a checkpoint; returns its path and size. Fails on every rank if it fails on any."""
+        fingerprints = self._on_all_ranks(lambda: self._ready(attempt))
+        if len(set(fingerprints)) > 1:
             raise RanksFailed("the ranks do not hold tensors of the same names, shapes and dtypes")
-        # Made only when every rank is ready, so that there is nothing to clean up before.
-        places = together(lambda: self._begin(attempt), world=self._world, group=self._group)
-        assert places[0] is not None
-        staging, existing_bytes = places[0]
+        # Only once every rank is ready, so that an earlier failure leaves nothing to clean up.
+        begun = self._on_all_ranks(lambda: self._begin(attempt))[0]
+        assert begun is not None
+        staging, existing_bytes = begun
         if existing_bytes is not None:
             return staging, existing_bytes
         try:
-            together(lambda: self._write_shard(attempt, staging), world=self._world, group=self._group)
-            checked = together(lambda: self._check_shard(attempt, staging), world=self._world, group=self._group)
+            self._on_all_ranks(lambda: self._write_shard(attempt, staging))
+            checked = self._on_all_ranks(lambda: self._check_shard(attempt, staging))
             shards = {name: entry for files in checked for name, entry in files.items()}
-            ends = together(lambda: self._commit(attempt, staging, shards), world=self._world, group=self._group)
+            committed = self._on_all_ranks(lambda: self._commit(attempt, staging, shards))[0]
         except RanksFailed:
             if self._rank == 0:
                 discard(staging)
             raise
-        assert ends[0] is not None
-        return ends[0]
+        assert committed is not None
+        return committed
 
     def _ready(self, attempt: _Attempt) -> str:
         self._injector.at("save-begin", attempt.step)
@@ -227,7 +220,7 @@ class Saver:
         return attempt.fingerprint
 
     def _begin(self, attempt: _Attempt) -> tuple[Path, int | None] | None:
-        """On rank 0: the folder to write to; or, with its size, the checkpoint of this step that is there already."""
+        """On rank 0: a new staging folder; or the checkpoint of this step and its size, if it already exists."""
         if self._rank != 0:
             return None
         existing = self._folder / step_folder(attempt.step)
@@ -244,7 +237,7 @@ class Saver:
     def _check_shard(self, attempt: _Attempt, staging: Path) -> dict[str, FileEntry]:
         self._injector.at("save-check", attempt.step)
         checked = check_shard(staging / shard_name(self._rank, self._world))
-        self._injector.at("save-commit", attempt.step)  # before the exchange: once rank 0 commits, nobody may fail
+        self._injector.at("save-commit", attempt.step)  # before the exchange: once rank 0 commits, no rank may fail
         return checked
 
     def _commit(self, attempt: _Attempt, staging: Path, shards: dict[str, FileEntry]) -> tuple[Path, int] | None:
@@ -252,19 +245,20 @@ class Saver:
             return None
         if describe(staging) != attempt.shapes:
             raise RanksFailed("the files read back do not hold the tensors that were to be saved")
-        final = commit(
+        path = commit(
             staging, step=attempt.step, world=self._world, identity=self._identity, extra=attempt.extra, shards=shards
         )
-        return final, read_manifest(final).total_bytes
+        return path, read_manifest(path).total_bytes
 
-    def _tidy(self, attempt: _Attempt, committed: Path | None) -> None:
-        self._injector.at("saved", attempt.step, made=committed)
+    def _clean_up(self, attempt: _Attempt, committed: Path | None) -> None:
+        """After a commit, on rank 0: marks the best checkpoint, prunes old ones and deletes leftovers."""
+        self._injector.at("saved", attempt.step, saved=committed)
         if self._rank != 0 or committed is None:
             return
         if attempt.best is not None:
             self._unmarked = attempt.step, attempt.best
         failure = self._mark_best()
-        # Also where the best could not be marked: on a full disk the deletion is what makes room for the next save.
+        # Prune even if that failed: on a full disk, pruning frees the space for the next save.
         also_keep = () if self._unmarked is None else (self._unmarked[0],)
         prune(
             self._folder,
@@ -279,7 +273,7 @@ class Saver:
             raise failure
 
     def _mark_best(self) -> OSError | None:
-        """Writes which checkpoint is the best, now or, where the disk does not take it, after the next save."""
+        """Writes best.json; returns the error if the disk refuses it, and then tries again after the next save."""
         if self._unmarked is not None:
             step, best = self._unmarked
             try:

@@ -1,8 +1,8 @@
-"""Writing this rank's shard file: PyTorch's distributed checkpoint plans, safetensors writes.
+"""Writes this rank's shard file: PyTorch's distributed checkpoint (DCP) plans, safetensors writes.
 
-PyTorch's own safetensors writer first builds the whole file in memory, twice, and holds the interpreter lock meanwhile
-(measured: training stands still for 0.5 to 0.8 s per 400 MB). `safetensors.save_file` writes from the tensors as they
-lie, without the lock, and the file is the same: PyTorch's reader takes it.
+DCP's own safetensors writer builds the whole file in memory, twice, while it holds the GIL (measured: training stalls
+for 0.5 to 0.8 s per 400 MB). `safetensors.save_file` writes straight from the tensors without the GIL, and DCP's reader
+can read the file.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from unisono.checkpoint.all_ranks import RanksFailed, describe_failure
 from unisono.checkpoint.manifest import SHARD_SUFFIX
-from unisono.checkpoint.together import RanksFailed, describe_failure
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
-"""Where the header of a shard says which part of each tensor it holds, as PyTorch's reader expects it."""
+"""The entry of a shard's header with the offsets of its parts, under the name that DCP expects."""
 
 
 def shard_name(rank: int, world: int) -> str:
-    """Name of the file that `rank` writes."""
+    """The name of the file that `rank` writes."""
     return f"shard-{rank + 1:05d}-of-{world:05d}{SHARD_SUFFIX}"
 
 
@@ -43,15 +43,15 @@ def write_shards(
     group: dist.ProcessGroup | None,
     before: Callable[[], None] = lambda: None,
 ) -> None:
-    """Writes this rank's part of a state into a folder; every rank calls it, and if one fails all raise RanksFailed.
+    """Writes this rank's parts to its shard file; every rank calls it, and if one fails, all raise RanksFailed.
 
-    `before` is called on each rank when the ranks have settled who writes what, and its failure counts as one to write.
+    Each rank calls `before` once the ranks have agreed who writes what; an exception in it counts as a failed write.
     """
     writer = _ShardWriter(folder / shard_name(rank, world), before)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         dcp.save(dict(parts), storage_writer=writer, planner=planner, process_group=group, no_dist=world == 1)
-    except CheckpointException as error:  # a BaseException, raised on every rank when any rank failed
+    except CheckpointException as error:  # a BaseException, raised on every rank if any rank fails
         failures = [(rank, describe_failure(failure[0])) for rank, failure in error.failures.items()]
         raise RanksFailed("; ".join(f"rank {rank}: {text}" for rank, text in failures)) from error
 
@@ -73,11 +73,11 @@ class _ShardWriter(HuggingFaceStorageWriter):
                 offsets[item.index.fqn] = {"saved_offsets": list(item.tensor_data.chunk.offsets)}
             if tensors:
                 save_file(tensors, self._file, metadata={SHARDING_INFO: json.dumps(offsets), "format": "pt"})
-                # It writes for the owner alone. Who may look into the folder may read what is in it.
+                # safetensors makes files readable by their owner only; give them the permissions of the folder.
                 self._file.chmod(self._file.parent.stat().st_mode & 0o666)
         except Exception as error:
-            # DCP sends a rank's exception object to the others; one that cannot be pickled would leave them waiting.
+            # DCP sends the exception to the other ranks; one that cannot be pickled would leave them waiting.
             raise RanksFailed(describe_failure(error)) from None
         done: Future[list[WriteResult]] = Future()
-        done.set_result([])  # results are for a central index; the headers of the shards are ours
+        done.set_result([])  # DCP would collect results in an index file; our index is the headers of the shards
         return done

@@ -1,8 +1,8 @@
-"""A copy in host memory of what this rank has to write, taken between two training steps.
+"""Copies to host memory what this rank writes to a checkpoint, between two training steps.
 
-After the copy the training loop may change its tensors while a thread writes. A tensor that every rank holds (ddp) is
-copied and written by one of them only, chosen the same way on all, so N ranks need the host memory of one copy, not of
-N. The buffers are kept for the next save, page-locked where the tensors are on a GPU; these `warm_up` makes in advance.
+Training can then change its tensors while a thread writes the copy. A tensor that every rank holds (ddp) is copied and
+written by one rank only, so N ranks need the host memory of one copy. Buffers are reused by the next save. For tensors
+on a GPU they are page-locked, and `warm_up` allocates them in advance.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 State = Mapping[str, torch.Tensor]
-"""Tensors by name ("model.<name>", "ema.<name>", "optimizer.<name>.<slot>"): plain ones are the same on every rank,
-DTensors are spread over all ranks."""
+"""Tensors by name ("model.<name>", "ema.<name>", "optimizer.<name>.<slot>"): plain tensors are equal on every rank,
+DTensors are sharded over all ranks."""
 
 _WRAPPER = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp[^.]*)(\.|$)")
 
 
 class Snapshot:
-    """Takes copies of a state for one rank; each copy replaces the one before it."""
+    """Copies this rank's part of a state; each copy overwrites the previous one."""
 
     def __init__(self, rank: int, world: int, mesh: DeviceMesh | None) -> None:
         self._rank = rank
@@ -40,15 +40,15 @@ class Snapshot:
         return self._warming is not None and self._warming.is_alive()
 
     def warm_up(self, state: State) -> None:
-        """Starts to allocate the page-locked buffers for a state like this one; does not wait and copies nothing."""
+        """Allocates page-locked buffers for a state like this one, in a thread; copies nothing."""
         self._join()
-        # Not the tensors themselves: they would live on with the thread.
+        # The thread must not hold the tensors themselves.
         wanted = [(name, t.shape, t.dtype, t.device) for name, _, t in self._share(state) if t.is_cuda]
         if not wanted:
             return
 
         def allocate() -> None:
-            # Out of memory: the save that needs it says so. A thread begins on GPU 0, where other ranks may be at home.
+            # If memory runs out, the save reports it. A new thread uses GPU 0, which may belong to another rank.
             with suppress(RuntimeError), torch.cuda.device(wanted[0][3]):
                 for name, shape, dtype, _ in wanted:
                     if not _fits(self._buffers.get(name), shape, dtype):
@@ -58,7 +58,7 @@ class Snapshot:
         self._warming.start()
 
     def take(self, state: State) -> dict[str, torch.Tensor]:
-        """Copies this rank's part of the state; on return the originals may change (waits for the GPU once)."""
+        """Copies this rank's part of the state; waits for the GPU, so that the tensors may change on return."""
         self._join()
         self._buffers = {name: buffer for name, buffer in self._buffers.items() if name in state}
         parts: dict[str, torch.Tensor] = {}
@@ -71,13 +71,13 @@ class Snapshot:
         return parts
 
     def _share(self, state: State) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """What this rank writes: name, tensor, and the part of it that is here."""
+        """What this rank writes: (name, tensor, local part)."""
         writers = writer_of_each(state, self._world)
         for name, tensor in state.items():
             local = _local(tensor.detach())
             if writers.get(name, self._rank) != self._rank:
                 continue
-            if name in writers or local.numel() > 0:  # an uneven split may leave a rank with nothing to write
+            if name in writers or local.numel() > 0:  # the last shards of an uneven split may be empty
                 yield name, tensor.detach(), local
 
     def _join(self) -> None:
@@ -88,7 +88,7 @@ class Snapshot:
     def _copy(self, name: str, local: torch.Tensor, devices: set[torch.device]) -> torch.Tensor:
         buffer = self._buffers.get(name)
         if buffer is None or not _fits(buffer, local.shape, local.dtype):
-            # One storage per tensor: the safetensors writer refuses tensors that share one (tied weights, views).
+            # One storage per tensor: safetensors refuses tensors that share one (tied weights, views).
             buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
             self._buffers[name] = buffer
         buffer.copy_(local, non_blocking=local.is_cuda)
@@ -100,9 +100,9 @@ class Snapshot:
         assert isinstance(original, DTensor) and self._mesh is not None
         if original.device_mesh.ndim != 1 or original.device_mesh.size() != self._world:
             raise ValueError(
-                f"a sharded tensor must be spread over all {self._world} ranks, not {original.device_mesh}"
+                f"a sharded tensor must be sharded over all {self._world} ranks, not over {original.device_mesh}"
             )
-        # Without shape and stride the whole would be taken as local size x ranks, which is wrong for uneven shards.
+        # Without shape and stride, DTensor assumes local size x ranks, which is wrong for uneven shards.
         return DTensor.from_local(
             buffer,
             self._mesh,
@@ -114,7 +114,7 @@ class Snapshot:
 
 
 def writer_of_each(state: State, world: int) -> dict[str, int]:
-    """Which rank writes each tensor that all ranks hold: largest first, each to the rank with the least to write."""
+    """The rank that writes each tensor that all ranks hold: largest first, to the rank with the fewest bytes so far."""
     whole = {name: tensor for name, tensor in state.items() if not _is_sharded(tensor, world)}
     load = [0] * world
     writers: dict[str, int] = {}
@@ -131,16 +131,16 @@ def shapes_of(state: State) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
 
 
 def fingerprint(state: State) -> str:
-    """The same on two ranks exactly when they save the same names, shapes and dtypes in the same way."""
+    """A hash of names, shapes, dtypes and kinds of tensors, to check that all ranks save the same ones."""
     lines = [f"{name} {tuple(t.shape)} {t.dtype} {isinstance(t, DTensor)}" for name, t in sorted(state.items())]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def check_names(state: State) -> None:
-    """Refuses names that carry a wrapper's prefix: such a checkpoint could only be loaded into the same wrapper."""
+    """Refuses names with a wrapper's prefix: such a checkpoint would load only into the same wrapper."""
     for name in state:
         if _WRAPPER.search(name):
-            raise ValueError(f"{name!r} carries the prefix of a wrapper; give the names of the bare model")
+            raise ValueError(f"{name!r} has a wrapper's prefix; use the names of the unwrapped model")
 
 
 def _is_sharded(tensor: torch.Tensor, world: int) -> bool:

@@ -1,23 +1,22 @@
-"""Reads tensors from a safetensors file by their byte ranges, without mapping the file into memory.
+"""Reads tensors of a safetensors file by their byte ranges, without mapping the file into memory.
 
-`safetensors.safe_open` maps the whole file, which fails for a file larger than the memory that a process may address.
-Here the header is read and checked first; then each tensor, or some of its rows, is read into memory of its own.
+`safetensors.safe_open` maps the whole file, which fails if the file is larger than the memory that a process may
+address. This module reads and checks the header, and then reads each tensor, or some of its rows, on demand.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from unisono.plain_files import NotRegular, open_regular, parse_json
 
 _DTYPES = {
     "F64": torch.float64,
@@ -43,49 +42,49 @@ _AT_ONCE = 2**30  # bytes per read; Linux reads at most 2 GiB
 
 
 class BadTensorFile(Exception):
-    """A file that is not a whole safetensors file; the message says what is wrong with it."""
+    """The file is not a complete safetensors file; the message says what is wrong with it."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What the header says of one tensor."""
+    """The header's entry of one tensor."""
 
     dtype: str
     shape: tuple[int, ...]
-    start: int  # where its bytes start in the file
+    start: int  # offset of its bytes in the file
     num_bytes: int
 
 
 class TensorFile:
-    """The tensors of one safetensors file; each is read when it is asked for, also by several threads or processes."""
+    """The tensors of one safetensors file, read on demand; safe for several threads or processes."""
 
     def __init__(self, path: str | Path) -> None:
-        """Reads and checks the header; BadTensorFile or OSError if there is something wrong with the file."""
+        """Reads and checks the header; raises BadTensorFile or OSError if that fails."""
         self.path = Path(path)
-        with self._open() as handle:
-            info = self._info = os.fstat(handle)
-            header, begin = _read_header(handle, info.st_size)
+        with self._open() as file:
+            info = self._info = os.fstat(file.fileno())
+            header, begin = _read_header(file.fileno(), info.st_size)
         self.metadata = _metadata(header.pop("__metadata__", {}))
-        self.entries = {name: _entry(name, told, begin) for name, told in header.items()}
+        self.entries = {name: _entry(name, fields, begin) for name, fields in header.items()}
         _check_ranges(self.entries, begin, info.st_size)
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type of a tensor's numbers."""
+        """The dtype of a tensor."""
         dtype = _DTYPES.get(self.entries[name].dtype)
         if dtype is None:
-            raise BadTensorFile(f"{name!r} has the type {self.entries[name].dtype}, which cannot be read")
+            raise BadTensorFile(f"{name!r} has dtype {self.entries[name].dtype}, which unisono cannot read")
         return dtype
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor, whole."""
+        """A whole tensor."""
         entry = self.entries[name]
         return self._read(name, entry.shape, entry.start)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows `start` to `stop` of a tensor's first dimension; only these are read."""
+        """The rows start..stop-1 of a tensor's first dimension; reads nothing else."""
         entry = self.entries[name]
         if not entry.shape:
-            raise BadTensorFile(f"{name!r} has no rows: it is a single number")
+            raise BadTensorFile(f"{name!r} is a scalar and has no rows")
         start, stop, _ = slice(start, stop).indices(entry.shape[0])
         row = math.prod(entry.shape[1:]) * self.dtype(name).itemsize
         return self._read(name, (max(0, stop - start), *entry.shape[1:]), entry.start + start * row)
@@ -94,28 +93,24 @@ class TensorFile:
         tensor = torch.empty(shape, dtype=self.dtype(name))
         if not tensor.numel():
             return tensor
-        bytes_of_it: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-        room = memoryview(bytes_of_it)
-        with self._open() as handle:
-            if _identity(os.fstat(handle)) != _identity(self._info):
-                raise BadTensorFile("it was replaced while it was being read")
-            while room:
-                count = os.preadv(handle, [room[:_AT_ONCE]], start)
+        target: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+        buffer = memoryview(target)
+        with self._open() as file:
+            if _identity(os.fstat(file.fileno())) != _identity(self._info):
+                raise BadTensorFile("it was replaced while it was read")
+            while buffer:
+                count = os.preadv(file.fileno(), [buffer[:_AT_ONCE]], start)
                 if count == 0:
                     raise BadTensorFile(f"it ends inside {name!r}")
-                room, start = room[count:], start + count
+                buffer, start = buffer[count:], start + count
         return tensor
 
-    @contextmanager
-    def _open(self) -> Iterator[int]:
-        # For each read: a checkpoint has as many files as it had ranks, and a process may open a thousand or so.
-        handle = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would be waited for
+    def _open(self) -> FileIO:
+        # Opened for each read: a checkpoint has one file per rank, and a process may keep only about 1,000 files open.
         try:
-            if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise BadTensorFile("it is not a plain file")
-            yield handle
-        finally:
-            os.close(handle)
+            return open_regular(self.path)
+        except NotRegular as error:
+            raise BadTensorFile(error.strerror) from None
 
 
 def _identity(info: os.stat_result) -> tuple[int, ...]:
@@ -123,39 +118,38 @@ def _identity(info: os.stat_result) -> tuple[int, ...]:
 
 
 def _read_header(handle: int, size: int) -> tuple[dict[str, Any], int]:
-    """The header, and where the tensors' bytes begin."""
+    """The header, and the offset at which the tensors' bytes begin."""
     length = int.from_bytes(os.pread(handle, 8, 0), "little")
     if size < 8 or length > min(_LARGEST_HEADER, size - 8):
-        raise BadTensorFile("its header is larger than the file, or than the format allows")
+        raise BadTensorFile("its header is larger than the file or than the format allows")
     try:
-        header = json.loads(os.pread(handle, length, 8))
-    except (ValueError, RecursionError) as error:
-        what = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise BadTensorFile(f"its header is not JSON ({what})") from None
+        header = parse_json(os.pread(handle, length, 8))
+    except ValueError as error:
+        raise BadTensorFile(f"its header is not JSON ({error})") from None
     if not isinstance(header, dict):
         raise BadTensorFile("its header is not an object")
     return header, 8 + length
 
 
-def _metadata(told: Any) -> dict[str, str]:
-    if not isinstance(told, dict) or not all(isinstance(value, str) for value in told.values()):
-        raise BadTensorFile("the metadata in its header are not texts by name")
-    return told
+def _metadata(value: Any) -> dict[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise BadTensorFile("the __metadata__ of its header is not a mapping of strings")
+    return value
 
 
-def _entry(name: str, told: Any, begin: int) -> Entry:
-    if not isinstance(told, dict) or not isinstance(told.get("dtype"), str):
-        raise BadTensorFile(f"its header does not say which type {name!r} has")
-    shape, offsets = _sizes(told.get("shape")), _sizes(told.get("data_offsets"))
+def _entry(name: str, fields: Any, begin: int) -> Entry:
+    if not isinstance(fields, dict) or not isinstance(fields.get("dtype"), str):
+        raise BadTensorFile(f"its header lacks the dtype of {name!r}")
+    shape, offsets = _sizes(fields.get("shape")), _sizes(fields.get("data_offsets"))
     if shape is None or math.prod(shape) >= _LARGEST_SIZE:
-        raise BadTensorFile(f"its header does not say which shape {name!r} has")
+        raise BadTensorFile(f"its header lacks a valid shape of {name!r}")
     if offsets is None or len(offsets) != 2:
-        raise BadTensorFile(f"its header does not say where {name!r} is (data_offsets)")
-    dtype = _DTYPES.get(told["dtype"])
+        raise BadTensorFile(f"its header lacks valid data_offsets of {name!r}")
+    dtype = _DTYPES.get(fields["dtype"])
     num_bytes = offsets[1] - offsets[0]
     if num_bytes < 0 or (dtype is not None and num_bytes != math.prod(shape) * dtype.itemsize):
-        raise BadTensorFile(f"the data_offsets of {name!r} do not fit its shape and type")
-    return Entry(told["dtype"], tuple(shape), begin + offsets[0], num_bytes)
+        raise BadTensorFile(f"the data_offsets of {name!r} do not match its shape and dtype")
+    return Entry(fields["dtype"], tuple(shape), begin + offsets[0], num_bytes)
 
 
 def _sizes(value: Any) -> list[int] | None:
@@ -164,11 +158,11 @@ def _sizes(value: Any) -> list[int] | None:
 
 
 def _check_ranges(entries: dict[str, Entry], begin: int, size: int) -> None:
-    """The tensors lie one after the other and fill the file: otherwise two would share bytes, or some would be lost."""
+    """Refuses gaps and overlaps: the tensors must be contiguous and fill the file."""
     end = begin
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
         if entry.start != end:
             raise BadTensorFile(f"the data_offsets of {name!r} leave a gap or overlap with another tensor's")
         end += entry.num_bytes
     if end != size:
-        raise BadTensorFile(f"its header describes {end} bytes, the file has {size}")
+        raise BadTensorFile(f"its header describes {end} bytes, but the file has {size}")

@@ -1,7 +1,7 @@
 """Command-line parsing, the same for every command.
 
-argparse with four conventions: a flag may be written with hyphens or underscores, a flag is never abbreviated, a
-mistake is one line with the nearest flag (exit code 2), and `train`, `verify` and `slurm` pass every flag that is not
+argparse with four conventions: a flag may be written with hyphens or underscores; flags cannot be abbreviated; an
+error is one line that suggests the nearest flag (exit code 2); `train`, `verify` and `slurm` pass flags that are not
 their own on to the settings of the recipe.
 """
 
@@ -13,17 +13,17 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from unisono.errors import ConfigError
+from unisono.errors import ConfigError, UserError
 
 _SIMILAR = 0.7
-_VERY_SIMILAR = 0.85  # a flag that is almost one of the command's own, and no setting, is a slip
+_VERY_SIMILAR = 0.85  # a flag that is no setting and this close to one of the command's own is a typo
 
 
 class Parser(argparse.ArgumentParser):
     """The parser of one command."""
 
     def __init__(self, command: str, description: str, **options: Any) -> None:
-        self._spellings: dict[str, str] = {}
+        self._spellings: dict[str, str] = {}  # with underscores -> as declared
         self._command = command
         super().__init__(prog=f"unisono {command}", description=description, allow_abbrev=False, **options)
 
@@ -33,16 +33,30 @@ class Parser(argparse.ArgumentParser):
         self._spellings.update({_underscored(name): name for name in action.option_strings})
         return action
 
+    def add_checkpoint_arguments(self) -> None:
+        """Adds --step, --weights and --recipe, which select the trained weights of a run."""
+        self.add_argument("--step", metavar="N", help="checkpoint: a step number, newest or best (default: newest)")
+        self.add_argument(
+            "--weights",
+            choices=["auto", "ema", "model"],
+            default="auto",
+            help="ema: the moving average of the weights; model: the weights themselves; auto: the moving average if "
+            "the run has one (default: auto)",
+        )
+        self.add_argument(
+            "--recipe", metavar="FILE.PY:CLASS", help="where the recipe is now, if it has moved since the run"
+        )
+
     def error(self, message: str) -> NoReturn:
-        """Raises the mistake as one line instead of printing the usage."""
+        """Raises a ConfigError of one line, where argparse would print the usage and exit."""
         raise ConfigError(f"{message.removeprefix('argument ')}; see unisono {self._command} --help")
 
-    def read(self, words: Sequence[str]) -> argparse.Namespace:
-        """Parses the whole command line; a word that belongs to no argument is a ConfigError."""
-        options, rest = self.read_own(words)
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Parses the whole command line; raises ConfigError for an unknown argument."""
+        options, rest = self.parse_own(argv)
         if not rest:
             return options
-        flags = [word.partition("=")[0] for word in rest if word.startswith("--")]
+        flags = [argument.partition("=")[0] for argument in rest if argument.startswith("--")]
         if not flags:
             self.error(f"unexpected argument {rest[0]!r}")
         hint = self._nearest(flags[0], _SIMILAR)
@@ -50,25 +64,25 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unknown flag {flags[0]}")
         raise ConfigError(f"unknown flag {flags[0]}{hint}")
 
-    def read_own(self, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """Parses the command's own arguments; returns all other words as they were written, in order."""
-        return self.parse_known_args([self._as_declared(word) for word in words])
+    def parse_own(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+        """Parses the command's own arguments; returns all others as they were written, in order."""
+        return self.parse_known_args([self._as_declared(argument) for argument in argv])
 
-    def refuse_slips(self, flags: Sequence[str]) -> None:
-        """Raises ConfigError for a flag that is no setting and almost one of this command's."""
+    def reject_typos(self, flags: Sequence[str]) -> None:
+        """Raises ConfigError for a flag that is no setting but close to one of this command's own."""
         from unisono.config.fields import fields_by_name
         from unisono.settings import Settings
 
         settings = fields_by_name((Settings,))
-        for flag in (word.partition("=")[0] for word in flags if word.startswith("--")):
+        for flag in (argument.partition("=")[0] for argument in flags if argument.startswith("--")):
             name = _underscored(flag).removeprefix("__")
             if name not in settings and (hint := self._nearest(flag, _VERY_SIMILAR)):
                 raise ConfigError(f"unknown flag {flag}{hint}")
 
-    def _as_declared(self, word: str) -> str:
-        if not word.startswith("--"):
-            return word
-        name, equals, value = word.partition("=")
+    def _as_declared(self, argument: str) -> str:
+        if not argument.startswith("--"):
+            return argument
+        name, equals, value = argument.partition("=")
         return self._spellings.get(_underscored(name), name) + equals + value
 
     def _nearest(self, flag: str, cutoff: float) -> str:
@@ -78,7 +92,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class StoreOnce(argparse.Action):
-    """Stores one value and refuses a second one."""
+    """Stores one value and rejects a second one."""
 
     def __call__(
         self,
@@ -92,13 +106,13 @@ class StoreOnce(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-class TrainingWords(NamedTuple):
-    """The command line of a command that trains a recipe, taken apart."""
+class TrainingCommand(NamedTuple):
+    """The parsed command line of `train`, `verify` or `slurm`."""
 
-    recipe: str | None
+    recipe: str  # empty only with --help
     files: list[Path]
-    flags: list[str]
-    options: argparse.Namespace
+    flags: list[str]  # settings of the run, not yet parsed
+    options: argparse.Namespace  # the command's own options
 
 
 class TrainingParser(Parser):
@@ -112,7 +126,7 @@ class TrainingParser(Parser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             add_help=False,  # with a recipe, the help also lists its settings
         )
-        self.add_argument("-h", "--help", action="store_true", help="show this help and exit")
+        self.add_argument("-h", "--help", action="store_true", help="show this help message and exit")
         self.add_argument(
             "--config",
             type=Path,
@@ -123,12 +137,15 @@ class TrainingParser(Parser):
             "The key `include` names files to read first: `include: base.yaml`, or a list",
         )
 
-    def read_training(self, words: Sequence[str]) -> TrainingWords:
-        """Takes a command line apart; the recipe is the first word."""
-        has_recipe = bool(words) and not words[0].startswith("-")
-        options, flags = self.read_own(words[1:] if has_recipe else words)
-        self.refuse_slips(flags)
-        return TrainingWords(words[0] if has_recipe else None, options.config, flags, options)
+    def parse_training(self, argv: Sequence[str]) -> TrainingCommand:
+        """Parses the command line; the recipe is the first argument."""
+        has_recipe = bool(argv) and not argv[0].startswith("-")
+        options, flags = self.parse_own(argv[1:] if has_recipe else argv)
+        self.reject_typos(flags)
+        if not has_recipe and not options.help:
+            command = f"unisono {self._command}"
+            raise UserError(f"{self._command}: no recipe is given; for instance: {command} my_file.py:MyRecipe")
+        return TrainingCommand(argv[0] if has_recipe else "", options.config, flags, options)
 
 
 def _underscored(name: str) -> str:

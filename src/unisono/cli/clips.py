@@ -14,21 +14,23 @@ from unisono.atomic_files import atomic_folder
 from unisono.cli.arguments import Parser
 from unisono.cli.device import usable_device
 from unisono.errors import EXIT_DONE, EXIT_USER_ERROR, ConfigError, UserError
+from unisono.formatting import plural
 from unisono.observe.progress import progress
 from unisono.observe.status_line import status_line
 
 if TYPE_CHECKING:
     from unisono.recipes.clips.cutting.cut import Cut
     from unisono.recipes.clips.cutting.moments import Moment
-    from unisono.recipes.clips.trained import Judge, Scored
+    from unisono.recipes.clips.scoring import Scored
+    from unisono.recipes.clips.trained import VideoScorer
     from unisono.recipes.clips.video.footage import Footage
 
 _LONG_S = 120  # seconds; progress on longer videos is also shown without a terminal
 
 
-def main(words: list[str], scorer: Callable[[Path], Any] | Judge | None = None) -> int:
+def main(argv: list[str], scorer: Callable[[Path], Any] | VideoScorer | None = None) -> int:
     """Runs the command; a caller that passes a scorer needs no run."""
-    options = _options(words, needs_run=scorer is None)
+    options = _options(argv, needs_run=scorer is None)
     from unisono.recipes.clips.page.output_folders import output_folders
 
     chosen = output_folders(options.videos, options.output_dir)
@@ -39,13 +41,13 @@ def main(words: list[str], scorer: Callable[[Path], Any] | Judge | None = None) 
         from unisono.recipes.clips.cutting.crop import parse_aspect
 
         aspect = parse_aspect(options.crop)
-    judge = _judge(options, scorer)
+    scorer = _scorer(options, scorer)
     for text in (*chosen.notes, *chosen.problems):
         print(f"unisono: {text}", file=sys.stderr)
     failed = len(chosen.problems)
     for video, folder in chosen.folders.items():
         try:
-            print(_clip(video, folder, judge, options, aspect))
+            print(_clip(video, folder, scorer, options, aspect))
         except UserError as error:
             if len(options.videos) == 1:
                 raise
@@ -56,30 +58,43 @@ def main(words: list[str], scorer: Callable[[Path], Any] | Judge | None = None) 
     return EXIT_USER_ERROR if failed else EXIT_DONE
 
 
-def _options(words: list[str], *, needs_run: bool) -> argparse.Namespace:
+def _options(argv: list[str], *, needs_run: bool) -> argparse.Namespace:
     parser = Parser(
         "clips",
         "Score videos with a trained run of the recipe `clips`, and cut out the best moments. Each video gets a folder "
         "with its clips, clips.json (scores and times) and an HTML page that shows them.",
     )
     parser.add_argument("videos", type=Path, nargs="+", metavar="VIDEO", help="videos to cut")
-    parser.add_argument("--run", type=Path, required=needs_run, help="folder of the trained run")
-    parser.add_argument("--output_dir", type=Path, default=Path("clips"), help="folder to write to (default: clips)")
-    parser.add_argument("--num_clips", type=int, default=5, help="most clips to cut from each video (default: 5)")
+    parser.add_argument(
+        "--run", type=Path, metavar="RUN", required=needs_run, help="run folder of a trained recipe `clips`"
+    )
+    parser.add_argument(
+        "--output_dir", type=Path, metavar="FOLDER", default=Path("clips"), help="output folder (default: clips)"
+    )
+    parser.add_argument(
+        "--num_clips", type=int, metavar="N", default=5, help="maximum number of clips per video (default: 5)"
+    )
     parser.add_argument(
         "--lowest_score",
         type=float,
-        help="skip moments that score below this, 0 to 1 (default: a tenth of the video's best score, or a quarter of "
-        "the way from other clips to highlights in the run's evaluation, whichever is higher; 0 skips none)",
+        metavar="SCORE",
+        help="skip moments with a lower score, 0 to 1 (default: the higher of a tenth of the video's best score, and a "
+        "quarter of the way from the scores of other clips to those of highlights in the run's evaluation; 0 skips "
+        "none)",
     )
-    parser.add_argument("--shortest", type=float, default=4.0, help="shortest clip, in seconds (default: 4)")
-    parser.add_argument("--longest", type=float, default=60.0, help="longest clip, in seconds (default: 60)")
     parser.add_argument(
-        "--gap", type=float, default=2.0, help="shortest gap between two clips, in seconds (default: 2)"
+        "--shortest", type=float, metavar="S", default=4.0, help="shortest clip, in seconds (default: 4)"
+    )
+    parser.add_argument(
+        "--longest", type=float, metavar="S", default=60.0, help="longest clip, in seconds (default: 60)"
+    )
+    parser.add_argument(
+        "--gap", type=float, metavar="S", default=2.0, help="shortest gap between two clips, in seconds (default: 2)"
     )
     parser.add_argument(
         "--snap",
         type=float,
+        metavar="S",
         help="move the ends of a clip to a scene cut or a pause at most this many seconds away; 0: never (default: the "
         "length of a scored segment, because a score does not locate a moment more precisely)",
     )
@@ -92,24 +107,16 @@ def _options(words: list[str], *, needs_run: bool) -> argparse.Namespace:
     parser.add_argument(
         "--height",
         type=int,
+        metavar="PIXELS",
         help="height of the clips in pixels; implies --exact; 0: do not scale (default: with --crop, the height that "
         "keeps the longer side of the video, 1080x1920 for 9:16 of 1920x1080; otherwise the video's)",
     )
     parser.add_argument(
         "--page", action=argparse.BooleanOptionalAction, default=True, help="write an HTML page (default: yes)"
     )
-    parser.add_argument("--step", help="checkpoint of the run: a step number, newest or best (default: newest)")
-    parser.add_argument(
-        "--weights",
-        choices=["auto", "ema", "model"],
-        default="auto",
-        help="weights to use, as in unisono export (default: auto)",
-    )
-    parser.add_argument(
-        "--recipe", metavar="FILE.PY:CLASS", help="where the recipe is now, if it has moved since the run"
-    )
+    parser.add_checkpoint_arguments()
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:1 (default: auto)")
-    options = parser.read(words)
+    options = parser.parse(argv)
     _check(options)
     return options
 
@@ -130,16 +137,16 @@ def _check(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{name} {getattr(options, name):g}: expected 0 or more seconds")
 
 
-def _judge(options: argparse.Namespace, scorer: Callable[[Path], Any] | Judge | None) -> Judge:
-    from unisono.recipes.clips.trained import Judge, trained_judge
+def _scorer(options: argparse.Namespace, scorer: Callable[[Path], Any] | VideoScorer | None) -> VideoScorer:
+    from unisono.recipes.clips.trained import VideoScorer, load_scorer
 
     if scorer is not None:
-        if isinstance(scorer, Judge):
+        if isinstance(scorer, VideoScorer):
             return scorer
-        return Judge(lambda video, reached: scorer(video), str(options.run) if options.run else "")
+        return VideoScorer(lambda video, progress: scorer(video), str(options.run) if options.run else "")
     device = usable_device(options.device)
     _check_run(options)
-    return trained_judge(
+    return load_scorer(
         options.run, step=options.step, weights=options.weights, recipe_from=options.recipe, device=device
     )
 
@@ -161,9 +168,9 @@ def _check_run(options: argparse.Namespace) -> None:
         raise ConfigError(f"--step {options.step}: {options.run} has no such step; it has {there} (or newest, best)")
 
 
-def _clip(video: Path, folder: Path, judge: Judge, options: argparse.Namespace, aspect: float | None) -> str:
+def _clip(video: Path, folder: Path, scorer: VideoScorer, options: argparse.Namespace, aspect: float | None) -> str:
     """Cuts the clips of one video; returns a line that summarises them."""
-    from unisono.recipes.clips.cutting.copying import can_copy
+    from unisono.recipes.clips.cutting.copying import obstacle_to_copy
     from unisono.recipes.clips.page.clips_json import write_record
     from unisono.recipes.clips.page.page import write_page
     from unisono.recipes.clips.remarks import summary
@@ -174,28 +181,28 @@ def _clip(video: Path, folder: Path, judge: Judge, options: argparse.Namespace, 
     try:
         footage = Footage(video)
         exact = options.exact or bool(options.height) or aspect is not None
-        encoded = "" if exact else can_copy(footage)
+        obstacle = "" if exact else obstacle_to_copy(footage)
         shown = status_line().live or footage.duration >= _LONG_S
         with progress(f"scoring {video.name}", math.ceil(footage.duration), "s of video", enabled=shown) as advance:
-            scored = judge.score(video, advance.to)
+            scored = scorer.score(video, advance.to)
         seconds = time.monotonic() - began
         # Scoring decodes the whole video, so its duration is more reliable than the header's.
         footage.duration = scored.duration
-        moments, remarks = _chosen(footage, scored, judge, options)
-        remarks += [f"{encoded}: its clips are re-encoded, as with --exact"] if encoded else []
+        moments, remarks = _chosen(footage, scored, scorer, options)
+        remarks += [f"{obstacle}, so the clips are re-encoded, as with --exact"] if obstacle else []
         for remark in remarks:
             print(f"unisono: {video}: {remark}", file=sys.stderr)
-        cutting = progress(f"cutting {video.name}", len(moments), "clips", enabled=shown)
+        cutting = progress(f"cutting {video.name}", len(moments), plural("clip", len(moments)), enabled=shown)
         with atomic_folder(folder) as making, cutting as advance:
             clips = []
             for number, moment in enumerate(moments, 1):
-                cut = _cut(footage, moment, number, making, options, aspect, exact=exact or bool(encoded))
+                cut = _cut(footage, moment, number, making, options, aspect, exact=exact or bool(obstacle))
                 clips.append((moment, cut))
                 advance()
-            write_record(making / "clips.json", footage, scored, clips, judge.name, judge.trained_on, remarks)
+            write_record(making / "clips.json", footage, scored, clips, scorer.name, scorer.trained_on, remarks)
             if options.page:
                 page = making / "page.html"
-                by = f"{judge.name}, trained on {judge.trained_on}" if judge.trained_on else judge.name
+                by = f"{scorer.name}, trained on {scorer.trained_on}" if scorer.trained_on else scorer.name
                 write_page(page, footage, scored.scores, scored.clip_seconds, clips, by, remarks)
     except BadMedia as error:
         raise UserError(str(error)) from None
@@ -205,7 +212,7 @@ def _clip(video: Path, folder: Path, judge: Judge, options: argparse.Namespace, 
 
 
 def _chosen(
-    footage: Footage, scored: Scored, judge: Judge, options: argparse.Namespace
+    footage: Footage, scored: Scored, scorer: VideoScorer, options: argparse.Namespace
 ) -> tuple[list[Moment], list[str]]:
     """The moments to cut, best first, and remarks for the user."""
     from unisono.recipes.clips.calibration import without_low
@@ -214,7 +221,7 @@ def _chosen(
     from unisono.recipes.clips.remarks import about_length, about_lowest, about_scores
 
     lengths = {"shortest": options.shortest, "longest": options.longest}
-    found = pick(
+    candidates = pick(
         scored.scores,
         scored.clip_seconds,
         number=options.num_clips,
@@ -223,14 +230,14 @@ def _chosen(
         **lengths,
     )
     if options.lowest_score is None:
-        moments, about_low = without_low(found, judge.calibration)
+        moments, about_low = without_low(candidates, scorer.calibration)
     else:
-        moments = [moment for moment in found if moment.score >= options.lowest_score]
-        about_low = about_lowest(found, options.lowest_score)
+        moments = [moment for moment in candidates if moment.score >= options.lowest_score]
+        about_low = about_lowest(candidates, options.lowest_score)
     remarks = [
-        judge.about(footage),
+        scorer.warning_for(footage),
         str(scored.damage) if scored.damage else "",
-        "" if scored.has_sound else "no sound found: it is scored by its pictures alone",
+        "" if scored.has_sound else "no sound found: the video is scored by its frames alone",
         about_scores(scored.scores),
         about_length(scored.duration, options.shortest, moments),
         about_low,

@@ -1,4 +1,4 @@
-"""The flag --device of commands that use a trained model."""
+"""The option --device of commands that use a trained model."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ if TYPE_CHECKING:
 
 
 def usable_device(name: str) -> torch.device:
-    """The torch device of that name, after a test allocation; `auto` is the first GPU if there is one."""
+    """Returns the torch device of that name after a test allocation; `auto` is the first GPU, or the CPU."""
     import torch
 
-    chosen = name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device(chosen)
+        device = torch.device(name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0][:200]

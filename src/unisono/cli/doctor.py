@@ -1,8 +1,8 @@
-"""`unisono doctor`: what is installed, what is visible, what is wrong, and what to do about it.
+"""`unisono doctor`: checks that this machine can train, and says what to do about each problem.
 
-First everything is looked up once (`Machine`), then each check is a small pure function of what was found. Last, real
-processes add numbers up over gloo, and over NCCL where there are GPUs: what training will need is tried, not assumed.
-A warning is something that may hurt; only a fault makes the exit code 1.
+`inspect_machine` collects all facts once (`Machine`), and each check is a small pure function of them. Then real
+processes run an all-reduce over gloo and, with GPUs, over NCCL. Only a check that fails makes the exit code 1; a
+warning does not.
 """
 
 from __future__ import annotations
@@ -23,7 +23,17 @@ from typing import Literal
 
 from unisono.cli.arguments import Parser
 from unisono.cluster import allreduce, environment
-from unisono.devices import GB, Choice, Driver, Gpu, apply_mask, child_environment, read_driver, read_gpus
+from unisono.devices import (
+    GB,
+    Choice,
+    Driver,
+    Gpu,
+    apply_mask,
+    child_environment,
+    num_cpu_cores,
+    read_driver,
+    read_gpus,
+)
 from unisono.errors import EXIT_DIFFERENCE, EXIT_DONE, TrainingFailed, UserError
 
 OLDEST_TORCH, FIRST_UNTESTED_TORCH = (2, 9), (2, 14)
@@ -34,22 +44,23 @@ CORE_PACKAGES = ("torch", "numpy", "safetensors", "pyyaml", "rich", "tensorboard
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at: what was found and, when it is not well, what to do."""
+    """The result of one check; the fields are the keys of `--json`."""
 
     name: str
     status: Literal["ok", "warn", "fail"]
     found: str
     advice: str = ""
+    """What to do if the status is not ok."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What was found on this machine, before any judgement."""
+    """Facts about this machine, on which the checks are based."""
 
     packages: Mapping[str, str | None] = field(default_factory=dict)
-    """Version of each package we use, None when it is not installed."""
+    """Version of each package that unisono uses; None if it is not installed."""
     optional: Mapping[str, str] = field(default_factory=dict)
-    """Packages only an extra needs, and that extra."""
+    """Packages that only an extra needs -> the extra."""
     torch_error: str = ""
     cuda_build: str | None = None
     cuda_works: bool = False
@@ -67,15 +78,15 @@ class Machine:
 
     @property
     def visible(self) -> list[Gpu]:
-        """The GPUs that CUDA_VISIBLE_DEVICES leaves."""
+        """The GPUs that CUDA_VISIBLE_DEVICES does not hide."""
         return apply_mask(self.mask, self.gpus)
 
 
-# --- looking ----------------------------------------------------------------------------------------------------------
+# --- facts ------------------------------------------------------------------------------------------------------------
 
 
-def look(environ: Mapping[str, str] = os.environ) -> Machine:
-    """Looks everything up once."""
+def inspect_machine(environ: Mapping[str, str] = os.environ) -> Machine:
+    """Collects the facts that the checks need."""
     packages, optional = _packages()
     build: str | None = None
     works, bf16, nccl, error = False, True, None, ""
@@ -98,7 +109,7 @@ def look(environ: Mapping[str, str] = os.environ) -> Machine:
         driver=read_driver(),
         gpus=read_gpus(),
         mask=environ.get("CUDA_VISIBLE_DEVICES"),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=num_cpu_cores(),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         shm_bytes=shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None,
         disk_bytes=shutil.disk_usage(".").free,
@@ -108,16 +119,16 @@ def look(environ: Mapping[str, str] = os.environ) -> Machine:
 
 
 def _packages() -> tuple[dict[str, str | None], dict[str, str]]:
-    """Our packages with their versions, and which extra wants the optional ones, from our own metadata."""
+    """Returns the version of each required package, and the extra of each optional one, from unisono's metadata."""
     try:
-        wanted = metadata.requires("unisono") or []
+        requirements = metadata.requires("unisono") or []
     except metadata.PackageNotFoundError:  # run from a source tree
-        wanted = list(CORE_PACKAGES)
+        requirements = list(CORE_PACKAGES)
     packages: dict[str, str | None] = {}
     optional: dict[str, str] = {}
-    for line in wanted:
-        name = re.split(r"[^\w.-]", line, maxsplit=1)[0]
-        extra = re.search(r"extra\s*==\s*['\"]([\w-]+)", line)
+    for requirement in requirements:
+        name = re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
+        extra = re.search(r"extra\s*==\s*['\"]([\w-]+)", requirement)
         if extra and extra[1] == "dev":
             continue
         if extra and name not in packages:
@@ -130,9 +141,9 @@ def _packages() -> tuple[dict[str, str | None], dict[str, str]]:
 
 
 def orphaned_ranks(proc: Path = Path("/proc")) -> list[str]:
-    """Ranks of unisono whose launcher is gone, as "pid command"."""
+    """Returns the ranks of unisono whose launcher is gone, as "pid command"."""
     first = proc / "1" / "cmdline"
-    # In a container the launcher itself may be process 1: its ranks are no orphans.
+    # In a container the launcher itself may be process 1; its ranks are not orphans.
     launcher_is_first = os.access(first, os.R_OK) and b"unisono" in first.read_bytes()
     orphans = []
     for folder in proc.glob("[0-9]*"):
@@ -141,14 +152,18 @@ def orphaned_ranks(proc: Path = Path("/proc")) -> list[str]:
             if RANK_MODULE not in command:
                 continue
             parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
-        except OSError:  # it ended while we looked
+        except OSError:  # the process has exited meanwhile
             continue
         if parent == "1" and not launcher_is_first:
             orphans.append(f"{folder.name} {command}")
     return orphans
 
 
-# --- judging ----------------------------------------------------------------------------------------------------------
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+
+def _warn_unless(is_ok: bool, name: str, finding: str, advice: str) -> Check:
+    return Check(name, "ok", finding) if is_ok else Check(name, "warn", finding, advice)
 
 
 def check_python(machine: Machine) -> Check:
@@ -158,50 +173,58 @@ def check_python(machine: Machine) -> Check:
 def check_torch(machine: Machine) -> Check:
     version = machine.packages.get("torch")
     if version is None or machine.torch_error:
-        found = f"{version or 'not installed'} {machine.torch_error}".strip()
-        return Check("torch", "fail", found, "it does not import; install it again: pip install 'torch>=2.9,<2.14'")
+        finding = f"{version or 'not installed'} {machine.torch_error}".strip()
+        return Check("torch", "fail", finding, "it does not import; install it again: pip install 'torch>=2.9,<2.14'")
     build = f"CUDA {machine.cuda_build}, NCCL {machine.nccl}" if machine.cuda_build else "CPU build"
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if numbers < OLDEST_TORCH:
         return Check("torch", "fail", f"{version} ({build})", "too old; pip install 'torch>=2.9,<2.14'")
     if numbers >= FIRST_UNTESTED_TORCH:
-        return Check("torch", "warn", f"{version} ({build})", "newer than tested; if odd things happen, use torch<2.14")
+        return Check(
+            "torch",
+            "warn",
+            f"{version} ({build})",
+            "newer than the tested versions; if something fails, use torch<2.14",
+        )
     return Check("torch", "ok", f"{version} ({build})")
 
 
 def check_packages(machine: Machine) -> Check:
-    there = [f"{name} {version}" for name, version in machine.packages.items() if version and name != "torch"]
-    lacking = [name for name, version in machine.packages.items() if version is None and name != "torch"]
-    absent = [f"{name} (only for unisono[{machine.optional[name]}])" for name in lacking if name in machine.optional]
-    missing = [name for name in lacking if name not in machine.optional]
-    found = ", ".join(there) + (f"; not installed: {', '.join(absent)}" if absent else "")
+    others = {name: version for name, version in machine.packages.items() if name != "torch"}
+    extras = machine.optional
+    installed = [f"{name} {version}" for name, version in others.items() if version]
+    absent = [f"{name} (only for unisono[{extras[name]}])" for name in extras if others.get(name, "") is None]
+    missing = [name for name, version in others.items() if version is None and name not in extras]
+    finding = ", ".join(installed) + (f"; not installed: {', '.join(absent)}" if absent else "")
     if missing:
-        return Check("packages", "fail", f"{found}; missing: {', '.join(missing)}", f"pip install {' '.join(missing)}")
-    return Check("packages", "ok", found)
+        return Check(
+            "packages", "fail", f"{finding}; missing: {', '.join(missing)}", f"pip install {' '.join(missing)}"
+        )
+    return Check("packages", "ok", finding)
 
 
 def check_cuda(machine: Machine) -> Check:
-    """Whether torch, the driver and CUDA_VISIBLE_DEVICES together give the GPUs that are there."""
+    """Checks that torch, the driver and CUDA_VISIBLE_DEVICES together allow the use of the GPUs."""
     gpus, driver = machine.gpus, machine.driver
     if not gpus and machine.cuda_build and not machine.cuda_works:
-        found = f"torch is built for CUDA {machine.cuda_build}, but there is no NVIDIA driver or GPU"
+        finding = f"torch is built for CUDA {machine.cuda_build}, but there is no NVIDIA driver or GPU"
         advice = "training runs on the CPU; on a GPU machine check nvidia-smi (in a container: --gpus all)"
-        return Check("cuda", "warn", found, advice)
+        return Check("cuda", "warn", finding, advice)
     if not gpus:
         return Check("cuda", "ok", "works" if machine.cuda_works else "no NVIDIA GPU: training runs on the CPU")
-    found = f"driver {driver.version}, CUDA up to {driver.cuda[0]}.{driver.cuda[1]}" if driver else "driver unknown"
+    finding = f"driver {driver.version}, CUDA up to {driver.cuda[0]}.{driver.cuda[1]}" if driver else "driver unknown"
     if not machine.visible:
         hidden = f"CUDA_VISIBLE_DEVICES={machine.mask!r} hides all {len(gpus)} GPUs"
         return Check("cuda", "warn", hidden, "unset CUDA_VISIBLE_DEVICES, or name GPUs that exist (unisono gpus)")
     if machine.cuda_build is None:
-        return Check("cuda", "fail", f"{found}, but torch is a CPU build", "install torch's CUDA build: pytorch.org")
+        return Check("cuda", "fail", f"{finding}, but torch is a CPU build", "install torch's CUDA build: pytorch.org")
     if driver and 0 < driver.cuda[0] < int(machine.cuda_build.split(".")[0]):
         advice = f"update the driver, or install a torch built for CUDA {driver.cuda[0]}"
-        return Check("cuda", "fail", f"{found}, too old for torch's CUDA {machine.cuda_build}", advice)
+        return Check("cuda", "fail", f"{finding}, too old for torch's CUDA {machine.cuda_build}", advice)
     if not machine.cuda_works:
-        advice = 'python -c "import torch; torch.cuda.init()" says why; often a restart after a driver update is due'
-        return Check("cuda", "fail", f"{found}, but torch cannot use the GPUs", advice)
-    return Check("cuda", "ok", found)
+        advice = 'python -c "import torch; torch.cuda.init()" prints the reason; often a driver update needs a restart'
+        return Check("cuda", "fail", f"{finding}, but torch cannot use the GPUs", advice)
+    return Check("cuda", "ok", finding)
 
 
 def check_gpus(machine: Machine) -> Check:
@@ -209,9 +232,8 @@ def check_gpus(machine: Machine) -> Check:
         f"{gpu.index}: {gpu.name}, {gpu.free_bytes / GB:.0f} of {gpu.total_bytes / GB:.0f} GB free"
         for gpu in machine.visible
     ]
-    if names and not machine.bf16:
-        return Check("gpus", "warn", "; ".join(names), "no bf16 in hardware here: use --mixed_precision fp16")
-    return Check("gpus", "ok", "; ".join(names) or "none")
+    advice = "this GPU has no bf16 support: use --mixed_precision fp16"
+    return _warn_unless(machine.bf16 or not names, "gpus", "; ".join(names) or "none", advice)
 
 
 def check_host(machine: Machine) -> Check:
@@ -221,34 +243,29 @@ def check_host(machine: Machine) -> Check:
 def check_shm(machine: Machine) -> Check:
     if machine.shm_bytes is None:
         return Check("shared memory", "ok", "no /dev/shm on this system")
-    found = f"/dev/shm {machine.shm_bytes / GIB:.2f} GiB"
+    finding = f"/dev/shm {machine.shm_bytes / GIB:.2f} GiB"
     advice = "loader workers may die with a bus error: docker run --shm-size=8g (or --ipc=host), or --num_workers 0"
-    return (
-        Check("shared memory", "ok", found)
-        if machine.shm_bytes >= GIB
-        else Check("shared memory", "warn", found, advice)
-    )
+    return _warn_unless(machine.shm_bytes >= GIB, "shared memory", finding, advice)
 
 
 def check_disk(machine: Machine) -> Check:
-    found = f"{machine.disk_bytes / GIB:.1f} GiB free in the current folder"
-    advice = "checkpoints may not fit: free some, or point --output_dir to a larger disk"
-    return Check("disk", "ok", found) if machine.disk_bytes >= 5 * GIB else Check("disk", "warn", found, advice)
+    finding = f"{machine.disk_bytes / GIB:.1f} GiB free in the current folder"
+    advice = "checkpoints may not fit: free some space, or use an --output_dir on a larger disk"
+    return _warn_unless(machine.disk_bytes >= 5 * GIB, "disk", finding, advice)
 
 
 def check_open_files(machine: Machine) -> Check:
     unlimited = machine.open_files == resource.RLIM_INFINITY
-    found = "no limit" if unlimited else f"{machine.open_files} open files per process"
-    if unlimited or machine.open_files >= 1024:
-        return Check("open files", "ok", found)
-    return Check("open files", "warn", found, "loader workers may run out of them: ulimit -n 4096")
+    finding = "no limit" if unlimited else f"{machine.open_files} open files per process"
+    is_enough = unlimited or machine.open_files >= 1024
+    return _warn_unless(is_enough, "open files", finding, "loader workers may need more: ulimit -n 4096")
 
 
 def check_orphans(machine: Machine) -> Check:
     if not machine.orphans:
-        return Check("orphans", "ok", "no rank without a launcher")
+        return Check("orphans", "ok", "no orphaned ranks")
     pids = " ".join(each.split()[0] for each in machine.orphans)
-    advice = f"ranks whose launcher is gone may hold GPU memory; if they are yours and nothing needs them: kill {pids}"
+    advice = f"these ranks lost their launcher and may occupy GPU memory; if they are yours and not needed: kill {pids}"
     return Check("orphans", "warn", "; ".join(machine.orphans), advice)
 
 
@@ -256,12 +273,12 @@ def check_launcher(environ: Mapping[str, str] = os.environ) -> Check:
     try:
         return Check("launcher", "ok", environment.detect(environ).describe())
     except UserError as error:
-        found, _, advice = str(error).partition("; ")
-        return Check("launcher", "fail", found, advice)
+        finding, _, advice = str(error).partition("; ")
+        return Check("launcher", "fail", finding, advice)
 
 
 def check_output_dir(output_dir: str) -> Check:
-    """Whether a run could write there; an unnamed file is made and gone again, in the nearest folder that exists."""
+    """Checks that a run can write there, with an unnamed temporary file in the nearest folder that exists."""
     path = Path(output_dir).absolute()
     nearest = next(folder for folder in (path, *path.parents) if folder.exists())
     try:
@@ -272,7 +289,7 @@ def check_output_dir(output_dir: str) -> Check:
 
 
 def check_all_reduce(backend: Literal["gloo", "nccl"], machine: Machine, timeout_s: float = 60.0) -> Check:
-    """Two CPU ranks over gloo, or one rank per visible GPU over NCCL."""
+    """Runs an all-reduce of two CPU ranks over gloo, or of one rank per visible GPU over NCCL."""
     if backend == "gloo":
         num_ranks, name, environ = 2, "all-reduce, 2 CPU ranks over gloo", None
         advice = (
@@ -282,7 +299,7 @@ def check_all_reduce(backend: Literal["gloo", "nccl"], machine: Machine, timeout
         num_ranks = len(machine.visible)
         name = f"all-reduce, {num_ranks} GPU rank{'s' * (num_ranks > 1)} over NCCL"
         environ = child_environment(Choice(tuple(machine.visible), num_ranks))
-        advice = "NCCL_DEBUG=INFO unisono doctor tells more; free GPU memory and /dev/shm are needed"
+        advice = "run NCCL_DEBUG=INFO unisono doctor for details; NCCL needs free GPU memory and /dev/shm"
     try:
         measured = allreduce.measure(backend, num_ranks, timeout_s=timeout_s, environ=environ)
     except TrainingFailed as failure:
@@ -290,43 +307,42 @@ def check_all_reduce(backend: Literal["gloo", "nccl"], machine: Machine, timeout
     return Check(name, "ok", f"{measured.latency_us:.0f} µs latency, {measured.gb_per_s:.2f} GB/s")
 
 
-# --- telling ----------------------------------------------------------------------------------------------------------
+# --- command ----------------------------------------------------------------------------------------------------------
 
 INSTALLED = (check_python, check_torch, check_packages)
 VISIBLE = (check_cuda, check_gpus, check_host, check_shm, check_disk, check_open_files, check_orphans)
 
 
-def examine(output_dir: str | None = None) -> dict[str, list[Check]]:
-    """All checks, by section."""
-    machine = look()
+def run_checks(output_dir: str | None = None) -> dict[str, list[Check]]:
+    """Runs all checks and returns the results by section."""
+    machine = inspect_machine()
     sections = {
-        "What is installed": [check(machine) for check in INSTALLED],
-        "What is visible": [*(check(machine) for check in VISIBLE), check_launcher()],
+        "Installed": [check(machine) for check in INSTALLED],
+        "This machine": [*(check(machine) for check in VISIBLE), check_launcher()],
     }
     if output_dir is not None:
-        sections["What is visible"].append(check_output_dir(output_dir))
+        sections["This machine"].append(check_output_dir(output_dir))
     if machine.packages.get("torch") and not machine.torch_error:
-        backends: list[Literal["gloo", "nccl"]] = (
-            ["gloo", "nccl"] if machine.cuda_works and machine.visible else ["gloo"]
-        )
-        sections["A real all-reduce"] = [check_all_reduce(backend, machine) for backend in backends]
+        sections["All-reduce test"] = [check_all_reduce("gloo", machine)]
+        if machine.cuda_works and machine.visible:
+            sections["All-reduce test"].append(check_all_reduce("nccl", machine))
     return sections
 
 
-def main(words: list[str]) -> int:
-    """Examines this machine; 0 when it is healthy, 1 when a fault was found."""
+def main(argv: list[str]) -> int:
+    """Runs the command; returns 1 if a check fails."""
     parser = Parser(
         "doctor",
         "Check this machine: installed packages, GPUs, memory, disk and limits, and a real all-reduce between "
-        "processes. For each problem, print what to do. Exit codes: 0 healthy or warnings only, 1 a problem was found.",
+        "processes. For each problem, print what to do. Exit codes: 0 healthy or warnings only, 1 a check failed.",
     )
     parser.add_argument("--output_dir", metavar="FOLDER", help="also check that a run can write to this folder")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    arguments = parser.read(words)
-    sections = examine(arguments.output_dir)
+    options = parser.parse(argv)
+    sections = run_checks(options.output_dir)
     checks = [check for section in sections.values() for check in section]
     healthy = all(check.status != "fail" for check in checks)
-    if arguments.json:
+    if options.json:
         print(json.dumps({"healthy": healthy, "checks": [asdict(check) for check in checks]}, indent=2))
     else:
         _print(sections, healthy)
@@ -346,11 +362,11 @@ def _print(sections: Mapping[str, Sequence[Check]], healthy: bool) -> None:
         for check in checks:
             table.add_row(marks[check.status], escape(check.name), escape(check.found))
         console.print(table)
-    wrong = [check for checks in sections.values() for check in checks if check.status != "ok"]
-    console.print("\n[bold]What is wrong[/]")
-    for check in wrong:
+    problems = [check for checks in sections.values() for check in checks if check.status != "ok"]
+    console.print("\n[bold]Problems[/]")
+    for check in problems:
         console.print(f"{marks[check.status]} {escape(check.name)}: {escape(check.found)}\n  → {escape(check.advice)}")
-    if not wrong:
-        console.print("[green]✓[/] nothing")
+    if not problems:
+        console.print("[green]✓[/] none")
     elif healthy:
         console.print("Warnings only: this machine can train.")

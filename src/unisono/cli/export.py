@@ -8,27 +8,19 @@ from unisono.cli.arguments import Parser
 from unisono.errors import EXIT_DONE, UserError
 
 
-def main(words: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """Runs the command."""
     parser = Parser("export", "Write a run's trained weights to a folder, in the recipe's format.")
     parser.add_argument("run", type=Path, metavar="RUN", help="the run folder")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder to write to; must be new or empty")
-    parser.add_argument("--step", help="checkpoint to export: a step number, newest or best (default: newest)")
-    parser.add_argument(
-        "--weights",
-        choices=["auto", "ema", "model"],
-        default="auto",
-        help="ema: the moving average; model: the weights themselves; auto: the moving average if the run has one "
-        "(default: auto)",
-    )
-    parser.add_argument(
-        "--recipe", metavar="FILE.PY:CLASS", help="where the recipe is now, if it has moved since the run"
-    )
-    options = parser.read(words)
+    parser.add_checkpoint_arguments()
+    options = parser.parse(argv)
     if options.folder.exists() and (not options.folder.is_dir() or any(options.folder.iterdir())):
         raise UserError(f"{options.folder} is not an empty folder, and export overwrites nothing; choose another")
     from unisono.engine.export import export_run
 
-    what = export_run(options.run, options.folder, step=options.step, weights=options.weights, words=options.recipe)
-    print(f"{what} written to {options.folder}")
+    description = export_run(
+        options.run, options.folder, step=options.step, weights=options.weights, reference=options.recipe
+    )
+    print(f"{description} written to {options.folder}")
     return EXIT_DONE

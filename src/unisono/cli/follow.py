@@ -1,4 +1,4 @@
-"""What a submitted job is doing, on the terminal: its state in the queue, and the run's metrics and events."""
+"""Follows a submitted SLURM job on the terminal: prints its state in the queue and the run's events and metrics."""
 
 from __future__ import annotations
 
@@ -10,32 +10,33 @@ from typing import Any
 from unisono.cluster.slurm.commands import JobState, job_state
 from unisono.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USER_ERROR
 from unisono.observe.folder import EVENTS, METRICS
-from unisono.plain_files import open_regular, parse_json
+from unisono.observe.json_lines import parse_record
+from unisono.plain_files import open_regular
 
 _POLL_S = 2.0
 _PROGRESS_S = 10.0
-_UNTOLD = ("save",)  # too many, and the progress says enough
-_UNTOLD_DETAILS = ("kind", "time", "rank")
+_HIDDEN_EVENTS = ("save",)  # too frequent
+_HIDDEN_DETAILS = ("kind", "time", "rank")
 
 
 def follow(job: int, run: Path, total_steps: int | None) -> int:
-    """Prints what changes until the job is over; returns its exit code. Ctrl-C ends only the watching."""
-    news = _News(run, total_steps)
-    before = ""
+    """Prints every change until the job ends; returns the job's exit code. Ctrl-C does not affect the job."""
+    run_log = _RunLog(run, total_steps)
+    previous = ""
     try:
         while True:
             state = job_state(job)
-            described = "over; SLURM has forgotten how" if state is None else state.describe()
-            over = state is None or state.is_over
-            news.tell(everything=over)
-            if described != before:
-                _print(f"job {job}: {described}")
-                before = described
-            if over:
-                return _exit_code(state, news.last_event)
+            description = "ended; SLURM no longer knows how" if state is None else state.describe()
+            is_over = state is None or state.is_over
+            run_log.print_new(final=is_over)
+            if description != previous:
+                print(f"job {job}: {description}", flush=True)
+                previous = description
+            if is_over:
+                return _exit_code(state, run_log.last_event)
             time.sleep(_POLL_S)
     except KeyboardInterrupt:
-        _print(f"no longer watching; job {job} goes on. To stop it: scancel {job}")
+        print(f"no longer following; job {job} continues. To stop it: scancel {job}", flush=True)
         return EXIT_DONE
 
 
@@ -47,67 +48,63 @@ def _exit_code(state: JobState | None, last_event: str) -> int:
     return state.exit_code if state.exit_code in (EXIT_USER_ERROR, EXIT_STOPPED) else EXIT_FAILED
 
 
-class _News:
-    """What was written to the run's folder since the last look; what was there before the job is not news."""
+class _RunLog:
+    """Prints what the job adds to the run's events and metrics."""
 
     def __init__(self, run: Path, total_steps: int | None) -> None:
-        self._total = total_steps
+        self._total_steps = total_steps
         self._metrics, self._events = _Tail(run / METRICS), _Tail(run / EVENTS)
-        self._told_at = float("-inf")
-        self._latest: dict[str, Any] | None = None
+        self._printed_at = float("-inf")
+        self._newest: dict[str, Any] | None = None  # metrics of the newest step that is not printed yet
         self.last_event = ""
 
-    def tell(self, *, everything: bool) -> None:
-        for event in self._events.new():
+    def print_new(self, *, final: bool) -> None:
+        """Prints new events, and the newest step if the last one was printed some time ago or this is the end."""
+        for event in self._events.new_records():
             self.last_event = str(event.get("kind", ""))
-            if self.last_event not in _UNTOLD:
-                told = {name: value for name, value in event.items() if name not in _UNTOLD_DETAILS}
-                details = [f"{name} {value}" for name, value in told.items() if value is not None]
-                _print(f"  {self.last_event}: {', '.join(details)}")
-        for line in self._metrics.new():
-            if "loss" in line:
-                self._latest = line
-        if self._latest is not None and (everything or time.monotonic() - self._told_at >= _PROGRESS_S):
-            _print(f"  {_progress(self._latest, self._total)}")
-            self._latest, self._told_at = None, time.monotonic()
+            if self.last_event not in _HIDDEN_EVENTS:
+                details = [
+                    f"{name} {value}"
+                    for name, value in event.items()
+                    if name not in _HIDDEN_DETAILS and value is not None
+                ]
+                print(f"  {self.last_event}: {', '.join(details)}", flush=True)
+        for record in self._metrics.new_records():
+            if "loss" in record:
+                self._newest = record
+        if self._newest is not None and (final or time.monotonic() - self._printed_at >= _PROGRESS_S):
+            print(f"  {_describe_step(self._newest, self._total_steps)}", flush=True)
+            self._newest, self._printed_at = None, time.monotonic()
 
 
 class _Tail:
-    """The lines that a file has gained. A file that became shorter was rewound by a restart: its end counts again."""
+    """Reads the records that are appended to a file from now on; a restart may shorten the file in between."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._read = path.stat().st_size if path.exists() else 0
+        self._position = path.stat().st_size if path.exists() else 0
 
-    def new(self) -> Iterator[dict[str, Any]]:
+    def new_records(self) -> Iterator[dict[str, Any]]:
         try:
             with open_regular(self._path) as file:
-                size = file.seek(0, 2)
-                if size < self._read:
-                    self._read = size
-                file.seek(self._read)
+                self._position = min(self._position, file.seek(0, 2))
+                file.seek(self._position)
                 data = file.readall()
         except OSError:
             return
-        whole = data[: data.rfind(b"\n") + 1]  # a last line that is being written comes next time
-        self._read += len(whole)
-        for line in whole.splitlines():
-            try:
-                record = parse_json(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict):
+        complete = data[: data.rfind(b"\n") + 1]  # the last line may still be in the middle of its write
+        self._position += len(complete)
+        for line in complete.splitlines():
+            if (record := parse_record(line)) is not None:
                 yield record
 
 
-def _progress(line: dict[str, Any], total: int | None) -> str:
-    words = [f"step {line.get('step')}{f' of {total}' if total else ''}", f"loss {line['loss']}"]
-    if isinstance(line.get("loss"), float):
-        words[1] = f"loss {line['loss']:.4g}"
-    if isinstance(line.get("samples_per_s"), int | float):
-        words.append(f"{line['samples_per_s']:.3g} samples/s")
-    return ", ".join(words)
-
-
-def _print(text: str) -> None:
-    print(text, flush=True)
+def _describe_step(record: dict[str, Any], total_steps: int | None) -> str:
+    loss, speed = record["loss"], record.get("samples_per_s")
+    parts = [
+        f"step {record.get('step')}{f' of {total_steps}' if total_steps else ''}",
+        f"loss {loss:.4g}" if isinstance(loss, float) else f"loss {loss}",
+    ]
+    if isinstance(speed, int | float):
+        parts.append(f"{speed:.3g} samples/s")
+    return ", ".join(parts)

@@ -12,21 +12,18 @@ from unisono.devices import GB, Gpu, choose, locked_gpus, read_gpus, visible_gpu
 from unisono.errors import EXIT_DONE
 
 
-def main(words: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """Runs the command: prints the GPUs that this process may use."""
     parser = Parser("gpus", "List the GPUs of this machine, how busy they are, and which ones --gpus auto would use.")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    arguments = parser.read(words)
+    options = parser.parse(argv)
 
     gpus = visible_gpus()
     locked = locked_gpus(gpus)
     auto = {gpu.uuid for gpu in choose("auto", gpus, locked=locked).gpus}
-    if arguments.json:
-        print(
-            json.dumps(
-                [{**asdict(gpu), "locked": gpu.uuid in locked, "auto": gpu.uuid in auto} for gpu in gpus], indent=2
-            )
-        )
+    if options.json:
+        records = [{**asdict(gpu), "locked": gpu.uuid in locked, "auto": gpu.uuid in auto} for gpu in gpus]
+        print(json.dumps(records, indent=2))
     elif gpus:
         _print_table(gpus, locked, auto)
     else:
@@ -53,7 +50,7 @@ def _print_table(gpus: Sequence[Gpu], locked: Collection[str], auto: Collection[
     for gpu in gpus:
         processes = [f"{p.pid} {os.path.basename(p.name)} {p.bytes / GB:.1f} GB" for p in gpu.processes]
         if gpu.uuid in locked:
-            processes.append("held by a unisono run")
+            processes.append("locked by a unisono run")
         table.add_row(
             "✓" if gpu.uuid in auto else "",
             str(gpu.index),

@@ -1,4 +1,4 @@
-"""`unisono COMMAND …`: finds the command's file and runs it."""
+"""`unisono COMMAND …`: runs the command's module and turns its end into an exit code."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import NoReturn
 
 from unisono import __version__
 from unisono.cli.stdout import Output, watched_stdout
-from unisono.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER_ERROR, UnisonoError
-from unisono.typed_paths import shown
+from unisono.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER_ERROR, UnisonoError, UserError
+from unisono.typed_paths import as_typed
 
 COMMANDS = {
     "train": "train a recipe on one device or many",
@@ -25,7 +25,6 @@ COMMANDS = {
     "gpus": "list the GPUs, how busy they are, and which --gpus auto would use",
 }
 
-_PRINTING = {"-h", "--help", "--print_config"}
 _HELP = """usage: unisono COMMAND [arguments]
 
 One training run, any number of GPUs.
@@ -36,117 +35,120 @@ Run `unisono COMMAND --help` for the options of a command.  Version: {version}""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a command and returns the exit code; a user's mistake is one line on stderr."""
-    words = sys.argv[1:] if arguments is None else arguments
-    if words[:1] == ["train"] and not _PRINTING & set(words):
-        return _exit_code(words) or EXIT_DONE  # training survives a broken stdout, which belongs to the recipe
+    """Runs a command and returns the exit code; a user error is one line on stderr."""
+    argv = sys.argv[1:] if arguments is None else arguments
+    if argv[:1] == ["train"] and not _only_prints(argv):
+        return _exit_code(argv) or EXIT_DONE  # training survives a broken stdout, which belongs to the recipe
     with watched_stdout() as output:
-        code = _exit_code(words, output)
+        code = _exit_code(argv, output)
         if output is None:
             return EXIT_DONE if code is None else code
         with suppress(OSError, ValueError):
             output.flush()
         if output.failure is None and code is not None:
             return code
-        return _without_stdout(words, code, output)
-
-
-def _without_stdout(words: list[str], code: int | None, output: Output) -> int:
-    """The exit code of a command whose stdout broke; `code` is None if that interrupted the command."""
-    output.give_up()
-    assert output.failure is not None
-    if isinstance(output.failure, BrokenPipeError):  # the reader closed the pipe: unisono train --help | head
-        has_result = words[:1] in (["verify"], ["doctor"]) and not _PRINTING & set(words)
-        return code if code is not None else EXIT_FAILED if has_result else EXIT_DONE
-    _say(f"unisono: stdout cannot be written ({output.failure.strerror}); make room, or redirect it elsewhere")
-    if words[:1] == ["export"] and not _PRINTING & set(words):
-        return code or EXIT_DONE  # the weights were written before anything was printed
-    return code or EXIT_USER_ERROR
-
-
-def _exit_code(words: list[str], output: Output | None = None) -> int | None:
-    """Runs a command; returns its exit code, or None if its output could not be written."""
-    try:
-        return _run(_without_local_rank(words))
-    except UnisonoError as error:
-        if not error.already_printed:
-            _say(shown(f"unisono: {_who()}{error}"))
-        return error.exit_code
-    except KeyboardInterrupt:
-        _say("unisono: stopped immediately, without saving")
-        return 130
-    except SystemExit as end:  # argparse after --help, or a recipe
-        if end.code is None or isinstance(end.code, int):
-            return end.code or EXIT_DONE
-        _say(f"unisono: {_who()}{end.code}")
-        return EXIT_FAILED
-    except Exception as error:
-        if output is not None and output.failure is error:
-            return None
-        _show_crash(error)
-        return EXIT_FAILED
-
-
-def _say(text: str) -> None:
-    with suppress(OSError, ValueError):  # a full or closed stderr does not change how a command ends
-        print(text, file=sys.stderr, flush=True)
+        return _exit_code_without_stdout(argv, code, output)
 
 
 def program() -> NoReturn:
-    """The program `unisono`: runs a command and ends the process with its exit code."""
+    """Runs the program `unisono` and ends the process with the command's exit code."""
     code = main()
     from unisono.cluster.lifetime import end_process
 
     end_process(code)
 
 
-def _run(words: list[str]) -> int:
-    if not words or words[0] in ("-h", "--help", "help"):
-        commands = "\n".join(f"  {name:8} {what}" for name, what in COMMANDS.items())
+def _only_prints(argv: list[str]) -> bool:
+    return not {"-h", "--help", "--print_config", "--print-config"}.isdisjoint(argv)
+
+
+def _exit_code_without_stdout(argv: list[str], code: int | None, output: Output) -> int:
+    """Returns the exit code of a command whose stdout failed; `code` is None if that interrupted the command."""
+    output.discard_rest()
+    assert output.failure is not None
+    if isinstance(output.failure, BrokenPipeError):  # the reader closed the pipe: unisono train --help | head
+        has_result = argv[:1] in (["verify"], ["doctor"]) and not _only_prints(argv)
+        return code if code is not None else EXIT_FAILED if has_result else EXIT_DONE
+    _print_error(f"unisono: stdout cannot be written ({output.failure.strerror}); free some space, or redirect it")
+    if argv[:1] == ["export"] and not _only_prints(argv):
+        return code or EXIT_DONE  # the weights were written before anything was printed
+    return code or EXIT_USER_ERROR
+
+
+def _exit_code(argv: list[str], output: Output | None = None) -> int | None:
+    """Runs a command; returns its exit code, or None if its output could not be written."""
+    try:
+        return _run(_without_local_rank(argv))
+    except UnisonoError as error:
+        if not error.already_printed:
+            _print_error(as_typed(f"unisono: {_rank_prefix()}{error}"))
+        return error.exit_code
+    except KeyboardInterrupt:
+        _print_error("unisono: stopped immediately, without saving")
+        return 130
+    except SystemExit as exit_:  # argparse after --help, or a recipe
+        if exit_.code is None or isinstance(exit_.code, int):
+            return exit_.code or EXIT_DONE
+        _print_error(f"unisono: {_rank_prefix()}{exit_.code}")
+        return EXIT_FAILED
+    except Exception as error:
+        if output is not None and output.failure is error:
+            return None
+        _print_traceback(error)
+        return EXIT_FAILED
+
+
+def _run(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        commands = "\n".join(f"  {name:8} {purpose}" for name, purpose in COMMANDS.items())
         print(_HELP.format(commands=commands, version=__version__))
-        return 0
-    if words[0] == "--version":
+        return EXIT_DONE
+    if argv[0] == "--version":
         print(__version__)
-        return 0
-    command, *rest = words
+        return EXIT_DONE
+    command, *rest = argv
     if command not in COMMANDS:
         from difflib import get_close_matches
 
-        near = get_close_matches(command, COMMANDS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"
-        print(f"unisono: unknown command {command!r}; {hint}", file=sys.stderr)
-        return EXIT_USER_ERROR
+        nearest = get_close_matches(command, COMMANDS, n=1)
+        hint = f"did you mean {nearest[0]}?" if nearest else f"the commands are {', '.join(COMMANDS)}"
+        raise UserError(f"unknown command {command!r}; {hint}")
     code: int = import_module(f"unisono.cli.{command}").main(rest)
     return code
 
 
-def _without_local_rank(words: list[str]) -> list[str]:
-    """Drops the --local-rank=N that torch.distributed.launch adds; the environment holds the same number."""
-    kept: list[str] = []
-    rest = iter(words)
-    for word in rest:
-        name, has_value, _ = word.replace("-", "_").partition("=")
+def _without_local_rank(argv: list[str]) -> list[str]:
+    """Drops the --local-rank=N that torch.distributed.launch adds; the environment contains the same number."""
+    remaining: list[str] = []
+    arguments = iter(argv)
+    for argument in arguments:
+        name, has_value, _ = argument.replace("-", "_").partition("=")
         if name != "__local_rank":
-            kept.append(word)
+            remaining.append(argument)
         elif not has_value:
-            next(rest, None)
-    return kept
+            next(arguments, None)
+    return remaining
 
 
-def _show_crash(error: Exception) -> None:
-    """Prints the traceback of a bug, ours or the recipe's; when several ranks fail, only the first prints it."""
+def _print_traceback(error: Exception) -> None:
+    """Prints the traceback of a bug in unisono or in a recipe; if several ranks fail, only the first prints it."""
     from unisono import tracebacks
     from unisono.formatting import describe_exception
 
-    tracebacks.keep_once(error)
+    tracebacks.save_if_unreported(error)
     report = tracebacks.report_of(error)
     if report is None or report.is_first:
-        _say(tracebacks.shown(error))
+        _print_error(tracebacks.format_short(error))
     else:
-        _say(f"unisono: [rank {report.rank}] {describe_exception(error)}")
+        _print_error(f"unisono: [rank {report.rank}] {describe_exception(error)}")
 
 
-def _who() -> str:
+def _print_error(text: str) -> None:
+    with suppress(OSError, ValueError):  # a full or closed stderr does not change the exit code
+        print(text, file=sys.stderr, flush=True)
+
+
+def _rank_prefix() -> str:
     rank = os.environ.get("RANK", "0")
     return "" if rank == "0" else f"[rank {rank}] "
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,33 +13,34 @@ from unisono.cli.arguments import Parser
 from unisono.cli.device import usable_device
 from unisono.errors import EXIT_DONE, ConfigError
 from unisono.recipes.common.tree import one_line
-from unisono.recipes.seo.site.analysis import Judge, look_at
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from unisono.recipes.seo.site.analysis import Model
     from unisono.recipes.seo.site.report import Findings
 
 
-def main(words: list[str], judge: Judge | None = None) -> int:
-    """Runs the command; a caller that passes a judge needs no run."""
-    options = _options(words)
+def main(argv: list[str], model: Model | None = None) -> int:
+    """Runs the command; a caller that passes a model needs no run."""
+    options = _options(argv)
     queries = _queries(options.queries) if options.queries else []
     from unisono.formatting import format_count
+    from unisono.recipes.seo.site.analysis import analyse
     from unisono.recipes.seo.site.fetching import Fetcher
     from unisono.recipes.seo.site.keywords import read_keywords
     from unisono.recipes.seo.site.pages import open_site
     from unisono.recipes.seo.site.report import write_report
 
     keywords = read_keywords(options.keywords)
-    named = [*options.private_host, *([urlsplit(options.site).hostname or ""] if "://" in options.site else [])]
-    site = open_site(options.site, Fetcher(named) if options.fetch else None, options.most_pages)
+    private_hosts = [*options.private_host, *([urlsplit(options.site).hostname or ""] if "://" in options.site else [])]
+    site = open_site(options.site, Fetcher(private_hosts) if options.fetch else None, options.most_pages)
     output = options.output or Path("seo") / _file_name(site.name)
     _check_output(output, options.overwrite)
-    if judge is None and options.run is not None:
-        judge = _trained(options, queries)
-    findings = look_at(site, keywords, queries, judge)
+    if model is None and options.run is not None:
+        model = _trained_model(options, queries)
+    findings = analyse(site, keywords, queries, model)
     _check_reached(site.name, findings)
     page = write_report(output, findings)
     failed = sum(bool(each.failed) for each in findings.pages)
@@ -48,13 +48,13 @@ def main(words: list[str], judge: Judge | None = None) -> int:
     for host, size in findings.fetched.items():
         print(f"fetched {size:,} bytes from {host}")
     parts = [format_count(len(findings.pages), "page"), f"{failed:,} with a failed check"]
-    parts += [f"{format_count(len(findings.repeats), 'group')} of duplicates"] if findings.repeats else []
+    parts += [f"{format_count(len(findings.duplicates), 'group')} of duplicates"] if findings.duplicates else []
     parts += [f"{unread:,} could not be read"] if unread else []
     print(f"{page}: {', '.join(parts)}")
     return EXIT_DONE
 
 
-def _options(words: list[str]) -> argparse.Namespace:
+def _options(argv: list[str]) -> argparse.Namespace:
     parser = Parser(
         "seo",
         "Report on a site: rule-based checks of every page, duplicate pages and, with a run of the recipe `seo`, the "
@@ -92,20 +92,20 @@ def _options(words: list[str]) -> argparse.Namespace:
         "--label", help="for a run with classes: sort pages by the probability of this class (default: the last one)"
     )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:1 (default: auto)")
-    options = parser.read(words)
+    options = parser.parse(argv)
     if options.most_pages is not None and options.most_pages < 1:
         raise ConfigError(f"--most_pages {options.most_pages}: expected at least 1")
     return options
 
 
 def _file_name(name: str) -> str:
-    """A folder name that is valid on every system."""
+    """Returns a folder name that is valid on every system."""
     host = urlsplit(name).hostname if "://" in name else None
     return re.sub(r"[^\w.-]+", "_", host or name).strip("._")[:80] or "site"
 
 
 def _check_output(folder: Path, overwrite: bool) -> None:
-    """Refuses an unusable output folder before the site is read, which may take an hour."""
+    """Raises ConfigError for an unusable output folder, before the site is read, which may take an hour."""
     from unisono.recipes.seo.site.report import FILES
 
     for path in (folder, *folder.parents):
@@ -117,11 +117,11 @@ def _check_output(folder: Path, overwrite: bool) -> None:
 
 
 def _check_reached(name: str, findings: Findings) -> None:
-    """Refuses a site without a readable page: an empty report would look like a result."""
+    """Raises ConfigError for a site without a readable page, because an empty report would look like a result."""
     if findings.pages and all(page.unreadable for page in findings.pages):
-        first, number = findings.pages[0], len(findings.pages)
-        which = "it" if number == 1 else f"none of its {number:,} pages could be read; the first"
-        raise ConfigError(one_line(f"{name}: {which} {first.unreadable}; no report was written"))
+        count = len(findings.pages)
+        subject = "it" if count == 1 else f"none of its {count:,} pages could be read; the first"
+        raise ConfigError(one_line(f"{name}: {subject} {findings.pages[0].unreadable}; no report was written"))
 
 
 def _queries(path: Path) -> list[str]:
@@ -129,18 +129,19 @@ def _queries(path: Path) -> list[str]:
 
     if path.suffix.lower() in (".csv", ".tsv", ".jsonl", ".json"):
         raise ConfigError(f"--queries {path}: expected a text file with one query per line")
-    found = [" ".join(line.split()) for _, line in lines_of(path, lambda text: print(text, file=sys.stderr))]
-    if not any(found):
+    lines = [" ".join(line.split()) for _, line in lines_of(path)]
+    if not any(lines):
         raise ConfigError(f"--queries {path}: it contains no query; write one per line")
-    return [query for query in dict.fromkeys(found) if query]
+    return [query for query in dict.fromkeys(lines) if query]
 
 
-def _trained(options: argparse.Namespace, queries: Sequence[str]) -> Judge:
-    """The model of a run (or a model's folder): one that ranks where there are queries, otherwise one that scores."""
+def _trained_model(options: argparse.Namespace, queries: Sequence[str]) -> Model:
+    """Loads the model of a run or of a model folder: a ranker if there are queries, otherwise a scorer."""
     run: Path = options.run
     if not run.is_dir() and str(run) != "minilm":
         raise ConfigError(f"--run {run}: no such folder; unisono seo downloads no models")
     from unisono.observe.folder import RunFolder
+    from unisono.recipes.seo.site.analysis import Model
     from unisono.recipes.seo.trained import open_ranker, open_scorer
 
     device = usable_device(options.device)
@@ -150,25 +151,26 @@ def _trained(options: argparse.Namespace, queries: Sequence[str]) -> Judge:
         raise ConfigError(f"--run {run} ranks pages for queries; pass --queries FILE, with one query per line")
     if task == "rank" or (task != "score" and queries):
         ranker = open_ranker(run).to(device)
-        asked = ranker.embed(queries, "query") if ranker.embeds else None
+        embedded = ranker.embed(queries, "query") if ranker.embeds else None
 
         def rank(queries: Sequence[str], texts: Sequence[str]) -> NDArray[np.floating[Any]]:
-            scores = asked @ ranker.embed(texts, "page").T if asked is not None else ranker.scores(queries, texts)
-            return scores.numpy()
+            if embedded is None:
+                return ranker.scores(queries, texts).numpy()
+            return (embedded @ ranker.embed(texts, "page").T).numpy()
 
-        return Judge(f"{run} ({ranker.told})", rank=rank)
+        return Model(f"{run} ({ranker.description})", rank=rank)
     scorer = open_scorer(run).to(device)
     names = scorer.names
     if options.label is not None and options.label not in names:
-        there = f"its classes are {', '.join(names)}" if names else "it gives numbers, not classes"
-        raise ConfigError(f"--label {options.label}: {there}")
+        reason = f"the classes of the run are {', '.join(names)}" if names else "the run predicts numbers, not classes"
+        raise ConfigError(f"--label {options.label}: {reason}")
     shown = names.index(options.label) if options.label is not None else len(names) - 1
 
     def score(texts: Sequence[str]) -> list[tuple[float, str]]:
-        found = scorer.scores(texts)
+        scores = scorer.scores(texts).tolist()
         if not names:
-            return [(value, "") for value in found.tolist()]
-        return [(row[shown], names[row.index(max(row))]) for row in found.tolist()]
+            return [(value, "") for value in scores]
+        return [(row[shown], names[row.index(max(row))]) for row in scores]
 
-    what = f"the probability of {names[shown]!r} by " if names else ""
-    return Judge(f"{what}{run} ({scorer.told})", score=score)
+    prefix = f"the probability of {names[shown]!r} by " if names else ""
+    return Model(f"{prefix}{run} ({scorer.description})", score=score)

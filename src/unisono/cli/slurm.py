@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import re
 import sys
@@ -29,8 +30,6 @@ The script starts one srun task per GPU. It restarts all ranks when one dies (up
 the job when the time limit is near or the job is preempted; the run then continues from its checkpoint. Every setting
 of `unisono train` is also a flag here: it is checked now and written into the script."""
 
-_TEXTS = ("gpus_per_node", "time", "partition", "account", "qos", "constraint", "mem", "job_name")
-_NUMBERS = ("nodes", "ntasks_per_node", "cpus_per_task", "signal_before")
 _SRUN_DECIDES = {
     "gpus": "gpus_per_node",
     "nproc": "ntasks_per_node",
@@ -86,17 +85,13 @@ def _whole_number(text: str) -> int:
     return int(text)
 
 
-def main(words: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """Runs the command; with --follow the exit code is the job's."""
     parser = _parser()
-    recipe, config, flags, options = parser.read_training(words)
+    recipe, config, flags, options = parser.parse_training(argv)
     if options.help:
         parser.print_help()
         return EXIT_DONE
-    if recipe is None:
-        raise UserError(
-            "slurm: no recipe is given; for instance: unisono slurm my_file.py:MyRecipe --nodes 2 --gpus-per-node 8"
-        )
     if options.follow and not options.submit:
         raise ConfigError("--follow: there is no job yet; use --submit --follow")
     kind = load_recipe(recipe)
@@ -139,9 +134,12 @@ def _check(kind: type[Recipe], resolved: Resolved) -> None:
 
 
 def _job(options: argparse.Namespace, resolved: Resolved, recipe: str, training: list[str]) -> BatchJob:
-    numbers = {name: number for name in _NUMBERS if (number := getattr(options, name)) is not None}
-    texts = {name: getattr(options, name) for name in _TEXTS}
-    job_name = texts.pop("job_name") or _plain(recipe.rpartition(":")[2] or recipe).lower()
+    resources = {
+        field.name: value
+        for field in dataclasses.fields(BatchJob)
+        if (value := getattr(options, field.name, None)) is not None
+    }
+    job_name = resources.pop("job_name", "") or _plain(recipe.rpartition(":")[2] or recipe).lower()
     # Chosen when the script is written, so that a requeued job, or the same script submitted again, continues in it.
     output = resolved.values["output_dir"] or f"runs/{job_name}-{time.strftime('%Y%m%d-%H%M%S')}"
     output_flag = () if resolved.explicit("output_dir") else (f"--output_dir={output}",)
@@ -155,8 +153,7 @@ def _job(options: argparse.Namespace, resolved: Resolved, recipe: str, training:
         environ=dict(_variable(text) for text in options.env),
         requeue=not options.no_requeue,
         max_restarts=resolved.values["max_restarts"],
-        **numbers,
-        **texts,
+        **resources,
     )
     strategy = resolved.values["strategy"]
     if strategy in ("single", "dp") and job.ranks > 1:
@@ -174,7 +171,7 @@ def _variable(text: str) -> tuple[str, str]:
 
 
 def _plain(name: str) -> str:
-    """The name, with everything replaced that cannot stand in the name of a file or job."""
+    """Returns the name with all characters replaced that are not allowed in the name of a file or job."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).lstrip("-.") or "run"
 
 

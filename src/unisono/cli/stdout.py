@@ -1,4 +1,4 @@
-"""Standard output of a command, which may be full or closed."""
+"""Detects that standard output cannot be written: a full disk, or a pipe whose reader is gone."""
 
 from __future__ import annotations
 
@@ -10,34 +10,36 @@ from typing import Any
 
 
 class Output:
-    """A stream that remembers whether it could be written: an OSError may also come from elsewhere."""
+    """Wraps a stream and remembers its failure, to tell it from an OSError that has another origin."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
         self.failure: OSError | None = None
 
     def write(self, text: str) -> int:
-        """Writes to the stream, and remembers a failure."""
-        try:
+        """Writes to the stream."""
+        with self._remembering_failure():
             return int(self._stream.write(text))
-        except OSError as error:
-            self.failure = error
-            raise
 
     def flush(self) -> None:
-        """Flushes the stream, and remembers a failure."""
-        try:
+        """Flushes the stream."""
+        with self._remembering_failure():
             self._stream.flush()
+
+    def discard_rest(self) -> None:
+        """Redirects the stream to /dev/null; otherwise Python would report the failure again when it exits."""
+        with suppress(OSError, ValueError, AttributeError):
+            devnull = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(devnull, self._stream.fileno())
+            os.close(devnull)
+
+    @contextmanager
+    def _remembering_failure(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             self.failure = error
             raise
-
-    def give_up(self) -> None:
-        """Discards all further output; otherwise python would report the failure again when it exits."""
-        with suppress(OSError, ValueError, AttributeError):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -45,14 +47,14 @@ class Output:
 
 @contextmanager
 def watched_stdout() -> Iterator[Output | None]:
-    """Replaces sys.stdout with an Output; yields None if stdout was closed before python started."""
-    before = sys.stdout
-    if before is None:
+    """Replaces sys.stdout with an Output; yields None if stdout was closed before Python started."""
+    original = sys.stdout
+    if original is None:
         yield None
         return
-    output: Any = Output(before)
+    output: Any = Output(original)
     sys.stdout = output
     try:
         yield output
     finally:
-        sys.stdout = before
+        sys.stdout = original

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from unisono.cli.arguments import TrainingParser
 from unisono.cluster.launch.warm_ranks import WarmRanks
+from unisono.devices import num_cpu_cores
 from unisono.engine.start.registry import load_recipe
 from unisono.engine.start.run import configure
 from unisono.engine.start.warm_rank import COMMAND
-from unisono.errors import EXIT_DIFFERENCE, EXIT_DONE, EXIT_FAILED, ConfigError, UserError
+from unisono.errors import EXIT_DIFFERENCE, EXIT_DONE, EXIT_FAILED, ConfigError
 
 if TYPE_CHECKING:
-    from unisono.engine.verification.verify import Answer, Question, VariantFailed, Verdict
+    from unisono.engine.verification.verify import VariantFailed, VariantResult, Verdict, VerifyPlan
 
 _DESCRIPTION = """Prove that a recipe trains the same on 1 and on N ranks.
 
@@ -28,7 +28,7 @@ its own. On a machine with fewer GPUs than ranks, several ranks share a GPU.
 Every setting of `unisono train` is also a flag here: --gpus 0 verifies on the CPU, and --eval_every -1 skips the
 evaluation at the end of each run and the comparison of its metrics.
 
-Exit codes: 0 all runs are the same, 1 a run differs, 2 your mistake, 3 a run failed."""
+Exit codes: 0 all runs are the same, 1 a run differs, 2 user error, 3 a run failed."""
 
 
 def _parser() -> TrainingParser:
@@ -44,28 +44,30 @@ def _parser() -> TrainingParser:
     )
     parser.add_argument("--steps", default="5", metavar="N", help="optimizer steps of each run (default: 5)")
     parser.add_argument(
-        "--strategies", default="ddp", help="strategies for more than one rank: ddp, fsdp or ddp,fsdp (default: ddp)"
+        "--strategies",
+        default="ddp",
+        metavar="S,S",
+        help="strategies for more than one rank: ddp, fsdp or ddp,fsdp (default: ddp)",
     )
     parser.add_argument(
         "--precision",
         default="",
+        metavar="P",
         help="float64, float32, bf16 or fp16. In float64 a difference is a bug and not rounding (default: the "
         "recipe's verify_precision, which is float32 for wan-flow, whose model casts to it; otherwise float64)",
     )
     return parser
 
 
-def main(words: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """Runs the command; 1 when a run differs, 3 when one failed."""
     parser = _parser()
-    recipe, config, flags, options = parser.read_training(words)
+    recipe, config, flags, options = parser.parse_training(argv)
     if options.help:
         parser.print_help()
         return EXIT_DONE
-    if recipe is None:
-        raise UserError("verify: no recipe is given; for instance: unisono verify my_file.py:MyRecipe --ranks 1,2")
     ranks, steps = _numbers(options.ranks, "ranks"), _numbers(options.steps, "steps")[0]
-    most = max(64, 8 * (os.cpu_count() or 1))
+    most = max(64, 8 * num_cpu_cores())
     if max(ranks) > most:
         raise ConfigError(
             f"--ranks {max(ranks)}: one process per rank is too many for this machine; use at most {most}"
@@ -74,16 +76,16 @@ def main(words: list[str]) -> int:
     with WarmRanks(COMMAND, max(2, *ranks)) as warm:
         kind = load_recipe(recipe)
         resolved = configure(kind, file=config, flags=flags)
-        from unisono.engine.verification.verify import Question, VariantFailed, verify
+        from unisono.engine.verification.verify import VariantFailed, VerifyPlan, verify
 
         precision = options.precision or kind.verify_precision
-        question = Question(ranks, steps, tuple(options.strategies.split(",")), precision)
+        plan = VerifyPlan(ranks, steps, tuple(options.strategies.split(",")), precision)
         try:
-            verdict = verify(recipe, resolved, question, lambda text: print(text, file=sys.stderr, flush=True), warm)
+            verdict = verify(recipe, resolved, plan, lambda text: print(text, file=sys.stderr, flush=True), warm)
         except VariantFailed as error:
             _print_failure(error)
             return error.exit_code
-    return print_verdict(verdict, question)
+    return print_verdict(verdict, plan)
 
 
 def _print_failure(failure: VariantFailed) -> None:
@@ -102,62 +104,62 @@ def _numbers(text: str, name: str) -> tuple[int, ...]:
     return numbers
 
 
-def print_verdict(verdict: Verdict, question: Question) -> int:
+def print_verdict(verdict: Verdict, plan: VerifyPlan) -> int:
     """Prints the table and the conclusion; returns the exit code."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{question.steps} steps in {question.precision}: largest difference from the reference")
+    table = Table(title=f"{plan.steps} steps in {plan.precision}: largest difference from the reference")
     for column in ("ranks", "strategy", "micro-batches", "loss", "metrics", "weights", "verdict"):
         table.add_column(column, justify="left" if column in ("strategy", "verdict") else "right")
-    for answer in verdict.answers:
-        table.add_row(*_cells(answer))
+    for result in verdict.results:
+        table.add_row(*_cells(result))
     console = Console()
     console.print(table)
-    for answer in verdict.answers:
-        if answer.failure is not None:
-            _print_failure(answer.failure)
+    for result in verdict.results:
+        if result.failure is not None:
+            _print_failure(result.failure)
     if verdict.unrepeatable_metrics:
         names = ", ".join(sorted(verdict.unrepeatable_metrics))
         console.print(f"Metrics that differ between two runs of the reference, and are not compared: {names}.")
-    differing = next((each for each in verdict.answers if each.differences is not None and not each.same), None)
+    differing = next((each for each in verdict.results if each.differences is not None and not each.same), None)
     if differing is not None:
-        console.print(_why(differing, verdict.answers, question))
+        console.print(_why(differing, verdict.results, plan))
         return EXIT_DIFFERENCE
-    failed = sum(answer.failure is not None for answer in verdict.answers)
+    failed = sum(result.failure is not None for result in verdict.results)
     if failed:
-        console.print(f"{failed} of {len(verdict.answers)} runs failed; the others are the same run.")
+        console.print(f"{failed} of {len(verdict.results)} runs failed; the others are the same run.")
         return EXIT_FAILED
-    console.print(f"Same run ({_tolerances(verdict, question.precision)}; dropout off).")
+    console.print(f"Same run ({_tolerances(verdict, plan.precision)}; dropout off).")
     return EXIT_DONE
 
 
-def _cells(answer: Answer) -> list[str]:
-    variant, differences = answer.variant, answer.differences
+def _cells(result: VariantResult) -> list[str]:
+    variant, differences = result.variant, result.differences
     cells = [str(variant.ranks), variant.strategy, f"{variant.micro_batches} x {variant.micro_batch}"]
     if differences is None:
         return [*cells, "", "", "", "FAILED"]
     gaps = (differences.loss, differences.metric, differences.weight)
-    verdict = {"reference": "reference", "repeat": "repeatable", "variant": "same"}[answer.role]
+    verdict = {"reference": "reference", "repeat": "repeatable", "variant": "same"}[result.role]
     if not differences.same:
         verdict = f"DIFFERS ({differences.different_weight or differences.different_metric or 'loss'})"
     return [*cells, *(f"{gap:.1e}" for gap in gaps), verdict]
 
 
-def _why(answer: Answer, answers: Sequence[Answer], question: Question) -> str:
-    """What differs, and the causes that this run does not rule out, the likeliest first."""
-    assert answer.differences is not None
-    what = answer.differences.describe()
-    if answer.role == "repeat":
+def _why(result: VariantResult, results: Sequence[VariantResult], plan: VerifyPlan) -> str:
+    """Describes what differs, and the possible causes, the likeliest first."""
+    assert result.differences is not None
+    differences = result.differences.describe()
+    if result.role == "repeat":
         return (
-            f"Not repeatable: two runs of {answer.variant.title} with the same seed differ: {what}. The recipe depends "
-            "on something that changes from start to start: the time, os.urandom, a generator without a seed, the "
-            "order of a set, a file that it writes itself. Fix this first: until "
-            "then, runs on different numbers of ranks cannot be compared."
+            f"Not repeatable: two runs of {result.variant.title} with the same seed differ: {differences}. The recipe "
+            "depends on something that changes from start to start: the time, os.urandom, a generator without a seed, "
+            "the order of a set, a file that it writes itself. Fix this first: until then, runs on different numbers "
+            "of ranks cannot be compared."
         )
     causes = []
     buffers = list(
-        dict.fromkeys(name for each in answers if each.differences for name in each.differences.different_buffers)
+        dict.fromkeys(name for each in results if each.differences for name in each.differences.different_buffers)
     )
     if buffers:
         shown = ", ".join(buffers[:3]) + (f" and {len(buffers) - 3} more" if len(buffers) > 3 else "")
@@ -166,13 +168,13 @@ def _why(answer: Answer, answers: Sequence[Answer], question: Question) -> str:
             "counters do this)"
         )
     causes += ["a loss that is a mean instead of a sum with its count", "random numbers that do not come from `noise`"]
-    if answer.differences.trained_the_same:
+    if result.differences.trained_the_same:
         causes = ["a metric that is a mean of means: return a sum, or a sum with its own count"]
-    elif question.precision == "float64":
+    elif plan.precision == "float64":
         causes.append("a loss or a layer that casts to float32 (then use --precision float32)")
     else:
-        causes.append(f"rounding in {question.precision} (--precision float64 would rule it out)")
-    return f"Not the same run: {answer.variant.title}: {what}. Usual causes: {'; '.join(causes)}."
+        causes.append(f"rounding in {plan.precision} (--precision float64 would rule it out)")
+    return f"Not the same run: {result.variant.title}: {differences}. Usual causes: {'; '.join(causes)}."
 
 
 def _tolerances(verdict: Verdict, precision: str) -> str:
@@ -185,5 +187,5 @@ def _tolerances(verdict: Verdict, precision: str) -> str:
         f"tolerance {limit.loss:.0e} for losses, {limit.metric:.0e} for metrics, {limit.weight_floor:.0e} for weights"
     )
     if verdict.drift > limit.weight_floor:
-        text += f", up to {limit.weight_floor + verdict.drift:.0e} for those whose gradient is only rounding"
+        text += f", up to {limit.weight_floor + verdict.drift:.0e} for weights whose gradient is only rounding"
     return text

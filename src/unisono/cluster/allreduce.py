@@ -28,7 +28,7 @@ LARGE_BYTES = {"gloo": 16 * 2**20, "nccl": 256 * 2**20}
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     """Latency and bandwidth of the all-reduce."""
 
     num_ranks: int
@@ -44,7 +44,7 @@ def measure(
     *,
     timeout_s: float = 60.0,
     environ: Mapping[str, str] | None = None,
-) -> Measured:
+) -> Measurement:
     """Runs the all-reduce on this machine; raises with the reason if it fails or times out."""
     package_root = str(Path(__file__).parents[2])
     inherited = os.environ.get("PYTHONPATH")
@@ -63,7 +63,7 @@ def measure(
                 with open(f"{folder}/{rank}.err", "wb") as errors:
                     ranks.append(subprocess.Popen(command, env=env, stderr=errors, stdout=errors))
             _wait(ranks, deadline, timeout_s, Path(folder))
-            return Measured(num_ranks, **json.loads(Path(folder, "measured.json").read_text()))
+            return Measurement(num_ranks, **json.loads(Path(folder, "measured.json").read_text()))
         finally:
             for process in ranks:
                 process.kill()

@@ -62,7 +62,7 @@ class World:
         if self.launcher != "plain":
             nodes = f" on {self.num_nodes} machines" if self.num_nodes > 1 else ""
             if self.launcher == "unisono":
-                return f"unisono's own: rank {self.rank} of {self.size}{nodes}"
+                return f"unisono: rank {self.rank} of {self.size}{nodes}"
             return f"{self.launcher}: rank {self.rank} of {self.size}{nodes}, from {variables}"
         if any(name.startswith("ACCELERATE_") for name in self.variables):
             return (
@@ -104,7 +104,8 @@ class Torchrun(Environment):
         local_rank = read.number("LOCAL_RANK", default=0 if alone else None)
         launcher = self.name
         if "UNISONO_JOB" in environ:
-            launcher = read.note("UNISONO_JOB", "unisono")
+            read.text("UNISONO_JOB")
+            launcher = "unisono"
         elif _accelerate_variables(environ):
             launcher = "accelerate"
         return _checked(
@@ -320,10 +321,6 @@ class _Reader:
             raise UserError(f"{rank_name}={rank} must be less than {size_name}={size}; {self.advice}")
         return rank, size
 
-    def note(self, name: str, value: str) -> str:
-        self.variables[name] = self.environ[name]
-        return value
-
 
 def _checked(read: _Reader, world: World) -> World:
     """Adds the variables that the world was read from; raises if they contradict each other."""
@@ -333,10 +330,10 @@ def _checked(read: _Reader, world: World) -> World:
             f"local rank {world.local_rank} of {world.local_size} on this machine does not fit rank {world.rank} of "
             f"{world.size} ({names}); {read.advice}"
         )
-    for name, ours in (("WORLD_SIZE", world.size), ("RANK", world.rank)):
+    for name, value in (("WORLD_SIZE", world.size), ("RANK", world.rank)):
         # sbatch scripts often export WORLD_SIZE alone: harmless if it agrees, a wrong run if it does not.
-        if read.environ.get(name, str(ours)) != str(ours):
-            raise UserError(f"{name}={read.environ[name]} but {world.launcher} says {ours}; unset {name}")
+        if read.environ.get(name, str(value)) != str(value):
+            raise UserError(f"{name}={read.environ[name]}, but {world.launcher} set {value}; unset {name}")
     accelerate = _accelerate_variables(read.environ)
     return replace(
         world,

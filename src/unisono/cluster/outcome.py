@@ -24,7 +24,7 @@ from typing import Literal, get_args
 from unisono.atomic_files import write_atomically
 from unisono.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USER_ERROR
 from unisono.formatting import LONGEST_MESSAGE, shorten_middle
-from unisono.tracebacks import bearable
+from unisono.tracebacks import truncate_lines
 
 Kind = Literal["done", "stopped", "user_error", "failed", "crashed"]
 
@@ -89,7 +89,7 @@ class Outcome:
 def write(job_folder: Path, outcome: Outcome) -> None:
     """Writes the outcome of a rank for the launcher."""
     shown = shorten_middle(outcome.message, 2 * LONGEST_MESSAGE)
-    outcome = replace(outcome, message=shown, traceback=bearable(outcome.traceback))
+    outcome = replace(outcome, message=shown, traceback=truncate_lines(outcome.traceback))
     path = _path(job_folder, outcome.rank)
     write_atomically(path, json.dumps(asdict(outcome)))
 

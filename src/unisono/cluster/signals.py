@@ -2,7 +2,7 @@
 
 Signal handlers only set a flag. The training loop reads it at the point of a step where all ranks agree, so a request
 to one rank stops all of them at the same step, with a checkpoint. SIGINT, SIGTERM, SIGUSR1 and SIGHUP (unless it is
-ignored, as under nohup) are requests, whoever sent them and whichever launcher started the rank. In addition:
+ignored, as under nohup) are requests, regardless of the sender and of the launcher. In addition:
 
 - Under unisono's launcher the request also arrives as the file `stop` in the job folder, which a thread of each rank
   polls. Each rank leads its own session, so Ctrl-C and a scheduler's signal may reach only the launcher. The launcher
@@ -12,11 +12,12 @@ ignored, as under nohup) are requests, whoever sent them and whichever launcher 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -64,6 +65,20 @@ def stop_before_start() -> None:
                 signal.signal(signum, end)
 
 
+@contextlib.contextmanager
+def handling_stop_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Installs `handler` for the stop signals, and restores the previous handlers at the end."""
+    previous: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():  # python allows handlers only there
+        previous = {signum: signal.signal(signum, handler) for signum in stop_signals()}
+    try:
+        yield
+    finally:
+        for signum, old in previous.items():
+            # None: installed from C, python cannot restore it
+            signal.signal(signum, signal.SIG_DFL if old is None else old)
+
+
 class StopRequest:
     """Receives requests to stop, for use in a `with` block around the training loop."""
 
@@ -75,7 +90,7 @@ class StopRequest:
         self._job_folder = job_folder
         self._requested: str | None = None
         self._interrupted_at: float | None = None
-        self._previous: dict[int, Any] = {}
+        self._handlers = contextlib.ExitStack()
         self._closed = threading.Event()
 
     @property
@@ -89,18 +104,13 @@ class StopRequest:
             watch = threading.Thread(target=self._watch, args=(self._job_folder, self._closed), daemon=True)
             watch.name = "stop-file"
             watch.start()
-        if threading.current_thread() is threading.main_thread():  # python allows handlers only there
-            for signum in stop_signals():
-                self._previous[signum] = signal.signal(signum, self._on_signal)
+        self._handlers.enter_context(handling_stop_signals(self._on_signal))
         self._requested = self._requested or next(iter(_early), None)
         return self
 
     def __exit__(self, *error: type[BaseException] | BaseException | TracebackType | None) -> None:
         self._closed.set()
-        for signum, handler in self._previous.items():
-            # None: installed from C, python cannot restore it
-            signal.signal(signum, signal.SIG_DFL if handler is None else handler)
-        self._previous.clear()
+        self._handlers.close()
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         self._requested = self._requested or signal.Signals(signum).name

@@ -1,7 +1,7 @@
 """Typed configuration: defaults < the recipe's defaults < YAML or JSON files < flags.
 
-Fields are declared once, as dataclasses, and are flat wherever a person meets them. The type of a field decides what a
-text means, whether it was typed in a shell or stands in a file, so the same words give the same value everywhere.
+Fields are declared once, as dataclasses, and form one flat namespace for users. The type of a field parses its text, so
+the same text means the same value on the command line and in a file.
 """
 
 from __future__ import annotations

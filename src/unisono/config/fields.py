@@ -1,7 +1,7 @@
-"""The fields that can be set, read from dataclasses.
+"""The settings of a run, read from dataclasses.
 
-A field is declared once: its name, type and default in a dataclass, its documentation as the string literal under it.
-Dataclasses inside a dataclass are groups; their fields stand on one level with all others.
+A field is declared once: name, type and default in a dataclass, and its documentation as the string literal below it.
+A dataclass inside a dataclass is a group; its fields are on the same level as all others.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from unisono.errors import RecipeError
 
 @dataclass(frozen=True)
 class Field:
-    """One thing that can be set by flag, file or recipe."""
+    """One setting."""
 
     name: str
     annotation: Any
     default: Any
-    """dataclasses.MISSING when the field must be given."""
+    """dataclasses.MISSING if the field is required."""
     doc: str
     group: str
-    """Title of the group, for people."""
+    """Title of the group in --help."""
     owner: str
     """Class that declares the field."""
 
@@ -41,48 +41,51 @@ class Field:
 
 
 def fields_of(cls: type, group_title: str | None = None) -> list[Field]:
-    """All fields of a dataclass and of the dataclasses in it, in order."""
+    """Returns all fields of a dataclass and of the dataclasses in it, in order."""
     return _fields_of(cls, group_title or _title(cls), MISSING)
 
 
 def fields_by_name(classes: Sequence[type]) -> dict[str, Field]:
-    """The fields of several dataclasses together; a name that stands in two of them is refused."""
-    found: dict[str, Field] = {}
+    """Returns the fields of several dataclasses together; raises RecipeError for a duplicate name."""
+    fields: dict[str, Field] = {}
     for cls in classes:
         for field in fields_of(cls):
-            if field.name in found:
-                first = found[field.name].owner
+            if field.name in fields:
+                first = fields[field.name].owner
                 raise RecipeError(
                     f"{field.name} is a field of both {first} and {field.owner}; rename it in {field.owner}"
                     if first != field.owner
-                    else f"{field.name} stands twice in {cls.__qualname__}; rename one of them"
+                    else f"{field.name} occurs twice in {cls.__qualname__}; rename one of them"
                 )
-            found[field.name] = field
-    return found
+            fields[field.name] = field
+    return fields
 
 
 def with_aliases(fields: Mapping[str, Field], aliases: Mapping[str, str]) -> dict[str, Field]:
-    """The fields by all their names."""
+    """Returns the fields by all their names."""
     named = dict(fields)
     for alias, name in aliases.items():
         if name not in fields:
             raise RecipeError(
-                f"aliases: {alias} stands for {name}, which is no setting{did_you_mean(name, list(fields))}"
+                f"aliases: {alias} is an alias of {name}, which is no setting{did_you_mean(name, list(fields))}"
             )
         if alias in fields:
-            raise RecipeError(f"aliases: {alias} cannot stand for {name}, it is a setting of {fields[alias].owner}")
+            raise RecipeError(
+                f"aliases: {alias} cannot be an alias of {name}, it is a setting of {fields[alias].owner}"
+            )
         named[alias] = dataclasses.replace(fields[name], name=alias)
     return named
 
 
 def groups_in(cls: type) -> dict[str, type]:
-    """The dataclasses inside a dataclass, by attribute name."""
+    """Returns the dataclasses inside a dataclass, by attribute name."""
     hints = _hints(cls).items()
     return {name: hint for name, hint in hints if isinstance(hint, type) and dataclasses.is_dataclass(hint)}
 
 
 def _fields_of(cls: type, title: str, instance: Any) -> list[Field]:
-    hints, groups, docs, found = _hints(cls), groups_in(cls), _docs(cls), []
+    hints, groups, docs = _hints(cls), groups_in(cls), _docs(cls)
+    fields: list[Field] = []
     for declared in dataclasses.fields(cls):
         name = declared.name
         if not declared.init:
@@ -93,7 +96,7 @@ def _fields_of(cls: type, title: str, instance: Any) -> list[Field]:
         elif callable(declared.default_factory):
             default = declared.default_factory()
         if name in groups:
-            found += _fields_of(groups[name], _title(groups[name]), default)
+            fields += _fields_of(groups[name], _title(groups[name]), default)
             continue
         where = f"{cls.__qualname__}.{name}"
         if not supported(hints[name]):
@@ -107,8 +110,8 @@ def _fields_of(cls: type, title: str, instance: Any) -> list[Field]:
             except Mismatch as error:
                 raise RecipeError(f"{where}: the default does not fit the type: {error}") from None
         doc = docs.get(name) or declared.metadata.get("help", "")
-        found.append(Field(name, hints[name], default, doc, title, cls.__qualname__))
-    return found
+        fields.append(Field(name, hints[name], default, doc, title, cls.__qualname__))
+    return fields
 
 
 def _hints(cls: type) -> dict[str, Any]:
@@ -129,9 +132,9 @@ def _hints(cls: type) -> dict[str, Any]:
 def _title(cls: type) -> str:
     owner, _, _ = cls.__qualname__.rpartition(".")
     if cls.__name__ == "Config" and owner and not owner.endswith("<locals>"):
-        return owner.rpartition(".")[2]  # MyRecipe.Config: people know it as MyRecipe
+        return owner.rpartition(".")[2]  # MyRecipe.Config: users know it as MyRecipe
     doc = (vars(cls).get("__doc__") or "").strip()
-    # A dataclass without a docstring gets its signature for one.
+    # dataclasses uses the signature as the docstring of a class without one.
     return cls.__name__ if not doc or doc.startswith(f"{cls.__name__}(") else doc.splitlines()[0].rstrip(".")
 
 
@@ -150,13 +153,13 @@ def _docs(cls: type) -> dict[str, str]:
 
 @lru_cache
 def _docs_in(source: str) -> dict[str, dict[str, str]]:
-    """Class -> field -> documentation. Parsed once per file: inspect.getsource(cls) would parse it for every class."""
-    found: dict[str, dict[str, str]] = {}
+    """Returns class -> field -> documentation, parsing each file once; inspect.getsource(cls) would for each class."""
+    docs: dict[str, dict[str, str]] = {}
 
     def visit(node: ast.AST, path: str) -> None:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.ClassDef):
-                found[path + child.name] = _docs_under(child.body)
+                docs[path + child.name] = _docs_under(child.body)
                 visit(child, f"{path}{child.name}.")
             elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
                 visit(child, f"{path}{child.name}.<locals>.")
@@ -164,7 +167,7 @@ def _docs_in(source: str) -> dict[str, dict[str, str]]:
                 visit(child, path)
 
     visit(ast.parse(source), "")
-    return found
+    return docs
 
 
 def _docs_under(body: list[ast.stmt]) -> dict[str, str]:

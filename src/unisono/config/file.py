@@ -1,7 +1,7 @@
-"""Config files: YAML or JSON in, YAML out.
+"""Reads config files (YAML or JSON) and writes YAML.
 
-Unquoted words are handed on as `Plain` text instead of YAML's guess at a type; only null, lists and mappings keep their
-YAML meaning. A key that stands twice is refused, because readers disagree about which one counts.
+Unquoted scalars become `RawText`, and the field's type parses them later; only null, lists and mappings keep their YAML
+meaning. A duplicate key is an error, because YAML readers disagree about which one counts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unisono.config.values import Plain, plain, text_is_ambiguous
+from unisono.config.values import RawText, jsonable, text_is_ambiguous
 from unisono.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _MOST_VALUES = 100_000
 
 
 def read_file(path: Path) -> Mapping[Any, Any]:
-    """The mapping in a .yaml, .yml or .json file."""
+    """Returns the mapping in a .yaml, .yml or .json file."""
     readers = {".yaml": _read_yaml, ".yml": _read_yaml, ".json": _read_json}
     if path.suffix.lower() not in readers:
         raise ConfigError(f"config file {path}: the name must end in .yaml, .yml or .json")
@@ -47,18 +47,18 @@ def read_file(path: Path) -> Mapping[Any, Any]:
 
 
 def _read_text(path: Path) -> str:
-    # Not blocking: opening a pipe would wait for ever.
+    # Non-blocking, because opening a pipe would wait forever.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ConfigError(f"config file {path} is not a plain file")
+            raise ConfigError(f"config file {path} is not a regular file")
         content = file.read(_LARGEST + 1)
     if len(content) > _LARGEST:
-        raise ConfigError(f"config file {path} is larger than {_LARGEST // 2**20} MiB, which no config file is")
+        raise ConfigError(f"config file {path} is larger than {_LARGEST // 2**20} MiB, too large for a config file")
     return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def as_yaml(resolved: Resolved) -> str:
-    """The configuration as a YAML file that gives the same configuration again; says where values came from."""
+    """Returns the configuration as YAML that resolves to the same configuration; comments name the sources."""
     import yaml
 
     lines: list[str] = []
@@ -68,7 +68,7 @@ def as_yaml(resolved: Resolved) -> str:
         if field.group != group:
             group = field.group
             lines += ["", f"# {group}"] if lines else [f"# {group}"]
-        value = plain(value)
+        value = jsonable(value)
         content = {name: _quoted(value) if text_is_ambiguous(field.annotation) else value}
         text = yaml.dump(
             content, Dumper=_dumper(), default_flow_style=False, allow_unicode=True, width=2**31, sort_keys=False
@@ -89,7 +89,7 @@ def _read_yaml(text: str) -> Any:
             return None
         _check_size(node, {})
         return loader.construct_document(node)
-    except (LookupError, AttributeError, TypeError):  # PyYAML's answer to `!!int ""` or `!!bool maybe`
+    except (LookupError, AttributeError, TypeError):  # PyYAML raises these for `!!int ""` or `!!bool maybe`
         raise ValueError("a value does not fit the tag (!!…) before it") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -104,12 +104,12 @@ def _read_yaml(text: str) -> Any:
 
 
 def _check_size(node: Any, sizes: dict[int, int | None]) -> int:
-    """How many values there are when every alias is written out; a few lines of aliases can be billions."""
+    """Returns the number of values with all aliases expanded; a few lines of aliases can expand to billions."""
     if id(node) in sizes:
-        known = sizes[id(node)]
-        if known is None:
-            raise ValueError(f"line {node.start_mark.line + 1}: a value holds itself")
-        return known
+        size = sizes[id(node)]
+        if size is None:
+            raise ValueError(f"line {node.start_mark.line + 1}: a value contains itself")
+        return size
     sizes[id(node)] = None
     inner = node.value if isinstance(node.value, list) else []
     parts = [part for item in inner for part in (item if isinstance(item, tuple) else (item,))]
@@ -130,8 +130,10 @@ def _read_json(text: str) -> Any:
         return content
 
     try:
-        # Numbers stay text as well: whether 1e999 or NaN is welcome is the field's business.
-        return json.loads(text, object_pairs_hook=unique, parse_int=Plain, parse_float=Plain, parse_constant=Plain)
+        # Numbers stay text too: the field's type decides whether 1e999 or NaN is valid.
+        return json.loads(
+            text, object_pairs_hook=unique, parse_int=RawText, parse_float=RawText, parse_constant=RawText
+        )
     except json.JSONDecodeError as error:
         raise ValueError(f"line {error.lineno}: {error.msg}") from None
 
@@ -144,24 +146,24 @@ def _loader() -> Any:
         def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
             tag = super().resolve(kind, value, implicit)  # type: ignore[no-untyped-call]
             unquoted = kind is yaml.ScalarNode and implicit[0]
-            kept = ("tag:yaml.org,2002:null", "tag:yaml.org,2002:merge")
-            return "!plain" if unquoted and tag not in kept else tag
+            special = ("tag:yaml.org,2002:null", "tag:yaml.org,2002:merge")
+            return "!raw" if unquoted and tag not in special else tag
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            seen = set()
+            keys = set()
             for key, _ in node.value:
                 if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-                    if key.value in seen:
+                    if key.value in keys:
                         raise yaml.MarkedYAMLError(
                             problem=f"the key {key.value!r} is given twice", problem_mark=key.start_mark
                         )
-                    seen.add(key.value)
+                    keys.add(key.value)
             return super().construct_mapping(node, deep)
 
-    def construct_plain(loader: Any, node: Any) -> Plain:
-        return Plain(loader.construct_scalar(node))
+    def construct_raw(loader: Any, node: Any) -> RawText:
+        return RawText(loader.construct_scalar(node))
 
-    Loader.add_constructor("!plain", construct_plain)
+    Loader.add_constructor("!raw", construct_raw)
     return Loader
 
 
@@ -174,7 +176,7 @@ def _dumper() -> Any:
             return True
 
     def text(dumper: Any, value: str) -> Any:
-        # Only double quotes have escapes; in the style PyYAML would choose, line breaks such as U+0085 become spaces.
+        # Only double quotes allow escapes; in PyYAML's default style, line breaks such as U+0085 become spaces.
         quotes = isinstance(value, _Quoted) or not value.isprintable()
         return dumper.represent_scalar("tag:yaml.org,2002:str", str(value), style='"' if quotes else None)
 
@@ -188,7 +190,7 @@ def _dumper() -> Any:
 
 
 class _Quoted(str):
-    """Text that must not be read as a bare word."""
+    """Text that is written in quotes, so that it is not read as an unquoted scalar."""
 
 
 def _quoted(value: Any) -> Any:

@@ -1,7 +1,6 @@
-"""The command line: words to values of fields.
+"""Parses the flags of settings: `--batch-size 4`, `--batch_size=4`, `--no_deterministic`, `--betas 0.9 0.99`.
 
-`--batch-size 4`, `--batch_size=4`, `--deterministic`, `--no_deterministic`, `--betas 0.9 0.99` or `--betas 0.9,0.99`.
-Every value stays text here; the field's type reads it later, in the same way as a word of a config file.
+Every value stays text here; the field's type parses it later, in the same way as a scalar of a config file.
 """
 
 from __future__ import annotations
@@ -10,53 +9,53 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from unisono.config.fields import Field
-from unisono.config.values import Plain, describe, did_you_mean, shown, takes
+from unisono.config.values import RawText, describe, did_you_mean, shown, takes
 from unisono.errors import ConfigError
 
 SIMILAR = 0.7
-"""How alike a wrong name and a right one must be for a suggestion: `log_with` is not a slip for `width`."""
+"""How similar a name must be to an unknown one to be suggested; `log_with` is not a typo for `width`."""
 
 Explain = Callable[[str, Mapping[str, Field], str], str]
-"""What a caller knows of a name that no field has: (name, fields, "--" for a flag) -> "; use …", or nothing."""
+"""Returns the end of the error for an unknown name, or "": (name, fields, "--" for a flag) -> "; use …"."""
 
 
 def parse_flags(
-    words: Sequence[str], fields: Mapping[str, Field], explain: Explain | None = None
+    flags: Sequence[str], fields: Mapping[str, Field], explain: Explain | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """Field names and their text, in the order given."""
-    rest = list(reversed(words))
-    while rest:
-        word = rest.pop()
-        flag, equals, text = word.partition("=")
+    """Yields the name of each field and its text, in the order on the command line."""
+    remaining = list(reversed(flags))
+    while remaining:
+        argument = remaining.pop()
+        flag, equals, text = argument.partition("=")
         if not flag.startswith("--"):
-            near = did_you_mean(flag.lstrip("-").replace("-", "_"), list(fields), "--", SIMILAR)
-            raise ConfigError(f"unexpected argument {shown(word)}{near}")
+            hint = did_you_mean(flag.lstrip("-").replace("-", "_"), list(fields), "--", SIMILAR)
+            raise ConfigError(f"unexpected argument {shown(argument)}{hint}")
         name = flag.removeprefix("--").replace("-", "_")
         if name in fields:
-            yield name, _given(fields[name], [text] if equals else None, rest)
+            yield name, _value(fields[name], [text] if equals else None, remaining)
         elif (positive := _negated(name, fields)) in fields:
             if equals:
                 raise ConfigError(f"{flag} takes no value; write --{positive} or --no_{positive}")
-            yield positive, Plain("false")
+            yield positive, RawText("false")
         else:
             hint = (explain and explain(name, fields, "--")) or _nearest(name, fields)
             raise ConfigError(f"unknown flag {flag if flag.isprintable() else shown(flag)}{hint}")
 
 
-def _given(field: Field, values: list[str] | None, rest: list[str]) -> Any:
+def _value(field: Field, values: list[str] | None, remaining: list[str]) -> Any:
     if takes(field.annotation, dict):
-        raise ConfigError(f"{field.name}: a mapping can only be given in a config file, not as --{field.name}")
+        raise ConfigError(f"{field.name}: a mapping can only be set in a config file, not with --{field.name}")
     if values is None:
-        values = _words_of(field, rest)
-    return Plain(values[0]) if len(values) == 1 else [Plain(value) for value in values]
+        values = _take_values(field, remaining)
+    return RawText(values[0]) if len(values) == 1 else [RawText(value) for value in values]
 
 
-def _words_of(field: Field, rest: list[str]) -> list[str]:
-    """Takes the words that belong to the flag. A word with one dash is a value (-3); flags have two."""
+def _take_values(field: Field, remaining: list[str]) -> list[str]:
+    """Takes the values of the flag off the command line. An argument with one dash is a value (-3)."""
     many = takes(field.annotation, list, tuple)
     values: list[str] = []
-    while rest and not rest[-1].startswith("--") and (many or not values):
-        values.append(rest.pop())
+    while remaining and not remaining[-1].startswith("--") and (many or not values):
+        values.append(remaining.pop())
     if not values and takes(field.annotation, bool):
         return ["true"]
     if not values:

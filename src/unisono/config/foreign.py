@@ -1,7 +1,7 @@
-"""Flags of other trainers that people try here, each with the setting that does the same, or with the reason for none.
+"""Flags of other trainers, each with the setting of unisono that does the same, or with what to do instead.
 
 The names are those of HF Trainer and the diffusers examples, accelerate, Lightning, kohya's sd-scripts and
-musubi-tuner, and DiffSynth-Studio, as their argument parsers spell them.
+musubi-tuner, and DiffSynth-Studio, as spelled in their argument parsers.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ _DEEPSPEED = "DeepSpeed is not supported; --strategy fsdp shards weights, gradie
 _STATE = "every checkpoint holds optimizer state and position in the data; run the same command again to resume"
 _BY_STEPS = "evaluations, previews and checkpoints are counted in steps (--eval_every, --preview_every, --save_every)"
 _HUB = "nothing is uploaded; `unisono export` writes a folder that you can upload"
-_REPEATS = "every sample is seen once per epoch; train longer with --num_epochs or --max_steps"
+_REPEATS = "every sample is used once per epoch; train longer with --num_epochs or --max_steps"
 
 _ANSWERS: dict[str, tuple[str, ...]] = {
     # our answer: their flags
@@ -129,28 +129,33 @@ _ANSWERS: dict[str, tuple[str, ...]] = {
     ),
     _HUB: ("push_to_hub", "hub_model_id", "hub_token", "huggingface_repo_id"),
     "a run's folder is its name: --output_dir": ("output_name", "save_model_as", "save_precision", "training_comment"),
-    "put the settings into a YAML file and give it by --config": ("dataset_config", "config_file", "sample_config"),
-    "the files in --model_path say which Wan it is": ("task", "trainable_models", "lora_base_model", "dit_in_channels"),
+    "put the settings into a YAML file and pass it with --config": ("dataset_config", "config_file", "sample_config"),
+    "the model is defined by the files in --model_path": (
+        "task",
+        "trainable_models",
+        "lora_base_model",
+        "dit_in_channels",
+    ),
     "a LoRA is trained with --lora_rank": ("network_module", "network_args", "use_lora", "network_train_unet_only"),
     "all trained weights have one --learning_rate": ("text_encoder_lr", "train_text_encoder"),
     "the optimizer's numbers are --learning_rate, --weight_decay, --beta1, --beta2 and --epsilon": ("optimizer_args",),
-    "noise levels are drawn by --sigma_sampling, --logit_mean, --logit_std, --mode_scale and --shift": (
+    "noise levels are sampled according to --sigma_sampling, --logit_mean, --logit_std, --mode_scale and --shift": (
         *("sigmoid_scale", "min_timestep", "max_timestep", "num_timestep_buckets", "preserve_distribution_shape"),
         *("min_snr_gamma", "snr_gamma", "noise_offset"),
     ),
     "captions are read from name.txt beside each file in --dataset_path, or from a metadata file there": (
         *("caption_extension", "caption_column", "dataset_metadata_path", "data_file_keys", "instance_prompt"),
     ),
-    "workers live as long as the run": ("persistent_data_loader_workers", "dataloader_persistent_workers"),
+    "workers run until the end of the run": ("persistent_data_loader_workers", "dataloader_persistent_workers"),
     "offloading activations is not supported; --activation_checkpointing recomputes them": (
         *("gradient_checkpointing_cpu_offload", "use_gradient_checkpointing_offload"),
     ),
-    "the model says at which noise level one expert hands over to the other; --expert chooses which is trained": (
+    "the model defines the noise level at which the experts switch; --expert chooses which one is trained": (
         *("timestep_boundary", "dit_high_noise", "max_timestep_boundary", "min_timestep_boundary"),
     ),
 }
 
-_OF_COMMANDS = ("config", "step")  # flags of `unisono train` and `unisono export` that are no settings
+_COMMAND_FLAGS = ("config", "step")  # flags of `unisono train` and `unisono export` that are not settings
 
 FOREIGN: dict[str, str] = {theirs: ours for ours, names in _RENAMED.items() for theirs in names}
 """Flag of another trainer -> the setting here that does the same."""
@@ -161,12 +166,12 @@ ANSWERS: dict[str, str] = {theirs: answer for answer, names in _ANSWERS.items() 
 def foreign_answer(
     name: str, settings: Collection[str], recipes_with: Callable[[str], list[str]], prefix: str = "--"
 ) -> str:
-    """What to write here instead of another trainer's flag, or another recipe's; empty for a name nobody knows.
+    """Returns what to use instead of a flag of another trainer or another recipe; empty for an unknown name.
 
-    `settings` are those of the recipe at hand, `recipes_with` names the built-in recipes that have a setting.
+    `settings` are those of the current recipe; `recipes_with` returns the built-in recipes that have a setting.
     """
     answer = ANSWERS.get(name)
-    if answer is not None and set(re.findall(r"--(\w+)", answer)) <= {*settings, *_OF_COMMANDS}:
+    if answer is not None and set(re.findall(r"--(\w+)", answer)) <= {*settings, *_COMMAND_FLAGS}:
         return f"; {answer}"
     ours = FOREIGN.get(name, name)
     if ours in settings:

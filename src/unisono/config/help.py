@@ -1,4 +1,4 @@
-"""What `--help` prints about the fields: by group, with type, default and documentation."""
+"""The part of `--help` that lists all fields, by group, with type, default and documentation."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any, get_args, get_origin
 
 from unisono.config.fields import Field
 from unisono.config.resolve import with_recipe_defaults
-from unisono.config.values import choices_of, members, plain
+from unisono.config.values import choices_of, jsonable, members
 
-_WORDS = {int: "int", float: "float", str: "text", bool: "true|false", Path: "path", NoneType: "none"}
+_TYPE_NAMES = {int: "int", float: "float", str: "text", bool: "true|false", Path: "path", NoneType: "none"}
 
 
 def help_text(
     classes: Sequence[type], recipe_defaults: Mapping[str, Any], aliases: Mapping[str, str] | None = None
 ) -> str:
-    """Every field as plain text with its other names, as wide as the terminal."""
+    """Returns the list of all fields and their aliases, as wide as the terminal."""
     import shutil
 
     width = min(shutil.get_terminal_size().columns, 120)
@@ -30,7 +30,7 @@ def help_text(
     groups: dict[str, list[str]] = {}
     for name, field in resolved.fields.items():
         default = default_text(resolved.values[name]) if name in resolved.values else None
-        note = f"default: {default}" if default is not None else "must be given"
+        note = f"default: {default}" if default is not None else "required"
         note += ", set by the recipe" if resolved.sources.get(name) == "recipe" else ""
         note += f"; also {', '.join(other_names[name])}" if name in other_names else ""
         lines = textwrap.wrap(f"{flag_text(field)}  ({note})", width, initial_indent="  ", subsequent_indent="      ")
@@ -41,7 +41,7 @@ def help_text(
 
 
 def flag_text(field: Field) -> str:
-    """How a flag is written: its name and what it takes."""
+    """Returns a flag and the type of its value, as in `--batch_size int`."""
     if field.annotation is bool and field.name.startswith("no_"):
         return f"--{field.name} [true|false]"
     if field.annotation is bool:
@@ -60,12 +60,12 @@ def _type(annotation: Any) -> str:
         return " ".join(_type(arg) for arg in args)
     if kind in (list, tuple):
         return f"{_type(args[0])} ..." if args else "text ..."
-    return "(a mapping; config file only)" if kind is dict else _WORDS.get(kind, "value")
+    return "(a mapping; config file only)" if kind is dict else _TYPE_NAMES.get(kind, "value")
 
 
 def default_text(value: Any) -> str:
-    """A default as people would type it."""
-    value = plain(value)
+    """Returns a default as users would type it."""
+    value = jsonable(value)
     if isinstance(value, str):
         return value or '""'
     if isinstance(value, list):

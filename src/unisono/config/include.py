@@ -1,9 +1,9 @@
 """Config files that include others: `include: base.yaml`, or a list of files, all read before the file's own keys.
 
-An include is looked for beside the file that names it and then in the folders above it, because that is how people
-write them: `include: config/model/base.yaml` stands in config/model/wide.yaml and means the file beside it. It cannot
-lead out of the project: no absolute path, and nothing above the current folder (for a file that lies elsewhere: above
-the folder in which its own path begins like the include's).
+An include is searched for in the folder of the file that names it and then in the folders above, because users write
+paths relative to the project: in config/model/wide.yaml, `include: config/model/base.yaml` means the file in the same
+folder. An include cannot lead out of the project: it must not be an absolute path, nor leave the current folder. (For a
+config file outside the current folder, the project is the folder whose path starts like the include.)
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class Entry:
     """A key of a config file."""
 
     key: Any
-    """As it is written there."""
+    """As written in the file."""
     value: Any
     place: str
-    """The file that holds it."""
+    """The file that contains it."""
     order: int
     """Later files win."""
 
 
 def read_with_includes(path: Path) -> dict[str, Entry]:
-    """The keys of a file and of those it includes, hyphens as underscores; its own keys win."""
+    """Returns the keys of a file and of those it includes, with underscores for hyphens; its own keys win."""
     entries: dict[str, Entry] = {}
     read: list[Path] = []
     _read(path, (), read, entries)
@@ -47,17 +47,17 @@ def _read(path: Path, chain: tuple[Path, ...], read: list[Path], entries: dict[s
     content, real = read_file(path), path.resolve()
     chain = (*chain, real)
     for include in _includes(content, path):
-        found = _find(include, path, real)
-        if found in chain:
-            circle = " -> ".join(_short(file) for file in (*chain[chain.index(found) :], found))
-            raise ConfigError(f"config file {path} includes itself: {circle}; take one of these includes out")
-        _read(found, chain, read, entries)
+        included = _find(include, path, real)
+        if included in chain:
+            cycle = " -> ".join(_short(file) for file in (*chain[chain.index(included) :], included))
+            raise ConfigError(f"config file {path} includes itself: {cycle}; remove one of these includes")
+        _read(included, chain, read, entries)
     read.append(real)
     if len(read) > _MOST_FILES:  # files that include each other twice are read 2 x 2 x 2 ... times
         raise ConfigError(f"config file {chain[0]} includes more than {_MOST_FILES} files; include each of them once")
     place = str(path) if len(chain) == 1 else _short(real)
     for name, (key, value) in _by_name(content, place).items():
-        entries.pop(name, None)  # in the order in which they count
+        entries.pop(name, None)  # so that the order of the entries is that of their precedence
         entries[name] = Entry(key, value, place, len(read))
 
 
@@ -73,23 +73,23 @@ def _by_name(content: Mapping[Any, Any], place: str) -> dict[str, tuple[Any, Any
 
 
 def _includes(content: Mapping[Any, Any], path: Path) -> list[str]:
-    given = content.get(INCLUDE)
-    includes = given if isinstance(given, list) else [] if given is None else [given]
+    value = content.get(INCLUDE)
+    includes = value if isinstance(value, list) else [] if value is None else [value]
     for include in includes:
         if not isinstance(include, str) or not include.isprintable() or not include.strip():
-            raise ConfigError(f"config file {path}: include: expected a file or a list of files, got {shown(given)}")
+            raise ConfigError(f"config file {path}: include: expected a file or a list of files, got {shown(value)}")
     return [str(include) for include in includes]
 
 
 def _find(include: str, path: Path, real: Path) -> Path:
-    """The included file, with all links followed."""
-    wanted = Path(include)
-    if wanted.is_absolute():
+    """Returns the included file, with all symlinks resolved."""
+    relative = Path(include)
+    if relative.is_absolute():
         raise ConfigError(f"config file {path}: include {include} is an absolute path; write it relative to this file")
-    top = _top(wanted, real)
-    outside = not Path(os.path.normpath(real.parent / wanted)).is_relative_to(top)
+    top = _project(relative, real)
+    outside = not Path(os.path.normpath(real.parent / relative)).is_relative_to(top)
     for folder in real.parents:
-        candidate = _file(folder / wanted)
+        candidate = _file(folder / relative)
         if candidate is not None and candidate.is_relative_to(top):
             return candidate
         outside |= candidate is not None
@@ -97,7 +97,7 @@ def _find(include: str, path: Path, real: Path) -> Path:
             break
     if outside:
         raise ConfigError(f"config file {path}: include {include} leads out of {top}; copy the file into that folder")
-    searched = f"beside it and up to {top}" if top != real.parent else "beside it"
+    searched = f"searched in its folder and up to {top}" if top != real.parent else "searched in its folder"
     raise ConfigError(f"config file {path}: include {include} does not exist ({searched})")
 
 
@@ -105,16 +105,16 @@ def _file(path: Path) -> Path | None:
     try:
         real = path.resolve()
         return real if real.is_file() else None
-    except (OSError, RuntimeError):  # a name that is too long, links in a circle
+    except (OSError, RuntimeError):  # a name that is too long, a cycle of symlinks
         return None
 
 
-def _top(wanted: Path, real: Path) -> Path:
-    """The folder that an include must not leave."""
+def _project(relative: Path, real: Path) -> Path:
+    """Returns the folder that an include must not leave."""
     here = Path.cwd().resolve()
     if real.is_relative_to(here):
         return here
-    same_name = [folder.parent for folder in real.parents if (folder.name,) == wanted.parts[:1]]
+    same_name = [folder.parent for folder in real.parents if (folder.name,) == relative.parts[:1]]
     return same_name[0] if same_name else real.parent
 
 

@@ -1,4 +1,4 @@
-"""From all the places a setting can come from to one value each, with its source."""
+"""Resolves every setting to one value from all its possible sources, and remembers the source."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from typing import Any, TypeVar
 from unisono.config.fields import Field, fields_by_name, groups_in, with_aliases
 from unisono.config.flags import SIMILAR, Explain, parse_flags
 from unisono.config.include import INCLUDE, Entry, read_with_includes
-from unisono.config.values import Mismatch, coerce, describe, did_you_mean, plain, shown
+from unisono.config.values import Mismatch, coerce, describe, did_you_mean, jsonable, shown
 from unisono.errors import ConfigError, RecipeError
 
 T = TypeVar("T")
 Translate = Callable[[dict[str, Any], str], Mapping[str, Any]]
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
+_EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
-class _Given:
-    """A value that was given for a field, under one of its names."""
+class _Assignment:
+    """A value assigned to a field under one of its names."""
 
     name: str
     value: Any
     origin: str
-    order: int = 0
+    order: int = 0  # of two assignments the one with the higher order wins
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """The value of every field, and where it came from."""
+    """The value of every field, and its source."""
 
     values: dict[str, Any]
     sources: dict[str, str]
@@ -41,7 +41,7 @@ class Resolved:
     fields: Mapping[str, Field] = dataclasses.field(repr=False, compare=False)
 
     def build(self, cls: type[T]) -> T:
-        """An instance of one of the dataclasses that were resolved."""
+        """Creates an instance of one of the resolved dataclasses."""
         groups = groups_in(cls)
         arguments = {
             declared.name: self.build(groups[declared.name])
@@ -56,56 +56,52 @@ class Resolved:
             raise ConfigError(f"{cls.__qualname__}: {' '.join(str(error).split())}") from error
 
     def explicit(self, name: str) -> bool:
-        """Whether the user set the field, by flag or to another value than its default by file."""
+        """Whether the user set the field: with a flag, or in a file to a value other than its default."""
         return self.sources[name] in ("file", "flag")
 
-    def says(self, name: str, value: Any) -> bool:
-        """Whether the field has this value."""
-        return name in self.values and bool(self.values[name] == value)
-
     def with_values(self, source: str, /, **changes: Any) -> Resolved:
-        """A copy in which these fields have other values, from this source."""
-        return self._layer(source, _named(changes, self.fields, source))
+        """Returns a copy with other values of these fields, from this source."""
+        return self._layer(source, _assignments(changes, self.fields, source))
 
     def to_json(self) -> dict[str, Any]:
-        """Values and sources in JSON's types."""
-        return {"values": {name: plain(value) for name, value in self.values.items()}, "sources": dict(self.sources)}
+        """Returns values and sources in types that JSON supports."""
+        return {"values": {name: jsonable(value) for name, value in self.values.items()}, "sources": dict(self.sources)}
 
     @classmethod
     def from_json(cls, classes: Sequence[type], data: Mapping[str, Any]) -> Resolved:
-        """What to_json wrote; fields that did not exist then have their default."""
+        """Reads what to_json wrote; fields that did not exist then have their default."""
         values, sources = data.get("values"), data.get("sources")
         if not isinstance(values, Mapping) or not isinstance(sources, Mapping):
             raise ConfigError("not a stored configuration: `values` or `sources` is missing")
         resolved = _defaults(classes)
-        for given in _named(values, resolved.fields, "the stored configuration"):
-            resolved = resolved._layer(str(sources.get(given.name, "default")), [given])
+        for assignment in _assignments(values, resolved.fields, "the stored configuration"):
+            resolved = resolved._layer(str(sources.get(assignment.name, "default")), [assignment])
         return resolved._complete()
 
-    def _layer(self, source: str, given: Iterable[_Given], aliases: Mapping[str, str] = _NOTHING) -> Resolved:
-        """A copy in which this has been said too; of what was said twice, the later counts."""
+    def _layer(self, source: str, assignments: Iterable[_Assignment], aliases: Mapping[str, str] = _EMPTY) -> Resolved:
+        """Returns a copy with these assignments applied; of two to one field, the later one wins."""
         values, sources = dict(self.values), dict(self.sources)
-        said: dict[str, tuple[_Given, Any]] = {}
-        for each in given:
-            ours = aliases.get(each.name, each.name)
-            # Under the name that was written: an error must say what the user can find.
-            value = _checked(dataclasses.replace(self.fields[ours], name=each.name), each.value, each.origin)
-            before, its_value = said.get(ours, (each, value))
-            if before.order == each.order and before.name != each.name and its_value != value:
+        applied: dict[str, tuple[_Assignment, Any]] = {}
+        for new in assignments:
+            field = aliases.get(new.name, new.name)
+            # Errors use the name that the user wrote.
+            value = _coerced(dataclasses.replace(self.fields[field], name=new.name), new.value, new.origin)
+            old, old_value = applied.get(field, (new, value))
+            if old.order == new.order and old.name != new.name and old_value != value:
                 raise ConfigError(
-                    f"{before.name} ({shown(plain(its_value))}, from {before.origin}) and {each.name} "
-                    f"({shown(plain(value))}, from {each.origin}) are two names of one setting; leave one of them out"
+                    f"{old.name} ({shown(jsonable(old_value))}, from {old.origin}) and {new.name} "
+                    f"({shown(jsonable(value))}, from {new.origin}) are two names of one setting; leave one of them out"
                 )
-            if before.order <= each.order:
-                said[ours] = each, value
-                values[ours], sources[ours] = value, source
+            if old.order <= new.order:
+                applied[field] = new, value
+                values[field], sources[field] = value, source
         return dataclasses.replace(self, values=values, sources=sources)
 
     def _complete(self) -> Resolved:
         for name, field in self.fields.items():
             if name not in self.values:
                 expected = describe(field.annotation)
-                raise ConfigError(f"{name} must be given: {expected}, by --{name} or in a config file")
+                raise ConfigError(f"{name} is required: {expected}; set it with --{name} or in a config file")
         order = list(self.fields)
         values = {name: self.values[name] for name in order}
         return dataclasses.replace(self, values=values, sources={name: self.sources[name] for name in order})
@@ -114,21 +110,21 @@ class Resolved:
 def resolve(
     classes: Sequence[type],
     *,
-    recipe_defaults: Mapping[str, Any] = _NOTHING,
+    recipe_defaults: Mapping[str, Any] = _EMPTY,
     file: Path | Sequence[Path] | None = None,
     flags: Sequence[str] = (),
     overrides: Mapping[str, Any] | None = None,
-    aliases: Mapping[str, str] = _NOTHING,
+    aliases: Mapping[str, str] = _EMPTY,
     translate: Translate | None = None,
-    file_keys: Mapping[str, Any] = _NOTHING,
+    file_keys: Mapping[str, Any] = _EMPTY,
     explain: Explain | None = None,
 ) -> Resolved:
-    """One value for every field of the dataclasses: defaults < recipe_defaults < file < flags < overrides.
+    """Resolves every field of the dataclasses: defaults < recipe_defaults < file < flags < overrides.
 
-    Of several files the later ones win. `overrides` are what flags are on the command line, for callers in Python.
-    `aliases` are other names of fields, for all of these; `translate` turns what stands in a file into our words.
-    `file_keys` are names and types of keys that only `translate` knows: they are flags as well.
-    `explain` says what to write instead of a name that no field has.
+    Of several files the later ones win. `overrides` are the settings that a Python caller passes in place of flags.
+    `aliases` are further names of fields, valid in all of these. `translate` converts the keys of a file to fields;
+    `file_keys` are the names and types of keys that only `translate` understands, which are flags too. `explain`
+    returns the end of the error message for an unknown name.
     """
     resolved = with_recipe_defaults(classes, recipe_defaults)
     names = with_aliases(resolved.fields, aliases)
@@ -136,24 +132,25 @@ def resolve(
     if INCLUDE in names:
         raise RecipeError(f"{INCLUDE} cannot be a setting: in a config file it names other files; rename it")
     for path in [file] if isinstance(file, Path) else file or ():
-        before, given = resolved, list(_in_file(path, names, translate, explain))
-        resolved = resolved._layer("file", given, aliases)
-        # A file that spells out a default (a printed config has them all) does not thereby insist on it.
-        ours = {aliases.get(each.name, each.name) for each in given}
-        same = {name: before.sources[name] for name in ours if before.says(name, resolved.values[name])}
-        resolved = dataclasses.replace(resolved, sources=resolved.sources | same)
-    typed = [_Given(name, value, f"--{name}") for name, value in parse_flags(flags, flag_names, explain)]
+        before, in_file = resolved, list(_from_file(path, names, translate, explain))
+        resolved = resolved._layer("file", in_file, aliases)
+        # A file that repeats a default (a printed config contains all of them) does not set it explicitly.
+        changed = {aliases.get(each.name, each.name) for each in in_file}
+        unchanged = {n for n in changed & before.values.keys() if before.values[n] == resolved.values[n]}
+        sources = resolved.sources | {name: before.sources[name] for name in unchanged}
+        resolved = dataclasses.replace(resolved, sources=sources)
+    typed = [_Assignment(name, value, f"--{name}") for name, value in parse_flags(flags, flag_names, explain)]
     resolved = resolved._layer("flag", _translated(typed, names, translate, "the command line"), aliases)
     place = "the given settings"
-    called = _named(overrides or _NOTHING, flag_names, place, explain)
-    return resolved._layer("flag", _translated(called, names, translate, place), aliases)._complete()
+    passed = _assignments(overrides or _EMPTY, flag_names, place, explain)
+    return resolved._layer("flag", _translated(passed, names, translate, place), aliases)._complete()
 
 
 def with_recipe_defaults(classes: Sequence[type], recipe_defaults: Mapping[str, Any]) -> Resolved:
-    """Before the user has said anything; fields that must be given are still missing."""
+    """Resolves only the defaults; required fields are still missing."""
     resolved = _defaults(classes)
     try:
-        return resolved._layer("recipe", _named(recipe_defaults, resolved.fields, "the recipe's defaults"))
+        return resolved._layer("recipe", _assignments(recipe_defaults, resolved.fields, "the recipe's defaults"))
     except ConfigError as error:
         raise RecipeError(str(error)) from None
 
@@ -164,18 +161,18 @@ def _defaults(classes: Sequence[type]) -> Resolved:
     return Resolved(values, dict.fromkeys(values, "default"), fields)
 
 
-def _in_file(
+def _from_file(
     path: Path, names: Mapping[str, Field], translate: Translate | None, explain: Explain | None
-) -> Iterator[_Given]:
-    """What a file and those it includes say, in our words."""
+) -> Iterator[_Assignment]:
+    """Yields the assignments of a file and of the files it includes, translated to fields."""
     entries = read_with_includes(path)
     if translate is not None:
         new = Entry(None, None, str(path), max((entry.order for entry in entries.values()), default=0))
-        said = translate({name: entry.value for name, entry in entries.items()}, str(path))
-        entries = {name: dataclasses.replace(entries.get(name, new), value=value) for name, value in said.items()}
+        translated = translate({name: entry.value for name, entry in entries.items()}, str(path))
+        entries = {name: dataclasses.replace(entries.get(name, new), value=value) for name, value in translated.items()}
     for name, entry in entries.items():
-        _known(name if entry.key is None else entry.key, entry.value, names, entry.place, explain)
-        yield _Given(name, entry.value, entry.place, entry.order)
+        _check_known(name if entry.key is None else entry.key, entry.value, names, entry.place, explain)
+        yield _Assignment(name, entry.value, entry.place, entry.order)
 
 
 def _as_fields(keys: Mapping[str, Any]) -> dict[str, Field]:
@@ -183,31 +180,32 @@ def _as_fields(keys: Mapping[str, Any]) -> dict[str, Field]:
 
 
 def _translated(
-    given: list[_Given], names: Mapping[str, Field], translate: Translate | None, place: str
-) -> list[_Given]:
-    """Flags, with those that only config files know in our words; a flag of the same name wins over a translation."""
-    foreign = {each.name: each.value for each in given if each.name not in names}
+    assignments: list[_Assignment], names: Mapping[str, Field], translate: Translate | None, place: str
+) -> list[_Assignment]:
+    """Translates the keys that are no fields; an assignment to the field itself wins over a translated one."""
+    foreign = {each.name: each.value for each in assignments if each.name not in names}
     if not foreign or translate is None:
-        return given
-    own = [each for each in given if each.name in names]
-    said = _named(translate(foreign, place), names, place)
-    return [*(each for each in said if each.name not in {every.name for every in own}), *own]
+        return assignments
+    direct = [each for each in assignments if each.name in names]
+    direct_names = {each.name for each in direct}
+    translated = _assignments(translate(foreign, place), names, place)
+    return [*(each for each in translated if each.name not in direct_names), *direct]
 
 
-def _named(
-    given: Mapping[Any, Any], names: Mapping[str, Field], place: str, explain: Explain | None = None
-) -> list[_Given]:
-    """What a mapping says; unknown names are refused."""
-    named: dict[str, _Given] = {}
-    for key, value in given.items():
-        name = _known(key, value, names, place, explain)
-        if name in named:
+def _assignments(
+    values: Mapping[Any, Any], names: Mapping[str, Field], place: str, explain: Explain | None = None
+) -> list[_Assignment]:
+    """Returns the assignments in a mapping; raises ConfigError for an unknown name."""
+    assignments: dict[str, _Assignment] = {}
+    for key, value in values.items():
+        name = _check_known(key, value, names, place, explain)
+        if name in assignments:
             raise ConfigError(f"{name} is given twice in {place}, with a hyphen and with an underscore")
-        named[name] = _Given(name, value, place)
-    return list(named.values())
+        assignments[name] = _Assignment(name, value, place)
+    return list(assignments.values())
 
 
-def _known(key: Any, value: Any, names: Mapping[str, Field], place: str, explain: Explain | None) -> str:
+def _check_known(key: Any, value: Any, names: Mapping[str, Field], place: str, explain: Explain | None) -> str:
     name = str(key).replace("-", "_")
     if name not in names:
         hint = (explain and explain(name, names, "")) or did_you_mean(name, list(names), similarity=SIMILAR)
@@ -217,10 +215,10 @@ def _known(key: Any, value: Any, names: Mapping[str, Field], place: str, explain
     return name
 
 
-def _checked(field: Field, value: Any, origin: str) -> Any:
+def _coerced(field: Field, value: Any, origin: str) -> Any:
     try:
         return coerce(field.annotation, value)
     except Mismatch as error:
         raise ConfigError(f"{field.name}: {error} (from {origin}){error.hint}") from None
     except RecursionError:
-        raise ConfigError(f"{field.name}: the value holds itself (from {origin})") from None
+        raise ConfigError(f"{field.name}: the value contains itself (from {origin})") from None

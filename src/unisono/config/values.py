@@ -1,8 +1,8 @@
-"""What a value means for a field of a given type.
+"""Converts a value to the type of its field.
 
-YAML guesses the type of a bare word (`no` is False, `1e-4` is text, `12:30:45` is a number, `1.10` is 1.1), and a shell
-knows only text. Here the field's type decides: bare words arrive as `Plain` text and are read by the type, values that
-already have a type are only checked. What `plain` writes, `coerce` reads back as the same value.
+YAML guesses the type of an unquoted scalar (`no` is False, `1e-4` is text, `12:30:45` is a number, `1.10` is 1.1), and
+a shell passes only text. Here the field's type decides: unquoted scalars and command-line arguments arrive as `RawText`
+and are parsed by the type; values that already have a type are only checked. `coerce` reads back what `jsonable` wrote.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from typing import Any, Literal, Union, get_args, get_origin
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 _NONE = ("none", "null")
 _SIMPLE = {int: "a whole number", float: "a number", str: "text", bool: "true or false", Path: "a path"}
-# In a union the pickiest type reads a text first and `str`, which takes everything, last.
-_PICKINESS: dict[Any, int] = {Literal: 0, Enum: 0, types.NoneType: 1, int: 3, float: 4, bool: 5, Path: 7, str: 8}
+# In a union the strictest type parses a text first; `str`, which accepts everything, comes last.
+_STRICTNESS: dict[Any, int] = {Literal: 0, Enum: 0, types.NoneType: 1, int: 3, float: 4, bool: 5, Path: 7, str: 8}
 
 
-class Plain(str):
-    """Text whose meaning the field's type decides: a word of the command line or an unquoted word of a file."""
+class RawText(str):
+    """Text that the field's type parses: a command-line argument or an unquoted scalar of a config file."""
 
 
 class Mismatch(ValueError):
-    """A value that does not fit a type; reads "expected ..., got ..."."""
+    """A value that does not fit a type; the message is "expected ..., got ..."."""
 
-    def __init__(self, annotation: Any, given: Any) -> None:
-        super().__init__(f"expected {describe(annotation)}, got {shown(given)}")
-        self.hint = did_you_mean(str(given), choices_of(annotation))
+    def __init__(self, annotation: Any, value: Any) -> None:
+        super().__init__(f"expected {describe(annotation)}, got {shown(value)}")
+        self.hint = did_you_mean(str(value), choices_of(annotation))
 
 
 def coerce(annotation: Any, value: Any) -> Any:
-    """The value as the annotated type, or Mismatch."""
+    """Returns the value as the annotated type; raises Mismatch."""
     kind = _kind(annotation)
     if kind is Union:
         return _coerce_union(annotation, value)
@@ -60,8 +60,8 @@ def coerce(annotation: Any, value: Any) -> Any:
         raise Mismatch(annotation, value) from None
 
 
-def plain(value: Any) -> Any:
-    """The value in the types that JSON and YAML share; strict JSON has no infinity, so that becomes text."""
+def jsonable(value: Any) -> Any:
+    """Returns the value in types that JSON and YAML share; infinity and NaN, which strict JSON lacks, become text."""
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, Path):
@@ -69,9 +69,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [jsonable(item) for item in value]
     if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
+        return {key: jsonable(item) for key, item in value.items()}
     return value
 
 
@@ -87,17 +87,17 @@ def supported(annotation: Any) -> bool:
 
 
 def members(annotation: Any) -> tuple[Any, ...]:
-    """The types a value may have: the members of a union, else the type itself."""
+    """Returns the types that a value may have: the members of a union, or the type itself."""
     return get_args(annotation) if _kind(annotation) is Union else (annotation,)
 
 
 def takes(annotation: Any, *kinds: Any) -> bool:
-    """Whether one of these kinds (bool, list, ...) is among the types a value may have."""
+    """Whether a value may have one of these types (bool, list, ...)."""
     return any(_kind(member) in kinds for member in members(annotation))
 
 
 def text_is_ambiguous(annotation: Any) -> bool:
-    """Whether a bare word and the same word in quotes can mean different values (`none` for `str | None`)."""
+    """Whether a scalar means something else in quotes than without (`none` for `str | None`)."""
     kind = _kind(annotation)
     if kind in (list, tuple, dict):
         return not get_args(annotation) or any(text_is_ambiguous(arg) for arg in get_args(annotation))
@@ -105,18 +105,18 @@ def text_is_ambiguous(annotation: Any) -> bool:
 
 
 def choices_of(annotation: Any) -> list[str]:
-    """The words a Literal or Enum allows; empty for other types."""
-    found: list[str] = []
+    """Returns the spellings that a Literal or Enum allows; empty for other types."""
+    choices: list[str] = []
     for member in members(annotation):
         if _kind(member) is Literal:
-            found += [_spelled(choice) for choice in get_args(member)]
+            choices += [_spelled(choice) for choice in get_args(member)]
         elif _kind(member) is Enum:
-            found += [choice.name for choice in member]
-    return found
+            choices += [choice.name for choice in member]
+    return choices
 
 
 def describe(annotation: Any) -> str:
-    """The type in words, as in "expected a whole number or none"."""
+    """Describes the type, as in "expected a whole number or none"."""
     kind, args = _kind(annotation), get_args(annotation)
     if kind is Union:
         return " or ".join(describe(member) for member in sorted(args, key=lambda member: member is types.NoneType))
@@ -134,17 +134,17 @@ def describe(annotation: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """The value for an error message: on one line, and not too long."""
+    """Returns the value for an error message, on one line of limited length."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def did_you_mean(word: str, words: list[str], prefix: str = "", similarity: float = 0.6) -> str:
-    """'; did you mean X?' for the nearest of the words, or nothing when none is near."""
+def did_you_mean(name: str, names: list[str], prefix: str = "", similarity: float = 0.6) -> str:
+    """Returns "; did you mean X?" with the most similar of the names, or "" if none is similar."""
     from difflib import get_close_matches
 
-    near = get_close_matches(word, words, n=1, cutoff=similarity)
-    return f"; did you mean {prefix}{near[0]}?" if near else ""
+    nearest = get_close_matches(name, names, n=1, cutoff=similarity)
+    return f"; did you mean {prefix}{nearest[0]}?" if nearest else ""
 
 
 def _kind(annotation: Any) -> Any:
@@ -179,7 +179,7 @@ def _read_float(value: Any) -> float:
         value = value.replace(".", "")  # YAML's spelling
     number = float(value)
     if isinstance(value, str) and math.isinf(number) and "inf" not in value.lower():
-        raise OverflowError  # 1e999 is a slip, not a wish for infinity
+        raise OverflowError  # 1e999 is a typo; infinity is written inf
     return number
 
 
@@ -192,8 +192,8 @@ def _read_bool(value: Any) -> bool:
 
 def _read_str(value: Any) -> str:
     if isinstance(value, str):
-        return str.__str__(value)  # of an Enum with text values its value, not its name
-    # `gpus=2` and `output_dir=Path(...)` are what people write in Python.
+        return str.__str__(value)  # the value, not the name, of an Enum with text values
+    # In Python users write `gpus=2` and `output_dir=Path(...)`.
     if isinstance(value, os.PathLike) or (isinstance(value, int) and not isinstance(value, bool)):
         return str(value)
     raise TypeError
@@ -211,14 +211,14 @@ _READERS: dict[Any, Any] = {int: _read_int, float: _read_float, bool: _read_bool
 def _coerce_union(annotation: Any, value: Any) -> Any:
     if value is None and types.NoneType in members(annotation):
         return None
-    is_text = isinstance(value, str) and not isinstance(value, Plain)
+    is_text = isinstance(value, str) and not isinstance(value, RawText)
 
-    def pickiness(member: Any) -> int:
-        # Text that is known to be text (quoted, JSON, Python) stays text: '5' for `int | str`, 'none' for `str | None`.
-        return 2 if is_text and member in (str, Path) else _PICKINESS.get(_kind(member), 6)
+    def strictness(member: Any) -> int:
+        # Quoted text, and text from JSON or Python, stays text: '5' for `int | str`, 'none' for `str | None`.
+        return 2 if is_text and member in (str, Path) else _STRICTNESS.get(_kind(member), 6)
 
     options = [member for member in members(annotation) if not (member is Path and str in members(annotation))]
-    for member in sorted(options, key=pickiness):
+    for member in sorted(options, key=strictness):
         if member is types.NoneType:
             stays_text = is_text and (str in options or Path in options)
             if isinstance(value, str) and value.strip().lower() in _NONE and not stays_text:
@@ -232,7 +232,7 @@ def _coerce_union(annotation: Any, value: Any) -> Any:
 
 
 def _coerce_any(value: Any) -> Any:
-    if isinstance(value, Plain):
+    if isinstance(value, RawText):
         if value.lower() in ("true", "false"):
             return value.lower() == "true"
         if re.fullmatch(r"[-+]?\d+", value):
@@ -255,9 +255,9 @@ def _coerce_literal(annotation: Any, value: Any) -> Any:
         if choice == value and (type(choice) is type(value) or isinstance(choice, str)):
             return choice
     if isinstance(value, bool):  # `mixed_precision: no` is False to every other YAML reader
-        words = _TRUE if value else _FALSE
+        spellings = _TRUE if value else _FALSE
         for choice in choices:
-            if choice in words:
+            if choice in spellings:
                 return choice
     for choice in choices:
         if isinstance(value, str) and not isinstance(choice, str) and _spelled(choice) == value:
@@ -277,7 +277,7 @@ def _coerce_enum(annotation: Any, value: Any) -> Any:
 
 def _coerce_sequence(annotation: Any, value: Any) -> Any:
     if isinstance(value, str):
-        value = [Plain(part.strip()) for part in value.split(",") if part.strip()]
+        value = [RawText(part.strip()) for part in value.split(",") if part.strip()]
     if not isinstance(value, list | tuple):
         raise Mismatch(annotation, value)
     args, kind = get_args(annotation) or (Any,), _kind(annotation)

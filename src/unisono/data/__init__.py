@@ -1,1 +1,1 @@
-"""Which samples, in which order, with which noise."""
+"""From positions in the sample stream to micro-batches: sample order, loading, noise."""

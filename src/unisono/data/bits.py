@@ -1,9 +1,9 @@
 """Random bits as a pure function of a key and a counter.
 
-Everything random that belongs to a sample comes from here: its place in the order and its noise. There is no state, so
-there is nothing to save, to seed per rank or to advance. The functions are plain integer tensor operations: CPU and
-CUDA give the same bits (torch's own generators do not), and they can be compiled and captured. The integer functions
-use operators only, so numpy arrays of int64 do as well: for the few positions of a batch numpy is ten times faster.
+Everything random about a sample comes from here: its position in the order and its noise. There is no state to save, to
+seed per rank or to advance. The functions are plain integer tensor operations, so CPU and CUDA give the same bits
+(torch's own generators do not), and they can be compiled and captured. The integer functions use operators only and
+also accept int64 numpy arrays: for the few positions of a batch, numpy is ten times faster.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Integers = TypeVar("Integers", bound=Any)  # an int64 torch.Tensor or numpy.ndar
 
 
 class Purpose(IntEnum):
-    """What random numbers are for: the first part of every key, so that no two purposes share numbers."""
+    """The purpose of random numbers: the first part of every key, so that no two purposes share numbers."""
 
     ORDER = 1
     NOISE = 2
@@ -45,7 +45,7 @@ _GOLDEN_S, _FIRST_S, _SECOND_S = _signed(_GOLDEN), _signed(_FIRST), _signed(_SEC
 
 
 def _shift_right(x: Integers, places: int) -> Integers:
-    # Signed integers have only the arithmetic shift; the mask removes the copies of the sign bit.
+    # Signed integers have only an arithmetic shift; the mask removes the copies of the sign bit.
     return (x >> places) & ((1 << (64 - places)) - 1)  # type: ignore[no-any-return]
 
 
@@ -58,13 +58,13 @@ def mix(x: Integers) -> Integers:
 
 def random_bits(key: Tensor | int, counter: Tensor) -> Tensor:
     """64 random bits for each (key, counter) pair; the two broadcast against each other."""
-    # Two rounds with the key entering both: one round would make different keys walk along the same sequence from
-    # different starting points, and with 10^9 samples some would overlap.
+    # Two rounds that both use the key: after one round, different keys would give the same sequence from different
+    # starting points, and with 10^9 samples some would overlap.
     return mix(mix(counter * _GOLDEN_S + key) + key)
 
 
 def key_of(*parts: int) -> int:
-    """One 64-bit key from several integers, on the host."""
+    """A 64-bit key from several integers, on the host."""
     key = 0
     for part in parts:
         key = (key + part + 1) * _GOLDEN & ((1 << 64) - 1)
@@ -80,6 +80,6 @@ def keys_for(key: int, values: Integers) -> Integers:
 
 
 def to_unit(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Uniform numbers in [0, 1) from random bits, exact in the given type (24 bits for float32, 53 for float64)."""
+    """Uniform numbers in [0, 1) from random bits, exact in `dtype` (24 bits for float32, 53 for float64)."""
     places = 53 if dtype == torch.float64 else 24
     return _shift_right(bits, 64 - places).to(dtype) * 2.0**-places

@@ -1,7 +1,7 @@
-"""Where a rank reads: its micro-batches, as positions in the stream.
+"""The micro-batches of a rank, as positions in the sample stream.
 
-The micro-batches are a pure function of where the stream starts, so whoever knows that can work them out: the training
-process, each of its loader workers, a worker that takes the place of a dead one.
+They are a pure function of the position at which the stream starts. So the training process, each of its loader workers
+and a worker that replaces a dead one can all compute them.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from dataclasses import dataclass
 from unisono.data.order import Strides, num_micro_batches, share_of, split
 from unisono.data.shapes import Group, Shapes, deal
 
-_LOOK_AT = 2**18  # positions among which a trial looks for the costliest samples
+_SEARCHED = 2**18  # positions among which a trial searches for the costliest samples
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """One micro-batch of one rank: which positions, and where it stands in its step."""
+    """The positions of one micro-batch of one rank."""
 
     positions: Sequence[int]  # a range, unless its global batch has samples of several shapes
-    last: bool
-    is_dummy: bool  # no sample was left for this rank: it computes another rank's sample with weight 0
-    global_batch: Sequence[int]  # all positions of its step, in the order in which they would stand in
-    shape: Hashable = None  # of its samples, where the data set has shapes
+    last: bool  # of its step
+    is_dummy: bool  # there is no sample for this rank: it computes another rank's sample with weight 0
+    global_batch: Sequence[int]  # all positions of its step, in the order in which they substitute unreadable samples
+    shape: Hashable = None  # of its samples, if the dataset has shapes
 
 
 @dataclass(frozen=True)
 class Cursor:
-    """Where a rank reads: the stream from `start` to `end` in global batches, this rank's part of each."""
+    """This rank's part of each global batch of the stream from `start` to `end`."""
 
     start: int
     end: int | None
@@ -36,11 +36,11 @@ class Cursor:
     micro_batch: int
     rank: int
     world: int
-    shapes: Shapes | None = None  # of samples that can be batched only with their like
-    epoch: int | None = None  # samples of an epoch, where no step may read on into the next one
+    shapes: Shapes | None = None  # if only samples of the same shape can form a batch
+    epoch: int | None = None  # samples per epoch, if no step may continue into the next epoch
 
     def chunks(self) -> Iterator[Chunk]:
-        """This rank's micro-batches in order; every rank has the same number of them in every step."""
+        """This rank's micro-batches in order; all ranks have the same number of them in a step."""
         start = self.start
         while self.end is None or start < self.end:
             whole = self._step_at(start)
@@ -49,9 +49,9 @@ class Cursor:
             start = whole.stop
 
     def most_at_once(self) -> int:
-        """How many samples of the first step are in the micro-batch, of whatever rank, that needs most memory.
+        """The size of the first step's micro-batch, on any rank, that needs the most memory.
 
-        One sample cannot be cut: it is of interest only where all micro-batches are so small.
+        A micro-batch of one sample, which cannot be split, counts only if all of them have one sample.
         """
         groups = self._groups(self._step_at(self.start))
         if len(groups) < 2:
@@ -68,7 +68,7 @@ class Cursor:
         return [] if self.shapes is None else self.shapes.groups(whole)
 
     def _alike(self, whole: range, groups: Sequence[Group]) -> Iterator[Chunk]:
-        """Samples that can be batched as they come: contiguous shares."""
+        """Micro-batches of samples of one shape: contiguous shares."""
         shape = groups[0].shape if groups else None
         parts = num_micro_batches(len(whole), self.world, self.micro_batch)
         share = share_of(self.rank, self.world, whole.start, len(whole))
@@ -90,18 +90,18 @@ class Cursor:
 
 @dataclass(frozen=True)
 class TrialCursor(Cursor):
-    """What to try out, for its memory, before a run begins."""
+    """The micro-batches with which a trial finds out whether they fit into memory."""
 
     def chunks(self) -> Iterator[Chunk]:
-        """Where samples differ in shape the costliest micro-batch of all, twice; elsewhere those that come next."""
+        """The costliest micro-batch, twice, if samples differ in shape; otherwise the next ones."""
         groups: Sequence[Group] = ()
         if self.shapes is not None:
-            stop = self.start + min(self.shapes.order.num_samples, _LOOK_AT)
+            stop = self.start + min(self.shapes.order.num_samples, _SEARCHED)
             groups = self.shapes.groups(range(self.start, stop if self.end is None else min(stop, self.end)))
         if len(groups) < 2:
             yield from super().chunks()
             return
         costliest = max((group.part(0, self.micro_batch) for group in groups), key=lambda group: group.cost)
         whole = self._step_at(self.start)
-        for last in (False, True):  # the second one is computed while the gradients of the first are there
+        for last in (False, True):  # the second one needs more memory: the gradients of the first exist
             yield Chunk(costliest.positions, last, False, whole, costliest.shape)

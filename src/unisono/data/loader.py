@@ -1,8 +1,8 @@
-"""From positions in the stream to micro-batches.
+"""Loads micro-batches.
 
-The stream of micro-batches is a pure function of where it starts, so loader workers may run ahead as far as they like
-and any number of them gives the same batches. Each item is read with python, numpy and torch seeded by its position:
-augmentation in `Dataset[i]` repeats exactly.
+The stream of micro-batches is a pure function of its start, so loader workers can prefetch, and any number of them
+gives the same batches. Python, numpy and torch are seeded with a sample's position before it is read, so augmentation
+in `Dataset[i]` repeats exactly.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ __all__ = ["BadSample", "Chunk", "Cursor", "Loader", "MicroBatch", "positions_te
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A chunk and its data, less the samples that could not be read."""
+    """A chunk and its data, without the samples that could not be read."""
 
     chunk: Chunk
     data: Any
-    positions: Sequence[int]  # of the samples that are in `data`, in order
+    positions: Sequence[int]  # of the samples in `data`, in order
     is_dummy: bool  # `data` is another micro-batch's sample and counts with weight 0
-    bad: tuple[BadSample, ...] = ()  # of the chunk's own samples: over all micro-batches and ranks each once
+    bad: tuple[BadSample, ...] = ()  # of the chunk itself, so that each occurs once over all micro-batches and ranks
 
 
 class Loader:
-    """This rank's micro-batches, read ahead by workers."""
+    """This rank's micro-batches, prefetched by workers."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Loader:
         pin: bool,
         on_worker_death: Callable[[str], None] | None = None,
     ) -> None:
-        """`on_worker_death` is told, in a sentence, when a worker died and another takes its place."""
+        """Calls `on_worker_death` with a description if a worker has died and another one replaces it."""
         self._chunks = cursor.chunks()
         self._reader = ChunkReader(dataset, collate, order, settings.max_bad_samples)
         self._pin = pin and settings.pin_memory and torch.accelerator.is_available()
@@ -75,7 +75,7 @@ class Loader:
         return MicroBatch(chunk, data, positions, is_dummy, bad)
 
     def close(self) -> None:
-        """Ends the workers now, also those that are dead or hang."""
+        """Ends all workers, including those that are dead or hang."""
         self._chunks = iter(())
         if self._workers is not None:
             self._workers.close()
@@ -83,9 +83,9 @@ class Loader:
 
 
 def to_device(data: Any, device: torch.device, floating: torch.dtype | None = None) -> Any:
-    """The batch on `device` (and in another floating type, if given), through any nesting of containers.
+    """Moves a batch, in any nesting of containers, to `device`, and floating-point tensors to the type `floating`.
 
-    Large parts are copied beside what a GPU is doing: the host is ahead of it, by most of a step.
+    Large tensors are copied to a GPU on the prefetch stream.
     """
     prefetch: PrefetchStream | None = None
 
@@ -103,9 +103,9 @@ def to_device(data: Any, device: torch.device, floating: torch.dtype | None = No
 
 
 def positions_tensor(positions: Sequence[int], device: torch.device) -> Tensor:
-    """The positions of a micro-batch on the device."""
-    if isinstance(positions, range):  # made on the device: the cheapest way there
+    """The positions of a micro-batch as a tensor on the device."""
+    if isinstance(positions, range):  # computed on the device, which needs no copy
         return torch.arange(positions.start, positions.stop, device=device)
-    found = torch.tensor(positions)
-    # From ordinary memory a copy would wait for the device.
-    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)
+    tensor = torch.tensor(positions)
+    # A copy from pageable memory would wait for the device.
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

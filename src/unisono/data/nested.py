@@ -1,4 +1,4 @@
-"""Batches are tensors in any nesting of containers; here is the way through."""
+"""Walks through batches: tensors in any nesting of dicts, lists, tuples and dataclasses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def mapped(data: Any, function: Callable[[Any], Any]) -> Any:
-    """The same nesting with every leaf (a tensor, or anything that is no container) replaced by function(leaf)."""
+    """The same nesting with every leaf (a tensor, or anything that is not a container) replaced by function(leaf)."""
     if isinstance(data, Tensor):
         return function(data)
     if isinstance(data, dict):
@@ -25,7 +25,7 @@ def mapped(data: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def leaves(data: Any) -> Iterator[Any]:
-    """The leaves that `mapped` would meet, in the same order."""
+    """The leaves in the order in which `mapped` visits them."""
     if isinstance(data, Tensor):
         yield data
     elif isinstance(data, dict):

@@ -1,8 +1,7 @@
-"""Random numbers that belong to samples.
+"""Random numbers per sample.
 
-A row of a draw is a function of (seed, position of the sample in the stream, number of the draw) and of nothing else:
-not of the rank, the micro-batch or the device. So a sample meets the same noise wherever and however often it is
-computed.
+A row of a draw is a function of (seed, position of the sample in the stream, number of the draw) only: not of the rank,
+the micro-batch or the device. So a sample gets the same noise wherever and however often it is computed.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from unisono.data.bits import Purpose, key_of, keys_for, random_bits, to_unit
 
 
 class Noise:
-    """Draws with one row per sample of the batch, on the batch's device."""
+    """Draws random tensors with one row per sample of the batch, on the batch's device."""
 
     def __init__(self, seed: int, positions: Tensor, first_draw: int = 0) -> None:
         self._seed = seed
@@ -40,13 +39,13 @@ class Noise:
         dtype = dtype or torch.get_default_dtype()
         compute = _compute_type(dtype)
         bits = self._bits(shape)
-        # Box-Muller; the high half gives the radius, the low half the angle. The half step keeps log away from 0.
+        # Box-Muller: the high half gives the radius, the low half the angle. Adding 0.5 avoids log(0).
         radius = torch.sqrt(-2 * torch.log((((bits >> 32) & 0xFFFFFFFF).to(compute) + 0.5) * 2.0**-32))
         angle = (bits & 0xFFFFFFFF).to(compute) * (2 * math.pi * 2.0**-32)
         return (radius * torch.cos(angle)).to(dtype)
 
     def integers(self, low: int, high: int, *shape: int) -> Tensor:
-        """[batch, *shape] whole numbers, uniform in low..high-1."""
+        """[batch, *shape] integers, uniform in low..high-1."""
         # 63 random bits modulo a range below 2^31: the bias is under 2^-32.
         return low + ((self._bits(shape) & (2**63 - 1)) % (high - low))
 

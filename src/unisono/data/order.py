@@ -1,8 +1,8 @@
 """The order in which a run reads its data.
 
-A run reads one endless stream. Position p lies in epoch p // n, and each epoch is a different permutation of the whole
-data set, so position alone (with the seed) names the sample: nothing to save but an integer, nothing to shuffle in
-memory, the same answer on every rank and in every worker.
+A run reads one endless stream of samples. Position p is in epoch p // n, and each epoch is a different permutation of
+the whole dataset. So seed and position determine the sample: there is nothing to save but an integer and nothing to
+shuffle in memory, and every rank and worker computes the same order.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ _ROUNDS = 6
 
 @dataclass(frozen=True)
 class Order:
-    """The endless stream over a data set: `num_samples` items in each epoch."""
+    """The endless stream over a dataset, with `num_samples` samples per epoch."""
 
     num_samples: int
     seed: int
     shuffle: bool = True
     data_size: int | None = None
-    """How many items the data set has, where an epoch leaves some of them out, others each time; None: none is."""
+    """Size of the dataset, if an epoch omits some samples (different ones each time); None if it omits none."""
 
     def __getitem__(self, position: int) -> int:
-        """The index in the data set of the sample at `position`."""
+        """The dataset index of the sample at `position`."""
         return int(self.indices(np.array([position]))[0])
 
     def epoch(self, position: int) -> int:
-        """The epoch that `position` lies in, from 0."""
+        """The epoch of `position`, counted from 0."""
         return position // self.num_samples
 
     def indices(self, positions: Integers) -> Integers:
-        """The indices in the data set of the samples at `positions` (int64, numpy or torch on any device)."""
+        """The dataset indices of the samples at `positions` (int64, numpy or torch on any device)."""
         offsets = positions % self.num_samples
         size = self.data_size or self.num_samples
         if not self.shuffle or size == 1:
@@ -50,8 +50,8 @@ class Order:
 def _permute(offsets: Integers, size: int, keys: Integers) -> Integers:
     """A keyed permutation of range(size), evaluated only at `offsets`: constant memory at any size.
 
-    A Feistel network permutes the next power of two; walking along its cycles until the value lies in range(size)
-    restricts that to a permutation of range(size) (Black and Rogaway 2002).
+    A Feistel network permutes the next power of two. Applying it repeatedly until the value is in range(size) (cycle
+    walking) restricts it to a permutation of range(size) (Black and Rogaway 2002).
     """
     bits = (size - 1).bit_length()
     low_bits = (bits + 1) // 2
@@ -74,19 +74,19 @@ def _permute(offsets: Integers, size: int, keys: Integers) -> Integers:
 
 @dataclass(frozen=True)
 class Strides:
-    """How far each step reads on: a global batch, or less where an epoch ends and no step may go beyond it."""
+    """The number of samples per step: a global batch, or fewer in the last step of an epoch if steps end with it."""
 
     global_batch: int
     epoch: int | None = None
-    """Samples of an epoch, at whose end a step ends too; None: steps read on into the next one."""
+    """Samples per epoch, if a step ends with its epoch; None if a step continues into the next epoch."""
 
     def end(self, start: int) -> int:
-        """The first position that the step from `start` does not read."""
+        """The first position after the step that begins at `start`."""
         stop = start + self.global_batch
         return stop if self.epoch is None else min(stop, (start // self.epoch + 1) * self.epoch)
 
     def after(self, start: int, steps: int) -> int:
-        """Where so many steps from `start` lead."""
+        """The position after `steps` steps from `start`."""
         if self.epoch is None:
             return start + steps * self.global_batch
         epoch_end = (start // self.epoch + 1) * self.epoch
@@ -97,7 +97,7 @@ class Strides:
         return epoch_end + epochs * self.epoch + rest * self.global_batch
 
     def between(self, start: int, end: int) -> int:
-        """How many steps lead from `start` to `end` or beyond."""
+        """The number of steps from `start` until `end` is reached."""
         if end <= start:
             return 0
         if self.epoch is None:
@@ -109,16 +109,16 @@ class Strides:
 
 
 def share_of(rank: int, world: int, start: int, count: int) -> range:
-    """The positions of a global batch that `rank` reads: a contiguous slice, so that all ranks in order give it all."""
+    """The positions of a global batch that `rank` reads: a contiguous slice; ranks 0..world-1 in order give all."""
     return range(start + rank * count // world, start + (rank + 1) * count // world)
 
 
 def split(positions: range, parts: int) -> list[range]:
-    """Cuts a rank's share into `parts` micro-batches whose sizes differ by at most one; some may be empty."""
+    """Splits a rank's share into `parts` micro-batches whose sizes differ by at most one; some may be empty."""
     return [share_of(part, parts, positions.start, len(positions)) for part in range(parts)]
 
 
 def num_micro_batches(count: int, world: int, micro_batch: int) -> int:
-    """How many micro-batches of at most `micro_batch` samples each rank runs for a global batch of `count` samples."""
+    """The number of micro-batches of at most `micro_batch` samples per rank for a global batch of `count` samples."""
     largest_share = -(-count // world)
     return -(-largest_share // micro_batch)

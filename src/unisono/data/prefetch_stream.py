@@ -1,4 +1,4 @@
-"""Copies the next batch to a GPU on a CUDA stream of its own, while the GPU computes.
+"""Copies the next batch to a GPU on a separate CUDA stream, while the GPU computes.
 
 The host launches kernels ahead of the GPU. A copy on the compute stream would wait for all kernels launched before it;
 a copy on a separate stream runs at the same time. A batch's memory can be reused only once the GPU has read it. To hold

@@ -1,8 +1,8 @@
-"""Reads the samples of a micro-batch, each with a seed of its own, and leaves out what cannot be read.
+"""Reads the samples of a micro-batch, each with its own seed, and skips those that cannot be read.
 
-A sample that raises is read once more with the same seed, after a short pause (files on a network come and go; the
-pause grows while one sample after the other fails). If it raises again it is handed on as a `BadSample` and the
-micro-batch consists of the others. What to do about bad samples is for all ranks to agree on, not for a loader.
+A sample that raises is read once more with the same seed, after a short pause: files on a network may be unavailable
+for a moment. The pause grows while successive samples fail. A sample that raises again is returned as a `BadSample`,
+and the micro-batch consists of the others. All ranks together decide what to do about bad samples, not the loader.
 """
 
 from __future__ import annotations
@@ -23,34 +23,35 @@ from unisono.data.cursor import Chunk
 from unisono.data.order import Order
 from unisono.data.seeding import seed_everything
 from unisono.errors import RecipeError, UnisonoError
+from unisono.formatting import shorten
 
-_LOOK_AHEAD = 1024  # positions whose order is worked out at once: for a micro-batch alone numpy's calls would cost more
-_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0  # before a second try
-_PATIENCE_S = 3.0  # of pauses since the last sample that could be read: then waiting has not helped
+_LOOK_AHEAD = 1024  # positions whose indices are computed at once, because each numpy call has an overhead
+_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0  # before the second attempt
+_MOST_PAUSES_S = 3.0  # in total since the last sample that could be read: then waiting does not help
 _ERROR_LENGTH, _TRACEBACK_LINES = 300, 12
-_STAND_INS = 64  # samples tried, at least, before the data set as a whole is taken for unreadable
-_NOT_THE_SAMPLES_FAULT = (MemoryError, torch.OutOfMemoryError)  # on another rank or another day it can be read
+_MIN_SUBSTITUTES = 64  # samples to try before the whole dataset counts as unreadable
+_NOT_THE_SAMPLES_FAULT = (MemoryError, torch.OutOfMemoryError)
 
 
 @dataclass(frozen=True)
 class BadSample:
-    """A sample that could not be read, twice."""
+    """A sample that could not be read in two attempts."""
 
     position: int
-    index: int  # in the data set
-    error: str  # one line
-    traceback: str  # its last lines, for the log
+    index: int  # in the dataset
+    error: str  # in one line
+    traceback: str  # its last lines
 
     def __str__(self) -> str:
         return f"sample {self.index} (position {self.position}): {self.error}"
 
 
 class Stopped(BaseException):
-    """Reading was stopped between two samples, because the loader closes."""
+    """Raised between two samples when the loader closes."""
 
 
 class ReadChunk(NamedTuple):
-    """What came of a chunk."""
+    """The result of reading a chunk."""
 
     data: Any
     positions: Sequence[int]  # of the samples in `data`, in order
@@ -59,8 +60,8 @@ class ReadChunk(NamedTuple):
 
 
 @dataclass
-class Number:
-    """A number that somebody else may see or set: a stand-in for one in shared memory."""
+class LocalValue:
+    """A number with the interface of multiprocessing's RawValue, for a reader in the training process."""
 
     value: int
 
@@ -72,23 +73,23 @@ class ChunkReader:
         self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any], order: Order, max_bad_samples: int = 0
     ) -> None:
         self.dataset, self.collate, self.order = dataset, collate, order
-        # A global batch with more bad samples than are allowed ends the run anyway: no need to look any further.
-        self._tries = max(_STAND_INS, max_bad_samples + 1)
-        self._known: tuple[int, list[int]] = (0, [])  # first position, and the indices from there on
+        # More bad samples than are allowed end the run anyway.
+        self._most_failures = max(_MIN_SUBSTITUTES, max_bad_samples + 1)
+        self._cached_indices: tuple[int, list[int]] = (0, [])  # first position, and the indices from there on
         self._pauses = 0.0, 0  # seconds and number since the last sample that could be read
-        self.now = Number(-1)
-        """The position being read, -1 when none is: in a worker it lies in memory that the training process sees."""
-        self.stop = Number(0)
-        """Not 0: nothing more shall be read; likewise in shared memory."""
+        self.now = LocalValue(-1)
+        """The position being read, or -1; a worker keeps it in memory that the training process shares."""
+        self.stop = LocalValue(0)
+        """Not 0 if reading must stop; in a worker also in shared memory."""
 
     def __call__(self, chunk: Chunk) -> ReadChunk:
-        """The data of a chunk without its bad samples.
+        """Reads a chunk without its bad samples.
 
-        Where nothing is left, another sample of the same global batch stands in for it. Bad samples are reported by
-        the chunk they belong to and by no other, so that they add up over micro-batches and ranks.
+        If none is left, another sample of the same global batch is used with weight 0. Only the chunk to which a bad
+        sample belongs reports it, so each is counted once over micro-batches and ranks.
         """
         if chunk.is_dummy:
-            return self._stand_in(chunk, ())
+            return self._substitute(chunk, ())
         items, positions, bad = [], [], []
         for position in chunk.positions:
             item = self._read(position)
@@ -98,44 +99,44 @@ class ChunkReader:
                 items.append(item)
                 positions.append(position)
         if not items:
-            return self._stand_in(chunk, tuple(bad))
+            return self._substitute(chunk, tuple(bad))
         return ReadChunk(self._collated(items, positions), positions if bad else chunk.positions, False, tuple(bad))
 
     def index(self, position: int) -> int:
-        """The index in the data set of the sample at `position`."""
-        first, indices = self._known
+        """The dataset index of the sample at `position`."""
+        first, indices = self._cached_indices
         if not first <= position < first + len(indices):
             first, indices = position, self.order.indices(np.arange(position, position + _LOOK_AHEAD)).tolist()
-            self._known = first, indices
+            self._cached_indices = first, indices
         return indices[position - first]
 
     def _read(self, position: int) -> Any:
-        """The sample at `position`, or a BadSample when that has failed twice."""
+        """The sample at `position`, or a BadSample after two failures."""
         try:
             return self._good(self._item(position))
         except _NOT_THE_SAMPLES_FAULT:
             raise
         except Exception:
-            pass  # a second time, outside of the handler: the first error's traceback holds the first try's memory
+            pass  # try again outside of this block: the error's traceback keeps the memory of the first attempt alive
         self._pause()
         try:
             return self._good(self._item(position))
         except _NOT_THE_SAMPLES_FAULT:
             raise
         except Exception as error:
-            only = " ".join("".join(traceback.format_exception_only(error)).split())
+            one_line = " ".join("".join(traceback.format_exception_only(error)).split())
             lines = "".join(traceback.format_exception(error)).splitlines()
-            shown = f"{_shortened(only)} ({tracebacks.location(error)})"
-            return BadSample(position, self.index(position), shown, "\n".join(lines[-_TRACEBACK_LINES:]))
+            text = f"{shorten(one_line, _ERROR_LENGTH)} ({tracebacks.location(error)})"
+            return BadSample(position, self.index(position), text, "\n".join(lines[-_TRACEBACK_LINES:]))
 
     def _good(self, item: Any) -> Any:
         self._pauses = 0.0, 0
         return item
 
     def _pause(self) -> None:
-        """Before a second try; longer when the samples before have failed too, and over when the loader closes."""
+        """Waits before a second attempt: longer if the previous samples failed too, and not if the loader closes."""
         waited, number = self._pauses
-        seconds = min(_PAUSE_S * 2**number, _LONGEST_PAUSE_S, _PATIENCE_S - waited)
+        seconds = min(_PAUSE_S * 2**number, _LONGEST_PAUSE_S, _MOST_PAUSES_S - waited)
         self._pauses = waited + max(0.0, seconds), number + 1
         end = time.monotonic() + seconds
         while not self.stop.value and (left := end - time.monotonic()) > 0:
@@ -155,7 +156,8 @@ class ChunkReader:
         finally:
             self.now.value = -1
 
-    def _stand_in(self, chunk: Chunk, bad: tuple[BadSample, ...]) -> ReadChunk:
+    def _substitute(self, chunk: Chunk, bad: tuple[BadSample, ...]) -> ReadChunk:
+        """Another sample of the same global batch, in place of a chunk without readable samples."""
         tried = set() if chunk.is_dummy else set(chunk.positions)
         first, failures = bad[0] if bad else None, len(bad)
         for position in chunk.global_batch:
@@ -165,9 +167,11 @@ class ChunkReader:
             if not isinstance(item, BadSample):
                 return ReadChunk(self._collated([item], [position]), (position,), True, bad)
             first, failures = first or item, failures + 1
-            if failures >= self._tries:
+            if failures >= self._most_failures:
                 break
-        raise RecipeError(f"Dataset: none of {failures} samples of a global batch could be read; the first, {first}")
+        raise RecipeError(
+            f"Dataset: none of {failures} samples of a global batch could be read; for instance {first}"
+        )
 
     def _collated(self, items: list[Any], positions: Sequence[int]) -> Any:
         try:
@@ -180,9 +184,5 @@ class ChunkReader:
             if isinstance(error, _NOT_THE_SAMPLES_FAULT):
                 error.add_note(f"while collating {which}")
                 raise
-            what = _shortened(f"{type(error).__name__}: {' '.join(str(error).split())}")
-            raise RuntimeError(f"collate() failed on {which}: {what}") from error
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _ERROR_LENGTH else text[: _ERROR_LENGTH - 1] + "…"
+            reason = shorten(f"{type(error).__name__}: {' '.join(str(error).split())}", _ERROR_LENGTH)
+            raise RuntimeError(f"collate() failed on {which}: {reason}") from error

@@ -1,8 +1,7 @@
-"""Data that lives on the device.
+"""Datasets that are stored on the device.
 
-A data set small enough to lie beside the model is not read sample by sample: a micro-batch is gathered on the device,
-by index, in a few operations. No workers, no copies from the host, nothing to wait for; and the gathering can be part
-of a captured step.
+A dataset that fits next to the model is not read sample by sample: a micro-batch is gathered on the device by index, in
+a few operations. This needs no workers, no copies from the host and no waiting, and it can be part of a CUDA graph.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from unisono.data.order import Order
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
-_MICRO_BATCHES_AHEAD = 64  # whose order goes to the device at once
+_MICRO_BATCHES_AHEAD = 64  # whose sample order is copied to the device at once
 _MOST_AHEAD = 2**20  # positions
 
 
 @runtime_checkable
 class Resident(Protocol):
-    """A map-style data set that can gather whole batches."""
+    """A map-style dataset that can gather whole batches."""
 
     def __len__(self) -> int:
-        """How many samples there are."""
+        """The number of samples."""
 
     def to(self, device: torch.device) -> Resident:
         """The data on `device`."""
@@ -40,24 +39,24 @@ class Resident(Protocol):
 
 
 def is_resident(data: Any) -> TypeIs[Resident]:
-    """Whether a data set can gather whole batches; a tensor is a data set too, but its `gather` is something else."""
+    """Whether a dataset can gather whole batches; a tensor can be a dataset too, but its `gather` is different."""
     return isinstance(data, Resident) and not isinstance(data, Tensor)
 
 
 class Rows:
-    """Samples of resident data that are gathered when they are needed."""
+    """Samples of a resident dataset, gathered on demand."""
 
     def __init__(self, data: Resident, indices: Tensor, shape: Hashable = None) -> None:
         self._data, self.indices = data, indices
         self.shape = shape
-        """Of the samples, where the data set has several: nothing else tells before they are gathered."""
+        """The shape of the samples, if the dataset has several."""
 
     def to(self, *_: Any, **__: Any) -> Rows:
-        """Itself: it is on the device already."""
+        """Returns itself: it is already on the device."""
         return self
 
     def with_indices(self, indices: Tensor) -> Rows:
-        """Other samples of the same data."""
+        """Other samples of the same dataset."""
         return Rows(self._data, indices, self.shape)
 
     def batch(self) -> Any:
@@ -66,12 +65,12 @@ class Rows:
 
 
 def gathered(data: Any) -> Any:
-    """The batch itself, where it is still to be gathered."""
+    """A batch; gathers it if it is `Rows`."""
     return data.batch() if isinstance(data, Rows) else data
 
 
 class ResidentLoader:
-    """This rank's micro-batches of data that is on the device; the order is sent there well ahead."""
+    """This rank's micro-batches of a resident dataset; copies the sample order to the device well in advance."""
 
     def __init__(self, data: Resident, order: Order, cursor: Cursor, device: torch.device) -> None:
         self._data, self._order, self._device = data, order, device
@@ -99,12 +98,12 @@ class ResidentLoader:
         return self._indices[begin:end]
 
     def _sent(self, positions: Any) -> Tensor:
-        """The indices of the samples at `positions` (a numpy array), on the device."""
+        """The dataset indices of the samples at `positions` (a numpy array), on the device."""
         indices = torch.from_numpy(self._order.indices(positions))
         if self._device.type == "cuda":
             indices = indices.pin_memory()
         return indices.to(self._device, non_blocking=True)
 
     def close(self) -> None:
-        """Ends the reading."""
+        """Ends the iteration."""
         self._chunks = iter(())

@@ -1,4 +1,4 @@
-"""Seeds for code that draws from the global generators: data sets, dropout, previews, initial weights."""
+"""Seeds the global random generators, for code that draws from them: datasets, dropout, previews, initial weights."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 
 def seed_everything(key: int, devices: Iterable[torch.device] = ()) -> None:
-    """Seeds python, numpy and torch (on the CPU and on `devices`): what runs next draws the same wherever it runs."""
+    """Seeds python, numpy and torch, on the CPU and on `devices`."""
     seed = key & 0x7FFFFFFFFFFFFFFF
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed also visits every device: 100 times slower
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed also seeds every device: 100 times slower
     for device in devices:
         if device.type == "cuda":
             torch.cuda.default_generators[device.index].manual_seed(seed)

@@ -1,9 +1,8 @@
-"""Micro-batches of samples that have one shape, where a data set has several.
+"""Micro-batches of samples of one shape, for a dataset with samples of several shapes.
 
-A data set says which samples are alike; the samples of one global batch are then grouped, and the groups are cut into
-micro-batches and dealt out to the ranks. No sample changes its global batch, and positions keep their seeds and their
-noise, so the grouping is arithmetic: a pure function of the data set, the order and where the global batch lies, which
-every rank and every loader worker works out for itself.
+The samples of a global batch are grouped by shape, and the groups are split into micro-batches and assigned to ranks.
+No sample moves to another global batch, and positions keep their seeds and noise. The assignment is a pure function of
+the dataset, the order and the position of the global batch, so every rank and every loader worker can compute it.
 """
 
 from __future__ import annotations
@@ -23,40 +22,40 @@ from unisono.errors import RecipeError
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
-_TRIES = 8  # groups, the costliest, that may be spread over all ranks: each is a trial
+_MOST_SPREAD = 8  # groups, costliest first, for which to try whether spreading them over all ranks is faster
 
 
 class Shaped(Protocol):
-    """A map-style data set whose samples can be batched only with their like.
+    """A map-style dataset in which only samples of the same shape can form a batch.
 
-    It may also have `cost(index) -> float`: how much work and memory a sample takes, relative to others. Otherwise that
-    is the product of its shape where the shape is a tuple of numbers, and the same for all where it is not.
+    It may also have `cost(index) -> float`: the work and memory of a sample relative to others. The default is the
+    product of its shape, or 1 if the shape does not consist of numbers.
     """
 
     def shape(self, index: int) -> Hashable:
-        """What the sample must have in common with others to be in a batch with them; known without reading it."""
+        """The shape of a sample, without reading it: samples with equal shapes can form a batch."""
 
 
 def is_shaped(data: Any) -> TypeIs[Shaped]:
-    """Whether a data set has samples of several shapes; a tensor is a data set too, but its `shape` is no method."""
+    """Whether a dataset has samples of several shapes; a tensor can be a dataset too, but its `shape` is no method."""
     return callable(getattr(data, "shape", None))
 
 
 @dataclass(frozen=True)
 class Group:
-    """Positions whose samples have the same shape."""
+    """Positions of samples with the same shape."""
 
     shape: Hashable
     positions: Sequence[int]
-    each: float  # what one of them costs
+    each: float  # the mean cost of one sample
 
     @property
     def cost(self) -> float:
-        """What all of them cost."""
+        """The cost of all samples."""
         return len(self.positions) * self.each
 
     def part(self, start: int, stop: int) -> Group:
-        """Some of them."""
+        """The group with only the positions start..stop-1."""
         return Group(self.shape, self.positions[start:stop], self.each)
 
 
@@ -69,62 +68,62 @@ class Shapes:
 
     def groups(self, positions: range) -> list[Group]:
         """The positions by shape: groups in order of their first position, positions in their own order."""
-        found: dict[Hashable, tuple[list[int], list[float]]] = {}
+        by_shape: dict[Hashable, tuple[list[int], list[float]]] = {}
         indices = self.order.indices(np.arange(positions.start, positions.stop)).tolist()
         for position, index in zip(positions, indices, strict=True):
             shape = self.data.shape(index)
             try:
-                alike, costs = found.setdefault(shape, ([], []))
+                alike, costs = by_shape.setdefault(shape, ([], []))
             except TypeError as error:
                 raise RecipeError(
-                    f"Dataset: shape({index}) returned a {type(shape).__name__}, which cannot be compared; "
-                    "return something hashable, e.g. a tuple of numbers"
+                    f"Dataset: shape({index}) returned a {type(shape).__name__}, which is not hashable; "
+                    "return for instance a tuple of numbers"
                 ) from error
             alike.append(position)
             costs.append(self._cost(index, shape))
-        return [Group(shape, tuple(alike), sum(costs) / len(costs)) for shape, (alike, costs) in found.items()]
+        return [Group(shape, tuple(alike), sum(costs) / len(costs)) for shape, (alike, costs) in by_shape.items()]
 
     def _cost(self, index: int, shape: Hashable) -> float:
         cost = getattr(self.data, "cost", None)
         if cost is None:
             return _product(shape)
-        found = float(cost(index))
-        if not (math.isfinite(found) and found > 0):
-            raise RecipeError(f"Dataset: cost({index}) returned {found}; return a positive number, 1 if in doubt")
-        return found
+        value = float(cost(index))
+        if not (math.isfinite(value) and value > 0):
+            raise RecipeError(f"Dataset: cost({index}) returned {value}; return a positive number, 1 if in doubt")
+        return value
 
 
 def shapes_of(data: Any, order: Order) -> Shapes | None:
-    """The shapes of the samples of a stream over `data`; None where they are all alike."""
+    """The shapes of the samples of a stream over `data`; None if the dataset does not define shapes."""
     return Shapes(data, order) if is_shaped(data) else None
 
 
 def deal(groups: Sequence[Group], world: int, micro_batch: int) -> list[list[Group | None]]:
-    """The micro-batches of a global batch: for each turn, what every rank computes in it; None: nothing is left.
+    """Assigns the micro-batches of a global batch: a list of turns, each with one micro-batch (or None) per rank.
 
-    Ranks walk in step (sharded weights are gathered from all of them for every micro-batch), so a turn takes as long as
-    its costliest micro-batch, and a little longer. As few turns as possible would put a batch of films beside a batch
-    of pictures; a few more, in which all ranks compute films at once, are often faster.
+    Ranks run in lockstep (sharded weights are gathered for every micro-batch), so a turn takes as long as its costliest
+    micro-batch, plus an overhead. With as few turns as possible, some ranks would compute videos while others wait with
+    images; a few more turns, in which all ranks compute videos, are often faster.
     """
-    every_turn = min(group.each for group in groups)  # launching kernels, gathering weights: no more than a guess
+    overhead = min(group.each for group in groups)  # of a turn: kernel launches, gathering weights (a rough guess)
     parts = [-(-len(group.positions) // micro_batch) for group in groups]
     costliest_first = sorted(range(len(groups)), key=lambda number: -_largest(groups[number], parts[number]))
     best, least = list[Group](), math.inf
-    for number in (None, *costliest_first[:_TRIES]):
-        if number is not None:  # from now on this group is for all ranks at once, and so are those before it
+    for number in (None, *costliest_first[:_MOST_SPREAD]):
+        if number is not None:  # from now on, spread this group over all ranks
             parts[number] = min(-(-parts[number] // world) * world, len(groups[number].positions))
-        pieces = _cut(groups, parts, world)
+        pieces = _split(groups, parts, world)
         turns = [piece.cost for piece in pieces[::world]]
-        takes = sum(turns) + len(turns) * every_turn
-        if takes < least:
-            best, least = pieces, takes
-    return _hand_out(best, world)
+        cost = sum(turns) + len(turns) * overhead
+        if cost < least:
+            best, least = pieces, cost
+    return _assign(best, world)
 
 
-def _cut(groups: Sequence[Group], parts: Sequence[int], world: int) -> list[Group]:
-    """Cuts each group into as many parts, the costliest first.
+def _split(groups: Sequence[Group], parts: Sequence[int], world: int) -> list[Group]:
+    """Splits each group into its number of parts; returns the pieces, costliest first.
 
-    Where ranks would have nothing to do in the last turn, the costliest pieces are cut further.
+    If ranks would be idle in the last turn, the costliest pieces are split further.
     """
     parts = list(parts)
     heap = [(-_largest(group, num), number) for number, (group, num) in enumerate(zip(groups, parts, strict=True))]
@@ -144,21 +143,21 @@ def _cut(groups: Sequence[Group], parts: Sequence[int], world: int) -> list[Grou
 
 
 def _largest(group: Group, parts: int) -> float:
-    """What the largest of so many parts costs."""
+    """The cost of the largest of `parts` parts of a group."""
     return -(-len(group.positions) // parts) * group.each
 
 
-def _hand_out(pieces: Sequence[Group], world: int) -> list[list[Group | None]]:
-    """Each turn's pieces to the ranks: the costliest to the one that has had least."""
-    # Who begins changes from step to step: one rank with all the films would be slower than the others for good.
-    begins = key_of(min(piece.positions[0] for piece in pieces)) % world
-    had, turns = [0.0] * world, []
+def _assign(pieces: Sequence[Group], world: int) -> list[list[Group | None]]:
+    """Assigns the pieces of each turn to ranks: the costliest piece to the rank with the lowest cost so far."""
+    # The first rank changes from step to step: otherwise one rank would always get the most expensive samples.
+    first_rank = key_of(min(piece.positions[0] for piece in pieces)) % world
+    costs, turns = [0.0] * world, []
     for first in range(0, len(pieces), world):
         turn: list[Group | None] = [None] * world
-        ranks = sorted(range(world), key=lambda rank: (had[rank], (rank - begins) % world))
+        ranks = sorted(range(world), key=lambda rank: (costs[rank], (rank - first_rank) % world))
         for rank, piece in zip(ranks, pieces[first : first + world], strict=False):
             turn[rank] = piece
-            had[rank] += piece.cost
+            costs[rank] += piece.cost
         turns.append(turn)
     return turns
 

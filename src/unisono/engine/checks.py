@@ -42,7 +42,7 @@ _AT_LEAST_ZERO = (
     "epsilon",
 )
 _COMMON_OPTIMIZERS = ("adamw", "adam", "sgd")
-_PART_OF_ONE = ("ema_decay", "min_lr_ratio", "wsd_decay_ratio")
+_FRACTIONS = ("ema_decay", "min_lr_ratio", "wsd_decay_ratio")
 
 
 _MOST_WORKERS = 1024  # per rank; each is a process, and more would only fill the memory
@@ -50,11 +50,11 @@ _LARGEST = 2**40
 """Upper limit of steps, samples and seconds: positions in the sample stream then fit into 64 bits."""
 
 
-def check_run(kind: type[Recipe], resolved: Resolved) -> None:
+def check_run(recipe_class: type[Recipe], resolved: Resolved) -> None:
     """Checks all settings, the engine's and the recipe's, as far as possible before any work is done."""
     settings = resolved.build(Settings)
     check_settings(settings)
-    check_with_recipe(kind(resolved.build(kind.Config)), settings, resolved)
+    check_with_recipe(recipe_class(resolved.build(recipe_class.Config)), settings, resolved)
 
 
 def check_with_recipe(recipe: Recipe, settings: Settings, resolved: Resolved) -> None:
@@ -95,7 +95,7 @@ def _check_best_metric(best_metric: str, names: Collection[str]) -> None:
     """Refuses a best_metric that is not among the metrics of an evaluation; `names` are without eval/."""
     metrics = sorted(f"eval/{name}" for name in names)
     if best_metric not in metrics:
-        suggestion = did_you_mean(best_metric, metrics)
+        suggestion = did_you_mean(best_metric.removeprefix("eval/"), sorted(names), "eval/", similarity=0.5)
         raise ConfigError(f"best_metric {best_metric}: evaluation returns {', '.join(metrics)}{suggestion}")
 
 
@@ -109,7 +109,7 @@ def check_settings(settings: Settings) -> None:
         (("num_workers",), 0, _MOST_WORKERS, f"0 to {_MOST_WORKERS:,}"),
         (("seed",), -(2**63), 2**63 - 1, "a 64-bit number"),
         (("eval_every", "preview_every", "guard_steps"), -1, math.inf, "at least -1"),
-        (_PART_OF_ONE, 0, 1, "from 0 to 1"),
+        (_FRACTIONS, 0, 1, "from 0 to 1"),
         (("beta1", "beta2"), 0, 1 - 1e-12, "from 0 to less than 1"),
         (("bucket_cap_mb",), 1e-3, math.inf, "more than 0"),
     ):

@@ -15,23 +15,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 from unisono.cluster.agree import Pending
 from unisono.data.bits import Purpose, key_of
-from unisono.data.loader import BadSample, Cursor, Loader, positions_tensor, to_device
+from unisono.data.loader import BadSample, Cursor, Loader, MicroBatch, positions_tensor, to_device
 from unisono.data.noise import Noise
 from unisono.data.order import Order
 from unisono.data.resident import ResidentLoader, gathered, is_resident
 from unisono.data.shapes import shapes_of
-from unisono.engine.rank_context import RankContext
 from unisono.engine.recipe import Recipe
 from unisono.engine.step.out_of_memory import in_one_line, is_out_of_memory
 from unisono.engine.step.precision import autocast
+from unisono.engine.training_run import TrainingRun
 from unisono.errors import RecipeError, TrainingFailed
 from unisono.formatting import format_count
-from unisono.parallel.strategy import Strategy
-from unisono.settings import Settings
 
 _MANY = 100
 _GROUPED = 2**16  # samples that are grouped by shape at a time: sorting millions at once would take long
@@ -40,14 +37,10 @@ _GROUPED = 2**16  # samples that are grouped by shape at a time: sorting million
 class Evaluation:
     """Evaluates a recipe's model on its "eval" data."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        strategy: Strategy,
-        dataset: Dataset[Any],
-        settings: Settings,
-        rank: RankContext,
-    ) -> None:
+    def __init__(self, run: TrainingRun) -> None:
+        recipe, strategy, settings = run.components.recipe, run.components.strategy, run.settings
+        dataset = run.datasets.evaluation
+        assert dataset is not None
         if recipe.coupled and type(recipe).evaluate is Recipe.evaluate:
             raise RecipeError(
                 f"{type(recipe).__name__} has evaluation data, and its loss compares samples, so it cannot be computed "
@@ -55,7 +48,7 @@ class Evaluation:
             )
         self._recipe, self._strategy, self._settings = recipe, strategy, settings
         self._dataset = dataset.to(strategy.placement.device) if is_resident(dataset) else dataset
-        self._rank, self._agreement, self._heartbeat = rank, rank.agreement, rank.heartbeat
+        self._rank, self._agreement, self._heartbeat = run.rank, run.rank.agreement, run.rank.heartbeat
         self._seed = key_of(Purpose.EVALUATION, settings.run.seed)
         self._batch = settings.eval.eval_batch_size or settings.batch.batch_size
         self.bad: list[BadSample] = []  # samples that could not be read, on all ranks
@@ -92,36 +85,18 @@ class Evaluation:
         self._begin(step)
         failure: str | None = None
         bad: list[BadSample] = []
-        asked: Pending | None = None
-        device = self._strategy.placement.device
-        floating = torch.float64 if self._settings.precision.dtype == "float64" else None
+        exchange: Pending | None = None  # whether any rank was asked to stop
         for micro in loader:
-            if asked is not None and asked.read()["stop"]:  # started one batch ago: the answer has arrived
+            if exchange is not None and exchange.read()["stop"]:  # started one batch ago, so it does not wait
                 return False, True
-            asked = self._agreement.start({"stop": self._rank.is_asked_to_stop})
+            exchange = self._agreement.start({"stop": self._rank.is_asked_to_stop})
             bad += micro.bad
-            try:
+            if failure is None:
+                failure = self._over_batch(micro, step, sums, metrics)
+            else:
                 self._heartbeat.at("evaluate", step)
-                if failure is not None:
-                    continue
-                recipe = _with_copied_metrics(self._recipe) if micro.is_dummy else self._recipe
-                positions = positions_tensor(micro.positions, device)
-                call = partial(self._evaluate, recipe)
-                returned = self._strategy.infer(call, to_device(gathered(micro.data), device, floating), positions)
-                self._add(returned, sums, metrics, weight=0.0 if micro.is_dummy else 1.0)
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                failure, returned = in_one_line(error), None
-                error.__traceback__ = None
-                if self._strategy.sharded or self._batch == 1:
-                    remedy = "use a smaller eval_batch_size" if self._batch > 1 else "even one sample does not fit"
-                    raise TrainingFailed(
-                        f"step {step}: out of memory in the evaluation, with {self._batch} at once: {failure}; "
-                        f"{remedy}; training can continue from the last checkpoint (eval_every -1: without evaluation)"
-                    ) from None
         self._heartbeat.at("evaluate", step)  # done with its data: hang detection blames a rank that still computes
-        if asked is not None and asked.read()["stop"]:
+        if exchange is not None and exchange.read()["stop"]:
             return False, True
         agreed = self._agreement.start({"oom": failure is not None, "bad": len(bad)}).read()
         self.bad = [sample for part in self._agreement.all_gather(bad) for sample in part] if agreed["bad"] else []
@@ -132,6 +107,31 @@ class Evaluation:
                 "fix the data, or raise max_bad_samples to skip such samples"
             )
         return bool(agreed["oom"]), False
+
+    def _over_batch(self, micro: MicroBatch, step: int, sums: dict[str, Tensor], metrics: dict[str, Any]) -> str | None:
+        """Adds the metrics of one batch; returns the allocator's message if memory ran out."""
+        device = self._strategy.placement.device
+        floating = torch.float64 if self._settings.precision.dtype == "float64" else None
+        try:
+            self._heartbeat.at("evaluate", step)
+            recipe = _with_copied_metrics(self._recipe) if micro.is_dummy else self._recipe
+            data = to_device(gathered(micro.data), device, floating)
+            positions = positions_tensor(micro.positions, device)
+            returned = self._strategy.infer(partial(self._evaluate, recipe), data, positions)
+            self._add(returned, sums, metrics, weight=0.0 if micro.is_dummy else 1.0)
+            return None
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = in_one_line(error)
+            error.__traceback__ = None  # its frames hold activations
+        if self._strategy.sharded or self._batch == 1:
+            remedy = "use a smaller eval_batch_size" if self._batch > 1 else "even one sample does not fit"
+            raise TrainingFailed(
+                f"step {step}: out of memory in the evaluation, with {self._batch} at once: {failure}; {remedy}; "
+                "training can continue from the last checkpoint (eval_every -1: without evaluation)"
+            )
+        return failure
 
     def _begin(self, step: int) -> None:
         if type(self._recipe).before_evaluation is Recipe.before_evaluation:

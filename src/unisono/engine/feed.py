@@ -9,10 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
-
-from torch.utils.data import Dataset
 
 from unisono.data.cursor import Cursor, TrialCursor
 from unisono.data.loader import Loader, MicroBatch
@@ -20,32 +16,24 @@ from unisono.data.order import Order
 from unisono.data.resident import ResidentLoader, is_resident
 from unisono.data.shapes import shapes_of
 from unisono.engine.batch import BatchPlan
-from unisono.engine.recipe import Recipe
-from unisono.engine.state import TrainState
+from unisono.engine.training_run import TrainingRun
 from unisono.observe.folder import append_event
-from unisono.parallel.strategy import Placement
 from unisono.settings import DataSettings
 
 
 class Feed:
     """Reads a run's training data on this rank."""
 
-    def __init__(
-        self,
-        data: Dataset[Any],
-        order: Order,
-        recipe: Recipe,
-        placement: Placement,
-        state: TrainState,
-        settings: DataSettings,
-        run_folder: Path,
-        end: int | None,
-    ) -> None:
-        """`end` is the number of samples at which the run ends, if it is known."""
-        self._data = data.to(placement.device) if is_resident(data) else data
-        self._order, self._recipe, self._placement = order, recipe, placement
+    def __init__(self, run: TrainingRun, order: Order) -> None:
+        components, data = run.components, run.datasets.train
+        self._recipe, self._state = components.recipe, components.state
+        self._placement, self._order = components.strategy.placement, order
+        self._data = data.to(self._placement.device) if is_resident(data) else data
         self._shapes = shapes_of(self._data, order)
-        self._state, self._settings, self._run_folder, self._end = state, settings, run_folder, end
+        self._settings, self._run_folder = run.settings.data, run.folder.path
+        # A caller that drives the run may continue after its end. It trains whole epochs, each of which ends with a
+        # step, so that reading need not know the end.
+        self._end = None if self._recipe.whole_epochs else run.length.samples
         self._loader: Loader | ResidentLoader | None = None
 
     def __iter__(self) -> Iterator[MicroBatch]:

@@ -19,16 +19,14 @@ from unisono.data.bits import Purpose, key_of
 from unisono.data.seeding import seed_everything
 from unisono.engine.step.out_of_memory import in_one_line, is_out_of_memory
 from unisono.engine.step.precision import autocast
+from unisono.engine.training_run import TrainingRun
 from unisono.errors import RecipeError, TryAgain
-from unisono.observe.folder import RunFolder
 from unisono.observe.note import leave_note
 from unisono.parallel.strategy import Placement
 from unisono.plain_files import read_json
-from unisono.settings import Settings
 
-if TYPE_CHECKING:  # these modules import this one
+if TYPE_CHECKING:  # this module imports ours
     from unisono.engine.recorder import Recorder
-    from unisono.engine.step.components import Components
 
 TOO_LARGE = "previews_left_out.json"
 """The file in a run folder that records that previews do not fit; without it, the run draws them again."""
@@ -123,7 +121,7 @@ def write_previews(previews: Mapping[str, Any], folder: Path, step: int) -> Iter
             raise RecipeError(f"preview(): {name!r} is not a plain file name")
         path = folder / f"step_{step:08d}_{name}"
         try:
-            path.unlink(missing_ok=True)  # writing to a FIFO of this name would block for ever
+            path.unlink(missing_ok=True)  # writing to a FIFO of this name would block forever
             _write(path, name, value)
         except OSError:
             with suppress(OSError):
@@ -145,14 +143,12 @@ def _write(path: Path, name: str, value: Any) -> None:
         raise RecipeError(f"preview(): {name} is {type(value).__name__}; return text, bytes, an image or a figure")
 
 
-def draw_preview(
-    components: Components, settings: Settings, step: int, agreement: Agreement, folder: RunFolder, recorder: Recorder
-) -> None:
+def draw_preview(run: TrainingRun, step: int, recorder: Recorder) -> None:
     """Draws the preview of step `step` on all ranks; skips one that does not fit into memory."""
-    recipe, strategy = components.recipe, components.strategy
+    recipe, strategy, settings, folder = run.components.recipe, run.components.strategy, run.settings, run.folder
     # The same seed on every rank: with a sharded model, all ranks must make the same number of forward passes.
     seed_everything(key_of(Purpose.PREVIEW, settings.run.seed, step), strategy.placement.devices)
-    drawing = Drawing(strategy.placement, strategy.sharded, agreement, folder.path)
+    drawing = Drawing(strategy.placement, strategy.sharded, run.rank.agreement, folder.path)
     recipe._over_ranks = drawing.over_ranks
     drawn: Mapping[str, Any] | None = None
     try:

@@ -80,8 +80,8 @@ class Work:
         """
         from unisono.observe.progress import progress
 
-        say = None if self.shows_progress else self._say
-        return progress(what, total, unit, of=of, enabled=self._part == 0 and not self.stopping, say=say)
+        sink = None if self.shows_progress else self._say
+        return progress(what, total, unit, of=of, enabled=self._part == 0 and not self.stopping, sink=sink)
 
     @property
     def stopping(self) -> bool:

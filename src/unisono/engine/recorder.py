@@ -7,20 +7,17 @@ from contextlib import AbstractContextManager, contextmanager
 from threading import Timer
 from typing import Any
 
-from unisono.cluster.agree import Agreement
 from unisono.cluster.lifetime import flush_streams
 from unisono.data.loader import MicroBatch
 from unisono.engine.previews import write_previews
 from unisono.engine.step.optimizer_step import StepReport
-from unisono.observe.folder import RunFolder
+from unisono.engine.training_run import TrainingRun
 from unisono.observe.forecast import Forecast
-from unisono.observe.idle import Idle
+from unisono.observe.gpu_idle import GpuIdleDetector
 from unisono.observe.meter import Meter, gpu_memory_gib, host_memory_gib, slowest
-from unisono.observe.straggler import Stragglers
-from unisono.observe.trackers import Tracker, ends_of, open_trackers
+from unisono.observe.straggler import StragglerDetector
+from unisono.observe.trackers import Tracker, curve_summaries, open_trackers
 from unisono.observe.training_line import TrainingLine
-from unisono.parallel.strategy import Placement
-from unisono.settings import ObserveSettings
 
 _SLOW_S = 10.0
 
@@ -28,25 +25,16 @@ _SLOW_S = 10.0
 class Recorder:
     """Progress line, metrics.jsonl and trackers of one run."""
 
-    def __init__(
-        self,
-        folder: RunFolder,
-        placement: Placement,
-        settings: ObserveSettings,
-        agreement: Agreement,
-        *,
-        total_steps: int,
-        start_step: int,
-        start_samples: int,
-        recordable: bool,
-        open_folder: Callable[[], None],
-    ) -> None:
-        self._folder, self._placement, self._settings, self._agreement = folder, placement, settings, agreement
-        self._main = placement.rank == 0
-        self._start_step, self._samples = start_step, start_samples
+    def __init__(self, run: TrainingRun, open_folder: Callable[[], None]) -> None:
+        """`open_folder` is called once the first step has succeeded."""
+        self._folder, self._settings, self._agreement = run.folder, run.settings.observe, run.rank.agreement
+        self._placement = run.components.strategy.placement
+        self._main = self._placement.rank == 0
+        self._start_step, self._samples = run.start_step, run.components.state.samples
         self._open, self._opened = open_folder, False
-        self._progress = TrainingLine(total_steps, enabled=self._main)
-        self._meter, self._stragglers, self._idle = Meter(), Stragglers(), Idle(recordable=recordable)
+        self._progress = TrainingLine(run.length.steps, enabled=self._main)
+        self._meter, self._stragglers = Meter(), StragglerDetector()
+        self._idle = GpuIdleDetector(can_use_cuda_graph=run.components.recordable)
         self._trackers: list[Tracker] = []
         self._waiting: list[tuple[int, dict[str, float]]] = []
         self._forecast = Forecast()
@@ -121,7 +109,7 @@ class Recorder:
             "skipped": skipped,
         }
         record |= self._per_rank(timing, report.step)
-        advice = self._idle.look(timing.get("step_ms", 0.0), timing.get("data_wait_ms", 0.0))
+        advice = self._idle.advice(timing.get("step_ms", 0.0), timing.get("data_wait_ms", 0.0))
         if advice is not None:
             self.message(advice)
         if not self._main:
@@ -139,11 +127,9 @@ class Recorder:
         if self._placement.world == 1 or not timing:  # no step since the last record; the same on all ranks
             return {}
         mine = [round(timing.get(name, 0.0), 3) for name in ("step_ms", "own_ms", "data_wait_ms")]
-        steps, owns, waits = zip(
-            *self._agreement.all_gather(mine), strict=True
-        )  # between hosts: does not involve the GPU
+        steps, owns, waits = zip(*self._agreement.all_gather(mine), strict=True)  # between hosts, without the GPU
         rank, _ = slowest(list(owns))
-        straggler = self._stragglers.look(owns, waits)
+        straggler = self._stragglers.check(owns, waits)
         if straggler is not None:
             self.message(straggler.describe())
             percent, reason = straggler.slower_percent, straggler.reason
@@ -166,9 +152,9 @@ class Recorder:
         printed = [name for name in shown if name in numbers] or list(numbers)
         self.message(f"step {step}  " + "  ".join(f"{name} {numbers[name]:.4f}" for name in printed))
         if not self._opened:  # before the first step there are no trackers
-            self._waiting.append((step, {**numbers, **ends_of(metrics)}))
+            self._waiting.append((step, {**numbers, **curve_summaries(metrics)}))
         for tracker in self._trackers:
-            tracker.log(step, {**numbers, **ends_of(metrics)})
+            tracker.log(step, {**numbers, **curve_summaries(metrics)})
 
     def save_previews(self, previews: Mapping[str, Any], step: int) -> None:
         """Writes a recipe's previews to files and logs them to the trackers."""

@@ -27,7 +27,9 @@ from unisono.checkpoint.snapshot import shapes_of
 from unisono.engine.recipe import Recipe
 from unisono.engine.state import TrainState
 from unisono.engine.step.components import Components
+from unisono.engine.step.optimizer_wrapper import OptimizerWrapper
 from unisono.errors import RecipeError, UserError
+from unisono.parallel.strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -41,21 +43,26 @@ class ChosenCheckpoint:
 
 def tensors_of(components: Components) -> dict[str, Tensor]:
     """Every tensor that a checkpoint stores, by its name there."""
-    strategy = components.strategy
-    tensors = {f"model.{name}": tensor for name, tensor in strategy.tensors().items()}
-    local = dict(strategy.parameters)
-    for (name, slot), tensor in components.optimizer.tensors().items():
-        is_cut = components.optimizer.is_cut_like_weight(slot, tensor, local[name])
-        tensors[f"optimizer.{name}.{slot}"] = strategy.as_stored(name, tensor) if is_cut else tensor
-    if components.ema is not None:
-        tensors |= {
-            f"ema.{name}": strategy.as_stored(name, tensor) for name, tensor in components.ema.tensors().items()
-        }
-    return tensors
+    strategy, optimizer = components.strategy, components.optimizer
+    average = {} if components.ema is None else components.ema.tensors()
+    return {
+        **{f"model.{name}": tensor for name, tensor in strategy.tensors().items()},
+        **_optimizer_tensors(strategy, optimizer, optimizer.tensors()),
+        **{f"ema.{name}": strategy.as_stored(name, tensor) for name, tensor in average.items()},
+    }
 
 
-def check_remembered(recipe: Recipe) -> None:
-    """Refuses a value of remember() that is not JSON, before the first step rather than at the first save."""
+def _optimizer_tensors(
+    strategy: Strategy, optimizer: OptimizerWrapper, tensors: Mapping[tuple[str, str], Tensor]
+) -> dict[str, Tensor]:
+    return {
+        f"optimizer.{name}.{slot}": strategy.as_stored(name, tensor, by_rows=optimizer.is_by_rows(slot))
+        for (name, slot), tensor in tensors.items()
+    }
+
+
+def remembered_by(recipe: Recipe) -> Any:
+    """What remember() returns. Refuses a value that is not JSON; the trainer also calls it before the first step."""
     value = recipe.remember()
     try:
         json.dumps(value)
@@ -63,13 +70,14 @@ def check_remembered(recipe: Recipe) -> None:
         raise RecipeError(
             f"remember() returned a value that JSON cannot hold ({error}); return numbers, strings, lists and dicts"
         ) from error
+    return value
 
 
 def extra_of(components: Components) -> dict[str, Any]:
     """Everything else that a checkpoint stores, as JSON."""
     components.state.loss_scale = components.scale.to_json() if components.scale is not None else None
     extra = {"state": components.state.to_json(), "optimizer": components.optimizer.to_json()}
-    remembered = components.recipe.remember()
+    remembered = remembered_by(components.recipe)
     return extra if remembered is None else {**extra, "recipe": remembered}
 
 
@@ -182,18 +190,15 @@ class _Targets:
     def __init__(self, path: Path, components: Components) -> None:
         everything = describe(path)
         self.state, self.plain = _read_state(path)
-        self.optimizer = _optimizer_targets(everything, components, present := tensors_of(components))
+        present = tensors_of(components)
+        self.optimizer = _missing_optimizer_state(everything, components.strategy, present)
         _check_plain(path, self.plain, components, everything)
-        self.tensors = present | {
-            f"optimizer.{name}.{slot}": _stored(components, name, tensor)
-            for (name, slot), tensor in self.optimizer.items()
-        }
+        self.tensors = present | _optimizer_tensors(components.strategy, components.optimizer, self.optimizer)
         self.without_average = components.ema is not None and not any(name.startswith("ema.") for name in everything)
         if self.without_average:  # the average was enabled later: it starts from the loaded weights
             self.tensors = {name: tensor for name, tensor in self.tensors.items() if not name.startswith("ema.")}
-        self.unused = {
-            name for name in everything if name.startswith("ema.") and components.ema is None
-        }  # disabled since
+        # An average that has been disabled since.
+        self.unused = {name for name in everything if name.startswith("ema.") and components.ema is None}
         self.saved = {name: shape for name, shape in everything.items() if name not in self.unused}
 
 
@@ -211,25 +216,20 @@ def _check_plain(path: Path, plain: dict[str, dict[str, Any]], components: Compo
                 raise CheckpointError(f"{path} cannot be loaded: its optimizer's {slot!r} of {name!r} has another type")
 
 
-def _optimizer_targets(
-    saved: Mapping[str, tuple[Sequence[int], torch.dtype]], components: Components, present: dict[str, Tensor]
+def _missing_optimizer_state(
+    saved: Mapping[str, tuple[Sequence[int], torch.dtype]], strategy: Strategy, present: Collection[str]
 ) -> dict[tuple[str, str], Tensor]:
     """Empty tensors for optimizer state in the checkpoint that this optimizer creates only in its first step."""
+    parameters = dict(strategy.parameters)
     targets = {}
-    for name, parameter in components.strategy.parameters:
-        prefix = f"optimizer.{name}."
-        for key, (shape, dtype) in saved.items():
-            if key.startswith(prefix) and key not in present and "." not in key.removeprefix(prefix):
-                like_weight = tuple(shape) == tuple(components.strategy.whole_shape(name))
-                targets[name, key.removeprefix(prefix)] = (
-                    torch.zeros_like(parameter, dtype=dtype) if like_weight else torch.zeros(tuple(shape), dtype=dtype)
-                )
+    for key, (shape, dtype) in saved.items():
+        name, _, slot = key.removeprefix("optimizer.").rpartition(".")
+        if key.startswith("optimizer.") and key not in present and name in parameters:
+            like_weight = tuple(shape) == tuple(strategy.whole_shape(name))
+            targets[name, slot] = (
+                torch.zeros_like(parameters[name], dtype=dtype) if like_weight else torch.zeros(shape, dtype=dtype)
+            )
     return targets
-
-
-def _stored(components: Components, name: str, tensor: Tensor) -> Tensor:
-    like_weight = tensor.shape == dict(components.strategy.parameters)[name].shape
-    return components.strategy.as_stored(name, tensor) if like_weight else tensor
 
 
 def _restore_state(components: Components, state: TrainState) -> None:

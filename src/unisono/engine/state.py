@@ -12,10 +12,7 @@ from unisono.checkpoint.manifest import CheckpointError
 # Without one of these a run could not resume where it stopped. Fields of later versions may be missing.
 _ESSENTIAL = ("global_batch", "step", "samples", "skipped", "skipped_in_a_row", "expected_count", "num_samples")
 _COUNTS = (*_ESSENTIAL, "bad_samples", "micro_batch", "memory_failures", "memory_step")
-_LIMITS = {
-    "global_batch": 2**32,
-    "micro_batch": 2**32,
-}  # planning a larger one would take minutes
+_LIMITS = {"global_batch": 2**32, "micro_batch": 2**32}  # planning a larger batch would take minutes
 _MEMBERS = {"loss_scale": {"value", "good_steps"}, "best": {"metric", "value", "step"}}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from pathlib import Path
 
 from unisono.checkpoint.save import Best, Saver
 from unisono.data.loader import BadSample
@@ -12,12 +13,14 @@ from unisono.data.order import Order, Strides
 from unisono.engine.batch import BatchPlan
 from unisono.engine.checks import check_measured
 from unisono.engine.clock import Clock
+from unisono.engine.evaluate import Evaluation
 from unisono.engine.feed import Feed
-from unisono.engine.length import Length, Result
+from unisono.engine.length import Result
 from unisono.engine.memory.advice import advice
 from unisono.engine.memory.micro_batch_size import MicroBatchSizer
 from unisono.engine.previews import draw_preview
-from unisono.engine.resume import check_remembered, extra_of, tensors_of
+from unisono.engine.recorder import Recorder
+from unisono.engine.resume import extra_of, remembered_by, tensors_of
 from unisono.engine.step.learning_rate import learning_rate_factor
 from unisono.engine.step.optimizer_step import OptimizerStep, StepReport
 from unisono.engine.step.out_of_memory import OutOfMemoryHere, OutOfMemoryTogether
@@ -31,49 +34,42 @@ _LAST_SAVE_S = 60.0
 class Trainer:
     """Trains a run on this rank, together with all other ranks."""
 
-    def __init__(self, run: TrainingRun) -> None:
+    def __init__(self, run: TrainingRun, open_folder: Callable[[], None]) -> None:
+        """`open_folder` is called once the first step has succeeded."""
         components, settings, placement = run.components, run.settings, run.components.strategy.placement
+        self._run, self.length = run, run.length
         self.components, self.settings, self.state = components, settings, components.state
         self._rank, self._heartbeat, self._agreement = run.rank, run.rank.heartbeat, run.rank.agreement
         self._main = placement.rank == 0
-        self._evaluation, self._folder, self._recorder = run.evaluation, run.folder, run.recorder
-        self._work, self._refreshed = run.work, False
+        self._folder, self._recorder = run.folder, Recorder(run, open_folder)
+        self._evaluation = None if run.datasets.evaluation is None else Evaluation(run)
+        self._refreshed = False
         components.recipe.clock = self._clock = Clock()
-        check_remembered(components.recipe)
-        size = len(run.dataset)  # type: ignore[arg-type]
+        remembered_by(components.recipe)
+        size = run.datasets.num_samples
         per_epoch = components.recipe.samples_per_epoch or size
         self._order = Order(per_epoch, settings.run.seed, settings.data.shuffle, size)
-        whole_epochs = components.recipe.whole_epochs
-        self.length = Length.of(settings, self._order.num_samples, self.state, whole_epochs=whole_epochs)
         self._sizer = self._make_sizer(run.batch)
-        self._feed = Feed(
-            run.dataset,
-            self._order,
-            components.recipe,
-            placement,
-            self.state,
-            settings.data,
-            self._folder.path,
-            # A caller that drives the run may continue after this end; where epochs end with a step, reading does not
-            # depend on it.
-            end=None if whole_epochs else self.length.samples,
-        )
+        self._feed = Feed(run, self._order)
         self._step = OptimizerStep(components, settings, self._agreement, self._heartbeat)
         self.on_report: Callable[[StepReport], None] = lambda report: None
         """Called with every step's report, one step late and before any save; for a caller that drives the run."""
-        self._save_group, self._identity = run.save_group, run.identity
-        self._saver = Saver(
-            self._folder.path / "checkpoints",
-            rank=placement.rank,
-            world=placement.world,
-            group=run.save_group,
-            keep_last=settings.save.keep_last,
-            asynchronous=settings.save.async_save,
-            identity=run.identity,
-            injector=self._heartbeat.injector,
-        )
+        self._saver = self._make_saver(run.entered.checkpoints, keep_last=settings.save.keep_last)
         self._saves_are_warm = False
         self._saved_step = self.state.step if self.state.step else -1
+
+    def _make_saver(self, folder: Path, *, keep_last: int, asynchronous: bool | None = None) -> Saver:
+        placement = self.components.strategy.placement
+        return Saver(
+            folder,
+            rank=placement.rank,
+            world=placement.world,
+            group=self._run.save_group,
+            keep_last=keep_last,
+            asynchronous=self.settings.save.async_save if asynchronous is None else asynchronous,
+            identity=self._run.identity,
+            injector=self._heartbeat.injector,
+        )
 
     def _make_sizer(self, batch: BatchPlan) -> MicroBatchSizer:
         strategy, settings = self.components.strategy, self.settings.batch
@@ -166,8 +162,8 @@ class Trainer:
         self._settle()
         with self._recorder.not_training():
             self._heartbeat.at("prepare", step)
-            recipe.refresh(step // every * every, self._work)
-            stopping = self._work.meet()
+            recipe.refresh(step // every * every, self._run.work)
+            stopping = self._run.work.meet()
         self._refreshed = not stopping
         return stopping
 
@@ -180,7 +176,7 @@ class Trainer:
             stepped = self._step.run(self._recorder.waiting(self._feed), self._learning_rate(), samples, requests)
         self.state.step, self.state.samples = self.state.step + 1, samples
         self._note_bad(stepped.bad)
-        self._observe(stepped.before)
+        self._observe(stepped.previous)
         self._warm_up_saves()
         return stepped.requests
 
@@ -192,9 +188,10 @@ class Trainer:
 
     def _stopping(self) -> bool:
         self._settle()
-        asked = {rank: name for rank, name in enumerate(self._agreement.all_gather(self._rank.stop.requested)) if name}
-        rank, name = next(iter(asked.items()), (None, None))
-        where = f" on rank {rank}" if self.components.strategy.placement.world > len(asked) else ""
+        by_rank = self._agreement.all_gather(self._rank.stop.requested)
+        signals = {rank: name for rank, name in enumerate(by_rank) if name}
+        rank, name = next(iter(signals.items()), (None, None))
+        where = f" on rank {rank}" if len(by_rank) > len(signals) else ""
         self._recorder.message(f"stopping after step {self.state.step}: {name}{where}")
         self._folder.event("signal", step=self.state.step, rank=rank, signal=name)
         return True
@@ -247,8 +244,8 @@ class Trainer:
     def _note_bad(self, bad: Sequence[BadSample], *, evaluating: bool = False) -> None:
         self.state.bad_samples += 0 if evaluating else len(bad)
         for sample in bad:
-            what = "evaluation" if evaluating else "step"
-            self._recorder.message(f"{what} {self.state.step} skips {sample}")
+            phase = "evaluation" if evaluating else "step"
+            self._recorder.message(f"{phase} {self.state.step} skips {sample}")
             self._folder.event(
                 "bad_sample",
                 step=self.state.step,
@@ -310,9 +307,7 @@ class Trainer:
                 metrics = self._evaluate()
             if metrics is not None and self._due_or(last, settings.preview_every):
                 self._heartbeat.at("preview", self.state.step)
-                draw_preview(
-                    self.components, self.settings, self.state.step, self._agreement, self._folder, self._recorder
-                )
+                draw_preview(self._run, self.state.step, self._recorder)
         self.state.owes_evaluation = metrics is None
         if metrics:  # after the average is swapped back: this may save
             self._keep_best(metrics)
@@ -361,9 +356,7 @@ class Trainer:
             self._saves_are_warm = True
 
     def _save(self, as_best: bool = False) -> None:
-        if (
-            self._saved_step == self.state.step and not as_best
-        ):  # saving again would only mark the checkpoint as the best
+        if self._saved_step == self.state.step and not as_best:  # a second save can only mark it as the best
             return
         self._settle()
         self._heartbeat.at("save", self.state.step)
@@ -372,7 +365,6 @@ class Trainer:
         mark = Best(best["metric"], best["value"]) if best is not None and is_best else None
         with self._recorder.not_training():
             self.components.strategy.share_buffers()
-            check_remembered(self.components.recipe)
             self._saver.save(self.state.step, tensors_of(self.components), extra_of(self.components), best=mark)
         self._saved_step = self.state.step
 
@@ -382,8 +374,8 @@ class Trainer:
                 self._folder.event("save", step=result.step, seconds=round(result.seconds, 3), bytes=result.bytes)
             if result.error is None:
                 continue
-            what = "was not saved" if result.path is None else "is saved, but removing old checkpoints failed"
+            problem = "was not saved" if result.path is None else "is saved, but removing old checkpoints failed"
             self._folder.event("save_failed", step=result.step, error=result.error)
-            self._recorder.message(f"checkpoint of step {result.step} {what}: {result.error}")
+            self._recorder.message(f"checkpoint of step {result.step} {problem}: {result.error}")
             if wait and result.path is None and result.step == self.state.step:
                 raise TrainingFailed(f"the last checkpoint (step {result.step}) could not be saved: {result.error}")

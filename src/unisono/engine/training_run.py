@@ -1,19 +1,19 @@
-"""Everything that the trainer needs of a run, on one rank."""
+"""Everything that a start has decided, built and restored before the first step, on one rank."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch.utils.data import Dataset
 
 from unisono.engine.batch import BatchPlan
-from unisono.engine.evaluate import Evaluation
+from unisono.engine.build.datasets import Datasets
+from unisono.engine.length import Length
 from unisono.engine.rank_context import RankContext
 from unisono.engine.recipe import Work
-from unisono.engine.recorder import Recorder
+from unisono.engine.resume import ChosenCheckpoint
+from unisono.engine.run_folder.enter import EnteredRun
 from unisono.engine.step.components import Components
 from unisono.observe.folder import RunFolder
 from unisono.settings import Settings
@@ -21,16 +21,37 @@ from unisono.settings import Settings
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRun:
-    """A run that is ready to train: a start has built its parts and restored its checkpoint."""
+    """A run that is ready to train."""
 
     rank: RankContext
-    components: Components
-    settings: Settings
+    entered: EnteredRun
+    run_id: str
     batch: BatchPlan
-    dataset: Dataset[Any]
-    evaluation: Evaluation | None
-    folder: RunFolder
-    recorder: Recorder
-    save_group: dist.ProcessGroup | None  # for the collectives of saves, which run in a thread of their own
-    identity: Mapping[str, Any]  # what every checkpoint says about the run it belongs to
-    work: Work  # for Recipe.refresh()
+    datasets: Datasets
+    components: Components
+    checkpoint: ChosenCheckpoint  # the one that was restored, if any
+    start_step: int
+    length: Length
+    save_group: dist.ProcessGroup | None  # for the collectives of saves, which run in a separate thread
+    work: Work  # this rank's part of the recipe's own work
+    remarks: list[str]  # notes for the user, from every phase of the start
+
+    @property
+    def settings(self) -> Settings:
+        """The engine's settings."""
+        return self.entered.settings
+
+    @property
+    def folder(self) -> RunFolder:
+        """The run folder."""
+        return self.entered.folder
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What every checkpoint stores about the run it belongs to."""
+        return {
+            "recipe": self.entered.recipe_name,
+            "seed": self.settings.run.seed,
+            "global_batch": self.batch.global_batch,
+            "run": self.run_id,
+        }

@@ -1,4 +1,4 @@
-"""Bring your own model: it, data sets and a loss function, on as many GPUs as there are.
+"""Trains your own model, with your datasets and loss function, on any number of GPUs.
 
     from unisono.multi_gpu import MultiGPUConfig, MultiGPUTrainingManager
 
@@ -72,7 +72,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # On first use: asking which GPUs there are does not wait for torch.
+    # Imported on first use, so that get_gpu_info() does not wait for torch.
     if name not in _HOME:
         raise AttributeError(f"module 'unisono.multi_gpu' has no attribute {name!r}")
     from importlib import import_module

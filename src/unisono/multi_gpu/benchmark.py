@@ -1,4 +1,4 @@
-"""How fast a model trains here, on all devices and on one; and how many samples fit at once."""
+"""Measures the training speed on all devices and on one, and the largest batch that fits."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from unisono.multi_gpu.manager import MultiGPUTrainingManager
 from unisono.planning.host import free_host_memory
 
 _LARGEST = 4096
-_PART_OF_HOST = 0.5  # of the free memory of the host: others need some, too
-_BESIDE_SAVED = 2.0  # gradients of activations and work space, next to what is kept for the backward pass
+_PART_OF_HOST = 0.5  # of the host's free memory, because other programs need some
+_BESIDE_SAVED = 2.0  # factor for gradients of activations and workspace, besides tensors saved for backward
 _STATE_PER_WEIGHT = 4  # weight, gradient, and Adam's two moments
 
 
 class _Repeated(Dataset[Any]):
-    """The first samples of a data set over and over: as many as a measurement needs."""
+    """Repeats a dataset to `size` samples."""
 
     def __init__(self, data: Any, size: int) -> None:
         self._data, self._size = data, size
@@ -55,36 +55,37 @@ def benchmark_multi_gpu_performance(
     steps: int = 20,
     warmup_steps: int = 5,
 ) -> dict[str, Any]:
-    """Trains a copy of the model for some steps, and another one on one device: seconds, samples per second, memory.
+    """Trains one copy of the model on all devices and one on a single device; returns time, throughput and memory.
 
-    Under torchrun every process calls it, and gets the same answer. Nothing is left behind; the model stays as it is.
+    Under torchrun every process must call it, and gets the same result. It writes no files and keeps the model as it is.
     """
     config = config or MultiGPUConfig()
-    found = _from_main(_measured(model, dataset, config, loss_fn, steps, warmup_steps))
+    result = _from_main(_measure(model, dataset, config, loss_fn, steps, warmup_steps))
     one: dict[str, Any] | None = None
-    if found["num_devices"] > 1:
-        with _alone() as main:
-            if main:  # the others wait
+    if result["num_devices"] > 1:
+        with _without_launcher() as is_main:
+            if is_main:  # the others wait
                 single = replace(config, strategy="single", num_gpus=min(1, get_gpu_info()["count"]), gpu_ids=None)
                 single = replace(single, world_size=None, rank=None)
-                one = _measured(model, dataset, single, loss_fn, steps, warmup_steps, alone=True)
+                one = _measure(model, dataset, single, loss_fn, steps, warmup_steps, alone=True)
         one = _from_main(one)
-    one = one or {name: value for name, value in found.items() if name != "single_device"}
-    speedup = found["samples_per_second"] / one["samples_per_second"]
-    asked = config.world_size or (len(config.gpu_ids) if config.gpu_ids else config.num_gpus) or found["num_devices"]
-    found["devices_asked_for"] = asked
-    if asked > found["num_devices"] and (not dist.is_initialized() or dist.get_rank() == 0):
+    one = one or dict(result)
+    num_devices = result["num_devices"]
+    speedup = result["samples_per_second"] / one["samples_per_second"]
+    requested = config.world_size or (len(config.gpu_ids) if config.gpu_ids else config.num_gpus) or num_devices
+    result["devices_asked_for"] = requested
+    if requested > num_devices and _is_main():
         name = "world_size" if config.world_size else "gpu_ids" if config.gpu_ids else "num_gpus"
-        measured = "one device was" if found["num_devices"] == 1 else f"{found['num_devices']} devices were"
+        measured = "one device was" if num_devices == 1 else f"{num_devices} devices were"
         print(
-            f"unisono: {name} {asked}, but {measured} measured: this script is one process here; start it with "
-            f"torchrun --nproc_per_node={asked} to measure {asked}",
+            f"unisono: {name} is {requested}, but {measured} measured, because this script is one process; start it "
+            f"with torchrun --nproc_per_node={requested} to measure {requested}",
             file=sys.stderr,
         )
-    return {**found, "single_device": one, "speedup": speedup, "efficiency": speedup / found["num_devices"]}
+    return {**result, "single_device": one, "speedup": speedup, "efficiency": speedup / num_devices}
 
 
-def _measured(
+def _measure(
     model: nn.Module,
     dataset: Any,
     config: MultiGPUConfig,
@@ -121,19 +122,22 @@ def _measured(
     }
 
 
+def _is_main() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 @contextmanager
-def _alone() -> Iterator[bool]:
-    """Whether this is the process that goes on alone; while it does, no launcher is seen."""
-    main = not dist.is_initialized() or dist.get_rank() == 0
+def _without_launcher() -> Iterator[bool]:
+    """Hides the launcher's variables, so that rank 0 can train alone; yields whether this is rank 0."""
     hidden = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE", "UNISONO_JOB") if name in os.environ}
     try:
-        yield main
+        yield _is_main()
     finally:
         os.environ.update(hidden)
 
 
 def _from_main(value: Any) -> Any:
-    """What the main process has, on every one of them."""
+    """Broadcasts a value from rank 0 to all ranks."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return value
     box = [value]
@@ -151,20 +155,20 @@ def get_optimal_batch_size(
     config: MultiGPUConfig | None = None,
     max_batch_size: int = _LARGEST,
 ) -> int:
-    """How many samples fit on each device at once: a `batch_size`.
+    """The largest `batch_size` that fits on each device.
 
-    With a `dataset` it is measured: on a GPU by trying sizes, on the CPU by what one forward and backward pass keeps
-    per sample. Without one, `memory_per_sample` in GB says how much a sample takes (0.1 if it is not given either).
+    With a `dataset` it is measured: on a GPU by trying sizes, on the CPU by the memory that a forward and backward pass
+    saves per sample. Without a dataset it is computed from `memory_per_sample`, in GB (default 0.1).
     """
     if max_batch_size < 1:
         raise ConfigError(f"max_batch_size: expected at least 1, got {max_batch_size}")
     gpus = [] if num_gpus == 0 else visible_gpus()
     if dataset is not None and len(dataset) == 0:  # type: ignore[arg-type]
-        raise ConfigError("dataset is empty; give one with at least one sample")
+        raise ConfigError("dataset is empty; pass one with at least one sample")
     if dataset is not None and gpus:
         return _by_trying(model, dataset, loss_fn, config or MultiGPUConfig(), max_batch_size)
     if dataset is not None:
-        per_sample = _kept_per_sample(model, dataset, loss_fn) * _BESIDE_SAVED
+        per_sample = _saved_per_sample(model, dataset, loss_fn) * _BESIDE_SAVED
     else:
         per_sample = (0.1 if memory_per_sample is None else memory_per_sample) * 1e9
         if per_sample <= 0:
@@ -176,7 +180,7 @@ def get_optimal_batch_size(
 
 
 def _by_trying(model: nn.Module, dataset: Any, loss_fn: Any, config: MultiGPUConfig, largest: int) -> int:
-    """The engine tries sizes, forward and backward, until memory runs out; weights and optimizer are in place."""
+    """Lets the engine try sizes, forward and backward, with weights and optimizer in memory."""
     home = next(model.parameters()).device
     with tempfile.TemporaryDirectory(prefix="unisono-size-") as folder, redirect_stderr(StringIO()):
         settings = {**config.settings, "micro_batch": "auto", "tensorboard": False}
@@ -194,31 +198,31 @@ def _by_trying(model: nn.Module, dataset: Any, loss_fn: Any, config: MultiGPUCon
     return size
 
 
-def _kept_per_sample(model: nn.Module, dataset: Any, loss_fn: Any) -> float:
-    """Bytes that the graph keeps for the backward pass, per sample: of two samples less of one."""
+def _saved_per_sample(model: nn.Module, dataset: Any, loss_fn: Any) -> float:
+    """Bytes that autograd saves for the backward pass per sample: those of two samples minus those of one."""
     was_training = model.training
     model.train()
     first = min(2, len(dataset))
-    kept = [_kept(model, default_collate([dataset[i % first] for i in range(num)]), loss_fn) for num in (1, 2)]
+    saved = [_saved_bytes(model, default_collate([dataset[i % first] for i in range(num)]), loss_fn) for num in (1, 2)]
     model.train(was_training)
-    return max(float(kept[1] - kept[0]), 1.0)
+    return max(float(saved[1] - saved[0]), 1.0)
 
 
-def _kept(model: nn.Module, batch: Any, loss_fn: Any) -> int:
+def _saved_bytes(model: nn.Module, batch: Any, loss_fn: Any) -> int:
     weights = {weight.untyped_storage().data_ptr() for weight in [*model.parameters(), *model.buffers()]}
-    seen: dict[int, int] = {}
+    sizes: dict[int, int] = {}
 
-    def note(tensor: Tensor) -> Tensor:
+    def record(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            seen[storage.data_ptr()] = storage.nbytes()
+            sizes[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     buffers = [buffer.clone() for buffer in model.buffers()]
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
         loss = loss_of(model, batch, loss_fn)
         torch.autograd.grad(loss.total, [w for w in model.parameters() if w.requires_grad], allow_unused=True)
-    with torch.no_grad():  # batch norm has counted these samples
+    with torch.no_grad():  # undoes the update of batch-norm statistics
         for buffer, before in zip(model.buffers(), buffers, strict=True):
             buffer.copy_(before)
-    return sum(seen.values())
+    return sum(sizes.values())

@@ -1,4 +1,4 @@
-"""Where a script keeps its checkpoints: what may be there, and what must."""
+"""Checks the paths that a script passes to save_checkpoint and load_checkpoint."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from unisono.errors import ConfigError
 from unisono.observe.folder import RUN
 
 
-def check_there(path: Path) -> None:
-    """Refuses what cannot be a checkpoint."""
+def check_source(path: Path) -> None:
+    """Raises ConfigError if a path cannot be a checkpoint to load."""
     if not path.is_dir():
-        what = "is a file, and checkpoints are folders" if path.exists() else "is not there"
-        raise ConfigError(f"load_checkpoint: {path} {what}; give what save_checkpoint has made, or a run's folder")
+        problem = "is a file, but checkpoints are folders" if path.exists() else "does not exist"
+        raise ConfigError(f"load_checkpoint: {path} {problem}; pass a path of save_checkpoint, or a run folder")
 
 
-def check_place(folder: Path) -> None:
-    """Refuses a place for a checkpoint where something else is."""
+def check_target(folder: Path) -> None:
+    """Raises ConfigError if saving a checkpoint to a folder would touch other files."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise ConfigError(
-            f"{folder} is a file, and a checkpoint is a folder (safetensors and JSON); choose another name, or move "
-            "the file away"
+            f"{folder} is a file, but a checkpoint is a folder (safetensors and JSON); choose another name, or move "
+            "the file"
         )
     if (folder.parent / RUN).exists() and folder.name == "checkpoints":
-        raise ConfigError(f"{folder} is where a run keeps its own checkpoints; choose another name")
-    strange = [each.name for each in folder.iterdir() if not _is_ours(each.name)] if folder.is_dir() else []
-    if strange:
-        raise ConfigError(f"{folder} holds {sorted(strange)[0]}, which is no checkpoint; choose another name")
+        raise ConfigError(f"{folder} contains the checkpoints of a run; choose another name")
+    other_files = sorted(path.name for path in folder.iterdir() if not _is_ours(path.name)) if folder.is_dir() else []
+    if other_files:
+        raise ConfigError(f"{folder} contains {other_files[0]}, which is not a checkpoint; choose another name")
 
 
 def _is_ours(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Everything that bring-your-own-model training can be told, in the words people use for it."""
+"""The configuration of training with your own model, and its translation to engine settings."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from unisono.config.config_class import ConfigClass, check_one_of, check_whole
 from unisono.config.fields import fields_by_name
-from unisono.config.plain import Plain, check_one_of, check_whole
 from unisono.errors import ConfigError
 from unisono.settings import Settings
 
@@ -18,101 +18,101 @@ STRATEGIES = {
     "distributed": "ddp",
     "sharded": "fsdp",
 }
-"""Strategies as people call them -> as the engine does."""
-_SAME = {"dp": "dataparallel", "ddp": "distributed", "distributeddataparallel": "distributed", "fsdp": "sharded"}
+"""Public names of the strategies -> names in the engine."""
+_ALIASES = {"dp": "dataparallel", "ddp": "distributed", "distributeddataparallel": "distributed", "fsdp": "sharded"}
 
 
 @dataclass
-class MultiGPUConfig(Plain):
-    """How to train a model of your own. Every field acts, or is refused with the reason."""
+class MultiGPUConfig(ConfigClass):
+    """How to train your own model. A field that cannot take effect is an error."""
 
     num_gpus: int | None = None
-    """How many GPUs; None: all that are free, 0: the CPU. With fewer than asked for, accumulation keeps the batch."""
+    """Number of GPUs; None: all free ones, 0: the CPU. If there are fewer, accumulation keeps the effective batch."""
     gpu_ids: list[int] | None = None
-    """Which GPUs, by the numbers that nvidia-smi and get_gpu_info() give."""
+    """GPUs to use, by their ids in nvidia-smi and get_gpu_info()."""
     min_memory_gb: float = 4.0
-    """Take only GPUs with at least this much free memory."""
+    """Least free memory of a GPU to be used, in GB."""
     strategy: str = "auto"
-    """auto, single, dataparallel (one process), distributed (a process per GPU), sharded (the model in parts, too)."""
+    """auto, single, dataparallel (one process), distributed (one process per GPU) or sharded (with a sharded model)."""
     backend: str = "nccl"
-    """nccl between GPUs (ranks on the CPU take gloo by themselves), or gloo everywhere."""
+    """Communication backend: nccl between GPUs (CPU ranks always use gloo), or gloo everywhere."""
     world_size: int | None = None
-    """How many processes launch_multi_gpu_training starts; with `rank`: how many there are."""
+    """Number of processes that launch_multi_gpu_training starts; with `rank`, the number of processes."""
     rank: int | None = None
-    """Which of them this is, where no launcher says so: the process joins the others at master_addr."""
+    """Rank of this process, if no launcher sets it; the process joins the others at master_addr."""
     local_rank: int | None = None
-    """Which one of its machine it is (default: rank)."""
+    """Rank of this process on its machine. Default: rank."""
     master_addr: str = "localhost"
-    """Where processes that were started by hand meet."""
+    """Rendezvous address of processes that you start yourself."""
     master_port: str = "12355"
-    """The port there. The launchers find a free one themselves, unless another than this default is given."""
+    """Rendezvous port. launch_multi_gpu_training chooses a free one unless you change this default."""
     pin_memory: bool = True
-    """Page-locked host memory for faster copies to the GPU."""
+    """Use page-locked host memory, for faster copies to the GPU."""
     num_workers: int = 4
-    """Loader processes for each training process. Any number gives the same run."""
+    """Number of loader workers per training process. It does not affect the result."""
     persistent_workers: bool = True
-    """Keep the loader processes between epochs; they read the next one ahead."""
+    """Keep the loader workers between epochs, so that they prefetch the next one."""
     find_unused_parameters: bool = False
-    """distributed: look for weights that took no part in the loss (slower)."""
+    """distributed: find weights that the loss does not depend on (slower)."""
     broadcast_buffers: bool = True
-    """distributed: copy buffers (batch norm's statistics) from the first process in every step."""
+    """distributed: copy buffers (such as batch-norm statistics) from rank 0 in every step."""
     bucket_cap_mb: float = 25
-    """distributed: size of a communication bucket."""
+    """distributed: size of a gradient bucket, in MB."""
     gradient_as_bucket_view: bool = False
-    """distributed: gradients live inside the buckets (saves one copy of them)."""
+    """distributed: make gradients views of the buckets, which saves one copy of them."""
     static_graph: bool = False
-    """distributed: promise that all steps use the same weights in the same order."""
+    """distributed: assert that every step uses the same weights in the same order."""
     memory_efficient_find_unused_parameters: bool = False
-    """PyTorch has no such option: True is refused."""
+    """PyTorch has no such option: True is an error."""
 
     batch_size: int = 32
     """Samples per GPU and micro-batch; the effective batch is this × GPUs × gradient_accumulation_steps."""
     global_batch_size: int | None = None
-    """Samples per optimizer step over all GPUs, given directly."""
+    """Samples per optimizer step over all GPUs. Overrides the product above."""
     gradient_accumulation_steps: int = 1
     """Micro-batches per optimizer step."""
     learning_rate: float = 1e-3
-    """For the optimizer that is made where none is given (AdamW)."""
+    """Learning rate of the default optimizer (AdamW), and of one that is passed by name or class."""
     weight_decay: float = 0.01
-    """Likewise."""
+    """Weight decay of the default optimizer."""
     grad_clip: float = 0.0
-    """Clip the gradient of the whole model to this norm; 0: not at all."""
+    """Largest norm of the gradient of the whole model; 0 disables clipping."""
     mixed_precision: str = "no"
-    """no, fp16 or bf16."""
+    """Number type of the computation: no (float32), fp16 or bf16."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them: less memory, more time."""
     scheduler_interval: str = "epoch"
-    """When a scheduler is stepped: after every epoch, or every step."""
+    """When to step the scheduler: after every epoch or after every step."""
     shuffle: bool = True
-    """A new order of the samples in every epoch."""
+    """Read the samples in a new random order in every epoch."""
     seed: int = 0
-    """Of the order, of dropout, and of models that model_fn makes."""
+    """Random seed of the sample order, of dropout, and of the weights that model_fn initialises."""
     title: str | None = None
-    """What the start-up banner calls the run. Default: the name of the model's class."""
+    """Title of the run in the start-up banner. Default: the name of the model's class."""
     output_dir: str | None = None
-    """Folder of the run: a run that is started again with the same one goes on where it stopped. Default: runs/…"""
+    """Run folder. A run that is started again with the same folder continues where it stopped. Default: runs/…"""
     max_restarts: int = 3
-    """How often launch_multi_gpu_training starts all processes again after one has died."""
+    """How often launch_multi_gpu_training restarts all processes after one has died."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Further settings by the names that `unisono train --help` lists, such as {"ema_decay": 0.999}."""
+    """Further settings by their names in `unisono train --help`, such as {"ema_decay": 0.999}."""
 
     def __post_init__(self) -> None:
         self.check()
 
     @classmethod
     def _check_names(cls, names: Iterable[object]) -> None:
-        """As everywhere; and names that people try, and settings that are the engine's."""
-        names, known = list(names), {field.name for field in fields(cls)}
+        """Also answers to names of other libraries and of engine settings."""
+        names, own_names = list(names), {field.name for field in fields(cls)}
         for name in names:
-            if name in _TRIED:
-                raise ConfigError(f"unknown field {name} of {cls.__name__}; it is {_TRIED[str(name)]} here")
-            if name not in known and name in fields_by_name([Settings]) and name not in _OWN:
-                raise ConfigError(f'{name} is one of the further settings: settings={{"{name}": …}}')
+            if name in _FOREIGN:
+                raise ConfigError(f"unknown field {name} of {cls.__name__}; it is {_FOREIGN[str(name)]} here")
+            if name not in own_names and name in fields_by_name([Settings]) and name not in _OWN:
+                raise ConfigError(f'{name} is an engine setting; pass it as settings={{"{name}": …}}')
         super()._check_names(names)
 
     def check(self) -> None:
-        """Refuses what no run can be made of; also called when a trainer is made, because fields may be set later."""
-        self.strategy = _SAME.get(str(self.strategy).lower(), self.strategy)
+        """Raises ConfigError for invalid values; also called when a trainer is created, because fields can change."""
+        self.strategy = _ALIASES.get(str(self.strategy).lower(), self.strategy)
         check_one_of("strategy", self.strategy, STRATEGIES)
         check_one_of("backend", self.backend, ("nccl", "gloo"))
         check_one_of("scheduler_interval", self.scheduler_interval, ("epoch", "step"))
@@ -122,31 +122,32 @@ class MultiGPUConfig(Plain):
             check_whole(name, getattr(self, name), at_least=1)
         if self.memory_efficient_find_unused_parameters:
             raise ConfigError(
-                "memory_efficient_find_unused_parameters: PyTorch has no such option; find_unused_parameters=True is "
-                "the one there is"
+                "memory_efficient_find_unused_parameters: PyTorch has no such option; use find_unused_parameters=True"
             )
         if self.gpu_ids is not None:
             self._check_ids(self.gpu_ids)
         if self.rank is not None and (self.world_size is None or self.rank >= self.world_size):
-            raise ConfigError(f"rank {self.rank} needs a world_size above it, not {self.world_size}; give both")
+            raise ConfigError(f"rank {self.rank} needs a world_size above it, not {self.world_size}; set both")
         port = str(self.master_port)
         if not (port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
             raise ConfigError(f"master_port: expected a port from 1 to 65535, got {self.master_port!r}")
         if not isinstance(self.settings, Mapping):
             raise ConfigError(f"settings: expected a dict of settings by name, got {type(self.settings).__name__}")
         if twice := [name for name in self.settings if name in _OWN]:
-            raise ConfigError(f"settings: {twice[0]} has a field of its own here ({_OWN[twice[0]]}); set that")
+            raise ConfigError(f"settings: {twice[0]} is set by {_OWN[twice[0]]}; use that instead")
 
     def _check_ids(self, ids: list[int]) -> None:
         if not ids or len(set(ids)) < len(ids) or not all(isinstance(each, int) and each >= 0 for each in ids):
-            raise ConfigError(f"gpu_ids: expected different numbers such as [0, 2], got {ids}; num_gpus=0 is the CPU")
+            raise ConfigError(
+                f"gpu_ids: expected different numbers such as [0, 2], got {ids}; for the CPU, set num_gpus=0"
+            )
         if self.num_gpus not in (None, len(ids)):
             raise ConfigError(
                 f"num_gpus {self.num_gpus} contradicts the {len(ids)} gpu_ids {ids}; leave one of them out"
             )
 
     def engine_settings(self) -> dict[str, Any]:
-        """The engine's settings, less those about devices and the batch, which depend on where the run takes place."""
+        """The engine's settings, except for devices and batch size, which depend on the machine."""
         self.check()
         return {
             "backend": "gloo" if self.backend == "gloo" else "auto",
@@ -166,14 +167,14 @@ class MultiGPUConfig(Plain):
             "shuffle": self.shuffle,
             "seed": self.seed,
             "max_restarts": self.max_restarts,
-            "eval_every": -1,  # when to evaluate is for the caller's loop to say
+            "eval_every": -1,  # the caller's loop evaluates
             "preview_every": -1,
             **({} if self.output_dir is None else {"output_dir": str(self.output_dir)}),
             **self.settings,
         }
 
 
-_TRIED = {
+_FOREIGN = {
     "lr": "learning_rate",
     "amp": "mixed_precision",
     "use_amp": "mixed_precision",
@@ -184,16 +185,16 @@ _TRIED = {
     "max_grad_norm": "grad_clip",
     "accumulation_steps": "gradient_accumulation_steps",
     "gradient_checkpointing": "activation_checkpointing",
-    "sampler": "nothing: the order of samples is what makes runs the same (shuffle and seed are there)",
+    "sampler": "decided by shuffle and seed, because the order of samples is what makes runs the same,",
 }
-"""Names of other libraries -> what is meant here."""
+"""Names in other libraries -> names here."""
 
 _OWN = {
     **{f.name: f.name for f in fields(MultiGPUConfig)},
     "strategy": "strategy",
     "gpus": "num_gpus or gpu_ids",
     "nproc": "world_size",
-    "num_epochs": "the epochs that are trained",
-    "max_steps": "the epochs that are trained",
-    "eval_every": "validate() in the loop",
+    "num_epochs": "the number of epochs that you train",
+    "max_steps": "the number of epochs that you train",
+    "eval_every": "your calls of validate()",
 }

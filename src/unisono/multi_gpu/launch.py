@@ -1,4 +1,4 @@
-"""Starts the processes of a run from a plain script: functions that make the model and the data go to each of them."""
+"""Starts the processes of a run from a plain script; each imports the functions that build the model and the data."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import importlib
 import multiprocessing
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.cluster.environment import detect
 from unisono.config.resolve import Resolved
 from unisono.devices import visible_gpus
+from unisono.engine.start.device_plan import plan_devices
 from unisono.engine.start.registry import load_object
-from unisono.engine.start.run import configure, launch_job, plan_devices, with_absolute_paths
+from unisono.engine.start.run import configure, launch_job, with_absolute_paths
 from unisono.errors import EXIT_STOPPED, ConfigError
 from unisono.multi_gpu.config import STRATEGIES, MultiGPUConfig
 from unisono.multi_gpu.gpus import cleanup_distributed_training, setup_distributed_training
@@ -22,7 +24,8 @@ from unisono.typed_paths import note_start_folder
 if TYPE_CHECKING:
     from unisono.engine.start.rank_start import RankStart
 
-_loading = False  # a process of the run reads the script, whose last lines must not start another run
+_PARTS = ("model_fn", "dataset_fn", "loss_fn", "optimizer", "scheduler")
+_importing = False  # while a process of the run imports the script, which must not start another run
 
 
 def launch_multi_gpu_training(
@@ -37,33 +40,31 @@ def launch_multi_gpu_training(
     save_path: str | Path | None = "checkpoints",
     **fields: Any,
 ) -> dict[str, Any]:
-    """Trains on all GPUs that the config asks for, a process each, and returns what `train(epochs)` returns.
+    """Trains on the GPUs of the config, one process each, and returns the result of `train(epochs)`.
 
-    model_fn() makes the model, dataset_fn() the data set or (training, validation). These, loss_fn, optimizer (a
-    function of the parameters) and scheduler (of the optimizer) must be functions of a file, because each process
-    imports them from there; a loss of torch.nn may be an object. A process that dies is started again with all others.
+    model_fn() returns the model, dataset_fn() a dataset or (training, validation). optimizer is a function of the
+    parameters, scheduler one of the optimizer. All functions must be at the top level of a file, because each process
+    imports them; loss_fn may also be a loss of torch.nn. If a process dies, all restart from the last checkpoint.
     """
     config = _with_fields(config, fields)
     work = _Work(model_fn, dataset_fn, config, epochs, loss_fn, optimizer, scheduler, save_path)
-    if _loading:
-        raise ConfigError(
-            "the script starts a run whenever it is imported; put the call under: if __name__ == '__main__'"
-        )
+    if _importing:
+        raise ConfigError("the script starts a run when it is imported; put the call under if __name__ == '__main__':")
     if detect().launcher != "plain":
-        return work.here()
+        return work.run()
     strategy = STRATEGIES[config.strategy]
     request = {"strategy": strategy, **_devices(config)}
     settings = configure(_recipe(), overrides={**config.engine_settings(), **request, **_endpoint(config)})
     note_start_folder()
     settings = with_absolute_paths(settings)
-    words = work.to_json(settings.values["output_dir"])
+    description = work.to_json(settings.values["output_dir"])
     plan = plan_devices(settings)
-    if plan.ranks == 1 or isinstance(words, str):
-        if isinstance(words, str):
-            print(f"unisono: note: {words}: training on one device", file=sys.stderr)
+    if plan.ranks == 1 or isinstance(description, str):
+        if isinstance(description, str):
+            print(f"unisono: note: training on one device, because {description}", file=sys.stderr)
         if plan.lock is not None:
             plan.lock.release()
-        return work.here()
+        return work.run()
 
     def job(settings: Resolved) -> Mapping[str, Any]:
         return {"call": f"{__name__}:run_work", "arguments": work.to_json(settings.values["output_dir"])}
@@ -90,139 +91,133 @@ def launch_distributed_training(
 ) -> dict[str, Any]:
     """Trains as rank `rank` of `world_size`.
 
-    In a process of torch.multiprocessing.spawn, under torchrun, or with a rank above 0, this process is that rank.
-    Called once, with rank 0, in a plain script, it starts all of them.
+    In a process of torch.multiprocessing.spawn, under torchrun, or with a rank above 0, this process becomes that rank.
+    In a plain script, a call with rank 0 starts all ranks.
     """
     config = _with_fields(config, {**fields, "world_size": world_size})
-    more = {"loss_fn": loss_fn, "optimizer": optimizer, "scheduler": scheduler, "save_path": save_path}
-    plain = detect().launcher == "plain" and config.rank is None
-    if plain and rank == 0 and world_size > 1 and multiprocessing.parent_process() is None:
-        return launch_multi_gpu_training(model_fn, dataset_fn, config, epochs=epochs, **more)
-    work = _Work(model_fn, dataset_fn, config, epochs, loss_fn, optimizer, scheduler, save_path)
-    ours = {"backend": config.backend, "local_rank": config.local_rank}
-    setup_distributed_training(rank, world_size, config.master_addr, config.master_port, **ours)
+    parts = {"loss_fn": loss_fn, "optimizer": optimizer, "scheduler": scheduler, "save_path": save_path}
+    is_plain = detect().launcher == "plain" and config.rank is None
+    if is_plain and rank == 0 and world_size > 1 and multiprocessing.parent_process() is None:
+        return launch_multi_gpu_training(model_fn, dataset_fn, config, epochs=epochs, **parts)
+    work = _Work(model_fn, dataset_fn, config, epochs, **parts)
+    backend = {"backend": config.backend, "local_rank": config.local_rank}
+    setup_distributed_training(rank, world_size, config.master_addr, config.master_port, **backend)
     try:
-        return work.here()
+        return work.run()
     finally:
-        if plain:
+        if is_plain:
             cleanup_distributed_training()
 
 
+@dataclass
 class _Work:
-    """What each process of such a run does."""
+    """The training of one process, given functions that build its parts."""
 
-    def __init__(
-        self,
-        model_fn: Any,
-        dataset_fn: Any,
-        config: MultiGPUConfig,
-        epochs: int,
-        loss_fn: Any,
-        optimizer: Any,
-        scheduler: Any,
-        save_path: str | Path | None,
-    ) -> None:
-        for name, function in (("model_fn", model_fn), ("dataset_fn", dataset_fn)):
+    model_fn: Any
+    dataset_fn: Any
+    config: MultiGPUConfig
+    epochs: int
+    loss_fn: Any
+    optimizer: Any
+    scheduler: Any
+    save_path: str | Path | None
+
+    def __post_init__(self) -> None:
+        for name in ("model_fn", "dataset_fn"):
+            function = getattr(self, name)
             if not callable(function) or hasattr(function, "state_dict"):
                 kind = type(function).__name__
-                raise ConfigError(f"{name}: expected a function without arguments, which makes it, got {kind}")
-        if not isinstance(epochs, int) or epochs < 1:
-            raise ConfigError(f"epochs: expected a whole number of at least 1, got {epochs!r}")
-        self.config, self.epochs, self.save_path = config, epochs, save_path
-        self.parts = {
-            "model_fn": model_fn,
-            "dataset_fn": dataset_fn,
-            "loss_fn": loss_fn,
-            "optimizer": optimizer,
-            "scheduler": scheduler,
-        }
+                raise ConfigError(f"{name}: expected a function without arguments that builds it, got {kind}")
+        if not isinstance(self.epochs, int) or self.epochs < 1:
+            raise ConfigError(f"epochs: expected a whole number of at least 1, got {self.epochs!r}")
 
-    def here(self) -> dict[str, Any]:
-        """Trains in this process, together with the others there are."""
+    def run(self) -> dict[str, Any]:
+        """Trains in this process, together with the other processes of the run."""
         from unisono.data.seeding import seed_everything
         from unisono.multi_gpu.manager import MultiGPUTrainingManager
 
-        seed_everything(self.config.seed)  # the same model in every process, and in the next run
-        model = self.parts["model_fn"]()
-        data = self.parts["dataset_fn"]()
+        seed_everything(self.config.seed)  # the same initial weights in every process, and in the next run
+        model = self.model_fn()
+        data = self.dataset_fn()
         if isinstance(data, Mapping):
             data = (data["train"], data.get("val"))
         train, val = data if isinstance(data, tuple) else (data, None)
-        loss = {name: self.parts[name] for name in ("loss_fn", "optimizer", "scheduler")}
-        trainer = MultiGPUTrainingManager(self.config).create_trainer(model, train, val, **loss)
-        with trainer:
+        parts = {name: getattr(self, name) for name in ("loss_fn", "optimizer", "scheduler")}
+        with MultiGPUTrainingManager(self.config).create_trainer(model, train, val, **parts) as trainer:
             return trainer.train(self.epochs, self.save_path)
 
     def to_json(self, output_dir: str | None) -> dict[str, Any] | str:
-        """For other processes; or, in words, why they cannot do it."""
-        described: dict[str, Any] = {}
-        for name, part in self.parts.items():
-            described[name] = words = _described(part)
-            if words is None and part is not None:
-                where = getattr(part, "__module__", type(part).__module__)
+        """Describes the work for other processes; returns the reason instead if they could not import a part."""
+        parts: dict[str, Any] = {}
+        for name in _PARTS:
+            part = getattr(self, name)
+            parts[name] = _describe(part)
+            if parts[name] is None and part is not None:
+                module = getattr(part, "__module__", type(part).__module__)
                 return (
-                    f"{name} ({getattr(part, '__qualname__', type(part).__name__)} of {where}) cannot be imported by "
-                    "other processes; make it a function of a file"
+                    f"{name} ({getattr(part, '__qualname__', type(part).__name__)} of {module}) cannot be imported by "
+                    "other processes; define it as a function at the top level of a file"
                 )
         save_path = None if self.save_path is None else str(Path(self.save_path).absolute())
         config = {**self.config.to_dict(), "output_dir": output_dir, "world_size": None}
-        return {"parts": described, "config": config, "epochs": self.epochs, "save_path": save_path}
+        return {"parts": parts, "config": config, "epochs": self.epochs, "save_path": save_path}
 
     @classmethod
-    def from_json(cls, described: Mapping[str, Any]) -> _Work:
-        """What to_json has described."""
-        global _loading
-        _loading = True
+    def from_json(cls, description: Mapping[str, Any]) -> _Work:
+        """Restores what `to_json` returned."""
+        global _importing
+        _importing = True
         try:
-            parts = {name: _loaded(part) for name, part in described["parts"].items()}
+            parts = {name: _load(part) for name, part in description["parts"].items()}
         finally:
-            _loading = False
-        config = MultiGPUConfig.from_dict(described["config"])
-        return cls(**parts, config=config, epochs=described["epochs"], save_path=described["save_path"])
+            _importing = False
+        config = MultiGPUConfig.from_dict(description["config"])
+        return cls(**parts, config=config, epochs=description["epochs"], save_path=description["save_path"])
 
 
-def run_work(described: Mapping[str, Any], start: RankStart) -> dict[str, Any]:
-    """One process of a run, as our launcher starts it."""
+def run_work(description: Mapping[str, Any], start: RankStart) -> dict[str, Any]:
+    """Runs in each process that our launcher starts."""
     from unisono.multi_gpu import trainers
 
     trainers.job_start = start
-    return _Work.from_json(described).here()
+    return _Work.from_json(description).run()
 
 
-def _described(part: Any) -> Any:
-    """Words from which another process can load a function, or make a loss of torch.nn; None where there are none."""
+def _describe(part: Any) -> Any:
+    """The location of a function, or the arguments of a loss of torch.nn, as JSON; None if it has neither."""
     if part is None or isinstance(part, str):
         return part
     if (name := getattr(part, "__qualname__", None)) is None:
-        return _described_loss(part)
+        return _describe_loss(part)
     module = sys.modules.get(part.__module__)
     file = getattr(module, "__file__", None)
     if file is None or "<" in name or "." in name:  # a notebook, a local function, a method
         return None
-    own_name = getattr(module, "__package__", "") and part.__module__ != "__main__"
-    return {"words": f"{part.__module__ if own_name else Path(file).resolve()}:{name}"}
+    is_importable = getattr(module, "__package__", "") and part.__module__ != "__main__"
+    return {"object": f"{part.__module__ if is_importable else Path(file).resolve()}:{name}"}
 
 
-def _described_loss(loss: Any) -> Any:
-    """A loss of torch.nn by its class and the numbers it was made with."""
+def _describe_loss(loss: Any) -> Any:
+    """A loss of torch.nn by its class and constructor arguments."""
     from torch.nn.modules import loss as losses
 
     kind = type(loss)
-    if kind.__module__ != losses.__name__ or any(True for _ in loss.buffers()):  # class weights are no numbers
+    if kind.__module__ != losses.__name__ or any(True for _ in loss.buffers()):  # class weights are tensors
         return None
-    made_with = {name: getattr(loss, name) for name in kind.__constants__}
-    if not all(value is None or isinstance(value, str | int | float) for value in made_with.values()):
+    arguments = {name: getattr(loss, name) for name in kind.__constants__}
+    if not all(value is None or isinstance(value, str | int | float) for value in arguments.values()):
         return None
-    return {"loss": kind.__name__, "made_with": made_with}
+    return {"loss": kind.__name__, "arguments": arguments}
 
 
-def _loaded(part: Any) -> Any:
+def _load(part: Any) -> Any:
+    """The inverse of `_describe`."""
     if part is None or isinstance(part, str):
         return part
-    if "words" in part:
-        return load_object(part["words"])
+    if "object" in part:
+        return load_object(part["object"])
     losses = importlib.import_module("torch.nn.modules.loss")
-    return getattr(losses, part["loss"])(**part["made_with"])
+    return getattr(losses, part["loss"])(**part["arguments"])
 
 
 def _with_fields(config: MultiGPUConfig | None, fields: Mapping[str, Any]) -> MultiGPUConfig:
@@ -231,7 +226,7 @@ def _with_fields(config: MultiGPUConfig | None, fields: Mapping[str, Any]) -> Mu
 
 
 def _devices(config: MultiGPUConfig) -> dict[str, Any]:
-    """How many processes on what, in the engine's words."""
+    """The number and kind of processes, as engine settings."""
     if config.num_gpus == 0 or not visible_gpus():
         return {"nproc": config.world_size or config.num_gpus or 1}
     if config.gpu_ids:
@@ -241,9 +236,8 @@ def _devices(config: MultiGPUConfig) -> dict[str, Any]:
 
 
 def _endpoint(config: MultiGPUConfig) -> dict[str, Any]:
-    """Where the processes meet, if that was said; by default a free port."""
-    default = MultiGPUConfig()
-    if str(config.master_port) == default.master_port:
+    """The rendezvous endpoint, if the config sets one; by default the launcher chooses a free port."""
+    if str(config.master_port) == MultiGPUConfig.master_port:
         return {}
     return {"rdzv_endpoint": f"{config.master_addr}:{config.master_port}"}
 

@@ -1,8 +1,9 @@
-"""A DataLoader of the user's, as far as it says what to train on."""
+"""Takes from a user's DataLoader what it says about the data: dataset, batch size, order and collate function."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler
@@ -10,35 +11,31 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampl
 from unisono.errors import ConfigError
 
 
-class Loaded:
-    """What a DataLoader knows, or a plain data set."""
-
-    def __init__(self, data: Any) -> None:
-        self.data, self.batch_size, self.collate, self.shuffle, self.drop_last = data, None, None, None, False
+@dataclass(frozen=True)
+class DataSource:
+    """A dataset, with the options of the DataLoader it came from, if any."""
 
     data: Dataset[Any] | None
-    batch_size: int | None
-    collate: Callable[[list[Any]], Any] | None
-    shuffle: bool | None
-    drop_last: bool
+    batch_size: int | None = None
+    collate: Callable[[list[Any]], Any] | None = None
+    shuffle: bool | None = None
+    drop_last: bool = False
 
     @classmethod
-    def of(cls, source: Any, name: str) -> Loaded:
+    def of(cls, source: Any, name: str) -> DataSource:
+        """From a dataset or a DataLoader; ConfigError for custom samplers. `name` is that of the argument."""
         if not isinstance(source, DataLoader):
             return cls(source)
-        found = cls(source.dataset)
         if source.batch_size is None:
             raise ConfigError(
-                f"{name} has a batch_sampler of its own; which samples make a batch is decided here: "
-                "give the data set and batch_size"
+                f"{name} has a batch_sampler, but the trainer decides which samples make a batch; pass the dataset and "
+                "batch_size"
             )
         sampler = source.sampler
-        plain = isinstance(sampler, SequentialSampler)
-        if not plain and not (isinstance(sampler, RandomSampler) and not sampler.replacement):
+        is_sequential = isinstance(sampler, SequentialSampler)
+        if not is_sequential and not (isinstance(sampler, RandomSampler) and not sampler.replacement):
             raise ConfigError(
-                f"{name} has a {type(sampler).__name__}; the order of samples is decided here, so that it is the same "
-                "on any number of GPUs: give the data set (for weights, repeat samples in it), or shuffle=True"
+                f"{name} has a {type(sampler).__name__}, but the trainer decides the order of samples, so that it is "
+                "the same on any number of GPUs; pass the dataset (repeat samples to weight them), or shuffle=True"
             )
-        found.batch_size, found.collate, found.shuffle = source.batch_size, source.collate_fn, not plain
-        found.drop_last = source.drop_last
-        return found
+        return cls(source.dataset, source.batch_size, source.collate_fn, not is_sequential, source.drop_last)

@@ -1,9 +1,9 @@
-"""From a loss function that gives a mean to the sum and the count that the engine needs.
+"""Converts a loss function that returns a mean to the sum and count that the engine needs.
 
-A mean over a micro-batch times its number of samples is a sum: added up over micro-batches and processes and divided
-by all their samples, it is the mean over the whole batch again. Where a mean is over something else (tokens that are
-not padding, samples weighted by class), the count must be of that: for torch's own losses it is worked out here, and
-a function of the user's may return (mean, count).
+The mean over a micro-batch times its number of samples is a sum. These sums, added over micro-batches and processes
+and divided by the number of all samples, give the mean over the whole batch. If a mean is over something else (tokens
+without padding, samples weighted by class), the count must be too: for torch's own losses it is computed here, and a
+user's function may return (mean, count).
 """
 
 from __future__ import annotations
@@ -26,131 +26,130 @@ _TARGETS = ("labels", "label", "targets", "target", "y")
 
 
 def loss_of(model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> Loss:
-    """The loss of a batch, (inputs…, target) or a dict with `labels`; without a loss_fn one that fits the target."""
-    inputs, named, target = _taken_apart(batch, keep_target=loss_fn is None)
+    """The loss of a batch, (inputs…, target) or a dict with `labels`; without loss_fn, by the type of the target."""
+    inputs, named, target = _split(batch, keep_target=loss_fn is None)
     if loss_fn is not None and target is None:
         raise RecipeError(
-            f"loss_fn needs a target, and the batch has {', '.join(named) or 'nothing'}; call one of them labels, "
+            f"loss_fn needs a target, but the batch has only {', '.join(named) or 'nothing'}; name the target labels, "
             "target or y"
         )
     _check_call(model, inputs, named)
     output = model(*inputs, **named)
-    if loss_fn is None and (own := _own_loss(output)) is not None:
-        return summed(own, len_of(batch))
+    if loss_fn is None and (model_loss := _loss_in(output)) is not None:
+        return to_sum(model_loss, len_of(batch))
     if target is None:
-        raise RecipeError("loss_fn: the model gives no loss and the batch has no target; return (inputs, target)")
-    return _computed(loss_fn or _fitting(target), output, target, len_of(batch))
+        raise RecipeError("loss_fn: the model returns no loss and the batch has no target; return (inputs, target)")
+    return _compute(loss_fn or _default_loss(target), output, target, len_of(batch))
 
 
 def _check_call(model: nn.Module, inputs: Sequence[Any], named: Mapping[str, Any]) -> None:
-    """Whether forward() takes what the batch has, by name; what it does with that is not judged."""
+    """Raises RecipeError if forward() does not accept the names in the batch."""
     if not named:
         return
     try:
         signature = inspect.signature(model.forward)
-    except (TypeError, ValueError):  # a compiled function has none
+    except (TypeError, ValueError):  # a compiled function has no signature
         return
     try:
         signature.bind(*inputs, **named)
     except TypeError as error:
         raise RecipeError(
-            f"the batch is a mapping with {', '.join(named)}, and {type(model).__name__}.forward{signature} cannot be "
-            f"called with these names ({error}); rename the entries, call the target {_TARGETS[0]}, target or y, or "
-            "return (inputs, target)"
+            f"the batch is a mapping with {', '.join(named)}, but {type(model).__name__}.forward{signature} does not "
+            f"accept these names ({error}); rename the entries, name the target {_TARGETS[0]}, target or y, or return "
+            "(inputs, target)"
         ) from None
 
 
-def _taken_apart(batch: Any, *, keep_target: bool) -> tuple[Sequence[Any], dict[str, Any], Any]:
-    """Inputs by position and by name, and the target; a model that computes its loss itself gets that by name too."""
+def _split(batch: Any, *, keep_target: bool) -> tuple[Sequence[Any], dict[str, Any], Any]:
+    """Positional inputs, named inputs and target; a model that computes its own loss gets the target by name too."""
     if isinstance(batch, Mapping):
         named = {str(name): value for name, value in batch.items()}
-        found = next((name for name in _TARGETS if name in named), None)
-        target = None if found is None else named[found]
-        if found is not None and not keep_target:
-            del named[found]
+        target_name = next((name for name in _TARGETS if name in named), None)
+        if target_name is None:
+            return (), named, None
+        target = named[target_name] if keep_target else named.pop(target_name)
         return (), named, target
     if isinstance(batch, tuple | list) and len(batch) > 1:
         return batch[:-1], {}, batch[-1]
     [only] = batch if isinstance(batch, tuple | list) else [batch]
-    return [only], {}, only  # to be reconstructed
+    return [only], {}, only  # the model reconstructs its input
 
 
-def _own_loss(output: Any) -> Tensor | None:
+def _loss_in(output: Any) -> Tensor | None:
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     return loss if isinstance(loss, Tensor) else None
 
 
-def _fitting(target: Any) -> LossFunction:
-    """Classes are whole numbers; what is measured is not."""
+def _default_loss(target: Any) -> LossFunction:
+    """Cross-entropy for integer targets (classes), mean squared error for floating-point ones."""
     if isinstance(target, Tensor) and not target.is_floating_point():
         return nn.CrossEntropyLoss()
     return functional.mse_loss
 
 
-def _computed(loss_fn: LossFunction, output: Any, target: Any, num: int) -> Loss:
+def _compute(loss_fn: LossFunction, output: Any, target: Any, num: int) -> Loss:
     if isinstance(output, Mapping | tuple | list) and not isinstance(loss_fn, nn.Module):
-        return summed(loss_fn(output, target), num)
+        return to_sum(loss_fn(output, target), num)
     logits = getattr(output, "logits", output)
     if isinstance(loss_fn, nn.Module):
-        loss_fn = loss_fn.to(logits.device if isinstance(logits, Tensor) else "cpu")  # its class weights
+        loss_fn = loss_fn.to(logits.device if isinstance(logits, Tensor) else "cpu")  # moves class weights
     by_class = isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss) and loss_fn.reduction == "mean"
     if by_class and isinstance(target, Tensor) and not target.is_floating_point():
         return _by_class(loss_fn, logits, target)  # type: ignore[arg-type]
-    found = loss_fn(logits, target)
-    if getattr(loss_fn, "reduction", None) == "sum" and isinstance(found, Tensor):
-        return Loss(found, num)
-    return summed(found, num)
+    result = loss_fn(logits, target)
+    if getattr(loss_fn, "reduction", None) == "sum" and isinstance(result, Tensor):
+        return Loss(result, num)
+    return to_sum(result, num)
 
 
 def _by_class(loss_fn: nn.CrossEntropyLoss | nn.NLLLoss, output: Tensor, target: Tensor) -> Loss:
-    """Its mean is over the targets that are not ignored, each with the weight of its class."""
-    whole = copy.copy(loss_fn)
-    whole.reduction = "sum"
+    """Sum and count of a loss whose mean ignores some targets and weights the others by class."""
+    sum_fn = copy.copy(loss_fn)
+    sum_fn.reduction = "sum"
     counted = target[target != loss_fn.ignore_index]
     weight = loss_fn.weight
-    return Loss(whole(output, target), counted.numel() if weight is None else weight[counted].sum())
+    return Loss(sum_fn(output, target), counted.numel() if weight is None else weight[counted].sum())
 
 
-def summed(found: Any, num: int) -> Loss:
-    """What a loss function returned, as a sum and a count; `num` samples are in the batch."""
-    if isinstance(found, Loss):
-        return found
-    if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Tensor):
-        mean, count = found
+def to_sum(result: Any, num: int) -> Loss:
+    """Converts the result of a loss function for a batch of `num` samples to a sum and a count."""
+    if isinstance(result, Loss):
+        return result
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor):
+        mean, count = result
         return Loss(mean * count, count)
-    if not isinstance(found, Tensor):
+    if not isinstance(result, Tensor):
         raise RecipeError(
-            f"loss_fn returned {type(found).__name__}; return a mean (a tensor), (mean, count), or unisono.Loss"
+            f"loss_fn returned {type(result).__name__}; return a mean (a tensor), (mean, count), or unisono.Loss"
         )
-    if found.dim() == 0:
-        return Loss(found * num, num)
-    return Loss(found.sum(), found.numel())
+    if result.dim() == 0:
+        return Loss(result * num, num)
+    return Loss(result.sum(), result.numel())
 
 
 def len_of(batch: Any) -> int:
     """The number of samples in a batch: the length of the first tensor in it."""
     if isinstance(batch, Tensor):
         return len(batch) if batch.dim() else 1
-    inside = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()
-    for value in inside:
+    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()
+    for value in values:
         if num := len_of(value):
             return num
     return 0
 
 
 def check_loss(loss_fn: Any) -> None:
-    """Refuses what cannot be a loss function, before anything is trained."""
-    if loss_fn is None or isinstance(loss_fn, nn.Module) or callable(loss_fn):
-        if isinstance(loss_fn, nn.Module) and any(weight.requires_grad for weight in loss_fn.parameters()):
-            raise RecipeError("loss_fn has weights to train; make it a part of the model, which is what is trained")
-        if isinstance(loss_fn, type):
-            raise RecipeError(f"loss_fn is the class {loss_fn.__name__}; give an object of it: {loss_fn.__name__}()")
-        return
-    raise RecipeError(f"loss_fn: expected a function of (outputs, targets), got {type(loss_fn).__name__}")
+    """Raises RecipeError if an object cannot be a loss function, before training."""
+    if isinstance(loss_fn, type):
+        raise RecipeError(f"loss_fn is the class {loss_fn.__name__}; pass an instance: {loss_fn.__name__}()")
+    if isinstance(loss_fn, nn.Module) and any(weight.requires_grad for weight in loss_fn.parameters()):
+        raise RecipeError("loss_fn has weights to train; make it a part of the model, because only that is trained")
+    if loss_fn is not None and not callable(loss_fn):
+        raise RecipeError(f"loss_fn: expected a function of (outputs, targets), got {type(loss_fn).__name__}")
 
 
-def same_weights_everywhere(model: nn.Module) -> None:
-    """The first process's weights for all: each may have drawn its own."""
+def broadcast_weights(model: nn.Module) -> None:
+    """Copies the weights of rank 0 to all ranks, which may have been initialised differently."""
     import torch.distributed as dist
 
     with torch.no_grad():

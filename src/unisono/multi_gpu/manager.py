@@ -1,4 +1,4 @@
-"""Chooses the trainer that fits the hardware, and trains with it."""
+"""Chooses the trainer for the config and the hardware."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from unisono.multi_gpu.trainers import OwnTrainer
 
 
 class MultiGPUTrainingManager:
-    """From a config to a trainer: 0, 1 or many GPUs, in a script, under torchrun or in a notebook."""
+    """Creates a trainer from a config, for no, one or many GPUs, in a script, under torchrun or in a notebook."""
 
     def __init__(self, config: MultiGPUConfig | None = None) -> None:
         self.config = config or MultiGPUConfig()
@@ -36,7 +36,7 @@ class MultiGPUTrainingManager:
         batch_size: int | None = None,
         **fields: Any,
     ) -> OwnTrainer:
-        """The trainer for this model and data. `fields` are the config's (learning_rate=…), for this trainer."""
+        """Returns a trainer; `fields` override fields of the config (learning_rate=…) for this trainer."""
         config = self.config
         if fields or batch_size is not None:
             own = {} if batch_size is None else {"batch_size": batch_size}
@@ -66,11 +66,11 @@ class MultiGPUTrainingManager:
         return self.trainer
 
     def train(self, epochs: int, save_path: str | Path | None = "checkpoints") -> dict[str, Any]:
-        """Trains so many epochs with the trainer that was created; see OwnTrainer.train."""
+        """Trains `epochs` epochs with the trainer created last; see OwnTrainer.train."""
         return self._trainer.train(epochs, save_path)
 
     def get_performance_stats(self) -> dict[str, Any]:
-        """How fast the training was so far, on what, and the GPUs that there are."""
+        """The trainer's statistics, and the GPUs of this machine."""
         return {**self._trainer.get_performance_stats(), "gpu_info": get_gpu_info()}
 
     @property

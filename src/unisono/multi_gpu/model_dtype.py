@@ -1,4 +1,4 @@
-"""The floating-point type that the user's model came in: float64 is trained as float64, 16-bit weights as float32."""
+"""Respects the dtype of the user's model: float64 is trained as float64, 16-bit weights as float32."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unisono.multi_gpu.config import MultiGPUConfig
 
 
 def dtype_settings(model: nn.Module, config: MultiGPUConfig) -> tuple[dict[str, Any], list[str]]:
-    """Engine settings that keep the type of the weights, and what the user should know where it changes."""
+    """Engine settings that keep the dtype of the weights, and a remark if it changes."""
     types = {weight.dtype for weight in model.parameters() if weight.is_floating_point()}
     if torch.float64 in types and "dtype" not in config.settings:
         if config.mixed_precision == "no":

@@ -1,4 +1,4 @@
-"""A recipe made of what the user has: a model, data sets, a loss function, an optimizer, a scheduler."""
+"""A recipe around the user's own model, datasets, loss function, optimizer and scheduler."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from unisono.engine.recipe import Loss, Recipe
 from unisono.engine.step.make_optimizer import from_settings, named_optimizer, not_for_muon
 from unisono.engine.step.optimizer_step import StepReport
 from unisono.errors import ConfigError, RecipeError
-from unisono.multi_gpu.loss import LossFunction, check_loss, loss_of, same_weights_everywhere
+from unisono.multi_gpu.loss import LossFunction, broadcast_weights, check_loss, loss_of
 from unisono.optim.named import OPTIMIZERS
 from unisono.parallel.blocks import repeated_blocks
 from unisono.settings import Settings
 
 
 @dataclass
-class Given:
-    """What the user brings."""
+class UserParts:
+    """The objects that the user passes to a trainer."""
 
     model: nn.Module
     train: Dataset[Any]
@@ -36,10 +36,10 @@ class Given:
     optimizer: Any = None  # an optimizer, its class, its name, or a function of the parameters
     scheduler: Any = None  # a scheduler, or a function of the optimizer
     collate: Callable[[list[Any]], Any] | None = None
-    every_step: bool = False  # the scheduler is stepped after every step
-    ranks: int = 1
-    drops: int = 0  # a last batch of an epoch with fewer samples than this is left out, as drop_last of a loader does
-    names: dict[int, str] = field(default_factory=dict)  # of the weights, by id: sharding replaces them
+    schedule_every_step: bool = False
+    num_ranks: int = 1
+    least_batch: int = 0  # an epoch drops its last batch if it has fewer samples (drop_last of a loader)
+    parameter_names: dict[int, str] = field(default_factory=dict)  # by id of the parameter; sharding replaces them
 
     def __post_init__(self) -> None:
         while isinstance(self.model, nn.DataParallel | nn.parallel.DistributedDataParallel):
@@ -50,236 +50,237 @@ class Given:
         for name, data in (("train", self.train), ("validation", self.val)):
             if data is not None and not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
                 raise RecipeError(
-                    f"the {name} data ({type(data).__name__}) cannot be read by number; give a data set with __len__ "
-                    "and __getitem__ (an IterableDataset has no order that resume could go on with)"
+                    f"the {name} dataset ({type(data).__name__}) cannot be indexed; pass a dataset with __len__ and "
+                    "__getitem__ (a run could not resume in the middle of an IterableDataset)"
                 )
-        self.names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        self.parameter_names = {id(parameter): name for name, parameter in self.model.named_parameters()}
 
     def samples_per_epoch(self) -> int | None:
-        """How many samples an epoch reads, where that is not all of them."""
-        if not self.drops:
+        """The number of samples that an epoch reads, if not all of them."""
+        if not self.least_batch:
             return None
         num = len(self.train)  # type: ignore[arg-type]
-        if 0 < num < self.drops:
+        if 0 < num < self.least_batch:
             raise ConfigError(
-                f"drop_last=True leaves nothing to train on: the data have {num} samples, a batch {self.drops}; "
-                "use a smaller batch, or drop_last=False"
+                f"drop_last=True leaves nothing to train on: the dataset has {num} samples, a batch "
+                f"{self.least_batch}; use a smaller batch, or drop_last=False"
             )
-        return num // self.drops * self.drops or None
+        return num // self.least_batch * self.least_batch or None
 
 
 @dataclass
-class Story:
-    """What a run of epochs remembers of itself."""
+class EpochLog:
+    """The results of the epochs so far. A checkpoint stores it."""
 
-    epochs: list[dict[str, Any]] = field(default_factory=list)  # what each has brought
-    total: float = 0.0  # of the epoch under way
+    epochs: list[dict[str, Any]] = field(default_factory=list)  # the result of each
+    total: float = 0.0  # sum of the losses of the current epoch
     count: float = 0.0
     steps_scheduled: int = 0
-    saved_epoch: int = -1  # the number that the caller gave to the last checkpoint of his own
+    saved_epoch: int = -1  # the number that the caller passed to save_checkpoint last
     saved_at: int = -1  # samples consumed by then
 
     def add(self, report: StepReport) -> None:
-        """Notes a step of the epoch under way."""
+        """Adds a step of the current epoch."""
         if not report.skipped and math.isfinite(report.loss):
             self.total, self.count = self.total + report.loss * report.count, self.count + report.count
 
     def end_epoch(self, number: int) -> dict[str, float]:
-        """What the epoch has brought."""
+        """Ends the current epoch and returns its result."""
         loss = self.total / self.count if self.count else math.nan
         self.total = self.count = 0.0
         self.epochs.append({"epoch": number, "train_loss": loss})
         return {"train_loss": loss}
 
     def save(self, number: int, samples: int) -> None:
-        """The caller saves a checkpoint with this number, after so many samples."""
+        """Records that the caller saves a checkpoint for epoch `number`."""
         self.saved_epoch, self.saved_at = number, samples
 
-    def number(self, samples: int) -> int:
-        """Of the epoch that a checkpoint after so many samples has behind it, as the caller counts; or -1."""
+    def last_epoch(self, samples: int) -> int:
+        """The last epoch that a checkpoint after `samples` samples contains, in the caller's numbering; or -1."""
         if samples == self.saved_at or not self.epochs:
             return self.saved_epoch
         return int(self.epochs[-1]["epoch"])
 
 
 class OwnModel(Recipe):
-    """Trains what the user brings; made anew for each trainer, with `given` filled in."""
+    """Trains the user's model; each trainer makes a subclass of its own, with `parts` filled in."""
 
-    whole_epochs = True  # an epoch is a loop of the user's: it must end where it ends
-    given: ClassVar[Given | None] = None
+    whole_epochs = True  # a global batch must not continue into the next epoch, which the user's loop starts
+    parts: ClassVar[UserParts | None] = None
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.story = Story()
+        self.log = EpochLog()
         self._settings = Settings()
         self._optimizer: Optimizer | None = None
         self._scheduler: Any = None
 
     @property
-    def _given(self) -> Given:
-        if self.given is None:
+    def _parts(self) -> UserParts:
+        if self.parts is None:
             raise RecipeError(
-                "the model of this run came from a script, which is not stored; there, unisono.multi_gpu.load_weights "
-                "gives its weights"
+                "the model of this run was defined in a script, which the run does not contain; load its weights in "
+                "that script with unisono.multi_gpu.load_weights"
             )
-        return self.given
+        return self.parts
 
     def check_settings(self, settings: Settings) -> None:
-        """Keeps them, for the optimizer."""
+        """Stores them for the optimizer."""
         self._settings = settings
 
     def model(self) -> nn.Module:
-        given = self._given
-        if given.ranks > 1:
-            same_weights_everywhere(given.model)
-        return given.model
+        parts = self._parts
+        if parts.num_ranks > 1:
+            broadcast_weights(parts.model)
+        return parts.model
 
     def dataset(self, split: str) -> Dataset[Any] | None:
-        return self._given.train if split == "train" else self._given.val
+        return self._parts.train if split == "train" else self._parts.val
 
     def collate(self, items: list[Any]) -> Any:
-        own = self._given.collate
-        return super().collate(items) if own is None else own(items)
+        collate = self._parts.collate or super().collate
+        return collate(items)
 
     def loss(self, model: nn.Module, batch: Any, noise: Noise) -> Loss:
-        return loss_of(model, batch, self._given.loss_fn)
+        return loss_of(model, batch, self._parts.loss_fn)
 
     # --- optimizer and scheduler
 
     def optimizer(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
-        own, named = self._given.optimizer, list(parameters)
-        if own is None or isinstance(own, str):
-            settings = self._settings.optim
-            if own is None or own.lower() in OPTIMIZERS:
-                settings = settings if own is None else replace(settings, optimizer=own)
-                others = not_for_muon(self._given.model, repeated_blocks(self._given.model))
-                self._optimizer = from_settings(named, settings, shards=self.shards, not_for_muon=others)
-            else:
-                kind, rate = named_optimizer(own), settings.learning_rate
-                self._optimizer = kind(named, lr=rate, weight_decay=settings.weight_decay)  # type: ignore[call-arg]
-        elif isinstance(own, Optimizer):
-            self._optimizer = self._over(own, dict(named))
-        elif isinstance(own, type) and issubclass(own, Optimizer):
-            self._optimizer = own(named, lr=self._settings.optim.learning_rate)  # type: ignore[call-arg]
-        elif callable(own):
-            self._optimizer = own([parameter for _, parameter in named])
+        user_optimizer, named = self._parts.optimizer, list(parameters)
+        settings = self._settings.optim
+        if user_optimizer is None or (isinstance(user_optimizer, str) and user_optimizer.lower() in OPTIMIZERS):
+            chosen = settings if user_optimizer is None else replace(settings, optimizer=user_optimizer)
+            others = not_for_muon(self._parts.model, repeated_blocks(self._parts.model))
+            self._optimizer = from_settings(named, chosen, shards=self.shards, not_for_muon=others)
+        elif isinstance(user_optimizer, str):
+            options = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
+            self._optimizer = named_optimizer(user_optimizer)(named, **options)  # type: ignore[arg-type]
+        elif isinstance(user_optimizer, Optimizer):
+            self._optimizer = self._with_current_weights(user_optimizer, dict(named))
+        elif isinstance(user_optimizer, type) and issubclass(user_optimizer, Optimizer):
+            self._optimizer = user_optimizer(named, lr=settings.learning_rate)  # type: ignore[call-arg]
+        elif callable(user_optimizer):
+            self._optimizer = user_optimizer([parameter for _, parameter in named])
         else:
-            raise ConfigError(f"optimizer: expected a torch.optim.Optimizer, got {type(own).__name__}")
-        self._take_scheduler()
-        return self._optimizer  # the engine checks what a function has returned
+            raise ConfigError(f"optimizer: expected a torch.optim.Optimizer, got {type(user_optimizer).__name__}")
+        self._make_scheduler()
+        return self._optimizer  # the engine checks the result of a user's function
 
-    def _over(self, own: Optimizer, here: Mapping[str, nn.Parameter]) -> Optimizer:
-        """The user's optimizer; where weights are shards by now, one like it over these."""
+    def _with_current_weights(self, optimizer: Optimizer, weights: Mapping[str, nn.Parameter]) -> Optimizer:
+        """The user's optimizer, or a new one with the same options if sharding has replaced the weights."""
         groups: list[dict[str, Any]] = []
-        for group in own.param_groups:
-            names = [self._given.names.get(id(parameter)) for parameter in group["params"]]
+        for group in optimizer.param_groups:
+            names = [self._parts.parameter_names.get(id(parameter)) for parameter in group["params"]]
             if None in names:
-                raise ConfigError("optimizer holds weights that are not the model's; make it of model.parameters()")
-            groups.append({**group, "params": [here[name] for name in names if name is not None and name in here]})
+                raise ConfigError("optimizer has weights that are not the model's; create it from model.parameters()")
+            groups.append({**group, "params": [weights[name] for name in names if name and name in weights]})
             groups[-1].pop("param_names", None)
-        same = all(
-            mine is theirs
-            for group, new in zip(own.param_groups, groups, strict=True)
-            for mine, theirs in zip(group["params"], new["params"], strict=False)
+        is_unchanged = all(
+            before is now
+            for group, new in zip(optimizer.param_groups, groups, strict=True)
+            for before, now in zip(group["params"], new["params"], strict=False)
         )
-        if same:
-            return own
-        if own.state:
+        if is_unchanged:
+            return optimizer
+        if optimizer.state:
             raise ConfigError(
-                "optimizer has already stepped; under strategy sharded give a new one, or load_checkpoint"
+                "optimizer has already stepped; with strategy sharded, pass a new one or use load_checkpoint"
             )
-        return type(own)(groups, **own.defaults)
+        return type(optimizer)(groups, **optimizer.defaults)
 
-    def _take_scheduler(self) -> None:
-        own = self._given.scheduler
-        _check_scheduler(own, self._given.optimizer)
-        if own is None or hasattr(own, "step"):
-            self._scheduler = own
-            for scheduler in _all_in(own):
+    def _make_scheduler(self) -> None:
+        user_scheduler = self._parts.scheduler
+        _check_scheduler(user_scheduler, self._parts.optimizer)
+        if user_scheduler is None or hasattr(user_scheduler, "step"):
+            self._scheduler = user_scheduler
+            for scheduler in _nested_schedulers(user_scheduler):
                 scheduler.optimizer = self._optimizer
-        elif callable(own):
-            self._scheduler = own(self._optimizer)
+        elif callable(user_scheduler):
+            self._scheduler = user_scheduler(self._optimizer)
         else:
-            raise ConfigError(f"scheduler: expected one of torch.optim.lr_scheduler, got {type(own).__name__}")
+            kind = type(user_scheduler).__name__
+            raise ConfigError(f"scheduler: expected one of torch.optim.lr_scheduler, got {kind}")
 
     def learning_rate(self, step: int) -> list[float]:
-        """As the optimizer has it: its rates are the user's, who may also set them by hand."""
+        """The rates of the optimizer, which the user's scheduler or the user's own code sets."""
         assert self._optimizer is not None
-        if self._given.every_step and self._scheduler is not None:
-            while self.story.steps_scheduled < step:
-                self.story.steps_scheduled += 1
+        if self._parts.schedule_every_step and self._scheduler is not None:
+            while self.log.steps_scheduled < step:
+                self.log.steps_scheduled += 1
                 self._step_scheduler()
         return [float(group["lr"]) for group in self._optimizer.param_groups]
 
-    def epoch_over(self, loss: float, *, validated: bool) -> None:
-        """Steps a scheduler that goes by epochs; one that looks at a loss, when there is the one to look at."""
-        if self._scheduler is None or self._given.every_step:
+    def end_epoch(self, loss: float, *, validated: bool) -> None:
+        """Steps a scheduler that counts epochs; ReduceLROnPlateau gets the validation loss if there is one."""
+        if self._scheduler is None or self._parts.schedule_every_step:
             return
-        plateau = isinstance(self._scheduler, ReduceLROnPlateau)
-        if plateau and validated == (self._given.val is not None):
+        watches_loss = isinstance(self._scheduler, ReduceLROnPlateau)
+        if watches_loss and validated == (self._parts.val is not None):
             self._step_scheduler(loss)
-        elif not plateau and not validated:
+        elif not watches_loss and not validated:
             self._step_scheduler()
 
     def _step_scheduler(self, *arguments: float) -> None:
         with warnings.catch_warnings():
-            # A rebuilt optimizer is not the one that the scheduler was made with.
+            # Torch warns if the optimizer is not the one that the scheduler was created with.
             warnings.filterwarnings("ignore", message=".*lr_scheduler.step|.*overridden after learning rate")
             self._scheduler.step(*arguments)
 
-    # --- what a checkpoint keeps of it
+    # --- state in checkpoints
 
     def remember(self) -> dict[str, Any]:
         rates = [] if self._optimizer is None else [float(group["lr"]) for group in self._optimizer.param_groups]
-        schedules = [_plain(scheduler.state_dict()) for scheduler in _all_in(self._scheduler)]
-        return {**vars(self.story), "rates": rates, "schedules": schedules}
+        schedules = [_plain(scheduler.state_dict()) for scheduler in _nested_schedulers(self._scheduler)]
+        return {**vars(self.log), "rates": rates, "schedules": schedules}
 
     def recall(self, remembered: Any) -> None:
-        known = remembered if isinstance(remembered, dict) else {}
-        story = Story()
-        for name, before in vars(story).items():
-            value = known.get(name, before)
-            if type(value) is type(before) or (isinstance(before, float) and isinstance(value, int)):
-                setattr(story, name, value)
-        story.epochs = [row for row in story.epochs if isinstance(row, dict) and isinstance(row.get("epoch"), int)]
-        self.story = story
-        rates, groups = known.get("rates"), [] if self._optimizer is None else self._optimizer.param_groups
+        stored = remembered if isinstance(remembered, dict) else {}
+        log = EpochLog()
+        for name, default in vars(log).items():
+            value = stored.get(name, default)
+            if type(value) is type(default) or (isinstance(default, float) and isinstance(value, int)):
+                setattr(log, name, value)
+        log.epochs = [row for row in log.epochs if isinstance(row, dict) and isinstance(row.get("epoch"), int)]
+        self.log = log
+        rates, groups = stored.get("rates"), [] if self._optimizer is None else self._optimizer.param_groups
         if isinstance(rates, list) and len(rates) == len(groups):
             for group, rate in zip(groups, rates, strict=True):
                 if isinstance(rate, int | float) and math.isfinite(rate):
                     group["lr"] = torch.full_like(group["lr"], rate) if torch.is_tensor(group["lr"]) else float(rate)
-        schedules = known.get("schedules")
-        for scheduler, state in zip(
-            _all_in(self._scheduler), schedules if isinstance(schedules, list) else [], strict=False
-        ):
-            _fill(scheduler, state)
+        schedules = stored.get("schedules")
+        states = schedules if isinstance(schedules, list) else []
+        for scheduler, state in zip(_nested_schedulers(self._scheduler), states, strict=False):
+            _restore(scheduler, state)
 
 
-def _check_scheduler(own: Any, optimizer: Any) -> None:
-    """Refuses one that would do nothing, or something else."""
-    if isinstance(own, Optimizer):
-        raise ConfigError(f"scheduler: {type(own).__name__} is an optimizer; give it as optimizer=")
-    if isinstance(own, type):
+def _check_scheduler(scheduler: Any, optimizer: Any) -> None:
+    """Raises ConfigError for a scheduler that would have no effect."""
+    if isinstance(scheduler, Optimizer):
+        raise ConfigError(f"scheduler: {type(scheduler).__name__} is an optimizer; pass it as optimizer=")
+    if isinstance(scheduler, type):
+        name = scheduler.__name__
         raise ConfigError(
-            f"scheduler is the class {own.__name__}; give one of your optimizer, or a function that makes it: "
-            f"lambda optimizer: {own.__name__}(optimizer, …)"
+            f"scheduler is the class {name}; pass an instance for your optimizer, or a function that creates one: "
+            f"lambda optimizer: {name}(optimizer, …)"
         )
-    theirs = getattr(own, "optimizer", None)
-    if isinstance(theirs, Optimizer) and theirs is not optimizer:
+    its_optimizer = getattr(scheduler, "optimizer", None)
+    if isinstance(its_optimizer, Optimizer) and its_optimizer is not optimizer:
         raise ConfigError(
-            "scheduler changes the rate of another optimizer; give the one it was made with as optimizer="
+            "scheduler changes the learning rate of another optimizer; pass the one it was created with as optimizer="
         )
 
 
-def _all_in(scheduler: Any) -> list[Any]:
+def _nested_schedulers(scheduler: Any) -> list[Any]:
     """A scheduler and those inside it (SequentialLR, ChainedScheduler)."""
     if scheduler is None:
         return []
-    return [scheduler, *(each for inner in getattr(scheduler, "_schedulers", ()) for each in _all_in(inner))]
+    inner = getattr(scheduler, "_schedulers", ())
+    return [scheduler, *(nested for each in inner for nested in _nested_schedulers(each))]
 
 
 def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What JSON can hold of a scheduler's state; its functions and tables are the script's own."""
+    """The part of a scheduler's state that JSON can store; the script provides its functions and tables again."""
     return {name: value for name, value in state.items() if _is_plain(value)}
 
 
@@ -289,14 +290,14 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value))
 
 
-def _fill(scheduler: Any, state: Any) -> None:
-    """Takes up numbers that the scheduler has itself, in the types it has them in: the file may say anything."""
+def _restore(scheduler: Any, state: Any) -> None:
+    """Restores attributes that the scheduler has, if the stored types fit: a damaged file may contain anything."""
     if not isinstance(state, dict):
         return
-    # LambdaLR tells None for each function of the script's.
-    own = {
+    # LambdaLR's state has None in place of functions, so the attribute itself is checked too.
+    current = {
         name: value for name, value in _plain(scheduler.state_dict()).items() if _is_plain(getattr(scheduler, name, 0))
     }
     for name, value in state.items():
-        if name in own and _is_plain(value) and (own[name] is None or isinstance(value, type(own[name]))):
+        if name in current and _is_plain(value) and (current[name] is None or isinstance(value, type(current[name]))):
             setattr(scheduler, name, value)

@@ -1,4 +1,4 @@
-"""The two trainers that people know by name: one process for all GPUs, or one process per GPU."""
+"""The two trainers of the public API: one process for all GPUs, or one process per GPU."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from unisono.multi_gpu.config import STRATEGIES, MultiGPUConfig
 from unisono.multi_gpu.gpus import world_for
-from unisono.multi_gpu.loaders import Loaded
-from unisono.multi_gpu.own_model import Given
+from unisono.multi_gpu.loaders import DataSource
+from unisono.multi_gpu.own_model import UserParts
 from unisono.multi_gpu.trainers import OwnTrainer
 
 
 class DataParallelTrainer(OwnTrainer):
-    """Trains with all GPUs from one process; with one device, or none, likewise."""
+    """Trains on all GPUs from one process; also on one GPU or on the CPU."""
 
     def __init__(
         self,
@@ -31,29 +31,28 @@ class DataParallelTrainer(OwnTrainer):
         *,
         strategy: str = "dataparallel",
     ) -> None:
-        """Of the loaders, data, batch size, order, drop_last and collate_fn are taken.
+        """Uses the dataset, batch size, order, drop_last and collate_fn of the loaders.
 
-        A loader's batch is cut over all GPUs. Validation reads every sample once, also where its loader drops some.
+        A loader's batch is split over all GPUs. Validation reads every sample once, even if its loader drops some.
         """
-        train, val = Loaded.of(train_loader, "train_loader"), Loaded.of(val_loader, "val_loader")
+        train, val = DataSource.of(train_loader, "train_loader"), DataSource.of(val_loader, "val_loader")
         assert train.data is not None
-        collate = collate_fn or train.collate or val.collate
-        given = Given(model, train.data, val.data, loss_fn, optimizer, scheduler, collate)
+        batch = {"batch_size": train.batch_size or config.batch_size}
+        if train.batch_size is not None:  # nn.DataParallel splits the loader's batch
+            batch["global_batch_size"] = train.batch_size * config.gradient_accumulation_steps
+        parts = UserParts(
+            model, train.data, val.data, loss_fn, optimizer, scheduler, collate_fn or train.collate or val.collate
+        )
+        if train.drop_last:
+            parts.least_batch = config.global_batch_size or batch["batch_size"]
         settings: dict[str, Any] = {} if train.shuffle is None else {"shuffle": train.shuffle}
-        batch = {"batch_size": config.batch_size, "gradient_accumulation_steps": config.gradient_accumulation_steps}
-        if train.batch_size is not None:  # as nn.DataParallel cuts it
-            whole = train.batch_size * config.gradient_accumulation_steps
-            batch = {"batch_size": train.batch_size, "global_batch_size": whole}
-        if config.global_batch_size is not None:
-            batch = {"batch_size": batch["batch_size"], "global_batch_size": config.global_batch_size}
         if val.batch_size is not None:
             settings["eval_batch_size"] = val.batch_size
-        given.drops = (config.global_batch_size or batch["batch_size"]) if train.drop_last else 0
-        super().__init__(given, config, STRATEGIES[strategy], batch, **settings)
+        super().__init__(parts, config, STRATEGIES[strategy], batch, **settings)
 
 
 class DistributedDataParallelTrainer(OwnTrainer):
-    """Trains with a process per GPU: each process of the run makes this trainer and calls its methods."""
+    """Trains with one process per GPU: every process of the run creates this trainer and calls its methods."""
 
     def __init__(
         self,
@@ -69,20 +68,14 @@ class DistributedDataParallelTrainer(OwnTrainer):
         *,
         strategy: str = "distributed",
     ) -> None:
-        """`batch_size` is per process, as the config's, which it replaces."""
-        train, val = Loaded.of(train_dataset, "train_dataset"), Loaded.of(val_dataset, "val_dataset")
+        """`batch_size` is per process, and overrides that of the config."""
+        train, val = DataSource.of(train_dataset, "train_dataset"), DataSource.of(val_dataset, "val_dataset")
         assert train.data is not None
-        given = Given(
+        batch = {"batch_size": batch_size or train.batch_size or config.batch_size}
+        parts = UserParts(
             model, train.data, val.data, loss_fn, optimizer, scheduler, collate_fn or train.collate or val.collate
         )
-        batch = {
-            "batch_size": batch_size or train.batch_size or config.batch_size,
-            "gradient_accumulation_steps": config.gradient_accumulation_steps,
-        }
-        if config.global_batch_size is not None:
-            batch = {"batch_size": batch["batch_size"], "global_batch_size": config.global_batch_size}
         if train.drop_last:
-            given.drops = config.global_batch_size or batch["batch_size"] * (
-                config.world_size or world_for(config).size
-            )
-        super().__init__(given, config, STRATEGIES[strategy], batch)
+            world_size = config.world_size or world_for(config).size
+            parts.least_batch = config.global_batch_size or batch["batch_size"] * world_size
+        super().__init__(parts, config, STRATEGIES[strategy], batch)

@@ -1,7 +1,7 @@
-"""Trainers with the methods people know: train_epoch, validate, save_checkpoint, load_checkpoint.
+"""The methods that both trainers share: train_epoch, validate, train, save_checkpoint, load_checkpoint.
 
-They are a front door: what happens behind it is the engine's loop, with its exact batch, its order of samples, its
-answer to a lack of memory and its checkpoints. Each method is called by every process of the run.
+They drive the engine's loop, so batches, sample order, out-of-memory recovery and checkpoints are the engine's. Every
+process of a run must call each method.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -21,34 +22,36 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
-from unisono.checkpoint.export import load_whole
-from unisono.config.plain import check_whole
+from unisono.checkpoint.load import load_whole
+from unisono.config.config_class import check_whole
 from unisono.engine.resume import named_checkpoint
 from unisono.engine.run_folder.new_folder import default_folder
 from unisono.engine.start.driven import DrivenRun, DrivenTrainer
 from unisono.engine.start.rank_start import RankStart
 from unisono.engine.start.run import configure, with_absolute_paths
 from unisono.errors import EXIT_STOPPED, ConfigError, TrainingFailed
-from unisono.multi_gpu.checkpoint_paths import check_place, check_there
+from unisono.multi_gpu.checkpoint_paths import check_source, check_target
 from unisono.multi_gpu.config import STRATEGIES, MultiGPUConfig
 from unisono.multi_gpu.gpus import cleanup_distributed_training, memory_of, take_devices, world_for
 from unisono.multi_gpu.model_dtype import dtype_settings
-from unisono.multi_gpu.own_model import Given, OwnModel
-from unisono.typed_paths import note_start_folder, usable
+from unisono.multi_gpu.own_model import OwnModel, UserParts
+from unisono.typed_paths import for_caller, note_start_folder
 
 T = TypeVar("T")
 P = ParamSpec("P")
 
 job_start: RankStart | None = None
-"""How this process came to run, where launch_multi_gpu_training started it."""
+"""How launch_multi_gpu_training started this process; None in other processes."""
 
 
 class TrainingError(TrainingFailed, RuntimeError):
-    """Training cannot go on; also a RuntimeError, which loops of one's own catch."""
+    """Training cannot continue. Also a RuntimeError, because many training loops catch that."""
 
 
-def _one_call(method: Callable[Concatenate[OwnTrainer, P], T]) -> Callable[Concatenate[OwnTrainer, P], T]:
-    """A method that a stop signal lets finish; the signal is acted on when it returns."""
+def _finish_before_stopping(
+    method: Callable[Concatenate[OwnTrainer, P], T],
+) -> Callable[Concatenate[OwnTrainer, P], T]:
+    """Decorates a method so that a stop signal takes effect only when the method returns."""
 
     @functools.wraps(method)
     def wrapped(self: OwnTrainer, /, *arguments: P.args, **named: P.kwargs) -> T:
@@ -65,7 +68,7 @@ def _one_call(method: Callable[Concatenate[OwnTrainer, P], T]) -> Callable[Conca
 
 
 class OptimizedDataParallel(nn.DataParallel[nn.Module]):
-    """`nn.DataParallel` that tells how much memory each device uses; without GPUs, simply the model."""
+    """`nn.DataParallel` that reports the memory use of each device; without GPUs, it just calls the model."""
 
     def get_device_memory_usage(self) -> dict[str, dict[str, int]]:
         """Bytes on each device: allocated, reserved, max_allocated, total."""
@@ -74,98 +77,97 @@ class OptimizedDataParallel(nn.DataParallel[nn.Module]):
 
 
 class OwnTrainer:
-    """What both trainers are: a model of the user's, trained epoch by epoch."""
+    """Base class of the trainers: trains the user's own model epoch by epoch."""
 
     def __init__(
-        self, given: Given, config: MultiGPUConfig, strategy: str, batch: dict[str, int], **settings: Any
+        self, parts: UserParts, config: MultiGPUConfig, strategy: str, batch: dict[str, int], **settings: Any
     ) -> None:
-        """`strategy` and `batch` are the engine's words; so are `settings`, which win over the config's."""
-        self.config, self.model = config, given.model
+        """`strategy`, `batch` and `settings` have the engine's names; `settings` override those of the config."""
+        self.config, self.model = config, parts.model
+        if config.global_batch_size is not None:
+            batch["global_batch_size"] = config.global_batch_size
+        elif "global_batch_size" not in batch:
+            batch["gradient_accumulation_steps"] = config.gradient_accumulation_steps
         world = job_start.world if job_start is not None else world_for(config)
-        self._devices = taken = take_devices(config, strategy, world, whole_batch=batch.get("global_batch_size"))
-        given.ranks, given.every_step = world.size, config.scheduler_interval == "step"
-        # Who puts samples together in a way of his own pads them, each batch to another length.
-        pads = given.collate not in (None, default_collate)
-        own = {"given": given, "many_shapes": pads, "title": config.title or type(given.model).__name__}
-        own["samples_per_epoch"] = given.samples_per_epoch()
-        kind = type("OwnModel", (OwnModel,), {**own, "__module__": OwnModel.__module__})
-        own_dtype, remarks = dtype_settings(given.model, config)
-        chosen = {"strategy": taken.strategy, "gpus": taken.gpus, **batch, **own_dtype}
-        if config.output_dir is None:
-            chosen["output_dir"] = _new_folder()
+        self._devices = take_devices(config, strategy, world, global_batch=batch.get("global_batch_size"))
+        parts.num_ranks, parts.schedule_every_step = world.size, config.scheduler_interval == "step"
+        attributes = {
+            "parts": parts,
+            # A custom collate function usually pads, each batch to another length.
+            "many_shapes": parts.collate not in (None, default_collate),
+            "title": config.title or type(parts.model).__name__,
+            "samples_per_epoch": parts.samples_per_epoch(),
+            "__module__": OwnModel.__module__,
+        }
+        kind = type("OwnModel", (OwnModel,), attributes)
+        dtype, remarks = dtype_settings(parts.model, config)
+        overrides = {
+            **config.engine_settings(),
+            **{"strategy": self._devices.strategy, "gpus": self._devices.gpus, **batch, **dtype},
+            **({"output_dir": _new_folder()} if config.output_dir is None else {}),
+            **settings,
+        }
         if job_start is None:
             note_start_folder()
-        resolved = with_absolute_paths(configure(kind, overrides={**config.engine_settings(), **chosen, **settings}))
-        remarks += list(taken.remarks) + (job_start.remarks if job_start is not None else [])
-        start = RankStart(world, taken.asked, remarks=remarks)
+        resolved = with_absolute_paths(configure(kind, overrides=overrides))
+        remarks += self._devices.remarks
+        start = RankStart(world, self._devices.requested, remarks=remarks)
         if job_start is not None:
-            start = RankStart(
-                world,
-                job_start.requested_devices,
-                job_start.job_folder,
-                remarks,
-                job_start.trained,
-                folder_is_held=True,
-            )
-        with taken.visible():
+            start = replace(job_start, remarks=[*remarks, *job_start.remarks], folder_is_locked=True)
+        with self._devices.visible():
             self._run = DrivenRun(kind, resolved, start)
         self._engine = self._run.trainer
         self._recipe: OwnModel = self._engine.components.recipe  # type: ignore[assignment]
-        self._engine.on_report = self._note
-        self._resumed = len(self._recipe.story.epochs)  # epochs that an earlier start of this run has done
+        recipe = self._recipe
+        self._engine.on_report = lambda report: recipe.log.add(report)
+        self._resumed = len(recipe.log.epochs)  # number of epochs that an earlier start of this run has trained
         self._resumable = config.output_dir is not None or job_start is not None
-        self._seconds, self._samples, self._closed, self._told_number = 0.0, 0, False, False
+        self._seconds, self._samples, self._closed, self._warned_of_repetition = 0.0, 0, False, False
         self._watched, self._in_call = [(config, config.batch_size)], 0
-        me = weakref.ref(self)
-        self._run.on_signal_between = lambda: _stopped_between(me)
-        # A script ends when its loop does: nobody closes a trainer.
-        self._at_exit = weakref.ref(self)
-        atexit.register(_close, self._at_exit)
-
-    def _note(self, report: Any) -> None:
-        self._recipe.story.add(report)
+        this = weakref.ref(self)
+        self._run.on_signal_between = lambda: _stop_between_calls(this)
+        atexit.register(_close, this)  # scripts rarely close a trainer
 
     @property
     def strategy(self) -> str:
-        """single, dataparallel, distributed or sharded: what auto has become, too."""
+        """single, dataparallel, distributed or sharded; never auto."""
         name = self._engine.components.strategy.name
-        return next(known for known, ours in STRATEGIES.items() if ours == name)
+        return next(public for public, engines in STRATEGIES.items() if engines == name)
 
     @property
     def world_size(self) -> int:
-        """How many processes train."""
+        """The number of training processes."""
         return self._engine.components.strategy.placement.world
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that should talk to the user."""
+        """Whether this is rank 0, which should print messages."""
         return self._engine.components.strategy.placement.rank == 0
 
     @property
     def folder(self) -> Path:
-        """The run's folder: metrics.jsonl, events.jsonl, and checkpoints where output_dir was given."""
-        return Path(usable(self._run.folder))
+        """The run folder: metrics.jsonl, events.jsonl, and checkpoints if output_dir is set."""
+        return Path(for_caller(self._run.folder))
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """What each epoch has brought: epoch, train_loss, and val_loss where it was validated."""
-        return [dict(row) for row in self._recipe.story.epochs]
+        """The result of each epoch: epoch, train_loss, and val_loss if it was validated."""
+        return [dict(row) for row in self._recipe.log.epochs]
 
-    @_one_call
+    @_finish_before_stopping
     def train_epoch(self, epoch: int) -> dict[str, float]:
-        """Trains on every sample once; {"train_loss": the mean over the epoch}, the same on every process.
+        """Trains on every sample once; returns {"train_loss": mean over the epoch}, the same in every process.
 
-        In a run that goes on (same output_dir), an epoch that is done already returns at once with what it brought.
+        In a resumed run (same output_dir), an epoch that is already trained returns its earlier result at once.
         """
-        story = self._recipe.story
-        for row in story.epochs[: self._resumed]:
-            if row["epoch"] == epoch:
-                return {"train_loss": float(row["train_loss"])}
-        if story.epochs and epoch <= story.epochs[-1]["epoch"] and not self._told_number:
-            self._told_number = True
+        log = self._recipe.log
+        if row := self._earlier_result(epoch):
+            return {"train_loss": float(row["train_loss"])}
+        if log.epochs and epoch <= log.epochs[-1]["epoch"] and not self._warned_of_repetition:
+            self._warned_of_repetition = True
             self._say(
-                f"train_epoch({epoch}): epoch {story.epochs[-1]['epoch']} is done already, and this trains one more; "
-                "after load_checkpoint, begin with the epoch it returns + 1"
+                f"train_epoch({epoch}): epoch {log.epochs[-1]['epoch']} is already trained, so this trains one more; "
+                "after load_checkpoint, continue with the epoch that it returns + 1"
             )
         self._follow_batch_size()
         began, before = time.perf_counter(), self._engine.state.samples
@@ -174,116 +176,121 @@ class OwnTrainer:
         self._samples += self._engine.state.samples - before
         if stopped:
             self._stop_here()
-        found = story.end_epoch(epoch)
-        self._recipe.epoch_over(found["train_loss"], validated=False)
+        result = log.end_epoch(epoch)
+        self._recipe.end_epoch(result["train_loss"], validated=False)
         if self._resumable:
             self._do(lambda engine: engine.keep())
-        return found
+        return result
 
-    @_one_call
+    @_finish_before_stopping
     def validate(self, epoch: int) -> dict[str, float]:
-        """The mean loss over the validation data, each sample once: {"val_loss": …}; {} without such data."""
-        story = self._recipe.story
-        known = next((row for row in story.epochs[: self._resumed] if row["epoch"] == epoch), {})
-        if "val_loss" in known:
-            return {name: value for name, value in known.items() if name.startswith("val_")}
+        """Returns {"val_loss": mean over the validation dataset}, each sample once; {} without validation data."""
+        earlier = self._earlier_result(epoch)
+        if "val_loss" in earlier:
+            return {name: value for name, value in earlier.items() if name.startswith("val_")}
         metrics = self._do(lambda engine: engine.evaluate())
         if metrics is None:
             if self._run.stop_requested is not None:
                 self._stop_here()
             return {}
-        found = {name.replace("eval/", "val_"): value for name, value in metrics.items() if isinstance(value, float)}
-        for row in story.epochs[::-1]:
+        result = {name.replace("eval/", "val_"): value for name, value in metrics.items() if isinstance(value, float)}
+        for row in self._recipe.log.epochs[::-1]:
             if row["epoch"] == epoch:
-                row.update(found)
+                row.update(result)
                 break
-        self._recipe.epoch_over(found["val_loss"], validated=True)
-        return found
+        self._recipe.end_epoch(result["val_loss"], validated=True)
+        return result
 
-    @_one_call
+    def _earlier_result(self, epoch: int) -> dict[str, Any]:
+        """The result of an epoch that an earlier start of this run has trained; {} for others."""
+        return next((row for row in self._recipe.log.epochs[: self._resumed] if row["epoch"] == epoch), {})
+
+    @_finish_before_stopping
     def train(self, epochs: int, save_path: str | Path | None = "checkpoints") -> dict[str, Any]:
-        """Trains so many epochs, validates each, and keeps the best as `save_path`/best_model.pth.
+        """Trains and validates `epochs` epochs, and saves the best model to `save_path`/best_model.pth.
 
-        Returns when the last checkpoint is on disk: the history, the best epoch and loss, and where its checkpoint is.
-        The best is the one with the lowest val_loss, or train_loss without validation data.
+        The best epoch has the lowest val_loss, or train_loss without validation data. Returns the history, the best
+        epoch, its loss and the path of its checkpoint, once that is on disk.
         """
         if not isinstance(epochs, int) or epochs < 1:
             raise ConfigError(f"epochs: expected a whole number of at least 1, got {epochs!r}")
-        best, best_epoch, kept = math.inf, None, None
+        best_loss, best_epoch, checkpoint = math.inf, None, None
         for epoch in range(epochs):
             self._engine.last_epoch = epochs
-            found = {**self.train_epoch(epoch), **self.validate(epoch)}
-            loss = found.get("val_loss", found["train_loss"])
-            if loss < best:
-                best, best_epoch = loss, epoch
+            result = {**self.train_epoch(epoch), **self.validate(epoch)}
+            loss = result.get("val_loss", result["train_loss"])
+            if loss < best_loss:
+                best_loss, best_epoch = loss, epoch
                 if save_path is not None:
                     path = self.save_checkpoint(epoch, Path(save_path, "best_model.pth"))
-                    kept = path if path.is_dir() else None  # of an epoch that was passed, and somebody took it away
-        # Whoever gets the result may take the folder away, which a save under way still writes to.
+                    checkpoint = path if path.is_dir() else None  # None: saved by an earlier start and deleted since
+        # The caller may move or delete the folder, so no save may still be writing to it.
         self._do(lambda engine: engine.finish_saves())
         return {
             "history": self.history,
             "best_epoch": best_epoch,
-            "best_loss": best,
-            "checkpoint": None if kept is None else str(kept),
+            "best_loss": best_loss,
+            "checkpoint": None if checkpoint is None else str(checkpoint),
             "folder": str(self.folder),
         }
 
-    @_one_call
+    @_finish_before_stopping
     def save_checkpoint(self, epoch: int, path: str | Path) -> Path:
-        """Saves weights, optimizer, scheduler and place in the data; returns when it is on disk.
+        """Saves weights, optimizer, scheduler and position in the data; returns when they are on disk.
 
-        `path` becomes a folder, also when it ends in .pth: safetensors and JSON, nothing pickled. Saved again, it holds
-        the new one, and the old one is deleted after that; a checkpoint of another run is set aside. In a run that
-        goes on, an epoch that was passed by an earlier start saves nothing: what was saved then stays.
+        `path` becomes a folder, even if it ends in .pth: safetensors and JSON, no pickle. A later save to the same path
+        replaces it; a checkpoint of another run is set aside. In a resumed run, an epoch that an earlier start has
+        trained is not saved again.
         """
         folder = Path(path)
-        if self._is_passed(epoch):
+        if self._is_past(epoch):
             if not self._run.decide(folder.exists):
-                self._say(f"epoch {epoch} was passed by an earlier start; its weights are gone, {folder} is not saved")
+                self._say(
+                    f"{folder} is not saved: epoch {epoch} was trained by an earlier start, and its weights are gone"
+                )
             return folder
-        self._run.decide(lambda: check_place(folder))
-        self._recipe.story.save(epoch, self._engine.state.samples)
+        self._run.decide(lambda: check_target(folder))
+        self._recipe.log.save(epoch, self._engine.state.samples)
         self._do(lambda engine: engine.save_to(folder))
         return folder
 
-    def _is_passed(self, epoch: int) -> bool:
-        """Whether an earlier start of this run has done an epoch, and the weights are those of a later moment."""
-        done = [row["epoch"] for row in self._recipe.story.epochs[: self._resumed]]
+    def _is_past(self, epoch: int) -> bool:
+        """Whether an earlier start of this run has trained an epoch and more after it."""
+        done = [row["epoch"] for row in self._recipe.log.epochs[: self._resumed]]
         return epoch in done and self._engine.state.samples > (done.index(epoch) + 1) * self._engine.epoch_samples
 
-    @_one_call
+    @_finish_before_stopping
     def load_checkpoint(self, path: str | Path) -> int:
-        """Goes on from a checkpoint, of any strategy and number of GPUs; the last epoch that was done by then."""
-        self._run.decide(lambda: check_there(Path(path)))
-        found = self._run.checkpoint_at(str(path))
-        self._do(lambda engine: engine.go_on_from(found))
+        """Continues from a checkpoint of any strategy and number of GPUs; returns the last epoch that it contains."""
+        self._run.decide(lambda: check_source(Path(path)))
+        checkpoint = self._run.checkpoint_at(str(path))
+        self._do(lambda engine: engine.continue_from(checkpoint))
         self._resumed = 0
-        return self._recipe.story.number(self._engine.state.samples)
+        return self._recipe.log.last_epoch(self._engine.state.samples)
 
     def run_steps(self, steps: int) -> None:
-        """Trains so many optimizer steps, and waits for the devices: for measurements."""
+        """Trains `steps` optimizer steps and waits for the devices, for measurements."""
         self._do(lambda engine: engine.train_steps(steps))
 
     def most_at_once(self) -> int:
-        """The most samples at once that fit on every device, found by trying (settings={"micro_batch": "auto"})."""
+        """The largest micro-batch that fits on every device, found by trying (settings={"micro_batch": "auto"})."""
         return self._do(lambda engine: engine.find_micro_batch())
 
     def get_memory_stats(self) -> dict[str, dict[str, int]]:
-        """Bytes of this process on each of its devices: allocated, reserved, max_allocated, total."""
+        """Memory of this process on each of its devices, in bytes: allocated, reserved, max_allocated, total."""
         return memory_of(list(self._engine.components.strategy.placement.devices))
 
     def get_performance_stats(self) -> dict[str, Any]:
-        """How fast the training was so far, on what, and what it has reached."""
-        placement, story = self._engine.components.strategy.placement, self._recipe.story
-        last = story.epochs[-1] if story.epochs else {}
-        losses = [row["val_loss"] for row in story.epochs if "val_loss" in row]
+        """Speed, devices, batch size and losses of the training so far."""
+        placement, epochs = self._engine.components.strategy.placement, self._recipe.log.epochs
+        last = epochs[-1] if epochs else {}
+        losses = [row["val_loss"] for row in epochs if "val_loss" in row]
         return {
             "strategy": self.strategy,
             "world_size": self.world_size,
             "num_devices": self.world_size * len(placement.devices),
             "global_batch_size": self._engine.state.global_batch,
-            "epochs": len(story.epochs),
+            "epochs": len(epochs),
             "steps": self._engine.state.step,
             "samples": self._samples,
             "training_time": self._seconds,
@@ -296,7 +303,7 @@ class OwnTrainer:
         }
 
     def close(self) -> None:
-        """Waits for checkpoints under way and ends the loader's processes; done by itself when the script ends."""
+        """Waits for unfinished saves and stops the loader workers; happens automatically when the script ends."""
         self._close("done")
 
     def _close(self, status: str) -> None:
@@ -318,11 +325,11 @@ class OwnTrainer:
             self.close()
 
     def watch(self, config: MultiGPUConfig) -> None:
-        """Also follows the batch_size of this config, of which the trainer's own is a copy with other fields."""
+        """Also follows changes of batch_size in this config, of which the trainer has a modified copy."""
         self._watched.append((config, config.batch_size))
 
     def _follow_batch_size(self) -> None:
-        """Takes up a `config.batch_size` that the caller changed, as loops do that ran out of memory."""
+        """Applies a `config.batch_size` that the caller changed, as loops do after running out of memory."""
         sizes = self._run.decide(lambda: [config.batch_size for config, _ in self._watched])
         changed = [(old, new) for (_, old), new in zip(self._watched, sizes, strict=True) if old != new]
         if not changed:
@@ -332,13 +339,13 @@ class OwnTrainer:
         self._watched = [(config, new) for (config, _), new in zip(self._watched, sizes, strict=True)]
         plan = self._do(lambda engine: engine.use_micro_batch(size))
         self._say(
-            f"batch_size {before} -> {size}: at most {plan.micro_batch} samples at once per device from now on; the "
-            f"effective batch stays {plan.global_batch} (gradients of {plan.accumulation} micro-batches add up)"
+            f"batch_size {before} -> {size}: from now on a micro-batch has at most {plan.micro_batch} samples; the "
+            f"effective batch stays {plan.global_batch} (accumulated over {plan.accumulation} micro-batches)"
         )
 
     def _do(self, work: Callable[[DrivenTrainer], T]) -> T:
         if self._closed:
-            raise ConfigError("this trainer is closed; make a new one")
+            raise ConfigError("this trainer is closed; create a new one")
         try:
             return self._run.do(work)
         except TrainingFailed as error:
@@ -347,50 +354,50 @@ class OwnTrainer:
             raise TrainingError(str(error)) from None
 
     def _stop_here(self) -> None:
-        """A signal asked to stop: what is there is saved, and the loop of the user's ends."""
+        """Saves a checkpoint and ends the user's loop, after a stop signal."""
         self._do(lambda engine: engine.keep())
         self._close("stopped")
         if hasattr(sys, "ps1") or "ipykernel" in sys.modules:
             raise KeyboardInterrupt
-        self._say(f"saved in {self.folder}; with output_dir={str(self.folder)!r} it goes on")
+        self._say(f"saved to {self.folder}; run again with output_dir={str(self.folder)!r} to continue")
         raise SystemExit(EXIT_STOPPED)
 
 
-_folders: set[str] = set()  # of this process's runs, which need not be there yet
+_folders: set[str] = set()  # of the runs of this process, which may not exist yet
 
 
 def _new_folder() -> str:
-    """runs/ownmodel-<time>, with a number where several trainers are made in one second."""
-    name = wanted = default_folder(OwnModel.__name__)
+    """runs/ownmodel-<time>, with a number if several trainers are created within a second."""
+    name = base = default_folder(OwnModel.__name__)
     number = 1
     while name in _folders or Path(name).exists():
         number += 1
-        name = f"{wanted}-{number}"
+        name = f"{base}-{number}"
     _folders.add(name)
     return name
 
 
-def _stopped_between(trainer: weakref.ref[OwnTrainer]) -> bool:
-    """On a signal while the user's own code runs: saves and ends the script, where it trains alone."""
-    found = trainer()
-    if found is None or found._closed:
+def _stop_between_calls(reference: weakref.ref[OwnTrainer]) -> bool:
+    """Handles a stop signal while the user's own code runs: with one process, saves and ends the script."""
+    trainer = reference()
+    if trainer is None or trainer._closed:
         return False
-    if found.world_size == 1 and not found._in_call:
-        found._stop_here()
+    if trainer.world_size == 1 and not trainer._in_call:
+        trainer._stop_here()
     return True
 
 
-def _close(trainer: weakref.ref[OwnTrainer]) -> None:
-    """When the script ends; not when it failed on one of several ranks, which would wait here for the others."""
-    found = trainer()
-    if found is None:
+def _close(reference: weakref.ref[OwnTrainer]) -> None:
+    """Closes a trainer at the end of the script, unless one of several ranks failed: it would wait for the others."""
+    trainer = reference()
+    if trainer is None:
         return
     failed = getattr(sys, "last_value", None) is not None
-    if not failed or found.world_size == 1:
-        found._close("failed" if failed else "done")
+    if not failed or trainer.world_size == 1:
+        trainer._close("failed" if failed else "done")
         cleanup_distributed_training()
 
 
 def load_weights(path: str | Path) -> dict[str, torch.Tensor]:
-    """The model's weights in a checkpoint, or in the newest one of a run, for `model.load_state_dict`; needs no GPU."""
+    """Loads the weights of a checkpoint, or of a run's newest one, for `model.load_state_dict`; needs no GPU."""
     return load_whole(named_checkpoint(Path(path), {"recipe": OwnModel.__name__}), "model.")

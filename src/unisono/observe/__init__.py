@@ -1,1 +1,1 @@
-"""What a run shows and writes down: run folder, metrics, events, progress."""
+"""Everything a run shows and records: run folder, metrics, events, progress, trackers, report."""

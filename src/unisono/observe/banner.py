@@ -1,4 +1,4 @@
-"""The start-up banner: what is about to run, on what, and how the effective batch is made up."""
+"""Formats the start-up banner."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ WIDTH = 100
 
 
 def banner(lines: Mapping[str, str], title: str) -> str:
-    """A title rule, one aligned `key   value` row per line, and a closing rule; long values go on below themselves."""
+    """Returns a title rule, aligned rows of keys and values, and a closing rule; wraps long values."""
     indent = max((len(key) for key in lines), default=0) + 3
     rows: list[str] = []
     for key, value in lines.items():
-        # Paths and lists of devices are for copying: broken at spaces only, however long.
+        # Breaks only at spaces, so that paths and lists of devices can be copied.
         parts = [
             part
             for line in value.splitlines() or [""]
@@ -27,10 +27,12 @@ def banner(lines: Mapping[str, str], title: str) -> str:
 def effective_batch_text(
     global_batch: int, micro_batch: int, ranks: int, accumulation: int, device: str = "GPU"
 ) -> str:
-    """How the effective batch is made up: `64 = 8 per GPU × 2 GPUs × 4 accumulation`."""
+    """Returns the factors of the effective batch: `64 = 8 per GPU × 2 GPUs × 4 accumulation`."""
     room = micro_batch * ranks * accumulation
     if room < global_batch:
-        raise ValueError(f"{micro_batch} × {ranks} × {accumulation} = {room} samples are no batch of {global_batch}")
+        raise ValueError(
+            f"{micro_batch} × {ranks} × {accumulation} = {room} samples are fewer than the batch of {global_batch}"
+        )
     up_to = "" if room == global_batch else "up to "
     devices = device if ranks == 1 else f"{device}s"
     return f"{global_batch} = {up_to}{micro_batch} per {device} × {ranks} {devices} × {accumulation} accumulation"

@@ -1,7 +1,7 @@
-"""Where the time of a step goes, told from the host's clock alone.
+"""Measures the phases of a step with the host's clock only.
 
-No phase waits for the GPU. A single step's phases therefore say little on a GPU (the host only enqueues work), but over
-the steps between two logged ones, at which the host reads the loss, the wall clock is the truth.
+No phase waits for the GPU, so on a GPU the phases of a single step mean little: the host only enqueues work. Over the
+steps between two logged ones, where the host reads the loss and thereby synchronizes, the wall clock is accurate.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class _Phase:
-    """A stop-watch made once per name: `contextlib.contextmanager` would cost more than all the rest."""
+    """A stopwatch, created once per name; `contextlib.contextmanager` would cost more than everything else here."""
 
     __slots__ = ("count", "entered", "seconds")
 
@@ -31,15 +31,14 @@ class _Phase:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.seconds += perf_counter() - self.entered
-        self.count += kind is None  # a step that failed and is replayed counts once
+        self.count += kind is None  # a step that fails and is replayed counts once
 
 
 class Meter:
-    """Adds up the time of the phases of a step: "data" (waiting for it), "step", and "aside" for what is not training.
+    """Adds up the time of the phases of a step.
 
-    "own" is what this rank needs itself before it waits for others.
-
-    Evaluation, previews and waiting for a save belong to "aside": they are taken out of the time of the steps.
+    "data" is the wait for data, "own" the time that this rank needs before it waits for others, and "step" the whole
+    step. "aside" is everything that is not training (evaluation, previews, waiting for a save); it is subtracted.
     """
 
     def __init__(self) -> None:
@@ -47,8 +46,8 @@ class Meter:
         self._since: float | None = None
 
     def phase(self, name: str) -> _Phase:
-        """Times the body of a `with` statement under this name."""
-        if self._since is None:  # not at construction: building the model is no part of the first step
+        """Measures the body of a `with` statement under this name."""
+        if self._since is None:  # not at construction, because building the model is not part of the first step
             self._since = perf_counter()
         phase = self._phases.get(name)
         if phase is None:
@@ -60,9 +59,9 @@ class Meter:
         self.phase(name).seconds += seconds
 
     def interval(self, samples: int) -> dict[str, float]:
-        """Speed since the last call, in which `samples` samples were trained on: samples_per_s, step_ms, data_wait_ms.
+        """Returns samples_per_s, step_ms and data_wait_ms since the last call, over `samples` trained samples.
 
-        Times are means per step; a further phase of yours appears as `<name>_ms`. Empty if no step ended since.
+        Times are means per step; any further phase appears as `<name>_ms`. Empty if no step has ended since.
         """
         now = perf_counter()
         seconds = {name: phase.seconds for name, phase in self._phases.items()}
@@ -84,17 +83,17 @@ class Meter:
 
 
 def slowest(per_rank_ms: Sequence[float]) -> tuple[int, float]:
-    """The slowest rank, and how many times as long as the middle one of the others it takes."""
+    """Returns the slowest rank, and its time as a multiple of the median of the others."""
     rank = max(range(len(per_rank_ms)), key=per_rank_ms.__getitem__)
     others = [ms for other, ms in enumerate(per_rank_ms) if other != rank]
-    middle = statistics.median(others) if others else per_rank_ms[rank]
-    if middle == 0:
+    median = statistics.median(others) if others else per_rank_ms[rank]
+    if median == 0:
         return rank, 1.0 if per_rank_ms[rank] == 0 else float("inf")
-    return rank, per_rank_ms[rank] / middle
+    return rank, per_rank_ms[rank] / median
 
 
 def gpu_memory_gib(device: torch.device) -> float | None:
-    """The most memory that tensors took on this GPU so far, in GiB; None on the CPU."""
+    """Returns the peak memory of tensors on this GPU so far, in GiB; None on the CPU."""
     if device.type != "cuda":
         return None
     import torch
@@ -103,6 +102,6 @@ def gpu_memory_gib(device: torch.device) -> float | None:
 
 
 def host_memory_gib() -> float:
-    """The most memory that this process took so far (its resident set), in GiB."""
+    """Returns the peak resident set size of this process so far, in GiB."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 2**30 if sys.platform == "darwin" else peak / 2**20  # bytes on macOS, KiB on Linux

@@ -1,4 +1,4 @@
-"""A small JSON file in a run's folder that one attempt leaves for the next."""
+"""Writes a small JSON file in the run folder that one attempt leaves for the next."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 def leave_note(file: Path, content: Mapping[str, Any]) -> None:
-    """Replaces the file atomically; a failure to write it is only a warning."""
+    """Replaces the file atomically; a failure is only a warning."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, json.dumps(content))

@@ -1,13 +1,13 @@
-"""How far long work has come: a live bar on a terminal, a line now and then in a log file or pipe.
+"""Shows the progress of long work: a live bar on a terminal, an occasional line in a log file or pipe.
 
     with progress("encoding videos", len(videos)) as advance:
         for video in videos:
             encode(video)
-            advance()                      # one more; advance(3): three more; advance.to(17): 17 in all
+            advance()                      # one more; advance(3): three more; advance.to(17): 17 in total
 
-`total=None` shows the elapsed time, for work whose amount nobody knows. In a recipe's `prepare()`, call
-`work.progress(...)` with the same arguments: only the main rank prints. `advance` may be called from any thread, and
-`advance.message(text)` prints a line above the bar, as `print_line` and `work.message` do.
+With `total=None` it shows the elapsed time. In a recipe's `prepare()`, call `work.progress(...)` with the same
+arguments; only rank 0 prints. Any thread may call `advance`. `advance.message(text)` prints a line above the bar, as
+`print_line` and `work.message` do.
 """
 
 from __future__ import annotations
@@ -15,36 +15,35 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from itertools import cycle
 from threading import Event, Lock, Thread
-from typing import Any
 
 from unisono.formatting import format_duration, format_rate
 from unisono.observe.status_line import StatusLine, print_line, status_line
 
 FIRST_LINE_S, SLOWEST_LINES_S = 5.0, 60.0
-"""Where no terminal is: lines after 5, 10, 20, 40 seconds more each, then one per minute."""
+"""Without a terminal: lines after 5 s, then after 10, 20 and 40 s more, then one per minute."""
 _DRAW_S = 0.2
 _SPINNER = "|/-\\"
 
 
 @contextmanager
 def progress(
-    what: str,
+    title: str,
     total: int | None = None,
     unit: str = "",
     *,
     of: int | None = None,
     enabled: bool = True,
-    say: Callable[[str], None] | None = None,
+    sink: Callable[[str], None] | None = None,
 ) -> Iterator[Advance]:
-    """Shows how far the work in the `with` block is; yields what to call when more of it is done.
+    """Shows the progress of the work in the `with` block; yields the function to call when more of it is done.
 
-    `of` is the amount over all ranks where `total` is this rank's share. `enabled=False` (other ranks than the main
-    one) and a total of 0 show nothing. `say` receives plain lines instead of this process's stderr.
+    `of` is the amount over all ranks if `total` is this rank's share. `enabled=False` (ranks other than 0) and a total
+    of 0 show nothing. With `sink`, plain lines go to that function instead of stderr.
     """
-    advance = Advance(what, total, unit, of, say)
+    advance = Advance(title, total, unit, of, sink)
     if not enabled or total == 0:
         yield advance
         return
@@ -57,55 +56,50 @@ def progress(
     advance._end()
 
 
-def unseen(what: str, total: int | None = None, unit: str = "", **rest: Any) -> AbstractContextManager[Advance]:
-    """A progress that shows nothing: the default of a function that takes one."""
-    return progress(what, total, unit, enabled=False)
-
-
 class Advance:
-    """Counts what is done. Call it when more is."""
+    """Counts the completed work; call it when more is done."""
 
     def __init__(
-        self, what: str, total: int | None, unit: str, of: int | None, say: Callable[[str], None] | None
+        self, title: str, total: int | None, unit: str, of: int | None, sink: Callable[[str], None] | None
     ) -> None:
         self.total = total
-        """May be set later, when the amount becomes known."""
-        self._what, self._unit, self._of = what, f" {unit}" if unit else "", of
-        self.message: Callable[[str], None] = say or print_line
-        self._line: StatusLine | None = None if say else status_line()
+        """May be set later, once the amount is known."""
+        self._title, self._unit, self._of = title, f" {unit}" if unit else "", of
+        self.message: Callable[[str], None] = sink or print_line
+        self._line: StatusLine | None = None if sink else status_line()
         self._done, self._note = 0.0, ""
         self._started = time.monotonic()
-        # (time, done) about once a second: the rate of the last while, so that a pause is forgotten.
-        self._marks: deque[tuple[float, float]] = deque([(self._started, 0.0)], maxlen=60)
+        # (time, done) about once per second, so that the rate is that of the last minute.
+        self._history: deque[tuple[float, float]] = deque([(self._started, 0.0)], maxlen=60)
         self._lock, self._over = Lock(), Event()
         self._thread: Thread | None = None
 
     def __call__(self, amount: float = 1, note: str = "") -> None:
-        """`amount` more is done; `note` (a loss, a file name) is shown behind the numbers."""
+        """Adds `amount`; `note` (a loss, a file name) is shown after the numbers."""
         with self._lock:
             self._set(self._done + amount, note)
 
     def to(self, done: float, note: str = "") -> None:
-        """`done` of the total is done."""
+        """Sets the completed amount to `done`."""
         with self._lock:
             self._set(done, note)
 
     def _set(self, done: float, note: str) -> None:
         self._done, self._note = done, note or self._note
         now = time.monotonic()
-        if now - self._marks[-1][0] >= 1.0:
-            self._marks.append((now, done))
+        if now - self._history[-1][0] >= 1.0:
+            self._history.append((now, done))
 
     def _begin(self) -> None:
         if self._line is None or not self._line.live:
             here = f", {self.total:,} of them on this rank" if self._of is not None and self._of != self.total else ""
             amount = "" if self.total is None else f": {self._of or self.total:,}{self._unit}{here}"
-            self.message(f"{self._what}{amount}")
+            self.message(f"{self._title}{amount}")
         self._thread = Thread(target=self._run, name="progress", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        """Draws also while nothing advances: a long item must not look like a hang."""
+        """Draws regularly, so that a long item does not look like a hang."""
         pause, spinner = FIRST_LINE_S, cycle(_SPINNER)
         while True:
             live = self._line is not None and self._line.live
@@ -115,18 +109,18 @@ class Advance:
                 return
             if not live:
                 pause = min(2 * pause, SLOWEST_LINES_S)
-                self.message(f"{self._what}: {', '.join(self._fields(' of '))}")
+                self.message(f"{self._title}: {', '.join(self._fields(' of '))}")
 
     def _draw(self, spinner: str) -> None:
         assert self._line is not None
         if self.total is None:
-            self._line.show([f"{spinner} {self._what}", *self._fields("/")])
+            self._line.show([f"{spinner} {self._title}", *self._fields("/")])
         else:
             share = [f"this rank's share of {self._of:,}{self._unit}"] if self._of not in (None, self.total) else []
-            self._line.show([self._what, *self._fields("/"), *share], min(1.0, self._done / max(1, self.total)))
+            self._line.show([self._title, *self._fields("/"), *share], min(1.0, self._done / max(1, self.total)))
 
     def _fields(self, of: str) -> list[str]:
-        done, total, (then, before) = self._done, self.total, self._marks[0]
+        done, total, (then, before) = self._done, self.total, self._history[0]
         took, now = time.monotonic() - self._started, time.monotonic()
         rate = (done - before) / (now - then) if done > before and now > then else 0.0
         speed = [f"{format_rate(rate)}{self._unit}/s"] if rate else []
@@ -145,10 +139,10 @@ class Advance:
         self._stop()
         took, total = format_duration(time.monotonic() - self._started), self.total
         if total is None:
-            self.message(f"{self._what}: {f'{self._done:,.0f}{self._unit} in ' if self._done else ''}{took}")
+            self.message(f"{self._title}: {f'{self._done:,.0f}{self._unit} in ' if self._done else ''}{took}")
         else:
             whole = f" of {total:,}" if self._done < total else ""
-            self.message(f"{self._what}: {self._done:,.0f}{whole}{self._unit} in {took}")
+            self.message(f"{self._title}: {self._done:,.0f}{whole}{self._unit} in {took}")
 
     def _stop(self) -> None:
         self._over.set()

@@ -1,7 +1,7 @@
 """The last line of a terminal, redrawn in place, with log lines printed above it.
 
-Nothing here hides the cursor, moves it up or redirects a stream: whatever ends the process, also a kill, leaves the
-terminal usable and costs at most an unfinished line. Where there is no terminal, nothing is drawn and lines are plain.
+Nothing here hides the cursor, moves it up or redirects a stream, so even a kill leaves the terminal usable. Without a
+terminal nothing is drawn, and log lines are plain.
 """
 
 from __future__ import annotations
@@ -12,27 +12,26 @@ from collections.abc import Sequence
 from threading import RLock
 from typing import TextIO
 
-from unisono.typed_paths import shown
+from unisono.typed_paths import as_typed
 
 _BAR_LEAST, _BAR_MOST = 10, 30
 _CLEAR = "\r\x1b[K"
 
 
 class StatusLine:
-    """The status line of one stream; it never stops a run: when the terminal goes away, it falls silent."""
+    """The status line of one stream; if the terminal goes away, it prints nothing more and the run continues."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self.stream = stream
         self.live = _is_terminal(stream)
         self._shown = ""
-        self._lock = RLock()  # a thread that keeps a clock moving draws too
+        self._lock = RLock()  # the thread of a progress bar draws too
 
     def show(self, fields: Sequence[str], fraction: float | None = None) -> None:
-        """Draws the fields, the most important first: a narrow terminal shows fewer. With a bar behind the first one
-        where `fraction` says how much is done."""
+        """Draws the fields, the most important first; a narrow terminal shows fewer. `fraction` adds a progress bar."""
         if not self.live:
             return
-        kept, width = list(fields), self._width() - 1  # a full last column would wrap
+        kept, width = list(fields), self._width() - 1  # text in the last column would wrap
         bar = fraction is not None and width >= 2 * _BAR_LEAST + len(kept[0])
         room = width - (_BAR_LEAST + 2 if bar else 0)
         while len(kept) > 1 and len("  ".join(kept)) > room:
@@ -45,8 +44,8 @@ class StatusLine:
             self._write(f"\r{self._shown}\x1b[K")
 
     def print(self, text: str) -> None:
-        """Prints a line of its own, above the status line where one is shown."""
-        text = shown(text)
+        """Prints a line, above the status line if one is shown."""
+        text = as_typed(text)
         with self._lock:
             self._write(f"{_CLEAR}{text}\n{self._shown}" if self._shown else f"{text}\n")
 
@@ -58,7 +57,7 @@ class StatusLine:
                 self._write(_CLEAR)
 
     def keep(self) -> None:
-        """Leaves what is shown standing as a line of its own."""
+        """Turns the status line into an ordinary line."""
         with self._lock:
             if self._shown:
                 self._shown = ""
@@ -84,12 +83,12 @@ class StatusLine:
         try:
             self.stream.write(text)
             self.stream.flush()
-        except (OSError, ValueError):  # the terminal or the pipe is gone; the run goes on
+        except (OSError, ValueError):  # the terminal or the pipe is gone; the run continues
             self.live, self._shown = False, ""
 
 
 def status_line() -> StatusLine:
-    """The status line of this process's stderr: bars and log lines share it, so that neither overwrites the other."""
+    """Returns the status line of stderr, which bars and log lines share, so that neither overwrites the other."""
     global _own
     if _own is None or _own.stream is not sys.stderr:
         _own = StatusLine(sys.stderr)
@@ -97,7 +96,7 @@ def status_line() -> StatusLine:
 
 
 def print_line(text: str) -> None:
-    """Prints a line for the user on stderr, above a bar that is shown; a closed stderr does not end a run."""
+    """Prints a line for the user on stderr, above the bar if one is shown; a closed stderr does not end a run."""
     status_line().print(text)
 
 
@@ -105,7 +104,7 @@ _own: StatusLine | None = None
 
 
 def _forget() -> None:
-    """In a forked process (a loader's worker): the bar is the parent's, and its lock may be held by a thread."""
+    """Called in a forked process, such as a loader worker: the bar is the parent's, and a thread may hold its lock."""
     global _own
     _own = None
 

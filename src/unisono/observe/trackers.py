@@ -1,4 +1,4 @@
-"""Trackers: where the numbers of a run also go, for people who look at curves elsewhere."""
+"""Trackers receive the metrics and previews of a run besides its folder. The only one so far is TensorBoard."""
 
 from __future__ import annotations
 
@@ -9,36 +9,37 @@ import time
 from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol
 
-from unisono.observe.append import AppendedFile
+from unisono.observe.append_only_file import AppendOnlyFile
 from unisono.settings import ObserveSettings
 
 log = logging.getLogger(__name__)
-_NUMBERS = count()  # tells the files of one process apart
-_LARGEST = 4 * 2**20  # bytes of a picture or text
+_NUMBERS = count()  # distinguishes the files of one process
+_LARGEST = 4 * 2**20  # bytes of an image or text
 
 
 class Tracker(Protocol):
-    """Something that takes the numbers of a step."""
+    """Receives the metrics and previews of a run."""
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Takes the numbers of `step`."""
+        """Records the metrics of `step`."""
         ...
 
     def show(self, step: int, path: Path) -> None:
-        """Takes a preview of `step`: a picture or a text; other kinds of files are passed over."""
+        """Records a preview of `step`: an image or a text; ignores other files."""
         ...
 
     def close(self) -> None:
-        """Closes its files."""
+        """Closes the tracker's files."""
         ...
 
 
 class TensorBoardTracker:
-    """Writes the numbers to TensorBoard files in `folder`; needs the package tensorboard.
+    """Writes TensorBoard files to `folder`; needs the package tensorboard.
 
-    Not by torch's SummaryWriter: its thread dies on a full disk, and from then on each of its methods raises.
+    It does not use torch's SummaryWriter, whose thread dies on a full disk; after that all its methods raise.
     """
 
     def __init__(self, folder: str | Path, step: int = 0) -> None:
@@ -49,31 +50,31 @@ class TensorBoardTracker:
         self._event, self._summary = Event, Summary
         # TensorBoard reads the files of a folder in the order of their names.
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"
-        self._file = AppendedFile(Path(folder, name), lines=False)
-        self._records = RecordWriter(_Appending(self._file))
+        self._file = AppendOnlyFile(Path(folder, name), lines=False)
+        self._records = RecordWriter(SimpleNamespace(write=self._file.append))  # it writes one record at a time
         self._add(file_version="brain.Event:2")
         if step:
-            # A run that was killed after its last checkpoint does some steps twice. Everything from here on in
-            # earlier files is then hidden, so that a curve has each step once and does not run back.
+            # A run that was killed after its last checkpoint repeats some steps. This event hides them in earlier
+            # files, so that a curve has each step once.
             self._add(step=step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Draws every number among `values` at `step`."""
+        """Records every number among `values` at `step`."""
         numbers = {name: value for name, value in values.items() if isinstance(value, int | float) and name != "step"}
-        # One event: an event for each number would cost milliseconds at every logged step.
-        several = [self._summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
-        self._add(step=step, summary=self._summary(value=several))
+        # A single event, because an event per number would cost milliseconds at every logged step.
+        scalars = [self._summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+        self._add(step=step, summary=self._summary(value=scalars))
 
     def show(self, step: int, path: Path) -> None:
-        """Shows a preview under its own name, with a slider over the steps."""
+        """Records a preview under its name; TensorBoard shows a slider over the steps."""
         tag = f"previews/{path.stem.removeprefix(f'step_{step:08d}_')}"
         try:
             if path.stat().st_size > _LARGEST:
                 return
             content = path.read_bytes()
-        except OSError:  # it is looked at by the way: nothing ends because of it
+        except OSError:  # a missing preview must not end the run
             return
-        if size := picture_size(content):
+        if size := image_size(content):
             image = self._summary.Image(width=size[0], height=size[1], encoded_image_string=content)
             self._add(step=step, summary=self._summary(value=[self._summary.Value(tag=tag, image=image)]))
         elif path.suffix == ".txt":
@@ -87,8 +88,8 @@ class TensorBoardTracker:
         self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
 
 
-def picture_size(content: bytes) -> tuple[int, int] | None:
-    """Width and height of a PNG or GIF; None for anything else. (TensorBoard must be told, browsers show both.)"""
+def image_size(content: bytes) -> tuple[int, int] | None:
+    """Returns width and height of a PNG or GIF; None for other formats, which are not sent to TensorBoard."""
     if content.startswith(b"\x89PNG\r\n\x1a\n") and len(content) >= 24:
         return int.from_bytes(content[16:20]), int.from_bytes(content[20:24])
     if content[:6] in (b"GIF87a", b"GIF89a") and len(content) >= 10:
@@ -100,24 +101,17 @@ def _as_text(tag: str, content: bytes) -> Any:
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
     from tensorboard.compat.proto.tensor_pb2 import TensorProto  # type: ignore[import-untyped]
 
-    # Markdown: four spaces keep lines and columns as they are.
+    # Markdown: four spaces preserve lines and columns.
     lines = content.decode("utf-8", errors="replace").splitlines()
     text = TensorProto(dtype="DT_STRING", string_val=["\n".join(f"    {line}" for line in lines).encode()])
     plugin = SummaryMetadata.PluginData(plugin_name="text")
     return Summary(value=[Summary.Value(tag=tag, metadata=SummaryMetadata(plugin_data=plugin), tensor=text)])
 
 
-class _Appending:
-    """What tensorboard's RecordWriter writes to: it gets one record at a time, whole."""
+def curve_summaries(metrics: Mapping[str, float | list[float]]) -> dict[str, float]:
+    """Summarizes each curve of an evaluation in three numbers: eval/loss_by_level/first, mean and last.
 
-    def __init__(self, file: AppendedFile) -> None:
-        self.write = file.append
-
-
-def ends_of(metrics: Mapping[str, float | list[float]]) -> dict[str, float]:
-    """The curves of an evaluation in three numbers each, whatever their length: eval/loss_by_level/first, mean, last.
-
-    A chart for each point would bury all others; the curve itself is on the report page and in previews.
+    A chart per point would hide all others; the report page shows the whole curve.
     """
     scalars: dict[str, float] = {}
     for name, curve in metrics.items():
@@ -128,14 +122,14 @@ def ends_of(metrics: Mapping[str, float | list[float]]) -> dict[str, float]:
 
 
 def open_trackers(settings: ObserveSettings, folder: str | Path, step: int) -> list[Tracker]:
-    """The trackers that the settings ask for, for the run in `folder` that goes on from `step` (0: a new run).
+    """Opens the trackers of the settings, for the run in `folder` that continues from `step` (0: a new run).
 
-    They write to the run's folder at once: open that first.
+    They write to the run folder immediately, so it must exist.
     """
     trackers: list[Tracker] = []
     if settings.tensorboard:
         try:
             trackers.append(TensorBoardTracker(Path(folder, "tb"), step))
         except ImportError:
-            log.warning("TensorBoard is not installed: no curves in tb/ (pip install tensorboard brings them)")
+            log.warning("TensorBoard is not installed, so tb/ stays empty; to write it: pip install tensorboard")
     return trackers

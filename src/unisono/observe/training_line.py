@@ -1,4 +1,4 @@
-"""How far the training has come: a live bar with the newest numbers on a terminal, a line per logged step elsewhere."""
+"""The progress of training: a live bar with the newest metrics on a terminal, otherwise a line per logged step."""
 
 from __future__ import annotations
 
@@ -9,64 +9,64 @@ from typing import Any, TextIO
 from unisono.formatting import format_duration, format_rate
 from unisono.observe.status_line import StatusLine, status_line
 
-SECONDS_BETWEEN_DRAWS = 0.1
-SECONDS_BETWEEN_MARKS = 1.0
+_DRAW_S = 0.1
+_HISTORY_S = 1.0
 
 
 class TrainingLine:
-    """The training's progress on stderr; with `enabled=False` (ranks other than the main one) it does nothing."""
+    """Shows the progress on stderr; with `enabled=False` (ranks other than 0) it does nothing."""
 
     def __init__(self, total_steps: int, enabled: bool = True, stream: TextIO | None = None) -> None:
         self.total, self.until = total_steps, ""
-        """The last step, and what ends there if that is not the run ("in this epoch")."""
+        """The last step, and what it is the end of if not of the run ("in this epoch")."""
         self._line: StatusLine = status_line() if stream is None else StatusLine(stream)
         self._enabled = enabled
         self._numbers: dict[str, Any] = {}
         self._drawn_at = 0.0
-        # (time, step) about once a second: the speed of the last half minute, so that a pause is forgotten.
-        self._marks: deque[tuple[float, int]] = deque(maxlen=30)
+        # (time, step) about once per second, so that the speed is that of the last half minute.
+        self._history: deque[tuple[float, int]] = deque(maxlen=30)
 
     def step(self, step: int) -> None:
-        """A step is done; on a terminal the bar moves, whether or not the step is logged."""
+        """Moves the bar on a terminal, whether or not the step is logged."""
         if self._enabled:
-            self._mark(step)
+            self._record(step)
             self._draw_if_due()
 
     def update(self, *, step: int, **numbers: Any) -> None:
-        """Shows the numbers of a step: loss, lr, samples_per_s, mem_gib, epoch, skipped; others are passed over.
+        """Shows loss, lr, samples_per_s, mem_gib, epoch and skipped of a step; ignores other metrics.
 
-        On a terminal a number that is not given keeps its last value.
+        On a terminal a metric that is not passed keeps its last value.
         """
         if not self._enabled:
             return
         self._numbers.update(numbers)
-        self._mark(step)
+        self._record(step)
         if self._line.live:
             self._draw_if_due()
         else:
             self._line.print("  ".join(self._fields(time.monotonic())))
 
     def message(self, text: str) -> None:
-        """Prints a line of its own above the bar."""
+        """Prints a line above the bar."""
         if self._enabled:
             self._line.print(text)
 
     def close(self) -> None:
-        """Leaves the last numbers standing and ends the line."""
+        """Leaves the last numbers on the terminal and ends the line."""
         if self._enabled and self._line.live and self._drawn_at:
             self._draw(time.monotonic())
             self._line.keep()
         self._drawn_at = 0.0
 
-    def _mark(self, step: int) -> None:
+    def _record(self, step: int) -> None:
         now = time.monotonic()
         self._numbers["step"] = step
-        if not self._marks or now - self._marks[-1][0] >= SECONDS_BETWEEN_MARKS:
-            self._marks.append((now, step))
+        if not self._history or now - self._history[-1][0] >= _HISTORY_S:
+            self._history.append((now, step))
 
     def _draw_if_due(self) -> None:
         now = time.monotonic()
-        if self._line.live and now - self._drawn_at >= SECONDS_BETWEEN_DRAWS:
+        if self._line.live and now - self._drawn_at >= _DRAW_S:
             self._draw(now)
 
     def _draw(self, now: float) -> None:
@@ -74,7 +74,7 @@ class TrainingLine:
         self._line.show(self._fields(now), self._numbers["step"] / max(1, self.total))
 
     def _fields(self, now: float) -> list[str]:
-        """What is shown, the most important first: a narrow terminal shows fewer."""
+        """Returns what is shown, the most important first; a narrow terminal shows fewer."""
         numbers = self._numbers
         shown = [f"step {numbers['step']}/{self.total}"]
         if (loss := numbers.get("loss")) is not None:
@@ -94,6 +94,6 @@ class TrainingLine:
         return shown
 
     def _seconds_left(self, now: float) -> float | None:
-        then, step_then = self._marks[0]
+        then, step_then = self._history[0]
         steps = self._numbers["step"] - step_then
         return (self.total - self._numbers["step"]) * (now - then) / steps if steps > 0 else None

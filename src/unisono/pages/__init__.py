@@ -1,1 +1,1 @@
-"""The page kit: one skeleton, one style sheet and one chart module for every HTML page that unisono writes."""
+"""Shared by all HTML pages that unisono writes: one base template, one style sheet, one chart module."""

@@ -1,4 +1,4 @@
-"""An axis: from values to places on the paper, with ticks at round numbers."""
+"""Axes of charts: map values to SVG coordinates and choose round ticks."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ import math
 from dataclasses import dataclass
 
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-_UNITS = ((1e12, 1e12, "T"), (1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e3, 1e4, "k"))  # unit, from where on, name
+_UNITS = (
+    (1e12, 1e12, "T"),
+    (1e9, 1e9, "G"),
+    (1e6, 1e6, "M"),
+    (1e3, 1e4, "k"),
+)  # unit, smallest value, name
 
 
 @dataclass(frozen=True)
 class Axis:
-    """Values from low to high, laid out from `start` to `end` on the paper."""
+    """Maps values from `low` to `high` to coordinates from `start` to `end`."""
 
     low: float
     high: float
@@ -20,8 +25,8 @@ class Axis:
     log: bool
     ticks: list[tuple[float, str]]
 
-    def place(self, value: float) -> float:
-        """Where a value lies on the paper."""
+    def position(self, value: float) -> float:
+        """Returns the coordinate of a value."""
         low, high = self.low, self.high
         if self.log:
             low, high, value = math.log10(low), math.log10(high), math.log10(max(value, 1e-300))
@@ -39,9 +44,11 @@ def linear(
     least: float | None = None,
     most: float | None = None,
 ) -> Axis:
-    """An axis with round ticks; unless `tight`, its ends are ticks too. It never goes below `least` or above `most`,
-    which the values do not either: a fraction's axis ends at 1."""
-    if high - low <= max(abs(low), abs(high)) * 1e-9:  # a constant: some room around it
+    """Returns a linear axis with round ticks; unless `tight`, it also ends at ticks.
+
+    `least` and `most` bound the axis where they bound the values: the axis of a fraction ends at 1.
+    """
+    if high - low <= max(abs(low), abs(high)) * 1e-9:  # a constant: add some room around it
         room = abs(low) * 0.1 or 1.0
         low, high = low - room, high + room
         low = low if least is None else max(low, least)
@@ -60,13 +67,13 @@ def linear(
 
 
 def logarithmic(low: float, high: float, start: float, end: float) -> Axis:
-    """An axis of powers of ten, for positive values that span decades."""
+    """Returns a logarithmic axis, for positive values that span decades."""
     first, last = math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(high) - 1e-9)
     last = max(last, first + 1)
     every = -(-(last - first) // 6)
     steps = (1, 2, 5) if last - first <= 3 else (1,)
     values = [m * 10.0**power for power in range(first, last + 1, every) for m in steps]
-    # The axis ends at the ticks next to the values: half a decade of empty paper would squeeze the line.
+    # The axis ends at the ticks next to the values; half an empty decade would squeeze the line.
     below = [value for value in values if value <= low * 1.0001] or values[:1]
     above = [value for value in values if value >= high * 0.9999] or values[-1:]
     low, high = min(below[-1], low), max(above[0], high)
@@ -75,7 +82,7 @@ def logarithmic(low: float, high: float, start: float, end: float) -> Axis:
 
 
 def spans_decades(low: float, high: float) -> bool:
-    """Whether a logarithmic axis shows more than a linear one."""
+    """Whether the values span enough for a logarithmic axis."""
     return low > 1e-300 and high / low >= 50
 
 
@@ -85,7 +92,7 @@ def _round_step(step: float) -> float:
 
 
 def _label(value: float, step: float, largest: float) -> str:
-    """A tick's number; all ticks of an axis have the same unit, which `largest` decides."""
+    """Returns the label of a tick; `largest` determines the unit, the same for all ticks of the axis."""
     if value == 0:
         return "0"
     if largest >= 1e15 or step < 1e-5:

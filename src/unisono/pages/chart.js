@@ -16,20 +16,20 @@ for (const svg of document.querySelectorAll("svg[data-plot]")) {
   };
   const show = (event) => {
     const box = svg.getBoundingClientRect(), scale = svg.viewBox.baseVal.width / box.width;
-    const part = ((event.clientX - box.left) * scale - plot.left) / (plot.right - plot.left);
-    if (part < -0.02 || part > 1.02) return hide();
-    const wanted = plot.x[0] + part * (plot.x[1] - plot.x[0]);
-    const found = lines.map((line) => nearest(line.x, wanted));
-    const at = lines.map((line, i) => line.x[found[i]]).reduce((a, b) => Math.abs(b - wanted) < Math.abs(a - wanted) ? b : a);
+    const fraction = ((event.clientX - box.left) * scale - plot.left) / (plot.right - plot.left);
+    if (fraction < -0.02 || fraction > 1.02) return hide();
+    const target = plot.x[0] + fraction * (plot.x[1] - plot.x[0]);
+    const indices = lines.map((line) => nearest(line.x, target));
+    const at = lines.map((line, i) => line.x[indices[i]]).reduce((a, b) => Math.abs(b - target) < Math.abs(a - target) ? b : a);
     const place = plot.left + (at - plot.x[0]) / (plot.x[1] - plot.x[0]) * (plot.right - plot.left);
     cursor.setAttribute("x1", place);
     cursor.setAttribute("x2", place);
     cursor.setAttribute("visibility", "visible");
-    const said = lines.map((line, i) => {
-      const x = line.x[found[i]], away = x === at ? "" : ` (${plot.name} ${x.toLocaleString("en")})`;
-      return `${line.name} ${line.y[found[i]].toLocaleString("en", { maximumSignificantDigits: 5 })}${plot.unit ? " " + plot.unit : ""}${away}`;
+    const values = lines.map((line, i) => {
+      const x = line.x[indices[i]], away = x === at ? "" : ` (${plot.name} ${x.toLocaleString("en")})`;
+      return `${line.name} ${line.y[indices[i]].toLocaleString("en", { maximumSignificantDigits: 5 })}${plot.unit ? " " + plot.unit : ""}${away}`;
     });
-    tip.textContent = [`${plot.name} ${at.toLocaleString("en")}`, ...said].join("\n");
+    tip.textContent = [`${plot.name} ${at.toLocaleString("en")}`, ...values].join("\n");
     tip.hidden = false;
     const card = svg.parentNode.getBoundingClientRect();
     const left = box.left - card.left + place / scale + 12;

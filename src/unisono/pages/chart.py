@@ -1,7 +1,7 @@
-"""Charts as HTML and SVG: readable without a script, by a screen reader, and in light and dark.
+"""Draws charts as HTML and SVG that work without scripts, with screen readers, and in light and dark mode.
 
-The style sheet sets the colours by class. Each line carries its values as data, so that chart.js can show them under
-the pointer.
+The style sheet sets the colours by class. Each line contains its values as data attributes, from which chart.js shows
+the values under the pointer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WIDTH, HEIGHT = 560, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 14, 10, 34
 _MARK_STRIP = 16
 _NUM_COLOURS = 8
-_DENSE = 500  # from this many points on, a line fills an area
+_DENSE = 500  # a line with more points fills an area
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Line:
     points: Sequence[Point]
     colour: int = 0
     trend: Sequence[Point] | None = None
-    """A smoothed line drawn over it; the line itself is then faint."""
+    """A smoothed line that is drawn over it; the line itself is then faint."""
     old: bool = False
-    """An earlier curve of the same metric: drawn faint, and not in the legend."""
+    """Whether it is an earlier curve of the same metric: faint, and not in the legend."""
     dots: bool = False
     joined: bool = True
     """Whether a line joins the points."""
@@ -64,11 +64,11 @@ class Chart:
     marks: Sequence[Mark] = field(default=())
     note: str = ""
     series: Sequence[object] = field(default=())
-    """The metrics that it shows, for the caller."""
+    """The series that the chart shows; only the caller uses it."""
 
 
 def draw(chart: Chart, number: int) -> Markup:
-    """The chart as a <figure>; `number` makes its ids unique on the page."""
+    """Returns the chart as a <figure>; `number` makes its ids unique on the page."""
     points = [point for line in chart.lines for point in line.points]
     if not points:
         return Markup()
@@ -97,7 +97,7 @@ def draw(chart: Chart, number: int) -> Markup:
 
 
 def draw_bars(title: str, caption: str, values: Sequence[tuple[str, float]], note: str = "") -> Markup:
-    """Named values as a <figure> with a bar each, for entries that have no order."""
+    """Returns a <figure> with a bar for each named value."""
     numbers = [value for _, value in values]
     low = min(0.0, *numbers)
     high = 1.0 if low == 0 and max(numbers) <= 1 else max(0.0, *numbers)
@@ -116,10 +116,10 @@ def draw_bars(title: str, caption: str, values: Sequence[tuple[str, float]], not
 
 
 def _axes(chart: Chart, points: Sequence[Point], top: float) -> tuple[Axis, Axis]:
-    # Marks do not widen the axis: something at the start must not push a resumed curve aside.
+    # Marks do not extend the axis: an early event must not squeeze the curve of a resumed run.
     x_low, x_high = min(x for x, _ in points), max(x for x, _ in points)
     y_low, y_high = min(y for _, y in points), max(y for _, y in points)
-    if x_low == x_high:  # from the beginning of the run to this one step
+    if x_low == x_high:  # a single step: start the axis at 0
         x_low, x_high = min(x_low, 0.0), max(x_high, 0.0) or 1.0
     elif 0 < x_low <= 0.1 * x_high:
         x_low = 0
@@ -138,15 +138,15 @@ def _grid(x: Axis, y: Axis, x_name: str, top: float) -> list[str]:
     bottom, right = HEIGHT - _BOTTOM, WIDTH - _RIGHT
     parts = []
     for value, label in y.ticks:
-        at = f"{y.place(value):.1f}"
+        at = f"{y.position(value):.1f}"
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{at}" y2="{at}"/>')
         parts.append(f'<text class="tick" x="{_LEFT - 7}" y="{at}" dy=".32em" text-anchor="end">{label}</text>')
     parts.append(f'<line class="axis" x1="{_LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
     for value, label in x.ticks:
-        place = x.place(value)
-        parts.append(f'<line class="axis" x1="{place:.1f}" x2="{place:.1f}" y1="{bottom}" y2="{bottom + 4}"/>')
-        anchor = "end" if place > right - 12 else "middle"
-        shift = right if anchor == "end" else place
+        position = x.position(value)
+        parts.append(f'<line class="axis" x1="{position:.1f}" x2="{position:.1f}" y1="{bottom}" y2="{bottom + 4}"/>')
+        anchor = "end" if position > right - 12 else "middle"
+        shift = right if anchor == "end" else position
         parts.append(f'<text class="tick" x="{shift:.1f}" y="{bottom + 16}" text-anchor="{anchor}">{label}</text>')
     middle = (_LEFT + right) / 2
     parts.append(f'<text class="tick name" x="{middle}" y="{HEIGHT - 3}" text-anchor="middle">{escape(x_name)}</text>')
@@ -159,11 +159,11 @@ def _marks(marks: Sequence[Mark], x: Axis, top: float) -> list[str]:
     for mark in marks:
         if not x.low <= mark.x <= x.high:
             continue
-        at = x.place(mark.x)
+        at = x.position(mark.x)
         label = ""
         width = 6.2 * len(mark.label)
         left = min(max(at - width / 2, _LEFT - 8), WIDTH - width)
-        if all(left > end + 4 or left + width < start - 4 for start, end in taken):  # no label over another
+        if all(left > end + 4 or left + width < start - 4 for start, end in taken):  # labels must not overlap
             label = f'<text class="mark-label" x="{left:.1f}" y="{top - 9}">{escape(mark.label)}</text>'
             taken.append((left, left + width))
         parts.append(
@@ -179,7 +179,7 @@ def _line(line: Line, x: Axis, y: Axis) -> str:
     parts = []
     faint = " old" if line.old else f" raw{' dense' if len(line.points) > _DENSE else ''}" if line.trend else ""
     if len(line.points) == 1 or line.dots or not line.joined:
-        dots = "".join(f'<circle cx="{x.place(a):.1f}" cy="{y.place(b):.1f}" r="2.6"/>' for a, b in line.points)
+        dots = "".join(f'<circle cx="{x.position(a):.1f}" cy="{y.position(b):.1f}" r="2.6"/>' for a, b in line.points)
         parts.append(f'<g class="dots {colour}{faint}">{dots}</g>')
     if line.joined:
         parts.append(f'<path class="line {colour}{faint}" d="{_path(line.points, x, y)}"/>')
@@ -193,8 +193,8 @@ def _line(line: Line, x: Axis, y: Axis) -> str:
 
 
 def _path(points: Sequence[Point], x: Axis, y: Axis) -> str:
-    places = (f"{x.place(a):.1f} {y.place(b):.1f}" for a, b in points)
-    return "M" + "L".join(places)
+    coordinates = (f"{x.position(a):.1f} {y.position(b):.1f}" for a, b in points)
+    return "M" + "L".join(coordinates)
 
 
 def _short(value: float) -> float:

@@ -1,1 +1,1 @@
-"""How one model is spread over devices: one small file per strategy."""
+"""Distributes a model over devices: one small file per strategy."""

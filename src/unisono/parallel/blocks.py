@@ -1,4 +1,4 @@
-"""The repeated blocks of a model: what is sharded, compiled and recomputed piece by piece."""
+"""Finds the repeated blocks of a model, which are sharded, compiled and recomputed one by one."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 _COMPILATIONS = 64
-_GOOD_PART = 0.1  # an encoder's and a decoder's layers both count, a few small heads do not
+_MIN_FRACTION = 0.1  # of the weights: the layers of an encoder and a decoder both count, a few small heads do not
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The modules of the classes that are repeated in lists and hold a good part of the weights; may be empty."""
+    """The modules whose class is repeated in a list and holds a large fraction of the weights; may be empty."""
     families: dict[type, list[nn.Module]] = defaultdict(list)
-    inside: set[nn.Module] = set()  # blocks: the layers that a block repeats itself are no blocks
+    inside: set[nn.Module] = set()  # modules inside of blocks: layers that a block repeats are not blocks themselves
     for container in model.modules():  # outer ones first
         if container in inside or not isinstance(container, nn.ModuleList | nn.Sequential):
             continue
@@ -30,7 +30,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
             if len(children) > 1 and not isinstance(children[0], nn.ModuleList | nn.Sequential):
                 families[kind].extend(children)
                 inside.update(part for child in children for part in child.modules())
-    large = [blocks for blocks in families.values() if _num_weights(blocks) > _GOOD_PART * _num_weights([model])]
+    large = [blocks for blocks in families.values() if _num_weights(blocks) > _MIN_FRACTION * _num_weights([model])]
     return list(dict.fromkeys(block for blocks in large for block in blocks))  # a layer may be used several times
 
 
@@ -39,18 +39,18 @@ def _num_weights(modules: Sequence[nn.Module]) -> int:
 
 
 def recompute_activations(block: nn.Module) -> None:
-    """Makes `block` keep only its input and compute its activations again in backward."""
-    # A subclass of the block's own class rather than a wrapper module (which would rename the weights) or a patched
-    # instance (which DataParallel's replicas would share).
+    """Makes `block` store only its input and recompute its activations in backward (activation checkpointing)."""
+    # By a subclass of the block's class: a wrapper module would rename the weights, and DataParallel's replicas would
+    # share a patched instance.
     if not _recomputes(block):
         block.__class__ = _recomputing(type(block))  # type: ignore[arg-type]  # classes are hashable
 
 
 def has_autograd_functions(kind: type[nn.Module]) -> None:
-    """Notes of a class of blocks that it has autograd functions of its own, which save tensors for backward.
+    """Declares that a class of blocks uses its own autograd functions, which save tensors for backward.
 
-    A compiler that is given such a block together with its recomputing keeps what they save, up to torch 2.11: nine
-    tenths of a Wan block's activations. They are compiled first, and recomputed from outside.
+    If such a block is compiled together with its recomputation, the compiler keeps what they save, up to torch 2.11:
+    nine tenths of a Wan block's activations. So such blocks are compiled first and recomputed from outside.
     """
     kind._unisono_functions = True  # type: ignore[attr-defined]
 
@@ -59,9 +59,9 @@ def _recomputes(block: nn.Module) -> bool:
     return hasattr(type(block), "_unisono_plain")
 
 
-@cache  # one class for all blocks of a kind: torch.compile's guards look at the class
+@cache  # one subclass per class of blocks, because torch.compile's guards check the class
 def _recomputing(plain: type[nn.Module], compute: Any = None) -> type[nn.Module]:
-    """`compute`: plain.forward as it is, or compiled."""
+    """A subclass of `plain` that recomputes its activations; `compute` is plain.forward by default, or compiled."""
     compute = compute or plain.forward
 
     def forward(self: nn.Module, *arguments: Any, **keywords: Any) -> Any:
@@ -69,18 +69,18 @@ def _recomputing(plain: type[nn.Module], compute: Any = None) -> type[nn.Module]
             return compute(self, *arguments, **keywords)
         if not keywords:
             return checkpoint(compute, self, *arguments, use_reentrant=False)
-        # Not by their names: some are checkpoint's own, and it looks for tensors' devices, whose random state it keeps,
-        # only among what has none.
+        # As positional arguments: keywords could collide with checkpoint()'s own, and it looks for the devices whose
+        # random state it restores among positional arguments only.
         names = tuple(keywords)
 
-        def named(*given: Any) -> Any:
-            first = len(given) - len(names)
-            return compute(*given[:first], **dict(zip(names, given[first:], strict=True)))
+        def with_keywords(*values: Any) -> Any:
+            first = len(values) - len(names)
+            return compute(*values[:first], **dict(zip(names, values[first:], strict=True)))
 
-        return checkpoint(named, self, *arguments, *keywords.values(), use_reentrant=False)
+        return checkpoint(with_keywords, self, *arguments, *keywords.values(), use_reentrant=False)
 
-    parts = {"forward": forward, "_unisono_plain": plain, "__module__": plain.__module__}
-    return type(plain.__name__, (plain,), parts)
+    attributes = {"forward": forward, "_unisono_plain": plain, "__module__": plain.__module__}
+    return type(plain.__name__, (plain,), attributes)
 
 
 @cache
@@ -89,13 +89,13 @@ def _compiled(plain: type[nn.Module], dynamic: bool | None) -> Any:
 
 
 def compile_blocks(model: nn.Module, blocks: Sequence[nn.Module], dynamic: bool | None = None) -> None:
-    """Compiles each block in place (one compilation serves all of a kind), or the whole model if it has no blocks.
+    """Compiles each block in place (all blocks of a class share compilations), or the whole model if it has no blocks.
 
-    `dynamic` False: each shape anew, also when others of the kind (a teacher, a student) have had other shapes.
+    `dynamic=False` compiles for each shape, even if other blocks of the class (of a teacher, say) had other shapes.
     """
-    leave_out_wrong_optimisations()
-    # All blocks of a kind share one count of compilations. Batches of one and of more, training and evaluation,
-    # recomputed blocks and others are one each, and by default the ninth would run uncompiled, without an error.
+    disable_wrong_optimizations()
+    # All blocks of a class share one limit on compilations. Batches of one and of several samples, training and
+    # evaluation, and recomputed blocks count separately, and by default torch silently runs the ninth uncompiled.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _COMPILATIONS)
     for module in blocks or [model]:
         kind: Any = type(module)
@@ -103,14 +103,14 @@ def compile_blocks(model: nn.Module, blocks: Sequence[nn.Module], dynamic: bool 
             plain = kind._unisono_plain
             module.__class__ = _recomputing(plain, _compiled(plain, dynamic))
         else:
-            module.compile(dynamic=dynamic)  # in place: no `_orig_mod.` in the names
+            module.compile(dynamic=dynamic)  # in place: adds no `_orig_mod.` to parameter names
 
 
-def leave_out_wrong_optimisations() -> None:
-    """Switches off what is known to give wrong gradients in the versions of torch that we support."""
+def disable_wrong_optimizations() -> None:
+    """Disables compiler optimizations that give wrong gradients in supported versions of torch."""
     import torch._inductor.config as inductor
 
-    # Since 2.10, sums over many tokens in the backward pass of modulated norms come out as garbage, silently
-    # (pytorch#193061): seen on a Wan block with 7,800 tokens, off by a factor of 480.
+    # Since 2.10, sums over many tokens in the backward pass of modulated norms are silently wrong (pytorch#193061):
+    # by a factor of 480 in a Wan block with 7,800 tokens.
     if hasattr(inductor.triton, "mix_order_reduction"):
         inductor.triton.mix_order_reduction = False

@@ -1,9 +1,9 @@
-"""The buffers of a model (batch norm's statistics, counters, tables), and a copy of those that forward passes change.
+"""Restores a model's buffers (batch norm statistics, counters, lookup tables) after a step that does not count.
 
-A step that is repeated after running out of memory, or skipped because it was not finite, must leave buffers as they
-were before it. Whether a step is skipped is decided on the device and not known to the host: `undo_where` chooses
-there, one kernel for each changing buffer. Tables, which forward passes leave alone, are copied in the first steps
-only.
+A step that is repeated after running out of memory, or skipped because it was not finite, must not change buffers. So
+buffers are copied before each step. The device decides whether a step is skipped, and the host does not know it;
+`undo_where` therefore selects old or new values on the device, with one kernel per buffer. Buffers that the first steps
+did not change (lookup tables) are not copied any more.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-_LOOKS = 3  # steps that must leave a buffer alone before it counts as a table
+_OBSERVED_STEPS = 3  # steps that must not change a buffer before it counts as constant
 
 
 class BufferSlots:
-    """Where a model holds its buffers: a slot stays when code assigns a new tensor to its buffer."""
+    """The slots in which a model stores its buffers; they stay valid when code assigns a new tensor to a buffer."""
 
     def __init__(self, model: nn.Module) -> None:
         self._slots: list[tuple[dict[str, Tensor | None], str]] = []
         self.statistics: set[int] = set()
-        """Slots of batch and instance norms, whose kernels change buffers without a trace in their version."""
-        self._first: list[Tensor | None] = []  # what each slot held at the start
+        """Slots of batch and instance norms, whose kernels change a buffer without increasing its version."""
+        self._initial: list[Tensor | None] = []  # the first tensor of each slot
         seen: set[int] = set()
         for module in model.modules():
             for name, buffer in module._buffers.items():
-                if buffer is None or id(buffer) not in seen:  # several modules may share one
+                if buffer is None or id(buffer) not in seen:  # modules may share a buffer
                     seen.add(id(buffer))
                     if isinstance(module, _NormBase):
                         self.statistics.add(len(self._slots))
                     self._slots.append((module._buffers, name))
-                    self._first.append(buffer)
+                    self._initial.append(buffer)
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -51,9 +51,9 @@ class BufferSlots:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Around passes that are recorded: kernels read the tensors of the recording, whatever is assigned later.
+        """A context for passes that are recorded as CUDA graphs, whose kernels always read the same tensors.
 
-        Where code assigns a new tensor to a buffer (`self.mean = 0.9 * self.mean + …`), the old one takes its values.
+        If code assigns a new tensor to a buffer (`self.mean = 0.9 * self.mean + …`), the old one gets its values.
         """
         before = [self[slot] for slot in range(len(self))]
         yield
@@ -65,48 +65,48 @@ class BufferSlots:
                     self[slot] = old
 
     def tensors(self) -> list[Tensor]:
-        """The buffers as they are now, without empty ones, in the shapes they had at the start.
+        """The current buffers, without empty ones, for a collective: the same shapes on every rank.
 
-        A cache that grows with its input has another shape on each rank, and a collective over such tensors never ends.
-        For a buffer of another shape or type, what its slot held at the start is returned: ranks agree on that one.
+        A cache that grows with its input has different shapes on different ranks, which would block a collective. For a
+        buffer whose shape or type has changed, the slot's first tensor is returned instead.
         """
-        pairs = ((self[slot], first) for slot, first in enumerate(self._first) if first is not None)
+        pairs = ((self[slot], first) for slot, first in enumerate(self._initial) if first is not None)
         return [now if now is not None and _is_like(now, first) else first for now, first in pairs if first.numel() > 0]
 
 
 @dataclass(slots=True)
 class _Before:
-    """A buffer as it was before the step."""
+    """A buffer before the step."""
 
     slot: int
     tensor: Tensor
     version: int
-    copy: Tensor | None  # None for a table
+    copy: Tensor | None  # None for a constant buffer
 
 
-class KeptBuffers:
-    """Keeps the buffers of a model from the start of a step until it is known whether the step counts."""
+class BufferBackup:
+    """Copies a model's buffers at the start of each step, and restores them if the step does not count."""
 
     def __init__(self, model: nn.Module) -> None:
         self._slots = BufferSlots(model)
         self._changing = set(self._slots.statistics)
-        self._unchanged: Counter[int] = Counter()  # steps that left a slot alone; after _LOOKS of them it is a table
-        self._copies: dict[int, Tensor] = {}  # memory for copies, by slot
+        self._unchanged: Counter[int] = Counter()  # by slot, the observed steps that did not change it
+        self._copies: dict[int, Tensor] = {}  # memory for the copies, by slot
         self._before: list[_Before] = []
 
-    def keep(self) -> None:
-        """A step begins."""
+    def save(self) -> None:
+        """Copies the buffers, at the beginning of a step."""
         if not len(self._slots):
             return
         now = [(slot, tensor) for slot in range(len(self._slots)) if (tensor := self._slots[slot]) is not None]
-        copied = [(slot, tensor) for slot, tensor in now if tensor.numel() > 0 and not self._is_table(slot)]
+        copied = [(slot, tensor) for slot, tensor in now if tensor.numel() > 0 and not self._is_constant(slot)]
         copies = {slot: self._memory_for(slot, tensor) for slot, tensor in copied}
         with torch.no_grad():
             _copy_all(list(copies.values()), [tensor.detach() for _, tensor in copied])
         self._before = [_Before(slot, tensor, tensor._version, copies.get(slot)) for slot, tensor in now]
 
-    def _is_table(self, slot: int) -> bool:
-        return self._unchanged[slot] >= _LOOKS and slot not in self._changing
+    def _is_constant(self, slot: int) -> bool:
+        return self._unchanged[slot] >= _OBSERVED_STEPS and slot not in self._changing
 
     def _memory_for(self, slot: int, tensor: Tensor) -> Tensor:
         memory = self._copies.get(slot)
@@ -114,11 +114,11 @@ class KeptBuffers:
             memory = self._copies[slot] = torch.empty_like(tensor, requires_grad=False)
         return memory
 
-    def find_tables(self) -> None:
-        """After the last backward pass of a step: which buffers it left alone.
+    def find_constants(self) -> None:
+        """Notes which buffers a step did not change; called after its last backward pass.
 
-        In the first steps by their values, for which the host waits: a version does not tell of `buffer.data.mul_()`,
-        nor of recorded kernels.
+        In the first steps the host waits for the device and compares values, because `buffer.data.mul_()` and recorded
+        kernels do not increase a tensor's version.
         """
         for before in self._before:
             slot = before.slot
@@ -128,28 +128,28 @@ class KeptBuffers:
                 self._changing.add(slot)
             elif before.copy is not None:
                 self._unchanged[slot] += 1
-                if self._unchanged[slot] == _LOOKS:
+                if self._unchanged[slot] == _OBSERVED_STEPS:
                     del self._copies[slot]
 
     @torch.no_grad()
     def rewind(self) -> None:
-        """Undoes what forward passes of this step have changed so far; the step goes on."""
+        """Undoes the changes of this step's forward passes so far; the step continues."""
         for before in self._before:
             self._put_back(before)
-            before.version = before.tensor._version  # putting it back is not a change
+            before.version = before.tensor._version  # restoring it does not count as a change
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Undoes the step."""
+        """Undoes the changes of the step."""
         for before in self._before:
             self._put_back(before)
         self._before = []
 
     def undo_where(self, skipped: Tensor) -> None:
-        """Undoes the step if `skipped`, a number on the device, is not 0; the host does not wait for it."""
+        """Undoes the changes of the step if `skipped`, a number on the device, is not 0; the host does not wait."""
         if not self._before:
             return
-        if skipped.device.type == "cpu":  # looking is free
+        if skipped.device.type == "cpu":  # reading it is free
             if bool(skipped):
                 self.restore()
         else:
@@ -160,14 +160,14 @@ class KeptBuffers:
     def _undo_on_device(self, skipped: Tensor) -> None:
         for before in self._before:
             now = self._slots[before.slot]
-            kept = before.tensor if before.copy is None else before.copy
+            old = before.tensor if before.copy is None else before.copy
             if now is None or (before.copy is None and now is before.tensor):
                 continue
-            if _is_like(now, kept):
-                chosen = torch.where(skipped.to(now.device), kept, now, out=now if now is before.tensor else None)
-                if now is not before.tensor:  # its memory may be a batch's, or a weight's
+            if _is_like(now, old):
+                chosen = torch.where(skipped.to(now.device), old, now, out=now if now is before.tensor else None)
+                if now is not before.tensor:  # a new tensor may share memory with a batch or a weight
                     self._slots[before.slot] = chosen
-            elif bool(skipped):  # a buffer of another shape in every step: here the host waits
+            elif bool(skipped):  # the shape has changed: here the host waits for the device
                 self._put_back(before)
 
     def _is_changed(self, before: _Before) -> bool:
@@ -190,7 +190,7 @@ def _is_like(one: Tensor, two: Tensor) -> bool:
 
 
 def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """One launch for all tensors of a type, instead of one for each."""
+    """Copies with one kernel launch per type instead of one per tensor."""
     by_type: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
     for target, source in zip(targets, sources, strict=True):
         pair = by_type[source.dtype, source.device]

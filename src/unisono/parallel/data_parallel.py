@@ -1,7 +1,7 @@
-"""Several GPUs from one process (`torch.nn.DataParallel`).
+"""Several GPUs in one process (`torch.nn.DataParallel`).
 
-Kept because people know it; ddp is faster. Each micro-batch is cut along its first dimension over the GPUs, each GPU
-gives its own sums, and the sums are added up.
+It exists for users who know it; ddp is faster. Each micro-batch is split along its first dimension over the GPUs, and
+the sums of the GPUs are added.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from unisono.parallel.strategy import ForwardWrapper, Strategy
 
 
 class DataParallel(Strategy):
-    """Replicas on all GPUs of this process, made anew in every forward pass."""
+    """Replicates the model to all GPUs of this process in every forward pass."""
 
     name = "dp"
 
@@ -25,15 +25,15 @@ class DataParallel(Strategy):
         return wrapper
 
     def train(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """call(model, *arguments) on each GPU with its part of the batch; a mapping of sums, added up."""
+        """call(model, *arguments) on each GPU with its part of the batch; returns a mapping of sums over the GPUs."""
         gathered = self._replicated(_rows, call, *arguments)
         return {name: rows.sum(0) for name, rows in gathered.items()}
 
     def rows(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """call(model, *arguments) on each GPU with its part of the batch; their rows one after the other."""
+        """call(model, *arguments) on each GPU with its part of the batch; returns the concatenated rows."""
         return self._replicated(call, *arguments)
 
 
 def _rows(model: nn.Module, call: Callable[..., dict[str, Tensor]], *arguments: Any) -> dict[str, Tensor]:
-    # DataParallel joins results along dimension 0, which a sum does not have.
+    # DataParallel concatenates results along dimension 0, which a scalar does not have.
     return {name: value.unsqueeze(0) for name, value in call(model, *arguments).items()}

@@ -1,8 +1,8 @@
-"""A replica per rank, gradients averaged bucket by bucket while backward runs (`DistributedDataParallel`).
+"""Replicates the model on every rank and averages gradients during backward (`DistributedDataParallel`).
 
-A guarded step does not let gradients travel while backward runs: they wait on their rank until all ranks know that
-everybody has them, and then go through the very same buckets. So a rank that ran out of memory leaves no collective
-half done, and guarded steps give the same bits as fast ones.
+In a guarded step, gradients are not reduced during backward but afterwards, once all ranks know that none of them ran
+out of memory. So no rank is left waiting in a collective. The reduction uses the same buckets, so guarded and fast
+steps give the same bits.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class DDP(Strategy):
         self._wrapped = DistributedDataParallel(
             wrapper,
             device_ids=[placement.device.index] if placement.device.type == "cuda" else None,
-            # DDP would copy buffers inside its forward pass, where a rank that ran out of memory may never come:
-            # begin_step does it.
+            # begin_step broadcasts buffers. DDP would do so in its forward pass, which a rank that ran out of memory
+            # may never reach.
             **_buffer_option(False),
             bucket_cap_mb=settings.bucket_cap_mb,
             find_unused_parameters=settings.find_unused_parameters,
@@ -45,13 +45,13 @@ class DDP(Strategy):
         self._first_forward = True
         self.guardable = self._is_guardable(wrapper)
         self._trained = [parameter for parameter in wrapper.model.parameters() if parameter.requires_grad]
-        self._views: list[Tensor] | None = None  # of the gradients, inside the buckets
-        self._settled = False  # whether the buckets have their final layout
-        self._arrivals: list[nn.Parameter] = []  # in which order gradients became ready
-        self._hooks: list[Any] = []  # that note it
-        self._listened = False
+        self._views: list[Tensor] | None = None  # the gradients as views of the buckets
+        self._has_final_buckets = False
+        self._arrivals: list[nn.Parameter] = []  # parameters in the order in which their gradients became ready
+        self._hooks: list[Any] = []  # that fill _arrivals
+        self._has_observed = False
         if self.guardable and placement.deterministic:
-            self._settle_buckets(self._trained[::-1])
+            self._fix_buckets(self._trained[::-1])
         return wrapper
 
     @property
@@ -60,26 +60,25 @@ class DDP(Strategy):
         return float(self.placement.world)
 
     def _is_guardable(self, wrapper: ForwardWrapper) -> bool:
-        """Not where DDP must see the graph of every backward pass, nor where forward passes need all ranks."""
-        in_forward = any(isinstance(module, nn.SyncBatchNorm) for module in wrapper.modules())
-        in_forward = in_forward or self._gathers
-        return not (self.settings.static_graph or self.settings.find_unused_parameters or in_forward)
+        """Not if DDP must see the graph of every backward pass, or if forward passes contain collectives."""
+        syncs_in_forward = self._gathers or any(isinstance(module, nn.SyncBatchNorm) for module in wrapper.modules())
+        return not (self.settings.static_graph or self.settings.find_unused_parameters or syncs_in_forward)
 
     def train(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """call(model, *arguments) with gradients that are averaged over the ranks in backward."""
+        """call(model, *arguments); backward averages its gradients over the ranks."""
         return self._wrapped(call, *arguments)
 
-    def keep_gradients(self) -> bool:
-        """They stay in the buckets, where these are settled before gradients travel."""
+    def fix_gradient_addresses(self) -> bool:
+        """Keeps gradients in the buckets, if their layout can be fixed before the first reduction."""
         return self.guardable and self.settings.gradient_as_bucket_view
 
     @property
-    def gradients_stay(self) -> bool:
-        """Of guarded steps, once the buckets are settled; what the ranks have summed lies there too."""
+    def has_fixed_gradients(self) -> bool:
+        """In guarded steps, once the buckets are final; the averaged gradients are there too."""
         return self._views is not None
 
     def begin_step(self, *, guarded: bool) -> None:
-        """The first rank's buffers for all; for a guarded step, gradients that lie in the buckets from the start."""
+        """Broadcasts rank 0's buffers; in a guarded step, also places the gradients in the buckets."""
         buffers = self.buffers.tensors() if self.settings.broadcast_buffers and self.placement.world > 1 else []
         if buffers:
             with torch.no_grad():
@@ -87,80 +86,81 @@ class DDP(Strategy):
                 dist._broadcast_coalesced(  # type: ignore[attr-defined]
                     dist.group.WORLD, buffers, _BROADCAST_BYTES, 0
                 )
-        if guarded and not self._listened:
-            self._listen()
+        if guarded and not self._has_observed:
+            self._observe_order()
         if guarded and self._views is not None:
-            torch._foreach_zero_(self._views)  # otherwise they would need memory beside the buckets
+            torch._foreach_zero_(self._views)  # otherwise they would need memory besides the buckets
             for parameter, view in zip(self._trained, self._views, strict=True):
                 parameter.grad = view
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[None]:
-        """Around a forward pass whose gradients stay on this rank (until `arm`, where a step can be guarded)."""
-        # static_graph records the graph in its first backward pass and asserts that it is not under no_sync; summing
-        # once more is harmless, because the average of equal gradients is the gradient.
+        """A context for a forward pass: its gradients stay local, unless it is the last of a step without a guard."""
+        # static_graph records the graph in its first backward pass and asserts that it is not under no_sync. Reducing
+        # once more is harmless: the average of equal gradients is the gradient.
         must_sync = not self.guardable and (last or (self.settings.static_graph and self._first_forward))
         self._first_forward = False
         return nullcontext() if must_sync else self._wrapped.no_sync()
 
-    def arm(self) -> None:
-        """The next backward pass sums gradients over the ranks while it runs."""
+    def reduce_in_backward(self) -> None:
+        """Makes the next backward pass reduce gradients over the ranks."""
         if self.guardable:
-            self._wrapped(_nothing)  # DDP prepares for a backward pass in its forward pass, whatever that computes
+            self._wrapped(_nothing)  # DDP prepares for backward in its forward pass, whatever that computes
 
     def reduce(self) -> None:
-        """Averages the gradients of a guarded step over the ranks, in the buckets that fast steps use."""
+        """Averages the gradients of a guarded step over the ranks, in the same buckets as fast steps."""
         if unused := self.without_gradient():
             raise unused_weights(unused)
-        settled = self._settled
-        if not settled:  # on all ranks at the same time, whether they were listening or not
-            self._settle_with_gradients()
-        self._stop_listening()
-        if settled and self._views is not None:
-            # DDP divides what lies in its buckets and multiplies what it copies there by 1 / world: other bits. Fast
-            # steps copy. The activations are gone by now, so there is room for a copy.
+        self.check_dense()
+        had_final_buckets = self._has_final_buckets
+        if not had_final_buckets:  # in the same step on all ranks
+            self._fix_buckets_keeping_gradients()
+        self._stop_observing()
+        if had_final_buckets and self._views is not None:
+            # DDP divides gradients that are in its buckets, and multiplies those that it copies there by 1 / world,
+            # which gives other bits. Fast steps copy. The activations are freed by now, so a copy fits into memory.
             for parameter in self._trained:
                 parameter.grad = parameter.grad.clone()  # type: ignore[union-attr]
         self._wrapped(_touch).backward()
 
-    def _listen(self) -> None:
-        """Notes the order in which the first backward pass makes gradients ready: the best order for the buckets."""
-        self._listened = True
+    def _observe_order(self) -> None:
+        """Records the order in which gradients become ready in the first backward pass: the best one for buckets."""
+        self._has_observed = True
         for parameter in self._trained:
             hook = parameter.register_post_accumulate_grad_hook(self._arrivals.append)  # type: ignore[no-untyped-call]
             self._hooks.append(hook)
 
-    def _stop_listening(self) -> None:
+    def _stop_observing(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._arrivals, self._hooks = [], []
 
     def without_gradient(self) -> list[str]:
-        """Names of trained weights that took no part in the step."""
+        """Names of trained weights that the step did not use."""
         if not self._hooks:
             return super().without_gradient()
-        # All weights may have had a gradient, zeros in the buckets, before the first backward pass.
+        # Before the first backward pass all weights may have a gradient of zeros, in the buckets.
         arrived = {id(parameter) for parameter in self._arrivals}
         return [name for name, parameter in self.parameters if id(parameter) not in arrived]
 
-    def _settle_with_gradients(self) -> None:
+    def _fix_buckets_keeping_gradients(self) -> None:
         arrived = self._arrivals
-        self._stop_listening()
-        # Ranks may have noted different orders; DDP takes the first rank's.
+        self._stop_observing()
+        # Ranks may have recorded different orders; DDP uses that of rank 0.
         order = list(dict.fromkeys([*arrived, *self._trained[::-1]]))
         gradients = [parameter.grad for parameter in self._trained]
         for parameter in self._trained:
             parameter.grad = None
-        self._settle_buckets(order)
+        self._fix_buckets(order)
         for parameter, gradient in zip(self._trained, gradients, strict=True):
             parameter.grad = gradient
 
-    def _settle_buckets(self, order: Sequence[nn.Parameter]) -> None:
-        """Makes DDP settle its buckets now, as if gradients became ready in this order.
+    def _fix_buckets(self, order: Sequence[nn.Parameter]) -> None:
+        """Makes DDP build its final buckets now, as if gradients became ready in this order.
 
-        DDP rebuilds its buckets after the first backward pass, in the order in which gradients arrived. A resumed run
-        would therefore do its first step with other buckets than the run it continues, and from 3 ranks on the order
-        of summation, and with it the last bit, depends on the bucket. A backward pass through a chain of all
-        parameters makes it settle on an order before the first gradient travels.
+        DDP rebuilds its buckets after the first backward pass, in the order in which gradients arrived. The first step
+        of a resumed run would therefore use other buckets than the run it continues, and from 3 ranks on the order of
+        summation, and so the last bit, depends on the bucket. A backward pass through a chain of all parameters makes
+        DDP rebuild its buckets before the first real reduction.
         """
 
         def chain(model: nn.Module) -> Tensor:
@@ -169,8 +169,8 @@ class DDP(Strategy):
                 total = total + (parameter * 0).sum()
             return total
 
-        self._settled = True
-        for _ in range(2):  # the rebuild itself happens in the second forward pass
+        self._has_final_buckets = True
+        for _ in range(2):  # DDP rebuilds them in the second forward pass
             self._wrapped(chain).backward()
         if self.settings.gradient_as_bucket_view:
             self._views = [parameter.grad for parameter in self._trained]  # type: ignore[misc]
@@ -179,7 +179,7 @@ class DDP(Strategy):
 
 
 class _Touch(torch.autograd.Function):
-    """Uses all parameters and adds nothing to their gradients: DDP then takes those that are there already."""
+    """Uses all parameters and adds nothing to their gradients, so that DDP reduces the existing ones."""
 
     @staticmethod
     def forward(ctx: Any, *parameters: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ class _Touch(torch.autograd.Function):
 
 
 def _nothing(model: nn.Module) -> None:
-    """A forward pass of nothing."""
+    """A forward pass that computes nothing."""
 
 
 def _touch(model: nn.Module) -> Tensor:
@@ -201,6 +201,6 @@ def _touch(model: nn.Module) -> Tensor:
 
 
 def _buffer_option(broadcast: bool) -> dict[str, Any]:
-    """The option under the name this torch knows it by (renamed in torch 2.13)."""
+    """The option by its name in this version of torch (2.13 renamed it)."""
     renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
     return {"forward_sync_buffers" if renamed else "broadcast_buffers": broadcast}

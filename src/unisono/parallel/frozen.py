@@ -1,4 +1,4 @@
-"""Frozen modules that are too large for one device: a part of every weight on every rank."""
+"""Shards frozen modules that are too large for one device."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from unisono.parallel.strategy import Placement
 
 
 def shard_frozen(module: nn.Module, placement: Placement, weights: Weights, exact: Sequence[str] = ()) -> None:
-    """Shares a module on meta out over the ranks and fills its parts, in place; buffers must be real.
+    """Shards a module on the meta device over the ranks and fills its shards, in place; its buffers must be real.
 
-    It computes in the types of its weights; those of `exact`, which may have another type than the rest, stay whole.
+    It computes in the types of its weights. The weights in `exact`, which may have another type, are replicated.
     """
     module.requires_grad_(False).eval()
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}

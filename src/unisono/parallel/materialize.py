@@ -1,7 +1,7 @@
-"""Turns a model described on the meta device into one with weights.
+"""Gives a model on the meta device its weights.
 
-Each module's initial weights are drawn with a seed of its own name, so that it does not matter in which order, on how
-many ranks or how many modules at a time this happens. Weights that come from elsewhere (a file) are asked for by name.
+Each module is initialised with a seed that depends on its name, so the order of modules and the number of ranks do not
+matter. Weights from files are requested by name.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from unisono.errors import RecipeError
 
 
 class Weights(Protocol):
-    """Where the weights of a model on the meta device come from."""
+    """The source of the weights of a model on the meta device."""
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """The rows start..stop-1 (of the first dimension) of the weight called `name`."""
 
 
 def is_on_meta(model: nn.Module) -> bool:
-    """Whether some weight of the model is still to be made."""
+    """Whether any weight of the model is on the meta device."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 
 def fill(model: nn.Module, weights: Weights) -> None:
-    """Gives a model on the meta device its weights, whole, on the CPU; buffers must be there.
+    """Gives a model on the meta device whole weights on the CPU; its buffers must be real.
 
-    A weight that several modules share is asked for once, by its first name, and stays shared.
+    A weight that several modules share is requested once, by its first name, and remains shared.
     """
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for place, module in model.named_modules():
+    filled: dict[nn.Parameter, nn.Parameter] = {}
+    for prefix, module in model.named_modules():
         for short, parameter in list(module.named_parameters(recurse=False)):
             if not parameter.is_meta:
                 continue
-            if parameter not in made:
-                name = f"{place}.{short}" if place else short
+            if parameter not in filled:
+                name = f"{prefix}.{short}" if prefix else short
                 whole = weights.rows(name, 0, len(parameter)).to(parameter.dtype)
-                made[parameter] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
-            module.register_parameter(short, made[parameter])
+                filled[parameter] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+            module.register_parameter(short, filled[parameter])
 
 
 @torch.no_grad()
 def fill_shard(name: str, local: Tensor, rank: int, world: int, rows: int, weights: Weights) -> None:
-    """Gives this rank's shard of a weight of `rows` rows its values; shards are cut as torch.chunk does."""
+    """Fills this rank's shard of a weight with `rows` rows, which is split as torch.chunk does."""
     each = -(-rows // world)
     start, stop = min(rank * each, rows), min((rank + 1) * each, rows)
     assert local.shape[0] == stop - start, f"{name}: a shard of {local.shape[0]} rows, expected {stop - start}"
@@ -58,7 +58,7 @@ def fill_shard(name: str, local: Tensor, rank: int, world: int, rows: int, weigh
 
 
 def materialize(model: nn.Module, seed: int) -> None:
-    """Gives modules on the meta device real, initialised weights on the CPU; others stay as they are."""
+    """Initialises modules that are on the meta device with real weights on the CPU; others do not change."""
     tied = _tied(model)
     for name, module in model.named_modules():
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
@@ -73,17 +73,17 @@ def materialize(model: nn.Module, seed: int) -> None:
         module.to_empty(device="cpu", recurse=False)
         seed_everything(key_of(Purpose.WEIGHTS, seed, crc32(name.encode())))
         initialise()
-    for places in tied:  # to_empty made a weight of its own for each place
-        first, first_name = places[0]
-        for module, name in places[1:]:
+    for slots in tied:  # to_empty has created a separate weight for each module
+        first, first_name = slots[0]
+        for module, name in slots[1:]:
             setattr(module, name, getattr(first, first_name))
 
 
 def _tied(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """The places of each meta weight that stands in several modules."""
-    places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
+    """The (module, name) pairs of each meta weight that several modules share."""
+    slots: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:
-                places[id(parameter)].append((module, name))
-    return [found for found in places.values() if len(found) > 1]
+                slots[id(parameter)].append((module, name))
+    return [shared for shared in slots.values() if len(shared) > 1]

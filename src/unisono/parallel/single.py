@@ -16,30 +16,30 @@ class Single(Strategy):
     name = "single"
 
     def _set_up(self, wrapper: ForwardWrapper, blocks: Sequence[nn.Module]) -> nn.Module:
-        self._keeps_gradients = self._all_placed = False
-        self._placed: set[nn.Parameter] = set()  # whose gradients have memory of their own
+        self._fixes_gradients = self._all_placed = False
+        self._placed: set[nn.Parameter] = set()  # parameters whose gradients have their own memory
         return wrapper.to(self.placement.device)
 
-    def keep_gradients(self) -> bool:
-        """Of weights that take part in the loss: others must not get any, or the optimizer would update them."""
-        self._keeps_gradients = True
+    def fix_gradient_addresses(self) -> bool:
+        """Keeps the gradients of weights that the loss uses; others get none, or the optimizer would update them."""
+        self._fixes_gradients = True
         return True
 
     @property
-    def gradients_stay(self) -> bool:
-        """Where they were asked to, when a whole step has brought no new ones."""
+    def has_fixed_gradients(self) -> bool:
+        """True once a whole step has produced no gradient at a new address."""
         return self._all_placed
 
     def clear_gradients(self) -> None:
         """Frees the gradients, or zeroes them."""
-        if not self._keeps_gradients:
+        if not self._fixes_gradients:
             super().clear_gradients()
             return
-        found = [parameter for parameter in self._all_parameters if parameter.grad is not None]
-        new = [parameter for parameter in found if parameter not in self._placed]
-        for parameter in new:  # autograd may give two weights one gradient (views of a sum), good for one pass only
+        used = [parameter for parameter in self._all_parameters if parameter.grad is not None]
+        new = [parameter for parameter in used if parameter not in self._placed]
+        for parameter in new:  # autograd may give two weights gradients that share memory (views of a sum)
             parameter.grad = torch.zeros_like(parameter)
         self._placed.update(new)
-        self._all_placed = bool(found) and not new
-        if found:
-            torch._foreach_zero_([parameter.grad for parameter in found if parameter.grad is not None])
+        self._all_placed = bool(used) and not new
+        if used:
+            torch._foreach_zero_([parameter.grad for parameter in used if parameter.grad is not None])

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from unisono.errors import RecipeError
 from unisono.parallel.buffers import BufferSlots
@@ -49,13 +50,13 @@ class ForwardWrapper(nn.Module):
 
 
 class Strategy(ABC):
-    """One way to spread a model over devices."""
+    """One way to distribute a model over devices."""
 
     name: ClassVar[str]
-    collective: ClassVar[bool] = False  # backward passes (and those of sharded models forward) wait for all ranks
+    collective: ClassVar[bool] = False  # backward passes (and forward passes of sharded models) contain collectives
     guardable = True
-    """Whether a step that failed on some rank can be repeated in place: no collective before all have agreed."""
-    sharded: ClassVar[bool] = False  # each rank holds a part of every weight, and every forward pass needs all ranks
+    """Whether a step that failed on a rank can be repeated: no collective runs before all ranks have agreed."""
+    sharded: ClassVar[bool] = False  # each rank holds a shard of every weight, and forward passes need all ranks
 
     def __init__(
         self,
@@ -68,18 +69,18 @@ class Strategy(ABC):
         *,
         gathers: bool = False,
     ) -> None:
-        """`exact` names weights that are never used in 16 bit; `weights` fills a model that is on meta.
+        """`exact` names weights that are never used in 16 bit; `weights` fills a model on the meta device.
 
-        `gathers`: a forward pass needs all ranks, whatever the strategy: of something frozen each has only a part.
+        `gathers`: forward passes need all ranks under any strategy, because a frozen module is sharded.
         """
         self.model, self.placement, self.settings, self._gathers = model, placement, settings, gathers
         self._exact, self._weights = frozenset(exact), weights
         self.wrapped = self._set_up(ForwardWrapper(model), blocks)
         self.buffers = BufferSlots(model)
-        """The model's buffers, as they are at any time."""
-        self._all_parameters = list(self.model.parameters())  # walking through the modules takes a while
+        """The model's buffers."""
+        self._all_parameters = list(self.model.parameters())  # cached: walking through the modules is slow
         self.parameters = self._local_parameters()
-        """(name, parameter) as the optimizer sees them: whole weights, or this rank's shards of them."""
+        """(name, parameter) pairs for the optimizer: whole weights, or this rank's shards."""
 
     @abstractmethod
     def _set_up(self, wrapper: ForwardWrapper, blocks: Sequence[nn.Module]) -> nn.Module:
@@ -87,15 +88,15 @@ class Strategy(ABC):
 
     @property
     def gradient_divisor(self) -> float:
-        """The summed gradients arrive divided by this."""
+        """The number by which the strategy has divided the summed gradients."""
         return 1.0
 
     def train(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """call(model, *arguments) with gradients that are summed over the ranks in backward."""
+        """call(model, *arguments); backward sums its gradients over the ranks."""
         return self.wrapped(call, *arguments)
 
     def rows(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """As `train`, of a function that gives a row for each sample instead of sums."""
+        """Like `train`, for a function that returns one row per sample instead of sums."""
         return self.train(call, *arguments)
 
     def infer(self, call: Callable[..., Any], *arguments: Any) -> Any:
@@ -104,42 +105,48 @@ class Strategy(ABC):
             return self.wrapped(call, *arguments)
 
     def begin_step(self, *, guarded: bool) -> None:  # noqa: B027 (most strategies have nothing to do)
-        """Before the first micro-batch of every step, on every rank."""
+        """Called on every rank before the first micro-batch of a step."""
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[None]:
-        """Around a forward pass: its gradients need to be summed over the ranks only after the last micro-batch."""
+        """A context for a forward pass; only the last micro-batch of a step needs to reduce gradients."""
         return nullcontext()
 
-    def arm(self) -> None:  # noqa: B027
-        """After the last forward pass of a step that is not guarded: its backward pass sums over the ranks."""
+    def reduce_in_backward(self) -> None:  # noqa: B027
+        """Called after the last forward pass of a step that is not guarded: its backward pass reduces gradients."""
 
     def reduce(self) -> None:  # noqa: B027
-        """Sums the gradients of a guarded step over the ranks, when all know that everybody has them."""
+        """Reduces the gradients of a guarded step over the ranks, once all ranks know that none failed."""
 
     def gradients(self) -> list[Tensor]:
-        """This rank's gradients of `parameters`, where there are any; also attaches them for the optimizer."""
+        """This rank's gradients of `parameters`; also attaches them to the parameters for the optimizer."""
         return [parameter.grad for _, parameter in self.parameters if parameter.grad is not None]
 
     def without_gradient(self) -> list[str]:
-        """Names of trained weights that took no part in the step."""
+        """Names of trained weights that the step did not use."""
         return [name for name, parameter in self.parameters if parameter.grad is None]
 
-    def keep_gradients(self) -> bool:
-        """From now on gradients stay where they are, after the first steps; False where they cannot."""
+    def check_dense(self) -> None:
+        """Refuses sparse gradients, which cannot be summed over ranks."""
+        for name, parameter in self.parameters:
+            if parameter.grad is not None and parameter.grad.layout != torch.strided:
+                raise sparse_gradient(name)
+
+    def fix_gradient_addresses(self) -> bool:
+        """Keeps gradients at fixed addresses after the first steps; returns False if the strategy cannot."""
         return False
 
     @property
-    def gradients_stay(self) -> bool:
-        """Whether backward passes find their gradients in the same places of memory in every step."""
+    def has_fixed_gradients(self) -> bool:
+        """Whether gradients are at the same addresses in every step from now on."""
         return False
 
     def clear_gradients(self) -> None:
-        """Frees the gradients, or zeroes them."""
+        """Frees the gradients, or zeroes those at fixed addresses."""
         for parameter in self._all_parameters:
             parameter.grad = None
 
     def norm(self, tensors: list[Tensor]) -> Tensor:
-        """The norm over all weights of the model of tensors shaped like `parameters`, equal on every rank."""
+        """The norm over the whole model of tensors that are shaped like `parameters`; equal on every rank."""
         return local_norm(tensors, self.placement.device)
 
     def _local_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -153,34 +160,37 @@ class Strategy(ABC):
         """The model's weights and persistent buffers by name, as a checkpoint stores them."""
         persistent = self.model.state_dict().keys()
         buffers = {name: buffer for name, buffer in self.model.named_buffers() if name in persistent}
-        kept = {
+        weights = {
             name: parameter.detach()
             for name, parameter in self.model.named_parameters()
-            # A frozen weight that came from a file comes from there again: a LoRA's checkpoint is small.
+            # A resumed run reads frozen weights from their files again, so a LoRA's checkpoint is small.
             if parameter.requires_grad or self._weights is None
         }
-        return {**kept, **buffers}
+        return {**weights, **buffers}
 
     def whole_shape(self, name: str) -> torch.Size:
         """The shape of weight `name` over all ranks."""
         return dict(self.parameters)[name].shape
 
-    def as_stored(self, name: str, local: Tensor) -> Tensor:
-        """A tensor shaped like this rank's part of weight `name`, as a checkpoint stores it."""
+    def as_stored(self, name: str, local: Tensor, *, by_rows: bool | None = None) -> Tensor:
+        """A tensor that belongs to weight `name`, as a checkpoint stores it.
+
+        `by_rows`: whether it has a row for each of this rank's rows of the weight; by default if it has its shape.
+        """
         return local
 
     def weights_changed(self) -> None:  # noqa: B027 (most strategies have nothing to do)
-        """Must be called after weights were changed other than by the optimizer (loaded, swapped with the average)."""
+        """Must be called after weights changed other than by the optimizer (loaded, swapped with the average)."""
 
     def share_buffers(self) -> None:
-        """Makes the first rank's buffers (batch norm's statistics) everybody's: one model is evaluated and saved."""
+        """Broadcasts rank 0's buffers (batch norm statistics), so that all ranks evaluate and save the same model."""
         if self.placement.world > 1:
             for buffer in self.buffers.tensors():
                 dist.broadcast(buffer, src=0)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """The model in evaluation mode."""
+        """A context with the model in evaluation mode."""
         was_training = [module for module in self.model.modules() if module.training]
         self.model.eval()
         try:
@@ -191,16 +201,26 @@ class Strategy(ABC):
 
 
 def unused_weights(names: Sequence[str], *, sharded: bool = False) -> RecipeError:
-    """The error, on any number of ranks, for trained weights that a step gave no gradient."""
-    last = "use ddp with find_unused_parameters" if sharded else "pass find_unused_parameters"
+    """The error for trained weights without a gradient, the same on any number of ranks."""
+    remedy = "use ddp with find_unused_parameters" if sharded else "pass find_unused_parameters"
     return RecipeError(
-        f"{len(names)} weights took no part in the loss, {names[0]} for instance; use them, freeze them "
-        f"(requires_grad_(False)), or {last}"
+        f"the loss does not use {len(names)} of the trained weights, for instance {names[0]}; use them, freeze them "
+        f"(requires_grad_(False)), or {remedy}"
     )
 
 
+def sparse_gradient(name: str = "a weight") -> RecipeError:
+    """The error, on any number of ranks, for a gradient that is not dense."""
+    return RecipeError(f"the gradient of {name} is sparse, and ranks sum dense gradients; use a dense operation")
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def local_norm(tensors: list[Tensor], device: torch.device) -> Tensor:
-    """The norm of all tensors together, as a tensor on the device: no host sync."""
+    """The norm of all tensors together, as a tensor on the device, without a host sync."""
     if not tensors:
         return torch.zeros((), device=device)
     norms = torch.stack([norm.to(device) for norm in torch._foreach_norm(tensors)])
@@ -208,7 +228,7 @@ def local_norm(tensors: list[Tensor], device: torch.device) -> Tensor:
 
 
 def place_frozen(modules: Mapping[str, nn.Module], device: torch.device) -> None:
-    """Puts modules that are used but not trained on the device, in evaluation mode."""
+    """Moves modules that are used but not trained to the device, in evaluation mode."""
     for module in modules.values():
         module.to(device).eval().requires_grad_(False)
 
@@ -216,17 +236,17 @@ def place_frozen(modules: Mapping[str, nn.Module], device: torch.device) -> None
 def cast_weights(
     model: nn.Module, dtype: torch.dtype, frozen: torch.dtype | None = None, exact: Sequence[str] = ()
 ) -> None:
-    """Gives the weights another floating type; buffers keep theirs (they may be complex), except for float64.
+    """Casts floating-point weights to `dtype`; buffers (which may be complex) are cast only to float64.
 
-    Weights that are not trained need no more bits than they are used with: they get the type `frozen`, where one is
-    given, unless they are `exact`.
+    Frozen weights are cast to `frozen` instead, if it is given, unless `exact` names them: they need no more bits than
+    the computation uses.
     """
     for prefix, module in model.named_modules():
         for short, parameter in module.named_parameters(recurse=False):
             if parameter.is_floating_point():
                 name = f"{prefix}.{short}" if prefix else short
-                less = frozen is not None and not parameter.requires_grad and name not in exact
-                parameter.data = parameter.data.to(frozen if less else dtype)
+                is_reduced = frozen is not None and not parameter.requires_grad and name not in exact
+                parameter.data = parameter.data.to(frozen if is_reduced else dtype)
         for name, buffer in module.named_buffers(recurse=False):
             if dtype == torch.float64 and (buffer.is_floating_point() or buffer.is_complex()):
                 setattr(module, name, buffer.to(torch.complex128 if buffer.is_complex() else dtype))

@@ -1,1 +1,1 @@
-"""What fits, and what follows from it."""
+"""Estimates memory, and chooses the strategy that fits."""

@@ -1,4 +1,4 @@
-"""Memory of the host: what there is, and what is free, also inside a container."""
+"""Total and free memory of the host, or of the container in which the process runs."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ _LIMITS = (
 
 
 def free_host_memory() -> int:
-    """Bytes that the system would still give out, or the container it runs in."""
+    """Bytes that a process can still allocate."""
     available = _meminfo().get("MemAvailable", 0)
     for limit, used in _LIMITS:
         try:
             available = min(available, int(Path(limit).read_text()) - int(Path(used).read_text()))
-        except (OSError, ValueError):  # no limit: "max"
+        except (OSError, ValueError):  # "max": no limit
             continue
     return max(available, 1)
 
 
 def whole_host_memory() -> int:
-    """Bytes that all processes together can have, swap included: what is larger never fits."""
+    """Bytes that all processes together can use, including swap."""
     memory = _meminfo()
     whole = memory.get("MemTotal", 0) + memory.get("SwapTotal", 0)
     for limit, _ in _LIMITS:

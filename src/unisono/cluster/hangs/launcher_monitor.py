@@ -15,8 +15,8 @@ from pathlib import Path
 
 from unisono.cluster.hangs.diagnosis import Limits, ProgressTracker, hung_rank
 from unisono.cluster.hangs.heartbeat import last_beats
-from unisono.cluster.hangs.report import Hang, describe, save_attempt_stacks
-from unisono.cluster.hangs.stacks import is_debugged, is_in_collective, main_thread, take_stacks
+from unisono.cluster.hangs.report import Hang, describe
+from unisono.cluster.hangs.stacks import is_debugged, is_in_collective, main_thread, save_stacks, take_stacks
 from unisono.cluster.outcome import Outcome
 
 _RECHECK_S = 10.0  # before stacks are taken again, when a rank that seemed to hang has made progress after all
@@ -55,5 +55,5 @@ class HangMonitor:
             rank = Outcome("crashed", describe(status), status.rank, status.beat.step or None)
             self._print_line(f"{rank.describe()}; giving the other machines time to find the cause")
             return None
-        note = save_attempt_stacks(self._run_folder, status.beat.step, attempt, stacks)
+        note = save_stacks(self._run_folder, status.beat.step, attempt, stacks)
         return Hang(status, self._limits, main_thread(stacks[status.rank]), stacks_note=note)

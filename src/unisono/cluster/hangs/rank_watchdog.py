@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.cluster.hangs.diagnosis import Limits, ProgressTracker, RankStatus, hung_rank
 from unisono.cluster.hangs.heartbeat import Beat, Heartbeat
-from unisono.cluster.hangs.report import Hang, save_attempt_stacks
+from unisono.cluster.hangs.report import Hang
 from unisono.cluster.hangs.stacks import (
     FILES_S,
     finishes_within,
@@ -34,12 +34,13 @@ from unisono.cluster.hangs.stacks import (
     is_in_collective,
     own_main_thread,
     own_stacks,
+    save_stacks,
 )
 from unisono.cluster.outcome import write
 from unisono.cluster.process_group import open_store
 from unisono.cluster.slurm.script import OUTCOMES
 from unisono.errors import EXIT_DIED, EXIT_FAILED
-from unisono.typed_paths import shown
+from unisono.typed_paths import as_typed
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -205,13 +206,13 @@ class Watchdog:
                 write(Path(folder), outcome)
             else:
                 stack = f"{outcome.traceback}\n" if outcome.traceback else ""
-                print(shown(f"{stack}unisono: {outcome.describe()}"), file=sys.stderr, flush=True)
+                print(as_typed(f"{stack}unisono: {outcome.describe()}"), file=sys.stderr, flush=True)
         if not interactive:
             self._exit(silent)
 
     def _save_own_stacks(self, step: int) -> str:
         stacks = {self._world.rank: own_stacks()} if self.run_folder is not None else {}
-        return save_attempt_stacks(self.run_folder, step, self._world.restart_count, stacks)
+        return save_stacks(self.run_folder, step, self._world.restart_count, stacks)
 
     def _exit(self, silent: Collection[int]) -> None:
         """Ends the process once all responsive ranks know the verdict: the first to exit breaks their connections."""

@@ -1,14 +1,12 @@
-"""Words a hang for the user, the event log and the rank's outcome; the same text whoever detected it."""
+"""Describes a hang for the user, the event log and the rank's outcome; the same for both detectors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from unisono.cluster.hangs.diagnosis import Limits, RankStatus
-from unisono.cluster.hangs.stacks import save_stacks
 from unisono.cluster.outcome import Outcome
 
 
@@ -51,10 +49,3 @@ def describe(status: RankStatus) -> str:
     phase = {"start": "startup", "end": "shutdown"}.get(status.beat.phase, status.beat.phase)
     waiting = ", waiting for other ranks" if status.waits_for_peers else ""
     return f"no progress for {status.idle_s:.0f} s in {phase}{waiting}"
-
-
-def save_attempt_stacks(run_folder: Path | None, step: int, attempt: int, stacks: Mapping[int, str]) -> str:
-    """Saves these stacks, by rank, under the step and the attempt; returns the end of a message that says where."""
-    if run_folder is None:
-        return ""
-    return "; " + save_stacks(run_folder, f"step_{step:08d}-attempt{attempt}", stacks)

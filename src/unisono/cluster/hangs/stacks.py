@@ -58,9 +58,8 @@ def take_stacks(job_folder: Path, pids: Mapping[int, int]) -> dict[int, str]:
     """Returns the stacks of the ranks with these process ids, by rank; without a stack, the reason why."""
     for rank, pid in pids.items():
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):
-            os.truncate(
-                _file(job_folder, rank), 0
-            )  # no file: the rank has no handler yet, and the signal would kill it
+            # Raises if there is no file: the rank has no handler yet, and the signal would kill it.
+            os.truncate(_file(job_folder, rank), 0)
             os.kill(pid, signal.SIGUSR2)
     deadline = time.monotonic() + ANSWER_S
     stacks: dict[int, str] = {}
@@ -82,18 +81,21 @@ def finishes_within(seconds: float, work: Callable[[], None]) -> bool:
     return not thread.is_alive()
 
 
-def save_stacks(run_folder: Path, name: str, stacks: Mapping[int, str]) -> str:
-    """Saves the stacks under a new name in the run folder; returns a phrase that says where they are, or why not."""
+def save_stacks(run_folder: Path | None, step: int, attempt: int, stacks: Mapping[int, str]) -> str:
+    """Saves these stacks, by rank, in the run folder; returns the end of a message that says where, or why not."""
+    if run_folder is None:
+        return ""
+    folder, name = run_folder, f"step_{step:08d}-attempt{attempt}"
     results: list[str] = []
 
     def save() -> None:
         try:
-            results.append(f"all stacks are in {_write_stacks(run_folder, name, stacks)}")
+            results.append(f"; all stacks are in {_write_stacks(folder, name, stacks)}")
         except OSError as error:
-            results.append(f"the stacks could not be saved ({error.strerror})")
+            results.append(f"; the stacks could not be saved ({error.strerror})")
 
     finished = finishes_within(FILES_S, save)
-    return results[0] if finished and results else f"the stacks could not be saved ({run_folder} does not respond)"
+    return results[0] if finished and results else f"; the stacks could not be saved ({folder} does not respond)"
 
 
 def _write_stacks(run_folder: Path, name: str, stacks: Mapping[int, str]) -> Path:

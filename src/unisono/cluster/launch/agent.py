@@ -36,7 +36,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +48,16 @@ from unisono.atomic_files import write_atomically
 from unisono.cluster import outcome as outcomes
 from unisono.cluster.environment import ROUND
 from unisono.cluster.hangs.diagnosis import Limits
-from unisono.cluster.hangs.heartbeat import clear_heartbeats, last_beats
+from unisono.cluster.hangs.heartbeat import clear_heartbeats
 from unisono.cluster.hangs.launcher_monitor import HangMonitor
 from unisono.cluster.hangs.stacks import FILES_S, clear_stacks, finishes_within
+from unisono.cluster.launch.job_folder import collect_outcomes
 from unisono.cluster.outcome import Outcome
 from unisono.cluster.process_group import ATTEMPT
 from unisono.cluster.rendezvous.client import RendezvousClient
 from unisono.cluster.rendezvous.server import Round
 from unisono.cluster.signals import STOP_FILE, stop_signals
-from unisono.typed_paths import shown
+from unisono.typed_paths import as_typed
 
 # Variables in which the user's value wins over the agent's; all others that the agent sets identify a rank.
 _USER_VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
@@ -304,26 +305,21 @@ class Agent(LocalElasticAgent):
                 process.wait(max(0.0, deadline - time.monotonic()))
 
     def _outcomes_after_death(self, ranks: Mapping[int, subprocess.Popen[Any]]) -> list[Outcome]:
-        """Returns what became of the ranks once one has died; an empty list while none has."""
+        """Returns the outcomes of the ranks once one has died; an empty list while none has."""
         deadline = time.monotonic() + _CAUSE_WAIT_S
         while True:
             exited = {rank: status for rank, process in ranks.items() if (status := process.poll()) is not None}
-            by_rank = {outcome.rank: outcome for outcome in outcomes.read_all(self.job.folder)}
+            written = {outcome.rank for outcome in outcomes.read_all(self.job.folder)}
             # Status 0 without an outcome is a death too: the recipe, or a library, has ended the process.
-            died = {rank: status for rank, status in exited.items() if status != 0 or rank not in by_rank}
+            died = {rank: status for rank, status in exited.items() if status != 0 or rank not in written}
             if not died:
                 return []
-            beats = {beat.rank: beat for beat in last_beats(self.job.folder, died)}
-            for rank, status in died.items():
-                if rank not in by_rank:
-                    # Dated by its last beat, so that it precedes the failures that its death causes on other ranks.
-                    by_rank[rank] = outcomes.death(rank, status, beats[rank].time or time.time())
-            cause = outcomes.first_cause(list(by_rank.values()))
+            collected = collect_outcomes(self.job.folder, died)
+            cause = outcomes.first_cause(collected)
             if cause is None and any(process.poll() is None for process in ranks.values()):
                 return []  # the rank had finished and crashed only while it exited; the others still work
             if cause is None or not cause.blames_a_peer or len(ranks) == len(died) or time.monotonic() > deadline:
-                steps = {rank: beat.step or None for rank, beat in beats.items()}
-                return [replace(each, step=each.step or steps.get(rank)) for rank, each in by_rank.items()]
+                return collected
             time.sleep(0.02)
 
     def _new_hang_monitor(self) -> HangMonitor:
@@ -374,4 +370,4 @@ def _own_handlers_restored() -> Iterator[None]:
 def print_line(line: str) -> None:
     """Prints one line of the launcher to stderr."""
     with contextlib.suppress(OSError):  # the terminal may be gone
-        print(shown(f"unisono: {line}"), file=sys.stderr, flush=True)
+        print(as_typed(f"unisono: {line}"), file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The temporary folder through which a launcher and its ranks exchange files; also removes abandoned ones.
+"""The temporary folder through which a launcher and its ranks exchange files.
 
 A rank writes its heartbeat (`heartbeat_rank0`), its stacks on request (`stack_rank0.txt`) and how it ended
 (`outcome_rank0.json`). The launcher writes the stop file (`stop`) and renames the outcomes of earlier attempts.
@@ -16,8 +16,13 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+
+from unisono.cluster.hangs.heartbeat import last_beats
+from unisono.cluster.outcome import Outcome, death, read_all
 
 _PREFIX, _MARKER = "unisono-", ".unisono-launcher"
 
@@ -29,15 +34,31 @@ def job_folder() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with contextlib.suppress(
-            OSError
-        ):  # a file system without locks: no marker, or other launchers would remove the folder
+        # On a file system without locks the marker stays absent; other launchers would remove the folder otherwise.
+        with contextlib.suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             (folder / _MARKER).touch()
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(handle)
+
+
+def collect_outcomes(folder: Path, statuses: Mapping[int, int]) -> list[Outcome]:
+    """Returns the outcomes that ranks have written, and derived ones of ranks that exited without writing any.
+
+    `statuses` are the exit statuses of the ranks that have exited; a rank that is still exiting may have written its
+    outcome too. The last heartbeat of a rank supplies the step, and the time of its death, which must precede the
+    failures that it causes on other ranks.
+    """
+    by_rank = {outcome.rank: outcome for outcome in read_all(folder)}
+    beats = {beat.rank: beat for beat in last_beats(folder, {*statuses, *by_rank})}
+    for rank, status in statuses.items():
+        if rank not in by_rank:
+            by_rank[rank] = death(rank, status, beats[rank].time or time.time())
+    return [
+        replace(outcome, step=outcome.step or beats[rank].step or None) for rank, outcome in sorted(by_rank.items())
+    ]
 
 
 def remove_abandoned(parent: Path | None = None) -> None:
@@ -55,7 +76,7 @@ def _remove_if_abandoned(folder: Path) -> None:
         return
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        # Look for the marker only under the lock: whoever wrote it either holds the lock or is gone.
+        # Look for the marker only under the lock: its writer either holds the lock or has exited.
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.fstat(handle).st_uid == os.geteuid() and (folder / _MARKER).is_file():
             shutil.rmtree(folder, ignore_errors=True)

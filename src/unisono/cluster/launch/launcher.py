@@ -18,12 +18,10 @@ import logging
 import os
 import re
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
@@ -33,7 +31,7 @@ from unisono.cluster.launch.agent import Agent, Job, KilledByUser, PassThroughLo
 from unisono.cluster.lifetime import LAUNCHER_PID
 from unisono.cluster.ports import require_free
 from unisono.cluster.rendezvous.client import RendezvousClient, RendezvousConfig
-from unisono.cluster.signals import SAME_PRESS_S, stop_signals
+from unisono.cluster.signals import SAME_PRESS_S, handling_stop_signals
 from unisono.devices import num_cpu_cores
 from unisono.errors import UserError
 
@@ -81,7 +79,7 @@ def launch(
         )
         agent = Agent(spec, PassThroughLogs(_environment(environ, job, nproc)), job)
         try:
-            with _SignalHandlers(agent):
+            with handling_stop_signals(_OnSignal(agent)):
                 result = agent.run()
             if result is None or result.is_failed():
                 rendezvous.end_run("the run has failed on another machine; see its output for the cause")
@@ -101,8 +99,8 @@ def launch(
     return agent.exit_code()
 
 
-class _SignalHandlers:
-    """Handles the launcher's signals while ranks run.
+class _OnSignal:
+    """The launcher's signal handler while ranks run.
 
     SIGINT, SIGTERM, SIGUSR1 and SIGHUP (unless it is ignored, as under nohup) ask the ranks to save and stop. A second
     SIGINT or SIGTERM kills them.
@@ -111,19 +109,8 @@ class _SignalHandlers:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._first_signal_at: float | None = None
-        self._previous: dict[int, Any] = {}
 
-    def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread():  # python allows handlers only there
-            for signum in stop_signals():
-                self._previous[signum] = signal.signal(signum, self._on_signal)
-
-    def __exit__(self, *error: object) -> None:
-        for signum, handler in self._previous.items():
-            # None: installed from C, python cannot restore it
-            signal.signal(signum, signal.SIG_DFL if handler is None else handler)
-
-    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
         name = signal.Signals(signum).name
         # SIGUSR1 and SIGHUP never kill: a scheduler sends SIGUSR1 as a warning and SIGTERM later, while ranks may save.
         can_kill = signum in (signal.SIGINT, signal.SIGTERM)

@@ -21,14 +21,13 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from unisono.cluster import outcome as outcomes
 from unisono.cluster.hangs.diagnosis import Limits
-from unisono.cluster.hangs.heartbeat import last_beats
 from unisono.cluster.hangs.launcher_monitor import HangMonitor
+from unisono.cluster.launch.job_folder import collect_outcomes
 from unisono.cluster.lifetime import LAUNCHER_PID
 from unisono.cluster.outcome import Outcome
 
@@ -102,7 +101,7 @@ class WarmRanks:
                 on_poll()
                 if final is not None or len(self._pids) + len(statuses) < len(warm):
                     continue
-                so_far = _outcomes(job_folder, statuses)
+                so_far = collect_outcomes(job_folder, statuses)
                 cause = outcomes.first_cause(so_far)
                 if cause is not None:
                     died_at = died_at or time.monotonic()
@@ -112,7 +111,7 @@ class WarmRanks:
                     final = [hang.outcome()]
                 if final is not None:
                     self._kill_ranks()
-        return final or _outcomes(job_folder, statuses)
+        return final or collect_outcomes(job_folder, statuses)
 
     def _request(self, process: subprocess.Popen[bytes], request: Mapping[str, Any]) -> None:
         assert process.stdin is not None
@@ -131,13 +130,3 @@ class WarmRanks:
         for pid in self._pids.values():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)  # each rank leads its own session, which includes its loader workers
-
-
-def _outcomes(job_folder: Path, statuses: Mapping[int, int]) -> list[Outcome]:
-    """Returns the outcomes of the ranks that have exited, with the step they were at."""
-    by_rank = {outcome.rank: outcome for outcome in outcomes.read_all(job_folder) if outcome.rank in statuses}
-    beats = {beat.rank: beat for beat in last_beats(job_folder, statuses)}
-    for rank, status in statuses.items():
-        if rank not in by_rank:  # status 0 without an outcome is a death too: the recipe has ended the process
-            by_rank[rank] = outcomes.death(rank, status, beats[rank].time or time.time())
-    return [replace(by_rank[rank], step=by_rank[rank].step or beats[rank].step or None) for rank in sorted(by_rank)]

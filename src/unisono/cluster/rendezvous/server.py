@@ -37,6 +37,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from unisono.cluster.rendezvous.connection import HEARTBEAT_S, Connection
+from unisono.formatting import format_count
 
 LAST_CALL_FIRST_ROUND_S = 30.0
 """How long the first round waits for more machines once there are enough: they determine the effective batch."""
@@ -60,16 +61,15 @@ class Round:
 
     def describe_change(self) -> str:
         """Returns one line: which machines joined, left or came back, and how many continue."""
-        back = sorted(set(self.joined) & set(self.left))
-        changes = [(back, "came back"), ([m for m in self.joined if m not in back], "joined")]
-        changes.append(([m for m in self.left if m not in back], "left"))
+        joined, left = set(self.joined), set(self.left)
+        changes = {"came back": joined & left, "joined": joined - left, "left": left - joined}
         parts = [
-            f"machine{'s' * (len(machines) > 1)} {', '.join(map(str, machines))} {what}"
-            for machines, what in changes
+            f"machine{'s' * (len(machines) > 1)} {', '.join(map(str, sorted(machines)))} {change}"
+            for change, machines in changes.items()
             if machines
         ]
-        ranks = sum(ranks for _, ranks in self.machines)
-        now = f"{len(self.machines)} machine{'s' * (len(self.machines) > 1)}, {ranks} rank{'s' * (ranks > 1)}"
+        ranks = format_count(sum(ranks for _, ranks in self.machines), "rank")
+        now = f"{format_count(len(self.machines), 'machine')}, {ranks}"
         return f"{'; '.join(parts)}: continuing from the last checkpoint with {now}"
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unisono.errors import UserError
+from unisono.formatting import format_count
 
 _TIMEOUT_S = 60.0
 _WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
@@ -39,7 +40,7 @@ class JobState:
         if self.name in _WAITING:
             return f"{self.name.lower()}{f' ({self.reason})' if self.reason else ''}"
         if self.name in _RUNNING:
-            again = f", requeued {self.restarts} time{'s' * (self.restarts > 1)}" if self.restarts else ""
+            again = f", requeued {format_count(self.restarts, 'time')}" if self.restarts else ""
             return f"{self.name.lower()}{f' on {self.nodes}' if self.nodes else ''}{again}"
         return f"{self.name.lower()}{f', exit code {self.exit_code}' if self.exit_code else ''}"
 

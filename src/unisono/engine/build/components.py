@@ -56,7 +56,8 @@ def build_components(recipe: Recipe, settings: Settings, placement: Placement, b
     model = _initial_model(recipe, settings, placement)
     strategy_name, reason = choose_run_strategy(model.module, settings, placement)
     recording = plan_recording(recipe, settings, placement.device, strategy_name)
-    blocks = _blocks_of(model.module, recipe)
+    own_blocks = recipe.blocks(model.module)
+    blocks = list(own_blocks) if own_blocks is not None else repeated_blocks(model.module)
     strategy, remarks = _distribute(model, blocks, recipe, settings, placement, strategy_name)
     recipe.shards = strategy.row_shards()
     optimizer = OptimizerWrapper(
@@ -122,11 +123,6 @@ def _handle_batch_norm(model: nn.Module, settings: Settings, placement: Placemen
         "the model has batch norm, whose result depends on the micro-batch: other numbers of GPUs or micro-batches "
         "will not train exactly alike (group norm or layer norm would)"
     ]
-
-
-def _blocks_of(model: nn.Module, recipe: Recipe) -> list[nn.Module]:
-    own_blocks = recipe.blocks(model)
-    return list(own_blocks) if own_blocks is not None else repeated_blocks(model)
 
 
 def _distribute(

@@ -1,4 +1,4 @@
-"""Which device this process computes on, and the switches of torch that go with it."""
+"""The device of this rank, and torch's global switches for a run."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def find_placement(world: World, settings: Settings) -> Placement:
         device = torch.device("cpu")
         devices = [device]
     else:
-        # In a process of its own, the device that it has chosen for itself: 0 unless somebody has set another.
-        alone = world.launcher == "plain"
-        device = torch.device("cuda", torch.cuda.current_device() if alone else world.local_rank % count)
+        # Without a launcher, the current device of this process, which the caller may have set.
+        has_launcher = world.launcher != "plain"
+        device = torch.device("cuda", world.local_rank % count if has_launcher else torch.cuda.current_device())
         torch.cuda.set_device(device)
         devices = [torch.device("cuda", i) for i in range(count)] if settings.parallel.strategy == "dp" else [device]
     dtype = compute_type(settings.precision)
@@ -40,7 +40,7 @@ def find_placement(world: World, settings: Settings) -> Placement:
 
 @cache
 def has_flash_attention(device: torch.device) -> bool:
-    """Whether flash attention's own kernels run there, which compute in 16 bit."""
+    """Whether the kernels of flash attention, which compute in 16 bit, run on this device."""
     return (
         device.type == "cuda"
         and torch.version.hip is None
@@ -51,9 +51,9 @@ def has_flash_attention(device: torch.device) -> bool:
 
 @contextmanager
 def own_stream(settings: Settings, device: torch.device) -> Iterator[None]:
-    """With cuda_graph, a stream for the whole run.
+    """A context in which, with cuda_graph, everything runs on one separate stream.
 
-    Recording needs one that is not the default one, and gradients that were first met on it.
+    CUDA cannot capture on the default stream, and autograd accumulates a gradient on the stream of its first use.
     """
     if not settings.precision.cuda_graph or device.type != "cuda":
         yield
@@ -67,9 +67,9 @@ def own_stream(settings: Settings, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def switches(settings: Settings, *, many_shapes: bool = False) -> Iterator[None]:
-    """Determinism, precision and kernels, which torch keeps per process; as they were before when the run is over.
+    """A context that sets torch's global switches for determinism, precision and kernels, and restores them.
 
-    `many_shapes`: attention without cuDNN, which takes some ten milliseconds to get ready for each new shape.
+    `many_shapes`: disables cuDNN attention, which takes some ten milliseconds to prepare for each new shape.
     """
     cudnn, attention = torch.backends.cudnn, torch.backends.cuda
     before = torch.get_default_dtype(), torch.get_float32_matmul_precision(), cudnn.allow_tf32, cudnn.benchmark

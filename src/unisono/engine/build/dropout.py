@@ -1,8 +1,8 @@
-"""Turns dropout off in a model, for runs that are compared: what dropout drops depends on the number of ranks.
+"""Disables dropout in a model, for runs that are compared: dropout masks depend on the number of ranks.
 
-Dropout layers are known by their class. Others use functions (attention, recurrent layers, stochastic depth) and hold
-the probability as a number of their own; those are known by the usual names of such a number, and only if it can be a
-probability. A `droplet_size`, a `pressure_drop` or a `drop_threshold` is left alone.
+Dropout layers are recognised by their class. Other modules (attention, recurrent layers, stochastic depth) store the
+probability in an attribute, which is recognised by its usual names, and only if its value can be a probability. A
+`droplet_size`, `pressure_drop` or `drop_threshold` does not change.
 """
 
 from __future__ import annotations

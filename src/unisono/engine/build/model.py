@@ -1,4 +1,4 @@
-"""Asks a recipe for its model, and refuses one that cannot be trained before anything is placed."""
+"""Builds the recipe's model, and refuses one that cannot be trained."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from unisono.formatting import format_bytes
 from unisono.planning.host import whole_host_memory
 
 _FACTORIES = {torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn, torch.full}
-_LARGE = 2**30  # bytes; asking for the host's memory is not worth it for less
+_LARGE = 2**30  # bytes; smaller tensors are not checked
 _TOO_LARGE = ("can't allocate memory", "not enough memory", "Storage size calculation overflowed", "out of memory")
 
 
 def build_model(recipe: Recipe) -> nn.Module:
-    """The recipe's model, checked."""
+    """Calls Recipe.model() and checks the result."""
     try:
         with _Allocations():
             model = recipe.model()
     except MemoryError as error:
         raise RecipeError(_does_not_fit(error)) from error
     except RuntimeError as error:
-        if not any(words in str(error) for words in _TOO_LARGE):
+        if not any(text in str(error) for text in _TOO_LARGE):
             raise
         raise RecipeError(_does_not_fit(error)) from error
     if not isinstance(model, nn.Module):
@@ -39,25 +39,25 @@ def build_model(recipe: Recipe) -> nn.Module:
         if is_lazy(tensor):
             raise RecipeError(
                 f"model(): {name} has no shape yet (a lazy module); call the model once on an example in model(), or "
-                "give its size"
+                "set its size"
             )
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.is_complex():
             raise RecipeError(
-                f"model(): {name} is complex, which optimizers and ranks cannot work with; train its real and "
+                f"model(): {name} is complex, which optimizers and all-reduce do not support; train its real and "
                 "imaginary parts (a real weight with a last dimension of 2, and torch.view_as_complex)"
             )
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
             raise RecipeError(
                 f"model(): {name or 'it'} is an embedding with sparse gradients, which cannot be summed over ranks; "
-                "leave sparse=True out"
+                "remove sparse=True"
             )
     return model
 
 
 class _Allocations(TorchFunctionMode):
-    """Refuses a tensor that is larger than the machine's memory, before the system kills whoever fills it."""
+    """Refuses a tensor that is larger than the machine's memory, before the system kills the process that fills it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -68,8 +68,8 @@ class _Allocations(TorchFunctionMode):
             if device.type == "cpu" and size > _LARGE and size > (whole := whole_host_memory()):
                 raise RecipeError(
                     f"model(): a tensor of {' x '.join(map(str, shape))} takes {format_bytes(size)}, and this machine "
-                    f"has {format_bytes(whole)} of memory; make it smaller, or build the model on "
-                    "meta and shard it (fsdp)"
+                    f"has {format_bytes(whole)} of memory; make it smaller, or build the model on the meta device and "
+                    "shard it (fsdp)"
                 )
         return func(*args, **kwargs)
 
@@ -80,7 +80,7 @@ def _shape_of(func: Any, args: Any, kwargs: Any) -> list[int]:
         sizes = [size for size in args if isinstance(size, int)]
     try:
         return [int(size) for size in sizes]
-    except (TypeError, ValueError):  # not for us to explain
+    except (TypeError, ValueError):  # torch explains it better
         return []
 
 

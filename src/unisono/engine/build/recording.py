@@ -1,4 +1,4 @@
-"""Whether a run's steps can be recorded as CUDA graphs, and whether they are."""
+"""Decides whether the steps of a run are recorded as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def plan_recording(recipe: Recipe, settings: Settings, device: torch.device, str
 
 def check_strategy_records(strategy: Strategy) -> None:
     """Keeps the strategy's gradients at fixed addresses, as a recording needs; refuses one that cannot do that."""
-    if not strategy.keep_gradients():
+    if not strategy.fix_gradient_addresses():
         raise ConfigError(
             "cuda_graph cannot record ddp with find_unused_parameters, static_graph or sync_batch_norm, nor without "
             "gradient_as_bucket_view; leave these out, or cuda_graph"

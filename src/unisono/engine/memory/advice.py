@@ -6,11 +6,11 @@ import re
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from unisono.engine.step.components import Components
 from unisono.engine.step.out_of_memory import IN_COUPLE
 from unisono.formatting import format_bytes
+from unisono.parallel.strategy import local_part
 from unisono.planning.choose import Demand
 
 _AMOUNT = r"([\d.]+) (GiB|MiB|KiB|bytes)"
@@ -75,9 +75,4 @@ def _amount(pattern: str, text: str) -> int | None:
 
 
 def _bytes(tensors: Any) -> int:
-    return sum(_local(tensor).numel() * tensor.element_size() for tensor in tensors)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    to_local = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()
+    return sum(local_part(tensor).numel() * tensor.element_size() for tensor in tensors)

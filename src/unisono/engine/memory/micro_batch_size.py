@@ -1,7 +1,8 @@
 """The micro-batch size: as large as memory allows, without any effect on the result.
 
 All ranks halve it together when one runs out of memory. It grows only with `--micro_batch auto`: before the first step
-by trying sizes, and later by doubling, which is retried less often after each failure.
+by trying sizes, and later by doubling, which is retried less often after each failure. If only a restart helps, the run
+folder's `memory.json` tells the next attempt the smaller size.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from unisono.engine.batch import BatchPlan
-from unisono.engine.memory.remembered_size import remember, smaller
 from unisono.engine.state import TrainState
 from unisono.engine.step.out_of_memory import OutOfMemoryTogether
+from unisono.errors import UserError
+from unisono.observe.note import leave_note
+from unisono.plain_files import NotRegular, read_json
 
+_FILE = "memory.json"
 _STEPS_BEFORE_RISING = 200
 _REFINEMENTS = 3  # trials between the largest size that fits and the smallest that does not
 
@@ -43,11 +47,11 @@ class MicroBatchSizer:
         """Halves the size for the next attempt, and returns it; None if a single sample did not fit."""
         size = smaller(self.plan.micro_batch, tried)
         if size is not None:
-            remember(self._folder, size)
+            store_size(self._folder, size)
         return size
 
     def rise(self) -> bool:
-        """Doubles the size if the settings allow it and the last change was long enough ago; whether it did."""
+        """Doubles the size if the settings allow it and the last change was long enough ago; returns whether it did."""
         wait = _STEPS_BEFORE_RISING * 2**self._state.memory_failures
         if not self._may_rise or self.plan.micro_batch >= self._largest:
             return False
@@ -77,3 +81,25 @@ class MicroBatchSizer:
     def _take(self, size: int) -> None:
         self.plan = replace(self.plan, micro_batch=size)
         self._state.micro_batch, self._state.memory_step = size, self._state.step
+
+
+def smaller(micro_batch: int, share: int) -> int | None:
+    """The next size to try after `micro_batch` samples of a rank's `share` did not fit; None if that was one sample."""
+    tried = min(micro_batch, share)
+    return None if tried <= 1 else -(-tried // 2)
+
+
+def store_size(run_folder: Path, micro_batch: int) -> None:
+    """Stores the size that the next attempt should use."""
+    leave_note(run_folder / _FILE, {"micro_batch": micro_batch})
+
+
+def stored_size(run_folder: Path) -> int | None:
+    """The size that the previous attempt stored; None if there is none."""
+    try:
+        size = read_json(run_folder / _FILE)["micro_batch"]
+    except NotRegular as error:  # writing our file would replace it
+        raise UserError(f"{run_folder / _FILE} cannot be read ({error.strerror}); remove it") from None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return size if isinstance(size, int) and size >= 1 else None

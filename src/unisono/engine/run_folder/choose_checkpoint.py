@@ -1,14 +1,14 @@
-"""Chooses the checkpoint that a run resumes from, once the model is built: its tensors must match the model."""
+"""Chooses the checkpoint that a run resumes from: first by its files, then, once the model is built, by its tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from unisono.checkpoint.commit import read_best
 from unisono.checkpoint.find import list_steps, newest_valid, validate
@@ -16,26 +16,70 @@ from unisono.checkpoint.manifest import CheckpointError, read_manifest
 from unisono.checkpoint.pieces import pieces_of
 from unisono.checkpoint.tensor_file import BadTensorFile
 from unisono.engine.rank_context import RankContext
-from unisono.engine.resume import ChosenCheckpoint, restore, why_incompatible, why_unusable
+from unisono.engine.resume import ChosenCheckpoint, find_checkpoint, restore, run_id, why_incompatible, why_unusable
+from unisono.engine.run_folder.enter import EnteredRun
 from unisono.engine.step.components import Components
-from unisono.parallel.strategy import Strategy
+from unisono.parallel.strategy import Strategy, local_part
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """The checkpoint that a start continues from, if any, and the id of the run."""
+
+    checkpoint: ChosenCheckpoint
+    run_id: str
+
+    @property
+    def path(self) -> Path | None:
+        """The checkpoint's folder; None for a new run."""
+        return self.checkpoint.path
+
+    @property
+    def step(self) -> int:
+        """The step at which the start begins."""
+        return 0 if self.path is None else read_manifest(self.path).step
+
+
+def find_resume_point(rank: RankContext, run: EnteredRun) -> ResumePoint:
+    """Finds the checkpoint to continue from; every rank calls it."""
+    checkpoint = rank.main_decides(lambda: _find_checkpoint(run, was_started_before=rank.world.started_before))
+    return ResumePoint(checkpoint, rank.main_decides(lambda: run_id(run.record, run.folder.path, checkpoint.path)))
+
+
+def _find_checkpoint(run: EnteredRun, *, was_started_before: bool) -> ChosenCheckpoint:
+    """The checkpoint to continue from.
+
+    `--resume PATH` names where a run begins. Once the run has checkpoints of its own, the same command continues from
+    the newest of those.
+    """
+    resume, folder, name = run.settings.run.resume, run.folder.path, run.recipe_name
+    stored_id = (run.record or {}).get("id")
+    has_begun = was_started_before or (resume in run.earlier_resumes and resume != "never")
+    if resume != "auto" and has_begun and list_steps(run.checkpoints):
+        chosen = find_checkpoint("auto", folder, name, stored_id)
+        chosen.remarks.append(f"this run has already continued from {resume}: resuming from its newest checkpoint")
+        return chosen
+    return find_checkpoint(resume, folder, name, stored_id)
 
 
 def resume_from(
-    chosen: ChosenCheckpoint,
+    point: ResumePoint,
     components: Components,
-    folder: Path,
-    identity: Mapping[str, Any],
+    run: EnteredRun,
     num_samples: int,
-    *,
     rank: RankContext,
     group: dist.ProcessGroup | None,
 ) -> ChosenCheckpoint:
-    """Restores `chosen`, or the newest older checkpoint that fits the model; returns the one it used, with new notes.
+    """Restores the checkpoint, or the newest older one that matches the model; returns that one, with new notes.
 
-    `folder` holds the run's checkpoints, `identity` names the run, the dataset has `num_samples`. Every rank calls it.
+    `num_samples` is the size of the dataset. Every rank calls it, also for a run that begins at step 0.
     """
-    used: ChosenCheckpoint = rank.main_decides(lambda: newest_compatible(chosen, folder, identity, components))
+    if point.path is None:
+        return point.checkpoint
+    folder, identity = run.checkpoints, {"recipe": run.recipe_name, "run": point.run_id}
+    used: ChosenCheckpoint = rank.main_decides(
+        lambda: _newest_compatible(point.checkpoint, folder, identity, components)
+    )
     path = used.path
     assert path is not None
     restore(path, components, group)
@@ -45,24 +89,26 @@ def resume_from(
     if components.state.num_samples not in (0, num_samples):
         used.remarks.append(
             f"the dataset had {components.state.num_samples:,} samples before and has {num_samples:,} now: "
-            "the sample order differs from this step on"
+            "the sample order differs from this step on, and samples that are held out now may have been trained on"
         )
-    broken = sorted({name for names in rank.agreement.all_gather(not_finite(components.strategy)) for name in names})
-    if broken:
+    non_finite = sorted(
+        {name for names in rank.agreement.all_gather(_not_finite(components.strategy)) for name in names}
+    )
+    if non_finite:
         older = rank.main_decides(lambda: _newest_finite(folder, identity, read_manifest(path).step))
-        more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
+        more = f" and {len(non_finite) - 1} more" if len(non_finite) > 1 else ""
         advice = f"to go back: --resume {older}" if older else "no older checkpoint is finite"
-        used.remarks.append(f"{path.name} holds weights that are not finite ({broken[0]}{more}); {advice}")
+        used.remarks.append(f"{path.name} holds weights that are not finite ({non_finite[0]}{more}); {advice}")
     return used
 
 
-def newest_compatible(
+def _newest_compatible(
     chosen: ChosenCheckpoint, folder: Path, identity: Mapping[str, Any], components: Components
 ) -> ChosenCheckpoint:
-    """Returns `chosen`, or the newest older checkpoint that fits if its tensors do not match the model.
+    """Returns `chosen`, or the newest older checkpoint that matches the model if its own tensors do not.
 
-    If an older checkpoint of the same run fits the model, the newer one is damaged. If none fits, the model has
-    changed: then restore() fails with the difference, and no checkpoint is set aside.
+    If an older checkpoint of the same run matches, the newer one is damaged. If none does, the model has changed: then
+    restore() fails with the difference, and no checkpoint is set aside.
     """
     path = chosen.path
     if path is None or path.parent != folder:  # the user named this path: use no other
@@ -71,20 +117,20 @@ def newest_compatible(
         return ChosenCheckpoint(path, chosen.bad)
     step = read_manifest(path).step
     older, skipped = newest_valid(
-        folder, identity, lambda one: why_unusable(one) or why_incompatible(one, components), before=step
+        folder, identity, lambda each: why_unusable(each) or why_incompatible(each, components), before=step
     )
     if older is None:
         return ChosenCheckpoint(path, chosen.bad)
-    bad = {path: reason, **{one: why for one, why in skipped if one not in chosen.bad}}
-    return ChosenCheckpoint(older, chosen.bad | bad, [f"{one.name} skipped: {why}" for one, why in bad.items()])
+    bad = {path: reason, **{each: why for each, why in skipped if each not in chosen.bad}}
+    return ChosenCheckpoint(older, chosen.bad | bad, [f"{each.name} skipped: {why}" for each, why in bad.items()])
 
 
-def not_finite(strategy: Strategy) -> list[str]:
+def _not_finite(strategy: Strategy) -> list[str]:
     """Names of weights with nan or inf in this rank's part, and of buffers with nan (a mask may hold inf)."""
     weights = dict(strategy.model.named_parameters()).keys()
-    local = {name: _local(tensor) for name, tensor in strategy.tensors().items()}
-    filled = {name: tensor for name, tensor in local.items() if tensor.is_floating_point() and tensor.numel()}
-    return [name for name, tensor in filled.items() if not _is_sound(tensor, is_weight=name in weights)]
+    local = {name: local_part(tensor) for name, tensor in strategy.tensors().items()}
+    floating = {name: tensor for name, tensor in local.items() if tensor.is_floating_point() and tensor.numel()}
+    return [name for name, tensor in floating.items() if not _is_finite(tensor, is_weight=name in weights)]
 
 
 def _newest_finite(folder: Path, identity: Mapping[str, Any], before: int) -> Path | None:
@@ -93,7 +139,7 @@ def _newest_finite(folder: Path, identity: Mapping[str, Any], before: int) -> Pa
         if step >= before or validate(path, deep=False, identity=identity) is not None:
             continue
         try:
-            if all(_is_sound(tensor, is_weight=False) for tensor in _weights_in(path)):
+            if all(_is_finite(tensor, is_weight=False) for tensor in _weights_in(path)):
                 return path
         except (CheckpointError, BadTensorFile, OSError):
             continue
@@ -107,10 +153,6 @@ def _weights_in(path: Path) -> Iterator[Tensor]:
                 yield piece.file.tensor(name)
 
 
-def _is_sound(tensor: Tensor, *, is_weight: bool) -> bool:
+def _is_finite(tensor: Tensor, *, is_weight: bool) -> bool:
     wrong = tensor.isfinite().logical_not() if is_weight else tensor.isnan()
     return not bool(wrong.any())
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -14,7 +14,7 @@ from unisono.config.resolve import Resolved
 from unisono.engine.checks import check_settings
 from unisono.engine.rank_context import RankContext
 from unisono.engine.recipe import Recipe
-from unisono.engine.run_folder.new_folder import hold_folder, read_own
+from unisono.engine.run_folder.new_folder import lock_folder, read_own
 from unisono.engine.run_folder.stored_settings import changed_settings, continue_run, record_of
 from unisono.observe.folder import RunFolder, check_writable
 from unisono.observe.lock import FolderLock
@@ -56,23 +56,23 @@ class EnteredRun:
 
 
 def enter_run_folder(
-    recipe_class: type[Recipe], resolved: Resolved, rank: RankContext, *, is_held: bool = False
+    recipe_class: type[Recipe], resolved: Resolved, rank: RankContext, *, is_locked: bool = False
 ) -> EnteredRun:
     """Locks the run folder and settles the run's settings, on every rank alike.
 
-    `is_held`: the launcher of this run, or the caller, has already locked the folder.
+    `is_locked`: the launcher of this run, or the caller, has already locked the folder.
     """
     recipe_name, classes = recipe_class.__qualname__, (Settings, recipe_class.Config)
     with ExitStack() as on_failure:
         lock: FolderLock | None = None  # on the main rank
 
-        def lock_folder() -> str:
+        def take_lock() -> str:
             nonlocal lock
-            path, lock = _lock_folder(resolved, recipe_name, is_held=is_held)
+            path, lock = _take_lock(resolved, recipe_name, is_locked=is_locked)
             on_failure.callback(lock.release)
             return path
 
-        path = rank.main_decides(lock_folder)
+        path = rank.main_decides(take_lock)
         resolved = resolved.with_values(resolved.sources["output_dir"], output_dir=path)
         check_shared(path, rank.world, rank.agreement)
         record = rank.main_decides(lambda: read_own(path))
@@ -87,10 +87,10 @@ def enter_run_folder(
     return EnteredRun(recipe_class, RunFolder(path, lock), record, origin, resolved, settings, changed)
 
 
-def _lock_folder(resolved: Resolved, recipe: str, *, is_held: bool) -> tuple[str, FolderLock]:
+def _take_lock(resolved: Resolved, recipe: str, *, is_locked: bool) -> tuple[str, FolderLock]:
     """Locks the folder before anything reads it; creates a new one if the user named none."""
-    if not is_held:
-        resolved, lock = hold_folder(resolved, recipe)
+    if not is_locked:
+        resolved, lock = lock_folder(resolved, recipe)
         return str(resolved.values["output_dir"]), lock
     path = str(resolved.values["output_dir"])
     check_writable(path)

@@ -1,28 +1,22 @@
-"""A run folder before the run starts: its name, its lock, and what run.json will record about the environment."""
+"""A run folder before the run starts: its default name, its lock, and a check that it holds no foreign files."""
 
 from __future__ import annotations
 
 import os
-import platform
 import time
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from unisono.config.resolve import Resolved, with_recipe_defaults
-from unisono.engine.recipe import Recipe
+from unisono.config.resolve import Resolved
 from unisono.errors import UserError
 from unisono.observe.folder import RunFolder, check_writable
 from unisono.observe.lock import FolderLock
-from unisono.settings import Settings
 from unisono.typed_paths import absolute
 
 
 def read_own(path: str) -> dict[str, Any] | None:
-    """The run.json of a folder, None if there is none; refuses a folder with other people's files of our names."""
+    """The run.json of a folder, or None; refuses a folder that holds metrics or events but no run.json."""
     record = RunFolder.read(path)
     foreign = [name for name in ("metrics.jsonl", "events.jsonl") if Path(path, name).exists()]
     if record is None and foreign:
@@ -33,7 +27,7 @@ def read_own(path: str) -> dict[str, Any] | None:
     return record
 
 
-def hold_folder(resolved: Resolved, recipe: str) -> tuple[Resolved, FolderLock]:
+def lock_folder(resolved: Resolved, recipe: str) -> tuple[Resolved, FolderLock]:
     """Locks the run folder before anything reads it; creates a new one if the user named none."""
     path = resolved.values["output_dir"]
     if path is not None:
@@ -58,20 +52,3 @@ def remove_empty(folder: Path) -> None:
 def default_folder(recipe: str) -> str:
     """runs/<recipe>-<time>"""
     return f"runs/{recipe.lower()}-{time.strftime('%Y%m%d-%H%M%S')}"
-
-
-def defaults_of(kind: type[Recipe]) -> dict[str, Any]:
-    """The default of every setting, as the recipe's `--help` shows it."""
-    return with_recipe_defaults((Settings, kind.Config), kind.defaults).to_json()["values"]  # type: ignore[no-any-return]
-
-
-def versions() -> dict[str, str]:
-    """Versions of the software and the GPU that a run's numbers depend on."""
-    versions_by_name = {"python": platform.python_version(), "torch": torch.__version__}
-    for package in ("unisono", "safetensors", "numpy", "diffusers", "transformers", "peft", "accelerate"):
-        with suppress(PackageNotFoundError):  # reads the metadata: importing the package would take seconds
-            versions_by_name[package] = version(package)
-    if torch.cuda.is_available():
-        versions_by_name["cuda"] = str(torch.version.cuda)
-        versions_by_name["gpu"] = torch.cuda.get_device_name()
-    return versions_by_name

@@ -15,17 +15,16 @@ from unisono.config.resolve import Resolved
 from unisono.engine.length import BY_LENGTH
 from unisono.errors import ConfigError, UnisonoError, UserError
 from unisono.observe.folder import EVENTS, RunFolder
+from unisono.observe.json_lines import JsonLines
 from unisono.observe.lock import is_held
-from unisono.observe.report.lines import JsonLines
 from unisono.observe.report.timeline import Timeline
 from unisono.settings import LARGEST_BATCH, LaunchSettings, ParallelSettings
 
 # How and where a run is executed may differ from start to start.
-_OF_THE_START = {f.name for group in (LaunchSettings, ParallelSettings) for f in fields(group)}
-_OF_THE_START -= {"sync_batch_norm", "find_unused_parameters"}  # these affect the model
-_OF_THE_START |= {"output_dir", "resume", "batch_size", "gradient_accumulation_steps", "global_batch_size"}
-_OF_THE_START |= {"micro_batch", "guard_steps", "inject"}
-_OF_THE_START |= {"num_workers", "prefetch_factor", "pin_memory"}
+_PER_START = {f.name for group in (LaunchSettings, ParallelSettings) for f in fields(group)}
+_PER_START -= {"sync_batch_norm", "find_unused_parameters"}  # these affect the model
+_PER_START |= {"output_dir", "resume", "inject", "num_workers", "prefetch_factor", "pin_memory"}
+_PER_START |= {"batch_size", "gradient_accumulation_steps", "global_batch_size", "micro_batch", "guard_steps"}
 
 FIXED = ("shuffle",)
 """Engine settings that decide which samples a run reads, and when: they cannot change within a run. Neither can seed
@@ -47,14 +46,14 @@ def record_of(resume: str, folder: Path, recipe: str) -> Mapping[str, Any] | Non
     record = RunFolder.read(path) or RunFolder.read(path.resolve().parent.parent)
     if record is not None:
         return record
-    try:  # a checkpoint that was taken out of its run still knows the essentials
+    try:  # a checkpoint outside of its run folder stores the essentials
         return {"config": {}, "sources": {}, **read_manifest(path).identity}
     except CheckpointError:
-        return None  # resume says more about it
+        return None  # find_checkpoint reports the reason
 
 
 def _record_of_checkpoints(checkpoints: Path, recipe: str) -> Mapping[str, Any] | None:
-    """What the newest checkpoint says of its run."""
+    """The record of a run according to its newest checkpoint."""
     for _, path in reversed(list_steps(checkpoints)):
         with suppress(CheckpointError):
             identity = read_manifest(path).identity
@@ -78,41 +77,54 @@ def continue_run(
     """
     if record is None:
         return resolved
-    broken = [key for key in ("config", "sources", "seed") if key not in record]
-    batch = record.get("global_batch", 1)
-    sound = isinstance(batch, int) and 1 <= batch <= LARGEST_BATCH
-    if not sound or (record.get("recipe") == recipe and broken):
-        raise UserError(f"{where}: its run.json is damaged; restore it, or choose another folder")
-    if record.get("recipe") != recipe:
-        raise UserError(f"{where} holds a run of {record.get('recipe')}, not {recipe}; choose another folder")
+    _check_record(record, recipe, where)
     other_run = "leave out --resume" if where.startswith("resume ") else "start a new output_dir"
     seed = resolved.values["seed"]
-    if resolved.explicit("seed") and seed != record.get("seed"):
-        raise UserError(f"seed {seed} differs from this run's {record.get('seed')}; leave the flag out, or {other_run}")
+    if resolved.explicit("seed") and seed != record["seed"]:
+        raise UserError(f"seed {seed} differs from this run's {record['seed']}; leave the flag out, or {other_run}")
     try:
-        before = Resolved.from_json(classes, {"values": record["config"], "sources": record["sources"]})
+        before = settings_in(record, classes)
     except ConfigError as error:
         raise UserError(
             f"{where}: its run.json cannot be used ({error}); restore it, or choose another folder"
         ) from None
     for name in (*FIXED, *fixed):
-        if name not in record["config"]:  # only a checkpoint is left of the run: the stored value is unknown
-            continue
-        if resolved.explicit(name) and not _is_same(resolved.values[name], before.values[name]):
-            now, then, by_file = resolved.values[name], before.values[name], resolved.sources[name] == "file"
-            remedy = f"give --{name} {then}" if by_file else "leave the flag out"
-            if _is_gone(then):
-                remedy = f"if the data was moved, give a path that ends in {_last_part(then)}"
-            raise UserError(
-                f"{name} {now}{' (config file)' * by_file} differs from this run's {then}, and it cannot change "
-                f"within a run; {remedy}, or {other_run}"
-            )
+        if name in record["config"]:  # otherwise only a checkpoint is left of the run, and the stored value is unknown
+            _check_fixed(name, resolved, before.values[name], other_run)
     kept = {
-        name: before.values[name]
-        for name in record["config"]
-        if not resolved.explicit(name) and name not in _OF_THE_START
+        name: before.values[name] for name in record["config"] if not resolved.explicit(name) and name not in _PER_START
     }
     return resolved.with_values("run", **{**kept, "seed": record["seed"]})
+
+
+def settings_in(record: Mapping[str, Any], classes: Sequence[type]) -> Resolved:
+    """The settings that a run.json stores."""
+    return Resolved.from_json(classes, {"values": record["config"], "sources": record["sources"]})
+
+
+def _check_record(record: Mapping[str, Any], recipe: str, where: str) -> None:
+    """Refuses a run.json that is damaged or belongs to another recipe."""
+    is_complete = all(key in record for key in ("config", "sources", "seed"))
+    batch = record.get("global_batch", 1)
+    has_valid_batch = isinstance(batch, int) and 1 <= batch <= LARGEST_BATCH
+    if not has_valid_batch or (record.get("recipe") == recipe and not is_complete):
+        raise UserError(f"{where}: its run.json is damaged; restore it, or choose another folder")
+    if record.get("recipe") != recipe:
+        raise UserError(f"{where} holds a run of {record.get('recipe')}, not {recipe}; choose another folder")
+
+
+def _check_fixed(name: str, resolved: Resolved, before: Any, other_run: str) -> None:
+    """Refuses another value of a setting that cannot change within a run."""
+    now, is_from_file = resolved.values[name], resolved.sources[name] == "file"
+    if not resolved.explicit(name) or _is_same(now, before):
+        return
+    remedy = f"give --{name} {before}" if is_from_file else "leave the flag out"
+    if _is_gone(before):
+        remedy = f"if the data was moved, give a path that ends in {_last_part(before)}"
+    raise UserError(
+        f"{name} {now}{' (config file)' * is_from_file} differs from this run's {before}, and it cannot change within "
+        f"a run; {remedy}, or {other_run}"
+    )
 
 
 def _is_same(now: Any, before: Any) -> bool:
@@ -147,12 +159,12 @@ def changed_settings(
     """Settings of the run that differ from its last start: name -> [old value, new value]."""
     if record is None:
         return {}
-    before = Resolved.from_json(classes, {"values": record["config"], "sources": record["sources"]}).to_json()["values"]
+    before = settings_in(record, classes).to_json()["values"]
     now = resolved.to_json()["values"]
     # Settings that follow from the run's length are derived again, unless the user sets them now.
     by_length = {name for name, source in record["sources"].items() if source == BY_LENGTH}
     by_length = {name for name in by_length if not resolved.explicit(name)}
-    comparable = [name for name in record["config"] if name not in _OF_THE_START | by_length]
+    comparable = [name for name in record["config"] if name not in _PER_START | by_length]
     return {name: [before[name], now[name]] for name in comparable if name in now and before[name] != now[name]}
 
 

@@ -8,32 +8,21 @@ from typing import Any
 import torch
 
 from unisono.cluster.environment import World
-from unisono.engine.batch import BatchPlan
-from unisono.engine.length import Length
-from unisono.engine.step.components import Components
+from unisono.engine.training_run import TrainingRun
 from unisono.faults import Fault
 from unisono.formatting import format_count
 from unisono.observe.banner import banner, effective_batch_text
-from unisono.settings import Settings
 
 
-def banner_of(
-    components: Components,
-    settings: Settings,
-    world: World,
-    *,
-    batch: BatchPlan,
-    length: Length,
-    num_samples: int,
-    eval_dataset: Any,
-    folder: str,
-) -> str:
-    """The start-up banner of a run."""
+def banner_of(run: TrainingRun, folder: str) -> str:
+    """The start-up banner of a run; `folder` describes its folder."""
+    components, world, batch = run.components, run.rank.world, run.batch
     strategy, placement = components.strategy, components.strategy.placement
+    num_samples, eval_dataset = run.datasets.num_samples, run.datasets.evaluation
     weights = sum(parameter.numel() for parameter in strategy.model.parameters())
     trainable = sum(parameter.numel() for parameter in strategy.model.parameters() if parameter.requires_grad)
-    precision = settings.precision
-    steps = f"{length.steps:,}"
+    precision = run.settings.precision
+    steps = f"{run.length.steps:,}"
     if components.recipe.whole_epochs:  # the user's own loop decides how many epochs there are
         steps = f"{-(-(components.recipe.samples_per_epoch or num_samples) // batch.global_batch):,} in an epoch"
     rows = {
@@ -51,7 +40,7 @@ def banner_of(
         ),
         "model": f"{weights:,} parameters" + (f", {trainable:,} trained" if trainable != weights else ""),
         "data": f"{num_samples:,} samples"
-        + (f", {len(eval_dataset):,} for evaluation" if eval_dataset is not None else ""),
+        + (f", {len(eval_dataset):,} for evaluation" if eval_dataset is not None else ""),  # type: ignore[arg-type]
         "steps": steps + (f", from {components.state.step:,}" if components.state.step else ""),
         "folder": folder,
         "in short": _in_short(strategy.name, world, placement.device, precision.mixed_precision, batch.accumulation),

@@ -35,14 +35,14 @@ def note_crash(
     claim = None if job_folder is None else job_folder / f"failed_attempt{world.restart_count}"
     is_first = _is_first(world, claim)
     tracebacks.attach(error, tracebacks.Report(world.rank, is_first))
-    users = isinstance(error, Exception) and tracebacks.is_users(error)
+    in_user_code = isinstance(error, Exception) and tracebacks.is_in_user_code(error)
     path: Path | str | None = None
-    if is_first and users:
+    if is_first and in_user_code:
         name = f"step_{beat.step:08d}-attempt{world.restart_count}-rank{world.rank}"
-        path = tracebacks.keep(error, run_folder, name)
+        path = tracebacks.save(error, run_folder, name)
     if claim is not None and is_first:
         _publish_path(claim, str(path or _NOWHERE))
-    elif claim is not None and users:
+    elif claim is not None and in_user_code:
         path = _read_path(claim)
     if path is not None:
         error.add_note(f"full traceback: {path}")

@@ -15,10 +15,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from unisono.checkpoint.aside import remark_on_asides
-from unisono.checkpoint.commit import set_aside_after
+from unisono.checkpoint.aside import remark_on_asides, set_aside_after
 from unisono.checkpoint.load import describe
-from unisono.checkpoint.save import Saver
 from unisono.cluster.hangs.diagnosis import Limits
 from unisono.cluster.hangs.heartbeat import Heartbeat
 from unisono.cluster.hangs.rank_watchdog import Watchdog
@@ -117,22 +115,14 @@ class DrivenTrainer(Trainer):
         """Saves a checkpoint in another folder and waits for it; the folder keeps only the newest one of this run."""
         self._settle()
         self._report_saves(wait=True)  # one save at a time: all saves use the same process group
-        step, placement = self.state.step, self.components.strategy.placement
+        step = self.state.step
         if self._main:
-            moved = set_aside_after(folder, step, self._identity, {})
+            moved = set_aside_after(folder, step, self._run.identity, {})
             for aside, why in moved:
                 self._recorder.message(f"set aside as {aside}: {why}")
             if moved and (remark := remark_on_asides(folder)) is not None:
                 self._recorder.message(remark)
-        saver = Saver(
-            folder,
-            rank=placement.rank,
-            world=placement.world,
-            group=self._save_group,
-            keep_last=1,
-            asynchronous=False,
-            identity=self._identity,
-        )
+        saver = self._make_saver(folder, keep_last=1, asynchronous=False)
         with self._recorder.not_training():
             self.components.strategy.share_buffers()
             saver.save(step, tensors_of(self.components), extra_of(self.components))
@@ -141,19 +131,19 @@ class DrivenTrainer(Trainer):
             raise TrainingFailed(f"no checkpoint could be saved in {folder}: {result.error}")
         return result.path
 
-    def go_on_from(self, checkpoint: Path) -> None:
+    def continue_from(self, checkpoint: Path) -> None:
         """Restores a checkpoint: weights, optimizer state and position in the data."""
         self._settle()
         self._report_saves(wait=True)
         self._feed.close()
         self.components.optimizer.drop_all_but(describe(checkpoint))
-        restore(checkpoint, self.components, self._save_group)
+        restore(checkpoint, self.components, self._run.save_group)
         self.state.num_samples, self._saved_step = self._order.data_size or self._order.num_samples, -1
         self._sizer.plan = replace(self._sizer.plan, global_batch=self.state.global_batch)
         self._recorder.moved_to(self.state.samples)
         if self._main:
             self._folder.rewind_metrics(self.state.step)
-            set_aside_after(self._folder.path / "checkpoints", self.state.step, self._identity, {})
+            set_aside_after(self._run.entered.checkpoints, self.state.step, self._run.identity, {})
             self._folder.event("went_to", step=self.state.step, checkpoint=str(checkpoint))
 
     @property
@@ -176,7 +166,7 @@ class DrivenRun:
 
     trainer: DrivenTrainer
 
-    def __init__(self, kind: type[Recipe], resolved: Resolved, start: RankStart) -> None:
+    def __init__(self, recipe_class: type[Recipe], resolved: Resolved, start: RankStart) -> None:
         settings = resolved.build(Settings)
         check_settings(settings)
         self._world, self._start = start.world, start
@@ -185,12 +175,12 @@ class DrivenRun:
         self._open = ExitStack()
         self._heartbeat = Heartbeat(start.world.rank, start.job_folder)
         try:
-            self._begin(kind, resolved, start, settings)
+            self._begin(recipe_class, resolved, start, settings)
         except BaseException:
             self._open.close()
             raise
 
-    def _begin(self, kind: type[Recipe], resolved: Resolved, start: RankStart, settings: Settings) -> None:
+    def _begin(self, recipe_class: type[Recipe], resolved: Resolved, start: RankStart, settings: Settings) -> None:
         limits = Limits(settings.launch.hang_timeout, settings.launch.start_timeout)
         watchdog = self._open.enter_context(Watchdog(self._heartbeat, self._world, limits))
         if not dist.is_initialized():  # successive runs of one process share the process group
@@ -202,7 +192,7 @@ class DrivenRun:
             BetweenCalls(self._stop, lambda: (run := me()) is not None and run.on_signal_between())
         )
         with self._stop:
-            self._session = Session.enter(kind, resolved, start, self._stop, self._heartbeat)
+            self._session = Session.enter(recipe_class, resolved, start, self._stop, self._heartbeat)
             self._open.callback(self._session.close)
             self.folder = watchdog.run_folder = self._session.folder
             watchdog.record_event = lambda what, details: append_event(self.folder, what, **details)

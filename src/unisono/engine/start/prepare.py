@@ -40,14 +40,14 @@ def work_of(rank: RankContext, run: EnteredRun, device: torch.device) -> Work:
     message: Callable[[str], None] = print_line if world.is_main else lambda text: None
     return Work(
         run.folder.path / "prepared",
-        world.rank,
-        world.size,
-        lambda: rank.is_asked_to_stop,
-        str(device),
-        message,
-        run.settings.run.seed,
-        rank.agreement.all_gather,
-        world.is_main,
+        _part=world.rank,
+        _parts=world.size,
+        _asked_to_stop=lambda: rank.is_asked_to_stop,
+        device=str(device),
+        _say=message,
+        seed=run.settings.run.seed,
+        _gather=rank.agreement.all_gather,
+        shows_progress=world.is_main,
     )
 
 

@@ -9,7 +9,7 @@ from unisono.cluster.hangs.stacks import write_stacks_on_signal
 from unisono.cluster.lifetime import die_with_parent, end_process, flush_streams
 from unisono.cluster.signals import note_signals_early
 from unisono.formatting import describe_exception
-from unisono.typed_paths import note_start_folder, take_over
+from unisono.typed_paths import adopt_typed, note_start_folder
 
 if __name__ == "__main__":
     # Before torch: its import takes seconds in which the parent could die, a signal could arrive or a disk could hang.
@@ -45,8 +45,8 @@ def main() -> int:
         kind: Kind = "user_error" if isinstance(error, UserError) else "failed"
         write(folder, Outcome(kind, str(error), rank))
     except BaseException as error:
-        tracebacks.keep_once(error)
-        outcome = Outcome("crashed", describe_exception(error), rank, traceback=tracebacks.shown(error))
+        tracebacks.save_if_unreported(error)
+        outcome = Outcome("crashed", describe_exception(error), rank, traceback=tracebacks.format_short(error))
         if not trained.is_set() and not outcome.blames_a_peer:
             outcome = replace(outcome, kind="failed")  # before the first step: another attempt would fail the same way
         write(folder, outcome)
@@ -65,14 +65,14 @@ def _train(folder: Path, trained: Event) -> Kind:
     from unisono.settings import Settings
 
     job = json.loads((folder / "job.json").read_text())
-    take_over(job.get("typed", {}))
-    is_held = job.get("folder_is_held", False)
-    start = RankStart(detect(), job["requested_devices"], folder, job["remarks"], trained, folder_is_held=is_held)
+    adopt_typed(job.get("typed", {}))
+    is_locked = job.get("folder_is_locked", False)
+    start = RankStart(detect(), job["requested_devices"], folder, job["remarks"], trained, folder_is_locked=is_locked)
     if "call" in job:
         return _call(job, start)
-    kind = load_recipe(job["recipe"])
-    resolved = Resolved.from_json((Settings, kind.Config), job["resolved"])
-    result = run_session(kind, resolved, start)
+    recipe_class = load_recipe(job["recipe"])
+    resolved = Resolved.from_json((Settings, recipe_class.Config), job["resolved"])
+    result = run_session(recipe_class, resolved, start)
     if start.world.local_rank == 0:  # each machine has a job folder of its own
         (folder / "result.json").write_text(json.dumps({**asdict(result), "folder": str(result.folder)}))
     return "stopped" if result.status == "stopped" else "done"

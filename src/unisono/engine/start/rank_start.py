@@ -18,4 +18,4 @@ class RankStart:
     job_folder: Path | None = None  # of our own launcher, if that started this rank
     remarks: list[str] = field(default_factory=list)  # notes of the launcher; the main rank prints them
     trained: Event = field(default_factory=Event)  # set after the first successful step
-    folder_is_held: bool = False  # the launcher, or the caller, has locked the run folder
+    folder_is_locked: bool = False  # the launcher, or the caller, has locked the run folder

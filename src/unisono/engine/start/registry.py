@@ -138,7 +138,7 @@ def _module_from_file(file: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # SystemExit: a script that parses its own arguments
         del sys.modules[name]
-        raise RecipeError(f"{file} does not import: {_shortly(error, file)}") from error
+        raise RecipeError(f"{file} does not import: {_in_one_line(error, file)}") from error
     return module
 
 
@@ -148,10 +148,10 @@ def _module_from_name(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
-        raise RecipeError(f"{name} does not import: {_shortly(error, None)}") from error
+        raise RecipeError(f"{name} does not import: {_in_one_line(error, None)}") from error
 
 
-def _shortly(error: BaseException, file: Path | None) -> str:
+def _in_one_line(error: BaseException, file: Path | None) -> str:
     """The error in one line, with the line number in the user's file."""
     if isinstance(error, SyntaxError):
         return f"line {error.lineno}: {error.msg}"

@@ -1,4 +1,4 @@
-"""Starts a run: resolves its settings, chooses devices, and launches ranks or trains in this process."""
+"""Starts a run: resolves its settings, and launches ranks or trains in this process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +16,15 @@ from unisono.cluster.environment import World, detect
 from unisono.cluster.slurm.commands import address_of
 from unisono.config.foreign import foreign_answer
 from unisono.config.resolve import Resolved, resolve
-from unisono.devices import GpuLock, child_environment, choose_and_lock, num_cpu_cores, visible_gpus
 from unisono.engine.checks import check_settings, machines
 from unisono.engine.recipe import Recipe
+from unisono.engine.start.device_plan import DevicePlan, plan_devices
 from unisono.engine.start.registry import check_recipe, importable_name, load_recipe, recipes_with
 from unisono.errors import EXIT_DONE, EXIT_STOPPED, ConfigError, TrainingFailed, TryAgain, UnisonoError, UserError
-from unisono.settings import LaunchSettings, Settings, optimizer_presets
-from unisono.typed_paths import absolute, known, note_start_folder, shown, usable
+from unisono.settings import Settings, optimizer_presets
+from unisono.typed_paths import absolute, all_typed, as_typed, for_caller, note_start_folder
 
 # Only processes that train import torch: starting ranks and printing help must be fast.
-
-
-@dataclass(frozen=True)
-class DevicePlan:
-    """The ranks to start on this machine, and their devices."""
-
-    ranks: int
-    environ: dict[str, str]
-    requested_devices: int | None  # number of devices that the user asked for on this machine
-    remarks: list[str]
-    lock: GpuLock | None  # reserves our GPUs while it lives
 
 
 class LaunchFailed(UnisonoError):
@@ -55,21 +44,24 @@ def train(recipe: type[Recipe] | str, config: Any = None, **settings: Any) -> An
     settings, or YAML or JSON files (a path, or a list in which later files win). Keyword settings override `config`.
     """
     note_start_folder()
-    kind = load_recipe(recipe) if isinstance(recipe, str) else recipe
-    check_recipe(kind)
+    recipe_class = load_recipe(recipe) if isinstance(recipe, str) else recipe
+    check_recipe(recipe_class)
     files = [config] if isinstance(config, str | os.PathLike) else config if isinstance(config, list | tuple) else []
-    by_name = {kind.aliases.get(name, name) for name in settings}
-    values = _values_of(config, kind)
-    from_config = {name: value for name, value in values.items() if kind.aliases.get(name, name) not in by_name}
+    by_name = {recipe_class.aliases.get(name, name) for name in settings}
+    values = _values_of(config, recipe_class)
+    from_config = {name: value for name, value in values.items() if recipe_class.aliases.get(name, name) not in by_name}
     try:
-        return start(kind, configure(kind, file=[Path(file) for file in files], overrides={**from_config, **settings}))
+        return start(
+            recipe_class,
+            configure(recipe_class, file=[Path(file) for file in files], overrides={**from_config, **settings}),
+        )
     except Exception as error:
         tracebacks.prune(error)  # for a bug in the recipe: drops dozens of our frames from the traceback
         raise
 
 
 def configure(
-    kind: type[Recipe],
+    recipe_class: type[Recipe],
     *,
     file: Path | Sequence[Path] | None = None,
     flags: Sequence[str] = (),
@@ -77,14 +69,14 @@ def configure(
 ) -> Resolved:
     """Resolves all settings of a run of this recipe from config files, flags and, in Python, values by name."""
     resolved = resolve(
-        (Settings, kind.Config),
-        recipe_defaults=kind.defaults,
+        (Settings, recipe_class.Config),
+        recipe_defaults=recipe_class.defaults,
         file=file,
         flags=flags,
         overrides=overrides,
-        aliases=kind.aliases,
-        translate=kind.translate,
-        file_keys=kind.file_keys,
+        aliases=recipe_class.aliases,
+        translate=recipe_class.translate,
+        file_keys=recipe_class.file_keys,
         explain=lambda name, settings, prefix: foreign_answer(name, settings, recipes_with, prefix),
     )
     for name in ("output_dir", "resume"):
@@ -93,23 +85,24 @@ def configure(
             if path.startswith("~"):
                 raise ConfigError(f"{name} {resolved.values[name]}: there is no such user; write the path in full")
             resolved = resolved.with_values(resolved.sources[name], **{name: path})
-    by_optimizer = optimizer_presets(str(resolved.values["optimizer"]))
-    presets = {**kind.presets(resolved.values), **by_optimizer}
+    presets = {**recipe_class.presets(resolved.values), **optimizer_presets(str(resolved.values["optimizer"]))}
     presets = {name: value for name, value in presets.items() if not resolved.explicit(name)}
     return resolved.with_values("recipe", **presets) if presets else resolved
 
 
-def _values_of(config: Any, kind: type[Recipe]) -> dict[str, Any]:
+def _values_of(config: Any, recipe_class: type[Recipe]) -> dict[str, Any]:
     if config is None or isinstance(config, str | os.PathLike | list | tuple):
         return {}
     if isinstance(config, Mapping):
         return dict(config)
-    if is_dataclass(config) and isinstance(config, kind.Config):
+    if is_dataclass(config) and isinstance(config, recipe_class.Config):
         return {f.name: getattr(config, f.name) for f in fields(config)}
-    raise UserError(f"config: expected {kind.__name__}.Config, a mapping, a file or files, got {type(config).__name__}")
+    raise UserError(
+        f"config: expected {recipe_class.__name__}.Config, a mapping, a file or files, got {type(config).__name__}"
+    )
 
 
-def start(kind: type[Recipe], resolved: Resolved) -> Any:
+def start(recipe_class: type[Recipe], resolved: Resolved) -> Any:
     """Trains in this process if a launcher started it or one process is enough; else launches ranks."""
     world = detect()
     resolved = with_absolute_paths(resolved)
@@ -118,16 +111,15 @@ def start(kind: type[Recipe], resolved: Resolved) -> Any:
     resolved = _with_launcher_settings(resolved, world)
     check_settings(resolved.build(Settings))
     if world.launcher != "plain":
-        return _here(kind, resolved, world, None, [])
+        return _train_here(recipe_class, resolved, world, None, [])
     plan = plan_devices(resolved)
-    if not plan.environ.get("CUDA_VISIBLE_DEVICES"):
-        resolved = resolved.with_values(resolved.sources["gpus"], gpus="0")
-    reference = importable_name(kind)
+    resolved = plan.applied_to(resolved)
+    reference = importable_name(recipe_class)
     several = plan.ranks > 1 or machines(resolved.build(Settings).launch)[1] > 1
     if several and reference is None:
         plan.remarks.append(
-            f"{kind.__name__} lives in {kind.__module__}, which other processes cannot import: training on one device; "
-            "move it to a file of its own to use several"
+            f"{recipe_class.__name__} is defined in {recipe_class.__module__}, which other processes cannot import: "
+            "training on one device; move it to a file of its own to use several"
         )
         several = False
     if several or (resolved.explicit("max_restarts") and resolved.values["max_restarts"] > 0 and reference is not None):
@@ -136,7 +128,7 @@ def start(kind: type[Recipe], resolved: Resolved) -> Any:
     before = {name: os.environ.get(name) for name in plan.environ}
     os.environ.update(plan.environ)  # takes effect only if this process has not used CUDA yet
     try:
-        return _here(kind, resolved, world, plan.requested_devices, plan.remarks)
+        return _train_here(recipe_class, resolved, world, plan.requested_devices, plan.remarks)
     finally:
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
@@ -161,64 +153,26 @@ def _with_launcher_settings(resolved: Resolved, world: World) -> Resolved:
     return resolved
 
 
-def plan_devices(resolved: Resolved) -> DevicePlan:
-    """Chooses the devices of this machine by the settings, and reserves them for this run."""
-    settings = resolved.build(Settings)
-    launch, strategy = settings.launch, settings.parallel.strategy
-    _check_ranks(launch)
-    if launch.nproc is not None and not resolved.explicit("gpus"):
-        ranks = _one_process(strategy, launch.nproc)
-        return DevicePlan(ranks, {"CUDA_VISIBLE_DEVICES": ""}, None, _too_few_cores(ranks), None)
-    choice, lock = choose_and_lock(launch.gpus, visible_gpus(), min_memory_gb=launch.min_memory_gb)
-    remarks = list(choice.warnings)
-    ranks = launch.nproc or len(choice.gpus) or 1
-    asked: int | None = max(choice.requested, 1)
-    if strategy == "single" or launch.nproc is not None:
-        asked = None
-    if strategy == "single" and len(choice.gpus) > 1:
-        remarks.append(f"strategy single uses one GPU of the {len(choice.gpus)} chosen")
-    return DevicePlan(_one_process(strategy, ranks), child_environment(choice), asked, remarks, lock)
-
-
-def _check_ranks(launch: LaunchSettings) -> None:
-    """Refuses far more processes than there are cores: each needs some hundred MiB before it trains."""
-    cores = num_cpu_cores()
-    most = cores * launch.max_ranks_per_core
-    if launch.nproc is not None and launch.nproc > most:
-        raise ConfigError(
-            f"nproc {launch.nproc}: this machine has {cores} core{'s' * (cores > 1)}, which allows at most {most} "
-            f"ranks (max_ranks_per_core {launch.max_ranks_per_core}); use --nproc {cores}, or raise the limit with "
-            f"--max_ranks_per_core {-(-launch.nproc // cores)}"
-        )
-
-
-def _one_process(strategy: str, ranks: int) -> int:
-    return 1 if strategy in ("single", "dp") else ranks
-
-
-def _too_few_cores(ranks: int) -> list[str]:
-    cores = num_cpu_cores()
-    return [f"{ranks} CPU ranks on {cores} cores: slower than {cores}"] if ranks > cores else []
-
-
-def _here(kind: type[Recipe], resolved: Resolved, world: World, asked: int | None, remarks: list[str]) -> Any:
+def _train_here(
+    recipe_class: type[Recipe], resolved: Resolved, world: World, requested_devices: int | None, remarks: list[str]
+) -> Any:
     """Trains in this process, and restarts after a failure if no launcher would do that."""
-    from unisono.engine.run_folder.new_folder import hold_folder
+    from unisono.engine.run_folder.new_folder import lock_folder
     from unisono.engine.start.rank_start import RankStart
     from unisono.engine.start.session import run_session
 
     job = os.environ.get("UNISONO_JOB")
     plain = world.launcher == "plain"
     restarts = resolved.values["max_restarts"] if plain else 0
-    with ExitStack() as held:
-        if plain:  # held also between two attempts; under a launcher the main rank holds it
-            resolved, lock = hold_folder(resolved, kind.__qualname__)
-            held.callback(lock.release)
+    with ExitStack() as cleanup:
+        if plain:  # also between two attempts; under a launcher the main rank locks it
+            resolved, lock = lock_folder(resolved, recipe_class.__qualname__)
+            cleanup.callback(lock.release)
         while True:
             try:
-                start = RankStart(world, asked, Path(job) if job else None, remarks, folder_is_held=plain)
-                result = run_session(kind, resolved, start)
-                return replace(result, folder=Path(usable(result.folder)))
+                start = RankStart(world, requested_devices, Path(job) if job else None, remarks, folder_is_locked=plain)
+                result = run_session(recipe_class, resolved, start)
+                return replace(result, folder=Path(for_caller(result.folder)))
             except SystemExit as error:
                 raise TrainingFailed(f"the recipe ended the program itself (sys.exit({error.code}))") from error
             except TryAgain as error:
@@ -238,7 +192,7 @@ def _start_afresh(cause: str, attempt: int, limit: int, output: Path) -> None:
     from unisono.observe.folder import append_event
 
     again = f"restarting from the last checkpoint ({attempt} of {limit})"
-    print(shown(f"unisono: {cause}; {again}"), file=sys.stderr)
+    print(as_typed(f"unisono: {cause}; {again}"), file=sys.stderr)
     append_event(output, "restart", attempt=attempt, cause=cause)
     gc.collect()
     if torch.cuda.is_available():
@@ -253,7 +207,7 @@ def _launch(reference: str, resolved: Resolved, plan: DevicePlan) -> Any:
         return {"recipe": reference, "resolved": resolved.to_json()}
 
     outcome = launch_job(job, resolved, plan, reference.rpartition(":")[2])
-    return Result(Path(usable(outcome["folder"])), outcome["status"], outcome["step"], outcome["metrics"])
+    return Result(Path(for_caller(outcome["folder"])), outcome["status"], outcome["step"], outcome["metrics"])
 
 
 def launch_job(job: Callable[[Resolved], Mapping[str, Any]], resolved: Resolved, plan: DevicePlan, recipe: str) -> Any:
@@ -264,24 +218,24 @@ def launch_job(job: Callable[[Resolved], Mapping[str, Any]], resolved: Resolved,
     from unisono.cluster.hangs.diagnosis import Limits
     from unisono.cluster.launch.job_folder import job_folder
     from unisono.cluster.launch.launcher import launch
-    from unisono.engine.run_folder.new_folder import hold_folder
-    from unisono.observe.folder import NotesFromOutside
+    from unisono.engine.run_folder.new_folder import lock_folder
+    from unisono.observe.folder import LauncherEvents
 
     settings = resolved.build(Settings).launch
-    with ExitStack() as held:
+    with ExitStack() as cleanup:
         if not settings.node_rank:  # this is the main rank's machine
-            resolved, lock = hold_folder(resolved, recipe)
-            held.callback(lock.release)
-        folder, output = held.enter_context(job_folder()), Path(resolved.values["output_dir"])
-        notes = NotesFromOutside(output)
-        held.callback(notes.write)
+            resolved, lock = lock_folder(resolved, recipe)
+            cleanup.callback(lock.release)
+        folder, output = cleanup.enter_context(job_folder()), Path(resolved.values["output_dir"])
+        notes = LauncherEvents(output)
+        cleanup.callback(notes.write)
         job_description = {
             **job(resolved),
             "requested_devices": plan.requested_devices,
             "remarks": plan.remarks,
-            "typed": known(),
+            "typed": all_typed(),
         }
-        job_description["folder_is_held"] = True
+        job_description["folder_is_locked"] = True
         (folder / "job.json").write_text(json.dumps(job_description))
         code = launch(
             # -P: files in the current folder cannot shadow modules

@@ -16,7 +16,6 @@ from unisono.cluster.process_group import COLLECTIVE_TIMEOUT, join_process_group
 from unisono.cluster.signals import StopRequest
 from unisono.config.resolve import Resolved
 from unisono.engine.build.device import find_placement, own_stream, switches
-from unisono.engine.checks import check_settings
 from unisono.engine.length import Result
 from unisono.engine.memory.cpu_heap import kept_heap
 from unisono.engine.rank_context import RankContext
@@ -25,7 +24,7 @@ from unisono.engine.resume import find_checkpoint
 from unisono.engine.run_folder.enter import EnteredRun, enter_run_folder
 from unisono.engine.run_folder.stored_settings import unfinished
 from unisono.engine.start.announce import announce, open_run_folder
-from unisono.engine.start.build_run import build_run, training_run
+from unisono.engine.start.build_run import build_run
 from unisono.engine.start.crash import note_crash
 from unisono.engine.start.prepare import StoppedBeforeTraining
 from unisono.engine.start.rank_start import RankStart
@@ -42,9 +41,7 @@ TrainerT = TypeVar("TrainerT", bound=Trainer)
 
 def run_session(recipe_class: type[Recipe], resolved: Resolved, start: RankStart) -> Result:
     """Trains on this rank; every rank of the run calls it."""
-    settings = resolved.build(Settings)
-    check_settings(settings)
-    world = start.world
+    settings, world = resolved.build(Settings), start.world
     heartbeat = Heartbeat(world.rank, start.job_folder)
     limits = Limits(settings.launch.hang_timeout, settings.launch.start_timeout)
     folder: Path | None = None
@@ -62,7 +59,7 @@ def run_session(recipe_class: type[Recipe], resolved: Resolved, start: RankStart
                 result = session.run()
         except BaseException as error:
             note_crash(error, world, heartbeat.last, folder, start.job_folder)
-            if world.size == 1:  # with more ranks, a peer may be gone, and leaving could wait for it for ever
+            if world.size == 1:  # with more ranks, a peer may be gone, and leaving could wait for it forever
                 leave_process_group()
             raise
         leave_process_group(together=world.launcher in ("slurm", "mpi"))
@@ -70,7 +67,7 @@ def run_session(recipe_class: type[Recipe], resolved: Resolved, start: RankStart
 
 
 def join_ranks(world: World, settings: Settings, limits: Limits) -> None:
-    """Creates the process group; returns when all ranks are there."""
+    """Creates the process group; returns once all ranks have joined."""
     join_process_group(
         world,
         find_placement(world, settings).device,
@@ -93,7 +90,7 @@ class Session:
     ) -> Session:
         """Locks the run folder and settles the run's settings; every rank calls it."""
         rank = RankContext(start.world, Agreement(alone=start.world.size == 1), stop, heartbeat)
-        entered = enter_run_folder(recipe_class, resolved, rank, is_held=start.folder_is_held)
+        entered = enter_run_folder(recipe_class, resolved, rank, is_locked=start.folder_is_locked)
         path, number = entered.folder.path, start.world.rank
 
         def note_fault(fault: Fault, step: int) -> None:
@@ -157,14 +154,14 @@ class Session:
         """
         rank, world = self._rank, self._start.world
         run = build_run(rank, self._entered, self._start.requested_devices)
-        announce(run, world, earlier_remarks=self._remarks)
+        announce(run, earlier_remarks=self._remarks)
 
         def after_first_step() -> None:
             self._start.trained.set()
             if world.is_main:
-                open_run_folder(run, world)
+                open_run_folder(run)
 
-        return trainer_class(training_run(run, rank, after_first_step))
+        return trainer_class(run, after_first_step)
 
 
 def _remarks_on_changes(entered: EnteredRun) -> list[str]:

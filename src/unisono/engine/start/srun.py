@@ -21,6 +21,7 @@ from unisono.cluster.lifetime import flush_streams
 from unisono.cluster.outcome import Kind, Outcome, first_cause, read_all, write
 from unisono.cluster.slurm.script import EXIT_AGAIN, OUTCOMES
 from unisono.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USER_ERROR, TryAgain, UnisonoError, UserError
+from unisono.formatting import describe_exception
 from unisono.observe.folder import EVENTS, append_event
 
 _NOT_STARTED = (2, 126, 127)  # srun's exit codes if it could not start the program
@@ -42,11 +43,8 @@ def with_outcome(train: Callable[[], int]) -> int:
     try:
         code = train()
     except Exception as error:
-        kind, message = _kind_of(error), " ".join(str(error).split())
-        if not isinstance(error, UnisonoError):
-            message = f"{type(error).__name__}: {message}"
-        trace = "" if isinstance(error, UnisonoError) else tracebacks.shown(error)
-        write(folder, Outcome(kind, message, rank, traceback=trace))
+        trace = "" if isinstance(error, UnisonoError) else tracebacks.format_short(error)
+        write(folder, Outcome(_kind_of(error), describe_exception(error), rank, traceback=trace))
         flush_streams()
         os._exit(getattr(error, "exit_code", EXIT_FAILED))  # destructors may wait for a peer that is gone
     write(folder, Outcome("stopped" if code == EXIT_STOPPED else "done", rank=rank))
@@ -96,13 +94,13 @@ def _report_cause(cause: Outcome | None, outcomes: Sequence[Outcome], code: int)
         ranks = range(int(os.environ.get("SLURM_NTASKS", "0")))
         silent = sorted(set(ranks) - {outcome.rank for outcome in outcomes})
         who = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent[:8]))}" if silent else "a rank"
-        what = f"{who} died without an error message (srun: exit code {code})"
+        description = f"{who} died without an error message (srun: exit code {code})"
     else:
-        what = cause.describe()
+        description = cause.describe()
         if cause.traceback:
             print(cause.traceback, file=sys.stderr, end="")
-    _print(what)
-    return what
+    _print(description)
+    return description
 
 
 def _has_trained(run: Path, folder: Path) -> bool:
@@ -127,10 +125,10 @@ def _print(text: str) -> None:
     print(f"unisono: {text}", file=sys.stderr, flush=True)
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """`FOLDER RUN CODE ATTEMPT MAX_RESTARTS`, as the script calls it."""
-    folder, run = Path(words[0]), Path(words[1])
-    code, attempt, max_restarts = map(int, words[2:])
+    folder, run = Path(argv[0]), Path(argv[1])
+    code, attempt, max_restarts = map(int, argv[2:])
     try:
         return judge(folder, run, code, attempt, max_restarts)
     finally:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -30,35 +29,14 @@ from unisono.data.resident import gathered
 from unisono.data.seeding import seed_everything
 from unisono.engine.step.components import Components
 from unisono.engine.step.cuda_graph import GraphedFunction
+from unisono.engine.step.device_timer import DeviceTimer
 from unisono.engine.step.guard import Guard
 from unisono.engine.step.out_of_memory import OutOfMemoryHere, OutOfMemoryTogether, in_one_line, is_out_of_memory
 from unisono.engine.step.precision import autocast
-from unisono.engine.step.sums import CountCheck, flatten_loss, power_of_two_near, row_of, shown
+from unisono.engine.step.sums import CountCheck, describe_metrics, flatten_loss, power_of_two_near, row_of
 from unisono.errors import RecipeError
+from unisono.parallel.strategy import sparse_gradient
 from unisono.settings import Settings
-
-
-class DeviceTimer:
-    """Measures a time on the device without waiting for it; read it later."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        self._began, self._seconds = time.perf_counter(), 0.0
-        if device.type == "cuda":
-            self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            self._events[0].record()
-
-    def end(self) -> None:
-        """Stops the measurement."""
-        self._seconds = time.perf_counter() - self._began
-        if self._events is not None:
-            self._events[1].record()
-
-    def seconds(self) -> float:
-        """The elapsed time on the host or on the device, whichever is longer."""
-        if self._events is None:
-            return self._seconds
-        return max(self._seconds, float(self._events[0].elapsed_time(self._events[1])) / 1e3)
 
 
 @dataclass(frozen=True)
@@ -93,12 +71,8 @@ class GradientAccumulator:
         agreement: Agreement,
         heartbeat: Heartbeat,
     ) -> None:
-        self._recipe, self._strategy, self._scale, self._state = (
-            components.recipe,
-            components.strategy,
-            components.scale,
-            components.state,
-        )
+        self._recipe, self._strategy = components.recipe, components.strategy
+        self._scale, self._state = components.scale, components.state
         self._settings, self._agreement, self._heartbeat = settings, agreement, heartbeat
         self._device, self._world = self._strategy.placement.device, self._strategy.placement.world
         self._floating = torch.float64 if settings.precision.dtype == "float64" else None
@@ -121,15 +95,12 @@ class GradientAccumulator:
                 # Also for a step that is not recorded (a rank without samples): the next replay reads its buffers.
                 with nullcontext() if self._graphed is None else self._strategy.buffers.in_place():
                     return self._compute(micro_batches, requests)
-            except (
-                Exception
-            ) as error:  # also where other ranks cannot be told: during the all-reduce, or while data is read
+            except Exception as error:  # for instance during the all-reduce, where this rank cannot tell the others
                 self._note_failure(error, Attempt(), final=True)
                 raise
         except OutOfMemoryTogether as error:
-            error.__traceback__ = error.__context__ = (
-                None  # their frames may hold activations, whose memory the next attempt needs
-            )
+            # Their frames may hold activations, whose memory the next attempt needs.
+            error.__traceback__ = error.__context__ = None
             if self._graphed is not None:
                 self._graphed.forget()  # the next attempt has another shape
             self._guard.restore()
@@ -149,7 +120,7 @@ class GradientAccumulator:
         attempt, before = Attempt(trial=True), (self._names, self._state.expected_count)
         total: Tensor | None = None
         self._guard.begin()
-        self._guard.buffers.keep()
+        self._guard.buffers.save()
         try:
             # The second one needs more memory: the gradients of the first exist.
             for number, micro in enumerate(itertools.islice(micro_batches, 2)):
@@ -177,17 +148,10 @@ class GradientAccumulator:
         exchange: Pending | None = None
         agreed: dict[str, float] = {}
         while not last:
-            self._heartbeat.at("data", step)
-            micro = next(micro_batches)
+            micro = self._next_micro_batch(micro_batches, bad, is_first=number == 0)
             last = micro.chunk.last
-            bad += micro.bad
-            self._guard.note_shape(micro.data)
-            if number == 0:
-                self._strategy.begin_step(guarded=self._guard.is_needed)
-                self._guard.buffers.keep()
             if last:
-                mine = {"oom": attempt.failure is not None, "guard": self._guard.is_needed, "bad": len(bad)}
-                exchange = self._agreement.start({**requests, **mine})
+                exchange = self._start_exchange(requests, bad, attempt)
             total = self._forward(micro, number, attempt, inject_nan) if attempt.failure is None else None
             if exchange is not None:
                 lap.end()
@@ -198,6 +162,24 @@ class GradientAccumulator:
                 self._backward(total, attempt, last=last)
             number, total = number + 1, None  # frees the autograd graph before the next micro-batch is read
         return self._summed(attempt, agreed, lap)
+
+    def _next_micro_batch(
+        self, micro_batches: Iterator[MicroBatch], bad: list[BadSample], *, is_first: bool
+    ) -> MicroBatch:
+        """Waits for the next micro-batch; collects its bad samples, and begins the step if it is the first."""
+        self._heartbeat.at("data", self._state.step + 1)
+        micro = next(micro_batches)
+        bad += micro.bad
+        self._guard.note_shape(micro.data)
+        if is_first:
+            self._strategy.begin_step(guarded=self._guard.is_needed)
+            self._guard.buffers.save()
+        return micro
+
+    def _start_exchange(self, requests: Mapping[str, float], bad: list[BadSample], attempt: Attempt) -> Pending:
+        """Starts the exchange of flags between the ranks; `_act_on` acts on its result."""
+        flags = {"oom": attempt.failure is not None, "guard": self._guard.is_needed, "bad": len(bad)}
+        return self._agreement.start({**requests, **flags})
 
     def _summed(self, attempt: Attempt, agreed: dict[str, float], lap: DeviceTimer) -> StepSums:
         """After the last backward pass: reduces gradients and sums over the ranks, unless that has happened already."""
@@ -231,7 +213,7 @@ class GradientAccumulator:
             row = row * weight if micro.is_dummy else row
             total = results["total"]
             if not (micro.is_dummy or attempt.trial):
-                self.counts.look(step, row[1], len(positions))
+                self.counts.add(step, row[1], len(positions))
         except Exception as error:
             self._note_failure(error, attempt)
         if number == 0 and (not self._names or self._state.expected_count == 0.0):
@@ -254,7 +236,7 @@ class GradientAccumulator:
 
     def _may_replay(self, micro: MicroBatch, inject_nan: bool) -> bool:
         """Whether to replay the recording: names and gradient addresses are settled, the micro-batch is ordinary."""
-        is_settled = bool(self._names) and self._strategy.gradients_stay
+        is_settled = bool(self._names) and self._strategy.has_fixed_gradients
         return is_settled and not (inject_nan or micro.is_dummy)
 
     def _replay(self, data: Any, positions: Tensor, attempt: Attempt) -> None:
@@ -274,7 +256,7 @@ class GradientAccumulator:
     def _backward(self, total: Tensor, attempt: Attempt, *, last: bool) -> None:
         reduces = last and not attempt.guarded
         if reduces:
-            self._strategy.arm()
+            self._strategy.reduce_in_backward()
             if self._world > 1:
                 # Overlaps with the last backward pass, so it costs nothing.
                 assert attempt.sums is not None
@@ -283,6 +265,8 @@ class GradientAccumulator:
             self._heartbeat.at("backward", self._state.step + 1)
             total.backward()  # type: ignore[no-untyped-call]
         except Exception as error:
+            if isinstance(error, NotImplementedError) and "Sparse" in str(error):  # from DDP's or FSDP's reduction
+                raise sparse_gradient() from None
             self._note_failure(error, attempt, final=reduces)
 
     def _note_failure(self, error: Exception, attempt: Attempt, *, final: bool = False, where: str = "") -> None:
@@ -298,16 +282,14 @@ class GradientAccumulator:
             raise OutOfMemoryHere(attempt.failure) from None
 
     def _act_on(self, agreed: Mapping[str, float], bad: list[BadSample], attempt: Attempt) -> None:
-        """Acts on the result of the exchange: what all ranks met before their last forward pass."""
+        """Acts on the flags that the ranks have exchanged."""
         self.bad = []
         if agreed["bad"]:
             self.bad = sorted((sample for part in self._agreement.all_gather(bad) for sample in part), key=_position)
         if agreed["oom"]:
             raise OutOfMemoryTogether(attempt.failure)
         attempt.guarded = bool(agreed["guard"])
-        if (
-            attempt.failure is not None and not attempt.guarded
-        ):  # in the last forward pass, after the exchange had started
+        if attempt.failure is not None and not attempt.guarded:  # it failed after the exchange had started
             raise OutOfMemoryHere(attempt.failure)
 
     def _loss(self, model: nn.Module, data: Any, positions: Tensor) -> dict[str, Tensor]:
@@ -327,7 +309,7 @@ class GradientAccumulator:
         if len(results) < len(from_ranks):
             raise OutOfMemoryTogether(attempt.failure)
         if any(names != results[0][0] for names, _, _ in results):
-            here = shown(results[self._strategy.placement.rank if self._world > 1 else 0][0])
+            here = describe_metrics(results[self._strategy.placement.rank if self._world > 1 else 0][0])
             raise RecipeError(f"loss(): metrics differ between ranks (here {here}); keep their names")
         self._names = self._names or results[0][0]
         if self._state.expected_count == 0.0:
@@ -343,7 +325,7 @@ class GradientAccumulator:
 
     def _check_names(self, names: list[str]) -> None:
         if names != self._names:
-            before, now = shown(self._names), shown(names)
+            before, now = describe_metrics(self._names), describe_metrics(names)
             raise RecipeError(f"loss(): metrics were {before} and now are {now}; keep their names")
 
     def _seed_dropout(self, micro_batch: int) -> None:

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from unisono.data.loader import BadSample, MicroBatch, positions_tensor, to_device
 from unisono.data.noise import Noise
 from unisono.data.resident import gathered
-from unisono.engine.step.accumulate import Attempt, DeviceTimer, GradientAccumulator, StepSums
+from unisono.engine.step.accumulate import Attempt, GradientAccumulator, StepSums
+from unisono.engine.step.device_timer import DeviceTimer
 from unisono.engine.step.out_of_memory import IN_COUPLE
 from unisono.engine.step.precision import autocast
 from unisono.engine.step.sums import flatten_loss, power_of_two_near, row_of
@@ -48,13 +49,7 @@ class CoupledGradientAccumulator(GradientAccumulator):
         embedded: list[Rows | None] = []
         bad: list[BadSample] = []
         while not micros or not micros[-1].chunk.last:
-            self._heartbeat.at("data", step)
-            micro = next(micro_batches)
-            bad += micro.bad
-            self._guard.note_shape(micro.data)
-            if not micros:
-                self._strategy.begin_step(guarded=self._guard.is_needed)
-                self._guard.buffers.keep()
+            micro = self._next_micro_batch(micro_batches, bad, is_first=not micros)
             if micro.chunk.last:
                 self._guard.buffers.rewind()  # earlier passes are repeated with a graph: only those may change buffers
             embedded.append(self._embed(micro, len(micros), attempt, graph=micro.chunk.last, last=not micros))
@@ -62,8 +57,7 @@ class CoupledGradientAccumulator(GradientAccumulator):
         lap.end()
         self._heartbeat.at("reduce", step)
         # After the last forward pass, not before it: the next operation is a collective.
-        mine = {"oom": attempt.failure is not None, "guard": self._guard.is_needed, "bad": len(bad)}
-        agreed = self._agreement.start({**requests, **mine}).read()
+        agreed = self._start_exchange(requests, bad, attempt).read()
         self._act_on(agreed, bad, attempt)
         gradients = self._couple(micros, embedded, attempt, inject_nan)
         del embedded[:-1]

@@ -23,9 +23,7 @@ from unisono.engine.step.out_of_memory import in_one_line, is_out_of_memory
 from unisono.errors import TrainingFailed, UnisonoError
 
 _WARM_UP = 3
-_CALLS_BEFORE_RERECORDING = (
-    50  # successive calls with inputs of another kind, after which that kind is recorded instead
-)
+_CALLS_BEFORE_RERECORDING = 50  # successive calls with inputs of another kind, which is then recorded instead
 _MOST_KINDS = 1000  # kinds of inputs to count
 _PLAIN = (int, float, complex, str, bytes, NoneType)
 
@@ -53,14 +51,14 @@ class GraphedFunction:
             self._record(kind, inputs)
         self._num_calls.clear()
         prefetch: PrefetchStream | None = None
-        for static, given in zip(leaves(self._inputs), leaves(inputs), strict=True):
-            if isinstance(static, Rows):
-                static.indices.copy_(given.indices, non_blocking=True)
-            elif isinstance(static, Tensor):
-                if is_worth_prefetching(given, static.device):
-                    prefetch = prefetch or PrefetchStream.on(static.device)
-                    given = prefetch.copied(given, given.dtype)
-                static.copy_(given, non_blocking=True)
+        for recorded, new in zip(leaves(self._inputs), leaves(inputs), strict=True):
+            if isinstance(recorded, Rows):
+                recorded.indices.copy_(new.indices, non_blocking=True)
+            elif isinstance(recorded, Tensor):
+                if is_worth_prefetching(new, recorded.device):
+                    prefetch = prefetch or PrefetchStream.on(recorded.device)
+                    new = prefetch.copied(new, new.dtype)
+                recorded.copy_(new, non_blocking=True)
         assert self._graph is not None and self._output is not None
         self._graph.replay()
         return self._output

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from unisono.data.nested import leaves
 from unisono.data.resident import Rows
-from unisono.parallel.buffers import KeptBuffers
+from unisono.parallel.buffers import BufferBackup
 from unisono.parallel.strategy import Strategy
 
 _GROWTH = 1.02  # a peak that grows by less counts as unchanged
@@ -33,7 +33,7 @@ class Guard:
         self._passed: Counter[Hashable] = Counter()  # successful guarded steps, by shape
         self._shapes: list[Hashable] = []  # of this step
         self._peak = 0.0
-        self.buffers = KeptBuffers(strategy.model)
+        self.buffers = BufferBackup(strategy.model)
         """The model's buffers at the beginning of the step."""
 
     @property
@@ -63,7 +63,7 @@ class Guard:
 
     def count_step(self, *, guarded: bool) -> None:
         """Counts a step whose gradients are complete."""
-        self.buffers.find_tables()
+        self.buffers.find_constants()
         if not guarded or self._steps < 0:
             return
         device = self._strategy.placement.device

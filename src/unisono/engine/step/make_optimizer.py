@@ -102,14 +102,7 @@ def check_optimizer(optimizer: Any, parameters: NamedParameters, *, sharded: boo
         raise RecipeError(f"optimizer() returned {kind.__name__}, which cannot be used: it {reason}")
     if sharded:
         for part in optimizer.parts if isinstance(optimizer, CombinedOptimizer) else [optimizer]:
-            name = type(part).__name__
-            if needs_whole_weights(type(part)):
-                raise ConfigError(
-                    f"optimizer {name} updates whole matrices and cannot run on fsdp's shards; use ddp, or --optimizer "
-                    "muon or adafactor, which can"
-                )
-            if isinstance(part, ShardAwareOptimizer) and not part.shards.whole_shapes:
-                raise RecipeError(f"optimizer(): {name} must know fsdp's shards; make it with shards=self.shards")
+            _check_on_shards(part)
     for group in optimizer.param_groups:
         if not isinstance(group.get("lr"), float | int | torch.Tensor):
             raise RecipeError(f"optimizer(): {kind.__name__} has a group without a learning rate; give it lr=")
@@ -119,6 +112,18 @@ def check_optimizer(optimizer: Any, parameters: NamedParameters, *, sharded: boo
             f"optimizer {kind.__name__} gets fsdp's shards: its update of an element must not depend on other elements"
         )
     return remarks
+
+
+def _check_on_shards(optimizer: Optimizer) -> None:
+    """Refuses an optimizer that would be a different algorithm on fsdp's shards."""
+    name = type(optimizer).__name__
+    if needs_whole_weights(type(optimizer)):
+        raise ConfigError(
+            f"optimizer {name} updates whole matrices and cannot run on fsdp's shards; use ddp, or --optimizer muon or "
+            "adafactor, which can"
+        )
+    if isinstance(optimizer, ShardAwareOptimizer) and not optimizer.shards.whole_shapes:
+        raise RecipeError(f"optimizer(): {name} must know fsdp's shards; make it with shards=self.shards")
 
 
 def _check_coverage(optimizer: Optimizer, parameters: NamedParameters) -> list[str]:

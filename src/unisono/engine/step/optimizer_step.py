@@ -23,13 +23,14 @@ from torch import Tensor
 from unisono.cluster.agree import Agreement
 from unisono.cluster.hangs.heartbeat import Heartbeat
 from unisono.data.loader import BadSample, MicroBatch
-from unisono.engine.step.accumulate import DeviceTimer, GradientAccumulator
+from unisono.engine.step.accumulate import GradientAccumulator
 from unisono.engine.step.components import Components
 from unisono.engine.step.coupled import CoupledGradientAccumulator
 from unisono.engine.step.cuda_graph import GraphedFunction
+from unisono.engine.step.device_timer import DeviceTimer
 from unisono.engine.step.out_of_memory import OutOfMemoryHere, in_one_line, is_out_of_memory
 from unisono.engine.step.sums import metrics_in, per_item, power_of_two_near
-from unisono.errors import RecipeError, TrainingFailed
+from unisono.errors import TrainingFailed
 from unisono.formatting import format_count
 from unisono.parallel.strategy import unused_weights
 from unisono.settings import Settings
@@ -64,7 +65,7 @@ class StepReport:
 class StepOutcome:
     """What is known once a step has been launched; its own numbers arrive one step later."""
 
-    before: StepReport | None  # the report of the previous step
+    previous: StepReport | None  # the report of the previous step
     requests: Mapping[str, float]  # what any rank requests, such as to stop
     bad: list[BadSample]  # samples of this step that any rank could not read
 
@@ -96,12 +97,8 @@ class OptimizerStep:
 
     def __init__(self, components: Components, settings: Settings, agreement: Agreement, heartbeat: Heartbeat) -> None:
         self._strategy, self._optimizer, self._ema = components.strategy, components.optimizer, components.ema
-        self._scale, self._state, self._settings, self._heartbeat = (
-            components.scale,
-            components.state,
-            settings,
-            heartbeat,
-        )
+        self._scale, self._state = components.scale, components.state
+        self._settings, self._heartbeat = settings, heartbeat
         kind = CoupledGradientAccumulator if components.recipe.coupled else GradientAccumulator
         self._gradient = kind(components, settings, agreement, heartbeat)
         captures = components.captures and self._optimizer.make_capturable()
@@ -136,7 +133,7 @@ class OptimizerStep:
             summed.arriving.wait()
         try:
             self._heartbeat.at("optimizer", self._state.step + 1)
-            before, numbers = self._update(summed.sums)
+            previous, numbers = self._update(summed.sums)
             self._gradient.undo_buffers_where(numbers[_FIXED.index("found_inf")])
         except Exception as error:
             if not is_out_of_memory(error):
@@ -146,7 +143,7 @@ class OptimizerStep:
         host, arrived = _to_host(numbers)
         names = [*_FIXED, *self._group_norms, *summed.names[2:]]
         self._unread = _Unread(self._state.step, samples, learning_rate, names, summed.own, host, arrived)
-        return StepOutcome(before, summed.requests, self._gradient.bad)
+        return StepOutcome(previous, summed.requests, self._gradient.bad)
 
     def try_out(self, micro_batches: Iterator[MicroBatch]) -> None:
         """Runs forward and backward of micro-batches to see whether they fit into memory; changes nothing."""
@@ -170,14 +167,12 @@ class OptimizerStep:
         unused = self._strategy.without_gradient()
         if unused and not self._settings.parallel.find_unused_parameters:
             raise unused_weights(unused, sharded=self._strategy.sharded)
-        for name, weight in self._strategy.parameters:
-            if weight.grad is not None and weight.grad.layout != torch.strided:
-                raise RecipeError(f"the gradient of {name} is sparse, and ranks sum dense ones; use a dense operation")
+        self._strategy.check_dense()
 
     def _update(self, sums: Tensor) -> tuple[StepReport | None, Tensor]:
         """Normalises, clips and steps; returns the previous step's report, and this step's numbers on the device."""
         previous = self.settle()  # updates the average before the weights change again
-        updated = self._graphed(sums) if self._graphed is not None and self._strategy.gradients_stay else None
+        updated = self._graphed(sums) if self._graphed is not None and self._strategy.has_fixed_gradients else None
         return previous, self._apply(sums) if updated is None else updated
 
     def _apply(self, sums: Tensor) -> Tensor:
@@ -245,16 +240,16 @@ class OptimizerStep:
         if overflow and math.isfinite(total) and count > 0:
             return
         state.skipped_in_a_row += 1
-        what = f"the loss was {total}" if not math.isfinite(total) else f"the gradient's norm was {norm}"
+        problem = f"the loss was {total}" if not math.isfinite(total) else f"the gradient's norm was {norm}"
         first, then = "check data and loss, or lower learning_rate", "lower learning_rate or grad_clip"
         if not 0 < count < math.inf:
-            what = f"loss() counted {count:g} items in the whole batch"
+            problem = f"loss() counted {count:g} items in the whole batch"
             first = then = "its count must be the number of items that total sums, at least 1 in a batch"
         if state.skipped > step:
-            raise TrainingFailed(f"step {step + 1}: {what} before any step succeeded; {first}")
+            raise TrainingFailed(f"step {step + 1}: {problem} before any step succeeded; {first}")
         if state.skipped_in_a_row > limit:
             raise TrainingFailed(
-                f"step {step + 1}: {what}, for {state.skipped_in_a_row} steps in a row "
+                f"step {step + 1}: {problem}, for {state.skipped_in_a_row} steps in a row "
                 f"(max_skipped_steps {limit}); {then}, and resume from a checkpoint"
             )
 

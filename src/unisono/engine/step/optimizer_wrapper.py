@@ -132,12 +132,12 @@ class OptimizerWrapper:
             if isinstance(value, Tensor)
         }
 
-    def is_cut_like_weight(self, slot: str, state: Tensor, weight: Tensor) -> bool:
-        """Whether a tensor of the state has rows for this rank's rows of the weight; other tensors are whole."""
+    def is_by_rows(self, slot: str) -> bool | None:
+        """Whether state tensors of this name have a row for each row of the weight; None: those of the same shape."""
         parts = self.optimizer.parts if isinstance(self.optimizer, CombinedOptimizer) else [self.optimizer]
         if any(slot in getattr(part, "row_slots", ()) for part in parts):
             return True
-        return state.shape == weight.shape and not any(slot in getattr(part, "whole_slots", ()) for part in parts)
+        return False if any(slot in getattr(part, "whole_slots", ()) for part in parts) else None
 
     def to_json(self) -> dict[str, Any]:
         """The optimizer state that is not in tensors."""

@@ -41,9 +41,8 @@ def flatten_loss(loss: Any) -> dict[str, Tensor]:
         if isinstance(value, Tensor | bool | str) or not hasattr(value, "__float__"):
             description = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise RecipeError(f"loss(): {name} must be one number, a sum over items; got {description}")
-        return torch.full(
-            (), float(value), device=total.device, dtype=torch.float64
-        )  # a fill kernel: no copy from the host
+        # torch.full launches a kernel; torch.tensor would copy from the host.
+        return torch.full((), float(value), device=total.device, dtype=torch.float64)
 
     taken = sorted(_RESERVED & set(loss.metrics))
     if taken:
@@ -89,7 +88,7 @@ def metrics_in(names: Sequence[str]) -> list[str]:
     return [name.removeprefix(_SUM) for name in names if name.startswith(_SUM)]
 
 
-def shown(names: list[str]) -> str:
+def describe_metrics(names: list[str]) -> str:
     """The metrics among the names of sums, for a message."""
     metrics = metrics_in(names)
     own = {name.removeprefix(_COUNT) for name in names if name.startswith(_COUNT)}
@@ -105,7 +104,7 @@ class CountCheck:
         self._ones = True
         self._has_warned = False
 
-    def look(self, step: int, count: Tensor, samples: int) -> None:
+    def add(self, step: int, count: Tensor, samples: int) -> None:
         """Notes the count of a micro-batch. The host waits for the device, in the first steps only."""
         if len(self._steps | {step}) > _FIRST_STEPS or not self._ones:
             return

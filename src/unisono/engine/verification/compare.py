@@ -1,20 +1,20 @@
-"""Whether two runs of the same steps are the same run: losses, metrics and weights, each with its own tolerance.
+"""Compares losses, metrics and weights of two runs of the same steps, each with its own tolerance.
 
 Losses and metrics are compared relative to max(1, |value|), with a fixed tolerance per precision (`TOLERANCES`).
 
-Weights cannot be judged that way. Adam divides a gradient by its own size, so a weight whose true gradient is zero
-(attention's key biases are the usual example) follows the sign of the gradient's rounding error: up to the learning
-rate per step, in either direction, in each of the two runs. The losses do not notice, because such a weight has no
-influence on them. The tolerance of each element of a weight w is therefore
+Weights need another tolerance. Adam divides a gradient by its own size, so a weight whose true gradient is zero (the
+usual example: key biases of attention) follows the sign of the gradient's rounding error: in each run it moves by up to
+the learning rate per step, in either direction. The losses do not change, because they do not depend on such a weight.
+The tolerance of each element of a weight w is therefore
 
     floor * max(1, |w|)  +  2 * learning rate * steps * min(1, noise / (sqrt(v) + epsilon)),
     noise = NOISE_FACTOR * machine epsilon * largest gradient norm,
 
-where v is Adam's bias-corrected second moment of that element: the two runs' gradients differ by about `noise`, and
-Adam turns this into the part noise / (sqrt(v) + epsilon) of a full step. An element with a real gradient gets the
-floor; one whose gradient is rounding may drift by 2 * learning rate * steps. Other optimizers that normalise their step
-without keeping exp_avg_sq get the full drift, SGD gets none. In 16 bit weights are not judged: a few steps move them by
-no more than rounding does.
+where v is Adam's bias-corrected second moment of that element: the gradients of the two runs differ by about `noise`,
+which Adam turns into the fraction noise / (sqrt(v) + epsilon) of a full step. For an element with a real gradient this
+is about the floor; one whose gradient is only rounding may drift by 2 * learning rate * steps. Weights of other
+optimizers that normalise their step may drift by all of it, and those of SGD not at all. In 16 bit, weights are not
+compared: a few steps change them by no more than rounding does.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from unisono.checkpoint.export import load_whole
 from unisono.checkpoint.find import list_steps
-from unisono.checkpoint.load import describe
+from unisono.checkpoint.load import describe, load_whole
 from unisono.settings import OptimSettings
 
 
@@ -43,7 +42,7 @@ class Tolerance:
     loss: float
     metric: float
     weight_floor: float
-    epsilon: float  # machine epsilon of what is computed in
+    epsilon: float  # machine epsilon of the computation
 
 
 TOLERANCES = {
@@ -52,21 +51,21 @@ TOLERANCES = {
     "bf16": Tolerance(2e-3, math.inf, math.inf, 2.0**-8),
     "fp16": Tolerance(1e-3, math.inf, math.inf, 2.0**-10),
 }
-"""By precision. Metrics are looser than losses below float64, because many of them count: one sample that changes sides
-moves an accuracy by more than rounding. In 16 bit many samples do."""
+"""By precision. Below float64 the tolerance of metrics is larger than that of losses, because many metrics count: one
+sample on the other side of a threshold changes an accuracy by more than rounding. In 16 bit many samples do."""
 
 NOISE_FACTOR = 100.0
-"""Rounding errors add up over the terms of a sum: a gradient is off by this many units of its largest neighbour."""
+"""Rounding errors add up over the terms of a sum: the error of a gradient in units of machine epsilon x norm."""
 
 _LOSS = "loss"
-# What metrics.jsonl says about how a run was carried out, or how fast.
+# Entries of metrics.jsonl that describe how, or how fast, a run was executed.
 _NOT_COMPARED = {"step", "epoch", "samples", _LOSS, "lr", "world", "skipped", "mem_gib", "slowest_rank", "bad_samples"}
 _MEASURED = re.compile(r".*(_ms|_per_s|_by_rank|_seconds|_gib)")
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a finished run has left: its metrics.jsonl and its last checkpoint."""
+    """The metrics.jsonl and the last checkpoint of a finished run."""
 
     folder: Path
     optim: OptimSettings
@@ -83,7 +82,7 @@ class RunRecord:
 
     @cached_property
     def metrics(self) -> dict[str, list[float]]:
-        """All else that follows from data and weights: the values of each metric, those of the evaluation too."""
+        """The values of each metric that depends only on data and weights, including those of the evaluation."""
         metrics: dict[str, list[float]] = {}
         for line in self.lines:
             for name, value in line.items():
@@ -107,18 +106,18 @@ class RunRecord:
         return slots
 
     def largest_drift(self, machine_epsilon: float) -> float:
-        """How far two runs may move a weight apart whose gradient is nothing but rounding."""
+        """The largest difference between two runs of a weight whose gradient is only rounding."""
         if any(self._is_normalised(name) for name in self.slots):
             return self._drift
         if any("exp_avg_sq" in slots for slots in self.slots.values()):
-            return self._drift * float(self._part(torch.zeros(()), machine_epsilon))
+            return self._drift * float(self._fraction(torch.zeros(()), machine_epsilon))
         return 0.0
 
     def drift_of(self, name: str, machine_epsilon: float) -> Tensor | float:
-        """How far two runs may move each element of a weight apart: the second term of the module's formula."""
+        """The tolerated drift of each element of a weight: the second term of the formula above."""
         if "exp_avg_sq" in self.slots.get(name, ()):
             [second_moment] = load_whole(self.checkpoint, f"optimizer.{name}.exp_avg_sq").values()
-            return self._drift * self._part(second_moment.double(), machine_epsilon)
+            return self._drift * self._fraction(second_moment.double(), machine_epsilon)
         return self._drift if self._is_normalised(name) else 0.0
 
     @property
@@ -127,13 +126,13 @@ class RunRecord:
         return 2 * max(rates, default=0.0) * len(rates)
 
     def _is_normalised(self, name: str) -> bool:
-        """Whether an optimizer without second moments per element moves this weight, and it is not SGD."""
+        """Whether an optimizer other than SGD, without second moments per element, updates this weight."""
         slots = self.slots.get(name, set())
         is_sgd = self.optim.optimizer.lower() == "sgd" and slots <= {"momentum_buffer"}
         return bool(slots) and "exp_avg_sq" not in slots and not is_sgd
 
-    def _part(self, second_moment: Tensor, machine_epsilon: float) -> Tensor:
-        """The part of a full step that rounding may turn around."""
+    def _fraction(self, second_moment: Tensor, machine_epsilon: float) -> Tensor:
+        """The fraction of a full step that depends on rounding."""
         norms = [norm for norm in self.metrics.get("grad_norm", []) if math.isfinite(norm)]
         noise = NOISE_FACTOR * machine_epsilon * max(norms, default=1.0)
         corrected = second_moment / (1 - self.optim.beta2 ** len(self.losses))
@@ -142,7 +141,7 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class Differences:
-    """A run beside the reference."""
+    """The largest differences of a run from the reference."""
 
     loss: float
     metric: float
@@ -151,9 +150,9 @@ class Differences:
     """The first step whose loss differs."""
     different_metric: str | None = None
     different_weight: str | None = None
-    """The first one, in the model's order, whose difference is above its tolerance."""
+    """The first weight, in the model's order, whose difference exceeds its tolerance."""
     different_buffers: tuple[str, ...] = ()
-    """Tensors of the model that no optimizer changes, and that differ: what the forward pass has changed."""
+    """Tensors that differ and that no optimizer updates: the forward pass has changed them."""
 
     @property
     def same(self) -> bool:
@@ -162,11 +161,11 @@ class Differences:
 
     @property
     def trained_the_same(self) -> bool:
-        """Whether losses and weights are the same, whatever the metrics say."""
+        """Whether losses and weights are the same; metrics may differ."""
         return self.first_loss is None and self.different_weight is None
 
     def describe(self) -> str:
-        """What differs first, in words."""
+        """A description of the first difference."""
         if self.different_weight is not None:
             return f"the first weight that differs is {self.different_weight}"
         if self.first_loss is not None:
@@ -177,7 +176,7 @@ class Differences:
 def compare(
     reference: RunRecord, other: RunRecord, precision: str, ignored: frozenset[str] = frozenset()
 ) -> Differences:
-    """How far `other` is from `reference`; metrics named in `ignored` are left out."""
+    """The differences of `other` from `reference`, without the metrics in `ignored`."""
     limit = TOLERANCES[precision]
     gaps = [_gap(a, b) for a, b in _pairs(reference.losses, other.losses)]
     first_loss = next((step for step, gap in enumerate(gaps, start=1) if not gap <= limit.loss), None)
@@ -200,7 +199,7 @@ def compare(
 
 
 def different_metrics(reference: RunRecord, other: RunRecord, precision: str) -> frozenset[str]:
-    """The metrics that differ between two runs."""
+    """The names of metrics that differ between two runs."""
     limit = TOLERANCES[precision].metric
     return frozenset(name for name, gap in _metric_gaps(reference, other).items() if not gap <= limit)
 
@@ -214,23 +213,23 @@ def _metric_gaps(reference: RunRecord, other: RunRecord) -> dict[str, float]:
 
 
 def _weights(reference: RunRecord, other: RunRecord, limit: Tolerance) -> Iterator[tuple[str, float, bool]]:
-    """Each tensor of the model: its name, its largest difference, and whether that is within its tolerance."""
-    expected, found = load_whole(reference.checkpoint, "model."), load_whole(other.checkpoint, "model.")
+    """For each tensor of the model: name, largest difference, and whether that is within the tolerance."""
+    expected, actual = load_whole(reference.checkpoint, "model."), load_whole(other.checkpoint, "model.")
     for name in sorted(expected, key=_natural):
-        a, b = expected[name].double(), found[name].double()
+        a, b = expected[name].double(), actual[name].double()
         if not a.numel():
             continue
         gaps, scale = (a - b).abs(), a.abs().clamp(min=1.0)
-        both_broken = ~a.isfinite() & ((a == b) | (a.isnan() & b.isnan()))
-        gaps = torch.where(both_broken, 0.0, gaps).nan_to_num(nan=math.inf)
+        same_non_finite = ~a.isfinite() & ((a == b) | (a.isnan() & b.isnan()))
+        gaps = torch.where(same_non_finite, 0.0, gaps).nan_to_num(nan=math.inf)
         is_same = bool((gaps <= limit.weight_floor * scale).all())
-        if not is_same:  # the optimizer's state is read only where it decides
+        if not is_same:  # only then is the optimizer's state needed
             is_same = bool((gaps <= limit.weight_floor * scale + reference.drift_of(name, limit.epsilon)).all())
         yield name, float((gaps / scale).max()), is_same
 
 
 def _pairs(first: list[float], second: list[float]) -> Iterator[tuple[float, float]]:
-    """Values side by side; where one run has fewer, the rest stands beside nothing."""
+    """Pairs of values; if one run has fewer, its missing values differ from everything."""
     for i in range(max(len(first), len(second))):
         yield (first[i] if i < len(first) else math.nan), (second[i] if i < len(second) else math.inf)
 
@@ -247,7 +246,7 @@ def _number(value: object) -> float:
 
 
 def _numbers(value: object) -> list[float]:
-    """A number, a curve of them, or what JSON has in their place."""
+    """All numbers in a JSON value: a number, a curve, or a mapping of these."""
     if isinstance(value, list):
         return [number for each in value for number in _numbers(each)]
     if isinstance(value, Mapping):
@@ -256,5 +255,5 @@ def _numbers(value: object) -> list[float]:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """blocks.2 before blocks.10."""
+    """A sort key that puts blocks.2 before blocks.10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

@@ -1,8 +1,8 @@
-"""The proof: the same few steps on several numbers of ranks, micro-batches and strategies, compared.
+"""Runs the same few steps on several numbers of ranks, micro-batches and strategies, and compares the results.
 
-Each variant is an ordinary run in processes of its own, forked from ones that have imported torch (`warm_ranks.py`),
-and is compared by what it leaves behind (`compare.py`). The first variant is the reference. It runs twice: a
-recipe that does not even repeat itself says nothing about ranks.
+Each variant is an ordinary run in its own processes, forked from processes that have imported torch (`warm_ranks.py`).
+`compare.py` compares the files of its run folder with those of the first variant, the reference. The reference runs
+twice: if a recipe does not even repeat itself, a comparison of ranks is meaningless.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from unisono.cluster.hangs.diagnosis import Limits
 from unisono.cluster.hangs.heartbeat import read_heartbeats
+from unisono.cluster.launch.job_folder import job_folder
 from unisono.cluster.launch.warm_ranks import WarmRanks
 from unisono.cluster.lifetime import LAUNCHER_PID
 from unisono.cluster.outcome import Outcome, first_cause
@@ -27,17 +28,17 @@ from unisono.config.resolve import Resolved
 from unisono.devices import visible_gpus
 from unisono.engine.batch import plan_batch
 from unisono.engine.checks import check_settings
-from unisono.engine.start.run import DevicePlan, plan_devices
+from unisono.engine.start.device_plan import DevicePlan, plan_devices
 from unisono.engine.verification.compare import TOLERANCES, Differences, RunRecord, compare, different_metrics
 from unisono.errors import ConfigError, TrainingFailed, UserError
 from unisono.settings import Settings
 
-_SILENT_S = 20.0  # a run that has not begun after so long is announced, although it may still be refused
+_ANNOUNCE_AFTER_S = 20.0  # announces a run that has not begun by then, although its settings may still be refused
 
 
 @dataclass(frozen=True)
-class Question:
-    """What is to be compared."""
+class VerifyPlan:
+    """What to compare."""
 
     ranks: Sequence[int]
     steps: int
@@ -45,7 +46,6 @@ class Question:
     precision: str
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be asked."""
         if self.precision not in TOLERANCES:
             raise ConfigError(f"--precision {self.precision}: expected {', '.join(TOLERANCES)}")
         for strategy in self.strategies:
@@ -55,7 +55,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way of carrying out the same steps."""
+    """One way to execute the same steps."""
 
     ranks: int
     strategy: str
@@ -64,12 +64,12 @@ class Variant:
 
     @property
     def title(self) -> str:
-        """In words."""
+        """A description of the variant."""
         return f"{self.ranks} rank{'s' * (self.ranks > 1)}, {self.strategy}, {self.micro_batches} x {self.micro_batch}"
 
 
 class VariantFailed(TrainingFailed):
-    """A run that did not come to its end."""
+    """A run did not finish."""
 
     def __init__(self, message: str, trace: str = "") -> None:
         super().__init__(message)
@@ -77,12 +77,12 @@ class VariantFailed(TrainingFailed):
 
 
 @dataclass(frozen=True)
-class Answer:
-    """A variant beside the reference: how far it is from it, or why it failed."""
+class VariantResult:
+    """The differences of a variant from the reference, or why it failed."""
 
     variant: Variant
     role: str
-    """"reference", "repeat" (the reference once more) or "variant"."""
+    """"reference", "repeat" (the second run of the reference) or "variant"."""
     differences: Differences | None = None
     failure: VariantFailed | None = None
 
@@ -94,40 +94,39 @@ class Answer:
 
 @dataclass(frozen=True)
 class Verdict:
-    """All answers, and what else the user should know."""
+    """The results of all variants."""
 
-    answers: Sequence[Answer]
+    results: Sequence[VariantResult]
     drift: float
-    """How far two runs may move a weight apart whose gradient is nothing but rounding."""
+    """The tolerated difference of a weight whose gradient is only rounding."""
     unrepeatable_metrics: frozenset[str] = frozenset()
-    """Metrics that differ between two runs of the reference, whose losses and weights are the same."""
+    """Metrics that differ between two runs of the reference although losses and weights are the same."""
 
     @property
     def repeatable(self) -> bool:
-        """Whether the reference repeats itself."""
-        return all(answer.same for answer in self.answers if answer.role == "repeat")
+        """Whether the two runs of the reference are the same."""
+        return all(result.same for result in self.results if result.role == "repeat")
 
 
-def variants(question: Question, global_batch: int) -> list[Variant]:
-    """The runs to make: each number of ranks with one micro-batch per rank and with several, under each strategy."""
-    found = []
-    for ranks in question.ranks:
+def variants(plan: VerifyPlan, global_batch: int) -> list[Variant]:
+    """The runs to compare: each number of ranks, under each strategy, with one and with several micro-batches."""
+    all_variants = []
+    for ranks in plan.ranks:
         share = -(-global_batch // ranks)
-        for strategy in ("single",) if ranks == 1 else question.strategies:
-            found += [
-                Variant(ranks, strategy, size, -(-share // size)) for size in (share, *_smaller(global_batch, ranks))
-            ]
-    return list(dict.fromkeys(found))
+        for strategy in ("single",) if ranks == 1 else plan.strategies:
+            for size in (share, *_smaller(global_batch, ranks)):
+                all_variants.append(Variant(ranks, strategy, size, -(-share // size)))
+    return list(dict.fromkeys(all_variants))
 
 
 def _smaller(global_batch: int, ranks: int) -> list[int]:
-    """A size for several micro-batches, where there is one: best uneven ones.
+    """A micro-batch size that splits a rank's share, if there is one; uneven parts if possible.
 
-    The mean of equal parts' means would hide a loss that is a mean.
+    With equal parts, a loss that is wrongly a mean would not show: the mean of their means is the mean.
     """
     share = -(-global_batch // ranks)
     sizes = [size for parts in (3, 4, 5, 2) if share >= parts and (size := -(-share // parts)) < share]
-    # Batch norm refuses a single sample, so rather none of them.
+    # Avoids micro-batches of a single sample, which batch norm refuses.
     return sorted(sizes, key=lambda size: (_is_even(global_batch, ranks, size), share // -(-share // size) < 2))[:1]
 
 
@@ -137,7 +136,7 @@ def _is_even(global_batch: int, ranks: int, size: int) -> bool:
 
 
 def uneven_batch(global_batch: int, ranks: Sequence[int]) -> int:
-    """A batch that does not divide by the ranks, nor on one rank into equal micro-batches, for the same reason."""
+    """The next batch size that ranks, or the micro-batches of a single rank, cannot divide evenly; see `_smaller`."""
     if max(ranks) > 1:
         return global_batch + 1 if global_batch % max(ranks) == 0 else global_batch
     while not any(not _is_even(global_batch, 1, size) for size in _smaller(global_batch, 1)):
@@ -146,97 +145,97 @@ def uneven_batch(global_batch: int, ranks: Sequence[int]) -> int:
 
 
 def verify(
-    recipe: str, resolved: Resolved, question: Question, tell: Callable[[str], None], warm: WarmRanks
+    recipe: str, resolved: Resolved, plan: VerifyPlan, message: Callable[[str], None], warm: WarmRanks
 ) -> Verdict:
-    """Runs every variant and compares it with the first; `warm` has as many processes as the most ranks, and two."""
+    """Runs all variants and compares each with the first.
+
+    `message` prints progress; `warm` has at least two processes, and as many as the largest number of ranks.
+    """
     settings = resolved.build(Settings)
     check_settings(settings)
-    plan = plan_batch(settings.batch, resolved.explicit, devices=max(question.ranks))
-    batch = plan.global_batch
+    batch = plan_batch(settings.batch, resolved.explicit, devices=max(plan.ranks)).global_batch
     if not resolved.explicit("global_batch_size"):
-        batch = uneven_batch(batch, question.ranks)
-    asked = variants(question, batch)
-    if len(asked) == 1:
+        batch = uneven_batch(batch, plan.ranks)
+    to_run = variants(plan, batch)
+    if len(to_run) == 1:
         raise ConfigError(
-            f"--ranks {question.ranks[0]} with global_batch_size {batch} leaves nothing to compare; "
+            f"--ranks {plan.ranks[0]} with global_batch_size {batch} leaves nothing to compare; "
             "use --ranks 1,2 or a larger batch"
         )
-    with tempfile.TemporaryDirectory(prefix="unisono-verify-") as folder:
-        runner = _Runner(recipe, resolved, question, batch, Path(folder), warm, tell, len(asked) + 1)
-        return _judge(runner, asked, question.precision)
+    with job_folder() as folder:
+        runner = _Runner(recipe, resolved, plan, batch, folder, warm, message, len(to_run) + 1)
+        return _compare_all(runner, to_run, plan.precision)
 
 
-def _judge(runner: _Runner, asked: Sequence[Variant], precision: str) -> Verdict:
-    reference = runner.run(asked[0])
-    answers = [Answer(asked[0], "reference", compare(reference, reference, precision))]
-    # Not from the same process: what python draws when it starts (hashes of strings) must differ too.
-    again = runner.run(asked[0], first=1, remark=" again")
+def _compare_all(runner: _Runner, to_run: Sequence[Variant], precision: str) -> Verdict:
+    reference = runner.run(to_run[0])
+    results = [VariantResult(to_run[0], "reference", compare(reference, reference, precision))]
+    # In another process, so that what Python randomises at its start (string hashes) differs too.
+    again = runner.run(to_run[0], first=1, remark=" again")
     ignored = frozenset[str]()
     differences = compare(reference, again, precision)
     if differences.trained_the_same and not differences.same:
         ignored = different_metrics(reference, again, precision)
         differences = compare(reference, again, precision, ignored)
-    answers.append(Answer(asked[0], "repeat", differences))
-    verdict = Verdict(answers, reference.largest_drift(TOLERANCES[precision].epsilon), ignored)
+    results.append(VariantResult(to_run[0], "repeat", differences))
+    verdict = Verdict(results, reference.largest_drift(TOLERANCES[precision].epsilon), ignored)
     if not verdict.repeatable:
         return verdict
-    for variant in asked[1:]:
+    for variant in to_run[1:]:
         try:
             record = runner.run(variant)
         except VariantFailed as error:
-            answers.append(Answer(variant, "variant", failure=error))
+            results.append(VariantResult(variant, "variant", failure=error))
         else:
-            answers.append(Answer(variant, "variant", compare(reference, record, precision, ignored)))
+            results.append(VariantResult(variant, "variant", compare(reference, record, precision, ignored)))
     return verdict
 
 
 class _Runner:
-    """Makes runs, one after the other, each in a folder of its own."""
+    """Runs variants one after the other, each in its own folder."""
 
     def __init__(
         self,
         recipe: str,
         resolved: Resolved,
-        question: Question,
+        plan: VerifyPlan,
         global_batch: int,
         folder: Path,
         warm: WarmRanks,
-        tell: Callable[[str], None],
+        message: Callable[[str], None],
         total: int,
     ) -> None:
-        self._recipe, self._resolved, self._question, self._batch = recipe, resolved, question, global_batch
-        self._folder, self._warm, self._tell, self._total, self._number = folder, warm, tell, total, 0
-        # The ranks of a run meet here, as they do at the launcher's; the name of the attempt keeps runs apart.
+        self._recipe, self._resolved, self._plan, self._batch = recipe, resolved, plan, global_batch
+        self._folder, self._warm, self._message, self._total, self._number = folder, warm, message, total, 0
+        # Shared by all runs; the name of the attempt is a prefix of each run's keys.
         self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
     def run(self, variant: Variant, *, first: int = 0, remark: str = "") -> RunRecord:
-        """Makes one run. A user's mistake is raised before the run is announced."""
+        """Runs one variant. Raises a UserError before it announces the run."""
         self._number += 1
         folder = self._folder / str(self._number)
         folder.mkdir()
         resolved = self._settings_of(variant, folder / "run")
-        plan = plan_devices(resolved)
+        devices = plan_devices(resolved)
         try:
-            return self._run(variant, resolved, plan, folder, first, remark)
+            return self._run(variant, resolved, devices, folder, first, remark)
         finally:
-            if plan.lock is not None:  # a failure that is kept for the verdict would keep its GPUs too
-                plan.lock.release()
+            if devices.lock is not None:  # the verdict may hold an exception whose frames hold the lock
+                devices.lock.release()
 
     def _run(
-        self, variant: Variant, resolved: Resolved, plan: DevicePlan, folder: Path, first: int, remark: str
+        self, variant: Variant, resolved: Resolved, devices: DevicePlan, folder: Path, first: int, remark: str
     ) -> RunRecord:
         settings = resolved.build(Settings)
-        if not plan.environ.get("CUDA_VISIBLE_DEVICES"):
-            resolved = resolved.with_values(resolved.sources["gpus"], gpus="0")
         job = {
             "recipe": self._recipe,
-            "resolved": resolved.to_json(),
+            "resolved": devices.applied_to(resolved).to_json(),
             "requested_devices": None,
-            "remarks": plan.remarks,
+            "remarks": devices.remarks,
         }
         (folder / "job.json").write_text(json.dumps(job))
         announce = self._announcement(folder, f"running {variant.title}{remark} ({self._number} of {self._total}) …")
-        environs = [{**plan.environ, **self._environ(rank, variant, folder)} for rank in range(variant.ranks)]
+        environs = [{**devices.environ, **self._environ(rank, variant, folder)} for rank in range(variant.ranks)]
         limits = Limits(settings.launch.hang_timeout, settings.launch.start_timeout)
         outcomes = self._warm.run(environs, folder, limits, first=first, on_poll=lambda: next(announce, None))
         cause = first_cause(outcomes)
@@ -247,16 +246,16 @@ class _Runner:
         return RunRecord(folder / "run", settings.optim)
 
     def _announcement(self, folder: Path, text: str) -> Iterator[None]:
-        """Tells the text once the run has begun, or takes long to; looks each time it is asked for the next value."""
+        """Prints `text` once the run has begun, or after a while; checks that whenever the next value is requested."""
         started = time.monotonic()
-        while time.monotonic() - started < _SILENT_S:
+        while time.monotonic() - started < _ANNOUNCE_AFTER_S:
             if any(beat.step > 0 or beat.phase == "prepare" for beat in read_heartbeats(folder)):
                 break
             yield
-        self._tell(text)
+        self._message(text)
 
     def _environ(self, rank: int, variant: Variant, folder: Path) -> dict[str, str]:
-        """What the launcher would tell a rank."""
+        """The environment that a launcher gives a rank."""
         environ = {
             "RANK": rank,
             "WORLD_SIZE": variant.ranks,
@@ -277,12 +276,12 @@ class _Runner:
         return {name: str(value) for name, value in environ.items()}
 
     def _settings_of(self, variant: Variant, output: Path) -> Resolved:
-        precision = self._question.precision
+        precision = self._plan.precision
         evaluates = self._resolved.values["eval_every"] != -1
         return self._resolved.with_values(
             "flag",
             output_dir=str(output),
-            max_steps=self._question.steps,
+            max_steps=self._plan.steps,
             num_epochs=None,
             global_batch_size=self._batch,
             gradient_accumulation_steps=None,
@@ -320,7 +319,7 @@ def _failure(variant: Variant, cause: Outcome | None, folder: Path) -> VariantFa
 
 
 def _gpus(resolved: Resolved, ranks: int) -> str:
-    """As many GPUs as ranks, or as there are: then ranks share them."""
+    """One GPU per rank; if there are fewer GPUs, all of them, and ranks share them."""
     if resolved.explicit("gpus") and resolved.values["gpus"] == "0":
         return "0"
     return str(min(ranks, len(visible_gpus())))

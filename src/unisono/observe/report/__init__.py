@@ -1,1 +1,1 @@
-"""One self-contained page of a run, made from the files in its folder and nothing else."""
+"""Writes one self-contained HTML page about a run, from the files in its folder only."""

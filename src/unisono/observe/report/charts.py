@@ -1,21 +1,25 @@
-"""Which metrics are drawn together, in which order, and how."""
+"""Decides which metrics share a chart, in which order the charts appear, and how each is drawn."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
+
+from markupsafe import Markup
 
 from unisono.formatting import format_count, format_number, shorten
-from unisono.observe.report.reading import Metrics
+from unisono.observe.report.read import Metrics
 from unisono.observe.report.series import Curves, Series
 from unisono.observe.report.timeline import Timeline
+from unisono.pages import chart as page_chart
 from unisono.pages.chart import Chart, Line, Mark
 
 _EVAL = "eval/"
-_NOISY = 40  # from this many values on, a running mean is drawn over them
-_FEW = 60  # up to this many values are also drawn as dots
-_MOST_MARKS = 40
-_MOST_BESIDE = 6  # further lines in a chart: there are eight colours
+_NOISY = 40  # a series with at least this many values also gets a running mean
+_FEW = 60  # a line with at most this many values also gets dots
+_MAX_MARKS = 40
+_MAX_VARIANTS = 6  # further lines in a chart, which has eight colours
+_MAX_BARS = 24
 _MARKED = {
     "restart": "restart",
     "hang": "hang",
@@ -30,15 +34,15 @@ _MARKED = {
 """Events that are marked in charts, the most important first."""
 
 _UNORDERED = {"task", "goal", "class", "label", "group", "file", "video", "prompt", "language"}
-"""Categories (`…_by_task`) that have no order: their points are not joined by a line."""
+"""Categories (`…_by_task`) without an order: no line joins their points."""
 
 SPEED = {"samples_per_s", "step_ms", "data_wait_ms", "comm_ms", "mem_gib", "mfu"}
 
 
 def learning_charts(metrics: Metrics, timeline: Timeline, named: Container[str] = ()) -> list[Chart]:
-    """The charts of learning: the loss, then evaluation metrics, then metrics of the recipe and the optimizer.
+    """Returns the charts of learning: the loss, evaluation metrics, then metrics of the recipe and the optimizer.
 
-    Curves in `named` are left out: their entries have names, and are drawn as bars.
+    Curves in `named` are excluded: their entries have names, and `bar_chart` draws them.
     """
     series = metrics.series
     taken = {"loss", "lr", "grad_norm", f"{_EVAL}loss"} | SPEED
@@ -46,16 +50,16 @@ def learning_charts(metrics: Metrics, timeline: Timeline, named: Container[str] 
     grouped = groups(evaluated)
     in_groups = {name for lines in grouped.values() for name in lines.values()}
     own = [name for name in series if name not in taken and f"{_EVAL}{name}" not in series and name not in evaluated]
-    beside = _beside(name for name in evaluated if name not in in_groups)
+    variants = _with_variants(name for name in evaluated if name not in in_groups)
     charts = [
-        _train_and_eval("loss", "Loss", series, may_be_log=True, marks=marks(timeline)),
-        *(_of_curves(name, curves) for name, curves in metrics.curves.items() if name not in named),
+        _training_and_evaluation("loss", "Loss", series, may_be_log=True, marks=marks(timeline)),
+        *(_curve_chart(name, curves) for name, curves in metrics.curves.items() if name not in named),
         *(
             _chart(rest, [(group, series[name]) for group, name in lines.items()], may_be_log="loss" in rest, eval=True)
             for rest, lines in grouped.items()
         ),
-        *(_evaluated(name, beside[name], series) for name in beside),
-        *(_train_and_eval(name, name, series) for name in own),
+        *(_evaluation(name, variants[name], series) for name in variants),
+        *(_training_and_evaluation(name, name, series) for name in own),
         _chart("Gradient norm", [("before clipping", series.get("grad_norm"))], may_be_log=True),
         _chart("Learning rate", [("learning rate", series.get("lr"))], from_zero=True, noisy=False),
     ]
@@ -63,7 +67,7 @@ def learning_charts(metrics: Metrics, timeline: Timeline, named: Container[str] 
 
 
 def speed_charts(metrics: Metrics, timeline: Timeline) -> list[Chart]:
-    """The charts of speed and memory."""
+    """Returns the charts of speed and memory, each only if the run has logged its metrics."""
     series = metrics.series
     times = [("step", "step_ms"), ("waiting for data", "data_wait_ms"), ("communication", "comm_ms")]
     ranks = [(f"rank {rank}", series_of_rank) for rank, series_of_rank in sorted(metrics.by_rank.items())]
@@ -76,7 +80,7 @@ def speed_charts(metrics: Metrics, timeline: Timeline) -> list[Chart]:
             ranks if len(ranks) > 1 else [],
             unit="ms",
             from_zero=True,
-            note="Without waiting for other ranks: the slowest rank sets the pace of all.",
+            note="Without the time spent waiting for other ranks. All ranks run at the speed of the slowest.",
         ),
         _chart("Memory", [("peak", series.get("mem_gib"))], unit="GiB", from_zero=True, noisy=False),
         _chart("Model FLOPs utilization", [("MFU", series.get("mfu"))], from_zero=True),
@@ -85,21 +89,21 @@ def speed_charts(metrics: Metrics, timeline: Timeline) -> list[Chart]:
 
 
 def marks(timeline: Timeline) -> list[Mark]:
-    """The faults as marks on the step axis, the most important first."""
+    """Returns the faults as marks on the step axis, the most important first."""
     order = {kind: place for place, kind in enumerate(_MARKED)}
     events = sorted((event for event in timeline.all() if event.kind in _MARKED), key=lambda event: order[event.kind])
     return [
         Mark(e.step, _MARKED[e.kind], f"step {format_number(e.step)}: {e.title}, {shorten(e.sentence, 160)}")
-        for e in events[:_MOST_MARKS]
+        for e in events[:_MAX_MARKS]
         if e.step is not None
     ]
 
 
 def groups(names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Metrics that several groups share, as quantity -> group -> metric; each quantity gets one chart.
+    """Finds quantities that several groups have, as quantity -> group -> metric; each quantity gets one chart.
 
-    `eval/train_return`, `eval/train_solved`, `eval/unseen_return`, `eval/unseen_solved`: at least two groups share at
-    least two quantities. Names that share only one (`eval/flow_loss`, `eval/velocity_loss`) may differ in kind.
+    For instance `eval/train_return`, `eval/train_solved`, `eval/unseen_return` and `eval/unseen_solved`: at least two
+    groups share at least two quantities. Metrics that share only one may differ in kind (`flow_loss`, `velocity_loss`).
     """
     groups: dict[str, dict[str, str]] = {}
     for name in names:
@@ -111,34 +115,34 @@ def groups(names: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 def is_smoothed(series: Series) -> bool:
-    """Whether a running mean is drawn: then it is also the number in the legend and at the top of the page."""
+    """Whether a running mean is drawn; the legend and the top of the page then show the mean, too."""
     return series.count >= _NOISY
 
 
 def is_curve(series: Series) -> bool:
-    """Whether there is something to draw: single and constant values go into a table."""
+    """Whether there is something to draw; single and constant values go into a table."""
     return series.count > 1 and series.lowest < series.highest
 
 
-def _beside(names: Iterable[str]) -> dict[str, list[str]]:
-    """Each metric with its variants, which share its chart: `eval/MRR@10` with `eval/MRR@10_bm25`."""
+def _with_variants(names: Iterable[str]) -> dict[str, list[str]]:
+    """Returns each metric with its variants, which share its chart: `eval/MRR@10` with `eval/MRR@10_bm25`."""
     variants: dict[str, list[str]] = {name: [] for name in names}
     every = list(variants)
     for name in every:
         base = next((other for other in sorted(every, key=len) if name.startswith(f"{other}_")), None)
-        if base is not None and len(variants[base]) < _MOST_BESIDE:  # the shortest name, which is itself no variant
+        if base is not None and len(variants[base]) < _MAX_VARIANTS:  # the shortest name is no variant itself
             variants[base].append(name)
             del variants[name]
     return variants
 
 
-def _evaluated(name: str, beside: Iterable[str], series: dict[str, Series]) -> Chart | None:
+def _evaluation(name: str, variants: Iterable[str], series: dict[str, Series]) -> Chart | None:
     title = name.removeprefix(_EVAL)
-    others = [(other.removeprefix(f"{name}_"), series[other]) for other in beside]
+    others = [(other.removeprefix(f"{name}_"), series[other]) for other in variants]
     return _chart(title, [*_pair(title, series), *others], may_be_log="loss" in title, eval=True)
 
 
-def _train_and_eval(
+def _training_and_evaluation(
     name: str, title: str, series: dict[str, Series], *, may_be_log: bool = False, marks: Iterable[Mark] = ()
 ) -> Chart | None:
     return _chart(title, _pair(name, series), may_be_log=may_be_log or "loss" in name, marks=marks)
@@ -176,13 +180,13 @@ def _chart(
     if not lines:
         return None
     if gaps:
-        note = f"{format_count(gaps, 'value')} not finite, left out. {note}".strip()
+        note = f"{format_count(gaps, 'value')} not finite and not drawn. {note}".strip()
     return Chart(
         title, lines, "step", unit, from_zero, may_be_log, list(marks), note, [series for _, series in named if series]
     )
 
 
-def _of_curves(name: str, curves: Curves) -> Chart | None:
+def _curve_chart(name: str, curves: Curves) -> Chart | None:
     if curves.newest is None:
         return None
     step, newest = curves.newest
@@ -195,5 +199,22 @@ def _of_curves(name: str, curves: Curves) -> Chart | None:
         Line(f"step {format_number(step)}", newest.points(), dots=newest.count <= _FEW or not joined, joined=joined)
     )
     x_name = what.replace("_", " ") if by and stem else "index"
-    note = f"Bold: the newest. Faint: earlier ones, from step {format_number(older[0][0])} on." if older else ""
+    note = f"Bold: newest. Faint: earlier ones, from step {format_number(older[0][0])} on." if older else ""
     return Chart(title, lines, x_name, note=note)
+
+
+def bar_chart(title: str, curves: Curves, labels: Sequence[str]) -> Markup:
+    """Returns the newest values of a metric whose entries have names as bars; of many, the lowest and the highest."""
+    if curves.newest is None:
+        return Markup()
+    step, newest = curves.newest
+    values = [(labels[round(x) - 1], y) for x, y in newest.points() if 1 <= round(x) <= len(labels)]
+    if not values:  # the labels in run.json may not match metrics.jsonl
+        return Markup()
+    note = ""
+    if len(values) > _MAX_BARS:
+        half = _MAX_BARS // 2
+        values.sort(key=lambda pair: pair[1])
+        note = f"The {half} lowest and the {half} highest of {len(values):,}."
+        values = values[:half] + values[-half:]
+    return page_chart.draw_bars(title, f"step {format_number(step)}", values, note)

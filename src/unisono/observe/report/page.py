@@ -1,4 +1,4 @@
-"""The report of a run: everything about it in one HTML file that needs no network, no server and no script."""
+"""Renders the report of a run as one HTML file that needs neither a network nor a server."""
 
 from __future__ import annotations
 
@@ -11,26 +11,25 @@ from typing import Any
 from unisono import __version__
 from unisono.formatting import format_clock, format_count, format_duration, format_number, shorten
 from unisono.observe.folder import METRICS
-from unisono.observe.report.bars import draw_bars
-from unisono.observe.report.charts import SPEED, is_smoothed, learning_charts, speed_charts
-from unisono.observe.report.choices import choices, shown
+from unisono.observe.report.charts import SPEED, bar_chart, is_smoothed, learning_charts, speed_charts
 from unisono.observe.report.previews import Gallery
-from unisono.observe.report.reading import Run
+from unisono.observe.report.read import Run
+from unisono.observe.report.settings_table import settings_rows, shown
+from unisono.observe.report.tables import Row, before_and_after, single_values
 from unisono.observe.report.timeline import Event, parse_time
-from unisono.observe.report.values import Row, before_and_after, single_values
 from unisono.pages.chart import draw
 from unisono.pages.kit import render
 
 KIND = "report"
-_MOST_STARTS = 20
-_OF_ALL = {"start", "resume", "restart"}  # recorded by one rank, but not about it
+_MAX_STARTS = 20
+_OF_ALL_RANKS = {"start", "resume", "restart"}  # one rank records it, but it concerns all
 
 
 def page(run: Run, gallery: Gallery, now: datetime | None = None) -> str:
-    """The report of a run as HTML."""
+    """Returns the report of a run as HTML."""
     now = now or datetime.now(UTC)
     recipe, (status, status_sentence) = _text(run.record.get("recipe")), status_of(run)
-    changed, own, unchanged = choices(run.part("config"), run.part("sources"), run.part("defaults"))
+    changed, own, unchanged = settings_rows(run.part("config"), run.part("sources"), run.part("defaults"))
     return render(
         Path(__file__).with_name("report.html"),
         kind=KIND,
@@ -42,7 +41,7 @@ def page(run: Run, gallery: Gallery, now: datetime | None = None) -> str:
         status_sentence=status_sentence,
         facts=_facts(run, now),
         tiles_shown=[(shorten(label, 60), value, more) for label, value, more in _tiles(run)],
-        not_shown=[shorten(line, 200) for line in gallery.left_out[:20]],
+        not_shown=[shorten(line, 200) for line in gallery.omitted[:20]],
         previews=_previews(gallery),
         starts=_starts(run),
         changed=changed,
@@ -56,7 +55,7 @@ def page(run: Run, gallery: Gallery, now: datetime | None = None) -> str:
 
 
 def status_of(run: Run) -> tuple[str, str]:
-    """The state of the run as one word, and a sentence that explains it."""
+    """Returns the state of the run as one word, and a phrase that explains it."""
     status = run.timeline.status
     if status == "done":
         return "done", "trained to the end"
@@ -82,11 +81,13 @@ def _facts(run: Run, now: datetime) -> list[tuple[str, str]]:
         ("ranks", _changes(starts, "world") + (f", {strategy}" if strategy else "")),
         ("launcher", _changes(starts, "launcher")),
         ("seed", _text(run.record.get("seed"))),
+        # A resumed run keeps it, whatever batch_size is among its settings.
+        ("effective batch", _text(run.record.get("global_batch", "unknown"))),
     ]
 
 
 def _changes(starts: Sequence[dict[str, Any]], key: str) -> str:
-    """The values that something had at the run's starts: 8 → 4 → 8."""
+    """Returns the values of a key over the run's starts: 8 → 4 → 8."""
     values = [_text(start.get(key)) for start in starts]
     changes = [value for before, value in pairwise(["", *values]) if value != before]
     return " → ".join([*changes[:3], "…", *changes[-3:]] if len(changes) > 7 else changes) or "unknown"
@@ -98,7 +99,7 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
     tiles = [("steps", format_number(metrics.step), f"{format_number(metrics.samples)} samples{epochs}")]
     loss = metrics.series.get("loss")
     if loss is not None and loss.count:
-        # The number that the chart's legend shows.
+        # The same number as in the chart's legend.
         points, smoothed = (loss.trend(), ", smoothed") if is_smoothed(loss) else (loss.points(), "")
         more = f"from {format_number(points[0][1], 3)}, lowest logged {format_number(loss.lowest, 3)}"
         tiles.append((f"loss{smoothed}", format_number(points[-1][1]), more))
@@ -119,7 +120,7 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
 
 
 def _headline(run: Run) -> str | None:
-    """The evaluation metric at the top of the page: the one that picks the best checkpoint, or the first."""
+    """Returns the evaluation metric for the top of the page: the one of the best checkpoint, or the first."""
     evaluated = [name for name, series in run.metrics.series.items() if name.startswith("eval/") and series.count]
     chosen = run.part("config").get("best_metric")
     if chosen in evaluated:
@@ -131,7 +132,7 @@ def _metrics(run: Run) -> dict[str, Any]:
     labels = _labels(run)
     learning = learning_charts(run.metrics, run.timeline, labels)
     speed = speed_charts(run.metrics, run.timeline)
-    bars = [draw_bars(name.removeprefix("eval/"), run.metrics.curves[name], labels[name]) for name in labels]
+    bars = [bar_chart(name.removeprefix("eval/"), run.metrics.curves[name], labels[name]) for name in labels]
     compared = before_and_after(run.metrics)
     series, compared_names = run.metrics.series, {row[0] for row in compared}
     in_learning = [name for name in series if name not in SPEED | compared_names]
@@ -145,7 +146,7 @@ def _metrics(run: Run) -> dict[str, Any]:
 
 
 def _labels(run: Run) -> dict[str, list[str]]:
-    """The names of the entries of each evaluation curve that has them, from run.json, which may be damaged."""
+    """Returns the names of the entries of evaluation curves, from run.json, which may be damaged."""
     labels = {}
     for name, names in run.part("labels").items():
         curves = run.metrics.curves.get(f"eval/{name}")
@@ -163,14 +164,14 @@ def _faults(run: Run) -> dict[str, Any]:
     first, last = timeline.events()
     sentences = list(filter(None, [timeline.stops(), timeline.saves()]))
     if timeline.counts["injected"]:
-        sentences.append("Faults were rehearsed on purpose (--inject); each really happened in the run's processes.")
+        sentences.append("Some faults were injected (--inject) and really happened in the run's processes.")
     if not timeline.survived:
         sentences.insert(0, "Nothing went wrong.")
     return {
         "fault_summary": " ".join(sentences),
         "first_events": [_event(event, timeline.began) for event in first],
         "last_events": [_event(event, timeline.began) for event in last],
-        "num_hidden_events": timeline.left_out,
+        "num_hidden_events": timeline.num_hidden,
     }
 
 
@@ -185,18 +186,18 @@ def _event(event: Event, began: datetime | None) -> dict[str, Any]:
         "step": step,
         "title": event.title,
         "count": event.count,
-        "rank": None if event.kind in _OF_ALL else event.rank,
+        "rank": None if event.kind in _OF_ALL_RANKS else event.rank,
         "sentence": event.sentence,
     }
 
 
 def _starts(run: Run) -> list[list[str]]:
     starts = run.starts
-    listed = starts if len(starts) <= _MOST_STARTS else [*starts[:5], None, *starts[-(_MOST_STARTS - 5) :]]
+    listed = starts if len(starts) <= _MAX_STARTS else [*starts[:5], None, *starts[-(_MAX_STARTS - 5) :]]
     rows = []
     for start in listed:
         if start is None:
-            rows.append([f"… {len(starts) - _MOST_STARTS} more …", "", "", "", "", ""])
+            rows.append([f"… {len(starts) - _MAX_STARTS} more …", "", "", "", "", ""])
             continue
         when = parse_time(start.get("time"))
         time = f"{when:%Y-%m-%d %H:%M:%S}" if when else _text(start.get("time"))
@@ -224,13 +225,13 @@ def _footer(run: Run, now: datetime) -> str:
     sentences = [f"Written by unisono {__version__} on {now:%Y-%m-%d at %H:%M} UTC from the run folder."]
     for file, count in run.damaged.items():
         if count:
-            sentences.append(f"{format_count(count, 'line')} of {file} skipped (damaged or half-written).")
-    if run.metrics.left_out:
-        names = ", ".join(shorten(name, 60) for name in sorted(run.metrics.left_out)[:5])
-        sentences.append(f"{METRICS} has more metrics than fit here; left out among others: {names}.")
+            sentences.append(f"{format_count(count, 'line')} of {file} skipped (damaged or incomplete).")
+    if run.metrics.omitted:
+        names = ", ".join(shorten(name, 60) for name in sorted(run.metrics.omitted)[:5])
+        sentences.append(f"{METRICS} has more metrics than this page can show; omitted among others: {names}.")
     return " ".join(sentences)
 
 
 def _text(value: Any) -> str:
-    """Any value from run.json, as text of bounded length."""
+    """Returns any value from run.json as text of limited length."""
     return shorten(shown(value), 200)

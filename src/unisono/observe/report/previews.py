@@ -1,4 +1,4 @@
-"""The previews that the recipe wrote while it trained, embedded as HTML."""
+"""Embeds the previews that the recipe wrote during training as HTML."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unisono.formatting import format_bytes, format_number, shorten
 LARGEST_FILE = 4 * 2**20
 LARGEST_TOTAL = 24 * 2**20
 LONGEST_TEXT = 20_000
-MOST_NAMES, MOST_EARLIER = 24, 5
+MAX_NAMES, MAX_EARLIER = 24, 5
 
 _NAME = re.compile(r"step_(\d{8,18})_(.+)")
 _IMAGES = {
@@ -29,7 +29,7 @@ _IMAGES = {
 }
 _VIDEOS = {".mp4": "video/mp4", ".webm": "video/webm"}
 _NUMBERED = re.compile(r".*?_(\d{1,6})\.\w+")
-_MOST_CAPTION_LINES = 4
+_MAX_CAPTION_LINES = 4
 _LISTS = ("captions.txt", "prompts.txt")
 """Caption files: line i belongs to the preview sample numbered i."""
 _TEXTS = {".txt", ".md", ".json", ".csv", ".log"}
@@ -37,35 +37,35 @@ _TEXTS = {".txt", ".md", ".json", ".csv", ".log"}
 
 @dataclass
 class Gallery:
-    """The previews as HTML, newest of each name first, and what was left out."""
+    """The previews as HTML, and which were omitted."""
 
     shown: dict[str, list[tuple[int, Markup]]] = field(default_factory=dict)
     """Name -> (step, HTML), newest first."""
-    left_out: list[str] = field(default_factory=list)
+    omitted: list[str] = field(default_factory=list)
     captions: dict[tuple[str, int], str] = field(default_factory=dict)
-    """(Name, step) -> what stands below it: line 3 of captions.txt belongs to sample_02.mp4, a.txt to a.png."""
+    """(Name, step) -> caption: line 3 of captions.txt belongs to sample_02.mp4, a.txt to a.png."""
 
 
 def read_previews(folder: Path) -> Gallery:
-    """Reads previews/ of a run: the newest of each name, and a few earlier ones as long as there is room."""
-    gallery, found = Gallery(), _list(folder / "previews")
+    """Reads previews/ of a run: the newest of each name, and a few earlier ones while the page is not too large."""
+    gallery, by_name = Gallery(), _list(folder / "previews")
     room = LARGEST_TOTAL
     earlier: list[tuple[str, int, Path]] = []
-    for name, steps in list(found.items())[:MOST_NAMES]:
+    for name, steps in list(by_name.items())[:MAX_NAMES]:
         (step, path), *rest = steps
         room = _take(gallery, name, step, path, room)
-        every = -(-len(rest) // MOST_EARLIER) if rest else 1
+        every = -(-len(rest) // MAX_EARLIER) if rest else 1
         earlier += [(name, step, path) for step, path in rest[every - 1 :: every]]
     for name, step, path in earlier:
         room = _take(gallery, name, step, path, room)
-    _set_captions(gallery, found)
-    gallery.left_out += [f"{name}: too many names" for name in list(found)[MOST_NAMES:][:MOST_NAMES]]
+    _set_captions(gallery, by_name)
+    gallery.omitted += [f"{name}: too many names" for name in list(by_name)[MAX_NAMES:][:MAX_NAMES]]
     return gallery
 
 
-def _set_captions(gallery: Gallery, found: dict[str, list[tuple[int, Path]]]) -> None:
-    """Puts texts below the pictures and videos that they belong to."""
-    texts = {(name, step): path for name, steps in found.items() for step, path in steps if name.endswith(".txt")}
+def _set_captions(gallery: Gallery, by_name: dict[str, list[tuple[int, Path]]]) -> None:
+    """Adds captions to the images and videos that they belong to."""
+    texts = {(name, step): path for name, steps in by_name.items() for step, path in steps if name.endswith(".txt")}
     for name, steps in gallery.shown.items():
         if Path(name).suffix.lower() in _TEXTS:
             continue
@@ -75,7 +75,7 @@ def _set_captions(gallery: Gallery, found: dict[str, list[tuple[int, Path]]]) ->
             several = next((texts[each, step] for each in _LISTS if (each, step) in texts), None)
             if own is not None and isinstance(text := _read(own, LARGEST_FILE), bytes):
                 caption = text.decode("utf-8", errors="replace").strip()
-                if caption.count("\n") < _MOST_CAPTION_LINES:  # a table would be unreadable; it has its own card
+                if caption.count("\n") < _MAX_CAPTION_LINES:  # a table would be unreadable here; it has its own card
                     gallery.captions[name, step] = caption
             elif number and several is not None and isinstance(text := _read(several, LARGEST_FILE), bytes):
                 lines = text.decode("utf-8", errors="replace").splitlines()
@@ -84,52 +84,52 @@ def _set_captions(gallery: Gallery, found: dict[str, list[tuple[int, Path]]]) ->
 
 
 def _list(folder: Path) -> dict[str, list[tuple[int, Path]]]:
-    found: dict[str, list[tuple[int, Path]]] = {}
-    if folder.is_symlink():  # nothing from outside the run's folder gets onto the page
-        return found
+    by_name: dict[str, list[tuple[int, Path]]] = {}
+    if folder.is_symlink():  # the page shows nothing from outside the run folder
+        return by_name
     try:
         entries = sorted(os.listdir(folder), reverse=True)  # step numbers are padded: newest first
     except OSError:
-        return found
+        return by_name
     for entry in entries:
         match = _NAME.fullmatch(entry)
         if match:
-            found.setdefault(match.group(2), []).append((int(match.group(1)), folder / entry))
-    # A list of captions comes right after the pictures, with the numbered samples behind it.
-    pictures = [name for name in found if Path(name).suffix.lower() in _IMAGES and not _NUMBERED.fullmatch(name)]
-    return dict(sorted(found.items(), key=lambda each: _order(each[0], bool(pictures))))
+            by_name.setdefault(match.group(2), []).append((int(match.group(1)), folder / entry))
+    # A list of captions comes after the images, and the numbered samples after the list.
+    has_images = any(Path(name).suffix.lower() in _IMAGES and not _NUMBERED.fullmatch(name) for name in by_name)
+    return dict(sorted(by_name.items(), key=lambda each: _order(each[0], has_images)))
 
 
-def _order(name: str, pictures: bool) -> tuple[int, str]:
+def _order(name: str, has_images: bool) -> tuple[int, str]:
     if name in _LISTS:
         return 1, name
-    return 2 if pictures and _NUMBERED.fullmatch(name) else 0, name
+    return 2 if has_images and _NUMBERED.fullmatch(name) else 0, name
 
 
 def _take(gallery: Gallery, name: str, step: int, path: Path, room: int) -> int:
-    """Puts a file into the gallery if it is fit to be shown; the room that is left then."""
+    """Adds a file to the gallery if it can be shown; returns the remaining room in bytes."""
     content = _read(path, min(LARGEST_FILE, room))
     if isinstance(content, str):
-        gallery.left_out.append(f"{shorten(path.name, 120)}: {content}")
+        gallery.omitted.append(f"{shorten(path.name, 120)}: {content}")
         return room
     gallery.shown.setdefault(name, []).append((step, _as_html(name, step, content)))
     return room - len(content)
 
 
 def _read(path: Path, most: int) -> bytes | str:
-    """The content of a file, or why it is not shown."""
+    """Returns the content of a file, or the reason why it is not shown."""
     suffix = path.suffix.lower()
     if suffix not in _TEXTS and suffix not in _IMAGES and suffix not in _VIDEOS:
         return "neither an image, a short video nor text"
     try:
-        # A link could lead out of the run's folder, a pipe would wait for ever.
+        # A symlink could lead out of the run folder, and opening a pipe would wait forever.
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
-        return "not a file that can be read"
+        return "not a readable file"
     about = os.fstat(handle)
     if not stat.S_ISREG(about.st_mode):
         os.close(handle)
-        return "not a plain file"
+        return "not a regular file"
     with open(handle, "rb") as file:
         if suffix in _TEXTS:
             return file.read(min(LONGEST_TEXT + 1, most))

@@ -1,7 +1,7 @@
-"""A number over the steps of a run, in bounded memory.
+"""A metric over the steps of a run, in bounded memory.
 
-A run of a million lines is drawn with as many points as a screen can show. What a reader must not miss are the peaks,
-so neighbours go together into buckets that remember their lowest and their highest value, and the mean as the trend.
+A run of a million lines is drawn with no more points than a screen can show. Peaks must stay visible, so neighbouring
+values go into buckets that remember their lowest and highest value, and their mean for the trend.
 """
 
 from __future__ import annotations
@@ -10,24 +10,24 @@ import math
 from collections.abc import Iterable, Sequence
 
 LIMIT = 2000
-"""Points that a series gives at most."""
+"""Largest number of points of a series."""
 
 Point = tuple[float, float]
-_WAITING = 4096
-_LARGEST = 1e300  # beyond it, the difference of two values is no longer a number
-_SMALLEST = 1e-290  # below it, a part of a value may be 0
+_MAX_PENDING = 4096
+_LARGEST = 1e300  # above it, the difference of two values may overflow
+_SMALLEST = 1e-290  # below it, a fraction of a value may underflow to 0
 
 
 def number(value: object) -> float | None:
-    """The value if it is a number that can be drawn, None otherwise ("nan", text, a truth value)."""
-    # By type, not isinstance: a truth value is an int to the latter, and this is asked millions of times.
-    if (type(value) is float or type(value) is int) and -_LARGEST < value < _LARGEST:  # nan is between nothing
+    """Returns the value if it is a number that can be drawn; None for "nan", text or a bool."""
+    # type() instead of isinstance: a bool is an instance of int, and this is called millions of times.
+    if (type(value) is float or type(value) is int) and -_LARGEST < value < _LARGEST:  # false for nan
         return value if value > _SMALLEST or value < -_SMALLEST else 0.0
     return None
 
 
 class _Bucket:
-    """Values next to each other, put together."""
+    """Neighbouring values, summarized."""
 
     __slots__ = ("count", "high", "low", "x_high", "x_low", "x_total", "y_total")
 
@@ -47,18 +47,18 @@ class _Bucket:
 
 
 class Series:
-    """A number over the steps of a run; however many values are added, at most `limit` points come out."""
+    """A metric over the steps of a run; it has at most `limit` points, however many values are added."""
 
     def __init__(self, points: Iterable[Point] = (), limit: int = LIMIT) -> None:
-        self._limit = max((limit - 2) // 2, 2)  # each bucket gives two points; the first and the last value are kept
+        self._limit = max((limit - 2) // 2, 2)  # a bucket has two points; the first and the last value are separate
         self._buckets: list[_Bucket] = []
         self._stride = 1
-        # Values wait here until there are many: a million of them one by one would take a minute.
+        # Values are collected first, because a million of them one by one would take a minute.
         self._xs: list[float] = []
         self._ys: list[float] = []
         self._ends: list[Point] = []
         self.gaps = 0
-        """Values that were no numbers (nan, inf)."""
+        """Number of values that were not finite."""
         for x, y in points:
             self.add(x, y)
 
@@ -66,19 +66,19 @@ class Series:
         """Adds the value of a step."""
         self._xs.append(x)
         self._ys.append(y)
-        if len(self._xs) >= _WAITING and len(self._xs) >= self._stride:
-            self._sort_in()
+        if len(self._xs) >= _MAX_PENDING and len(self._xs) >= self._stride:
+            self._fill_buckets()
 
     def take(self, x: float, value: object) -> None:
-        """Adds what stands in a file, if it is a number; counts it otherwise."""
+        """Adds a value from a file if it is a number; otherwise counts it as a gap."""
         y = number(value)
         if y is None:
             self.gaps += 1
         else:
             self.add(x, y)
 
-    def _sort_in(self) -> None:
-        """Puts the values that wait into buckets."""
+    def _fill_buckets(self) -> None:
+        """Moves the collected values into buckets."""
         xs, ys, done = self._xs, self._ys, 0
         if not xs:
             return
@@ -94,51 +94,51 @@ class Series:
             done = end
         del xs[:done], ys[:done]
 
-    def _settled(self) -> list[_Bucket]:
-        self._sort_in()
+    def _all_buckets(self) -> list[_Bucket]:
+        self._fill_buckets()
         return self._buckets
 
     @property
     def count(self) -> int:
-        """How many values there are."""
-        return sum(bucket.count for bucket in self._settled())
+        """Number of values."""
+        return sum(bucket.count for bucket in self._all_buckets())
 
     @property
     def first(self) -> Point | None:
         """The oldest value."""
-        return self._ends[0] if self._settled() else None
+        return self._ends[0] if self._all_buckets() else None
 
     @property
     def last(self) -> Point | None:
         """The newest value."""
-        return self._ends[-1] if self._settled() else None
+        return self._ends[-1] if self._all_buckets() else None
 
     @property
     def lowest(self) -> float:
         """The lowest value."""
-        return min((bucket.low for bucket in self._settled()), default=math.nan)
+        return min((bucket.low for bucket in self._all_buckets()), default=math.nan)
 
     @property
     def highest(self) -> float:
         """The highest value."""
-        return max((bucket.high for bucket in self._settled()), default=math.nan)
+        return max((bucket.high for bucket in self._all_buckets()), default=math.nan)
 
     @property
     def mean(self) -> float:
         """The mean of all values."""
-        return sum(bucket.y_total for bucket in self._settled()) / self.count if self._settled() else math.nan
+        return sum(bucket.y_total for bucket in self._all_buckets()) / self.count if self._all_buckets() else math.nan
 
     def points(self) -> list[Point]:
-        """The values, or where there are too many the lowest and the highest of every few."""
-        buckets = self._settled()
+        """Returns the values or, if there are too many, the lowest and the highest of each bucket."""
+        buckets = self._all_buckets()
         return sorted({*self._ends, *((b.x_low, b.low) for b in buckets), *((b.x_high, b.high) for b in buckets)})
 
     def trend(self) -> list[Point]:
-        """A running mean over a twentieth of the series.
+        """Returns a running mean over a twentieth of the series.
 
-        Towards the beginning, where the loss falls steeply, the window shrinks so that the mean does not run ahead.
+        The window shrinks towards the beginning, where the loss falls steeply, so that the mean is not too low there.
         """
-        means = sorted((b.x_total / b.count, b.y_total / b.count) for b in self._settled())
+        means = sorted((b.x_total / b.count, b.y_total / b.count) for b in self._all_buckets())
         sums = [0.0]
         for _, y in means:
             sums.append(sums[-1] + y)
@@ -150,31 +150,31 @@ class Series:
 
 
 class Curves:
-    """A metric that is a whole curve each time: the newest, and a few of the older ones evenly over the run."""
+    """A metric that is a curve at each evaluation: the newest, and some older ones, evenly over the run."""
 
     def __init__(self, limit: int = 12) -> None:
         self._limit = limit
         self._stride = 1
-        self._seen = 0
+        self._num_added = 0
         self._older: list[tuple[float, Series]] = []
         self.newest: tuple[float, Series] | None = None
 
     def add(self, step: float, values: Iterable[object]) -> None:
-        """Adds the curve of a step; its values are counted from 1."""
+        """Adds the curve of a step; x counts from 1."""
         curve = Series()
         for index, value in enumerate(values, 1):
             curve.take(index, value)
         if not curve.count:
             return
         if self.newest is not None:
-            if self._seen % self._stride == 0:
+            if self._num_added % self._stride == 0:
                 self._older.append(self.newest)
-            self._seen += 1
+            self._num_added += 1
             if len(self._older) >= 2 * self._limit:
                 self._older, self._stride = self._older[::2], self._stride * 2
         self.newest = step, curve
 
     def older(self) -> list[tuple[float, Series]]:
-        """Older curves with their steps, oldest first."""
+        """Returns older curves with their steps, oldest first."""
         every = -(-len(self._older) // self._limit) if self._older else 1
         return self._older[::every]

@@ -1,6 +1,6 @@
 """The timeline of a run: the events of events.jsonl as sentences.
 
-Saves and previews are only counted, and repetitions of an event on the same rank become one line.
+Saves and previews are only counted, and consecutive events of one kind on one rank become one line.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any, Literal
 from unisono.formatting import format_bytes, format_count, format_number, shorten
 from unisono.observe.report.series import number
 
-Tone = Literal["plain", "good", "fault", "bad", "rehearsed"]
+Tone = Literal["plain", "good", "fault", "bad", "injected"]
 
 _FIRST, _LAST = 100, 200
-_MOST_KINDS = 60
+_MAX_KINDS = 60
 _REPEATING = {"nan", "overflow", "straggler", "bad_sample", "worker_died", "micro_batch", "save_failed"}
 _BEGINS, _ENDS = {"start", "resume"}, {"done", "stopped", "failed", "restart"}
 _COMMON = {"time", "kind", "step", "rank"}
@@ -37,17 +37,17 @@ class Event:
 
     @property
     def tone(self) -> Tone:
-        """Decides its colour."""
+        """Determines the colour."""
         return _KINDS[self.kind][1] if self.kind in _KINDS else "plain"
 
     @property
     def title(self) -> str:
-        """Its name, in a word or two."""
+        """The event in a word or two."""
         return _KINDS[self.kind][0] if self.kind in _KINDS else self.kind
 
     @property
     def sentence(self) -> str:
-        """What happened."""
+        """The event as a sentence."""
         if self.kind in _KINDS:
             return shorten(_KINDS[self.kind][2](self.event))
         details = {name: value for name, value in self.event.items() if name not in _COMMON and value is not None}
@@ -55,7 +55,7 @@ class Event:
 
 
 class Timeline:
-    """Collects the events of a run, of which it keeps a few hundred."""
+    """Collects the events of a run; it shows at most a few hundred."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -64,16 +64,17 @@ class Timeline:
         self.began: datetime | None = None
         self.last_seen: datetime | None = None
         self.trained_seconds = 0.0
-        """From each start to its end, without the time in between."""
+        """From each start to its end, without the time between them."""
         self.killed = 0
-        """Starts that ended without an event (a kill, a power cut), or failed, and that a later start continued."""
+        """Starts that ended without an event (a kill, a power cut) or failed, and were continued by a later start."""
         self.repeated = 0
-        """Steps repeated after a kill or a restart: those that were logged after the last checkpoint."""
+        """Steps repeated after a kill or a restart, because they came after the last checkpoint."""
         self.status: str | None = None
         """The last of start, resume, restart, done, stopped and failed."""
         self._first: list[Event] = []
         self._last: deque[Event] = deque(maxlen=_LAST)
-        self._left_out = 0
+        self.num_hidden = 0
+        """Number of events that are not shown because there are too many."""
         self._open_since: datetime | None = None
         self._last_step: Any = None
 
@@ -84,45 +85,40 @@ class Timeline:
             self.damaged += 1
             return
         kind = shorten(kind, 40)
-        if kind in self.counts or len(self.counts) < _MOST_KINDS:
+        if kind in self.counts or len(self.counts) < _MAX_KINDS:
             self.counts[kind] += 1
         when = parse_time(event.get("time"))
-        self._after_a_fault(kind, event)
+        self._count_fault(kind, event)
         self._time(kind, when)
         if kind == "save":
             self.save_seconds += number(event.get("seconds")) or 0
             self.save_bytes = number(event.get("bytes")) or self.save_bytes
         self._last_step = event.get("step", self._last_step)
         if kind not in ("save", "preview"):
-            self._keep(kind, event, when)
-
-    @property
-    def left_out(self) -> int:
-        """Lines that are not shown because there are too many."""
-        return self._left_out
+            self._show(kind, event, when)
 
     def events(self) -> tuple[list[Event], list[Event]]:
-        """The first events and, after those that are left out, the last."""
+        """Returns the first events and, after the hidden ones, the last."""
         return self._first, list(self._last)
 
     def all(self) -> list[Event]:
-        """All events that are shown."""
+        """Returns all events that are shown."""
         return [*self._first, *self._last]
 
     @property
     def survived(self) -> int:
-        """Faults after which the run continued."""
+        """Number of faults after which the run continued."""
         in_place = sum(h.count for h in self.all() if h.kind == "oom" and h.event.get("in_place") is not False)
         others = ("restart", "nan", "worker_died", "bad_sample", "save_failed")
         return in_place + sum(self.counts[kind] for kind in others) + self.killed
 
     def stops(self) -> str:
-        """A sentence about stops on request (Ctrl-C, a time limit), which are no faults."""
+        """Returns a sentence about requested stops (Ctrl-C, a time limit), which are not faults."""
         count = self.counts["stopped"]
         return f"Stopped {format_count(count, 'time')} by a signal, with a checkpoint." if count else ""
 
     def saves(self) -> str:
-        """The saves in a sentence."""
+        """Returns a sentence about the saves."""
         count = self.counts["save"]
         if not count:
             return "No checkpoint was saved."
@@ -130,12 +126,12 @@ class Timeline:
         seconds = format_number(self.save_seconds / count, 2)
         return f"{format_count(count, 'checkpoint')} saved{size}, {seconds} s on average."
 
-    def _after_a_fault(self, kind: str, event: Mapping[str, Any]) -> None:
-        """Recognises a kill: a start that follows a start without an end in between."""
+    def _count_fault(self, kind: str, event: Mapping[str, Any]) -> None:
+        """Counts a kill, which shows as a start without an end before the next start."""
         if kind not in _BEGINS:
             return
         if self.status in _BEGINS:
-            self._keep("killed", {"repeated": event.get("repeated"), "step": self._last_step}, self.last_seen)
+            self._show("killed", {"repeated": event.get("repeated"), "step": self._last_step}, self.last_seen)
         if self.status in _BEGINS or self.status == "failed":
             self.killed += 1
         if self.status in _BEGINS or self.status in ("failed", "restart"):
@@ -157,13 +153,13 @@ class Timeline:
         self.last_seen = when
 
     def seconds(self, until: datetime | None) -> float:
-        """The time spent training, in seconds; a start that has not ended counts up to `until`."""
+        """Returns the training time in seconds; a start that has not ended counts up to `until`."""
         if self._open_since is None:
             return self.trained_seconds
         end = max(filter(None, (until, self.last_seen)), default=self._open_since)
         return self.trained_seconds + max((end - self._open_since).total_seconds(), 0.0)
 
-    def _keep(self, kind: str, event: Mapping[str, Any], when: datetime | None) -> None:
+    def _show(self, kind: str, event: Mapping[str, Any], when: datetime | None) -> None:
         step, rank = number(event.get("step")), event.get("rank")
         rank = rank if isinstance(rank, int) else None
         before = self._last[-1] if self._last else self._first[-1] if self._first else None
@@ -176,12 +172,12 @@ class Timeline:
         if len(self._first) < _FIRST:
             self._first.append(new)
             return
-        self._left_out += len(self._last) == _LAST
+        self.num_hidden += len(self._last) == _LAST
         self._last.append(new)
 
 
 def parse_time(text: object) -> datetime | None:
-    """A point in time as run.json and events.jsonl write it; None for anything else."""
+    """Parses a time of run.json or events.jsonl; None for anything else."""
     if not isinstance(text, str):
         return None
     try:
@@ -231,6 +227,11 @@ def _hang(event: Mapping[str, Any]) -> str:
     return f"no progress in {event.get('phase')} for {event.get('seconds')} s"
 
 
+def _machines(event: Mapping[str, Any]) -> str:
+    changes = f"joined {event.get('joined')}, left {event.get('left')}"
+    return f"{changes}; machines {event.get('machines')} continue from the last checkpoint"
+
+
 def _error(event: Mapping[str, Any]) -> str:
     return str(event.get("error") or "")
 
@@ -248,15 +249,17 @@ _KINDS: dict[str, tuple[str, Tone, Callable[[Mapping[str, Any]], str]]] = {
     "overflow": ("overflow", "plain", lambda e: "fp16 overflowed: the loss scale was lowered and the step skipped"),
     "hang": ("hang", "fault", _hang),
     "straggler": ("slow rank", "fault", _straggler),
-    "killed": ("killed", "fault", lambda e: "the run ended without notice: a kill, a power cut or a lost machine"),
+    "killed": ("killed", "fault", lambda e: "the run ended without an event: a kill, a power cut or a lost machine"),
     "signal": ("signal", "plain", lambda e: f"{e.get('signal', '')}: the ranks agree to save and stop"),
     "bad_sample": ("bad sample", "fault", lambda e: f"sample {e.get('index')} was skipped: {e.get('error', '')}"),
     "worker_died": ("worker died", "fault", lambda e: f"and was replaced: {e.get('what', '')}"),
     "save_failed": ("save failed", "fault", lambda e: f"training continued: {_error(e)}"),
+    "preview_left_out": ("no preview", "fault", lambda e: f"training continued: {_error(e)}"),
+    "machines": ("machines", "plain", _machines),
     "set_aside": ("set aside", "fault", lambda e: f"checkpoint {e.get('checkpoint')}: {e.get('why')}"),
     "micro_batch": ("micro-batch", "plain", lambda e: f"{e.get('micro_batch')} samples fit at once"),
-    "injected": ("rehearsal", "rehearsed", lambda e: f"an injected fault: {e.get('fault', '')}"),
+    "injected": ("injected fault", "injected", lambda e: str(e.get("fault", ""))),
     "stopped": ("stopped", "plain", lambda e: "with a checkpoint; run the same command to continue"),
     "failed": ("failed", "bad", _error),
-    "done": ("done", "good", lambda e: "the last step is trained and saved"),
+    "done": ("done", "good", lambda e: "the last step was trained and saved"),
 }

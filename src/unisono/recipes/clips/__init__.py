@@ -1,1 +1,1 @@
-"""The moments of a long video that are worth cutting out: scored, found, cut."""
+"""Highlights of long videos: learn to score them, choose the best moments, cut them out."""

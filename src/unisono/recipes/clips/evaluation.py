@@ -1,4 +1,4 @@
-"""The metrics of held-out videos: those of the model next to those of baselines."""
+"""Evaluates the model and the baselines on held-out videos."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def evaluate_videos(
 ) -> dict[str, tuple[Tensor, int]]:
     """Returns (sum, count) of every metric over the videos of a batch.
 
-    `logits` [videos, clips] are the model's, `names` [videos] those of the videos. A metric with a suffix belongs to a
-    baseline: `mAP_random`. Metrics that a video does not have are not counted.
+    `logits` [videos, clips] are those of the model, `names` [videos] the names of the videos. A suffix marks the metric
+    of a baseline: `mAP_random`. A metric that is undefined for a video is not counted.
     """
     values: dict[str, list[float]] = {}
     for row, predicted in enumerate(torch.sigmoid(logits).cpu().numpy()):

@@ -1,4 +1,4 @@
-"""How wrong the scores of a window are: by themselves, and in their order."""
+"""The losses of a window of clips: the error of each score, and the order of the scores."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_NEAR = 0.05  # scores that differ by less are not put in order
+_NEAR = 0.05  # two clips whose labelled scores differ by less need not be ordered
 
 
 def score_loss(logits: Tensor, scores: Tensor, kind: str) -> Tensor:
-    """[windows] mean over the labelled clips of a window of cross-entropy with the score (bce), or its square (mse)."""
-    known = ~scores.isnan()
+    """[windows] mean error over the labelled clips of each window: cross-entropy (bce) or squared error (mse)."""
+    labelled = ~scores.isnan()
     target = scores.nan_to_num()
     if kind == "bce":
-        each = F.binary_cross_entropy_with_logits(logits, target, reduction="none")
+        errors = F.binary_cross_entropy_with_logits(logits, target, reduction="none")
     else:
-        each = (torch.sigmoid(logits) - target).square()
-    return (each * known).sum(1) / known.sum(1).clamp(min=1)
+        errors = (torch.sigmoid(logits) - target).square()
+    return (errors * labelled).sum(1) / labelled.sum(1).clamp(min=1)
 
 
 def ranking_loss(logits: Tensor, scores: Tensor) -> Tensor:
-    """[windows] mean over all pairs of clips with different scores: log(1 + e^(worse − better)).
+    """[windows] mean of log(1 + e^(worse − better)) over all pairs of clips with different scores.
 
-    What matters in the end is the order, and most clips of a video are alike: few good ones must come first.
+    Only the order decides what is cut. Most clips of a video are alike, so the score loss alone would be small even if
+    the few good ones were not first.
     """
-    better = scores[:, :, None] - scores[:, None, :] > _NEAR  # not-a-number is never better
-    each = F.softplus(logits[:, None, :] - logits[:, :, None])
-    return (each * better).sum((1, 2)) / better.sum((1, 2)).clamp(min=1)
+    better = scores[:, :, None] - scores[:, None, :] > _NEAR  # False where either is NaN
+    pairs = F.softplus(logits[:, None, :] - logits[:, :, None])
+    return (pairs * better).sum((1, 2)) / better.sum((1, 2)).clamp(min=1)

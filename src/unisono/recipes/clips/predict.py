@@ -22,7 +22,7 @@ from unisono.recipes.clips.metrics.retrieval import MOST_WINDOWS
 from unisono.recipes.clips.model import Scorer
 from unisono.recipes.clips.recipe import Clips
 from unisono.recipes.clips.scoring import logits_of
-from unisono.recipes.common.whole_files import write_whole
+from unisono.recipes.common.cache_files import write_cache_file
 
 
 @torch.no_grad()
@@ -56,7 +56,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.output.exists():
         raise ConfigError(f"{options.output} already exists and is not overwritten; choose another name")
     lines = [json.dumps(line) for line in predictions(options.run, options.step)]
-    write_whole(options.output, "".join(f"{line}\n" for line in lines).encode())
+    write_cache_file(options.output, "".join(f"{line}\n" for line in lines).encode())
     return EXIT_DONE
 
 

@@ -133,7 +133,7 @@ class Clips(Recipe):
     def _record_inputs(self, video: Extracted) -> None:
         """Writes the inputs of the model and their shapes to the run folder, for `model()`, also after training."""
         from unisono.recipes.clips.checks import selected_inputs
-        from unisono.recipes.common.whole_files import write_whole
+        from unisono.recipes.common.cache_files import write_cache_file
 
         selected = selected_inputs(self.config)
         available = [kind for kind in settings.INPUT_KINDS if kind in video.arrays]
@@ -143,7 +143,7 @@ class Clips(Recipe):
         used = selected or [kind for kind in available if kind != "stats" or available == ["stats"]]
         shapes = {kind: list(video.arrays[kind][1:]) for kind in available if kind in used}
         assert self.prepared is not None
-        write_whole(self.prepared / _INPUTS, json.dumps(shapes).encode())
+        write_cache_file(self.prepared / _INPUTS, json.dumps(shapes).encode())
 
     @cached_property
     def _inputs(self) -> dict[str, tuple[int, ...]]:

@@ -1,1 +1,1 @@
-"""What several recipes need: reading what people have, keeping what is computed of it, saying how far that is."""
+"""What several recipes need: caches on disk, fingerprints, data folders, media files, base weights of a LoRA."""

@@ -1,4 +1,4 @@
-"""Checks of settings, made before anything is loaded or written."""
+"""Checks of settings that recipes run before anything is loaded or written."""
 
 from __future__ import annotations
 
@@ -12,30 +12,32 @@ from unisono.errors import ConfigError
 
 
 def check_paths(config: Any, names: Iterable[str]) -> None:
-    """Refuses what cannot be the name of a file or folder."""
+    """Rejects settings that cannot be the path of a file or folder."""
     for name in names:
         if not _can_be_a_path(getattr(config, name) or ""):
-            raise ConfigError(f"{name}: no file or folder can be called {shown(getattr(config, name))}")
+            raise ConfigError(f"{name}: {shown(getattr(config, name))} is not a valid path")
 
 
 def check_range(config: Any, least: Mapping[str, float], most: Mapping[str, float]) -> None:
-    """Refuses numbers that are too small or too large."""
+    """Rejects numbers below `least` or above `most`; None is allowed, NaN is not."""
     for name, bound in least.items():
-        if not getattr(config, name) >= bound:  # so that what is not a number is refused too
-            raise ConfigError(f"{name}: expected at least {bound}, got {getattr(config, name)}")
+        value = getattr(config, name)
+        if value is not None and not value >= bound:
+            raise ConfigError(f"{name}: expected at least {bound}, got {value}")
     for name, bound in most.items():
-        if not getattr(config, name) <= bound:
-            raise ConfigError(f"{name}: expected at most {bound}, got {getattr(config, name)}")
+        value = getattr(config, name)
+        if value is not None and not value <= bound:
+            raise ConfigError(f"{name}: expected at most {bound}, got {value}")
 
 
 def _can_be_a_path(text: str) -> bool:
-    place = os.path.expanduser(text)
-    if place == text and text.startswith("~"):  # the home of nobody
+    path = os.path.expanduser(text)
+    if path == text and text.startswith("~"):  # the home of an unknown user
         return False
     try:
-        os.stat(place)
-    except ValueError:  # a zero, or half a character
+        os.stat(path)
+    except ValueError:  # a null byte or a lone surrogate
         return False
     except OSError as error:
-        return error.errno != errno.ENAMETOOLONG and not any(sign < " " for sign in text)
+        return error.errno != errno.ENAMETOOLONG and not any(character < " " for character in text)
     return True

@@ -1,9 +1,9 @@
-"""Names for models and files by what is in them, so that nothing computed from another one is ever used.
+"""Fingerprints of models and files, so that a cache never returns what was computed from another one.
 
-A model on disk is known by its configs and tokenizer files in full and by a sample of its weights: blocks from
-everywhere in each file, because reading 11 GB at every start would take longer than training a step or two. Dates are
-left out: machines with a copy each must agree. A model in memory is known by every number in it. A picture or film is
-known by its name, size and date, as `make` and `rsync` know files: there may be millions of them.
+The fingerprint of a model on disk covers its config and tokenizer files in full, and blocks from all parts of each
+weight file: reading 11 GB at every start would take longer than a step of training. It leaves out dates, because
+machines with a copy each must agree. That of a model in memory covers every number. There may be millions of images and
+videos, so their fingerprints cover only name, size and modification time, as in `make` and `rsync`.
 """
 
 from __future__ import annotations
@@ -22,37 +22,35 @@ if TYPE_CHECKING:
     from torch import nn
 
 _LENGTH = 32  # hexadecimal digits: 128 bits
-_READ = (".json", ".model", ".safetensors")  # what models are loaded from; a changed README changes nothing
-_WHOLE = 2**26  # bytes; larger files are sampled
+_MODEL_SUFFIXES = (".json", ".model", ".safetensors")  # a changed README does not change the model
+_MAX_WHOLE = 2**26  # bytes; larger files are sampled
 _BLOCK, _NUM_BLOCKS = 2**12, 512
 
 
-def together(*parts: Any) -> str:
-    """One name for several things: text, numbers, lists of them."""
+def combined(*parts: Any) -> str:
+    """One fingerprint for several values: text, numbers, lists of them."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, ensure_ascii=True).encode()).hexdigest()[:_LENGTH]
 
 
-def of_folders(folders: Iterable[Path], *further: str) -> str:
-    """The name of a model on disk; `further` is what else decides what it computes, such as its dtype."""
-    parts: list[Any] = list(further)
+def of_folders(folders: Iterable[Path], *extra: str) -> str:
+    """The fingerprint of a model on disk; `extra` is what else changes its output, such as its dtype."""
+    parts: list[Any] = list(extra)
     for folder in folders:
-        files = sorted(path for path in folder.iterdir() if path.suffix in _READ and path.is_file())
+        files = sorted(path for path in folder.iterdir() if path.suffix in _MODEL_SUFFIXES and path.is_file())
         if not files:
-            raise ConfigError(f"{folder} has no part of a model in it; expected config.json and .safetensors files")
+            raise ConfigError(f"{folder} contains no model; expected config.json and .safetensors files")
         parts += [[path.name, path.stat().st_size, _content(path)] for path in files]
-    return together(*parts)
+    return combined(*parts)
 
 
-def of_model(places: Iterable[Path], *further: str) -> str:
-    """The name of a model on disk whose parts are folders or single files."""
-    parts = [
-        of_folders([place]) if place.is_dir() else together(place.stat().st_size, _content(place)) for place in places
-    ]
-    return together(*further, *parts)
+def of_model(paths: Iterable[Path], *extra: str) -> str:
+    """The fingerprint of a model on disk whose parts are folders or single files."""
+    parts = [of_folders([path]) if path.is_dir() else combined(path.stat().st_size, _content(path)) for path in paths]
+    return combined(*extra, *parts)
 
 
 def of_module(module: nn.Module) -> str:
-    """The name of a model in memory: its config and every number in it."""
+    """The fingerprint of a model in memory: its config and all its weights."""
     digest = hashlib.sha256(json.dumps(_plain_config(module), sort_keys=True, default=str).encode())
     for name, tensor in module.state_dict().items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -61,37 +59,38 @@ def of_module(module: nn.Module) -> str:
 
 
 def of_tokenizer(tokenizer: Any) -> str:
-    """The name of a tokenizer in memory."""
-    told = json.loads(tokenizer.backend_tokenizer.to_str())
-    # Those two are left over from its last call.
-    return together({name: value for name, value in told.items() if name not in ("truncation", "padding")})
+    """The fingerprint of a tokenizer in memory."""
+    description = json.loads(tokenizer.backend_tokenizer.to_str())
+    # Truncation and padding are those of its last call.
+    return combined({name: value for name, value in description.items() if name not in ("truncation", "padding")})
 
 
 class Keys:
-    """Names for what is computed from many files in the same way."""
+    """Cache keys of values that are computed from many files in the same way."""
 
-    def __init__(self, *like: Any) -> None:
-        self._like = hashlib.sha256(together(*like).encode())
+    def __init__(self, *method: Any) -> None:
+        """`method` is everything that the computation depends on besides the file."""
+        self._method = hashlib.sha256(combined(*method).encode())
 
     def of_file(self, name: str, path: Path) -> str:
-        """The key of a sample by its name and its file's name, size and date."""
+        """The key of a sample: its name, and the name, size and modification time of its file."""
         try:
-            facts = path.stat()
+            status = path.stat()
         except OSError:
-            return self.of_text(f"{name}\0{path.name}")  # whoever reads it will say what is wrong with it
-        return self.of_text(f"{name}\0{path.name}\0{facts.st_size}\0{facts.st_mtime_ns}")
+            return self.of_text(f"{name}\0{path.name}")  # reading it will raise the error
+        return self.of_text(f"{name}\0{path.name}\0{status.st_size}\0{status.st_mtime_ns}")
 
     def of_text(self, text: str) -> str:
         """The key of a text."""
-        digest = self._like.copy()
-        digest.update(text.encode("utf-8", "surrogatepass"))  # names of files need not be text
+        digest = self._method.copy()
+        digest.update(text.encode("utf-8", "surrogatepass"))  # file names need not be valid text
         return digest.hexdigest()[:_LENGTH]
 
 
 def _content(path: Path) -> str:
     digest, size = hashlib.sha256(), path.stat().st_size
     with path.open("rb") as file:
-        if size <= _WHOLE:
+        if size <= _MAX_WHOLE:
             digest.update(file.read())
         else:
             for number in range(_NUM_BLOCKS):
@@ -102,7 +101,7 @@ def _content(path: Path) -> str:
 
 def _plain_config(module: nn.Module) -> dict[str, Any]:
     config: Any = getattr(module, "config", {})
-    told = dict(config.to_dict() if hasattr(config, "to_dict") else config)
-    # Where it came from and who wrote it do not decide what it computes; types are told with the weights.
+    values = dict(config.to_dict() if hasattr(config, "to_dict") else config)
+    # These do not change the output; the dtypes are part of the weights.
     unrelated = ("architectures", "dtype", "torch_dtype", "transformers_version")
-    return {name: value for name, value in told.items() if not name.startswith("_") and name not in unrelated}
+    return {name: value for name, value in values.items() if not name.startswith("_") and name not in unrelated}

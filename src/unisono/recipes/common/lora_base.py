@@ -1,4 +1,4 @@
-"""Which weights a LoRA belongs to, kept with its run: beside others it would be another model, without a word."""
+"""Records the base weights of a LoRA run, because with other base weights it would silently be another model."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from unisono.engine.recipe import Work
 from unisono.errors import ConfigError
+from unisono.recipes.common.cache_files import write_cache_file
 from unisono.recipes.common.fingerprint import of_model
-from unisono.recipes.common.whole_files import write_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,30 +19,30 @@ _FILE = "base.json"
 
 
 class LoraBase:
-    """The frozen weights of a LoRA's run, which are not in its checkpoints, by their fingerprint."""
+    """The fingerprint of a LoRA run's frozen weights, which its checkpoints do not contain."""
 
     def __init__(self, folder: Path, parts: Iterable[Path]) -> None:
-        """`folder` is what is prepared of a run; `parts` are folders or files of the model."""
+        """`folder` is the run's folder of prepared files; `parts` are folders or files of the model."""
         self._file, self._fingerprint = folder / _FILE, of_model(parts)
 
-    def check(self, setting: str, further: str = "") -> None:
-        """Refuses other weights than those that the run has been trained with."""
-        if self._known() not in (None, self._fingerprint):
+    def check(self, setting: str, hint: str = "") -> None:
+        """Rejects base weights other than those that the run was trained with."""
+        if self._recorded() not in (None, self._fingerprint):
             raise ConfigError(
-                f"{setting}: these are not the weights that this run's LoRA was trained beside so far; give the model "
-                f"that it began with, or start a new output_dir{further}"
+                f"{setting}: this run's LoRA was trained with other base weights; use the model that the run started "
+                f"with, or a new output_dir{hint}"
             )
 
-    def to_note(self, work: Work) -> LoraBase | None:
-        """Itself for the one process that is to note it, none for the others."""
+    def for_one_process(self, work: Work) -> LoraBase | None:
+        """Returns itself on the one process that records it, None on the others."""
         return self if work.share([self]) else None
 
-    def note(self) -> None:
-        """Keeps the fingerprint. Not before training begins: until then a user may still change the model."""
-        if self._known() is None:
-            write_whole(self._file, json.dumps({"fingerprint": self._fingerprint}).encode())
+    def record(self) -> None:
+        """Writes the fingerprint. Call it when training starts: until then a user may still change the model."""
+        if self._recorded() is None:
+            write_cache_file(self._file, json.dumps({"fingerprint": self._fingerprint}).encode())
 
-    def _known(self) -> str | None:
+    def _recorded(self) -> str | None:
         try:
             return str(json.loads(self._file.read_bytes())["fingerprint"])
         except (OSError, ValueError, KeyError, TypeError):
@@ -50,8 +50,8 @@ class LoraBase:
 
 
 class AsLoaded:
-    """What `Recipe.weights` gives for a model that model() has filled from files: frozen ones come from there again."""
+    """The result of `Recipe.weights` for a model that model() already filled from files."""
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Nobody asks: no weight is on meta."""
-        raise AssertionError(f"{name} is on meta")
+        """Never called, because no weight is on the meta device."""
+        raise AssertionError(f"{name} is on the meta device")

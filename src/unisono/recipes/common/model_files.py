@@ -1,4 +1,4 @@
-"""Small files that say what a model is; they may be anybody's."""
+"""Reads JSON files of models, which may come from anywhere."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _Json = TypeVar("_Json", dict[str, Any], list[Any])
 
 
 def read_json(path: Path, kind: type[_Json]) -> _Json:
-    """The JSON object or list in a file, a model's or the user's own."""
-    if not path.is_file():  # a pipe would be waited for, for ever
+    """Reads a file with a JSON object or list."""
+    if not path.is_file():  # opening a FIFO would block forever
         raise ConfigError(f"{path} is missing; copy or download the model again")
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON ({error}); mend it, or copy it again") from None
+        raise ConfigError(f"{path} cannot be read as JSON ({error}); repair it, or copy it again") from None
     if not isinstance(value, kind):
-        raise ConfigError(f"{path} does not hold a JSON {'object' if kind is dict else 'list'}; expected one")
+        raise ConfigError(f"{path}: expected a JSON {'object' if kind is dict else 'list'}")
     return value

@@ -1,8 +1,8 @@
-"""Many tensors in few files: what the cache writes.
+"""A cache of many tensors in few files.
 
-A pack is a safetensors file with up to a few hundred tensors, each under its key. It appears complete or not at all,
-and never changes: a killed process loses what it had not packed yet, some seconds of work. One file per sample would
-be simpler, but a million small files are more than many file systems like, and each would wait for the disk.
+A pack is a safetensors file with up to a few hundred tensors, each under its key. It appears complete or not at all and
+never changes, so a killed process loses only the seconds of work that it had not written yet. One file per sample would
+be simpler, but many file systems are slow with millions of small files, and each would wait for the disk.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from unisono.recipes.common.whole_files import remove_leftovers, write_whole
+from unisono.recipes.common.cache_files import remove_leftovers, write_cache_file
 
-_MOST_TENSORS = 256  # so that no header is long
-_MOST_BYTES = 2**26
-_LONGEST_S = 15.0  # of work that a kill may cost
+_MAX_TENSORS = 256  # per pack, which limits its header
+_MAX_BYTES = 2**26
+_MAX_SECONDS = 15.0  # of work that a kill may lose
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64, "I64": torch.int64}
 
 
-class Kept(NamedTuple):
-    """Where a tensor lies in which pack, and what it is."""
+class PackEntry(NamedTuple):
+    """The location of a tensor in a pack, its shape and its dtype."""
 
     pack: str
     start: int  # in bytes
@@ -42,31 +42,31 @@ class Kept(NamedTuple):
 class Packs:
     """A folder of packs."""
 
-    def __init__(self, folder: Path, fits: Callable[[Kept], bool] = lambda kept: True) -> None:
-        """What does not fit counts as not there: somebody else may have written it."""
+    def __init__(self, folder: Path, fits: Callable[[PackEntry], bool] = lambda entry: True) -> None:
+        """Entries that do not fit are ignored: another program may have written them."""
         self.folder, self._fits = folder, fits
 
-    def find(self) -> dict[str, Kept]:
-        """What is there, by key. A pack that is damaged or cut short counts as not there."""
-        found: dict[str, Kept] = {}
+    def find(self) -> dict[str, PackEntry]:
+        """Returns all entries by key. Damaged and truncated packs are ignored."""
+        entries: dict[str, PackEntry] = {}
         for path in sorted(self.folder.glob("*.safetensors")):
-            found.update(self.entries(path))
-        return found
+            entries.update(self.entries(path))
+        return entries
 
-    def entries(self, path: Path) -> dict[str, Kept]:
-        """What is in one pack, by key; nothing, if it is not there, damaged or cut short."""
+    def entries(self, path: Path) -> dict[str, PackEntry]:
+        """Returns the entries of one pack by key; none if it is missing, damaged or truncated."""
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            return {key: kept for key, kept in _entries(path) if self._fits(kept)}
+            return {key: entry for key, entry in _entries(path) if self._fits(entry)}
         return {}
 
     def write(self, tensors: dict[str, Tensor]) -> None:
-        """Adds a pack."""
+        """Writes a new pack."""
         name = hashlib.sha256("\n".join(tensors).encode()).hexdigest()[:32]
-        write_whole(self.folder / f"{name}.safetensors", save(tensors))
+        write_cache_file(self.folder / f"{name}.safetensors", save(tensors))
 
 
 class Packing:
-    """Collects tensors, and writes a pack whenever enough of them, or enough of somebody's time, is in it."""
+    """Collects tensors and writes a pack when there are enough of them, or enough time has passed."""
 
     def __init__(self, packs: Packs) -> None:
         self._packs, self._tensors = packs, dict[str, Tensor]()
@@ -77,7 +77,7 @@ class Packing:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.write()  # whatever happened: what is computed is computed
+        self.write()  # also after an exception: these tensors are complete
 
     def add(self, key: str, tensor: Tensor) -> None:
         """Adds a tensor."""
@@ -85,45 +85,45 @@ class Packing:
             self._since = time.monotonic()
         self._tensors[key] = tensor.detach().cpu().contiguous()
         self._bytes += tensor.numel() * tensor.element_size()
-        late = time.monotonic() - self._since > _LONGEST_S
-        if late or len(self._tensors) >= _MOST_TENSORS or self._bytes >= _MOST_BYTES:
+        late = time.monotonic() - self._since > _MAX_SECONDS
+        if late or len(self._tensors) >= _MAX_TENSORS or self._bytes >= _MAX_BYTES:
             self.write()
 
     def write(self) -> None:
-        """Writes what is collected."""
+        """Writes the collected tensors."""
         if self._tensors:
             self._packs.write(self._tensors)
         self._tensors, self._bytes = {}, 0
 
 
-class Shelf:
-    """Tensors of packs by number, for reading; a million of them take little memory, also in loader workers."""
+class PackReader:
+    """Reads tensors of packs by index; a million entries take little memory, also in loader workers."""
 
-    def __init__(self, folder: Path, kept: Sequence[Kept]) -> None:
-        # Arrays, because counting references to a million objects would copy them into every forked worker.
+    def __init__(self, folder: Path, entries: Sequence[PackEntry]) -> None:
+        # Arrays, because reference counts of a million objects would copy their pages into every forked worker.
         self._folder = str(folder)
-        self._packs = sorted({entry.pack for entry in kept})
-        self._kinds = list(dict.fromkeys((entry.shape, entry.dtype) for entry in kept))
-        pack, kind = ({it: number for number, it in enumerate(of)} for of in (self._packs, self._kinds))
-        self._start = np.array([entry.start for entry in kept], dtype=np.int64)
-        self._pack = np.array([pack[entry.pack] for entry in kept], dtype=np.int32)
-        self._kind = np.array([kind[entry.shape, entry.dtype] for entry in kept], dtype=np.int32)
+        self._packs = sorted({entry.pack for entry in entries})
+        self._kinds = list(dict.fromkeys((entry.shape, entry.dtype) for entry in entries))
+        pack, kind = ({value: number for number, value in enumerate(column)} for column in (self._packs, self._kinds))
+        self._start = np.array([entry.start for entry in entries], dtype=np.int64)
+        self._pack = np.array([pack[entry.pack] for entry in entries], dtype=np.int32)
+        self._kind = np.array([kind[entry.shape, entry.dtype] for entry in entries], dtype=np.int32)
 
     def __getitem__(self, index: int) -> Tensor:
         shape, dtype = self._kinds[self._kind[index]]
-        wanted, path = math.prod(shape) * dtype.itemsize, os.path.join(self._folder, self._packs[self._pack[index]])
-        # Opened each time: that takes microseconds, and nothing is shared between forked workers.
+        size, path = math.prod(shape) * dtype.itemsize, os.path.join(self._folder, self._packs[self._pack[index]])
+        # Opening the file each time takes microseconds, and forked workers share no file handle.
         with open(path, "rb", buffering=0) as file:
-            content = bytearray(os.pread(file.fileno(), wanted, int(self._start[index])))
-        if len(content) < wanted:
-            raise OSError(f"{path} was cut short while it was in use; start again, and it is computed anew")
+            content = bytearray(os.pread(file.fileno(), size, int(self._start[index])))
+        if len(content) < size:
+            raise OSError(f"{path} was truncated while it was in use; start again to compute it again")
         return torch.frombuffer(content, dtype=dtype).view(shape)
 
 
-def _entries(path: Path) -> Iterator[tuple[str, Kept]]:
-    """What the header of a pack lists; ValueError if it is not what the file holds."""
-    # Read here, because the library tells no offsets, and without them every read would parse the header again.
-    if not path.is_file():  # a pipe would be waited for, for ever
+def _entries(path: Path) -> Iterator[tuple[str, PackEntry]]:
+    """Parses the header of a pack; ValueError if the file does not match it."""
+    # The safetensors library does not return offsets, and without them every read would parse the header again.
+    if not path.is_file():  # opening a FIFO would block forever
         raise ValueError(f"{path} is not a file")
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -131,16 +131,17 @@ def _entries(path: Path) -> Iterator[tuple[str, Kept]]:
         header = json.loads(file.read(min(length, size)))
     begin, end = 8 + length, 8 + length
     entries = []
-    for key, told in header.items():
+    for key, description in header.items():
         if key == "__metadata__":
             continue
-        (first, last), shape, dtype = told["data_offsets"], tuple(told["shape"]), _DTYPES[told["dtype"]]
+        (first, last), shape = description["data_offsets"], tuple(description["shape"])
+        dtype = _DTYPES[description["dtype"]]
         if first < 0 or not all(type(side) is int and side > 0 for side in shape):
-            raise ValueError(f"{path}: {key} is not what the cache keeps")
+            raise ValueError(f"{path}: {key} has an invalid offset or shape")
         if last - first != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"{path}: {key} is not as long as its shape")
-        entries.append((key, Kept(path.name, begin + first, shape, dtype)))
+            raise ValueError(f"{path}: the size of {key} does not match its shape")
+        entries.append((key, PackEntry(path.name, begin + first, shape, dtype)))
         end = max(end, begin + last)
     if end != size:
-        raise ValueError(f"{path} is cut short")
+        raise ValueError(f"{path} is truncated")
     return iter(entries)

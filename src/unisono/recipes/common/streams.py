@@ -1,6 +1,6 @@
-"""Opening a video that comes from anywhere: its streams, ready to be decoded.
+"""Opens videos from untrusted sources.
 
-What cannot be read is a BadMedia that names the file, never a crash, a hang or a read of anything but the file itself.
+An unreadable file is a BadMedia error that names it, never a crash or a hang, and FFmpeg reads no other file.
 """
 
 from __future__ import annotations
@@ -12,52 +12,52 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from unisono.recipes.common.bad_files import BadMedia, check_file, faults
+from unisono.recipes.common.bad_files import BadMedia, as_bad_media, check_file
 
 if TYPE_CHECKING:
     from av.audio.stream import AudioStream
     from av.container import InputContainer
     from av.video.stream import VideoStream
 
-FILMS = (".mp4", ".avi", ".mov", ".mkv", ".webm")
+VIDEO_SUFFIXES = (".mp4", ".avi", ".mov", ".mkv", ".webm")
 
-MOST_PIXELS = 2**27  # of one picture; a small file can claim any size
-# A playlist or a script that is called film.mp4 would make FFmpeg open whatever it names, also over the network.
+MAX_PIXELS = 2**27  # per frame; a small file can claim any size
+# A playlist that is called video.mp4 would make FFmpeg open any file or address that it lists.
 _FORMATS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg"
 
 
 @contextmanager
-def opened(path: Path, kind: str = "video") -> Iterator[InputContainer]:
-    """The file, opened; whatever goes wrong with it meanwhile is a BadMedia."""
+def open_media(path: Path, kind: str = "video") -> Iterator[InputContainer]:
+    """Opens a file; every exception in the block becomes a BadMedia."""
     import av
 
     check_file(path)
-    # An absolute path: `http:film.mp4` is a file here, and an address to FFmpeg.
+    # An absolute path, because FFmpeg would take a file called `http:video.mp4` for an address.
     options = {"format_whitelist": _FORMATS, "protocol_whitelist": "file"}
-    # Titles in odd encodings are no reason to refuse a video; from PyAV 19 on they never are.
+    # Metadata in an invalid encoding is an error before PyAV 19.
     lenient: dict[str, Any] = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
-    with faults(path, kind), av.open(str(path.absolute()), mode="r", options=options, **lenient) as container:
+    with as_bad_media(path, kind), av.open(str(path.absolute()), mode="r", options=options, **lenient) as container:
         yield container
 
 
-def video_of(path: Path, container: InputContainer) -> VideoStream | None:
-    """The first video of a file, ready to be decoded; None where there is none, or only a cover."""
+def video_stream(path: Path, container: InputContainer) -> VideoStream | None:
+    """Returns the first video stream, ready to decode; None if there is none, or only a cover image."""
     from av.stream import Disposition
 
-    films = [each for each in container.streams.video if Disposition.attached_pic not in each.disposition]
-    if not films:
+    videos = (each for each in container.streams.video if Disposition.attached_pic not in each.disposition)
+    stream = next(videos, None)
+    if stream is None:
         return None
-    stream = films[0]
     if stream.codec_context is None:
         raise BadMedia(path, "this installation of PyAV has no decoder for its video")
-    if stream.width * stream.height > MOST_PIXELS:
-        raise BadMedia(path, f"{stream.height}×{stream.width} is more than {MOST_PIXELS:,} pixels")
-    stream.codec_context.options = {"max_pixels": str(MOST_PIXELS)}  # frames may be larger than announced
+    if stream.width * stream.height > MAX_PIXELS:
+        raise BadMedia(path, f"{stream.height}×{stream.width} is more than {MAX_PIXELS:,} pixels")
+    stream.codec_context.options = {"max_pixels": str(MAX_PIXELS)}  # frames may be larger than announced
     stream.thread_type = "AUTO"
-    stream.thread_count = min(4, torch.get_num_threads())  # one in a loader's worker; each decodes ahead
+    stream.thread_count = min(4, torch.get_num_threads())  # a loader worker has one torch thread
     return stream
 
 
-def sound_of(container: InputContainer) -> AudioStream | None:
-    """The first sound of a file; None where there is none that can be decoded."""
+def audio_stream(container: InputContainer) -> AudioStream | None:
+    """Returns the first audio stream that can be decoded; None if there is none."""
     return next((stream for stream in container.streams.audio if stream.codec_context is not None), None)

@@ -1,7 +1,7 @@
 """The files of a data folder, and never a file outside it.
 
-Data folders are passed around, and what is written in them is not trusted: a line may say `../../etc/passwd`, and so
-may a link. Everything here goes by the listing of the folder, and a link counts only if its end is in the folder too.
+Data folders come from anywhere and are not trusted: a line of a metadata file may say `../../etc/passwd`, and so may a
+link. This module looks files up in the folder's listing, and follows a link only if its target is in the folder too.
 """
 
 from __future__ import annotations
@@ -14,37 +14,37 @@ from unisono.config.values import shown
 from unisono.errors import ConfigError
 from unisono.observe.folder import EVENTS, RUN
 
-_OF_A_RUN = {RUN, EVENTS}  # what a run's folder has from its first step on
+_RUN_FILES = {RUN, EVENTS}  # a run folder has both from its first step on
 
 
 class Outside(ConfigError):
-    """A path that leads out of the folder."""
+    """A path that leads outside the folder."""
 
     def __init__(self, path: object, folder: Path, *, is_link: bool = False) -> None:
         self.is_link = is_link
-        super().__init__(f"{path} leads out of {folder}; only files in that folder are read: copy it there")
+        super().__init__(f"{path} leads outside {folder}; copy the file into the folder")
 
 
 class Tree:
-    """A data folder. Paths in it are given as text with `/`, relative to it; hidden files are left out."""
+    """A data folder. Paths are relative to it, with `/`; hidden files are ignored."""
 
     def __init__(self, folder: Path, *, follow_links: bool = False) -> None:
-        """With `follow_links`, links to files count wherever they lead: the user trusts this folder."""
+        """With `follow_links`, links to files may lead anywhere: the user trusts this folder."""
         self.folder, self._follow_links = folder, follow_links
         self._root = folder.resolve()
-        # The hub's cache keeps files apart and fills its folders with links to them.
+        # A snapshot in the hub's cache consists of links to a folder of blobs.
         self._allowed = [self._root]
         if self._root.parent.name == "snapshots":
             self._allowed.append(self._root.parent.parent / "blobs")
-        self.not_followed: list[str] = []  # links to folders that `walk` came by
+        self.not_followed: list[str] = []  # links to folders that `walk` skipped
         self._listings: dict[str, dict[str, os.DirEntry[str]]] = {}
 
     def walk(self) -> Iterator[str]:
-        """The files, folder by folder; links to folders are not followed, and what runs have written is no data."""
+        """Yields the files, folder by folder; skips links to folders, and run folders."""
         folders = [""]
         while folders:
             folder = folders.pop()
-            if folder and self._listing(folder).keys() >= _OF_A_RUN:
+            if folder and self._listing(folder).keys() >= _RUN_FILES:
                 continue
             for name, entry in self._listing(folder).items():
                 path = f"{folder}/{name}" if folder else name
@@ -56,7 +56,7 @@ class Tree:
                     yield path
 
     def relative(self, path: str) -> str:
-        """The path, as somebody wrote it, relative to the folder; Outside if it is not in it."""
+        """Makes a path relative to the folder; raises Outside if it is not in it."""
         for root in (self._root, self.folder.absolute()) if os.path.isabs(path) else ("",):
             inside = os.path.relpath(path, root) if root else os.path.normpath(path)
             if inside != ".." and not inside.startswith("../"):
@@ -64,37 +64,35 @@ class Tree:
         raise Outside(shown(path), self.folder)
 
     def __contains__(self, path: str) -> bool:
-        """Whether there is such a file; Outside if it is a link that leads out."""
+        """Whether the file exists; raises Outside if it is a link that leads outside."""
         *folders, name = path.split("/")
         for depth, folder in enumerate(folders):
             entry = self._listing("/".join(folders[:depth])).get(folder)
             if entry is None or not entry.is_dir(follow_symlinks=False):
                 return False
         entry = self._listing("/".join(folders)).get(name)
-        if entry is None:
-            return False
-        if not _leads_to(entry.is_file):
+        if entry is None or not _leads_to(entry.is_file):
             return False
         if entry.is_symlink() and not self._follow_links:
-            end = Path(entry.path).resolve()
-            if not any(end.is_relative_to(root) for root in self._allowed):
+            target = Path(entry.path).resolve()
+            if not any(target.is_relative_to(root) for root in self._allowed):
                 raise Outside(f"the link {self.path(path)}", self.folder, is_link=True)
         return True
 
     def path(self, path: str) -> Path:
-        """Where a file of the folder is on the disk."""
+        """The path of a file of the folder on disk."""
         return self.folder / path
 
     def lines(self, path: str, most_bytes: int) -> Iterator[tuple[int, str]]:
-        """The lines of a text file with their numbers, from 1; ConfigError where they are not UTF-8."""
+        """Yields the lines of a text file with their numbers, from 1; ConfigError if it is not UTF-8."""
         where = self.path(path)
         try:
             size = where.stat().st_size
             if size > most_bytes:
-                raise ConfigError(f"{where} has {size:,} bytes, more than the {most_bytes:,} that such a file may have")
+                raise ConfigError(f"{where} has {size:,} bytes; expected at most {most_bytes:,}")
             with where.open("rb") as file:
                 for number, line in enumerate(file, 1):
-                    # Only the ends of lines that people mean: str.splitlines knows eight more.
+                    # str.splitlines would also split at eight other characters.
                     yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
         except UnicodeDecodeError:
             raise ConfigError(f"{where}, line {number}: not UTF-8 text; save the file as UTF-8") from None
@@ -112,7 +110,7 @@ class Tree:
 
 
 def _leads_to(kind: Callable[[], bool]) -> bool:
-    """Whether an entry is of this kind; a link that leads to itself is of none."""
+    """Whether an entry is of this kind; a circular link is of none."""
     try:
         return kind()
     except OSError:
@@ -120,5 +118,5 @@ def _leads_to(kind: Callable[[], bool]) -> bool:
 
 
 def one_line(text: str) -> str:
-    """The text for a message, whatever is in it: names of files may hold line ends, and commands to the terminal."""
-    return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)
+    """Escapes unprintable characters: a file name may contain line breaks and terminal escape sequences."""
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)

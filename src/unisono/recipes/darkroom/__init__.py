@@ -1,1 +1,1 @@
-"""Algorithm Distillation: a transformer that learns, from histories of learners, to learn in its context."""
+"""Algorithm Distillation: a transformer, trained on the histories of learners, learns in its context."""

@@ -1,7 +1,7 @@
-"""The keys of the configuration files that people have, in our words.
+"""Translates config files of other implementations.
 
-Known implementations keep a room, a source learner and a model in three YAML files and merge them into one flat
-mapping. Their names are taken here as they are: each does what it says, or is refused with the reason.
+They describe the environment, the source learner and the model in three YAML files, merged into one flat mapping. Every
+key of theirs has its effect here, or is an error that gives the reason.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unisono.config.values import Mismatch, coerce, plain, shown
+from unisono.config.values import Mismatch, coerce, jsonable, shown
 from unisono.errors import ConfigError
 
 ALIASES: Mapping[str, str] = {
@@ -23,7 +23,7 @@ ALIASES: Mapping[str, str] = {
     "ckpt_interval": "save_every",
     "gen_interval": "preview_every",
 }
-"""Other names of settings."""
+"""Alternative names of settings."""
 
 _SOURCES = {
     "ppo": "ppo",
@@ -34,97 +34,90 @@ _SOURCES = {
     "noise": "noise",
     "eps": "noise",
 }
-"""What `alg` can be -> the source learner."""
+"""Values of `alg`, and the source learner that each one selects."""
 
-_ONLY: Mapping[str, tuple[Any, Any, str]] = {
+_CONSTANTS: Mapping[str, tuple[Any, Any, str]] = {
     "model": (str, "AD", "this recipe trains AD"),
-    "dynamics": (bool, False, "the model predicts actions, neither rewards nor next states"),
-    "flash_attn": (bool, True, "attention always runs in torch's fused kernels, which need no mask"),
+    "dynamics": (bool, False, "the model predicts only actions, not rewards or next states"),
+    "flash_attn": (bool, True, "attention always uses torch's fused kernels, without a mask"),
     "dim_states": (int, 2, "a state is a cell, x and y"),
     "dim_actions": (int, 1, "an action is one number"),
-    "num_actions": (int, 5, "the rooms have four moves and staying"),
-    "policy": (str, "MlpPolicy", "the source learner ppo has a small MLP"),
-    "tensorboard_log": (
-        str | None,
-        None,
-        "source learners write no TensorBoard files, the run does",
-    ),
+    "num_actions": (int, 5, "the environments have four moves and one action that stays"),
+    "policy": (str, "MlpPolicy", "the source learner ppo uses a small MLP"),
+    "tensorboard_log": (str | None, None, "only the run writes TensorBoard files, not the source learners"),
 }
-"""Keys with one value that is what happens here anyway: type, value, and the reason why there is no other."""
+"""Keys that allow a single value: type, value, and the reason."""
 
-_REFUSED: Mapping[str, str] = {
-    "n_process": "learners live in batches, shared over the run's own ranks, not in worker processes",
-    "device": "histories are collected on the run's own devices; --gpus 0 takes the CPU",
-    "on_policy_threshold": "histories are not filtered by how good they are",
-    "compression_window": "histories are not thinned out by a window; history_skip takes every n-th episode",
-    "dynamics_strength": "there is no dynamics loss that it could weigh",
+_WITHOUT_EFFECT: Mapping[str, str] = {
+    "n_process": "learners run as a batch on the run's own ranks, not in worker processes",
+    "device": "histories are collected on the run's devices; --gpus 0 uses the CPU",
+    "on_policy_threshold": "histories are not filtered by return",
+    "compression_window": "histories are not thinned by a window; history_skip uses every n-th episode",
+    "dynamics_strength": "there is no dynamics loss to weight",
 }
-"""Keys that would do nothing here, and why."""
+"""Keys that would have no effect, and the reason."""
 
 
 FILE_KEYS: Mapping[str, Any] = {
     "alg": str,
     "max_reward": float,
-    **{key: kind for key, (kind, _, _) in _ONLY.items()},
-    **dict.fromkeys(_REFUSED, str),
+    **{key: kind for key, (kind, _, _) in _CONSTANTS.items()},
+    **dict.fromkeys(_WITHOUT_EFFECT, str),
 }
-"""Keys that are no settings, with their types."""
+"""Keys that are not settings, with their types."""
 
 
 def translate(values: dict[str, Any], where: str) -> dict[str, Any]:
-    """The same settings under our names; `where` is the file they come from."""
+    """Returns the settings under unisono's names; `where` is the file they come from."""
     values = dict(values)
-    for key, reason in _REFUSED.items():
+    for key, reason in _WITHOUT_EFFECT.items():
         if key in values:
-            raise ConfigError(f"{key}: {reason} (from {where}); leave it out")
-    for key, (kind, only, reason) in _ONLY.items():
+            raise ConfigError(f"{key} has no effect: {reason} (from {where}); remove it")
+    for key, (kind, value, reason) in _CONSTANTS.items():
         if key in values:
-            _must_be(key, values.pop(key), kind, only, reason, where)
+            _check_constant(key, values.pop(key), kind, value, reason, where)
     if "max_reward" in values:
-        most = _largest_return(values)
-        _must_be("max_reward", values.pop("max_reward"), float, most, "it follows from the room and its horizon", where)
+        largest = _largest_return(values)
+        reason = "it follows from the environment and its horizon"
+        _check_constant("max_reward", values.pop("max_reward"), float, largest, reason, where)
     if "alg" in values:
         alg = values.pop("alg")
-        _rename(values, "alg", _source(alg, where), "source", where)
-        if values["source"] == "ppo":
-            values.setdefault("source_shared", True)  # what such files mean: one policy for the streams of a task
-        # In the file of an algorithm it is the minibatch of the source learner; the transformer's is train_batch_size.
+        source = _SOURCES.get(str(alg).lower())
+        if source is None:
+            raise ConfigError(f"alg: expected one of {', '.join(_SOURCES)}, got {shown(alg)} (from {where})")
+        _rename(values, "alg", source, "source", where)
+        if source == "ppo":
+            values.setdefault("source_shared", True)  # other implementations share one policy per task
+        # In an algorithm file, batch_size is the source learner's minibatch; the transformer's is train_batch_size.
         if "batch_size" in values:
             _rename(values, "batch_size", values.pop("batch_size"), "source_batch_size", where)
     return values
 
 
-def _source(alg: Any, where: str) -> str:
-    found = _SOURCES.get(str(alg).lower())
-    if found is None:
-        raise ConfigError(f"alg: there is no source learner {shown(alg)}, only {', '.join(_SOURCES)} (from {where})")
-    return found
-
-
 def _rename(values: dict[str, Any], key: str, value: Any, name: str, where: str) -> None:
     if name in values and str(values[name]) != str(value):
         raise ConfigError(
-            f"{key} ({shown(value)}) and {name} ({shown(values[name])}) are two names of one setting (from {where}); "
-            "leave one of them out"
+            f"{key} ({shown(value)}) and {name} ({shown(values[name])}) are the same setting (from {where}); "
+            "remove one of them"
         )
     values[name] = value
 
 
-def _must_be(key: str, value: Any, kind: Any, only: Any, reason: str, where: str) -> None:
+def _check_constant(key: str, value: Any, kind: Any, constant: Any, reason: str, where: str) -> None:
     try:
-        fits = coerce(kind, value) == only
+        fits = coerce(kind, value) == constant
     except Mismatch:
         fits = False
     if not fits:
-        raise ConfigError(f"{key}: only {_word(only)} is possible, {reason}; got {_word(value)} (from {where})")
+        raise ConfigError(f"{key}: expected {_text(constant)}, because {reason}; got {_text(value)} (from {where})")
 
 
-def _word(value: Any) -> str:
-    return str(plain(value)).lower() if value is None or isinstance(value, bool) else str(shown(value)).strip("'")
+def _text(value: Any) -> str:
+    return str(jsonable(value)).lower() if value is None or isinstance(value, bool) else str(shown(value)).strip("'")
 
 
 def _largest_return(values: Mapping[str, Any]) -> float:
-    """Of one episode, as far as this file says in which room."""
+    """The largest return of an episode in the environment that the file describes."""
     if values.get("env") == "dark_key_to_door":
         return 2.0
     try:

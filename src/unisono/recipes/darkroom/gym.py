@@ -1,11 +1,11 @@
-"""The rooms as gymnasium environments, one episode at a time; importing this module registers them.
+"""The environments for gymnasium, one episode at a time; importing this module registers them.
 
     import gymnasium
     import unisono.recipes.darkroom.gym
 
     room = gymnasium.make("unisono/Darkroom-v0", task=5)
 
-They are written apart from `rooms`, in plain Python, so that each can be held against the other.
+They do not use `rooms` but plain Python, so that tests can compare the two implementations.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ Observation = NDArray[np.int32]
 
 
 class RoomEnv(gymnasium.Env[Observation, np.int64]):
-    """A dark room: the agent sees its own cell (x, y), and what it has to find only by the reward.
+    """A dark room: the agent observes its own cell (x, y) and must find the goal by its rewards.
 
-    `task` names what is hidden; without it every episode has a new one, drawn by the environment's own generator and
-    told in `info["task"]`. Episodes last `horizon` steps and then are *truncated*: nothing in the room has come to an
-    end, only the time is over. (Other versions set `terminated` as well, which tells a learner that the last state is
-    worth nothing.)
+    `task` is the number of the task. Without it, every episode has a random one, which is in `info["task"]`. An episode
+    is *truncated* after `horizon` steps. (Other versions set `terminated` as well, which tells a learner that the value
+    of the last state is 0.)
     """
 
     metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 4}  # noqa: RUF012  # declared so by gymnasium
@@ -36,22 +35,22 @@ class RoomEnv(gymnasium.Env[Observation, np.int64]):
         self, task: int | None = None, size: int = 9, horizon: int = 20, render_mode: str | None = None
     ) -> None:
         if size < 2 or horizon < 1:
-            raise ValueError(f"size {size}, horizon {horizon}: expected at least 2 and 1")
+            raise ValueError(f"expected a size of at least 2 and a horizon of at least 1, got {size} and {horizon}")
         if render_mode not in (None, *self.metadata["render_modes"]):
-            raise ValueError(f'render_mode {render_mode!r}: this room can be drawn as "ansi" only')
+            raise ValueError(f'render_mode: expected "ansi" or None, got {render_mode!r}')
         self.size, self.horizon, self.render_mode = size, horizon, render_mode
         if task is not None and not 0 <= task < self.num_tasks:
-            raise ValueError(f"task {task}: this room has tasks 0 to {self.num_tasks - 1}")
+            raise ValueError(f"task: expected 0 to {self.num_tasks - 1}, got {task}")
         self.observation_space = gymnasium.spaces.Box(0, size - 1, shape=(2,), dtype=np.int32)
         self.action_space = gymnasium.spaces.Discrete(5)
-        self._given_task = task
+        self._fixed_task = task
         self._task = task or 0
         self._at: Cell = self._start
-        self._steps: int | None = None  # none before the first reset
+        self._steps: int | None = None  # None before the first reset
 
     @property
     def num_tasks(self) -> int:
-        """How many tasks there are."""
+        """Number of tasks."""
         return self.size**2
 
     @property
@@ -61,20 +60,20 @@ class RoomEnv(gymnasium.Env[Observation, np.int64]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
-        """Begins an episode, on a new task if none was given."""
+        """Starts an episode, with a random task if none is fixed."""
         super().reset(seed=seed)
-        self._task = int(self.np_random.integers(self.num_tasks)) if self._given_task is None else self._given_task
+        self._task = int(self.np_random.integers(self.num_tasks)) if self._fixed_task is None else self._fixed_task
         self._at, self._steps = self._start, 0
         return self._observation(), {"task": self._task}
 
     def step(self, action: np.int64) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
-        """Goes one step: 0 x+1, 1 x-1, 2 y+1, 3 y-1, 4 stays; who walks into a wall stays as well."""
+        """Takes an action: 0 x+1, 1 x-1, 2 y+1, 3 y-1, 4 stays. A move into a wall stays in place."""
         if self._steps is None or self._steps >= self.horizon:
-            raise gymnasium.error.ResetNeeded("the episode has ended or not begun; call reset() first")
+            raise gymnasium.error.ResetNeeded("the episode has ended or not started; call reset() first")
         if not self.action_space.contains(action):
-            raise gymnasium.error.InvalidAction(f"action {action!r}: expected a whole number, 0 to 4")
+            raise gymnasium.error.InvalidAction(f"action: expected an integer from 0 to 4, got {action!r}")
         x, y = self._at
-        move = self._meaning(int(action))
+        move = self._move(int(action))
         if move == 0:
             x = min(x + 1, self.size - 1)
         elif move == 1:
@@ -85,14 +84,14 @@ class RoomEnv(gymnasium.Env[Observation, np.int64]):
             y = max(y - 1, 0)
         self._at = (x, y)
         self._steps += 1
-        return self._observation(), self._arrive(), False, self._steps == self.horizon, {"task": self._task}
+        return self._observation(), self._reward(), False, self._steps == self.horizon, {"task": self._task}
 
     def render(self) -> str | None:
-        """The room as text, x to the right and y upwards: @ the agent, and what it cannot see."""
+        """Draws the room as text, x to the right and y upwards: @ is the agent, * the goal, k the key, D the door."""
         if self.render_mode is None:
             return None
-        signs = {**{cell: sign for sign, cell in self._things().items()}, self._at: "@"}
-        rows = [[signs.get((x, y), ".") for x in range(self.size)] for y in reversed(range(self.size))]
+        symbols = {**{cell: symbol for symbol, cell in self._hidden().items()}, self._at: "@"}
+        rows = [[symbols.get((x, y), ".") for x in range(self.size)] for y in reversed(range(self.size))]
         return "\n".join("".join(row) for row in rows) + "\n"
 
     def _observation(self) -> Observation:
@@ -101,45 +100,45 @@ class RoomEnv(gymnasium.Env[Observation, np.int64]):
     def _cell(self, number: int) -> Cell:
         return number // self.size, number % self.size
 
-    def _meaning(self, action: int) -> int:
+    def _move(self, action: int) -> int:
         return action
 
-    def _arrive(self) -> float:
-        """The reward for being where the agent is now."""
-        return float(self._at in self._things().values())
+    def _reward(self) -> float:
+        """Returns the reward of the current cell."""
+        return float(self._at in self._hidden().values())
 
-    def _things(self) -> dict[str, Cell]:
-        """What is hidden in the room, by the sign it is drawn with."""
+    def _hidden(self) -> dict[str, Cell]:
+        """The cells that the agent must find, by the symbol that render() draws."""
         return {"*": self._cell(self._task)}
 
 
 class DarkroomEnv(RoomEnv):
-    """Reward 1 on every step that ends on the goal. A task is a goal: x * size + y."""
+    """Every step that ends on the goal is rewarded with 1. A task is the number of the goal cell: x * size + y."""
 
 
 class DarkroomPermutedEnv(RoomEnv):
-    """The goal is the far corner, but a task (0 to 119) mixes up the actions."""
+    """The goal is the far corner; a task (0 to 119) is a permutation of the actions."""
 
     @property
     def num_tasks(self) -> int:
-        """How many tasks there are."""
+        """Number of tasks."""
         return 120
 
     @property
     def _start(self) -> Cell:
         return 0, 0
 
-    def _meaning(self, action: int) -> int:
+    def _move(self, action: int) -> int:
         return next(itertools.islice(itertools.permutations(range(5)), self._task, None))[action]
 
-    def _things(self) -> dict[str, Cell]:
+    def _hidden(self) -> dict[str, Cell]:
         return {"*": (self.size - 1, self.size - 1)}
 
 
 class DarkKeyToDoorEnv(RoomEnv):
-    """Reward 1 for the key and then 1 for the door, once each. A task is a pair: key * size² + door.
+    """The key and then the door are rewarded with 1, once each. A task is key cell * size² + door cell.
 
-    A step takes the key or opens the door, never both, also where they share a cell.
+    A step takes the key or opens the door, never both, even if they share a cell.
     """
 
     def __init__(
@@ -150,17 +149,17 @@ class DarkKeyToDoorEnv(RoomEnv):
 
     @property
     def num_tasks(self) -> int:
-        """How many tasks there are."""
+        """Number of tasks."""
         return self.size**4
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
-        """Begins an episode, on a new task if none was given."""
+        """Starts an episode, with a random task if none is fixed."""
         self._has_key = self._is_open = False
         return super().reset(seed=seed, options=options)
 
-    def _arrive(self) -> float:
+    def _reward(self) -> float:
         key, door = (self._cell(number) for number in divmod(self._task, self.size**2))
         if not self._has_key:
             self._has_key = self._at == key
@@ -170,7 +169,7 @@ class DarkKeyToDoorEnv(RoomEnv):
             return float(self._is_open)
         return 0.0
 
-    def _things(self) -> dict[str, Cell]:
+    def _hidden(self) -> dict[str, Cell]:
         key, door = (self._cell(number) for number in divmod(self._task, self.size**2))
         return {**({} if self._is_open else {"D": door}), **({} if self._has_key else {"k": key})}
 
@@ -183,7 +182,7 @@ ENVIRONMENTS: dict[str, type[RoomEnv]] = {
 
 
 def register() -> None:
-    """Makes the rooms known to gymnasium.make; more than once does no harm."""
+    """Registers the environments with gymnasium; later calls do nothing."""
     for name, environment in ENVIRONMENTS.items():
         if name not in gymnasium.registry:
             gymnasium.register(name, entry_point=f"{__name__}:{environment.__name__}")

@@ -1,4 +1,4 @@
-"""The figure of a run: does it learn in its context, on tasks that it has never seen?"""
+"""The preview of a run: a figure and a table of how well the model learns unseen tasks in context."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ if TYPE_CHECKING:
 
 _INK, _PAPER, _FAINT = "#1d2733", "#ffffff", "#8a94a0"
 _COLOURS = {"unseen": "#c2410c", "validation": "#0e7490", "train": "#64748b"}
+_DASHED, _DOTTED = (0, (6, 3)), (0, (1, 2))
 
 
 def draw(recipe: Darkroom) -> Mapping[str, Any]:
-    """in_context.png, and the same in numbers."""
-    evaluations = recipe.evaluations
-    chosen = best(evaluations, "eval/validation_of_optimum")
-    found: dict[str, Any] = {"in_context.txt": table(recipe, chosen)}
-    if find_spec("matplotlib") is not None:  # it comes with unisono[darkroom]; a run does not fail for a picture
-        found["in_context.png"] = _figure(recipe, chosen)
-    return found
+    """Returns in_context.txt, and in_context.png if matplotlib is installed."""
+    evaluation = best(recipe.evaluations, "eval/validation_of_optimum")
+    files: dict[str, Any] = {"in_context.txt": table(recipe, evaluation)}
+    if find_spec("matplotlib") is not None:
+        files["in_context.png"] = _figure(recipe, evaluation)
+    return files
 
 
 def best(evaluations: list[dict[str, Any]], metric: str) -> dict[str, Any]:
@@ -30,49 +30,40 @@ def best(evaluations: list[dict[str, Any]], metric: str) -> dict[str, Any]:
     return max(trained, key=lambda evaluation: evaluation.get(metric, -1.0))
 
 
-def _groups(chosen: Mapping[str, Any]) -> dict[str, str]:
+def _groups(evaluation: Mapping[str, Any]) -> dict[str, str]:
     """The groups of tasks that were played, and their colours."""
-    return {name: colour for name, colour in _COLOURS.items() if f"eval/{name}_of_optimum" in chosen}
+    return {name: colour for name, colour in _COLOURS.items() if f"eval/{name}_of_optimum" in evaluation}
 
 
-def table(recipe: Darkroom, chosen: Mapping[str, Any]) -> str:
-    """The short table that `make demo` ends with."""
-    rows: list[tuple[str, ...]] = [("", "episode 1", "5", "10", "last 10", "of optimum", "solved")]
-    lines = {
-        "source learner": recipe.source_curve,
-        **{name: chosen[f"eval/{name}_return_by_episode"] for name in _groups(chosen)},
-    }
-    for name, curve in lines.items():
-        picked = [f"{curve[episode]:.2f}" if episode < len(curve) else "" for episode in (0, 4, 9)]
+def table(recipe: Darkroom, evaluation: Mapping[str, Any]) -> str:
+    """Returns the table that `make demo` prints."""
+    chance, optimum = recipe.chance("unseen"), recipe.optimum("unseen")
+    rows = [("", "episode 1", "5", "10", "last 10", "of optimum", "solved")]
+
+    def add_curve(name: str, curve: list[float], of_optimum: float | None, solved: str) -> None:
         last = sum(curve[-10:]) / len(curve[-10:])
-        share, solved = chosen.get(f"eval/{name}_of_optimum"), chosen.get(f"eval/{name}_solved")
-        if name == "source learner":
-            share = last / recipe.optimum("unseen")
-        rows.append(
-            (
-                f"{name} tasks" if name in _COLOURS else "source learner, unseen tasks",
-                *picked,
-                f"{last:.2f}",
-                f"{share:.1%}" if share is not None else "",
-                f"{solved:.0%}" if solved is not None else "",
-            )
-        )
-    chance, most = recipe.chance("unseen"), recipe.optimum("unseen")
-    rows.append(("chance, unseen tasks", "", "", "", f"{chance:.2f}", f"{chance / most:.1%}", ""))
-    rows.append(("optimum, unseen tasks", "", "", "", f"{most:.2f}", "100.0%", ""))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    text = [
+        fraction = last / optimum if of_optimum is None else of_optimum
+        first, fifth, tenth = (f"{curve[episode]:.2f}" if episode < len(curve) else "" for episode in (0, 4, 9))
+        rows.append((name, first, fifth, tenth, f"{last:.2f}", f"{fraction:.1%}", solved))
+
+    add_curve("source learner, unseen tasks", recipe.source_curve, None, "")
+    for name in _groups(evaluation):
+        curve, of_optimum = evaluation[f"eval/{name}_return_by_episode"], evaluation[f"eval/{name}_of_optimum"]
+        add_curve(f"{name} tasks", curve, of_optimum, f"{evaluation[f'eval/{name}_solved']:.0%}")
+    rows.append(("chance, unseen tasks", "", "", "", f"{chance:.2f}", f"{chance / optimum:.1%}", ""))
+    rows.append(("optimum, unseen tasks", "", "", "", f"{optimum:.2f}", "100.0%", ""))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
         "  ".join(
-            cell.ljust(width) if not column else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
         )
         for row in rows
     ]
-    what = f"Return per episode, frozen weights of step {chosen['step']} (chosen by the validation tasks)"
-    return "\n".join([what, "", text[0], "-" * len(text[0]), *text[1:], ""])
+    title = f"Return per episode, frozen weights of step {evaluation['step']} (best on the validation tasks)"
+    return "\n".join([title, "", lines[0], "-" * len(lines[0]), *lines[1:], ""])
 
 
-def _figure(recipe: Darkroom, chosen: Mapping[str, Any]) -> bytes:
+def _figure(recipe: Darkroom, evaluation: Mapping[str, Any]) -> bytes:
     import matplotlib
 
     matplotlib.use("Agg", force=False)
@@ -80,36 +71,30 @@ def _figure(recipe: Darkroom, chosen: Mapping[str, Any]) -> bytes:
 
     figure = Figure(figsize=(9, 5.6), dpi=150, facecolor=_PAPER)
     axes = figure.subplots()
-    most, chance = recipe.optimum("unseen"), recipe.chance("unseen")
-    episodes = len(chosen["eval/unseen_return_by_episode"])
+    optimum, chance = recipe.optimum("unseen"), recipe.chance("unseen")
+    episodes = len(evaluation["eval/unseen_return_by_episode"])
     for level, text, colour, style in (
-        (most, f"optimum of the unseen tasks {most:.2f}", _COLOURS["unseen"], (0, (6, 3))),
-        (chance, f"chance {chance:.2f}", _FAINT, (0, (1, 2))),
+        (optimum, f"optimum of the unseen tasks {optimum:.2f}", _COLOURS["unseen"], _DASHED),
+        (chance, f"chance {chance:.2f}", _FAINT, _DOTTED),
     ):
         axes.axhline(level, color=colour, linewidth=1, linestyle=style)
         axes.annotate(text, (1, level), xytext=(4, 4), textcoords="offset points", ha="left", color=colour)
-    optima = {name: recipe.optimum(name) for name in _groups(chosen)}
-    for name, level in optima.items():  # goals lie nearer or farther: each group has an optimum of its own
+    optima = {name: recipe.optimum(name) for name in _groups(evaluation)}  # goals differ in distance between groups
+    for name, level in optima.items():
         if name != "unseen":
-            axes.axhline(level, color=_COLOURS[name], linewidth=1, linestyle=(0, (6, 3)))
+            axes.axhline(level, color=_COLOURS[name], linewidth=1, linestyle=_DASHED)
     source = recipe.source_curve[:episodes]
-    axes.plot(
-        range(1, len(source) + 1),
-        source,
-        color=_FAINT,
-        linewidth=1.4,
-        linestyle=(0, (4, 2)),
-        label=f"source learner ({recipe.config.source}) on the unseen tasks",
-    )
-    for name, colour in reversed(_groups(chosen).items()):
-        curve, share = chosen[f"eval/{name}_return_by_episode"], chosen[f"eval/{name}_of_optimum"]
-        what = {"train": "training tasks", "validation": "validation tasks", "unseen": "unseen tasks"}[name]
+    label = f"source learner ({recipe.config.source}) on the unseen tasks"
+    axes.plot(range(1, len(source) + 1), source, color=_FAINT, linewidth=1.4, linestyle=(0, (4, 2)), label=label)
+    for name, colour in reversed(_groups(evaluation).items()):
+        curve, fraction = evaluation[f"eval/{name}_return_by_episode"], evaluation[f"eval/{name}_of_optimum"]
+        tasks = "training tasks" if name == "train" else f"{name} tasks"
         axes.plot(
             range(1, len(curve) + 1),
             curve,
             color=colour,
             linewidth=2.8 if name == "unseen" else 1.3,
-            label=f"{what}: {share:.0%} of the optimum {optima[name]:.2f}",
+            label=f"{tasks}: {fraction:.0%} of the optimum {optima[name]:.2f}",
         )
     axes.set_xscale("log")
     ticks = [tick for tick in (1, 2, 5, 10, 20, 50, 100, 200, 500) if tick <= episodes]
@@ -120,11 +105,9 @@ def _figure(recipe: Darkroom, chosen: Mapping[str, Any]) -> bytes:
     axes.set_xlabel("episode in context (weights frozen)")
     axes.set_ylabel("return")
     room = f"{recipe.config.env.replace('_', ' ')} {recipe.config.grid_size} × {recipe.config.grid_size}"
-    share, number = chosen["eval/unseen_of_optimum"], len(recipe.split.unseen)
-    axes.set_title(
-        f"{share:.0%} of the optimum on {number} tasks it has never seen", loc="left", color=_INK, fontweight="bold"
-    )
-    axes.set_title(f"{room}, step {chosen['step']:,}", loc="right", color=_FAINT, fontsize=9)
+    title = f"{evaluation['eval/unseen_of_optimum']:.0%} of the optimum on {len(recipe.split.unseen)} unseen tasks"
+    axes.set_title(title, loc="left", color=_INK, fontweight="bold")
+    axes.set_title(f"{room}, step {evaluation['step']:,}", loc="right", color=_FAINT, fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
     axes.set_axisbelow(True)

@@ -1,7 +1,7 @@
-"""Trained models as folders that transformers and sentence-transformers load.
+"""Writes trained models as folders for transformers and sentence-transformers.
 
-The names in these files are those that sentence-transformers has used since its second version; its newest reads them
-too. A LoRA is worked into the weights, and lies beside them by itself.
+The file format is that of sentence-transformers since version 2, which newer versions also read. A LoRA is merged into
+the weights and also written separately.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def write_cross_encoder(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path, max_length: int, *, base: str = ""
 ) -> None:
     """Writes a folder for CrossEncoder(folder), whose predict() gives our scores, and for transformers."""
-    # Without being told, it would put a sigmoid on a single number.
-    told = {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}
-    _write(model, tokenizer, folder, max_length, base, told)
+    # By default it would apply a sigmoid to a single output.
+    extra_config = {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}
+    _write(model, tokenizer, folder, max_length, base, extra_config)
 
 
 def write_classifier(
@@ -69,11 +69,11 @@ def write_classifier(
     base: str = "",
 ) -> None:
     """Writes a folder for AutoModelForSequenceClassification.from_pretrained(folder), with the classes' names."""
-    told: dict[str, Any] = {}
+    extra_config: dict[str, Any] = {}
     if names is not None:
-        told["id2label"] = dict(enumerate(map(str, names)))
-        told["label2id"] = {str(name): number for number, name in enumerate(names)}
-    _write(model, tokenizer, folder, max_length, base, told)
+        extra_config["id2label"] = dict(enumerate(map(str, names)))
+        extra_config["label2id"] = {str(name): number for number, name in enumerate(names)}
+    _write(model, tokenizer, folder, max_length, base, extra_config)
 
 
 def write_writer(
@@ -89,9 +89,9 @@ def _write(
     folder: Path,
     max_length: int,
     base: str,
-    told: dict[str, Any] | None = None,
+    extra_config: dict[str, Any] | None = None,
 ) -> Any:
-    """Weights, config and tokenizer; the model as it was written."""
+    """Writes weights, config and tokenizer; returns the merged model."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("config.json", "model.safetensors", "tokenizer.json", "modules.json"):
         if (folder / name).exists():
@@ -102,8 +102,8 @@ def _write(
         whole.save_pretrained(str(folder))
         save_tokenizer(tokenizer, folder, max_length)
     file = folder / "config.json"
-    config = json.loads(file.read_text()) | (told or {})
-    config.pop("_name_or_path", None)  # a path on this machine
+    config = json.loads(file.read_text()) | (extra_config or {})
+    config.pop("_name_or_path", None)  # a local path
     _json(file, config)
     return whole
 

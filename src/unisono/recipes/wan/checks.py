@@ -17,29 +17,44 @@ def check_frames(num_frames: int) -> None:
         raise ConfigError(f"num_frames: expected 1, 5, 9, …, got {num_frames}; use {below} or {below + 4}")
 
 
+def check_size(height: int, width: int, multiple: int) -> None:
+    """Raises ConfigError for sides that are not multiples of `multiple` pixels."""
+    for name, side in (("height", height), ("width", width)):
+        if side < 1 or side % multiple:
+            below = max(0, side // multiple * multiple)
+            nearest = " or ".join(str(size) for size in (below, below + multiple) if size)
+            raise ConfigError(f"{name} {side}: this model needs a multiple of {multiple}; use {nearest}")
+
+
 def check_prompts(config: Any, name: str) -> None:
     """Raises ConfigError for prompts that are not valid text and for a missing prompt file."""
     prompts = getattr(config, name)
-    if not _is_text(prompts):
+    if "\0" in prompts or not is_unicode(prompts):
         raise ConfigError(f"{name}: {shown(prompts)} is not valid Unicode")
     if prompts.endswith(".txt") and not os.path.isfile(os.path.expanduser(prompts)):
         raise ConfigError(f"{name} {shown(prompts)}: no such file; expected a text file with one caption per line")
 
 
-def check_positions(shapes: Iterable[tuple[int, ...]], transformer: Mapping[str, Any], pixels: int) -> None:
-    """Raises ConfigError for samples with more positions than the transformer's rotary embedding has."""
+def check_positions(shapes: Iterable[tuple[int, ...]], transformer: Mapping[str, Any], spatial_factor: int) -> None:
+    """Raises ConfigError for latents with more positions than the transformer's rotary embedding has.
+
+    `spatial_factor` is the number of pixels along a side of one latent position.
+    """
     most, patch = int(transformer.get("rope_max_seq_len") or 1024), transformer["patch_size"]
     for shape in shapes:
         if any(side // size > most for side, size in zip(shape[1:], patch, strict=True)):
+            height, width, pixels = (side * spatial_factor for side in (shape[2], shape[3], patch[1]))
             raise ConfigError(
-                f"a sample of {shape[1]} latent frames, {shape[2] * pixels} × {shape[3] * pixels} pixels, exceeds this "
-                f"model's positions ({most} along each side, of {patch[1] * pixels} pixels each); use a smaller "
-                "max_pixels, or a smaller height and width"
+                f"a sample of {shape[1]} latent frames, {height} × {width} pixels, exceeds this model's positions "
+                f"({most} along each side, of {pixels} pixels each); use a smaller max_pixels, or a smaller height and "
+                "width"
             )
 
 
-def _is_text(text: str) -> bool:
+def is_unicode(text: str) -> bool:
+    """Whether a text can be encoded; a lone surrogate (from a file name in another encoding, or JSON) cannot."""
     try:
-        return "\0" not in text and bool(text.encode() or True)
+        text.encode()
     except UnicodeEncodeError:
         return False
+    return True

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from unisono.config.values import shown
 from unisono.errors import ConfigError, UserError
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 _SHARD = "5GB"
 _LIBRARIES = ("diffusers", "transformers")
 _KINDS = {".json", ".safetensors", ".model", ".txt"}  # no pickles, no code
-
-Trained = nn.Module | Mapping[str, Tensor]
 
 
 def other_parts(pipeline: WanFolder, trained: Sequence[str], expert: str) -> WanFolder:
@@ -46,71 +44,48 @@ def other_parts(pipeline: WanFolder, trained: Sequence[str], expert: str) -> Wan
 
 def write_pipeline(
     folder: Path,
-    transformer: Trained | None,
-    transformer_2: Trained | None = None,
+    transformer: nn.Module | None,
+    transformer_2: nn.Module | None = None,
     *,
     source: WanFolder | PipelineParts | None = None,
-    config: Mapping[str, Any] | None = None,
     boundary_ratio: float | None = None,
-    expand_timesteps: bool | None = None,
 ) -> str:
     """Writes trained transformers and the other parts of a pipeline to an empty folder; returns a description.
 
     The other parts come from `source`: the model that training started from (they are copied, and so is an expert that
-    was not trained), or the parts themselves. `config` says how to build transformers that are given as weights only.
-    Pipeline settings that are None are taken from the source.
+    was not trained), or the parts themselves. A boundary_ratio of None is taken from the source.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is not an empty folder, and nothing is overwritten; choose another")
     trained = {"transformer": transformer, "transformer_2": transformer_2}
-    models = {name: _module(it, config) for name, it in trained.items() if it is not None}
+    models = {name: model for name, model in trained.items() if model is not None}
     if not models:
         raise ValueError("write_pipeline: no transformer was given")
+    if any(".lora_" in name for model in models.values() for name, _ in model.named_parameters()):
+        raise ValueError("write_pipeline: the transformer has a LoRA; save the LoRA alone")
     folder.mkdir(parents=True, exist_ok=True)
-    settings = {"boundary_ratio": boundary_ratio, "expand_timesteps": expand_timesteps}
     if isinstance(source, WanFolder):
-        defaults = {"boundary_ratio": source.boundary_ratio, "expand_timesteps": source.expand_timesteps}
-        settings = {name: defaults[name] if value is None else value for name, value in settings.items()}
-        return _beside_source(folder, models, source, settings)
+        boundary_ratio = source.boundary_ratio if boundary_ratio is None else boundary_ratio
+        return _with_copied_parts(folder, models, source, boundary_ratio)
     if source is None:
-        return _alone(folder, models, "there are no other parts")
-    _save_objects(folder, models, source, settings)
+        return _only_transformers(folder, models, "there are no other parts")
+    from diffusers import WanPipeline
+
+    transformers = {"transformer": None, "transformer_2": None, **models}
+    pipeline: Any = WanPipeline(**source._asdict(), **transformers, boundary_ratio=boundary_ratio)  # type: ignore[no-untyped-call]
+    pipeline.save_pretrained(str(folder), max_shard_size=_SHARD, safe_serialization=True)
     return "a pipeline for WanPipeline.from_pretrained"
 
 
-def _module(trained: Trained, config: Mapping[str, Any] | None) -> Any:
-    """The transformer as diffusers' own class, which can save itself."""
-    if isinstance(trained, nn.Module):
-        if any(".lora_" in name for name, _ in trained.named_parameters()):
-            raise ValueError("write_pipeline: the transformer has a LoRA; merge it first, or save the LoRA alone")
-        return trained
-    if config is None:
-        raise ValueError("write_pipeline: weights alone need a config")
-    model = build_meta(config)
-    model.load_state_dict(trained, assign=True)
-    return model
-
-
-def _save_objects(folder: Path, models: Mapping[str, Any], parts: PipelineParts, settings: Mapping[str, Any]) -> None:
-    from diffusers import WanPipeline
-
-    pipeline: Any = WanPipeline(  # type: ignore[no-untyped-call]
-        **parts._asdict(),
-        **{"transformer": None, "transformer_2": None, **models},
-        boundary_ratio=settings["boundary_ratio"],
-        expand_timesteps=bool(settings["expand_timesteps"]),
-    )
-    pipeline.save_pretrained(str(folder), max_shard_size=_SHARD, safe_serialization=True)
-
-
-def _beside_source(folder: Path, models: Mapping[str, Any], source: WanFolder, settings: Mapping[str, Any]) -> str:
-    for name in source.transformers:
-        if name not in models and source.kind != "pipeline":  # its weights may have other names: convert them
-            untrained = build_meta(transformer_config(source, part=name))
-            fill(untrained, source.transformers[name])
-            models = {**models, name: untrained}
+def _with_copied_parts(folder: Path, models: Mapping[str, Any], source: WanFolder, boundary_ratio: float | None) -> str:
     if source.kind != "pipeline":
-        return _alone(folder, models, f"{source.path} has no VAE, text encoder and tokenizer in diffusers' layout")
+        models = dict(models)
+        for name, path in source.transformers.items():
+            if name not in models:  # the names of its weights may not be diffusers': convert them
+                models[name] = build_meta(transformer_config(source, part=name))
+                fill(models[name], path)
+        why = f"{source.path} has no VAE, text encoder and tokenizer in diffusers' layout"
+        return _only_transformers(folder, models, why)
     index = read_json(source.path / "model_index.json", dict)
     # This is how diffusers marks a transformer that the folder does not contain.
     index |= {
@@ -122,19 +97,20 @@ def _beside_source(folder: Path, models: Mapping[str, Any], source: WanFolder, s
     for name in others:
         _check_part(source, name)
     for name in others:
-        _bring(source.path / name, folder / name)
+        _copy_part(source.path / name, folder / name)
     for name, model in models.items():
         model.save_pretrained(str(folder / name), max_shard_size=_SHARD, safe_serialization=True)
         index[name] = ["diffusers", "WanTransformer3DModel"]
     # Last: without it, a folder that a full disk left incomplete does not look like a pipeline.
-    (folder / "model_index.json").write_text(json.dumps({**index, **settings}, indent=2) + "\n", encoding="utf-8")
+    index |= {"boundary_ratio": boundary_ratio, "expand_timesteps": source.expand_timesteps}
+    (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     description = f"a pipeline for {index.get('_class_name')}.from_pretrained"
     if "transformer" not in (*models, *others):
         description += "; it lacks the high-noise expert: pass that as transformer"
     return description
 
 
-def _alone(folder: Path, models: Mapping[str, Any], why: str) -> str:
+def _only_transformers(folder: Path, models: Mapping[str, Any], why: str) -> str:
     for name, model in models.items():
         model.save_pretrained(str(folder / name), max_shard_size=_SHARD, safe_serialization=True)
     return (
@@ -158,7 +134,7 @@ def _check_part(source: WanFolder, name: str) -> None:
             refuse_pickle(file)
 
 
-def _bring(source: Path, folder: Path) -> None:
+def _copy_part(source: Path, folder: Path) -> None:
     """Copies a part's files. The hub's cache is full of links, so their targets are copied."""
     folder.mkdir()
     for file in sorted(source.iterdir()):

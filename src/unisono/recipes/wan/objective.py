@@ -37,32 +37,32 @@ class NoiseLevels:
     shift: float = 1.0
     """σ becomes shift·σ / (1 + (shift − 1)·σ): larger images need more noise to be hidden as well."""
 
-    def quantile(self, share: Tensor) -> Tensor:
-        """The noise level below which the fraction `share` of all samples lies, in float64."""
-        share = share.double()
+    def quantile(self, probability: Tensor) -> Tensor:
+        """The noise level below which a sample lies with this probability, in float64."""
+        probability = probability.double()
         if self.kind == "logit_normal":
-            sigma = torch.sigmoid(self.mean + self.std * torch.special.ndtri(share))
+            sigma = torch.sigmoid(self.mean + self.std * torch.special.ndtri(probability))
         elif self.kind == "mode":
             # The paper's u runs from noise to data; 1 − u makes it a quantile function.
-            sigma = share - self.mode_scale * (torch.sin(math.pi / 2 * share).square() - share)
+            sigma = probability - self.mode_scale * (torch.sin(math.pi / 2 * probability).square() - probability)
         else:
-            sigma = share
+            sigma = probability
         return self.shift * sigma / (1 + (self.shift - 1) * sigma)
 
-    def share_below(self, sigma: float) -> float:
-        """The fraction of samples below the level `sigma`."""
-        return _share_below(self, sigma)
+    def cdf(self, sigma: float) -> float:
+        """The probability that a sample lies below the level `sigma`."""
+        return _cdf(self, sigma)
 
-    def within(self, share: Tensor, low: float, high: float) -> Tensor:
+    def within(self, probability: Tensor, low: float, high: float) -> Tensor:
         """Like `quantile`, for the samples between the levels `low` and `high` only."""
         if low <= 0 and high >= 1:
-            return self.quantile(share)
-        first, last = self.share_below(low), self.share_below(high)
-        return self.quantile(first + share.double() * (last - first)).clamp(low, high)  # corrects rounding only
+            return self.quantile(probability)
+        first, last = self.cdf(low), self.cdf(high)
+        return self.quantile(first + probability.double() * (last - first)).clamp(low, high)  # corrects rounding only
 
 
 @cache  # called in every step
-def _share_below(levels: NoiseLevels, sigma: float) -> float:
+def _cdf(levels: NoiseLevels, sigma: float) -> float:
     low, high = 0.0, 1.0
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2

@@ -1,6 +1,6 @@
-"""Choices that the settings of both Wan recipes have in common."""
+"""What the settings of both Wan recipes have in common: choices, and defaults."""
 
-from typing import Literal
+from typing import Any, Literal
 
 SigmaSampling = Literal["logit_normal", "uniform", "mode"]
 """How noise levels are sampled, before the shift."""
@@ -10,3 +10,31 @@ Attention = Literal["auto", "cudnn", "flash", "efficient", "math"]
 
 TextDtype = Literal["bfloat16", "float32"]
 """Dtypes of the text encoder."""
+
+DEFAULTS: dict[str, Any] = {
+    "warmup_steps": 100,
+    "mixed_precision": "bf16",
+    "compile": True,
+    "num_workers": 4,
+    "eval_every": 500,
+    "save_every": 500,
+    "preview_every": 500,
+}
+"""Defaults of the engine's settings."""
+
+TINY_DEFAULTS: dict[str, Any] = {
+    "mixed_precision": "no",
+    "compile": False,
+    "num_workers": 0,
+    "batch_size": 32,
+    "learning_rate": 4e-3,
+    "lr_schedule": "cosine",
+    "warmup_steps": 50,
+    "ema_decay": 0.99,
+    "shift": 1.0,
+    "guidance": 2.0,
+    "num_previews": 24,
+    "eval_batch_size": 96,
+    "log_every": 50,
+}
+"""Defaults for a tiny model on a CPU."""

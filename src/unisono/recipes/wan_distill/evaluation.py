@@ -34,7 +34,9 @@ class SampleTime(NamedTuple):
     """The number of timed batches, without warm-up."""
 
 
-def held_out(recipe: WanDistill, model: Experts, batch: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+def held_out_metrics(
+    recipe: WanDistill, model: Experts, batch: Mapping[str, Any], dtype: torch.dtype
+) -> dict[str, Any]:
     """Errors of the velocity by noise level and of the generated latents, and the time per sample."""
     data, text, spec = batch["data"], batch["text"].to(dtype), recipe.setup.rollout_spec
     count = torch.tensor(float(len(data)), dtype=torch.float64, device=data.device)
@@ -47,7 +49,7 @@ def held_out(recipe: WanDistill, model: Experts, batch: Mapping[str, Any], dtype
         sizes.append(target.square().flatten(1).mean(1).double().sum())
         levels.append(sigma.double().sum())
     curve, size = torch.stack(errors), torch.stack(sizes)
-    generated = generate(recipe.setup, model, batch["begin"], text)
+    generated = generate(recipe.setup, model, batch["initial_noise"], text)
     distance = (generated - data).square().flatten(1).sum(1) / data.square().flatten(1).sum(1)
     metrics = {
         "velocity_error": (curve.mean(), count),
@@ -58,8 +60,8 @@ def held_out(recipe: WanDistill, model: Experts, batch: Mapping[str, Any], dtype
     }
     metrics |= {name: (count * value, count) for name, value in speed(recipe.teacher_time, recipe.student_time).items()}
     if int(batch["label"].min()) >= 0:
-        metrics |= _shapes(recipe.setup, generated, batch["label"], "")
-        metrics |= _shapes(recipe.setup, data, batch["label"], "teacher_")
+        metrics |= _shape_metrics(recipe.setup, generated, batch["label"], "")
+        metrics |= _shape_metrics(recipe.setup, data, batch["label"], "teacher_")
     return {"loss": metrics["velocity_error"], **metrics}
 
 
@@ -84,12 +86,12 @@ def time_student(recipe: WanDistill, model: Experts) -> SampleTime | None:
     batch_size = setup.rollout_spec.block
     seconds: list[float] = []
     try:
-        begin = setup.rollout_spec.noise(torch.arange(batch_size, device=device))
-        text = setup.text(setup.config.negative_prompt).to(device, recipe.compute_dtype(model, begin))
+        initial_noise = setup.rollout_spec.noise(torch.arange(batch_size, device=device))
+        text = setup.text(setup.config.negative_prompt).to(device, recipe.compute_dtype(model, initial_noise))
         text = text.expand(batch_size, -1, -1).contiguous()
         while len(seconds) < 2 or (len(seconds) < _MOST_BATCHES and sum(seconds) < _ENOUGH_S):
             start = time.perf_counter()
-            generate(setup, model, begin, text).sum().item()  # waits for the device
+            generate(setup, model, initial_noise, text).sum().item()  # waits for the device
             seconds.append(time.perf_counter() - start)
     except Exception as error:
         if not is_out_of_memory(error):
@@ -99,14 +101,14 @@ def time_student(recipe: WanDistill, model: Experts) -> SampleTime | None:
     return SampleTime(median(timed) / batch_size, len(timed))
 
 
-def generate(setup: Setup, model: Experts, begin: Tensor, text: Tensor) -> Tensor:
+def generate(setup: Setup, model: Experts, initial_noise: Tensor, text: Tensor) -> Tensor:
     """Generates samples with the student, without guidance."""
     with torch.compiler.set_stance("force_eager"):  # the compiled blocks are for other shapes
         scheduler, steps = setup.student_scheduler()
-        return sample(model, begin, (text, text), scheduler, steps=steps, guidance=1.0)
+        return sample(model, initial_noise, (text, text), scheduler, steps=steps, guidance=1.0)
 
 
-def _shapes(setup: Setup, latents: Tensor, labels: Tensor, prefix: str) -> dict[str, Any]:
+def _shape_metrics(setup: Setup, latents: Tensor, labels: Tensor, prefix: str) -> dict[str, Any]:
     """For the built-in shapes: the number of samples that show the colour and the shape of their prompt."""
     from unisono.recipes.wan.tiny.classifier import recognised
 

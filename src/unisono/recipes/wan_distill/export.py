@@ -28,10 +28,10 @@ def write_student(setup: Setup, model: Experts, folder: Path) -> str:
     content = json.loads(index.read_text(encoding="utf-8"))
     content["scheduler"] = ["diffusers", type(scheduler).__name__]
     index.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    shape, space = setup.shape, setup.encoders.geometry.space
+    shape, factor = setup.shape, setup.encoders.geometry.spatial_factor
     call = {
-        "height": shape[2] * space,
-        "width": shape[3] * space,
+        "height": shape[2] * factor,
+        "width": shape[3] * factor,
         "num_frames": config.num_frames,
         "num_inference_steps": steps,
         "guidance_scale": 1.0,

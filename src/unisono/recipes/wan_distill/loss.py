@@ -45,7 +45,7 @@ class DistillationLoss:
     """[text length, width] the embedding of the negative prompt, with online."""
     layers: Sequence[int] = ()
     """For the feature loss: the teacher's layer that each of the student's layers is compared with."""
-    _taps: dict[int, Tap] = field(default_factory=dict)
+    _recorders: dict[int, OutputRecorder] = field(default_factory=dict)
 
     def loss(self, model: Experts, batch: Mapping[str, Any], data: Tensor, noise: Noise, dtype: torch.dtype) -> Loss:
         """The weighted sum of the losses, summed over samples."""
@@ -54,7 +54,7 @@ class DistillationLoss:
         if self.weights.velocity or self.weights.flow or self.weights.feature:
             terms |= self._at_new_noise(model, batch, data, text, noise)
         if self.weights.trajectory or self.weights.few_step:
-            terms |= self._on_the_trajectory(model, batch, data, text)
+            terms |= self._on_trajectory(model, batch, data, text)
         weights = vars(self.weights)
         total = torch.stack([weights[name] * each for name, each in terms.items() if name in weights]).sum(0)
         metrics = {f"{name}_loss" if name in weights else name: each.detach().sum() for name, each in terms.items()}
@@ -75,9 +75,9 @@ class DistillationLoss:
             if self.empty.device != text.device or self.empty.dtype != text.dtype:
                 self.empty = self.empty.to(text)  # only once: a copy in every step would make the GPU wait
             empty = self.empty.expand_as(text)
-            teacher_states = self._tap(self.teacher.experts, self.layers) if self.weights.feature else None
+            teacher_states = self._recording(self.teacher.experts, self.layers) if self.weights.feature else None
             target = self.teacher.velocity(noisy, sigma, text, empty)
-        student_states = self._tap(model, range(len(self.layers))) if self.weights.feature else None
+        student_states = self._recording(model, range(len(self.layers))) if self.weights.feature else None
         predicted = model(noisy, sigma, text).to(data.dtype)  # float32 from here on
         terms = {}
         if self.weights.velocity:
@@ -88,13 +88,11 @@ class DistillationLoss:
             terms["flow"] = losses.flow_matching(predicted, data, draws)
         if student_states is not None and teacher_states is not None:
             # The guided teacher computes both halves at once; the first has the prompt.
-            with_prompt = [layer[: len(data)] for layer in teacher_states.taken()]
-            terms["feature"] = losses.feature_matching(student_states.taken(), with_prompt)
+            with_prompt = [layer[: len(data)] for layer in teacher_states.stop()]
+            terms["feature"] = losses.feature_matching(student_states.stop(), with_prompt)
         return terms
 
-    def _on_the_trajectory(
-        self, model: Experts, batch: Mapping[str, Any], data: Tensor, text: Tensor
-    ) -> dict[str, Tensor]:
+    def _on_trajectory(self, model: Experts, batch: Mapping[str, Any], data: Tensor, text: Tensor) -> dict[str, Tensor]:
         point, sigma = batch["point"].to(data.dtype), batch["point_sigma"]
         predicted, terms = model(point, sigma, text).to(data.dtype), {}
         if self.weights.trajectory:
@@ -103,32 +101,32 @@ class DistillationLoss:
             terms["few_step"] = losses.few_step_regression(point, predicted, sigma, data)
         return terms
 
-    def _tap(self, model: Experts, layers: Sequence[int]) -> Tap:
-        if id(model) not in self._taps:
+    def _recording(self, model: Experts, layers: Sequence[int]) -> OutputRecorder:
+        if id(model) not in self._recorders:
             blocks = list(next(iter(model.children())).blocks)  # type: ignore[arg-type]
-            self._taps[id(model)] = Tap([blocks[layer] for layer in layers])
-        return self._taps[id(model)].opened()
+            self._recorders[id(model)] = OutputRecorder([blocks[layer] for layer in layers])
+        return self._recorders[id(model)].start()
 
 
-class Tap:
+class OutputRecorder:
     """Records the outputs of some blocks in the next forward pass of this thread."""
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
-        self._here = threading.local()
+        self._local = threading.local()
         for number, block in enumerate(blocks):
             block.register_forward_hook(lambda module, inputs, output, number=number: self._record(number, output))
 
-    def opened(self) -> Tap:
+    def start(self) -> OutputRecorder:
         """Starts recording; returns itself."""
-        self._here.outputs = {}
+        self._local.outputs = {}
         return self
 
     def _record(self, number: int, output: Tensor) -> None:
-        if getattr(self._here, "outputs", None) is not None:
-            self._here.outputs[number] = output
+        if getattr(self._local, "outputs", None) is not None:
+            self._local.outputs[number] = output
 
-    def taken(self) -> list[Tensor]:
-        """The recorded outputs, in order; stops recording."""
-        outputs = self._here.outputs
-        self._here.outputs = None
+    def stop(self) -> list[Tensor]:
+        """Stops recording; returns the outputs in the order of the blocks."""
+        outputs = self._local.outputs
+        self._local.outputs = None
         return [outputs[number] for number in sorted(outputs)]

@@ -38,10 +38,10 @@ def prepare(setup: Setup, kernel: Kernel, work: Work) -> None:
         return
     check_models(setup)
     _check_same_student(setup, work)
-    setup.texts.fill(work, setup.encoders.text_encoder, setup.encoders.vae)
+    setup.text_cache.fill(work, setup.encoders.text_encoder, setup.encoders.vae)
     if work.meet():
         return
-    if num_long := setup.texts.num_with_rows(setup.text_tokens):
+    if num_long := setup.text_cache.num_truncated():
         work.message(f"{num_long:,} prompts have {setup.text_tokens} tokens or more; the rest is truncated")
     kernel.measure(work, setup.student.config, setup.encoders.geometry.tokens(setup.shape))
     with loaded_on_demand(lambda: load(setup, work), work.device) as teacher:

@@ -28,9 +28,9 @@ def previews(recipe: WanDistill, model: Experts) -> Mapping[str, Any]:
     vae, samples = setup.encoders.vae(), setup.rollouts("preview").open()
 
     def both(number: int) -> tuple[Tensor, Tensor]:
-        begin = samples.spec.begin(*samples.items[number])[None].to(device)
-        text = setup.text(samples.items[number][0])[None].to(device, compute_dtype(begin))
-        latents = torch.cat([samples.data(number)[None].to(device), generate(setup, model, begin, text)])
+        initial_noise = samples.spec.initial_noise(*samples.items[number])[None].to(device)
+        text = setup.text(samples.items[number][0])[None].to(device, compute_dtype(initial_noise))
+        latents = torch.cat([samples.data(number)[None].to(device), generate(setup, model, initial_noise, text)])
         teacher, student = decoded_frames(vae, latents)
         return teacher, student
 

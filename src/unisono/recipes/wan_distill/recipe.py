@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from unisono.engine.recipe import Loss, Work
 from unisono.errors import ConfigError
 from unisono.recipes.wan.recipe import WanRecipe
+from unisono.recipes.wan.settings import DEFAULTS
 from unisono.recipes.wan_distill import settings
 from unisono.recipes.wan_distill.checks import check_config
-from unisono.recipes.wan_distill.setup import Setup
 
 if TYPE_CHECKING:  # `unisono train wan-distill --help` need not wait for torch
-    from torch import Tensor, nn
+    from torch import nn
 
     from unisono.data.noise import Noise
     from unisono.parallel.materialize import Weights
@@ -30,23 +30,13 @@ if TYPE_CHECKING:  # `unisono train wan-distill --help` need not wait for torch
     from unisono.recipes.wan_distill.evaluation import SampleTime
     from unisono.recipes.wan_distill.loss import DistillationLoss
     from unisono.recipes.wan_distill.models.teacher import Teacher
+    from unisono.recipes.wan_distill.setup import Setup
 
 
 class WanDistill(WanRecipe):
     """Distils a Wan model into a smaller one, from prompts alone."""
 
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "batch_size": 2,
-        "learning_rate": 1e-4,
-        "warmup_steps": 100,
-        "ema_decay": 0.999,
-        "mixed_precision": "bf16",
-        "compile": True,
-        "num_workers": 4,
-        "eval_every": 500,
-        "save_every": 500,
-        "preview_every": 500,
-    }
+    defaults: ClassVar[Mapping[str, Any]] = DEFAULTS | {"batch_size": 2, "learning_rate": 1e-4, "ema_decay": 0.999}
     aliases: ClassVar[Mapping[str, str]] = settings.ALIASES
     fixed: ClassVar[Sequence[str]] = (
         # Which prompts are for training and which are held out, and the number of samples of each:
@@ -73,7 +63,6 @@ class WanDistill(WanRecipe):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         check_config(config)
-        self.setup = Setup(config)
         self.refresh_every = config.refresh_every if config.online else 0
         self.teacher_time: SampleTime | None = None
         self.student_time: SampleTime | None = None
@@ -81,6 +70,13 @@ class WanDistill(WanRecipe):
         self._is_timed = False
         self._teacher: Teacher | None = None
         self._samples: Samples | None = None
+
+    @cached_property
+    def setup(self) -> Setup:
+        """The models, prompts and roll-outs of the run."""
+        from unisono.recipes.wan_distill.setup import Setup
+
+        return Setup(self.config)
 
     def check_settings(self, settings: Any) -> None:
         """Refuses online with dp, which has one teacher for all GPUs, and with cuda_graph."""
@@ -140,7 +136,11 @@ class WanDistill(WanRecipe):
 
     def weights(self, model: nn.Module) -> Weights | None:
         """The subset of the teacher's weights that `prepare` planned; None for random weights."""
-        return None if self.config.init == "fresh" else LazyPrunedWeights(self.setup)
+        from unisono.recipes.wan_distill.models.pruned_weights import PrunedWeights
+
+        if self.config.init == "fresh":
+            return None
+        return PrunedWeights(lambda: (self.setup.source_weights, self.setup.pruning_plan()))
 
     def frozen(self) -> Mapping[str, nn.Module]:
         """The teacher, with online."""
@@ -162,7 +162,6 @@ class WanDistill(WanRecipe):
 
     def sharded(self) -> Mapping[str, tuple[Weights, Sequence[str]]]:
         """The teacher's weight files, with teacher_device_strategy balanced."""
-        from unisono.recipes.wan.models.initial_weights import TransformerWeights
         from unisono.recipes.wan.models.load import build_meta
         from unisono.recipes.wan.models.weights import open_weights
         from unisono.recipes.wan_distill.models.teacher import float32_names
@@ -171,7 +170,7 @@ class WanDistill(WanRecipe):
             return {}
         in_float32 = float32_names(build_meta(self.setup.teacher_config))
         paths = self.setup.teacher.transformers.items()
-        return {name: (TransformerWeights(open_weights(path)), in_float32) for name, path in paths}
+        return {name: (open_weights(path), in_float32) for name, path in paths}
 
     # Training ------------------------------------------------------------------------------------------------------
 
@@ -185,7 +184,7 @@ class WanDistill(WanRecipe):
         if split == "eval":
             if not setup.prompts.held_out:
                 return None
-            return EvalDataset(setup.rollouts("eval").open(), setup.text, judged=setup.is_tiny)
+            return EvalDataset(setup.rollouts("eval").open(), setup.text, has_labels=setup.is_tiny)
         self._samples = setup.rollouts("train").open()
         return (OnlineDataset if self.refresh_every else RolloutDataset)(self._samples, setup.text)
 
@@ -234,9 +233,9 @@ class WanDistill(WanRecipe):
 
     def evaluate(self, model: nn.Module, batch: Any, noise: Noise) -> Mapping[str, Any]:
         """The distance between student and teacher, and the student's speed-up."""
-        from unisono.recipes.wan_distill.evaluation import held_out
+        from unisono.recipes.wan_distill.evaluation import held_out_metrics
 
-        return held_out(self, model, batch, self.compute_dtype(model, batch["data"]))  # type: ignore[arg-type]
+        return held_out_metrics(self, model, batch, self.compute_dtype(model, batch["data"]))  # type: ignore[arg-type]
 
     def preview(self, model: nn.Module, step: int) -> Mapping[str, Any] | None:
         """Samples of teacher and student from the same prompts and noise, side by side."""
@@ -249,21 +248,3 @@ class WanDistill(WanRecipe):
         from unisono.recipes.wan_distill.export import write_student
 
         print(f"unisono: {write_student(self.setup, model, folder)}", file=sys.stderr)  # type: ignore[arg-type]
-
-
-class LazyPrunedWeights:
-    """The student's initial weights; reads the plan on first use, which a resumed run never needs."""
-
-    def __init__(self, setup: Setup) -> None:
-        self._setup = setup
-
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows `start` to `stop` of a weight."""
-        return self._weights.rows(name, start, stop)
-
-    @cached_property
-    def _weights(self) -> Weights:
-        from unisono.recipes.wan.models.experts import HIGH
-        from unisono.recipes.wan_distill.models.pruned_weights import PrunedWeights
-
-        return PrunedWeights({HIGH: self._setup.source_weights}, {HIGH: self._setup.pruning_plan()})

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from unisono.engine.recipe import Recipe
-from unisono.recipes.wan.settings import Attention, SigmaSampling, TextDtype
+from unisono.recipes.wan.settings import TINY_DEFAULTS, Attention, SigmaSampling, TextDtype
 
 ALIASES = {
     "lr": "learning_rate",
@@ -114,6 +114,7 @@ class Config(Recipe.Config):
 
 
 TINY = {
+    **TINY_DEFAULTS,
     "data_path": "shapes",
     "height": 32,
     "width": 32,
@@ -122,23 +123,10 @@ TINY = {
     "rollout_batch": 96,
     "teacher_sampler": "euler",
     "teacher_steps": 24,
-    "guidance": 2.0,
-    "shift": 1.0,
     "pairs": 8,
-    "mixed_precision": "no",
-    "compile": False,
-    "num_workers": 0,
-    "batch_size": 32,
     "max_steps": 1200,
-    "learning_rate": 4e-3,
-    "lr_schedule": "cosine",
-    "warmup_steps": 50,
-    "ema_decay": 0.99,
-    "num_previews": 24,
     "eval_every": 600,
     "preview_every": 600,
-    "eval_batch_size": 96,
-    "log_every": 50,
 }
 """Defaults for the tiny teacher on a CPU."""
 

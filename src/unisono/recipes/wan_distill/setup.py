@@ -1,4 +1,4 @@
-"""What a run of the recipe works with: its models, prompts and roll-outs, as the settings describe them."""
+"""The models, prompts and roll-outs of a run, derived from the settings."""
 
 from __future__ import annotations
 
@@ -8,25 +8,30 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from unisono.recipes.common.fingerprint import combined
+from unisono.recipes.wan.data.cache import Cache, CacheSettings
+from unisono.recipes.wan.data.crop import Crop
+from unisono.recipes.wan.models.text import pad
+from unisono.recipes.wan.objective import NoiseLevels
+from unisono.recipes.wan.previews import prompts_in
+from unisono.recipes.wan_distill.data.prompts import Prompts, prompts_of
+from unisono.recipes.wan_distill.data.rollout_spec import RolloutSpec, scheduler_of
+from unisono.recipes.wan_distill.data.rollouts import Rollouts
+from unisono.recipes.wan_distill.evaluation import SampleTime
 from unisono.recipes.wan_distill.models.pair import ModelPair
-
-if TYPE_CHECKING:  # `unisono train wan-distill --help` need not wait for torch
-    from torch import Tensor
-
-    from unisono.recipes.wan.data.cache import Cache
-    from unisono.recipes.wan_distill.data.prompts import Prompts
-    from unisono.recipes.wan_distill.data.rollout_spec import RolloutSpec
-    from unisono.recipes.wan_distill.data.rollouts import Rollouts
-    from unisono.recipes.wan_distill.evaluation import SampleTime
-    from unisono.recipes.wan_distill.models.pruning import PruningPlan
+from unisono.recipes.wan_distill.models.pruning import PruningPlan, is_valid
+from unisono.recipes.wan_distill.models.teacher import dtype_of, is_offloaded
 
 _DAMAGED = (OSError, ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError)
 
 
 class Setup(ModelPair):
-    """What follows from the settings; each property is computed on first use."""
+    """The models, prompts and roll-outs of a run; each property is computed on first use."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -38,26 +43,19 @@ class Setup(ModelPair):
     @cached_property
     def prompts(self) -> Prompts:
         """The training prompts and the held-out ones."""
-        from unisono.recipes.wan_distill.data.prompts import prompts_of
-
         return prompts_of(self.config.data_path, self.config.eval_data_path, self.config.num_eval)
 
     @cached_property
     def preview_prompts(self) -> list[str]:
         """The prompts of previews: the user's, or some of the dataset's."""
-        from unisono.recipes.wan.previews import prompts_in
-
         candidates = self.prompts.held_out or self.prompts.train
         number = min(self.config.num_previews, len(candidates))
         evenly_spaced = [candidates[index * len(candidates) // number] for index in range(number)]
         return prompts_in(self.config.sample_prompts, "sample_prompts") or evenly_spaced
 
     @cached_property
-    def texts(self) -> Cache:
+    def text_cache(self) -> Cache:
         """The text embeddings of all prompts."""
-        from unisono.recipes.wan.data.cache import Cache, CacheSettings
-        from unisono.recipes.wan.data.crop import Crop
-
         encoders = self.encoders
         settings = CacheSettings(
             vae="none",
@@ -73,31 +71,24 @@ class Setup(ModelPair):
 
     def text(self, prompt: str) -> Tensor:
         """[text length, width] the text embedding of a prompt."""
-        from unisono.recipes.wan.models.text import pad
-
-        return pad(self.texts.text(prompt), self.encoders.text_length)
+        return pad(self.text_cache.text(prompt), self.encoders.text_length)
 
     # Roll-outs: what the teacher generates ---------------------------------------------------------------------------
 
     @cached_property
     def rollout_spec(self) -> RolloutSpec:
         """How the teacher generates training samples."""
-        from unisono.recipes.common.fingerprint import together
-        from unisono.recipes.wan.objective import NoiseLevels
-        from unisono.recipes.wan_distill.data.rollout_spec import RolloutSpec
-        from unisono.recipes.wan_distill.models.teacher import dtype_of
-
         config = self.config
         compute_dtype = str(dtype_of(config.teacher_dtype, self.device)).removeprefix("torch.")
         spec = RolloutSpec(
-            teacher=together(self.fingerprint, self.encoders.fingerprints()[1]),
+            teacher=combined(self.fingerprint, self.encoders.fingerprints()[1]),
             how=self.backend,
             seed=self.seed,
             shape=self.shape,
             sampler=config.teacher_sampler,
             steps=config.teacher_steps,
             shift=config.shift,
-            guidance=(self.guidance.high, self.guidance.low),
+            guidance=self.guidance,
             negative=config.negative_prompt,
             text_tokens=self.text_tokens,
             dtype="float8" if config.teacher_dtype == "float8" else compute_dtype,
@@ -110,8 +101,6 @@ class Setup(ModelPair):
     @cached_property
     def backend(self) -> str:
         """The kind of device, and whether the teacher is compiled: both decide the last bits of a sample."""
-        from unisono.recipes.wan_distill.models.teacher import is_offloaded
-
         config, kind = self.config, self.device.partition(":")[0]
         offloaded = is_offloaded(self.teacher, config.teacher_dtype, config.teacher_device_strategy, self.device)
         compiled = kind == "cuda" and config.compile_teacher and not offloaded and config.teacher_dtype != "float8"
@@ -127,8 +116,6 @@ class Setup(ModelPair):
 
     def rollouts(self, split: str, refresh: int = 0) -> Rollouts:
         """The roll-outs of a split (train, eval, preview); those for training after so many refreshes."""
-        from unisono.recipes.wan_distill.data.rollouts import Rollouts
-
         folder, config = self.folder / "rollouts", self.config
         if split == "train":
             sharded = refresh > 0 and config.teacher_device_strategy == "balanced"  # a sharded teacher is not compiled
@@ -143,18 +130,12 @@ class Setup(ModelPair):
     @property
     def times_file(self) -> Path:
         """The file with the teacher's seconds per sample; each kind of machine and number of ranks has its own."""
-        import torch
-
-        from unisono.recipes.common.fingerprint import together
-
         name = torch.cuda.get_device_name(self.device) if self.device.startswith("cuda") else "cpu"
-        key = together("median", self.rollouts("train").key, name, torch.get_num_threads(), self.num_ranks)
+        key = combined("median", self.rollouts("train").key, name, torch.get_num_threads(), self.num_ranks)
         return self.folder / f"seconds_{key[:16]}.json"
 
     def teacher_time(self) -> SampleTime | None:
         """The teacher's time per sample; None when it was not measured."""
-        from unisono.recipes.wan_distill.evaluation import SampleTime
-
         try:
             measured = json.loads(self.times_file.read_text())
             seconds, blocks = measured["seconds_per_sample"], measured["blocks"]
@@ -168,23 +149,17 @@ class Setup(ModelPair):
     @property
     def pruning_plan_file(self) -> Path:
         """The file with the plan of which teacher weights the student starts from."""
-        from unisono.recipes.common.fingerprint import together
-
         parts: list[Any] = [self.fingerprint, self.student.config, self.config.layers, self.student.factor, self.seed]
         if self.config.layers == "importance":  # measured on the preview samples
             parts.append(self.rollouts("preview").key)
-        return self.folder / f"inheritance_{together(*parts)[:16]}.json"
+        return self.folder / f"inheritance_{combined(*parts)[:16]}.json"
 
     def pruning_plan(self) -> PruningPlan:
         """The plan of which teacher weights the student starts from."""
-        from unisono.recipes.wan_distill.models.pruning import PruningPlan
-
         return PruningPlan(**json.loads(self.pruning_plan_file.read_text()))
 
     def has_pruning_plan(self) -> bool:
         """Whether the plan's file exists and is valid; a damaged file counts as missing."""
-        from unisono.recipes.wan_distill.models.pruning import is_valid
-
         try:
             return is_valid(self.pruning_plan(), self.teacher_config, self.student.config)
         except _DAMAGED:
@@ -192,8 +167,6 @@ class Setup(ModelPair):
 
     def student_scheduler(self) -> tuple[Any, int]:
         """The student's scheduler and its number of steps."""
-        from unisono.recipes.wan_distill.data.rollout_spec import scheduler_of
-
         config = self.config
         sampler, steps = config.teacher_sampler, config.teacher_steps
         if config.few_step_weight:

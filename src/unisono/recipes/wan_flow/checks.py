@@ -9,28 +9,23 @@ from unisono.errors import ConfigError
 from unisono.recipes.common.checks import check_paths, check_range
 from unisono.recipes.wan.checks import check_frames, check_prompts
 
-_PROBABILITIES = ("caption_dropout", "first_frame")
-_AT_LEAST = {"num_eval": 0, "height": 0, "width": 0, "max_pixels": 0, "lora_rank": 0, "num_previews": 0}
-_AT_LEAST |= {"eval_levels": 1, "preview_steps": 1}
+_AT_LEAST = {"num_eval": 0, "height": 0, "width": 0, "max_pixels": 0, "lora_rank": 0, "num_previews": 0, "fps": 0}
+_AT_LEAST |= {"eval_levels": 1, "preview_steps": 1, "caption_dropout": 0, "first_frame": 0}
 _AT_MOST = {"num_frames": 100_001, "eval_levels": 1000, "preview_steps": 1000, "num_previews": 10_000}
 _AT_MOST |= {"height": 16_384, "width": 16_384, "fps": 1000, "lora_rank": 16_384, "num_shapes": 1_000_000}
+_AT_MOST |= {"caption_dropout": 1, "first_frame": 1}
 _MOST_PIXELS = 2**30  # of a sample, whose frames are in memory together
 _PATHS = ("model_path", "model_config", "parts_path", "dataset_path", "eval_dataset_path", "cache_dir", "lora_path")
-_FINITE = ("fps", "logit_mean", "logit_std", "mode_scale", "guidance")
+_FINITE = ("logit_mean", "logit_std", "mode_scale", "guidance")
 
 
 def check_config(config: Any) -> None:
     """Raises ConfigError for values out of range and settings that contradict each other."""
     check_paths(config, _PATHS)
     check_range(config, _AT_LEAST, _AT_MOST)
-    for name in _PROBABILITIES:
-        if not 0 <= getattr(config, name) <= 1:
-            raise ConfigError(f"{name}: expected a probability from 0 to 1, got {getattr(config, name)}")
     for name in _FINITE:
         if not math.isfinite(getattr(config, name)):
             raise ConfigError(f"{name}: expected a finite number, got {getattr(config, name)}")
-    if config.fps < 0:
-        raise ConfigError(f"fps: expected at least 0, got {config.fps}")
     if config.logit_std <= 0:
         raise ConfigError(f"logit_std: expected more than 0, got {config.logit_std}")
     if not -1 <= config.mode_scale <= 2 / (math.pi - 2):

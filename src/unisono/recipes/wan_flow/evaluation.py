@@ -39,7 +39,7 @@ def loss_by_level(
     }
 
 
-def generated_shapes(
+def shape_metrics(
     recipe: WanFlow, model: Experts, batch: Mapping[str, Any], text: Tensor, noise: Noise
 ) -> dict[str, tuple[Tensor, int]]:
     """The number of generated samples that show the colour and the shape their caption names."""

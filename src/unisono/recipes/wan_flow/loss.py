@@ -31,7 +31,7 @@ class FlowLoss:
     """The range of noise levels to train."""
     shift_by_size: bool = False
     """Derive the shift from each sample's size."""
-    space: int = 8
+    spatial_factor: int = 8
     """Pixels along a side of one latent position."""
     caption_dropout: float = 0.0
     first_frame: float = 0.0
@@ -51,7 +51,7 @@ class FlowLoss:
         """The distribution of noise levels for samples of this size."""
         if not self.shift_by_size:
             return self.levels
-        height, width = latent.shape[3] * self.space, latent.shape[4] * self.space
+        height, width = latent.shape[3] * self.spatial_factor, latent.shape[4] * self.spatial_factor
         return replace(self.levels, shift=shift_for(height * width))
 
     def errors(

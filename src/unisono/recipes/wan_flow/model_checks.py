@@ -26,7 +26,7 @@ def check_model(setup: Setup) -> None:
         )
     Crop(1, config.height, config.width, config.max_pixels).check(geometry.multiple)
     if config.height:
-        check_positions([geometry.shape(1, config.height, config.width)], setup.transformer, geometry.space)
+        check_positions([geometry.shape(1, config.height, config.width)], setup.transformer, geometry.spatial_factor)
     if setup.pretrained is not None or setup.is_lora:
         for name in setup.trained:
             check_weights(setup, name, build_meta(setup.transformer))

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from unisono.engine.recipe import Loss, Work
 from unisono.errors import ConfigError
 from unisono.recipes.wan.recipe import WanRecipe
+from unisono.recipes.wan.settings import DEFAULTS
 from unisono.recipes.wan_flow import settings
 from unisono.recipes.wan_flow.checks import check_config
-from unisono.recipes.wan_flow.setup import Setup
 
 if TYPE_CHECKING:  # `unisono train wan-flow --help` need not wait for torch
     from torch import Tensor, nn
@@ -28,24 +28,14 @@ if TYPE_CHECKING:  # `unisono train wan-flow --help` need not wait for torch
     from unisono.recipes.common.lora_base import LoraBase
     from unisono.recipes.wan_flow.data.folder import FolderData
     from unisono.recipes.wan_flow.data.shapes import ShapesData
+    from unisono.recipes.wan_flow.setup import Setup
     from unisono.settings import Settings
 
 
 class WanFlow(WanRecipe):
     """Flow-matching training of Wan 2.1 and 2.2: from scratch, all weights, or a LoRA."""
 
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "batch_size": 1,
-        "learning_rate": 1e-5,
-        "warmup_steps": 100,
-        "ema_decay": 0.9999,
-        "mixed_precision": "bf16",
-        "compile": True,
-        "num_workers": 4,
-        "eval_every": 500,
-        "save_every": 500,
-        "preview_every": 500,
-    }
+    defaults: ClassVar[Mapping[str, Any]] = DEFAULTS | {"batch_size": 1, "learning_rate": 1e-5, "ema_decay": 0.9999}
     aliases: ClassVar[Mapping[str, str]] = settings.ALIASES
     fixed: ClassVar[Sequence[str]] = (
         # Which samples are for training and which are held out:
@@ -66,15 +56,21 @@ class WanFlow(WanRecipe):
             if values["num_epochs"] is not None:  # then the number of steps is the user's choice
                 excluded.add("max_steps")
             if values["dataset_path"] not in (cls.Config.dataset_path, settings.TINY["dataset_path"]):
-                excluded.add("num_previews")  # 24 suit the small shapes only
+                excluded.add("num_previews")  # 24 previews are for the small shapes only
             return {name: value for name, value in settings.TINY.items() if name not in excluded}
         return settings.LORA if values["lora_rank"] or values["lora_path"] else {}
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         check_config(config)
-        self.setup = Setup(config)
         self._base_to_record: LoraBase | None = None  # until the first step
+
+    @cached_property
+    def setup(self) -> Setup:
+        """The model and the objective of the run, derived from the settings."""
+        from unisono.recipes.wan_flow.setup import Setup
+
+        return Setup(self.config)
 
     @cached_property
     def data(self) -> FolderData | ShapesData:
@@ -116,7 +112,7 @@ class WanFlow(WanRecipe):
         self.prepared = work.folder  # for callers that run prepare() without the engine
         check_paths_exist(self.config)
         check_model(self.setup)
-        self._base_to_record = self._lora_base and self._lora_base.to_note(work)
+        self._base_to_record = self._lora_base and self._lora_base.for_one_process(work)
         self.data.prepare(work)
         if not work.meet():
             self.kernel.measure(work, self.setup.transformer, self.data.most_tokens())
@@ -159,7 +155,7 @@ class WanFlow(WanRecipe):
 
     def weights(self, model: nn.Module) -> Weights | None:
         """The pretrained weights, read from their files row by row; None when training from scratch."""
-        from unisono.recipes.wan.models.initial_weights import ExpertWeights
+        from unisono.recipes.wan.models.weights import ExpertWeights
 
         _ = self._lora_base  # checks the base again: a run may be exported long after prepare()
         return None if self.setup.pretrained is None else ExpertWeights(self.setup.weight_files)
@@ -178,7 +174,7 @@ class WanFlow(WanRecipe):
 
         data = self.data.dataset(split)
         if data is not None and hasattr(data, "distinct_shapes"):
-            check_positions(data.distinct_shapes, self.setup.transformer, self.setup.encoders.geometry.space)
+            check_positions(data.distinct_shapes, self.setup.transformer, self.setup.encoders.geometry.spatial_factor)
         self.remarks = [*self.data.remarks]
         if self.config.model_config and self.config.lora_rank:
             self.remarks.append(
@@ -197,13 +193,16 @@ class WanFlow(WanRecipe):
         """[batch, C, f, h, w] latents and [batch, length, width] text embeddings."""
         import torch
 
-        from unisono.recipes.wan.models.text import pad
-
         if "latent" in batch:
             return batch["latent"], batch["text"]
+        return self._vae.encode_frames(batch["frames"]), torch.stack(self._embeddings(batch["caption"]))
+
+    def _embeddings(self, captions: Sequence[str]) -> list[Tensor]:
+        """[text length, width] the text embedding of each caption, computed by the frozen text encoder."""
+        from unisono.recipes.wan.models.text import pad
+
         length = self.setup.encoders.text_length
-        rows = [pad(row, length) for row in self._text_encoder.encode(batch["caption"], length)]
-        return self._vae.encode_frames(batch["frames"]), torch.stack(rows)
+        return [pad(rows, length) for rows in self._text_encoder.encode(captions, length)]
 
     def _inputs(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Like `_encoded`, with the text in the dtype that the model computes in."""
@@ -217,10 +216,8 @@ class WanFlow(WanRecipe):
 
     def text(self, caption: str) -> Tensor:
         """[text length, width] the text embedding of a caption."""
-        from unisono.recipes.wan.models.text import pad
-
-        length, cached = self.setup.encoders.text_length, self.data.text(caption)
-        return cached if cached is not None else pad(self._text_encoder.encode([caption], length)[0], length)
+        cached = self.data.text(caption)
+        return cached if cached is not None else self._embeddings([caption])[0]
 
     @cached_property
     def _no_caption(self) -> dict[Any, Tensor]:
@@ -243,19 +240,19 @@ class WanFlow(WanRecipe):
         """The squared error of the velocity: the mean over each sample's elements, summed over samples."""
         latent, text = self._inputs(model, batch)
         if self._base_to_record is not None:
-            self._base_to_record.note()
+            self._base_to_record.record()
             self._base_to_record = None
         return self.setup.flow.loss(model, latent, text, self.without_caption(text), noise)  # type: ignore[arg-type]
 
     def evaluate(self, model: nn.Module, batch: Any, noise: Noise) -> Mapping[str, Any]:
         """The loss at fixed noise levels; for the built-in shapes also what is generated."""
-        from unisono.recipes.wan_flow.evaluation import generated_shapes, loss_by_level
+        from unisono.recipes.wan_flow.evaluation import loss_by_level, shape_metrics
 
         latent, text = self._inputs(model, batch)
         metrics = loss_by_level(self.setup.flow, model, latent, text, noise, self.config.eval_levels)  # type: ignore[arg-type]
         if "colour" not in batch:
             return metrics
-        return {**metrics, **generated_shapes(self, model, batch, text, noise)}  # type: ignore[arg-type]
+        return {**metrics, **shape_metrics(self, model, batch, text, noise)}  # type: ignore[arg-type]
 
     def preview(self, model: nn.Module, step: int) -> Mapping[str, Any] | None:
         """Samples that the model generates from some captions, always from the same noise."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from unisono.engine.recipe import Recipe
-from unisono.recipes.wan.settings import Attention, SigmaSampling, TextDtype
+from unisono.recipes.wan.settings import TINY_DEFAULTS, Attention, SigmaSampling, TextDtype
 
 ALIASES = {
     "checkpoint_dir": "output_dir",
@@ -116,25 +116,13 @@ class Config(Recipe.Config):
 
 
 TINY = {
+    **TINY_DEFAULTS,
     "dataset_path": "shapes",
     "num_frames": 1,
-    "mixed_precision": "no",
-    "compile": False,
-    "num_workers": 0,
-    "batch_size": 32,
     "max_steps": 600,
-    "learning_rate": 4e-3,
-    "lr_schedule": "cosine",
-    "warmup_steps": 50,
-    "ema_decay": 0.99,
-    "shift": 1.0,
-    "guidance": 2.0,
     "preview_steps": 25,
-    "num_previews": 24,
     "eval_every": 300,
     "preview_every": 300,
-    "eval_batch_size": 96,
-    "log_every": 50,
 }
 """Defaults for the tiny model on a CPU."""
 

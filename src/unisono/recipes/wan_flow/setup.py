@@ -1,22 +1,26 @@
-"""What the settings say about the model: the weights it starts from, the transformers it trains, the objective."""
+"""The model of a run, derived from the settings: its initial weights, the transformers to train, the objective."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from unisono.errors import ConfigError
-
-if TYPE_CHECKING:  # `unisono train wan-flow --help` need not wait for torch
-    from unisono.recipes.wan.models.encoders import Encoders
-    from unisono.recipes.wan.models.load import WanFolder
-    from unisono.recipes.wan.models.weights import Weights
-    from unisono.recipes.wan_flow.loss import FlowLoss
+from unisono.recipes.wan.models.encoders import Encoders, FolderEncoders, TinyEncoders, no_encoders
+from unisono.recipes.wan.models.experts import HIGH, LOW, levels_of, parts_to_train
+from unisono.recipes.wan.models.load import BOUNDARY, TEXT_LENGTH, WanFolder, describe, transformer_config
+from unisono.recipes.wan.models.unsupported import refuse_channels
+from unisono.recipes.wan.models.weights import Weights, open_weights
+from unisono.recipes.wan.objective import NoiseLevels
+from unisono.recipes.wan_flow.loss import FlowLoss
 
 
 class Setup:
-    """What follows from the settings about the model; each property is computed on first use."""
+    """The model and the objective of a run, derived from the settings; each property is computed on first use."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -34,9 +38,6 @@ class Setup:
     @cached_property
     def pretrained(self) -> WanFolder | None:
         """The model at model_path; None when the run trains from scratch."""
-        from unisono.recipes.wan.models.experts import HIGH, LOW
-        from unisono.recipes.wan.models.load import describe
-
         if not self.config.model_path:
             return None
         folder = describe(self.config.model_path)
@@ -48,9 +49,7 @@ class Setup:
     @cached_property
     def trained(self) -> list[str]:
         """Diffusers' names of the transformers that the run trains."""
-        from unisono.recipes.wan.models.experts import HIGH, LOW, parts_to_train
-
-        available: Any = (HIGH, LOW) if self.model_name == "a14b" else (HIGH,)
+        available: Collection[str] = (HIGH, LOW) if self.model_name == "a14b" else (HIGH,)
         if self.pretrained is not None:
             available = self.pretrained.transformers
         is_whole = self.pretrained is None or _is_whole_model(self.pretrained)
@@ -58,13 +57,11 @@ class Setup:
             raise ConfigError(
                 f"expert {self.config.expert}: this model has one transformer for all noise levels; leave expert out"
             )
-        return parts_to_train(dict.fromkeys(available), self.config.expert)
+        return parts_to_train(available, self.config.expert)
 
     @cached_property
     def boundary(self) -> float | None:
         """The noise level at which the high-noise expert hands over to the other; None for a single transformer."""
-        from unisono.recipes.wan.models.load import BOUNDARY
-
         if self.pretrained is not None:
             return self.pretrained.boundary_ratio if len(self.pretrained.transformers) > 1 else None
         return BOUNDARY if self.model_name == "a14b" else None
@@ -72,9 +69,6 @@ class Setup:
     @cached_property
     def transformer(self) -> dict[str, Any]:
         """The configuration of the transformer; two experts share one."""
-        from unisono.recipes.wan.models.load import transformer_config
-        from unisono.recipes.wan.models.unsupported import refuse_channels
-
         config = transformer_config(self.pretrained, self.config.model_config, part=self.trained[0])
         refuse_channels(config, f"model_path {self.config.model_path}" if self.pretrained else "model_config")
         return config
@@ -82,19 +76,12 @@ class Setup:
     @cached_property
     def weight_files(self) -> dict[str, Weights]:
         """The files of the pretrained weights, by transformer."""
-        from unisono.recipes.wan.models.weights import open_weights
-
         assert self.pretrained is not None
         return {name: open_weights(self.pretrained.transformers[name]) for name in self.trained}
 
     @cached_property
     def encoders(self) -> Encoders:
         """The VAE and the text encoder."""
-        import torch
-
-        from unisono.recipes.wan.models.encoders import FolderEncoders, TinyEncoders, no_encoders
-        from unisono.recipes.wan.models.load import TEXT_LENGTH, describe
-
         parts = describe(self.config.parts_path, "parts_path") if self.config.parts_path else self.pretrained
         encoders: Encoders
         if parts is not None and parts.kind == "pipeline":
@@ -110,20 +97,15 @@ class Setup:
     @cached_property
     def flow(self) -> FlowLoss:
         """The training objective."""
-        from unisono.recipes.wan.models.experts import HIGH, LOW, parts_to_train, range_of
-        from unisono.recipes.wan.models.load import BOUNDARY
-        from unisono.recipes.wan.objective import NoiseLevels
-        from unisono.recipes.wan_flow.loss import FlowLoss
-
         config, by_size = self.config, self.config.shift == "auto"
         shift = 1.0 if by_size else float(config.shift)
         levels = NoiseLevels(config.sigma_sampling, config.logit_mean, config.logit_std, config.mode_scale, shift)
         parts, boundary = self.trained, self.boundary
         if boundary is None and config.expert != "both":  # one of two experts in a file of its own
-            parts, boundary = parts_to_train({HIGH: None, LOW: None}, config.expert), BOUNDARY
-        low, high = range_of(parts, boundary, 1 if boundary is None else 2)
-        space = self.encoders.geometry.space
-        return FlowLoss(levels, low, high, by_size, space, config.caption_dropout, config.first_frame)
+            parts, boundary = parts_to_train((HIGH, LOW), config.expert), BOUNDARY
+        low, high = levels_of(parts, boundary)
+        factor = self.encoders.geometry.spatial_factor
+        return FlowLoss(levels, low, high, by_size, factor, config.caption_dropout, config.first_frame)
 
 
 def _is_whole_model(folder: WanFolder) -> bool:

@@ -1,1 +1,1 @@
-"""From scores to video files: choose moments, choose exact cut points, copy or encode."""
+"""From scores to video files: choose moments, move their ends to cut points, copy or encode them."""

@@ -1,4 +1,4 @@
-"""A moment of a video as it is, from a key frame on: instant, and nothing is lost."""
+"""Stream copy of a moment, from the key frame before it: instant and lossless."""
 
 from __future__ import annotations
 
@@ -10,93 +10,95 @@ from unisono.errors import UserError
 from unisono.recipes.clips.cutting.moments import Moment
 from unisono.recipes.clips.cutting.mp4 import writing
 from unisono.recipes.clips.video.footage import Footage
-from unisono.recipes.common.streams import opened, sound_of, video_of
+from unisono.recipes.common.streams import audio_stream, open_media, video_stream
 
 if TYPE_CHECKING:
     from av.container import OutputContainer
 
 
 def copy(footage: Footage, moment: Moment, to: Path) -> tuple[float, float]:
-    """Copies the streams as they are; what came out, in seconds of the video."""
+    """Copies the streams; returns the time range of the video that the new file shows."""
     import av
 
-    entry = footage.key_frame(moment.start)
-    if entry is None:
-        raise UserError(f"{footage.path} cannot be entered before {moment.start:.1f} s (no key frame); use --exact")
-    origin, leads_there = entry
-    last, refused = origin, None
-    with opened(footage.path) as source:
-        film, sound = video_of(footage.path, source), sound_of(source)
-        assert film is not None
-        streams = [film] if sound is None else [film, sound]
-        footage.seek(source, film, leads_there)
+    key_frame = footage.key_frame(moment.start)
+    if key_frame is None:
+        raise UserError(
+            f"{footage.path} has no key frame before {moment.start:.1f} s, so it cannot be copied; use --exact"
+        )
+    origin, seek_time = key_frame
+    end, write_error = origin, None
+    with open_media(footage.path) as source:
+        video, sound = video_stream(footage.path, source), audio_stream(source)
+        assert video is not None
+        streams = [video] if sound is None else [video, sound]
+        footage.seek(source, video, seek_time)
         try:
             with writing(to) as output:
                 copies = {stream.index: output.add_stream_from_template(stream) for stream in streams}
-                copying = _Copy(output, film.index, copies, footage.begin + origin, footage.begin + moment.end)
+                copying = _Copy(output, video.index, copies, footage.begin + origin, footage.begin + moment.end)
                 for packet in source.demux(streams):
                     if not copying.add(packet):
                         break
-                last = copying.last - footage.begin
+                end = copying.video_end - footage.begin
         except (ValueError, OSError, av.error.FFmpegError) as error:
-            refused = error  # raised outside: in here it would be taken for a fault of the source
-    if isinstance(refused, OSError):
-        raise refused
-    if refused is not None:
-        raise UserError(f"{footage.path}: what is in it cannot be copied into an MP4 file as it is; use --exact")
-    return origin, last
+            write_error = error  # raised below, because `open_media` would report it as an error of the source
+    if isinstance(write_error, OSError):
+        raise write_error
+    if write_error is not None:
+        raise UserError(f"{footage.path}: its streams cannot be copied to an MP4 file; use --exact")
+    return origin, end
 
 
-def can_copy(footage: Footage) -> str:
-    """Empty where the streams of a video fit into an MP4 file as they are; otherwise what does not, in words."""
+def obstacle_to_copy(footage: Footage) -> str:
+    """Why the streams of a video cannot be copied to an MP4 file; empty if they can."""
     import av
 
-    with opened(footage.path) as source:
-        film, sound = video_of(footage.path, source), sound_of(source)
-        streams = [stream for stream in (film, sound) if stream is not None]
+    with open_media(footage.path) as source:
+        video, sound = video_stream(footage.path, source), audio_stream(source)
+        streams = [stream for stream in (video, sound) if stream is not None]
         try:
             with av.open(io.BytesIO(), "w", format="mp4") as output:
                 for stream in streams:
                     output.add_stream_from_template(stream)
                 output.start_encoding()
         except (ValueError, OSError, av.error.FFmpegError):
-            kinds = " and ".join(stream.codec_context.name for stream in streams)
-            return f"an MP4 file cannot hold what is in it ({kinds})"
+            codecs = " and ".join(stream.codec_context.name for stream in streams)
+            return f"an MP4 file cannot contain its codecs ({codecs})"
     return ""
 
 
 class _Copy:
-    """Packets on their way from one file to another, from a key frame on; times are those of the file."""
+    """Copies packets from one file to another, starting at a key frame; all times are timestamps of the source."""
 
-    def __init__(self, output: OutputContainer, film: int, copies: dict[int, Any], origin: float, end: float) -> None:
-        self._output, self._film, self._copies = output, film, copies
+    def __init__(self, output: OutputContainer, video: int, copies: dict[int, Any], origin: float, end: float) -> None:
+        self._output, self._video, self._copies = output, video, copies
         self._origin, self._end = origin, end
-        self._begun = False
-        self._over: set[int] = set()
-        self._early: list[Any] = []  # sound that stands in the file before the picture it belongs to
-        self.last = origin
-        """When the last picture ends."""
+        self._started = False
+        self._finished: set[int] = set()
+        self._early: list[Any] = []  # sound that is stored before the key frame it belongs to
+        self.video_end = origin
+        """End of the last frame copied."""
 
     def add(self, packet: Any) -> bool:
-        """Copies a packet if it belongs to the cut; whether any is wanted after it."""
-        if packet.dts is None or packet.pts is None or packet.stream_index in self._over:
+        """Copies a packet if it belongs to the moment; returns whether more packets are needed."""
+        if packet.dts is None or packet.pts is None or packet.stream_index in self._finished:
             return True
         tick = float(packet.time_base)
-        is_film = packet.stream_index == self._film
-        if is_film and not self._begun:
+        is_video = packet.stream_index == self._video
+        if is_video and not self._started:
             if not packet.is_keyframe or abs(packet.pts * tick - self._origin) > 1e-3:
                 return True
-            self._begun = True
+            self._started = True
             self._write(packet)
             for early in self._early:
                 self._write(early)
             return True
-        # In the order of decoding, what still belongs to the moment may stand behind what does not: a picture that is
-        # shown later comes first where others are made from it. So it ends only before the next such picture.
-        if packet.dts * tick >= self._end and (not is_film or packet.pts * tick > self.last - 1e-6):
-            self._over.add(packet.stream_index)
-            return len(self._over) < len(self._copies)
-        if self._begun:
+        # Packets are in decoding order: a reference frame comes before the B-frames that are shown before it. So the
+        # moment ends before the first frame that is both decoded and shown after its end.
+        if packet.dts * tick >= self._end and (not is_video or packet.pts * tick > self.video_end - 1e-6):
+            self._finished.add(packet.stream_index)
+            return len(self._finished) < len(self._copies)
+        if self._started:
             self._write(packet)
         elif packet.pts * tick >= self._origin - 1e-3:
             self._early.append(packet)
@@ -104,11 +106,11 @@ class _Copy:
 
     def _write(self, packet: Any) -> None:
         tick = float(packet.time_base)
-        # Pictures shown before the key frame they come after are made from what was before it.
+        # Frames that are shown before the key frame they follow refer to frames before it, which are not copied.
         if packet.pts * tick < self._origin - 1e-3:
             return
-        if packet.stream_index == self._film:
-            self.last = max(self.last, (packet.pts + (packet.duration or 0)) * tick)
+        if packet.stream_index == self._video:
+            self.video_end = max(self.video_end, (packet.pts + (packet.duration or 0)) * tick)
         shift = round(self._origin / tick)
         packet.pts, packet.dts = packet.pts - shift, packet.dts - shift
         packet.stream = self._copies[packet.stream_index]

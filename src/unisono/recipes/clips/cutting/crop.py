@@ -1,4 +1,4 @@
-"""A narrow picture out of a wide one: a window of fixed size that follows what moves, without haste."""
+"""Crops a video to another aspect ratio: a window of fixed size that follows the motion smoothly."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ from unisono.recipes.clips.cutting.edges import shots
 from unisono.recipes.clips.cutting.moments import Moment
 from unisono.recipes.clips.video.footage import Footage
 
-_RATE = 8.0  # pictures per second that are looked at
-_SIDE = 64  # pixels of their longer side
-_PLACES = 33  # where the window may stand, from one end to the other
-_HASTE = 0.1  # what moving costs, against following: about a second for half the picture
-_CENTRE = 0.03  # how much the middle is preferred where nothing moves
-_STILL = 0.001  # mean change of a picture, of full scale, below which what moves is mostly noise
-_LATER = 2  # pictures
-_SMOOTH = 0.35  # seconds
+_RATE = 8.0  # frames per second to analyse
+_LONGER_SIDE = 64  # pixels of these frames
+_NUM_POSITIONS = 33  # of the window, from one end to the other
+_SPEED_COST = 0.1  # of moving the window, relative to missed motion: half a frame takes about a second
+_CENTRE_BONUS = 0.03  # keeps the window in the centre if nothing moves
+_NOISE = 0.001  # mean change between frames, of full scale, below which it is mostly noise
+_FRAMES_APART = 2  # compared for motion
+_SMOOTH_S = 0.35  # standard deviation of the smoothing, in seconds
 
 
 @dataclass(frozen=True)
 class Crop:
-    """A window of some shape (width by height), and where its middle is when: 0 to 1 along the side that is cut."""
+    """A window of fixed aspect ratio (width / height), and its position over time."""
 
     aspect: float
     times: NDArray[np.float64]
     centres: NDArray[np.float64]
+    """Position of the window's centre at `times`: 0 to 1 along the side that is cropped."""
 
     def size(self, height: int, width: int, pixel_aspect: float = 1.0) -> tuple[int, int]:
-        """Height and width of the window in an upright picture: as large as fits, and even, as H.264 wants it."""
+        """Height and width of the window in an upright frame: as large as fits, and even, as H.264 requires."""
         shape = self.aspect / pixel_aspect  # in pixels
         if width > height * shape:
             width = round(height * shape)
@@ -44,16 +45,16 @@ class Crop:
         return max(2, height // 2 * 2), max(2, width // 2 * 2)
 
     def corner(self, time: float, height: int, width: int, pixel_aspect: float = 1.0) -> tuple[int, int]:
-        """Top and left of the window at a time; even, so that colours stay where they are."""
+        """Top and left of the window at a time; even, so that chroma planes can be cropped too."""
         high, wide = self.size(height, width, pixel_aspect)
         centre = float(np.interp(time, self.times, self.centres)) if len(self.times) else 0.5
         top, left = ((centre * full - part / 2) for full, part in ((height, high), (width, wide)))
-        # Only one side is cut for its shape; the other loses an odd line at most.
+        # The side that is not cropped loses one odd line at most, so its position is 0.
         return (_even(top, height - high), _even(left, width - wide))
 
 
 def parse_aspect(text: str) -> float:
-    """9:16 as a number; ConfigError for anything else than two sides."""
+    """Parses an aspect ratio such as 9:16; ConfigError if it is invalid."""
     match = re.fullmatch(r"(\d{1,4})[:x/](\d{1,4})", text.strip())
     sides = [int(side) for side in match.groups()] if match else []
     if not sides or not all(sides) or not 0.1 <= sides[0] / sides[1] <= 10:
@@ -62,88 +63,89 @@ def parse_aspect(text: str) -> float:
 
 
 def follow(video: Path | Footage, moment: Moment, aspect: float) -> Crop:
-    """The window of that shape which follows what moves in a moment of a video."""
+    """Returns the crop that follows the motion in a moment of a video."""
     footage = video if isinstance(video, Footage) else Footage(video)
     shown_width = footage.width * footage.pixel_aspect
-    scale = _SIDE / max(shown_width, footage.height)
+    scale = _LONGER_SIDE / max(shown_width, footage.height)
     size = (max(8, round(shown_width * scale)), max(8, round(footage.height * scale)))
-    seen: list[tuple[float, NDArray[np.uint8]]] = []
+    sampled: list[tuple[float, NDArray[np.uint8]]] = []
     for time, frame in footage.frames(moment.start, moment.end):
-        if not seen or time - seen[-1][0] >= 1 / _RATE - 0.5 / footage.fps:
-            seen.append((max(time, moment.start), footage.picture(frame, size)))
-    times = np.array([time for time, _ in seen])
-    if not seen:
+        if not sampled or time - sampled[-1][0] >= 1 / _RATE - 0.5 / footage.fps:
+            sampled.append((max(time, moment.start), footage.picture(frame, size)))
+    times = np.array([time for time, _ in sampled])
+    if not sampled:
         return Crop(aspect, times, times)
-    frames = np.stack([picture for _, picture in seen])
-    across = shown_width > footage.height * aspect
-    share = footage.height * aspect / shown_width if across else shown_width / aspect / footage.height
+    frames = np.stack([picture for _, picture in sampled])
+    is_horizontal = shown_width > footage.height * aspect
+    share = footage.height * aspect / shown_width if is_horizontal else shown_width / aspect / footage.height
     cuts = [edge.time for edge in shots(frames, times)]
-    return Crop(aspect, *path(frames if across else frames.transpose(0, 2, 1, 3), times, share, cuts))
+    return Crop(aspect, *path(frames if is_horizontal else frames.transpose(0, 2, 1, 3), times, share, cuts))
 
 
 def path(
     frames: NDArray[np.uint8], times: NDArray[np.float64], share: float, cuts: Sequence[float] = ()
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Times, and where the middle of a window of `share` of the width is, from small pictures [N, height, width, 3].
+    """Times, and the centre of a window of `share` of the width at each, from small frames [N, height, width, 3].
 
-    Each shot has a path of its own, the one that sees most of the motion for the least movement. The window jumps only
-    where the shot changes.
+    Each shot has its own path, which trades the motion inside the window against the speed of the window. The window
+    jumps only between shots.
     """
-    places = np.linspace(share / 2, 1 - share / 2, _PLACES)
+    positions = np.linspace(share / 2, 1 - share / 2, _NUM_POSITIONS)
     bounds = [0, *(int(np.searchsorted(times, cut)) for cut in cuts), len(times)]
-    found_times: list[NDArray[np.float64]] = []
-    found: list[NDArray[np.float64]] = []
+    path_times: list[NDArray[np.float64]] = []
+    path_centres: list[NDArray[np.float64]] = []
     for first, last in pairwise(bounds):
         if last <= first:
             continue
-        part, shot = times[first:last], frames[first:last]
-        centres = _smooth(_cheapest(_seen(shot, places, share), places, part), part)
-        if found_times:  # until the change of shot the window stays: between two pictures it would be seen to slide
-            found_times.append(np.array([part[0] - 1e-6]))
-            found.append(found[-1][-1:])
-        found_times.append(part)
-        found.append(centres)
-    return np.concatenate(found_times), np.concatenate(found)
+        shot_times, shot = times[first:last], frames[first:last]
+        centres = _smooth(_best_path(_motion_inside(shot, positions, share), positions, shot_times), shot_times)
+        if path_times:  # stay until the scene cut: interpolation would slide the window before it
+            path_times.append(np.array([shot_times[0] - 1e-6]))
+            path_centres.append(path_centres[-1][-1:])
+        path_times.append(shot_times)
+        path_centres.append(centres)
+    return np.concatenate(path_times), np.concatenate(path_centres)
 
 
-def _seen(frames: NDArray[np.uint8], places: NDArray[np.float64], share: float) -> NDArray[np.float64]:
-    """How much of the motion [N, places] the window would see; where there is little, the middle is preferred."""
+def _motion_inside(frames: NDArray[np.uint8], positions: NDArray[np.float64], share: float) -> NDArray[np.float64]:
+    """[N, positions] the fraction of the motion inside the window; with little motion, the centre is preferred."""
     luma = frames.mean(axis=3) / 255
-    # Over a quarter of a second, and back at the beginning: what moves slowly has moved by then.
-    change = np.abs(luma - np.concatenate([luma[_LATER : 2 * _LATER], luma[:-_LATER]])[: len(luma)])
-    # What moves everywhere is the camera.
+    # Compares frames a quarter of a second apart, so that slow motion is visible; the first ones with later ones.
+    compared = np.concatenate([luma[_FRAMES_APART : 2 * _FRAMES_APART], luma[:-_FRAMES_APART]])[: len(luma)]
+    change = np.abs(luma - compared)
+    # Subtracts the motion of the camera, which is everywhere.
     change = np.maximum(change - np.median(change, axis=(1, 2), keepdims=True), 0)
     columns = change.mean(axis=1)
     width = columns.shape[1]
-    away = np.abs((np.arange(width)[:, None] + 0.5) / width - places) / (share / 2)
-    # A parabola, so that the window has in its middle what it sees, and not just somewhere.
-    weights = np.maximum(1 - away**2, 0)
-    inside = columns @ weights / (columns.sum(axis=1, keepdims=True) + _STILL * width)
-    return np.asarray(inside + _CENTRE * (1 - np.abs(places - 0.5) * 2))
+    distance = np.abs((np.arange(width)[:, None] + 0.5) / width - positions) / (share / 2)
+    # A parabola, so that motion in the centre of the window counts most.
+    weights = np.maximum(1 - distance**2, 0)
+    inside = columns @ weights / (columns.sum(axis=1, keepdims=True) + _NOISE * width)
+    return np.asarray(inside + _CENTRE_BONUS * (1 - np.abs(positions - 0.5) * 2))
 
 
-def _cheapest(
-    seen: NDArray[np.float64], places: NDArray[np.float64], times: NDArray[np.float64]
+def _best_path(
+    rewards: NDArray[np.float64], positions: NDArray[np.float64], times: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """The path through the places that sees most and moves least, over all paths there are (Viterbi)."""
+    """The path with the highest sum of rewards [N, positions] minus the cost of movement (Viterbi)."""
     steps = np.diff(times, prepend=times[0] - 1 / _RATE).clip(1e-3)
-    squared = (places[:, None] - places[None]) ** 2  # [from, to]
-    best, came_from = seen[0] * steps[0], []
-    for number in range(1, len(seen)):
-        # Squared speed, for as long as it lasts: a slow pan is cheaper than a quick one over the same way.
-        options = best[:, None] - _HASTE * squared / steps[number]
-        came_from.append(options.argmax(axis=0))
-        best = options.max(axis=0) + seen[number] * steps[number]
-    at = [int(best.argmax())]
-    for origin in reversed(came_from):
-        at.append(int(origin[at[-1]]))
-    return places[at[::-1]]
+    squared = (positions[:, None] - positions[None]) ** 2  # [from, to]
+    best, previous = rewards[0] * steps[0], []
+    for number in range(1, len(rewards)):
+        # Squared speed times duration: a slow pan costs less than a fast one over the same distance.
+        options = best[:, None] - _SPEED_COST * squared / steps[number]
+        previous.append(options.argmax(axis=0))
+        best = options.max(axis=0) + rewards[number] * steps[number]
+    indices = [int(best.argmax())]
+    for origins in reversed(previous):
+        indices.append(int(origins[indices[-1]]))
+    return positions[indices[::-1]]
 
 
 def _smooth(centres: NDArray[np.float64], times: NDArray[np.float64]) -> NDArray[np.float64]:
-    weights = np.exp(-0.5 * ((times[:, None] - times[None]) / _SMOOTH) ** 2)
+    weights = np.exp(-0.5 * ((times[:, None] - times[None]) / _SMOOTH_S) ** 2)
     return np.asarray(weights @ centres / weights.sum(axis=1))
 
 
-def _even(place: float, most: int) -> int:
-    return int(min(max(place, 0), most)) // 2 * 2
+def _even(position: float, most: int) -> int:
+    return int(min(max(position, 0), most)) // 2 * 2

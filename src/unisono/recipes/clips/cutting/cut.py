@@ -1,7 +1,7 @@
-"""Cutting a moment out of a video: as it is, from a key frame on, or encoded anew with exact ends.
+"""Cuts a moment out of a video, by copying its streams or by re-encoding it.
 
-Copying is instant and loses nothing, but a picture can only be entered at a key frame: the cut begins at the last one
-before the moment, and says so. Encoding anew (H.264 and AAC, in MP4) begins and ends where it should.
+A stream copy is instant and lossless, but can only start at a key frame, so it starts at the last one before the
+moment. Re-encoding (H.264 and AAC in MP4) starts and ends at the exact frame.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from unisono.recipes.clips.video.footage import Footage
 
 @dataclass(frozen=True)
 class Cut:
-    """A file that was cut, and what it shows, in seconds of the video: a copy may begin earlier than the moment."""
+    """A new file, and the time range of the video that it shows; a copy may start before the moment."""
 
     path: Path
     start: float
@@ -36,14 +36,14 @@ def cut(
     crop: Crop | None = None,
     height: int | None = None,
 ) -> Cut:
-    """Writes a moment of a video to a new MP4 file, never over another one; a crop is always encoded anew.
+    """Writes a moment of a video to a new MP4 file; never overwrites a file.
 
-    `height` in pixels scales what is encoded, and the width with it.
+    `exact`, `crop` and `height` (pixels; the width follows) re-encode the video.
     """
     footage = video if isinstance(video, Footage) else Footage(video)
     if not 0 <= moment.start < moment.end or moment.start >= footage.duration:
         raise ConfigError(
-            f"{footage.path} has {footage.duration:.2f} s; {moment.start:.2f} to {moment.end:.2f} s is no part of it"
+            f"{footage.path} is {footage.duration:.2f} s long; {moment.start:.2f} to {moment.end:.2f} s is not in it"
         )
     with new_file(to) as partial:
         if exact or crop or height:

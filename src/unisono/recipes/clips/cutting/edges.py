@@ -1,4 +1,4 @@
-"""Places where a cut does not hurt: where the shot changes, and where the sound pauses."""
+"""Good cut points near the ends of a moment: scene cuts, and pauses in the sound."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from numpy.typing import NDArray
 from unisono.recipes.clips.cutting.moments import Moment
 from unisono.recipes.clips.video.footage import Footage
 
-_BINS = 8  # of a colour's histogram
-_BLOCKS = 4  # a picture is also compared by the mean of 4×4 blocks: two shots may have the same colours
-_CHANGE = 0.15  # of the largest possible difference; slower changes are no cut
-_ABOVE_AROUND = 4.0  # times the difference that pictures around it have: a shaking camera is no series of cuts
-_AROUND = 12  # pictures
-_LOUD, _PAUSE_BELOW = 0.9, 0.1  # a pause is this share of what is loud here, and
-_SHORTEST_PAUSE = 0.15  # seconds long
-_QUIETEST = 1e-4  # of full scale; what is never louder has no pauses
+_BINS = 8  # of a colour histogram
+_BLOCKS = 4  # frames are also compared by the means of 4×4 blocks, because two shots may have the same colours
+_CHANGE = 0.15  # of the largest possible difference; smaller changes are not a cut
+_ABOVE_AROUND = 4.0  # times the median difference of the frames around it: a shaking camera is not a series of cuts
+_AROUND = 12  # frames
+_LOUD_QUANTILE, _PAUSE_BELOW = 0.9, 0.1  # a pause is quieter than this fraction of the loud parts
+_SHORTEST_PAUSE = 0.15  # seconds
+_QUIETEST = 1e-4  # of full scale; sound that is never louder has no pauses
 _STEP = 0.02  # seconds
-_SIZE = (48, 27)  # width and height at which pictures are compared
+_SIZE = (48, 27)  # width and height at which frames are compared
 _RATE = 16_000
 
 
 @dataclass(frozen=True)
 class Edge:
-    """A place to cut: its time in seconds, what is there, and how clear it is."""
+    """A cut point: its time in seconds, its kind and its strength."""
 
     time: float
     kind: Literal["shot", "silence"]
@@ -37,32 +37,29 @@ class Edge:
 
 
 def shots(frames: NDArray[np.uint8], times: NDArray[np.float64]) -> list[Edge]:
-    """Where the shot changes, from small pictures [N, height, width, 3]: the time of the first picture of the new one.
+    """Scene cuts in small frames [N, height, width, 3], each at the time of the first frame of the new shot.
 
-    A picture that is unlike both its neighbours, which are like each other, is a flash and no cut.
+    A frame that differs from both neighbours, which are alike, is a flash and not a cut.
     """
     looks = np.stack([_look(frame) for frame in frames]) if len(frames) else np.zeros((0, 1))
-    steps = _differences(looks, 1)  # steps[i]: from picture i to i + 1
-    over_one = _differences(looks, 2)
-    found = []
+    steps = _differences(looks, 1)  # steps[i]: from frame i to i + 1
+    double_steps = _differences(looks, 2)
+    cuts = []
     for at in np.flatnonzero(steps > _CHANGE):
         around = np.concatenate([steps[max(0, at - _AROUND) : at], steps[at + 1 : at + 1 + _AROUND]])
-        if len(around) and steps[at] < _ABOVE_AROUND * np.median(around):
-            continue
-        if steps[at] < steps[max(0, at - 2) : at + 3].max():
-            continue
-        across = [*over_one[max(0, at - 1) : at], *over_one[at : at + 1]]
-        if across and min(across) < 0.5 * steps[at]:
-            continue
-        found.append(Edge(float(times[at + 1]), "shot", float(steps[at])))
-    return found
+        is_shaking = len(around) and steps[at] < _ABOVE_AROUND * np.median(around)
+        is_largest = steps[at] >= steps[max(0, at - 2) : at + 3].max()
+        is_flash = min(double_steps[max(0, at - 1) : at + 1], default=math.inf) < 0.5 * steps[at]
+        if is_largest and not is_shaking and not is_flash:
+            cuts.append(Edge(float(times[at + 1]), "shot", float(steps[at])))
+    return cuts
 
 
 def silences(loudness: NDArray[np.floating], times: NDArray[np.float64]) -> list[Edge]:
-    """The middles of pauses, from loudness (root mean square, full scale 1) at times that follow each other evenly."""
+    """The middles of pauses, from the loudness (root mean square, full scale 1) at evenly spaced times."""
     if len(loudness) < 2:
         return []
-    loud = float(np.quantile(loudness, _LOUD))
+    loud = float(np.quantile(loudness, _LOUD_QUANTILE))
     if loud < _QUIETEST:
         return []
     quiet = np.concatenate([[False], loudness < _PAUSE_BELOW * loud, [False]])
@@ -76,21 +73,23 @@ def silences(loudness: NDArray[np.floating], times: NDArray[np.float64]) -> list
 
 
 def edges_around(video: Path | Footage, moments: Sequence[Moment], within_s: float) -> list[Edge]:
-    """The edges near the ends of the moments; only those stretches of the video are read."""
+    """The edges within `within_s` seconds of the ends of the moments; reads only these parts of the video."""
     footage = video if isinstance(video, Footage) else Footage(video)
-    found: set[Edge] = set()
-    for place in sorted({end for moment in moments for end in (moment.start, moment.end)}):
-        start, end = max(0.0, place - within_s), min(footage.duration, place + within_s)
+    edges: set[Edge] = set()
+    for time in sorted({end for moment in moments for end in (moment.start, moment.end)}):
+        start, end = max(0.0, time - within_s), min(footage.duration, time + within_s)
         if end - start < 2 * _STEP:
             continue
-        # A change is judged by what is around it: half a second more is looked at, and left out again.
+        # Reads half a second more on both sides, because a change is compared with what is around it.
         wide_start, wide_end = max(0.0, start - 0.5), min(footage.duration, end + 0.5)
-        seen = [(time, footage.picture(frame, _SIZE)) for time, frame in footage.frames(wide_start, wide_end)]
-        edges = shots(np.stack([picture for _, picture in seen]), np.array([time for time, _ in seen])) if seen else []
+        frames = [(time, footage.picture(frame, _SIZE)) for time, frame in footage.frames(wide_start, wide_end)]
+        nearby: list[Edge] = []
+        if frames:
+            nearby += shots(np.stack([picture for _, picture in frames]), np.array([time for time, _ in frames]))
         if footage.has_sound:
-            edges += silences(*_loudness(footage, wide_start, wide_end))
-        found |= {edge for edge in edges if start <= edge.time <= end}
-    return sorted(found, key=lambda edge: edge.time)
+            nearby += silences(*_loudness(footage, wide_start, wide_end))
+        edges |= {edge for edge in nearby if start <= edge.time <= end}
+    return sorted(edges, key=lambda edge: edge.time)
 
 
 def snap(
@@ -102,11 +101,11 @@ def snap(
     longest: float = math.inf,
     duration: float = math.inf,
 ) -> list[Moment]:
-    """The moments with their ends moved to edges no further than `within_s`: to the nearest cut, or the nearest pause.
+    """Moves the ends of moments (best first) to edges within `within_s` seconds: the nearest cut, or the nearest pause.
 
-    Moments come best first, and a worse one makes room for a better one, so that fewer moments are a prefix of more:
-    one that is left too short by that is dropped. A moment that would become too short by moving one end gets what it
-    lacks at the other; an end stays where there is no room for that, or where the moment would become too long.
+    A worse moment makes room for a better one, and is dropped if that leaves it too short; so fewer moments are a
+    prefix of more. If moving one end would make a moment too short, the other end moves as well. An end stays where
+    it is if there is no room for that, or if the moment would become too long.
     """
     placed: list[Moment] = []
     for moment in moments:
@@ -121,16 +120,16 @@ def snap(
         if fitted is None:
             continue
         start, end = fitted
-        at_edge = False  # the start, which the end then leaves where it is
+        start_is_at_edge = False  # the end must then not move the start
         for bound in (moment.start, moment.end):
             is_start = bound == moment.start
             near = [edge for edge in edges if abs(edge.time - bound) <= within_s and low <= edge.time <= high]
             for edge in sorted(near, key=lambda edge: (edge.kind != "shot", abs(edge.time - bound), edge.time)):
                 ends = (edge.time, end) if is_start else (start, edge.time)
                 moved = room.fitted(*ends, keep_start=is_start)
-                if moved is not None and (is_start or not at_edge or moved[0] == start):
+                if moved is not None and (is_start or not start_is_at_edge or moved[0] == start):
                     start, end = moved
-                    at_edge = is_start
+                    start_is_at_edge = is_start
                     break
         placed.append(replace(moment, start=start, end=end))
     return placed
@@ -138,7 +137,7 @@ def snap(
 
 @dataclass(frozen=True)
 class _Room:
-    """Where a moment may lie, and how long it may be."""
+    """The time range in which a moment may lie, and the range of its length."""
 
     low: float
     high: float
@@ -146,10 +145,10 @@ class _Room:
     most: float
 
     def fitted(self, start: float, end: float, *, keep_start: bool) -> tuple[float, float] | None:
-        """The ends, inside the room; what is missing to the least length is added at the end that is not kept."""
+        """Fits the ends into the range; a moment that is too short is extended at the end that may move."""
         start, end = max(start, self.low), min(end, self.high)
         lacking = self.least - (end - start)
-        if lacking > self.least / 2:  # it would be another moment
+        if lacking > self.least / 2:  # it would show something else
             return None
         if lacking > 1e-9:
             start, end = (start, end + lacking) if keep_start else (start - lacking, end)
@@ -158,13 +157,13 @@ class _Room:
 
 
 def _look(frame: NDArray[np.uint8]) -> NDArray[np.float64]:
-    """What a picture looks like, so that moving things in it change little: its colours, and where it is bright."""
+    """Describes a frame so that moving objects change little: colour histograms and the brightness of blocks."""
     pixels = frame.reshape(-1, 3)
     bins = pixels // (256 // _BINS)
     colours = [np.bincount(bins[:, channel], minlength=_BINS) / len(bins) for channel in range(3)]
     luma = frame.mean(axis=2)
     rows = [part for row in np.array_split(luma, _BLOCKS) for part in np.array_split(row, _BLOCKS, axis=1)]
-    # Both halves of the difference between two looks lie in 0..1.
+    # Scaled so that both parts of the difference between two frames lie in 0..1.
     return np.concatenate([np.concatenate(colours) / 3 / 2, np.array([part.mean() for part in rows]) / 255 / len(rows)])
 
 

@@ -1,9 +1,9 @@
-"""A moment of a video encoded anew, as H.264 and AAC: it begins and ends where it should."""
+"""Re-encodes a moment of a video as H.264 and AAC, with exact ends, optionally cropped and scaled."""
 
 from __future__ import annotations
 
 from fractions import Fraction
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,7 +15,7 @@ from unisono.recipes.clips.cutting.crop import Crop
 from unisono.recipes.clips.cutting.moments import Moment
 from unisono.recipes.clips.cutting.mp4 import writing
 from unisono.recipes.clips.video.footage import Footage
-from unisono.recipes.common.streams import opened, video_of
+from unisono.recipes.common.streams import open_media, video_stream
 
 if TYPE_CHECKING:
     from av.audio.stream import AudioStream
@@ -23,91 +23,91 @@ if TYPE_CHECKING:
     from av.video.frame import VideoFrame
     from av.video.stream import VideoStream
 
-_TICK = Fraction(1, 90_000)  # of the pictures' clock: whole for every usual frame rate
+_TICK = Fraction(1, 90_000)  # time base of the video: a whole number of ticks per frame at all usual frame rates
 _AAC_RATES = (48_000, 44_100, 32_000, 24_000, 22_050, 16_000, 12_000, 11_025, 8_000)
 _AAC_SAMPLES = 1024
 _QUALITY = {"crf": "19", "preset": "fast"}
-_NEAR = 0.02  # seconds; where frames come at an uneven pace, half of the mean says nothing
-_LIMITED = 1  # the range of values that films have, in FFmpeg's table
+_HALF_FRAME = 0.02  # seconds at most; at an uneven frame rate, half of the mean is meaningless
+_LIMITED_RANGE = 1  # FFmpeg's number
 
 
 def encode(
-    footage: Footage, moment: Moment, to: Path, crop: Crop | None, high: int | None = None
+    footage: Footage, moment: Moment, to: Path, crop: Crop | None, height: int | None = None
 ) -> tuple[float, float]:
-    """Encodes the moment anew, `high` pixels high or as the video is; what came out, in seconds of the video."""
-    half = min(0.5 / footage.fps, _NEAR)
+    """Re-encodes a moment, scaled to `height` pixels if given; returns the time range that the file shows."""
+    half = min(0.5 / footage.fps, _HALF_FRAME)
     frames = footage.frames(moment.start, min(moment.end, footage.duration) + half)
-    ahead = [frame for _, frame in zip(range(2), frames, strict=False)]
-    if not ahead:
-        raise UserError(f"{footage.path}: no picture can be read at {moment.start:.1f} s")
-    # The nearest frame, so that frames keep their pace; where one stands for long, the moment itself.
-    near = [time for time, _ in ahead if abs(time - moment.start) <= half + 1e-6]
+    first_two = list(islice(frames, 2))
+    if not first_two:
+        raise UserError(f"{footage.path}: no frame can be read at {moment.start:.1f} s")
+    # Starts at the nearest frame, so that frames stay evenly spaced, or at the moment if that frame lasts long.
+    near = [time for time, _ in first_two if abs(time - moment.start) <= half + 1e-6]
     origin = min(near, key=lambda time: abs(time - moment.start)) if near else moment.start
-    if len(ahead) == 2 and ahead[1][0] <= origin:
-        ahead.pop(0)
+    if len(first_two) == 2 and first_two[1][0] <= origin:
+        first_two.pop(0)
     length = min(moment.end, footage.duration) - moment.start
     with writing(to) as output:
-        film, prepare = _film(output, footage, crop, high)
-        sound = _Track(output, footage, origin, origin + length) if footage.has_sound else None
+        video, prepare = _video_stream(output, footage, crop, height)
+        sound = _SoundTrack(output, footage, origin, origin + length) if footage.has_sound else None
         durations: dict[int, int] = {}
-        before: int | None = None
-        for time, frame in chain(ahead, frames):
-            if time - origin >= length - half and before is not None:
+        previous: int | None = None
+        for time, frame in chain(first_two, frames):
+            if time - origin >= length - half and previous is not None:
                 break
-            picture = prepare(time, frame)
-            picture.pts, picture.time_base = round(max(0.0, time - origin) / _TICK), _TICK
-            if before is not None:
-                durations[before] = picture.pts - before
-            before = picture.pts
-            _mux(output, film.encode(picture), durations)
+            prepared = prepare(time, frame)
+            prepared.pts, prepared.time_base = round(max(0.0, time - origin) / _TICK), _TICK
+            if previous is not None:
+                durations[previous] = prepared.pts - previous
+            previous = prepared.pts
+            _mux(output, video.encode(prepared), durations)
             if sound is not None:
                 sound.write(until=time - origin)
-        assert before is not None
-        durations[before] = max(1, round(length / _TICK) - before)
-        _mux(output, film.encode(None), durations)
+        assert previous is not None
+        durations[previous] = max(1, round(length / _TICK) - previous)
+        _mux(output, video.encode(None), durations)
         if sound is not None:
             sound.write(until=None)
     return origin, origin + length
 
 
-def _film(
-    output: OutputContainer, footage: Footage, crop: Crop | None, high: int | None
+def _video_stream(
+    output: OutputContainer, footage: Footage, crop: Crop | None, height: int | None
 ) -> tuple[VideoStream, _Prepare]:
-    """The stream of pictures, and what makes each frame fit for it."""
+    """Adds the video stream; also returns the function that prepares each frame for it."""
     import av
 
     name = "libx264" if "libx264" in av.codecs_available else "h264"
     rate = Fraction(footage.fps).limit_denominator(1001)
     try:
-        film = output.add_stream(name, rate=rate, options=_QUALITY if name == "libx264" else {})
+        video = output.add_stream(name, rate=rate, options=_QUALITY if name == "libx264" else {})
     except (ValueError, av.error.FFmpegError):
         raise UserError("this installation of PyAV cannot encode H.264; cut without --exact and --crop") from None
-    assert isinstance(film, av.VideoStream)
-    prepare = _Prepare(footage, crop, high)
-    film.height, film.width = prepare.size
-    film.pix_fmt = "yuv420p"
-    film.time_base = film.codec_context.time_base = _TICK
-    film.codec_context.sample_aspect_ratio = prepare.pixel_aspect
-    film.codec_context.color_range = _LIMITED
+    assert isinstance(video, av.VideoStream)
+    prepare = _Prepare(footage, crop, height)
+    video.height, video.width = prepare.size
+    video.pix_fmt = "yuv420p"
+    video.time_base = video.codec_context.time_base = _TICK
+    video.codec_context.sample_aspect_ratio = prepare.pixel_aspect
+    video.codec_context.color_range = _LIMITED_RANGE
     for name in ("colorspace", "color_primaries", "color_trc"):
-        setattr(film.codec_context, name, prepare.colours[name])
-    return film, prepare
+        setattr(video.codec_context, name, prepare.colours[name])
+    return video, prepare
 
 
 class _Prepare:
-    """Turns frames upright, cuts them to the crop, scales them, and makes them 8-bit 4:2:0 as every player takes it."""
+    """Rotates frames upright, crops and scales them, and converts them to 8-bit 4:2:0, which every player supports."""
 
-    def __init__(self, footage: Footage, crop: Crop | None, high: int | None = None) -> None:
+    def __init__(self, footage: Footage, crop: Crop | None, target_height: int | None) -> None:
         self._footage, self._crop = footage, crop
         height, width = footage.height // 2 * 2, footage.width // 2 * 2
         self._whole = height, width
         self._window = crop.size(height, width, footage.pixel_aspect) if crop else (height, width)
         self.size, self.pixel_aspect = self._window, Fraction(footage.pixel_aspect).limit_denominator(1000)
-        if high:  # in square pixels
+        if target_height:  # with square pixels
             shape = crop.aspect if crop else width * footage.pixel_aspect / height
-            self.size, self.pixel_aspect = (_even(high), _even(high * shape)), Fraction(1)
-        with opened(footage.path) as container:
-            stream = video_of(footage.path, container)
+            self.size, self.pixel_aspect = (_even(target_height), _even(target_height * shape)), Fraction(1)
+        with open_media(footage.path) as container:
+            stream = video_stream(footage.path, container)
             assert stream is not None
             context = stream.codec_context
             self.colours = {name: getattr(context, name) for name in ("colorspace", "color_primaries", "color_trc")}
@@ -118,7 +118,7 @@ class _Prepare:
         turns = self._footage.quarter_turns
         height, width = self._whole
         coded = (width, height) if turns % 2 else (height, width)
-        frame = frame.reformat(width=coded[1], height=coded[0], format="yuv420p", dst_color_range=_LIMITED)
+        frame = frame.reformat(width=coded[1], height=coded[0], format="yuv420p", dst_color_range=_LIMITED_RANGE)
         if not turns and self._crop is None:
             return self._scaled(frame)
         planes = _planes(frame.to_ndarray(), *coded)
@@ -147,15 +147,13 @@ def _even(length: float) -> int:
 
 
 def _planes(pixels: NDArray[Any], height: int, width: int) -> list[NDArray[Any]]:
-    """Luma and the two colours, each as a picture of its own."""
-    flat = pixels.reshape(-1)
-    whole, quarter = height * width, height * width // 4
-    colours = (flat[whole + place * quarter : whole + (place + 1) * quarter] for place in range(2))
-    return [flat[:whole].reshape(height, width), *(each.reshape(height // 2, width // 2) for each in colours)]
+    """The luma plane and the two chroma planes of a 4:2:0 frame."""
+    luma, chroma = np.split(pixels.reshape(-1), [height * width])
+    return [luma.reshape(height, width), *chroma.reshape(2, height // 2, width // 2)]
 
 
-class _Track:
-    """The sound of a cut, written as far as the pictures are."""
+class _SoundTrack:
+    """The audio stream of a clip, written in step with the frames."""
 
     def __init__(self, output: OutputContainer, footage: Footage, start: float, end: float) -> None:
         import av
@@ -167,17 +165,17 @@ class _Track:
         assert isinstance(stream, av.AudioStream)
         self._stream: AudioStream = stream
         self._parts = footage.sound(start, end, self._rate, self._layout)
-        self._left = np.zeros((1 if self._layout == "mono" else 2, 0), np.float32)
+        self._pending = np.zeros((1 if self._layout == "mono" else 2, 0), np.float32)
         self._written = 0
 
     def write(self, until: float | None) -> None:
-        """Writes the sound up to a time, or all that is left."""
+        """Writes the sound up to a time, or to its end."""
         import av
 
         while until is None or self._written < until * self._rate:
-            while self._left.shape[1] < _AAC_SAMPLES and (part := next(self._parts, None)) is not None:
-                self._left = np.concatenate([self._left, part], axis=1)
-            chunk, self._left = self._left[:, :_AAC_SAMPLES], self._left[:, _AAC_SAMPLES:]
+            while self._pending.shape[1] < _AAC_SAMPLES and (part := next(self._parts, None)) is not None:
+                self._pending = np.concatenate([self._pending, part], axis=1)
+            chunk, self._pending = self._pending[:, :_AAC_SAMPLES], self._pending[:, _AAC_SAMPLES:]
             if not chunk.shape[1]:
                 break
             frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(chunk), format="fltp", layout=self._layout)
@@ -190,7 +188,7 @@ class _Track:
 
 def _mux(output: OutputContainer, packets: Any, durations: dict[int, int]) -> None:
     for packet in packets:
-        # The encoder does not know for how long a frame stands; the last one's duration is that of the film.
+        # The encoder does not know the duration of frames; that of the last one decides the length of the file.
         duration = durations.get(packet.pts)
         if duration is not None and packet.time_base == _TICK:
             packet.duration = duration

@@ -1,24 +1,22 @@
-"""From a curve of scores to moments: the best ones, each of a length people can use, none over another."""
+"""Chooses the best moments of a video from its scores: non-overlapping, and of limited length."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from unisono.errors import ConfigError
 
-_HEIGHT = 0.5  # how far between the video's ordinary score and the moment's own its neighbours must reach to join it
-_FLAT = 1e-6  # differences below are rounding, and no reason to prefer one clip to another
+_JOIN_FROM = 0.5  # a neighbouring clip joins a moment if it scores above this point between typical and the moment
+_FLAT = 1e-6  # smaller differences are rounding errors, and do not decide between two clips
 _TINY = 1e-6  # seconds
 
 
 @dataclass(frozen=True)
 class Moment:
-    """A part of a video, in seconds after its first frame, and the mean score of it."""
+    """A part of a video, in seconds after its first frame, and its mean score."""
 
     start: float
     end: float
@@ -26,7 +24,7 @@ class Moment:
 
     @property
     def seconds(self) -> float:
-        """How long it is."""
+        """Its length."""
         return self.end - self.start
 
 
@@ -40,12 +38,12 @@ def pick(
     gap: float = 2.0,
     duration: float | None = None,
 ) -> list[Moment]:
-    """The best moments of a video, best first; equal ones in the order of the video. Fewer are a prefix of more.
+    """The best moments of a video, best first, equal ones by time. A smaller `number` gives a prefix of a larger one.
 
-    A moment begins as the best stretch of the shortest length, and grows to the better side as long as the clips there
-    stand out from the video as it does. Moments keep `gap` seconds apart. A clip without a score (NaN) is in none. A
-    video shorter than the shortest moment is one moment; one in which nothing stands out gives the shortest ones, from
-    its beginning. `duration` is the video's, where it ends within its last clip.
+    A moment starts as the best stretch of the shortest length, and grows to the better side while the clips there stand
+    out from the video too. Moments are at least `gap` seconds apart and contain no clip without a score (NaN). A video
+    shorter than the shortest moment is one moment; if nothing stands out, moments have the shortest length and start at
+    the beginning. `duration` is the length of the video, which may end within its last clip.
     """
     _check(clip_seconds, number, shortest, longest, gap)
     values = np.asarray(scores, np.float64)
@@ -55,45 +53,39 @@ def pick(
     free = np.isfinite(values)
     if not free.any():
         return []
-    ordinary = min(float(np.median(values[free])), float(np.mean(values[free])))
-    found: list[Moment] = []
-    # All of them, whatever the number: the best core need not grow into the moment with the best mean.
+    typical = min(float(np.median(values[free])), float(np.mean(values[free])))
+    moments: list[Moment] = []
+    # Finds all moments, whatever the number: the best core need not grow into the moment with the best mean.
     stretches = _Stretches(values, times, free, min(shortest, float(times[-1])))
     while (span := stretches.best()) is not None:
-        first, last = _grown(values, times, free, *span, ordinary, longest)
-        found.append(Moment(float(times[first]), float(times[last]), _mean(values, times, first, last)))
+        first, last = _grow(values, times, free, *span, typical, longest)
+        moments.append(Moment(float(times[first]), float(times[last]), _mean(values, times, first, last)))
         low = int(np.searchsorted(times[1:], times[first] - gap + _TINY, side="right"))
         high = int(np.searchsorted(times[:-1], times[last] + gap - _TINY))
         free[low:high] = False
         stretches.take(low, high)
-    return sorted(found, key=lambda moment: (-round(moment.score / _FLAT), moment.start))[:number]
-
-
-def overlapping(moments: Iterable[Moment]) -> bool:
-    """Whether any two moments share a part of the video."""
-    ordered = sorted(moments, key=lambda moment: moment.start)
-    return any(later.start < sooner.end - _TINY for sooner, later in pairwise(ordered))
+    return sorted(moments, key=lambda moment: (-round(moment.score / _FLAT), moment.start))[:number]
 
 
 class _Stretches:
-    """The stretches of clips of at least some length, by their means, while parts of the video are taken."""
+    """The shortest stretches of clips of at least a given length, sorted by mean score."""
 
     def __init__(
         self, values: NDArray[np.float64], times: NDArray[np.float64], free: NDArray[np.bool_], least: float
     ) -> None:
         total = np.concatenate([[0.0], np.cumsum(np.where(free, values, 0.0) * np.diff(times))])
         taken = np.concatenate([[0], np.cumsum(~free)])
-        lasts = np.searchsorted(times, times[:-1] + least - _TINY)  # the first end that is far enough
+        lasts = np.searchsorted(times, times[:-1] + least - _TINY)  # the first end that makes it long enough
         self._lasts = lasts[lasts <= len(values)]
         firsts = np.arange(len(self._lasts))
         self._free = taken[self._lasts] == taken[firsts]
         means = (total[self._lasts] - total[firsts]) / (times[self._lasts] - times[firsts])
         self._order = np.argsort(-means, kind="stable")
         self._falling = means[self._order]
-        self._at = 0  # in the order: whatever is before it is taken
+        self._at = 0  # position in the order; everything before it is taken
 
     def best(self) -> tuple[int, int] | None:
-        """The clips first:last with the best mean; the earliest of equals. None where none is left."""
+        """The free stretch first:last with the highest mean, the earliest of equal ones; None if none is left."""
         while self._at < len(self._order) and not self._free[self._order[self._at]]:
             self._at += 1
         if self._at == len(self._order):
@@ -104,29 +96,29 @@ class _Stretches:
         return first, int(self._lasts[first])
 
     def take(self, low: int, high: int) -> None:
-        """The clips low:high are in use from now on."""
+        """Marks the clips low:high as taken."""
         self._free[int(np.searchsorted(self._lasts, low, side="right")) : high] = False
 
 
-def _grown(
+def _grow(
     values: NDArray[np.float64],
     times: NDArray[np.float64],
     free: NDArray[np.bool_],
     first: int,
     last: int,
-    ordinary: float,
+    typical: float,
     longest: float,
 ) -> tuple[int, int]:
-    """The stretch with the neighbours that belong to it."""
-    enough = ordinary + _HEIGHT * max(_mean(values, times, first, last) - ordinary, 0.0) + _FLAT
+    """Extends a stretch by the neighbouring clips that belong to it."""
+    threshold = typical + _JOIN_FROM * max(_mean(values, times, first, last) - typical, 0.0) + _FLAT
     while True:
         sides = []
         if first > 0 and free[first - 1] and times[last] - times[first - 1] <= longest + _TINY:
             sides.append((values[first - 1], -1))
         if last < len(values) and free[last] and times[last + 1] - times[first] <= longest + _TINY:
             sides.append((values[last], 1))
-        best, side = max(sides, default=(-np.inf, 0))  # of equals the later one: what led up to it is known already
-        if best <= enough:
+        best, side = max(sides, default=(-np.inf, 0))  # if both are equal, the later one
+        if best <= threshold:
             return first, last
         first, last = (first - 1, last) if side < 0 else (first, last + 1)
 
@@ -142,7 +134,7 @@ def _check(clip_seconds: float, number: int, shortest: float, longest: float, ga
         raise ConfigError(f"num_clips {number}: expected at least 1")
     if not 0 < shortest <= longest < float("inf"):
         raise ConfigError(f"shortest {shortest:g} and longest {longest:g}: expected 0 < shortest ≤ longest, in seconds")
-    # Clips are whole: a moment of 5 s in clips of 2 s has 6.
+    # Moments consist of whole clips: one of at least 5 s has 6 s if a clip has 2 s.
     least = -(-shortest // clip_seconds) * clip_seconds
     if least > longest + _TINY:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""New MP4 files: complete or not there, and never over another one."""
+"""New MP4 files, which appear complete or not at all and never overwrite another file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def new_file(to: Path) -> Iterator[Path]:
-    """A name to write to; the file gets its own one when it is complete, if nobody has taken that meanwhile."""
+    """Yields a temporary path; on success the file is renamed to `to`, unless that exists by then."""
     taken = f"{to} already exists and is not overwritten; choose another --output_dir"
     if os.path.lexists(to):
         raise UserError(taken)
@@ -32,9 +32,9 @@ def new_file(to: Path) -> Iterator[Path]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[OutputContainer]:
-    """An MP4 file to be written."""
+    """Opens a new MP4 file for writing."""
     import av
 
-    # An absolute path: FFmpeg takes `http:clip` for an address. faststart: a browser can play before it has all of it.
+    # Absolute, because FFmpeg takes `http:clip` for a URL. faststart lets a browser play it before it is fully loaded.
     with av.open(str(path.absolute()), mode="w", format="mp4", options={"movflags": "+faststart"}) as container:
         yield container

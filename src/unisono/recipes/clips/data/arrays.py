@@ -1,6 +1,6 @@
-"""A folder of arrays that grow while they are written, and appears complete or not at all.
+"""A folder with the arrays of one video, which appears complete or not at all.
 
-Each array is a .npy file, so that anybody can open it; `facts.json` beside them says what is there.
+Each array is a .npy file and grows block by block while the video is read; `facts.json` lists shapes and types.
 """
 
 from __future__ import annotations
@@ -22,39 +22,38 @@ from unisono.errors import UserError
 
 FACTS = "facts.json"
 
-_HEADER = 256  # bytes in front of the numbers: room for the length, which is known only at the end
+_HEADER = 256  # bytes reserved at the start of a file: the length of the array is known only at the end
 _DTYPES = ("uint8", "float16", "float32")
 
 
 class ArrayFolder:
-    """The arrays of one video."""
+    """The arrays of one video on disk."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def facts(self) -> dict[str, Any] | None:
-        """What was said of the arrays when they were written; None if they are not there, or not whole."""
+        """The content of facts.json; None if the folder does not exist, is incomplete or is damaged."""
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            told = json.loads((self._path / FACTS).read_bytes())
+            stored = json.loads((self._path / FACTS).read_bytes())
             arrays = {}
-            for name, (shape, dtype) in told["arrays"].items():
-                wanted = _HEADER + math.prod(shape) * np.dtype(_DTYPES[_DTYPES.index(dtype)]).itemsize
-                if not name.isidentifier() or (self._path / f"{name}.npy").stat().st_size != wanted:
+            for name, (shape, dtype) in stored["arrays"].items():
+                size = _HEADER + math.prod(shape) * np.dtype(_DTYPES[_DTYPES.index(dtype)]).itemsize
+                if not name.isidentifier() or (self._path / f"{name}.npy").stat().st_size != size:
                     return None
                 arrays[name] = tuple(int(side) for side in shape)
-            lengths = {shape[0] for shape in arrays.values()}
             return {
                 "arrays": arrays,
-                "num_clips": lengths.pop(),
-                "duration": float(told["duration"]),
-                "has_sound": bool(told["has_sound"]),
-                "remark": str(told["remark"]),
+                "num_clips": {shape[0] for shape in arrays.values()}.pop(),
+                "duration": float(stored["duration"]),
+                "has_sound": bool(stored["has_sound"]),
+                "remark": str(stored["remark"]),
             }
         return None
 
     @contextmanager
     def writing(self) -> Iterator[NewArrays]:
-        """A new folder in place of this one, which takes its name when it is committed and is gone otherwise."""
+        """Writes to a temporary folder, which `commit` renames to this one; without a commit, it is removed."""
         partial = temporary_name(self._path)
         try:
             partial.mkdir(parents=True)
@@ -69,7 +68,7 @@ class ArrayFolder:
 
 
 class NewArrays:
-    """Arrays that are being written."""
+    """The arrays of one video while they are being written."""
 
     def __init__(self, partial: Path, final: Path, files: ExitStack) -> None:
         self._partial, self._final, self._files = partial, final, files
@@ -78,7 +77,7 @@ class NewArrays:
         self._dtypes: dict[str, str] = {}
 
     def add(self, rows: Mapping[str, NDArray[Any]]) -> None:
-        """Adds rows to each array."""
+        """Appends rows to each array."""
         for name, new in rows.items():
             if name not in self._open:
                 self._open[name] = self._files.enter_context((self._partial / f"{name}.npy").open("xb"))
@@ -90,29 +89,22 @@ class NewArrays:
             self._open[name].write(np.ascontiguousarray(new).data)
             self._shapes[name] = (length + len(new), *rest)
 
-    def zero(self, name: str) -> None:
-        """Makes all numbers of an array 0."""
-        file = self._open[name]
-        file.truncate(_HEADER)
-        file.seek(_HEADER)
-        file.truncate(_HEADER + math.prod(self._shapes[name]) * np.dtype(self._dtypes[name]).itemsize)
-
     def commit(self, **facts: Any) -> None:
-        """Finishes the arrays, and gives the folder its name."""
+        """Completes the files and gives the folder its final name."""
         for name, file in self._open.items():
             file.seek(0)
             file.write(_npy_header(self._shapes[name], np.dtype(self._dtypes[name])))
             file.flush()
             os.fsync(file.fileno())
-        told = {"arrays": {name: [self._shapes[name], self._dtypes[name]] for name in self._open}, **facts}
+        stored = {"arrays": {name: [self._shapes[name], self._dtypes[name]] for name in self._open}, **facts}
         with (self._partial / FACTS).open("xb") as file:
-            file.write(json.dumps(told).encode())
+            file.write(json.dumps(stored).encode())
             file.flush()
             os.fsync(file.fileno())
         sync_folder(self._partial)
         if ArrayFolder(self._final).facts() is not None:  # another process was faster
             return
-        if self._final.exists():  # ours, and damaged
+        if self._final.exists():  # written by an earlier run, and damaged since
             damaged = self._partial.with_suffix(".damaged.part")
             os.rename(self._final, damaged)
             shutil.rmtree(damaged, ignore_errors=True)
@@ -121,6 +113,6 @@ class NewArrays:
 
 
 def _npy_header(shape: tuple[int, ...], dtype: np.dtype[Any]) -> bytes:
-    # Version 1.0 of the format: a Python literal, filled up with blanks to any length.
-    told = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': {shape}, }}"
-    return b"\x93NUMPY\x01\x00" + (_HEADER - 10).to_bytes(2, "little") + told.ljust(_HEADER - 11).encode() + b"\n"
+    # Version 1.0 of the format: a Python literal, padded with spaces.
+    literal = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': {shape}, }}"
+    return b"\x93NUMPY\x01\x00" + (_HEADER - 10).to_bytes(2, "little") + literal.ljust(_HEADER - 11).encode() + b"\n"

@@ -1,4 +1,4 @@
-"""Data sets of clips: windows of videos to learn from, whole videos to evaluate with."""
+"""Datasets of clips: windows of videos to train on, whole videos to evaluate on."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ Item = dict[str, Any]
 
 
 class Windows(Dataset[Item]):
-    """Parts of videos of at most `window` clips, each with its scores; longer videos overlap by half."""
+    """Windows of at most `window` consecutive clips with their scores; those of a longer video overlap by half."""
 
     def __init__(
         self, videos: Sequence[Extracted], scores: Sequence[NDArray[np.float32]], kinds: Sequence[str], window: int
     ) -> None:
         self._videos, self._scores, self._kinds = videos, scores, kinds
-        parts = [
+        windows = [
             (number, start, stop)
             for number, video in enumerate(videos)
             for start, stop in windows_of(video.num_clips, window)
             if not np.isnan(scores[number][start:stop]).all()
         ]
-        self._parts = np.array(parts, dtype=np.int64).reshape(-1, 3)
+        self._windows = np.array(windows, dtype=np.int64).reshape(-1, 3)
 
     def __len__(self) -> int:
-        return len(self._parts)
+        return len(self._windows)
 
     def shape(self, index: int) -> tuple[int]:
-        """The number of clips: micro-batches are of one length."""
-        _, start, stop = self._parts[index]
+        """The number of clips; a micro-batch contains windows of one length."""
+        _, start, stop = self._windows[index]
         return (int(stop - start),)
 
     def __getitem__(self, index: int) -> Item:
-        number, start, stop = (int(part) for part in self._parts[index])
+        number, start, stop = self._windows[index].tolist()
         video = self._videos[number]
         item: Item = {kind: torch.from_numpy(np.array(video.array(kind)[start:stop])) for kind in self._kinds}
         return item | {"scores": torch.from_numpy(self._scores[number][start:stop].copy())}
@@ -68,7 +68,7 @@ class Videos(Dataset[Item]):
 
 
 def windows_of(clips: int, window: int) -> list[tuple[int, int]]:
-    """Where windows of a video begin and end: all of the same length, if there are several."""
+    """The first and last clip (exclusive) of each window of a video; if there are several, all have the same length."""
     if clips <= window:
         return [(0, clips)]
     step = max(1, window // 2)
@@ -77,5 +77,5 @@ def windows_of(clips: int, window: int) -> list[tuple[int, int]]:
 
 
 def shuffled(scores: Sequence[NDArray[np.float32]], seed: int) -> list[NDArray[np.float32]]:
-    """The same scores in another order within each video."""
+    """The scores of each video in random order."""
     return [np.random.RandomState((seed, number)).permutation(values) for number, values in enumerate(scores)]

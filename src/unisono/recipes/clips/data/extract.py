@@ -34,18 +34,17 @@ from unisono.errors import ConfigError
 from unisono.recipes.clips.data.arrays import ArrayFolder
 from unisono.recipes.clips.data.feature_files import FeatureFile
 from unisono.recipes.clips.data.features import (
-    BUILTIN,
     FILES,
     ExtractSettings,
-    Features,
+    FeatureModel,
     fingerprint,
     model_of,
     read_blocks,
 )
 from unisono.recipes.clips.video.clips import clips
-from unisono.recipes.common.bad_files import BadFiles, BadMedia, few, usable
+from unisono.recipes.common.bad_files import BadFiles, BadMedia, first_few, usable_samples
+from unisono.recipes.common.cache_files import remove_leftovers
 from unisono.recipes.common.fingerprint import Keys
-from unisono.recipes.common.whole_files import remove_leftovers
 
 _FORMAT = 2  # part of the key: arrays of another format are extracted again
 _MB = 1_000_000
@@ -101,7 +100,7 @@ class Extraction:
     def __init__(self, folder: Path, sources: Sequence[Source], settings: ExtractSettings) -> None:
         self._folder, self._sources, self._settings = folder, sources, settings
         self._bad = BadFiles(folder / "bad")
-        self._model: Features | None = None
+        self._model: FeatureModel | None = None
         self._one_at_a_time = threading.Lock()
         self.remarks: list[str] = []
         """Warnings for the user; set by open()."""
@@ -153,7 +152,7 @@ class Extraction:
             else:
                 self._extract_video(stopping, device, key, source, read)
         except BadMedia as error:
-            self._bad.note(key, str(error))
+            self._bad.record(key, str(error))
             return str(error)
         finally:
             read.reached(key, 1.0)
@@ -180,23 +179,20 @@ class Extraction:
     ) -> None:
         assert source.video is not None
         settings, model = self._settings, self._shared_model(device)
-        size: tuple[int, int] | int = settings.feature_size if model else (settings.size, settings.size)
-        reading = clips(source.video, settings.clip_seconds, settings.frames_per_clip, size, settings.sample_rate)
+        reading = clips(
+            source.video, settings.clip_seconds, settings.frames_per_clip, settings.decoded_size, settings.sample_rate
+        )
         with closing(reading), ArrayFolder(self._folder / key).writing() as new:
             for block in read_blocks(reading, settings, model):
                 if stopping():
                     raise _Stopped
                 new.add(block)
                 read.reached(key, reading.duration / max(reading.facts.duration, 1e-6))
-            if not reading.has_sound:  # known only now; its zeros must differ from recorded silence
-                new.zero("mel")
             new.commit(duration=reading.duration, has_sound=reading.has_sound, remark=reading.remark)
 
-    def _shared_model(self, device: str) -> Features | None:
+    def _shared_model(self, device: str) -> FeatureModel | None:
         with self._one_at_a_time:
-            if self._model is None and self._settings.features not in (BUILTIN, FILES):
-                model = model_of(self._settings.features, device)
-                assert model is not None
+            if self._model is None and (model := model_of(self._settings.features, device)) is not None:
 
                 def locked(frames: NDArray[np.uint8], sound: NDArray[np.float32], sample_rate: int) -> Any:
                     with self._one_at_a_time:  # a user's function need not be thread-safe
@@ -214,7 +210,9 @@ class Extraction:
         extracted = {key: values for key, values in facts.items() if values is not None}
         if not self._sources:
             raise ConfigError("there are no videos to extract features from; check data_path")
-        usable_indices, self.remarks = usable(self._sources, [(extracted, self._keys)], self._bad, leave_out_bad)
+        usable_indices, self.remarks = usable_samples(
+            self._sources, [(extracted, self._keys)], self._bad, leave_out_bad
+        )
         videos = [
             Extracted(self._sources[index], str(self._folder / self._keys[index]), **extracted[self._keys[index]])
             for index in usable_indices
@@ -236,9 +234,9 @@ class Extraction:
     def _add_remarks(self, extracted: list[Extracted]) -> None:
         videos = {each.folder: each for each in extracted if "mel" in each.arrays}.values()
         if silent := [each.source.name for each in videos if not each.has_sound]:
-            self.remarks.append(f"{len(silent):,} of {len(videos):,} videos have no sound: {few(silent)}")
+            self.remarks.append(f"{len(silent):,} of {len(videos):,} videos have no sound: {first_few(silent)}")
         if damaged := [each.remark for each in videos if each.remark]:
-            self.remarks.append(f"{len(damaged):,} of {len(videos):,} videos are damaged: {few(damaged)}")
+            self.remarks.append(f"{len(damaged):,} of {len(videos):,} videos are damaged: {first_few(damaged)}")
 
     @cached_property
     def _keys(self) -> list[str]:

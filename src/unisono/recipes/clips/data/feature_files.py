@@ -1,6 +1,6 @@
-"""Features that people computed before: a row for every so many seconds of a video, as .npy, .npz or .h5.
+"""Feature files of users: one row per interval of a video, as .npy, .npz or .h5.
 
-They are somebody's files: nothing in them is run, nothing outside them is read, and each is checked before use.
+The files are untrusted: nothing in them is executed, no file that they link to is read, and each is checked before use.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from unisono.recipes.common.bad_files import BadMedia
 
 FEATURES = (".npy", ".npz", ".h5", ".hdf5")
 
-_MOST_BYTES = 2**32  # of one video's features, unpacked
-_MOST_CHUNK = 2**28  # bytes; a chunk of HDF5 is unpacked whole, however little of it is asked for
-_OWN_FILTERS = {1, 2, 3, 32000}  # deflate, shuffle, fletcher32, lzf: those that come with h5py and load no plugin
+_MOST_BYTES = 2**32  # of one video's features, uncompressed
+_MOST_CHUNK = 2**28  # bytes; HDF5 uncompresses a whole chunk to read any part of it
+_BUILT_IN_FILTERS = {1, 2, 3, 32000}  # deflate, shuffle, fletcher32, lzf: part of h5py, so no plugin is loaded
 
 
 @dataclass(frozen=True)
 class FeatureFile:
-    """Where the features of a video are: a file, the group in it (of HDF5), and the seconds that a row stands for."""
+    """The location of a video's features: a file, and the group in an HDF5 file."""
 
     path: Path
     group: str = ""
     seconds: float | None = None
-    """None: a row is a clip."""
+    """Seconds that a row covers; None: the length of a clip."""
 
     def rows(self) -> NDArray[Any]:
-        """[N, D] the features as they are in the file; BadMedia where they cannot be used."""
+        """[N, D] the features as stored in the file; BadMedia if they cannot be used."""
         read = {".npy": _npy, ".npz": _npz}.get(self.path.suffix.lower(), self._h5)
         try:
             rows = read(self.path)
         except (OSError, ValueError, EOFError, KeyError, RuntimeError, zipfile.BadZipFile) as error:
-            told = " ".join(str(error).split())[:200]
-            raise BadMedia(self.path, f"cannot be read as features ({told})") from None
+            message = " ".join(str(error).split())[:200]
+            raise BadMedia(self.path, f"cannot be read as features ({message})") from None
         if rows.ndim != 2 or 0 in rows.shape or rows.dtype.kind not in "fiu":
             raise BadMedia(
                 self.path, f"has features of shape {rows.shape} and type {rows.dtype}; expected T × D numbers"
@@ -49,7 +49,7 @@ class FeatureFile:
         return rows
 
     def clips(self, clip_seconds: float) -> NDArray[np.float32]:
-        """[T, D] the features of each clip: the mean of its rows, each as much as it overlaps."""
+        """[T, D] the features of each clip: the mean of the rows that overlap it, weighted by the overlap."""
         rows = self.rows()
         clips = np.asarray(rows if self.seconds is None else _averaged(rows, self.seconds, clip_seconds), np.float32)
         if not np.isfinite(clips).all():
@@ -58,23 +58,19 @@ class FeatureFile:
 
     def _h5(self, path: Path) -> NDArray[Any]:
         with opened_h5(path) as file:
-            place = child(path, file, self.group) if self.group else file
-            names = list(place)
-            name = "features" if "features" in names else names[0] if len(names) == 1 else None
-            if name is None:
-                raise BadMedia(path, f"holds {', '.join(map(repr, names[:3])) or 'nothing'}; expected 'features'")
-            return table(path, place, name)
+            group = child(path, file, self.group) if self.group else file
+            return table(path, group, _features_name(path, list(group)))
 
 
 @contextmanager
 def opened_h5(path: Path) -> Iterator[Any]:
-    """An HDF5 file, to be read; BadMedia where it is none, or is damaged."""
+    """Opens an HDF5 file for reading; BadMedia if it is damaged or not HDF5."""
     import h5py  # type: ignore[import-untyped]
 
     if not path.is_file():
         raise BadMedia(path, "there is no such file")
     try:
-        # Without a lock where there is none to be had: finished files do not change.
+        # Finished files do not change, so file systems without locks are fine.
         with h5py.File(path, "r", locking="best-effort") as file:
             yield file
     except (OSError, RuntimeError, ValueError, TypeError, KeyError) as error:  # h5py has no exception of its own
@@ -82,7 +78,7 @@ def opened_h5(path: Path) -> Iterator[Any]:
 
 
 def child(path: Path, group: Any, name: str) -> Any:
-    """What is in a group under a name. A link may lead out of the file, so it is looked at and not followed."""
+    """Returns a member of a group. Only hard links are followed, because others can point to another file."""
     import h5py
 
     if not isinstance(group, h5py.Group) or not isinstance(group.get(name, getlink=True), h5py.HardLink):
@@ -91,21 +87,21 @@ def child(path: Path, group: Any, name: str) -> Any:
 
 
 def table(path: Path, group: Any, name: str) -> NDArray[Any]:
-    """The numbers in a group under a name."""
+    """Reads a numeric dataset of a group."""
     import h5py
 
-    found = child(path, group, name)
-    if not isinstance(found, h5py.Dataset) or found.dtype.kind not in "fiu":
-        raise BadMedia(path, f"{name!r} is not a table of numbers")
-    if found.is_virtual or found.external:
-        raise BadMedia(path, f"{name!r} lies in other files; such files are not read")
-    made = found.id.get_create_plist()
-    if not {made.get_filter(index)[0] for index in range(made.get_nfilters())} <= _OWN_FILTERS:
-        raise BadMedia(path, f"{name!r} is packed in a way that needs a plugin; repack it with gzip")
-    chunk = math.prod(found.chunks or (0,)) * found.dtype.itemsize
-    if chunk > _MOST_CHUNK or found.size * found.dtype.itemsize > _MOST_BYTES:
-        raise BadMedia(path, f"{name!r} of shape {found.shape} is larger than features of a video are")
-    return np.asarray(found[()])
+    dataset = child(path, group, name)
+    if not isinstance(dataset, h5py.Dataset) or dataset.dtype.kind not in "fiu":
+        raise BadMedia(path, f"{name!r} is not a dataset of numbers")
+    if dataset.is_virtual or dataset.external:
+        raise BadMedia(path, f"{name!r} is stored in other files, which are not read")
+    properties = dataset.id.get_create_plist()
+    if not {properties.get_filter(index)[0] for index in range(properties.get_nfilters())} <= _BUILT_IN_FILTERS:
+        raise BadMedia(path, f"{name!r} uses a compression that needs a plugin; compress it with gzip")
+    chunk = math.prod(dataset.chunks or (0,)) * dataset.dtype.itemsize
+    if chunk > _MOST_CHUNK or dataset.size * dataset.dtype.itemsize > _MOST_BYTES:
+        raise BadMedia(path, f"{name!r} of shape {dataset.shape} is too large for the features of one video")
+    return np.asarray(dataset[()])
 
 
 def _npy(path: Path) -> NDArray[Any]:
@@ -115,22 +111,25 @@ def _npy(path: Path) -> NDArray[Any]:
 def _npz(path: Path) -> NDArray[Any]:
     with zipfile.ZipFile(path) as archive:
         if sum(entry.file_size for entry in archive.infolist()) > _MOST_BYTES:
-            raise BadMedia(path, f"unpacks to more than {_MOST_BYTES:,} bytes")
+            raise BadMedia(path, f"has more than {_MOST_BYTES:,} bytes when uncompressed")
     with np.load(path, allow_pickle=False) as arrays:
-        name = "features" if "features" in arrays.files else arrays.files[0] if len(arrays.files) == 1 else None
-        if name is None:
-            raise BadMedia(path, f"holds {', '.join(map(repr, arrays.files[:3])) or 'nothing'}; expected 'features'")
-        return np.asarray(arrays[name])
+        return np.asarray(arrays[_features_name(path, arrays.files)])
+
+
+def _features_name(path: Path, names: list[str]) -> str:
+    """The array that holds the features: the one called `features`, or the only one."""
+    if "features" not in names and len(names) != 1:
+        raise BadMedia(path, f"contains {', '.join(map(repr, names[:3])) or 'nothing'}; expected 'features'")
+    return "features" if "features" in names else names[0]
 
 
 def _averaged(rows: NDArray[Any], seconds: float, clip_seconds: float) -> NDArray[np.float64]:
-    """[T, D] the mean over each clip of rows that stand for other spans."""
+    """[T, D] the mean over each clip of rows that cover `seconds` each."""
     end = len(rows) * seconds
-    edges = np.arange(math.ceil(end / clip_seconds - 1e-6) + 1) * clip_seconds
-    edges = np.minimum(edges, end)
-    # Summed up to each edge; between two rows the sum grows evenly.
+    edges = np.minimum(np.arange(math.ceil(end / clip_seconds - 1e-6) + 1) * clip_seconds, end)
+    # The cumulative sum at each edge, linear between two rows.
     summed = np.concatenate([np.zeros((1, rows.shape[1])), np.cumsum(rows, axis=0, dtype=np.float64)])
-    place = edges / seconds
-    low = np.minimum(place.astype(np.int64), len(rows) - 1)
-    at_edges = summed[low] + (place - low)[:, None] * (summed[low + 1] - summed[low])
-    return np.asarray(np.diff(at_edges, axis=0) / np.diff(place)[:, None])
+    position = edges / seconds
+    low = np.minimum(position.astype(np.int64), len(rows) - 1)
+    at_edges = summed[low] + (position - low)[:, None] * (summed[low + 1] - summed[low])
+    return np.asarray(np.diff(at_edges, axis=0) / np.diff(position)[:, None])

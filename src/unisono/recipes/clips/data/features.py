@@ -1,6 +1,6 @@
-"""What is computed of each clip: statistics and a picture of its sound (`statistics`), and what a model sees in it.
+"""The features of each clip: frames, log-mel spectrogram and statistics, or the output of a feature model.
 
-A model's features come from a vision model of transformers on this disk, or from a function of the user's.
+A feature model is a vision model of transformers in a local folder, or a function of the user.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import hashlib
 import sys
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from unisono.engine.start.registry import load_object
 from unisono.errors import ConfigError
 from unisono.recipes.clips.data.statistics import log_mel, spectra, stats
-from unisono.recipes.common.fingerprint import of_folders, together
+from unisono.recipes.common.fingerprint import combined, of_folders
 
 if TYPE_CHECKING:
     from unisono.recipes.clips.video.clips import Reading
@@ -30,71 +31,80 @@ BUILTIN, FILES, TRANSFORMERS = "builtin", "files", "transformers:"
 
 @dataclass(frozen=True)
 class ExtractSettings:
-    """What decides the content of what is extracted, besides the files."""
+    """Everything besides the files that decides the content of the features."""
 
     clip_seconds: float = 2.0
     frames_per_clip: int = 8
     size: int = 32
-    """Height and width of the frames that are kept."""
+    """Height and width of the frames that are stored."""
     sample_rate: int = 16_000
     mel_steps: int = 20
     mel_bands: int = 32
     features: str = BUILTIN
     """builtin (frames, mel, stats), files (features), transformers:FOLDER or module:function (features, mel, stats)."""
     feature_size: int = 224
-    """The shorter side of the frames that a model is given."""
+    """The shorter side of the frames that a feature model gets."""
+
+    @property
+    def decoded_size(self) -> tuple[int, int] | int:
+        """The size at which frames are decoded: height and width, or the shorter side for a feature model."""
+        return (self.size, self.size) if self.features in (BUILTIN, FILES) else self.feature_size
 
 
-Features = Callable[[NDArray[np.uint8], NDArray[np.float32], int], Any]
-"""What a user's function is: (frames uint8 [clips, F, height, width, 3], sound float32 [clips, samples], sample_rate)
--> numbers [clips, D], an array or a tensor. Frames are upright RGB; sound is one channel, zeros where there is none. It
-is given up to `BLOCK` clips of one video at a time, in order."""
+FeatureModel = Callable[[NDArray[np.uint8], NDArray[np.float32], int], Any]
+"""(frames uint8 [clips, F, height, width, 3], sound float32 [clips, samples], sample_rate) -> features [clips, D], an
+array or a tensor. Frames are upright RGB; sound is one channel, zeros where there is none. A call gets up to `BLOCK`
+consecutive clips of one video."""
 
 BLOCK = 16
-"""Clips that a model sees at once: always the same ones, because the last bits of a result depend on its company."""
+"""Clips per call of a feature model. Fixed, because the last bits of a result depend on the batch it is in."""
 
 
-def model_of(kind: str, device: str = "cpu") -> Features | None:
-    """What computes the features that `kind` names; None for those that need no model."""
+def model_of(kind: str, device: str = "cpu") -> FeatureModel | None:
+    """The model that computes features of this kind; None for kinds that need no model."""
     if kind in (BUILTIN, FILES):
         return None
     if kind.startswith(TRANSFORMERS):
         return _VisionModel(Path(kind.removeprefix(TRANSFORMERS)), device)
-    return _users_function(kind)[0]
+    return _user_function(kind)[0]
 
 
 def fingerprint(kind: str) -> str:
-    """A name for what `kind` computes: another one when the model's or the function's file changes."""
+    """A hash of what computes features of this kind; it changes with the files of the model or the function."""
     if kind in (BUILTIN, FILES):
         return kind
     if kind.startswith(TRANSFORMERS):
         return of_folders([_model_folder(Path(kind.removeprefix(TRANSFORMERS)))], "transformers")
-    function, file = _users_function(kind)
+    function, file = _user_function(kind)
     content = hashlib.sha256(file.read_bytes()).hexdigest() if file else ""
-    return together(kind.rpartition(":")[2], getattr(function, "__module__", ""), content)
+    return combined(kind.rpartition(":")[2], getattr(function, "__module__", ""), content)
 
 
-def checked(kind: str, features: Features, frames: NDArray[np.uint8], sound: NDArray[np.float32], rate: int) -> Any:
-    """float16 [clips, D] what a model says of some clips; ConfigError where that is not what it should be."""
+def _compute(
+    kind: str, model: FeatureModel, frames: NDArray[np.uint8], sound: NDArray[np.float32], rate: int
+) -> NDArray[np.float16]:
+    """[clips, D] the features of some clips; ConfigError if the model does not return what it should."""
     try:
-        told = features(frames, sound, rate)
-        numbers = np.asarray(told.detach().float().cpu() if isinstance(told, Tensor) else told, dtype=np.float32)
+        output = model(frames, sound, rate)
+        features = np.asarray(output.detach().float().cpu() if isinstance(output, Tensor) else output, dtype=np.float32)
     except ConfigError:
         raise
-    except Exception as error:  # of a user's function: anything
-        what = " ".join(str(error).split())[:200]
-        raise ConfigError(f"features {kind} failed on {len(frames)} clips ({type(error).__name__}: {what})") from error
-    if numbers.ndim != 2 or len(numbers) != len(frames) or not numbers.shape[1]:
+    except Exception as error:  # a user's function may raise anything
+        message = " ".join(str(error).split())[:200]
         raise ConfigError(
-            f"features {kind} gave numbers of shape {numbers.shape} for {len(frames)} clips; expected (clips, D)"
+            f"features {kind} failed on {len(frames)} clips ({type(error).__name__}: {message})"
+        ) from error
+    if features.ndim != 2 or len(features) != len(frames) or not features.shape[1]:
+        raise ConfigError(
+            f"features {kind} returned an array of shape {features.shape} for {len(frames)} clips; expected (clips, D)"
         )
-    if not np.isfinite(numbers).all() or np.abs(numbers).max() > 65_000:
-        raise ConfigError(f"features {kind} gave numbers that are not finite, or too large for 16 bit")
-    return numbers.astype(np.float16)
+    if not np.isfinite(features).all() or np.abs(features).max() > 65_000:
+        raise ConfigError(f"features {kind} returned numbers that are not finite or too large for float16")
+    return features.astype(np.float16)
 
 
 class _VisionModel:
-    """A vision model of transformers in a folder: its picture of each frame, averaged over the frames of a clip."""
+    """A vision model of transformers in a folder; the features of a clip are the mean over its frames."""
 
     def __init__(self, folder: Path, device: str) -> None:
         from transformers import AutoImageProcessor, AutoModel
@@ -103,32 +113,31 @@ class _VisionModel:
         local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
         try:
             self._processor = AutoImageProcessor.from_pretrained(folder, **local)  # type: ignore[no-untyped-call]
-            # Never a pickle: .bin files can run any program.
+            # Never .bin files: unpickling them can run any program.
             self._model = AutoModel.from_pretrained(folder, use_safetensors=True, dtype=torch.float32, **local)
         except (OSError, ValueError, ImportError, KeyError) as error:
-            told = " ".join(str(error).split())[:200]
-            raise ConfigError(f"{folder} cannot be loaded as a vision model of transformers ({told})") from None
+            message = " ".join(str(error).split())[:200]
+            raise ConfigError(f"{folder} cannot be loaded as a vision model of transformers ({message})") from None
         self._model.eval().requires_grad_(False).to(device)
 
     @torch.no_grad()
     def __call__(self, frames: NDArray[np.uint8], sound: NDArray[np.float32], sample_rate: int) -> Tensor:
         clips, per_clip = frames.shape[:2]
-        pictures = list(frames.reshape(-1, *frames.shape[2:]))
-        inputs = self._processor(images=pictures, return_tensors="pt", input_data_format="channels_last")
+        images = list(frames.reshape(-1, *frames.shape[2:]))
+        inputs = self._processor(images=images, return_tensors="pt", input_data_format="channels_last")
         pixels = inputs["pixel_values"].to(self._device, torch.float32)
-        model = self._model
-        seen = model.get_image_features(pixel_values=pixels) if hasattr(model, "get_image_features") else None
-        seen = model(pixel_values=pixels) if seen is None else seen
-        if not isinstance(seen, Tensor):
-            pooled = getattr(seen, "pooler_output", None)
-            seen = seen.last_hidden_state if pooled is None else pooled
-        if seen.shape[0] != len(pictures):
-            raise ConfigError(f"{self._folder}: this model does not look at single pictures; use one that does")
-        if seen.dim() == 4:  # [pictures, channels, height, width], of a convolutional network
-            seen = seen.flatten(2).mean(2)
-        elif seen.dim() == 3:  # [pictures, patches, width]
-            seen = seen.mean(1)
-        return seen.view(clips, per_clip, -1).mean(1).cpu()
+        features = getattr(self._model, "get_image_features", self._model)(pixel_values=pixels)
+        if not isinstance(features, Tensor):
+            pooled = getattr(features, "pooler_output", None)
+            features = features.last_hidden_state if pooled is None else pooled
+        if features.shape[0] != len(images):
+            raise ConfigError(f"{self._folder}: this model does not process single images; use one that does")
+        if features.dim() == 4:  # [images, channels, height, width], of a convolutional network
+            features = features.flatten(2).mean(2)
+        elif features.dim() == 3:  # [images, patches, width]
+            features = features.mean(1)
+        per_frame: Tensor = features.view(clips, per_clip, -1)
+        return per_frame.mean(1).cpu()
 
 
 def _model_folder(folder: Path) -> Path:
@@ -137,42 +146,32 @@ def _model_folder(folder: Path) -> Path:
     return folder
 
 
-def _users_function(words: str) -> tuple[Features, Path | None]:
-    """The function that `package.module:function` or `file.py:function` names, and the file it stands in."""
-    place, _, name = words.rpartition(":")
-    if not place or not name.isidentifier():
+def _user_function(kind: str) -> tuple[FeatureModel, Path | None]:
+    """The function that `package.module:function` or `file.py:function` names, and the file that defines it."""
+    module, _, name = kind.rpartition(":")
+    if not module or not name.isidentifier():
         raise ConfigError(
-            f"features {words!r}: expected {BUILTIN}, {FILES}, {TRANSFORMERS}FOLDER, or a function of yours as "
+            f"features {kind!r}: expected {BUILTIN}, {FILES}, {TRANSFORMERS}FOLDER, or your own function as "
             "module:function or file.py:function"
         )
-    function = load_object(words)
+    function = load_object(kind)
     if not callable(function):
-        raise ConfigError(f"features {words}: {name!r} is not a function")
+        raise ConfigError(f"features {kind}: {name!r} is not a function")
     file = getattr(sys.modules.get(getattr(function, "__module__", None) or ""), "__file__", None)
     return function, Path(file) if file else None
 
 
 def read_blocks(
-    reading: Reading, settings: ExtractSettings, model: Features | None
+    reading: Reading, settings: ExtractSettings, model: FeatureModel | None
 ) -> Generator[dict[str, NDArray[Any]]]:
-    """The arrays of a video, up to BLOCK clips at a time."""
-    rate, some = settings.sample_rate, []
-    while True:
-        clip = next(reading, None)
-        if clip is not None:
-            some.append(clip)
-        if some and (clip is None or len(some) == BLOCK):
-            frames, sound = np.stack([each[0] for each in some]), np.stack([each[1] for each in some])
-            powers = [spectra(each, rate) for each in sound]
-            yield {
-                **(
-                    {"frames": frames}
-                    if model is None
-                    else {"features": checked(settings.features, model, frames, sound, rate)}
-                ),
-                "mel": np.stack([log_mel(each, rate, settings.mel_steps, settings.mel_bands) for each in powers]),
-                "stats": np.stack([stats(*each, power, rate) for each, power in zip(some, powers, strict=True)]),
-            }
-            some = []
-        if clip is None:
-            return
+    """Yields the features of a video, up to BLOCK clips at a time."""
+    rate = settings.sample_rate
+    while clips := list(islice(reading, BLOCK)):
+        frames, sound = np.stack([clip[0] for clip in clips]), np.stack([clip[1] for clip in clips])
+        powers = [spectra(samples, rate) for samples in sound]
+        mel = np.stack([log_mel(power, rate, settings.mel_steps, settings.mel_bands) for power in powers])
+        yield {
+            **({"features": _compute(settings.features, model, frames, sound, rate)} if model else {"frames": frames}),
+            "mel": mel if reading.facts.has_sound else np.zeros_like(mel),  # recorded silence is -1
+            "stats": np.stack([stats(*clip, power, rate) for clip, power in zip(clips, powers, strict=True)]),
+        }

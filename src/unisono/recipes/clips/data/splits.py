@@ -74,8 +74,8 @@ def make_mirror(config: Any, folder: Path, work: Work) -> None:
             partial = target.with_name(f"{target.name}.part")
             if partial.exists():
                 _remove_generated(partial)
-            with work.progress(f"making videos in {target}", number) as advance:
-                make(partial, number, split=split, size=config.frame_size, made=advance)
+            with work.progress(f"generating videos in {target}", number) as advance:
+                make(partial, number, split=split, size=config.frame_size, on_video=advance)
             partial.rename(target)
 
 

@@ -1,10 +1,10 @@
-"""The mirror set: videos in which highlights can be told from decoys by their pattern and by nothing else.
+"""The mirror set: generated videos in which only a pattern distinguishes highlights from decoys.
 
-A set in which highlights just move more is solved by the difference of neighbouring frames, and proves nothing. Here
-every highlight of a video has a twin, a decoy that is its mirror image: the same dot on the same circle at the same
-speed, with the same sound, but going round anticlockwise where the highlight goes clockwise. Brightness, colour,
-motion and loudness of the two are the same, and no single picture tells which it is. Between them lie calm clips. The
-files are real MP4 with sound; all that is in them is a function of (seed, split, number).
+If highlights merely moved more, frame difference would find them, and a trained model would prove nothing. Here every
+highlight has a decoy that is its mirror image: the same dot on the same circle at the same speed with the same sound,
+but it moves anticlockwise where the highlight moves clockwise. Both have the same brightness, colour, motion and
+loudness, and no single frame reveals which is which. Calm clips lie between them. The files are real MP4 with sound;
+their content is a function of (seed, split, number).
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from unisono.errors import ConfigError
 LABELS = "labels.csv"
 CALM, HIGHLIGHT, DECOY = 0, 1, 2
 PATTERNS = ("motion", "sound", "none")
-"""What tells highlights from their twins; "none" is a control, in which there is nothing to learn but what is calm."""
+"""What distinguishes highlights from decoys. "none" is a control experiment: only calm clips can be recognised."""
 
-_SHARE = 0.19  # of the clips are highlights, and as many decoys
+_HIGHLIGHTS = 0.19  # fraction of the clips; as many are decoys
 _SAMPLE_RATE = 8_000
-_HISS = 0.01  # as loud as in any recording; without it, the encoder takes long over the silence beside a tone
-_GRAIN = 30.0  # of 255: the spread of strong noise in the pictures
-_STANDS_OUT = 140.0  # by which the dot is brighter than what is behind it, on average
-_BT709, _LIMITED = 1, 1  # in FFmpeg's tables
+_AUDIO_NOISE = 0.01  # as in any recording; without it, the encoder is slow on the silence next to a tone
+_MOST_NOISE = 30.0  # of 255, the largest standard deviation of the noise in frames
+_CONTRAST = 140.0  # of 255, by which the dot is brighter than the background on average
+_BT709, _LIMITED_RANGE = 1, 1  # FFmpeg's numbers
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is shown in one video: for each clip its kind, and the numbers that its pictures and sound are made of."""
+    """The content of one video: for each clip its kind, and the parameters of its frames and sound."""
 
     kinds: NDArray[np.int64]  # [T] CALM, HIGHLIGHT or DECOY
-    turns: NDArray[np.float64]  # [T] per clip; positive is clockwise as one sees it
-    phases: NDArray[np.float64]  # [T] where the dot begins, in radians
-    centres: NDArray[np.float64]  # [T, 2] x and y of the circle's middle, from the middle of the picture, in widths
+    turns: NDArray[np.float64]  # [T] revolutions per clip; positive is clockwise
+    phases: NDArray[np.float64]  # [T] where the dot starts, in radians
+    centres: NDArray[np.float64]  # [T, 2] x and y of the circle's centre, relative to the frame's, in frame widths
     loudness: NDArray[np.float64]  # [T]
     pitches: NDArray[np.float64]  # [T] in Hz
     sweeps: NDArray[np.float64]  # [T] octaves by which the pitch rises (or falls) within a clip
-    background: NDArray[np.float64]  # [4, 4, 3] colours, between which the picture changes smoothly
+    background: NDArray[np.float64]  # [4, 4, 3] colours to interpolate between
     colour: NDArray[np.float64]  # [3] of the dot
-    hiss: int  # the seed of the noise in the sound
+    noise_seed: int
 
     @property
     def scores(self) -> NDArray[np.float32]:
@@ -58,17 +58,17 @@ class Plan:
 
 
 def plan(seed: int, split: str, number: int, num_clips: int = 30, pattern: str = "motion") -> Plan:
-    """What is shown in a video of the set."""
+    """The content of a video of the set."""
     if pattern not in PATTERNS:
         raise ConfigError(f"pattern {pattern!r}: expected one of {', '.join(PATTERNS)}")
     if num_clips < 4:
-        raise ConfigError(f"num_clips {num_clips}: a video needs at least 4, for a highlight, its twin and calm clips")
-    told = f"{seed}\0{split}\0{number}".encode()
-    # RandomState's numbers are promised never to change, whatever the version of numpy.
-    random = np.random.RandomState(np.frombuffer(hashlib.sha256(told).digest(), np.uint32))
-    pairs = max(1, round(_SHARE * num_clips))
-    places = random.permutation(num_clips)
-    highlights, decoys = places[:pairs], places[pairs : 2 * pairs]
+        raise ConfigError(f"num_clips {num_clips}: expected at least 4, for a highlight, its decoy and calm clips")
+    key = f"{seed}\0{split}\0{number}".encode()
+    # numpy guarantees that RandomState never changes its numbers.
+    random = np.random.RandomState(np.frombuffer(hashlib.sha256(key).digest(), np.uint32))
+    pairs = max(1, round(_HIGHLIGHTS * num_clips))
+    order = random.permutation(num_clips)
+    highlights, decoys = order[:pairs], order[pairs : 2 * pairs]
     kinds = np.zeros(num_clips, np.int64)
     kinds[highlights], kinds[decoys] = HIGHLIGHT, DECOY
 
@@ -81,19 +81,19 @@ def plan(seed: int, split: str, number: int, num_clips: int = 30, pattern: str =
     calm = kinds == CALM
     turns[calm] *= 0.15 * random.choice([-1.0, 1.0], calm.sum())
     sweeps[calm] *= 0.15 * random.choice([-1.0, 1.0], calm.sum())
-    # What is not the pattern goes either way, and says nothing.
+    # The direction of what is not the pattern is random.
     if pattern != "motion":
         turns[highlights] *= random.choice([-1.0, 1.0], pairs)
     if pattern != "sound":
         sweeps[highlights] *= random.choice([-1.0, 1.0], pairs)
 
-    for each in (turns, phases, centres, loudness, pitches, sweeps):
-        each[decoys] = each[highlights]
-    if pattern != "sound":  # left becomes right
+    for values in (turns, phases, centres, loudness, pitches, sweeps):
+        values[decoys] = values[highlights]
+    if pattern != "sound":  # mirrored
         turns[decoys] *= -1
         phases[decoys] = np.pi - phases[highlights]
         centres[decoys, 0] *= -1
-    else:  # the same sound played backwards: it begins where the other one ends
+    else:  # played backwards: starts at the pitch at which the highlight ends
         pitches[decoys] *= 2.0 ** sweeps[highlights]
         sweeps[decoys] *= -1
     background = random.uniform(40, 110, (4, 4, 3))
@@ -114,39 +114,41 @@ def plan(seed: int, split: str, number: int, num_clips: int = 30, pattern: str =
 def frames_of(
     plan: Plan, size: int = 32, fps: int = 4, clip_seconds: float = 2.0, noise: float = 0.0
 ) -> NDArray[np.uint8]:
-    """[frames, size, size, 3] the pictures of a video, before they are encoded.
+    """[frames, size, size, 3] the frames of a video, before encoding.
 
-    `noise` is how strong the grain of the pictures is beside the dot: where it is much, the dot is faint instead.
+    `noise` is the standard deviation of the noise relative to the contrast of the dot. Much noise would be clipped, so
+    the contrast is reduced instead.
     """
     per_clip = round(fps * clip_seconds)
     number = np.arange(len(plan.kinds) * per_clip)
     clip = number // per_clip
-    # The middle of each frame's time: forwards and backwards, a clip then shows the same angles.
+    # At the middle of each frame's time, so that a clip and its mirror image show the same angles.
     angle = plan.phases[clip] + 2 * np.pi * plan.turns[clip] * ((number % per_clip + 0.5) / per_clip)
     x, y = np.meshgrid(*[(np.arange(size) + 0.5) / size - 0.5] * 2)
-    across, down = (plan.centres[clip, side] + 0.3 * turn(angle) for side, turn in enumerate((np.cos, np.sin)))
-    distance = (x - across[:, None, None]) ** 2 + (y - down[:, None, None]) ** 2
-    bright = np.exp(-distance / (2 * 0.09**2))
-    ground = _smooth(plan.background, size)
-    grain = min(_GRAIN, noise * _STANDS_OUT)
-    faint = grain / (noise * _STANDS_OUT) if noise else 1.0
-    pictures = ground + faint * bright[..., None] * (plan.colour - ground)
+    dot_x = plan.centres[clip, 0] + 0.3 * np.cos(angle)
+    dot_y = plan.centres[clip, 1] + 0.3 * np.sin(angle)
+    squared_distance = (x - dot_x[:, None, None]) ** 2 + (y - dot_y[:, None, None]) ** 2
+    dot = np.exp(-squared_distance / (2 * 0.09**2))
+    background = _interpolated(plan.background, size)
+    deviation = min(_MOST_NOISE, noise * _CONTRAST)
+    contrast = deviation / (noise * _CONTRAST) if noise else 1.0
+    frames = background + contrast * dot[..., None] * (plan.colour - background)
     if noise:
-        pictures += grain * np.random.RandomState(plan.hiss).standard_normal(pictures.shape)
-    return np.asarray(pictures.round().clip(0, 255), dtype=np.uint8)
+        frames += deviation * np.random.RandomState(plan.noise_seed).standard_normal(frames.shape)
+    return np.asarray(frames.round().clip(0, 255), dtype=np.uint8)
 
 
 def sound_of(plan: Plan, clip_seconds: float = 2.0, sample_rate: int = _SAMPLE_RATE) -> NDArray[np.float32]:
-    """[samples] the sound of a video, before it is encoded: a tone in each clip that rises or falls."""
+    """[samples] the sound of a video, before encoding: in each clip a tone that rises or falls."""
     per_clip = round(clip_seconds * sample_rate)
-    passed = np.arange(per_clip) / per_clip
-    swell = np.minimum(1, np.minimum(passed, 1 - passed) * 20)  # no clicks where clips meet
-    parts = []
+    time = np.arange(per_clip) / per_clip
+    envelope = np.minimum(1, np.minimum(time, 1 - time) * 20)  # avoids clicks between clips
+    tones = []
     for pitch, sweep, loudness in zip(plan.pitches, plan.sweeps, plan.loudness, strict=True):
-        frequency = pitch * 2.0 ** (sweep * passed)
-        parts.append(loudness * swell * np.sin(2 * np.pi * np.cumsum(frequency) / sample_rate))
-    hiss = _HISS * np.random.RandomState(plan.hiss).standard_normal(len(parts) * per_clip)
-    return (np.concatenate(parts) + hiss).astype(np.float32)
+        frequency = pitch * 2.0 ** (sweep * time)
+        tones.append(loudness * envelope * np.sin(2 * np.pi * np.cumsum(frequency) / sample_rate))
+    noise = _AUDIO_NOISE * np.random.RandomState(plan.noise_seed).standard_normal(len(tones) * per_clip)
+    return (np.concatenate(tones) + noise).astype(np.float32)
 
 
 def make(
@@ -161,47 +163,48 @@ def make(
     fps: int = 4,
     pattern: str = "motion",
     noise: float = 0.0,
-    made: Callable[[], object] = lambda: None,
+    on_video: Callable[[], object] = lambda: None,
 ) -> Path:
-    """Writes a mirror set into a new or empty folder: videos and their labels.csv; returns the labels' path.
+    """Writes videos and labels.csv into a new or empty folder; returns the path of the labels.
 
-    Decoys are in the labels too, with score 0. With the pattern "sound", tones that rise are highlights and tones that
-    fall are decoys, and the motion says nothing. With `noise` (about 1) the pictures are hard to see anything in.
-    `made` is called after each video.
+    The labels contain decoys too, with score 0. With the pattern "sound", rising tones are highlights and falling ones
+    decoys, and the direction of motion is random. With `noise` around 1 the dot is hard to see. Calls `on_video` after
+    each video.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is not empty and is not overwritten; pass a new or empty folder")
     if num_videos < 1 or size < 16 or size % 2 or fps < 2 or not 0 <= noise < 1000:
         raise ConfigError(
-            "a mirror set needs a video, an even size from 16 on, 2 frames per second, and noise from 0 on"
+            "a mirror set needs at least 1 video, an even size of at least 16, at least 2 frames per second and a "
+            "noise of at least 0"
         )
     plans = [plan(seed, split, number, num_clips, pattern) for number in range(num_videos)]
     folder.mkdir(parents=True, exist_ok=True)
     rows = io.StringIO()
     table = csv.writer(rows, lineterminator="\n")
     table.writerow(["video", "start", "end", "score"])
-    for number, shown in enumerate(plans):
+    for number, content in enumerate(plans):
         name = f"{split}_{number:04d}.mp4"
         with (folder / name).open("xb") as file:
-            _encode(file, frames_of(shown, size, fps, clip_seconds, noise), fps, sound_of(shown, clip_seconds))
-        for clip in np.flatnonzero(shown.kinds):
+            _encode(file, frames_of(content, size, fps, clip_seconds, noise), fps, sound_of(content, clip_seconds))
+        for clip in np.flatnonzero(content.kinds):
             begin, end = clip * clip_seconds, (clip + 1) * clip_seconds
-            table.writerow([name, f"{begin:g}", f"{end:g}", int(shown.scores[clip])])
-        made()
+            table.writerow([name, f"{begin:g}", f"{end:g}", int(content.scores[clip])])
+        on_video()
     labels = folder / LABELS
     with labels.open("x", newline="") as text:
         text.write(rows.getvalue())
     return labels
 
 
-def _smooth(colours: NDArray[np.float64], size: int) -> NDArray[np.float64]:
-    """[size, size, 3] a picture that goes smoothly from colour to colour."""
-    place = np.linspace(0, len(colours) - 1, size)
-    low = np.minimum(place.astype(int), len(colours) - 2)
-    share = (place - low)[:, None, None]
-    rows = colours[low] * (1 - share) + colours[low + 1] * share  # [size, 4, 3]
+def _interpolated(colours: NDArray[np.float64], size: int) -> NDArray[np.float64]:
+    """[size, size, 3] a grid of colours [4, 4, 3], interpolated bilinearly."""
+    position = np.linspace(0, len(colours) - 1, size)
+    low = np.minimum(position.astype(int), len(colours) - 2)
+    weight = (position - low)[:, None, None]
+    rows = colours[low] * (1 - weight) + colours[low + 1] * weight  # [size, 4, 3]
     columns = rows.swapaxes(0, 1)
-    return np.asarray((columns[low] * (1 - share) + columns[low + 1] * share).swapaxes(0, 1))
+    return np.asarray((columns[low] * (1 - weight) + columns[low + 1] * weight).swapaxes(0, 1))
 
 
 def _encode(file: BinaryIO, frames: NDArray[np.uint8], fps: int, sound: NDArray[np.float32]) -> None:
@@ -215,12 +218,12 @@ def _encode(file: BinaryIO, frames: NDArray[np.uint8], fps: int, sound: NDArray[
         video.height, video.width, video.pix_fmt = frames.shape[1], frames.shape[2], "yuv420p"
         context = video.codec_context
         context.colorspace = context.color_primaries = context.color_trc = _BT709
-        context.color_range = _LIMITED
+        context.color_range = _LIMITED_RANGE
         audio = container.add_stream("aac", rate=_SAMPLE_RATE, layout="mono", options={"aac_coder": "fast"})
         assert isinstance(audio, av.AudioStream)
-        for picture in frames:
-            frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
-            frame = frame.reformat(format="yuv420p", dst_colorspace=_BT709, dst_color_range=_LIMITED)
+        for pixels in frames:
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+            frame = frame.reformat(format="yuv420p", dst_colorspace=_BT709, dst_color_range=_LIMITED_RANGE)
             container.mux(video.encode(frame))
         container.mux(video.encode(None))
         block = audio.codec_context.frame_size or 1024

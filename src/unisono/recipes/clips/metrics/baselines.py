@@ -1,4 +1,4 @@
-"""Scorers without skill: what a trained model has to beat before its numbers mean anything."""
+"""Baselines: scorers without training, which a trained model has to beat before its metrics mean anything."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 def kinds_for(names: Sequence[str]) -> tuple[Kind, ...]:
-    """The scorers that statistics with these columns allow; features from files have none of them."""
+    """The baselines that can be computed from statistics with these columns; feature files have no statistics."""
     return tuple(kind for kind in KINDS if kind in names or kind in ("random", "centre", "earliest"))
 
 
 def scores(kind: Kind, stats: NDArray[np.floating], names: Sequence[str], *, video: str = "") -> NDArray[np.float64]:
-    """One score for each clip, in 0..1, from the statistics [T, D] whose columns `names` tells.
+    """[T] a score from 0 to 1 for each clip, from the statistics [T, D] with columns `names`.
 
-    random: drawn by the video's name, so the same in every run and on every rank. centre, earliest: by position alone.
-    frame_difference, loudness: that column, from its lowest to its highest value; constant where it is (no sound).
+    random: seeded by the video's name, so the same in every run and on every rank. centre, earliest: by position alone.
+    frame_difference, loudness: that column, scaled to 0..1; all 0 if it is constant (no sound).
     """
     length = len(stats)
     if kind == "random":
         seed = int.from_bytes(hashlib.sha256(video.encode("utf-8", "surrogateescape")).digest()[:8], "big")
         return np.random.default_rng(seed).random(length)
-    place = (np.arange(length) + 0.5) / max(1, length)
+    position = (np.arange(length) + 0.5) / max(1, length)
     if kind == "centre":
-        return 1 - 2 * np.abs(place - 0.5)
+        return 1 - 2 * np.abs(position - 0.5)
     if kind == "earliest":
-        return 1 - place
+        return 1 - position
     column = np.asarray(stats[:, list(names).index(kind)], np.float64)
     column = np.nan_to_num(column, nan=0.0, posinf=0.0, neginf=0.0)
     low, high = (float(column.min()), float(column.max())) if length else (0.0, 0.0)

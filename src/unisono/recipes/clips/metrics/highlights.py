@@ -1,15 +1,12 @@
-"""How well scores find what people marked: the field's measures in plain numpy.
+"""Metrics of highlight detection: how well scores agree with the labels of people, in plain numpy.
 
-The definitions are those of QVHighlights' own evaluation (jayleicn/moment_detr, standalone_eval) and of Mr. HiSum's
-(MRHiSum/MR.HiSum). As a command, this file evaluates predictions in QVHighlights' formats (`qvhighlights.py`):
-
-    python -m unisono.recipes.clips.metrics --predictions P.jsonl --ground_truth G.jsonl
+The definitions follow the evaluation code of QVHighlights (jayleicn/moment_detr, standalone_eval) and of Mr. HiSum
+(MRHiSum/MR.HiSum).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -20,51 +17,50 @@ Scores = NDArray[np.float64]
 
 
 def interpolated_average_precision(positive: ArrayLike, scores: ArrayLike) -> float:
-    """QVHighlights' average precision: the mean, over recall levels, of the best precision at that recall or beyond.
+    """Average precision as in QVHighlights: the mean over recall levels of the best precision at that recall or higher.
 
-    Clips of equal score are found together, as one point of the curve. Each point that finds a positive counts once,
-    however many it finds: without ties that is the usual interpolated precision, and constant scores get the share of
-    positives. 0 where nothing is positive, 1 where everything is.
+    Clips with equal scores are one point of the curve, which counts once, however many positives it adds. Without ties
+    this is the usual interpolated precision; constant scores get the fraction of positives. 0 without positives, 1
+    if all clips are positive.
     """
-    marks, order = _checked(positive, scores)
-    if marks.all() or not marks.any():
-        return float(marks.any())
-    found, precision = _curve(marks, order)
+    positive, scores = _checked(positive, scores)
+    if positive.all() or not positive.any():
+        return float(positive.any())
+    num_positives, precision = _curve(positive, scores)
     best_from_here = np.maximum.accumulate(precision[::-1])[::-1]
-    finds = np.diff(found, prepend=0) > 0
-    return float(best_from_here[finds].mean())
+    return float(best_from_here[np.diff(num_positives, prepend=0) > 0].mean())
 
 
 def average_precision(positive: ArrayLike, scores: ArrayLike) -> float:
-    """The plain average precision, as Mr. HiSum takes it: precision at each point, weighted by the recall it adds.
+    """Average precision as in Mr. HiSum: the precision at each point, weighted by the recall that it adds.
 
-    Clips of equal score are found together, so their order does not matter. NaN where nothing is positive.
+    Clips with equal scores are one point, so their order does not matter. NaN without positives.
     """
-    marks, order = _checked(positive, scores)
-    if not marks.any():
+    positive, scores = _checked(positive, scores)
+    if not positive.any():
         return math.nan
-    found, precision = _curve(marks, order)
-    return float((np.diff(found, prepend=0) * precision).sum() / found[-1])
+    num_positives, precision = _curve(positive, scores)
+    return float((np.diff(num_positives, prepend=0) * precision).sum() / num_positives[-1])
 
 
 def hit_at_1(positive: ArrayLike, scores: ArrayLike) -> float:
-    """1 if the clip of the highest score is positive, otherwise 0; of equal scores the earliest clip counts."""
-    marks, values = _checked(positive, scores)
-    return float(marks[int(np.argmax(values))]) if len(values) else math.nan
+    """1 if the clip with the highest score is positive, otherwise 0; of equal scores the earliest clip counts."""
+    positive, scores = _checked(positive, scores)
+    return float(positive[int(np.argmax(scores))]) if len(scores) else math.nan
 
 
 def kendall_tau(truth: ArrayLike, scores: ArrayLike) -> float:
-    """Kendall's τ-b: how often two clips stand in the same order in both, with ties corrected for.
+    """Kendall's τ-b: the agreement of the order of all pairs of clips, corrected for ties.
 
-    0 for constant scores, which order nothing; NaN for constant truth, which has no order to find.
+    0 for constant scores; NaN for constant truth, which has no order.
     """
-    a, b = _known(truth, scores)
+    a, b = _labelled(truth, scores)
     concordant = ties_a = ties_b = 0
-    for at in range(len(a) - 1):  # row by row: all pairs of a ten-hour video at once would not fit into memory
-        one, other = np.sign(a[at + 1 :] - a[at]), np.sign(b[at + 1 :] - b[at])
-        concordant += int((one * other).sum())
-        ties_a += int((one == 0).sum())
-        ties_b += int((other == 0).sum())
+    for index in range(len(a) - 1):  # row by row: all pairs of a ten-hour video at once would not fit into memory
+        order_a, order_b = np.sign(a[index + 1 :] - a[index]), np.sign(b[index + 1 :] - b[index])
+        concordant += int((order_a * order_b).sum())
+        ties_a += int((order_a == 0).sum())
+        ties_b += int((order_b == 0).sum())
     pairs = len(a) * (len(a) - 1) // 2
     if pairs == ties_a:
         return math.nan
@@ -72,11 +68,11 @@ def kendall_tau(truth: ArrayLike, scores: ArrayLike) -> float:
 
 
 def spearman_rho(truth: ArrayLike, scores: ArrayLike) -> float:
-    """Spearman's ρ: the correlation of the ranks; equal values share the mean of theirs.
+    """Spearman's ρ: the correlation of the ranks, where equal values share their mean rank.
 
     0 for constant scores, NaN for constant truth.
     """
-    a, b = (_ranks(values) for values in _known(truth, scores))
+    a, b = (_ranks(values) for values in _labelled(truth, scores))
     if not len(a) or np.ptp(a) == 0:
         return math.nan
     if np.ptp(b) == 0:
@@ -87,32 +83,31 @@ def spearman_rho(truth: ArrayLike, scores: ArrayLike) -> float:
 def top_share_precision(truth: ArrayLike, scores: ArrayLike, share: float, clip_seconds: float = 2.0) -> float:
     """Mr. HiSum's MAP50 (share 0.5) and MAP15 (0.15) of one video.
 
-    Both curves are averaged over segments of 5 seconds; the best `share` of the segments by truth (rounded down, but at
-    least one) are the positives, and the result is their plain average precision. Of equal truth the earlier segment
-    is taken. NaN where fewer than two segments are labelled, or all are alike.
+    Truth and scores are averaged over segments of 5 seconds. The `share` of the segments with the highest truth
+    (rounded down, at least one; the earlier of equal ones) are the positives, and the result is their average
+    precision. NaN if fewer than two segments are labelled, or if all are equal.
     """
-    wanted, got = np.asarray(truth, np.float64), np.asarray(scores, np.float64)
-    if wanted.shape != got.shape:
-        raise ValueError(f"{got.shape} scores for {wanted.shape} labels")
-    got = np.where(np.isnan(wanted), np.nan, got)  # both curves are averaged over the same clips
-    wanted, got = segment_means(wanted, clip_seconds), segment_means(got, clip_seconds)
-    wanted, got = _known(wanted, got)
-    if len(wanted) < 2 or np.ptp(wanted) == 0:
+    truth, scores = np.asarray(truth, np.float64), np.asarray(scores, np.float64)
+    if truth.shape != scores.shape:
+        raise ValueError(f"{scores.shape} scores for {truth.shape} labels")
+    scores = np.where(np.isnan(truth), np.nan, scores)  # both are averaged over the same clips
+    truth, scores = _labelled(segment_means(truth, clip_seconds), segment_means(scores, clip_seconds))
+    if len(truth) < 2 or np.ptp(truth) == 0:
         return math.nan
-    positive = np.zeros(len(wanted), bool)
-    positive[np.argsort(-wanted, kind="stable")[: max(1, int(len(wanted) * share))]] = True
-    return average_precision(positive, got)
+    positive = np.zeros(len(truth), bool)
+    positive[np.argsort(-truth, kind="stable")[: max(1, int(len(truth) * share))]] = True
+    return average_precision(positive, scores)
 
 
 def segment_means(
     values: ArrayLike, clip_seconds: float, segment_seconds: float = _HISUM_SEGMENT_SECONDS
 ) -> NDArray[np.float64]:
-    """The mean of a curve over each segment; a clip that lies in two segments counts in each for the part it has there.
+    """The mean of the clips in each segment, weighted by overlap; the last segment may be shorter.
 
-    Clips without a value are left out of the mean; a segment without any has none. The last segment may be shorter.
+    Clips without a value (NaN) are ignored; a segment without any other is NaN.
     """
     values = np.asarray(values, np.float64)
-    known = ~np.isnan(values)
+    has_value = ~np.isnan(values)
     ends = np.arange(len(values) + 1) * clip_seconds
     num_segments = math.ceil(ends[-1] / segment_seconds - 1e-9)
     cuts = np.minimum(np.arange(num_segments + 1) * segment_seconds, ends[-1])
@@ -120,67 +115,58 @@ def segment_means(
     def between_cuts(per_clip: NDArray[np.float64]) -> NDArray[np.float64]:
         return np.diff(np.interp(cuts, ends, np.concatenate([[0.0], np.cumsum(per_clip * clip_seconds)])))
 
-    total, seconds = between_cuts(np.where(known, values, 0.0)), between_cuts(known.astype(np.float64))
+    total, seconds = between_cuts(np.where(has_value, values, 0.0)), between_cuts(has_value.astype(np.float64))
     return np.divide(total, seconds, out=np.full(num_segments, np.nan), where=seconds > 1e-9)
 
 
 def of_video(
     truth: ArrayLike, scores: ArrayLike, clip_seconds: float = 2.0, *, positive_from: float = 0.5
 ) -> dict[str, float]:
-    """Every measure of one video; NaN where it has none. Clips whose truth is NaN (not labelled) are left out.
+    """All metrics of one video; NaN if undefined. Ignores clips that are not labelled (truth NaN).
 
-    A clip is positive from `positive_from` on; mAP follows QVHighlights, except that a video without a positive clip
-    has none instead of 0. A score that is no number is below all others. `mean_of` gives the measure of many videos.
+    A clip is positive if its truth is at least `positive_from`. mAP follows QVHighlights, except that it is NaN
+    instead of 0 without a positive clip. A score that is not finite ranks below all others.
     """
     scores = np.asarray(scores, np.float64)
     finite = np.isfinite(scores)
     scores = np.where(finite, scores, scores[finite].min() - 1 if finite.any() else 0.0)
-    wanted, got = _known(truth, scores)
-    positive = wanted >= positive_from
-    marked = bool(positive.any())
+    labels, predictions = _labelled(truth, scores)
+    positive = labels >= positive_from
+    has_positive = bool(positive.any())
     return {
-        "mAP": interpolated_average_precision(positive, got) if marked else math.nan,
-        "HIT@1": hit_at_1(positive, got) if marked else math.nan,
-        "kendall_tau": kendall_tau(wanted, got),
-        "spearman_rho": spearman_rho(wanted, got),
+        "mAP": interpolated_average_precision(positive, predictions) if has_positive else math.nan,
+        "HIT@1": hit_at_1(positive, predictions) if has_positive else math.nan,
+        "kendall_tau": kendall_tau(labels, predictions),
+        "spearman_rho": spearman_rho(labels, predictions),
         "MAP50": top_share_precision(truth, scores, 0.5, clip_seconds),
         "MAP15": top_share_precision(truth, scores, 0.15, clip_seconds),
     }
 
 
-def mean_of(videos: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each measure over the videos that have it; NaN where none has."""
-    found: dict[str, list[float]] = {}
-    for video in videos:
-        for name, value in video.items():
-            found.setdefault(name, []).extend([] if math.isnan(value) else [value])
-    return {name: sum(values) / len(values) if values else math.nan for name, values in found.items()}
-
-
-def _curve(marks: NDArray[np.bool_], scores: Scores) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """For each distinct score, highest first: how many positives lie at or above it, and the share they are there."""
+def _curve(positive: NDArray[np.bool_], scores: Scores) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """For each distinct score, highest first: the number of positives with at least that score, and the precision."""
     order = np.argsort(-scores, kind="stable")
-    ends = np.flatnonzero(np.diff(scores[order], append=-np.inf))  # the last clip of each group of equals
-    found = np.cumsum(marks[order].astype(np.int64))[ends]
-    return found, found / (ends + 1)
+    ends = np.flatnonzero(np.diff(scores[order], append=-np.inf))  # the last clip of each group of equal scores
+    num_positives = np.cumsum(positive[order].astype(np.int64))[ends]
+    return num_positives, num_positives / (ends + 1)
 
 
 def _checked(positive: ArrayLike, scores: ArrayLike) -> tuple[NDArray[np.bool_], Scores]:
-    marks, values = np.asarray(positive).astype(bool), np.asarray(scores, np.float64)
-    if marks.shape != values.shape or marks.ndim != 1:
-        raise ValueError(f"{values.shape} scores for {marks.shape} labels")
-    if not np.isfinite(values).all():
-        raise ValueError("scores that are not finite have no order")
-    return marks, values
+    positive, scores = np.asarray(positive).astype(bool), np.asarray(scores, np.float64)
+    if positive.shape != scores.shape or positive.ndim != 1:
+        raise ValueError(f"{scores.shape} scores for {positive.shape} labels")
+    if not np.isfinite(scores).all():
+        raise ValueError("scores must be finite to be ranked")
+    return positive, scores
 
 
-def _known(truth: ArrayLike, scores: ArrayLike) -> tuple[Scores, Scores]:
-    """Both curves where the truth is known."""
-    wanted, got = np.asarray(truth, np.float64), np.asarray(scores, np.float64)
-    if wanted.shape != got.shape or wanted.ndim != 1:
-        raise ValueError(f"{got.shape} scores for {wanted.shape} labels")
-    known = ~np.isnan(wanted)
-    return wanted[known], got[known]
+def _labelled(truth: ArrayLike, scores: ArrayLike) -> tuple[Scores, Scores]:
+    """Truth and scores of the labelled clips."""
+    truth, scores = np.asarray(truth, np.float64), np.asarray(scores, np.float64)
+    if truth.shape != scores.shape or truth.ndim != 1:
+        raise ValueError(f"{scores.shape} scores for {truth.shape} labels")
+    is_labelled = ~np.isnan(truth)
+    return truth[is_labelled], scores[is_labelled]
 
 
 def _ranks(values: Scores) -> Scores:

@@ -1,1 +1,1 @@
-"""What `unisono clips` writes for people and programs: an HTML page per video, clips.json, remarks."""
+"""What `unisono clips` writes next to the clips: an HTML page per video and clips.json."""

@@ -1,4 +1,4 @@
-"""clips.json: the scores of a video, and its clips, for other programs."""
+"""clips.json: the scores and clips of a video, for other programs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unisono.recipes.clips.remarks import about_scores
 if TYPE_CHECKING:
     from unisono.recipes.clips.cutting.cut import Cut
     from unisono.recipes.clips.cutting.moments import Moment
-    from unisono.recipes.clips.trained import Scored
+    from unisono.recipes.clips.scoring import Scored
     from unisono.recipes.clips.video.footage import Footage
 
 
@@ -22,15 +22,15 @@ def write_record(
     footage: Footage,
     scored: Scored,
     clips: Sequence[tuple[Moment, Cut]],
-    judged_by: str,
+    scored_by: str,
     trained_on: str,
     remarks: Sequence[str],
 ) -> None:
-    """Writes a new file, never over another one."""
+    """Writes clips.json of a video; never overwrites a file."""
     content = {
         "video": footage.path.name,
         "duration": round(footage.duration, 3),
-        "judged_by": judged_by,
+        "judged_by": scored_by,
         "trained_on": trained_on,
         "damage": scored.damage.to_json() if scored.damage else None,
         "remarks": list(remarks),

@@ -1,4 +1,4 @@
-"""A folder for the clips of each video, chosen before anything is scored."""
+"""Chooses the output folder of each video, before anything is scored."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ class OutputFolders:
 
 
 def output_folders(videos: Sequence[Path], output_dir: Path) -> OutputFolders:
-    """`output_dir`/name of the video; of several with the same name, the later ones get a number.
+    """Chooses `output_dir`/NAME for the video NAME.mp4; further videos with that name get NAME-2, NAME-3 …
 
-    A video that is named twice is used once.
+    A video that is listed twice is used once.
     """
     chosen = OutputFolders()
-    seen: dict[tuple[int, int], Path] = {}
+    videos_by_inode: dict[tuple[int, int], Path] = {}
     for video in videos:
         if video.is_dir():
-            chosen.problems.append(f"{video} is a folder; give its videos, e.g. {video / '*.mp4'}")
+            chosen.problems.append(f"{video} is a folder; pass its videos, for instance {video / '*.mp4'}")
             continue
         if not video.is_file():
             chosen.problems.append(f"{video}: there is no such file")
             continue
         status = os.stat(video)
-        identity = (status.st_dev, status.st_ino)
-        if identity in seen:
-            chosen.notes.append(f"{video} is the same file as {seen[identity]}; it is used once")
+        inode = (status.st_dev, status.st_ino)
+        if inode in videos_by_inode:
+            chosen.notes.append(f"{video} is the same file as {videos_by_inode[inode]}; it is used once")
             continue
-        seen[identity] = video
+        videos_by_inode[inode] = video
         name = video.stem or video.name
         folder, number = output_dir / name, 1
         while folder in chosen.folders.values():
@@ -44,10 +44,10 @@ def output_folders(videos: Sequence[Path], output_dir: Path) -> OutputFolders:
             folder = output_dir / f"{name}-{number}"
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             chosen.problems.append(
-                f"{folder} is not an empty folder; nothing there is overwritten: use another --output_dir"
+                f"{folder} already exists and is not empty; nothing is overwritten: choose another --output_dir"
             )
             continue
         if number > 1:
-            chosen.notes.append(f"another video is called {name}: the clips of {video} go to {folder}")
+            chosen.notes.append(f"another video is also called {name}, so the clips of {video} go to {folder}")
         chosen.folders[video] = folder
     return chosen

@@ -1,4 +1,4 @@
-"""What of a video could not be decoded: counted while it is read, and said in one line."""
+"""What could not be decoded of a damaged video: counted while reading, reported in one line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from av.container import InputContainer
     from av.stream import Stream
 
-_UNHEARD = 0.1  # seconds of sound that may be missing before it is worth a word: a packet or two at the ends
+_NEGLIGIBLE_SOUND = 0.1  # seconds that may be missing without a remark: a packet or two at the ends
 
 
 @dataclass
@@ -18,16 +18,16 @@ class Faults:
     """Packets of a stream that could not be decoded."""
 
     first: str = ""
-    """What the decoder said of the first one."""
+    """The decoder's error for the first one."""
     number: int = 0
     seconds: float = 0.0
-    """How long they last together."""
+    """Their total length."""
     any_frame: bool = False
-    """Whether frames were decoded from data with errors; how many differs from one decoder to another."""
+    """Whether frames were decoded from data with errors; their number depends on the decoder."""
 
 
 def decoded(container: InputContainer, stream: Stream | None, faults: Faults) -> Iterator[Any]:
-    """What a stream holds; packets that cannot be decoded are counted and passed over."""
+    """Decodes the frames of a stream; counts packets that cannot be decoded, and skips them."""
     import av
 
     for packet in container.demux(stream) if stream is not None else ():
@@ -35,7 +35,7 @@ def decoded(container: InputContainer, stream: Stream | None, faults: Faults) ->
             frames = packet.decode()
         except av.error.MemoryError:
             raise
-        # Given wrong data, decoders say nearly anything: that of AAC says that it is not permitted.
+        # On damaged data, decoders raise almost anything: that of AAC says "operation not permitted".
         except (av.error.FFmpegError, UnicodeDecodeError) as error:
             faults.first = faults.first or str(getattr(error, "strerror", None) or error)
             faults.number += 1
@@ -48,49 +48,50 @@ def decoded(container: InputContainer, stream: Stream | None, faults: Faults) ->
 
 @dataclass(frozen=True)
 class Damage:
-    """What is missing of a video; the rest of it was used."""
+    """What is missing of a video; the rest of it is used."""
 
     why: str
-    """What the decoder said; empty where the file just ends too soon."""
+    """The decoder's error; empty if the file just ends too early."""
     seconds_read: float
     seconds_told: float
-    """As the file says; equal to what was read where it goes on to the end."""
+    """Duration by the header; equal to seconds_read if the file was read to its end."""
     frames_missing: int = 0
-    """That could not be decoded."""
+    """Number of frames that could not be decoded."""
     has_faulty_frames: bool = False
-    """Whether some were decoded, but from data with errors."""
+    """Whether frames were decoded from data with errors."""
     num_frames: int = 0
-    """Of the whole video, as the file says; 0 where it does not."""
+    """Number of frames of the whole video by the header; 0 if unknown."""
     sound_seconds_missing: float = 0.0
     sound_seconds: float = 0.0
-    """Of the whole sound, as the file says; 0 where it does not."""
+    """Length of the sound by the header; 0 if unknown."""
 
     def __bool__(self) -> bool:
-        lost = self.frames_missing or self.has_faulty_frames or self.sound_seconds_missing >= _UNHEARD
+        lost = self.frames_missing or self.has_faulty_frames or self.sound_seconds_missing >= _NEGLIGIBLE_SOUND
         return bool(lost or self.seconds_read < self.seconds_told)
 
     def __str__(self) -> str:
         parts = []
         if self.seconds_read < self.seconds_told:
-            parts.append(f"{self.seconds_read:.1f} s of {self.seconds_told:.1f} s can be read, and are used")
+            parts.append(f"{self.seconds_read:.1f} of {self.seconds_told:.1f} s can be read and are used")
         lost = []
         if self.frames_missing:
             frames = "frame" if (self.num_frames or self.frames_missing) == 1 else "frames"
-            lost.append(f"{_part(f'{self.frames_missing:,}', f'{self.num_frames:,}', self.num_frames)} {frames}")
-        if self.sound_seconds_missing >= _UNHEARD:
-            missing, whole = f"{self.sound_seconds_missing:.1f} s", f"{self.sound_seconds:.1f} s"
-            lost.append(f"{_part(missing, whole, self.sound_seconds)} of sound")
+            total = f" of {self.num_frames:,}" if self.num_frames else ""
+            lost.append(f"{self.frames_missing:,}{total} {frames}")
+        if self.sound_seconds_missing >= _NEGLIGIBLE_SOUND:
+            total = f" of {self.sound_seconds:.1f}" if self.sound_seconds else ""
+            lost.append(f"{self.sound_seconds_missing:.1f}{total} s of sound")
         if lost:
             parts.append(f"{' and '.join(lost)} cannot be decoded")
         if self.has_faulty_frames:
             parts.append("other frames have errors" if self.frames_missing else "some frames have errors")
         if self.seconds_read >= self.seconds_told:
             parts.append("the rest is used")
-        why = f"damaged ({self.why})" if self.why else "damaged" if lost or self.has_faulty_frames else "cut off"
-        return f"{why}: {'; '.join(parts)}"
+        kind = f"damaged ({self.why})" if self.why else "damaged" if lost or self.has_faulty_frames else "truncated"
+        return f"{kind}: {'; '.join(parts)}"
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands in clips.json; null: not known."""
+        """The entry `damage` of clips.json; None means unknown."""
         return {
             "why": self.why,
             "seconds_read": round(self.seconds_read, 3),
@@ -100,7 +101,3 @@ class Damage:
             "sound_seconds_not_decoded": round(self.sound_seconds_missing, 3),
             "sound_seconds": round(self.sound_seconds, 3) or None,
         }
-
-
-def _part(missing: str, whole: str, known: float) -> str:
-    return f"{missing} of {whole}" if known else missing

@@ -1,34 +1,34 @@
-"""Whether a file that cannot be read is one that was not written, or not copied, to its end."""
+"""Recognises MP4 and MOV files that were not written or copied completely."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-_MOST_PARTS = 10_000  # a file of nothing but tiny parts is no film
-_FILM = {b"ftyp", b"mdat", b"wide", b"free", b"skip"}
-_TABLES = {b"moov", b"moof"}
+_MOST_BOXES = 10_000  # so that a file of tiny boxes does not take forever
+_FIRST_BOXES = {b"ftyp", b"mdat", b"wide", b"free", b"skip"}
+_INDEX_BOXES = {b"moov", b"moof"}
 
 
 def hint(path: Path) -> str:
-    """The end of a sentence about an MP4 or MOV file without its table of contents; empty for any other file."""
+    """Completes an error message about an MP4 or MOV file without its index; empty for any other file."""
     try:
-        if not path.is_file():  # a pipe would be waited for, for ever
+        if not path.is_file():  # opening a pipe would block
             return ""
-        names, cut_off = _parts(path)
+        names, is_truncated = _boxes(path)
     except OSError:
         return ""
-    if not names or names[0] not in _FILM or b"mdat" not in names or _TABLES & set(names):
+    if not names or names[0] not in _FIRST_BOXES or b"mdat" not in names or _INDEX_BOXES & set(names):
         return ""
-    how = "it ends too soon" if cut_off else "it was not finished"
-    return f"; it has no table of contents (moov), which mostly stands at the end: {how}; copy or record it again"
+    reason = "the file is truncated" if is_truncated else "the recording was not finished"
+    return f"; its index (moov), which is usually at the end, is missing: {reason}; copy or record it again"
 
 
-def _parts(path: Path) -> tuple[list[bytes], bool]:
-    """The names of a file's parts in their order, and whether the last one goes on behind the file's end."""
+def _boxes(path: Path) -> tuple[list[bytes], bool]:
+    """The names of a file's top-level boxes, and whether the last one extends beyond the end of the file."""
     names: list[bytes] = []
     length, at = path.stat().st_size, 0
     with path.open("rb") as file:
-        while at < length and len(names) < _MOST_PARTS:
+        while at < length and len(names) < _MOST_BOXES:
             file.seek(at)
             head = file.read(16)
             size, name = int.from_bytes(head[:4], "big"), head[4:8]

@@ -1,1 +1,1 @@
-"""Learning histories: collecting them, their HDF5 files, and the context windows cut from them."""
+"""Learning histories: their collection, their HDF5 files, and the contexts cut out of them."""

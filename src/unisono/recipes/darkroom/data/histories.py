@@ -1,15 +1,15 @@
-"""Histories on disk: HDF5 in the layout that people have, one group per task.
+"""Reads and writes learning histories as HDF5, in the layout of other public implementations: one group per task.
 
     "0".."80"                  a group per task, named by its number
       states       (steps, streams, 2)    x and y before the action
       actions      (steps, streams)
       rewards      (steps, streams)
-      next_states  (steps, streams, 2)    where the action led, also at the end of an episode
+      next_states  (steps, streams, 2)    the true next cell, also at the end of an episode
       dones        (steps, streams)       the last step of an episode
 
-Files of the known repositories are read as well. Theirs have wider numbers, further columns, and at the end of an
-episode the start of the next one in `next_states`; nothing here reads that. Whatever a file holds is played again in
-the room before it is believed: histories of another room, another horizon or another order of tasks do not pass.
+Files of other implementations work too. They have wider integers, more columns, and the start of the next episode in
+`next_states` at the end of an episode; nothing here reads that column. Every history is replayed in the environment
+when it is read, so a file of another environment, horizon or task order is rejected.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from unisono.recipes.darkroom.sources.source import Histories
 
 SUFFIXES = (".hdf5", ".h5")
 _CHUNK = (1000, 128, 2)  # steps, streams, coordinates
-_FAST = {"compression_opts": 1}  # a tenth of the bytes, for a third more time
 
 
 def write_histories(
@@ -45,7 +44,7 @@ def write_histories(
     seed: int,
     settings: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes histories to a new file, which appears complete or not at all. A file that is there stays as it is."""
+    """Writes histories to a new file, which appears complete or not at all. An existing file is never overwritten."""
     origin = Origin.of(room, source, settings, seed, *histories.actions.shape[1:])
     try:
         if os.path.lexists(path.parent) and not path.parent.is_dir():
@@ -56,13 +55,13 @@ def write_histories(
         with atomic_file(path, overwrite=False, durable=True) as temporary:
             temporary.write_bytes(_as_hdf5(histories, room, origin))
     except FileExistsError:
-        raise UserError(f"{path} is there already and is not overwritten; move it away, or use another name") from None
+        raise UserError(f"{path} already exists and is not overwritten; move it away, or use another name") from None
     except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror}); make room, or use another folder") from None
+        raise UserError(f"{path} cannot be written ({error.strerror}); free some space or use another folder") from None
 
 
 def _as_hdf5(histories: Histories, room: Room, origin: Origin) -> bytes:
-    """The content of the file. Made in memory: HDF5 does not survive a disk that is full while it writes."""
+    """Returns the file's content. It is built in memory, because HDF5 crashes if the disk fills up while it writes."""
     import h5py  # type: ignore[import-untyped]
 
     with h5py.File("histories", "w", driver="core", backing_store=False) as file:
@@ -71,24 +70,27 @@ def _as_hdf5(histories: Histories, room: Room, origin: Origin) -> bytes:
         for index, task in enumerate(histories.tasks.tolist()):
             for name, values in _columns(histories, index, room).items():
                 chunks = tuple(map(min, values.shape, _CHUNK))
-                file.create_dataset(f"{task}/{name}", data=values, chunks=chunks, compression="gzip", **_FAST)
+                # gzip level 1: a tenth of the bytes for a third more time.
+                file.create_dataset(
+                    f"{task}/{name}", data=values, chunks=chunks, compression="gzip", compression_opts=1
+                )
         file.flush()
         content: bytes = file.id.get_file_image()
         return content
 
 
 def _columns(histories: Histories, index: int, room: Room) -> dict[str, NDArray[Any]]:
-    """The datasets of one task, time first."""
+    """Returns the datasets of one task, steps first."""
     task, cells, actions, rewards = (
         column[index].cpu() for column in (histories.tasks, histories.cells, histories.actions, histories.rewards)
     )
-    after = room.move(task, cells.long(), actions.long()).to(torch.uint8)
+    next_cells = room.move(task, cells.long(), actions.long()).to(torch.uint8)
     ends = (torch.arange(cells.shape[1]) + 1) % room.horizon == 0
     columns = {
         "states": torch.stack([cells // room.size, cells % room.size], dim=-1),
         "actions": actions,
         "rewards": rewards,
-        "next_states": torch.stack([after // room.size, after % room.size], dim=-1),
+        "next_states": torch.stack([next_cells // room.size, next_cells % room.size], dim=-1),
         "dones": ends.expand(cells.shape),
     }
     return {name: column.transpose(0, 1).contiguous().numpy() for name, column in columns.items()}
@@ -97,41 +99,42 @@ def _columns(histories: Histories, index: int, room: Room) -> dict[str, NDArray[
 def read_histories(
     where: str | Path | Iterable[Path], room: Room, tasks: Sequence[int], num_streams: int, num_steps: int
 ) -> Histories:
-    """The first `num_streams` histories of each task, their first `num_steps` steps.
+    """Reads the first `num_steps` steps of the first `num_streams` histories of each task.
 
-    `where` is a file, a folder of files, or the files themselves.
+    `where` is a file, a folder of files, or a list of files.
     """
-    found = _find(_files(where), room, tasks)
+    file_of = _locate(_files(where), room, tasks)
     shape = (len(tasks), num_streams, num_steps)
     cells, actions, rewards = (torch.empty(shape, dtype=torch.uint8) for _ in range(3))
-    for path in dict.fromkeys(found.values()):
+    for path in dict.fromkeys(file_of.values()):
         with HistoryFile(path) as file:
             for index, task in enumerate(tasks):
-                if found[task] == path:
+                if file_of[task] == path:
                     x, y = file.read(task, "states", *shape[1:], room.size, 2).unbind(dim=-1)
                     cells[index] = x * room.size + y
                     actions[index] = file.read(task, "actions", *shape[1:], NUM_ACTIONS)
                     rewards[index] = file.read(task, "rewards", *shape[1:], 2)
     histories = Histories(torch.tensor(tasks, dtype=torch.int64), cells, actions, rewards)
-    _check_by_playing(histories, room, found)
+    _check_by_replay(histories, room, file_of)
     return histories
 
 
-def histories_in(where: Path, name: str) -> list[Path]:
-    """What `traj_dir` holds already: itself, or a file called `name` (in any capitals); none, and it is collected."""
+def find_histories(traj_dir: Path, name: str) -> list[Path]:
+    """Returns the existing files: `traj_dir` itself, or files called `name` in it (case-insensitive)."""
     try:
-        odd = where.exists() and not where.is_file() and not where.is_dir()
-        known = [where] if where.is_file() else [p for p in where.glob("*.hdf5") if p.stem.lower() == name.lower()]
+        is_special = traj_dir.exists() and not traj_dir.is_file() and not traj_dir.is_dir()
+        is_file = traj_dir.is_file()
+        paths = [traj_dir] if is_file else [p for p in traj_dir.glob("*.hdf5") if p.stem.lower() == name.lower()]
     except OSError as error:
-        raise UserError(f"traj_dir {shown(str(where))} cannot be read ({error.strerror}); use another") from None
-    if odd:
-        raise UserError(f"traj_dir {where} is neither a folder nor a file; use another")
-    if not known and where.suffix in SUFFIXES and not where.is_dir():
-        raise UserError(f"traj_dir {where}: there is no such file; name one, or a folder to collect histories into")
-    for path in known:
-        with HistoryFile(path):  # what cannot be read is said before anything is made
+        raise UserError(f"traj_dir: cannot read {shown(str(traj_dir))} ({error.strerror}); use another") from None
+    if is_special:
+        raise UserError(f"traj_dir: {traj_dir} is neither a folder nor a file; use another")
+    if not paths and traj_dir.suffix in SUFFIXES and not traj_dir.is_dir():
+        raise UserError(f"traj_dir: {traj_dir} does not exist; use an existing file, or a folder to collect into")
+    for path in paths:
+        with HistoryFile(path):  # an unreadable file is an error before anything is written
             pass
-    return known
+    return paths
 
 
 def _files(where: str | Path | Iterable[Path]) -> list[Path]:
@@ -142,49 +145,47 @@ def _files(where: str | Path | Iterable[Path]) -> list[Path]:
         return [path]
     files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and not file.name.startswith("."))
     if not files:
-        raise UserError(f"{path} has no histories: no file there ends in {' or '.join(SUFFIXES)}")
+        raise UserError(f"{path} contains no histories (no {' or '.join(SUFFIXES)} file)")
     return files
 
 
-def _find(files: list[Path], room: Room, tasks: Sequence[int]) -> dict[int, Path]:
-    """The file in which each task is."""
-    found: dict[int, Path] = {}
+def _locate(files: list[Path], room: Room, tasks: Sequence[int]) -> dict[int, Path]:
+    """Returns the file that contains each task."""
+    file_of: dict[int, Path] = {}
     origins: dict[Path, Origin | None] = {}
     for path in files:
         with HistoryFile(path) as file:
-            here = [task for task in tasks if file.has(task)]
-            if not here:
+            present = [task for task in tasks if file.has(task)]
+            if not present:
                 continue
             origin = origins[path] = file.origin()
         if origin is not None:
             _check_room(path, origin, room)
         first = next(iter(origins))
         if origin != origins[first]:
-            raise UserError(f"{first} and {path} hold histories of different learners; name one file, or part them")
-        for task in here:
-            if task in found and origin is None:
-                raise UserError(f"task {task} is in {found[task]} and in {path}; name one of the files")
-            found.setdefault(task, path)
-    if missing := [task for task in tasks if task not in found]:
+            raise UserError(f"{first} and {path} contain histories of different learners; use one of them")
+        for task in present:
+            if task in file_of and origin is None:
+                raise UserError(f"task {task} is in both {file_of[task]} and {path}; use one of them")
+            file_of.setdefault(task, path)
+    if missing := [task for task in tasks if task not in file_of]:
         names = ", ".join(map(str, missing[:5])) + (", …" if len(missing) > 5 else "")
-        place = files[0] if len(files) == 1 else f"the {len(files)} files given"
-        raise UserError(
-            f"{place}: no histories of {len(missing)} of {len(tasks)} tasks ({names}); collect them as well"
-        )
-    return found
+        location = files[0] if len(files) == 1 else f"the {len(files)} history files"
+        raise UserError(f"{location}: no histories of {len(missing)} of {len(tasks)} tasks ({names}); collect them too")
+    return file_of
 
 
 def _check_room(path: Path, origin: Origin, room: Room) -> None:
-    made, wanted = (
-        f"{where.room if isinstance(where, Origin) else where.name} of size {where.size} and horizon {where.horizon}"
-        for where in (origin, room)
+    stored, expected = (
+        f"{name} of size {size} and horizon {horizon}"
+        for name, size, horizon in ((origin.room, origin.size, origin.horizon), (room.name, room.size, room.horizon))
     )
-    if made != wanted:
-        raise UserError(f"{path} holds histories of {made}, expected {wanted}; use other histories or other settings")
+    if stored != expected:
+        raise UserError(f"{path} contains histories of {stored}, expected {expected}; change the settings or the file")
 
 
-def _check_by_playing(histories: Histories, room: Room, found: Mapping[int, Path]) -> None:
-    """Plays all actions again and compares what is seen and earned with what was read."""
+def _check_by_replay(histories: Histories, room: Room, file_of: Mapping[int, Path]) -> None:
+    """Replays all actions and compares the observations and rewards with those that were read."""
     num_streams, num_steps = histories.actions.shape[1:]
     rows = histories.tasks.repeat_interleave(num_streams)
     episode = room.begin(rows)
@@ -194,13 +195,13 @@ def _check_by_playing(histories: Histories, room: Room, found: Mapping[int, Path
         cells, actions, rewards = (
             column[:, :, step].flatten().long() for column in (histories.cells, histories.actions, histories.rewards)
         )
-        seen = episode.cells
-        episode, earned = room.step(episode, actions)
-        wrong = (cells != seen) | (rewards != earned)
+        expected_cells = episode.cells
+        episode, expected_rewards = room.step(episode, actions)
+        wrong = (cells != expected_cells) | (rewards != expected_rewards)
         if bool(wrong.any()):
             index, stream = divmod(int(wrong.nonzero()[0]), num_streams)
             task = int(histories.tasks[index])
             raise UserError(
-                f"{found[task]}: step {step} of stream {stream} of task {task} cannot happen in {room.name} of size "
-                f"{room.size} and horizon {room.horizon}; it comes from another room, or its tasks are in another order"
+                f"{file_of[task]}: step {step} of stream {stream} of task {task} is impossible in {room.name} of size "
+                f"{room.size} and horizon {room.horizon}; the file is of another environment or task order"
             )

@@ -1,4 +1,4 @@
-"""A file of histories, as it is found on somebody's disk: opened, questioned, and read with care."""
+"""Reads HDF5 files of learning histories from untrusted sources."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from unisono.errors import UserError
 from unisono.recipes.darkroom.rooms import Room
 
 FORMAT = 1
-_MAX_CHUNK = 2**28  # bytes; a chunk is unpacked whole, however little of it is asked for
-_LONGEST = 2000  # characters of what a file says of itself
-_OWN_FILTERS = {1, 2, 3, 32000}  # deflate, shuffle, fletcher32, lzf: those that come with h5py and load no plugin
+_MAX_CHUNK = 2**28  # bytes; HDF5 decompresses whole chunks
+_MAX_TEXT = 2000  # characters of an attribute
+_BUILT_IN_FILTERS = {1, 2, 3, 32000}  # deflate, shuffle, fletcher32, lzf: h5py loads no plugin for them
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where histories come from: all that decides what is in them. A file of ours says it in its attributes."""
+    """Everything that determines the content of a file of histories; unisono stores it as attributes."""
 
     room: str
     size: int
     horizon: int
     source: str
-    settings: str  # of the source, as JSON
+    settings: str  # those of the source, as JSON
     seed: int
     num_streams: int
     num_steps: int
@@ -40,12 +40,12 @@ class Origin:
     def of(
         cls, room: Room, source: str, settings: Mapping[str, Any] | None, seed: int, num_streams: int, num_steps: int
     ) -> Origin:
-        """Histories of `num_streams` learners per task, `num_steps` steps each."""
-        told = json.dumps(dict(settings or {}), sort_keys=True)
-        return cls(room.name, room.size, room.horizon, source, told, seed, num_streams, num_steps)
+        """The origin of `num_streams` histories per task with `num_steps` steps each."""
+        as_json = json.dumps(dict(settings or {}), sort_keys=True)
+        return cls(room.name, room.size, room.horizon, source, as_json, seed, num_streams, num_steps)
 
     def difference(self, other: Origin) -> str:
-        """The first thing in which the other one differs, in words, or nothing."""
+        """Describes the first field in which the other one differs; empty if none does."""
         for field in fields(self):
             mine, theirs = getattr(self, field.name), getattr(other, field.name)
             if mine != theirs:
@@ -54,7 +54,7 @@ class Origin:
 
 
 class HistoryFile:
-    """A file of histories, opened to be read. It is somebody's: nothing in it is trusted."""
+    """A file of histories, open for reading. Nothing in it is trusted."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -63,13 +63,13 @@ class HistoryFile:
         import h5py  # type: ignore[import-untyped]
 
         if not self.path.is_file():
-            raise UserError(f"{self.path}: there is no such file; histories are HDF5 files, or folders of them")
+            raise UserError(f"{self.path} is not a file; histories are HDF5 files, or folders of them")
         try:
-            # Without a lock where there is none to be had: finished files do not change.
+            # Some file systems have no locks, and finished files do not change.
             self._file = h5py.File(self.path, "r", locking="best-effort")
         except OSError as error:
             raise UserError(
-                f"{self.path} cannot be read as HDF5 ({error}); it is something else, or was cut short; move it away"
+                f"{self.path} cannot be read as HDF5 ({error}); the file is truncated or of another kind: move it away"
             ) from None
         return self
 
@@ -77,52 +77,50 @@ class HistoryFile:
         self._file.close()
 
     @contextmanager
-    def _faults(self) -> Iterator[None]:
-        # HDF5 finds damage only when it comes to it, and h5py has no exception of its own for it.
+    def _damage_as_user_error(self) -> Iterator[None]:
+        # HDF5 notices damage only when it reads the place, and h5py has no exception class for it.
         try:
             yield
         except (OSError, RuntimeError, ValueError, TypeError, KeyError) as error:
-            raise UserError(
-                f"{self.path} is damaged ({error}); move it away, and collect its histories again"
-            ) from None
+            raise UserError(f"{self.path} is damaged ({error}); move it away, and collect it again") from None
 
     def origin(self) -> Origin | None:
-        """What the file says of itself; None if it is not one of ours."""
-        with self._faults():
-            told = {name: self._attribute(name) for name in ("format", *(field.name for field in fields(Origin)))}
-        version = told.pop("format")
+        """Returns the stored origin; None if another program wrote the file."""
+        with self._damage_as_user_error():
+            stored = {name: self._attribute(name) for name in ("format", *(field.name for field in fields(Origin)))}
+        version = stored.pop("format")
         if version is None:
             return None
-        if version != FORMAT or None in told.values():
+        if version != FORMAT or None in stored.values():
             raise UserError(f"{self.path} has format {version}, which this version cannot read; collect it again")
-        return Origin(**told)
+        return Origin(**stored)
 
     def tasks(self) -> set[str]:
-        """The names of all groups."""
-        with self._faults():
+        """Returns the names of all groups."""
+        with self._damage_as_user_error():
             return set(self._file)
 
     def has(self, task: int) -> bool:
-        """Whether there are histories of this task."""
+        """Whether the file contains histories of this task."""
         import h5py
 
-        with self._faults():
-            # A link may lead out of the file, so it is looked at and not followed.
+        with self._damage_as_user_error():
+            # Links may point outside the file, so they are not followed.
             return isinstance(self._file.get(str(task), getlink=True), h5py.HardLink)
 
     def read(self, task: int, name: str, num_streams: int, num_steps: int, below: int, *width: int) -> Tensor:
-        """[streams, steps, *width] the beginning of a column: whole numbers from 0 to below - 1, as bytes."""
-        with self._faults():
+        """Reads the start of a column of integers in [0, below) as bytes, [streams, steps, *width]."""
+        with self._damage_as_user_error():
             column = self._dataset(task, name)
             shape = column.shape
             if column.dtype.kind not in "iub":
-                raise self._unfit(task, name, f"has numbers of type {column.dtype}, expected whole numbers")
+                raise self._unfit(task, name, f"has type {column.dtype}, expected integers")
             if len(shape) != 2 + len(width) or shape[2:] != width:
                 expected = ", ".join(["steps", "streams", *map(str, width)])
                 raise self._unfit(task, name, f"has the shape {shape}, expected ({expected})")
             if shape[0] < num_steps or shape[1] < num_streams:
-                has, wants = f"{shape[0]} steps of {shape[1]} streams", f"{num_steps} of {num_streams}"
-                raise self._unfit(task, name, f"has {has}, and {wants} were asked for; ask for less, or collect more")
+                sizes = f"{shape[0]} steps of {shape[1]} streams, expected at least {num_steps} of {num_streams}"
+                raise self._unfit(task, name, f"has {sizes}; use smaller settings, or collect more")
             values = column[:num_steps, :num_streams]
         if values.size and not 0 <= values.min() <= values.max() < below:
             raise self._unfit(
@@ -138,29 +136,29 @@ class HistoryFile:
             raise self._unfit(task, name, "is missing")
         column = group[name]
         if not isinstance(column, h5py.Dataset):
-            raise self._unfit(task, name, "is not a table of numbers")
+            raise self._unfit(task, name, "is not a dataset")
         if column.is_virtual or column.external:
-            raise self._unfit(task, name, "lies in other files; such files are not read")
-        made = column.id.get_create_plist()
-        if not {made.get_filter(index)[0] for index in range(made.get_nfilters())} <= _OWN_FILTERS:
-            raise self._unfit(task, name, "is packed in a way that needs a plugin; repack it with gzip")
+            raise self._unfit(task, name, "refers to other files, which is not supported")
+        properties = column.id.get_create_plist()
+        if not {properties.get_filter(index)[0] for index in range(properties.get_nfilters())} <= _BUILT_IN_FILTERS:
+            raise self._unfit(task, name, "is compressed with a plugin; repack it with gzip")
         if column.chunks and math.prod(column.chunks) * column.dtype.itemsize > _MAX_CHUNK:
             raise self._unfit(task, name, f"has chunks of {column.chunks}; repack it in chunks below 256 MiB")
         return column
 
-    def _unfit(self, task: int, name: str, what: str) -> UserError:
-        return UserError(f"{self.path}: {name} of task {task} {what}")
+    def _unfit(self, task: int, name: str, problem: str) -> UserError:
+        return UserError(f"{self.path}: {name} of task {task} {problem}")
 
     def _attribute(self, name: str) -> Any:
         attributes = self._file.attrs
         if name not in attributes:
             return None
-        kept = attributes.get_id(name)
-        # Text of any length lies elsewhere in the file, and in a damaged one HDF5 looks for it for ever.
-        if kept.shape != () or kept.dtype.kind not in "iuS":
+        attribute = attributes.get_id(name)
+        # Text of variable length is stored elsewhere in the file, and in a damaged one HDF5 may search for it forever.
+        if attribute.shape != () or attribute.dtype.kind not in "iuS":
             return None
         value = attributes[name]
         if not isinstance(value, bytes):
             return int(value)
         text = value.decode()
-        return text if text.isprintable() and len(text) <= _LONGEST else None  # it may be shown to the user
+        return text if text.isprintable() and len(text) <= _MAX_TEXT else None  # messages may contain it

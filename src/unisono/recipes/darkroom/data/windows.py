@@ -1,7 +1,7 @@
-"""Contexts cut out of histories: what the transformer trains on.
+"""The training data: contexts cut out of learning histories.
 
-All histories lie on the device as bytes (22 MB for the whole data set), and a batch of contexts is gathered from them
-by index. A context begins where an episode begins, as it does when the transformer plays.
+All histories are on the device as bytes (22 MB for the whole data set), and a batch of contexts is gathered from them
+by index. Every context starts at the first step of an episode, as in a rollout.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from unisono.errors import ConfigError
-from unisono.recipes.darkroom.model import NOTHING_YET, Tokens
+from unisono.recipes.darkroom.models.transformer import NO_ACTION, Tokens
 from unisono.recipes.darkroom.sources.source import Histories
 
 
@@ -21,13 +21,13 @@ class Contexts(NamedTuple):
     """A batch of contexts, each [batch, length]."""
 
     tokens: Tokens
-    actions: Tensor  # what was done next
-    learned: Tensor | None  # where that is to be learned; None: everywhere
+    actions: Tensor  # the targets
+    learned: Tensor | None  # positions that count in the loss; None: all of them
 
 
 @dataclass(frozen=True)
 class Windows:
-    """Every stretch of `length` steps that begins with an episode."""
+    """A dataset of all windows of `length` steps that start with an episode."""
 
     cells: Tensor  # [histories, steps], uint8
     actions: Tensor
@@ -37,7 +37,7 @@ class Windows:
 
     @classmethod
     def of(cls, histories: Histories, horizon: int, length: int, skip: int = 1, setting: str = "n_transit") -> Windows:
-        """Contexts of histories of which every `skip`-th episode is used; `setting` is what says how long they are."""
+        """Windows over every `skip`-th episode. `setting` is the setting that defines `length`, for the error."""
         steps = histories.cells.shape[-1] // horizon * horizon
         columns = [
             values[..., :steps].reshape(-1, steps // horizon, horizon)[:, ::skip].flatten(1).contiguous()
@@ -52,7 +52,7 @@ class Windows:
 
     @property
     def per_history(self) -> int:
-        """Contexts that begin in one history."""
+        """Number of contexts per history."""
         return (self.cells.shape[1] - self.length) // self.horizon + 1
 
     def __len__(self) -> int:
@@ -62,69 +62,66 @@ class Windows:
         return self.gather(torch.tensor([index], device=self.cells.device))
 
     def to(self, device: torch.device) -> Windows:
-        """The histories on a device."""
+        """Copies the histories to a device."""
         return replace(
             self, cells=self.cells.to(device), actions=self.actions.to(device), rewards=self.rewards.to(device)
         )
 
     def gather(self, indices: Tensor) -> Contexts:
-        """The contexts at `indices`."""
+        """Returns the contexts at `indices`."""
         history, number = indices // self.per_history, indices % self.per_history
         steps = (number * self.horizon)[:, None] + torch.arange(self.length, device=indices.device)
         return self._at(history, steps, first=torch.zeros_like(number))
 
     def _at(self, history: Tensor, steps: Tensor, first: Tensor) -> Contexts:
-        """Tokens of these steps ([batch, length]); in each row, nothing is known before slot `first`."""
+        """The tokens of these steps ([batch, length]); slot `first` of each row has no previous action and reward."""
         flat = history[:, None] * self.cells.shape[1] + steps
         cells, actions = self.cells.view(-1)[flat].long(), self.actions.view(-1)[flat].long()
         before = (flat - 1).clamp(min=0)
-        new = torch.arange(steps.shape[1], device=steps.device) == first[:, None]
-        known_actions = self.actions.view(-1)[before].long().masked_fill(new, NOTHING_YET)
-        known_rewards = self.rewards.view(-1)[before].long().masked_fill(new, 0)
-        return Contexts(Tokens(cells, known_actions, known_rewards), actions, None)
+        is_first = torch.arange(steps.shape[1], device=steps.device) == first[:, None]
+        previous_actions = self.actions.view(-1)[before].long().masked_fill(is_first, NO_ACTION)
+        previous_rewards = self.rewards.view(-1)[before].long().masked_fill(is_first, 0)
+        return Contexts(Tokens(cells, previous_actions, previous_rewards), actions, None)
 
 
 @dataclass(frozen=True)
 class TwoRegions(Windows):
-    """Compressed contexts: the region of `interval` steps before, between two marks, and then the current region.
+    """A dataset of contexts of two regions: the previous `interval` steps, between separators, and the current ones.
 
-    Learned in the current region only. The first region of a history has none before it: its marks enclose nothing,
-    and the slots that are left over at the end are not learned.
+    Only actions of the current region are learned. The first region of a history has no previous one: the separators
+    of its context enclose nothing, and the unused slots at the end are not learned.
     """
 
     interval: int = 80
 
     @classmethod
     def cut(cls, histories: Histories, horizon: int, interval: int, skip: int = 1) -> TwoRegions:
-        """The same for a compressed context."""
+        """Contexts of two regions over every `skip`-th episode."""
         plain = Windows.of(histories, horizon, interval, skip, setting="compress_interval")
         return cls(plain.cells, plain.actions, plain.rewards, horizon, 2 * interval + 2, interval)
 
     @property
     def per_history(self) -> int:
-        """Regions of one history."""
+        """Number of regions per history."""
         return self.cells.shape[1] // self.interval
 
     def gather(self, indices: Tensor) -> Contexts:
-        """The contexts at `indices`."""
+        """Returns the contexts at `indices`."""
         history, region = indices // self.per_history, indices % self.per_history
-        older = torch.where(region > 0, self.interval, 0)[:, None]  # steps between the marks
+        num_previous = torch.where(region > 0, self.interval, 0)[:, None]  # steps between the separators
         slot = torch.arange(self.length, device=indices.device)[None]
-        ends = slot == older + 1
-        marks = torch.where(slot == 0, 1, torch.where(ends, 2, 0)).expand(len(indices), -1)
-        current = slot > older + 1
-        within = torch.where(
-            current, slot - older - 2, slot - 1 - older
-        )  # counted from the current region's first step
-        learned = current & (within < self.interval)
-        steps = (region[:, None] * self.interval + within).clamp(0, self.cells.shape[1] - 1)
-        first = torch.where(region > 0, 1, 2)
-        tokens, actions, _ = self._at(history, steps, first)
-        mark = marks > 0
+        separators = torch.where(slot == 0, 1, torch.where(slot == num_previous + 1, 2, 0))
+        is_current = slot > num_previous + 1
+        # Step of each slot, relative to the first step of the current region.
+        relative = torch.where(is_current, slot - num_previous - 2, slot - 1 - num_previous)
+        learned = is_current & (relative < self.interval)
+        steps = (region[:, None] * self.interval + relative).clamp(0, self.cells.shape[1] - 1)
+        tokens, actions, _ = self._at(history, steps, first=torch.where(region > 0, 1, 2))
+        is_separator = separators > 0
         tokens = Tokens(
-            tokens.cells.masked_fill(mark, 0),
-            tokens.actions.masked_fill(mark, NOTHING_YET),
-            tokens.rewards.masked_fill(mark, 0),
-            marks,
+            tokens.cells.masked_fill(is_separator, 0),
+            tokens.actions.masked_fill(is_separator, NO_ACTION),
+            tokens.rewards.masked_fill(is_separator, 0),
+            separators,
         )
         return Contexts(tokens, actions, learned)

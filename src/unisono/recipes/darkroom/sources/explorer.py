@@ -1,7 +1,7 @@
-"""A learner that explores well: it goes where it can learn something new, until it knows how to get the reward.
+"""A learner that explores efficiently until it knows how to get the reward, then exploits.
 
-It is what R-max does when it knows what it may know (Brafman and Tennenholtz 2002). Its histories are short and
-informative, and the transformer that reads them explores well too: of all sources this one distils best.
+It behaves like R-max with knowledge of the environment's structure (Brafman and Tennenholtz 2002). Its histories are
+short and informative, and the transformer trained on them explores well too: of all sources, this one distils best.
 """
 
 from __future__ import annotations
@@ -14,56 +14,54 @@ from unisono.recipes.darkroom.sources.source import Draws, Source
 
 
 class Explorer(Source):
-    """Looks for cells: the nearest one where it has not looked yet, until it knows where the reward is; then straight.
+    """Walks to the nearest unvisited cell until it has found the reward, then goes straight there.
 
-    With a key and a door it looks for one after the other, and a cell where no key was may still be the door.
+    With a key and a door it searches for one after the other. A cell that had no key may still be the door.
     """
 
     def __init__(self, room: Room, tasks: Tensor, draws: Draws, num_steps: int, noise: float = 0.02) -> None:
         super().__init__(room, tasks, draws, num_steps)
         self._noise = noise
         self._num_goals = max(1, room.num_stages - 1)
-        self._goals = torch.full((len(tasks), self._num_goals), -1, device=tasks.device)  # where known
+        self._goals = torch.full((len(tasks), self._num_goals), -1, device=tasks.device)  # -1: not found yet
         cells = torch.arange(room.num_cells, device=tasks.device)
         x, y = cells // room.size, cells % room.size
         self._distance = ((x[:, None] - x).abs() + (y[:, None] - y).abs()).float()  # [cell, cell]
-        self._taste = draws.uniform(room.num_cells)  # breaks ties; each learner has its own
-        self._price = self._taste.clone()  # the same, and infinite where there is nothing left to look for
+        self._tie_break = draws.uniform(room.num_cells)  # a preference of each learner
+        self._cost = self._tie_break.clone()  # the same for unvisited cells, infinite for visited ones
 
     def act(self, cells: Tensor, step: int) -> Tensor:
-        """See Source."""
         stage = self.stage.clamp(max=self._num_goals - 1)
         target = self._goals.gather(1, stage[:, None])[:, 0]
         target = torch.where(self.stage < self._num_goals, target, cells) if self._num_goals > 1 else target
         if len(searching := (target < 0).nonzero()[:, 0]):
-            nearest = (self._distance[cells[searching]] + self._price[searching]).argmin(dim=1)
+            nearest = (self._distance[cells[searching]] + self._cost[searching]).argmin(dim=1)
             target = target.index_copy(0, searching, nearest)
-        chance = self.draws.uniform(3)
-        return _or_anything(self.room.straight(cells, target, chance[:, 0]), self._noise, chance)
+        uniform = self.draws.uniform(3)
+        return _with_noise(self.room.straight(cells, target, uniform[:, 0]), self._noise, uniform)
 
     def learn(self, cells: Tensor, actions: Tensor, rewards: Tensor, next_cells: Tensor, step: int) -> None:
-        """See Source."""
         if self._num_goals == 1:
-            # Nobody looks at the prices of a learner who knows its goal.
-            self._price.scatter_(1, next_cells[:, None], torch.inf)
+            # Also marks cells after the goal is found: the costs are not used any more then.
+            self._cost.scatter_(1, next_cells[:, None], torch.inf)
             self._goals[:, 0] = torch.where(rewards > 0, next_cells, self._goals[:, 0])
             return
         stage = self.stage.clamp(max=self._num_goals - 1)[:, None]
-        known = self._goals.gather(1, stage)[:, 0]
-        looking = (known < 0) & (self.stage < self._num_goals)
-        rows = looking.nonzero()[:, 0]
-        self._price[rows, next_cells[rows]] = torch.inf
-        found = looking & (rewards > 0)
-        self._goals.scatter_(1, stage, torch.where(found, next_cells, known)[:, None])
-        rows = found.nonzero()[:, 0]
-        self._price[rows] = self._taste[rows]  # the next thing may be anywhere
+        goal = self._goals.gather(1, stage)[:, 0]
+        searching = (goal < 0) & (self.stage < self._num_goals)
+        rows = searching.nonzero()[:, 0]
+        self._cost[rows, next_cells[rows]] = torch.inf
+        reached = searching & (rewards > 0)
+        self._goals.scatter_(1, stage, torch.where(reached, next_cells, goal)[:, None])
+        rows = reached.nonzero()[:, 0]
+        self._cost[rows] = self._tie_break[rows]  # the next goal may be in any cell
 
 
 class ActionExplorer(Source):
-    """Looks for actions: knows its way and where the reward is, but not what its actions do.
+    """Knows where the goal is but not what its actions do.
 
-    It does what most probably brings it forward, by all that it has seen; so it tries an unknown action only as long as
-    none is known to do that.
+    It takes the action that most probably leads towards the goal, given all that it has observed. So it tries an
+    unknown action only while no known one does.
     """
 
     def __init__(
@@ -71,39 +69,37 @@ class ActionExplorer(Source):
     ) -> None:
         super().__init__(room, tasks, draws, num_steps)
         self._noise, device = noise, tasks.device
-        meanings = room.meanings.on(device)  # [task, action] -> move
-        self._meanings = meanings.t().contiguous()
-        self._means = torch.nn.functional.one_hot(meanings, NUM_ACTIONS).float().flatten(1)  # [task, action * move]
-        self._possible = torch.ones(len(tasks), room.num_tasks, dtype=torch.bool, device=device)  # by what was seen
+        moves = room.moves.on(device)  # [task, action] -> move
+        self._moves = moves.t().contiguous()
+        self._one_hot_moves = (
+            torch.nn.functional.one_hot(moves, NUM_ACTIONS).float().flatten(1)
+        )  # [task, action * move]
+        self._possible = torch.ones(len(tasks), room.num_tasks, dtype=torch.bool, device=device)  # given what it saw
         cells = torch.arange(room.num_cells, device=device)
         self._outcomes = room.neighbours(cells)  # [cell, move] -> cell
         goal = room.num_cells - 1
-        size = room.size
-        steps_to_go = 2 * (size - 1) - cells // size - cells % size
-        forward = steps_to_go[self._outcomes] < steps_to_go[:, None]
-        self._forward = (forward | (self._outcomes == goal)).float()  # [cell, move]: closer to the goal, or kept there
+        distance = 2 * (room.size - 1) - cells // room.size - cells % room.size
+        closer = distance[self._outcomes] < distance[:, None]
+        self._forward = (closer | (self._outcomes == goal)).float()  # [cell, move]: gets closer, or stays at the goal
 
     def act(self, cells: Tensor, step: int) -> Tensor:
-        """See Source."""
-        # In how many of the possible tasks an action brings it forward: whole numbers; chance decides between equals.
-        ways = (self._possible.float() @ self._means).view(-1, NUM_ACTIONS, NUM_ACTIONS)
-        hope = (ways * self._forward[cells][:, None]).sum(dim=2)
-        chance = self.draws.uniform(NUM_ACTIONS + 3)
-        return _or_anything((hope + chance[:, 3:] / 2).argmax(dim=1), self._noise, chance)
+        # In how many of the possible tasks each action leads forward. Random numbers below 1 break ties.
+        ways = (self._possible.float() @ self._one_hot_moves).view(-1, NUM_ACTIONS, NUM_ACTIONS)
+        score = (ways * self._forward[cells][:, None]).sum(dim=2)
+        uniform = self.draws.uniform(NUM_ACTIONS + 3)
+        return _with_noise((score + uniform[:, 3:] / 2).argmax(dim=1), self._noise, uniform)
 
     def learn(self, cells: Tensor, actions: Tensor, rewards: Tensor, next_cells: Tensor, step: int) -> None:
-        """See Source."""
-        explains = self._outcomes[cells] == next_cells[:, None]  # [batch, move]
-        self._possible &= explains.gather(1, self._meanings[actions])
+        is_consistent = self._outcomes[cells] == next_cells[:, None]  # [batch, move]
+        self._possible &= is_consistent.gather(1, self._moves[actions])
 
 
 def explorer(room: Room, tasks: Tensor, draws: Draws, num_steps: int, noise: float = 0.02) -> Source:
-    """The explorer that looks for what this room hides; `noise` is how often it does anything instead."""
+    """Returns the explorer for this environment; `noise` is its probability of a random action."""
     if isinstance(room, DarkroomPermuted):
         return ActionExplorer(room, tasks, draws, num_steps, noise)
     return Explorer(room, tasks, draws, num_steps, noise)
 
 
-def _or_anything(actions: Tensor, noise: float, chance: Tensor) -> Tensor:
-    anything = (chance[:, 2] * NUM_ACTIONS).long()
-    return torch.where(chance[:, 1] < noise, anything, actions)
+def _with_noise(actions: Tensor, noise: float, uniform: Tensor) -> Tensor:
+    return torch.where(uniform[:, 1] < noise, (uniform[:, 2] * NUM_ACTIONS).long(), actions)

@@ -1,8 +1,8 @@
-"""What a source learner is, and the loop in which thousands of them live.
+"""The interface of a source learner, and the loop that runs thousands of them.
 
-A learner acts, sees what comes of it, and gets better from episode to episode; its history is what the transformer
-reads. Each history belongs to a task and a stream (the n-th learner of that task), and everything random in it is a
-function of (seed, task, stream, step): it does not matter which tasks are collected together, on which rank or device.
+A learner acts, observes the outcome and improves from episode to episode. Its history is what the transformer is
+trained on. Every random number of a history is a function of (seed, task, stream, step), where the stream is the number
+of the learner within its task. So a history does not depend on which others are collected with it, or on which rank.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from torch import Tensor
 from unisono.data.bits import key_of, keys_for, random_bits, to_unit
 from unisono.recipes.darkroom.rooms import Room
 
-_DRAWS = 16  # at most so many per step
+_MAX_DRAWS = 16  # calls of Draws.uniform per step
 
 
 @dataclass(frozen=True)
 class Histories:
-    """What learners lived through, [tasks, streams, steps] as bytes; episodes follow each other without a gap."""
+    """Learning histories as bytes, [tasks, streams, steps]; episodes follow one another without a gap."""
 
     tasks: Tensor  # [tasks], int64
-    cells: Tensor  # what was seen before the action
+    cells: Tensor  # observed before the action
     actions: Tensor
     rewards: Tensor
 
 
 class Draws:
-    """Random numbers of a batch of histories, a fresh set at every step."""
+    """Random numbers for a batch of histories, new ones at every step."""
 
     def __init__(self, seed: int, tasks: Tensor, streams: Tensor) -> None:
         self._keys = keys_for(key_of(seed), keys_for(0, tasks) + streams)  # [batch]
         self._step, self._draw = -1, 0
 
     def next_step(self) -> None:
-        """What is drawn from now on belongs to the next step."""
+        """Starts the numbers of the next step."""
         self._step, self._draw = self._step + 1, 0
 
     def uniform(self, *shape: int) -> Tensor:
-        """[batch, *shape] numbers in [0, 1)."""
+        """Returns [batch, *shape] numbers in [0, 1)."""
         size = int(torch.Size(shape).numel())
-        counter = torch.arange(size, device=self._keys.device) * _DRAWS + self._draw + (self._step << 32)
+        counter = torch.arange(size, device=self._keys.device) * _MAX_DRAWS + self._draw + (self._step << 32)
         self._draw += 1
         return to_unit(random_bits(self._keys[:, None], counter[None]), torch.float32).view(-1, *shape)
 
@@ -53,22 +53,22 @@ class Source(ABC):
     """A batch of learners, one per row."""
 
     def __init__(self, room: Room, tasks: Tensor, draws: Draws, num_steps: int) -> None:
-        """`tasks` is for sources that are told the answer; `num_steps` is how long their history will be."""
+        """`num_steps` is the length of the histories; only sources that are experts may use `tasks`."""
         self.room, self.tasks, self.draws, self.num_steps = room, tasks, draws, num_steps
-        # How far each learner is in its episode (see Episode), before the action and after it. It may know: a stage is
-        # the number of rewards it has had, where rewards are to be had once.
+        # Stage of each learner's episode (see Episode) before and after the action. Learners may use it: where rewards
+        # are given once, it is the number of rewards received.
         self.stage = self.next_stage = torch.zeros_like(tasks)
 
     @abstractmethod
     def act(self, cells: Tensor, step: int) -> Tensor:
-        """[batch] the actions of all learners at this step of their histories."""
+        """Returns the actions of all learners, [batch], at this step of their histories."""
 
     @abstractmethod
     def learn(self, cells: Tensor, actions: Tensor, rewards: Tensor, next_cells: Tensor, step: int) -> None:
-        """What came of it; `next_cells` is where they really were, also at the end of an episode."""
+        """Learns from the outcome; `next_cells` are the true next cells, also at the end of an episode."""
 
 
-def live(
+def run_learners(
     make: Callable[[Room, Tensor, Draws, int], Source],
     room: Room,
     tasks: Tensor,
@@ -76,12 +76,12 @@ def live(
     num_steps: int,
     seed: int,
 ) -> Histories:
-    """The histories of `num_streams` learners for each task, on the device of `tasks`."""
+    """Runs `num_streams` learners per task on the device of `tasks` and returns their histories."""
     rows = tasks.repeat_interleave(num_streams)
     streams = torch.arange(num_streams, device=tasks.device).repeat(len(tasks))
     draws = Draws(seed, rows, streams)
     source = make(room, rows, draws, num_steps)
-    lived = torch.empty(3, num_steps, len(rows), dtype=torch.uint8, device=tasks.device)
+    columns = torch.empty(3, num_steps, len(rows), dtype=torch.uint8, device=tasks.device)
     episode = room.begin(rows)
     for step in range(num_steps):
         if step % room.horizon == 0:
@@ -92,8 +92,7 @@ def live(
         episode, rewards = room.step(episode, actions)
         source.next_stage = episode.stage
         source.learn(cells, actions, rewards, episode.cells, step)
-        for kept, values in zip(lived[:, step], (cells, actions, rewards), strict=True):
-            kept.copy_(values)
-    # Learners act side by side, but a history is read along its steps.
-    cells, actions, rewards = lived.transpose(1, 2).reshape(3, len(tasks), num_streams, num_steps)
+        for column, values in zip(columns[:, step], (cells, actions, rewards), strict=True):
+            column.copy_(values)
+    cells, actions, rewards = columns.transpose(1, 2).reshape(3, len(tasks), num_streams, num_steps)
     return Histories(tasks, cells, actions, rewards)

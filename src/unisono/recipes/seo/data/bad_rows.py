@@ -1,4 +1,4 @@
-"""Rows that cannot be used: the first one stops the run, or all are left out and counted."""
+"""Unusable rows: the first one stops the run, or all are left out and counted."""
 
 from __future__ import annotations
 
@@ -6,34 +6,41 @@ from collections.abc import Callable
 
 from unisono.errors import ConfigError
 from unisono.formatting import format_count
-from unisono.recipes.common.bad_files import few
+from unisono.recipes.common.bad_files import first_few
 from unisono.recipes.common.tree import one_line
 
-_REMEMBERED = 4  # more than a message names, so that it can say that there are others
+Remark = Callable[[str], None]
+"""Receives a line for the user."""
+
+_NUM_EXAMPLES = 4  # one more than a message lists, so that it can say that there are others
+
+
+def no_remark(text: str) -> None:
+    """Ignores a line for the user."""
 
 
 class BadRows:
-    """What to do with rows that cannot be used."""
+    """Collects the unusable rows of a file, or raises at the first one."""
 
     def __init__(self, leave_out: bool) -> None:
         self._leave_out = leave_out
         self.number = 0
-        self._first: list[str] = []
+        self._examples: list[str] = []
 
-    def add(self, where: str, what: str, number: int = 1) -> None:
-        """One more that cannot be used (or a number of them): ConfigError, or it is left out."""
-        told = one_line(f"{where}: {what}")
+    def add(self, where: str, problem: str, number: int = 1) -> None:
+        """Adds one unusable row, or several with the same problem; ConfigError unless they may be left out."""
+        message = one_line(f"{where}: {problem}")
         if not self._leave_out:
-            raise ConfigError(f"{told}; mend it, or leave out all like it with --leave_out_bad")
+            raise ConfigError(f"{message}; correct it, or pass --leave_out_bad to leave out such rows")
         self.number += number
-        if len(self._first) < _REMEMBERED:
-            self._first.append(told)
+        if len(self._examples) < _NUM_EXAMPLES:
+            self._examples.append(message)
 
-    def tell(self, said: Callable[[str], None], kept: int, what: str, where: object) -> None:
-        """Says what was left out (`what` in the singular); ConfigError where nothing else is there."""
-        if not kept:
-            why = f" ({few(self._first)})" if self._first else ""
-            raise ConfigError(f"there is not one {what} of {where} that can be used{why}")
+    def report(self, remark: Remark, num_usable: int, kind: str, source: object) -> None:
+        """Remarks on what was left out (`kind` in the singular); ConfigError if nothing is left."""
+        if not num_usable:
+            reason = f" ({first_few(self._examples)})" if self._examples else ""
+            raise ConfigError(f"{source} has no usable {kind}{reason}")
         if self.number:
-            out = f"left out {format_count(self.number, 'row')} that cannot be used"
-            said(f"{out}, {format_count(kept, what)} of {where} are there: {few(self._first)}")
+            left_out = f"left out {format_count(self.number, 'unusable row')} of {source}"
+            remark(f"{left_out} ({format_count(num_usable, kind)} left): {first_few(self._examples)}")

@@ -1,4 +1,4 @@
-"""Blocks of tokens on disk, and how they become one file."""
+"""Blocks of tokens on disk, and how they are joined into one file."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from numpy.typing import NDArray
 
 from unisono.atomic_files import atomic_file
 from unisono.errors import UserError
-from unisono.recipes.common.whole_files import write_whole
+from unisono.recipes.common.cache_files import write_cache_file
 
 DONE, TOKENS, STARTS = "texts.json", "tokens.npy", "starts.npy"
 
 BLOCK_TEXTS = 8192
 BLOCK_CHARACTERS = 2**24
-"""A block ends with whichever comes first: it is held in memory as text."""
+"""Limits of a block, which is in memory as text."""
 
 
 class Facts(NamedTuple):
-    """What is in a folder that is filled."""
+    """The contents of a complete folder."""
 
     num_texts: int
     num_tokens: int
@@ -34,17 +34,18 @@ class Facts(NamedTuple):
 
 
 def facts_of(folder: Path) -> Facts | None:
-    """What is in a folder; None if it is not filled, or damaged."""
+    """The contents of a folder; None if it is incomplete or damaged."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        told = json.loads((folder / DONE).read_bytes())
-        facts = Facts(int(told["num_texts"]), int(told["num_tokens"]), int(told["num_cut"]), dict(told["sizes"]))
+        content = json.loads((folder / DONE).read_bytes())
+        num_texts, num_tokens, num_cut = (int(content[name]) for name in ("num_texts", "num_tokens", "num_cut"))
+        facts = Facts(num_texts, num_tokens, num_cut, dict(content["sizes"]))
         if all((folder / name).stat().st_size == facts.sizes[name] for name in (TOKENS, STARTS)):
             return facts
     return None
 
 
 def blocks_of(texts: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
-    """The texts in blocks, which depend on the texts alone: every process cuts them alike."""
+    """Divides texts into blocks, in the same way in every process."""
     number, block, characters = 0, list[str](), 0
     for text in texts:
         block.append(text)
@@ -57,12 +58,12 @@ def blocks_of(texts: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
 
 
 def block_name(number: int) -> str:
-    """The file of a block."""
+    """The file name of a block."""
     return f"block-{number:08d}.npy"
 
 
 def packed(rows: list[list[int]], num_cut: int) -> bytes:
-    """A block as one array: how many texts, how many of them were cut, the length of each, all tokens."""
+    """A block as one array: number of texts, number of truncated ones, length of each, all tokens."""
     numbers = array("i", [len(rows), num_cut, *(len(row) for row in rows)])
     for row in rows:
         numbers.extend(row)
@@ -72,16 +73,16 @@ def packed(rows: list[list[int]], num_cut: int) -> bytes:
 
 
 def join(folder: Path, num_blocks: int) -> None:
-    """Makes one file of all blocks, and removes them; nothing where another run has done so."""
+    """Joins all blocks into one file and removes them, unless another run has done so."""
     if facts_of(folder) is None:
         try:
             _join(folder, num_blocks)
-        except FileNotFoundError:  # a run that shares the folder was faster, and has removed them
+        except FileNotFoundError:  # another run with the same folder has removed them
             if facts_of(folder) is None:
-                raise UserError(f"{folder}: blocks of it are gone; start again, and they are made anew") from None
+                raise UserError(f"{folder}: blocks are missing; start again to create them") from None
         except OSError as error:
             raise UserError(
-                f"{folder} cannot be written ({error.strerror}); make room, or use another folder"
+                f"{folder} cannot be written ({error.strerror}); free some space, or use another folder"
             ) from None
     for block in folder.glob("block-*.npy"):
         block.unlink(missing_ok=True)
@@ -96,12 +97,12 @@ def _join(folder: Path, num_blocks: int) -> None:
     starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(lengths), dtype=np.int64)])
     file = io.BytesIO()
     np.save(file, starts, allow_pickle=False)
-    write_whole(folder / STARTS, file.getvalue())
+    write_cache_file(folder / STARTS, file.getvalue())
     with atomic_file(folder / TOKENS, durable=True) as temporary, temporary.open("xb") as new:
         _write_tokens(new, folder, num_blocks, int(starts[-1]))
     sizes = {name: (folder / name).stat().st_size for name in (TOKENS, STARTS)}
     facts = Facts(len(starts) - 1, int(starts[-1]), num_cut, sizes)
-    write_whole(folder / DONE, json.dumps(facts._asdict()).encode())
+    write_cache_file(folder / DONE, json.dumps(facts._asdict()).encode())
 
 
 def _write_tokens(new: BinaryIO, folder: Path, num_blocks: int, num_tokens: int) -> None:
@@ -112,7 +113,7 @@ def _write_tokens(new: BinaryIO, folder: Path, num_blocks: int, num_tokens: int)
 
 
 def _unpacked(path: Path) -> tuple[NDArray[np.int32], int, NDArray[np.int32]]:
-    """Lengths, number of cut texts and tokens of a block."""
+    """Lengths, number of truncated texts and tokens of a block."""
     try:
         block = np.load(path, mmap_mode="r", allow_pickle=False)
         num_texts, num_cut = (int(number) for number in block[:2])

@@ -1,7 +1,7 @@
 """The pages of a site: a folder of HTML files, a sitemap, or a list of files.
 
-Only files are read, and only those in the folder (or beside the sitemap or list): addresses of a sitemap are looked for
-there by their path, as `wget --mirror` and static site generators lay pages out.
+Only files in the folder (or next to the sitemap or list) are read. The URLs of a sitemap are looked up there by their
+path, in the layout of `wget --mirror` and of static site generators.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
 
 PAGES = (".html", ".htm", ".xhtml")
 
-_MOST_BYTES = 2**26  # the protocol allows 50 MB
-_MOST_SITEMAPS = 1000
+_MAX_BYTES = 2**26  # the protocol allows 50 MB
+_MAX_SITEMAPS = 1000
 _ADDRESS = re.compile(r"https?://", re.IGNORECASE)
 
 
 def pages_of(
-    path: str | Path, *, leave_out_bad: bool = False, said: Callable[[str], None] = lambda text: None
+    path: str | Path, *, leave_out_bad: bool = False, remark: Callable[[str], None] = lambda text: None
 ) -> list[tuple[str, Path]]:
-    """The pages of a site, each with its name: the path in the folder, or what the sitemap or list calls it.
+    """The pages of a site with their names: the path in the folder, or the entry of the sitemap or list.
 
-    A page that is listed and not there is an error, or left out with `leave_out_bad`; `said` is told that.
+    A listed page that does not exist is an error; with `leave_out_bad` it is left out, with a remark.
     """
     place = Path(path).expanduser()
     if place.is_dir():
         tree = Tree(place)
         names = sorted(name for name in tree.walk() if name.lower().endswith(PAGES) and name in tree)
         if not names:
-            raise ConfigError(one_line(f"{place}: there is no page in it; expected files {' '.join(PAGES)}"))
+            raise ConfigError(one_line(f"{place}: it has no pages; expected files {' '.join(PAGES)}"))
         return [(name, tree.path(name)) for name in names]
     bad, tree = BadRows(leave_out_bad), Tree(place.parent)
     pages: dict[str, Path] = {}
@@ -50,20 +50,20 @@ def pages_of(
         except Outside as outside:
             raise ConfigError(one_line(f"{where}: {outside}")) from None
         if file is None:
-            bad.add(where, f"{shown(name)} is not among the files in {place.parent}")
+            bad.add(where, f"{shown(name)} does not exist in {place.parent}")
         else:
             pages.setdefault(name, file)
-    bad.tell(said, len(pages), "page", place)
+    bad.report(remark, len(pages), "page", place)
     return list(pages.items())
 
 
 def addresses_in(path: str | Path) -> list[str]:
-    """What a sitemap or a list names, as written: addresses or names of files."""
+    """The entries of a sitemap or a list: URLs or file names."""
     return list(dict.fromkeys(name for _, name in _listed(Path(path).expanduser())))
 
 
 def _listed(path: Path) -> Iterator[tuple[str, str]]:
-    """(where, name) of everything that is listed."""
+    """Location and name of every entry."""
     if not path.is_file():
         raise ConfigError(one_line(f"{path}: expected a folder of pages, a sitemap (.xml) or a list of files (.txt)"))
     if plain_suffix(path) == ".xml":
@@ -72,8 +72,8 @@ def _listed(path: Path) -> Iterator[tuple[str, str]]:
         length = 0
         for number, line in lines_of(path):
             length += len(line)
-            if length > _MOST_BYTES:
-                raise ConfigError(one_line(f"{path}: longer than {_MOST_BYTES // 2**20} MiB; that is no list of files"))
+            if length > _MAX_BYTES:
+                raise ConfigError(one_line(f"{path}: longer than {_MAX_BYTES // 2**20} MiB; expected a list of files"))
             if line.strip() and not line.lstrip().startswith("#"):
                 yield f"{path}, line {number}", line.strip()
     else:
@@ -81,7 +81,7 @@ def _listed(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _sitemap(top: Path) -> Iterator[tuple[str, str]]:
-    tree, waiting, known = Tree(top.parent), [top], {top}
+    tree, waiting, sitemaps = Tree(top.parent), [top], {top}
     while waiting:
         path = waiting.pop(0)
         kind, locations = _locations(path)
@@ -89,27 +89,27 @@ def _sitemap(top: Path) -> Iterator[tuple[str, str]]:
             if kind == "urlset":
                 yield str(path), location
                 continue
-            # A sitemap of sitemaps; they lie beside it, whatever their address is.
+            # A sitemap index; its sitemaps are next to it, whatever their URL is.
             file = _file_of(location, tree) or _file_of(location.rpartition("/")[2], tree)
             if file is None:
-                raise ConfigError(one_line(f"{path}: it lists the sitemap {shown(location)}; put that beside it"))
-            if file not in known and len(known) < _MOST_SITEMAPS:
-                known.add(file)
+                raise ConfigError(one_line(f"{path}: it lists the sitemap {shown(location)}; put that next to it"))
+            if file not in sitemaps and len(sitemaps) < _MAX_SITEMAPS:
+                sitemaps.add(file)
                 waiting.append(file)
 
 
 def _locations(path: Path) -> tuple[str, list[str]]:
     from lxml import etree
 
-    content = read_start(path, _MOST_BYTES + 1)
-    if len(content) > _MOST_BYTES:
-        raise ConfigError(one_line(f"{path}: larger than {_MOST_BYTES // 2**20} MiB; a sitemap is 50 MB at most"))
-    # No entities, no network, no documents from elsewhere: a sitemap is somebody else's file.
+    content = read_start(path, _MAX_BYTES + 1)
+    if len(content) > _MAX_BYTES:
+        raise ConfigError(one_line(f"{path}: larger than {_MAX_BYTES // 2**20} MiB; a sitemap is 50 MB at most"))
+    # No entities, no network, no external documents: the file is not trusted.
     parser = etree.XMLParser(resolve_entities=False, no_network=True, load_dtd=False, huge_tree=False)
     try:
         root = etree.fromstring(content, parser)
     except (etree.XMLSyntaxError, ValueError) as error:
-        raise ConfigError(one_line(f"{path}: not proper XML ({error})")) from None
+        raise ConfigError(one_line(f"{path}: not valid XML ({error})")) from None
     kind = etree.QName(root).localname
     if kind not in ("urlset", "sitemapindex"):
         raise ConfigError(one_line(f"{path}: expected a sitemap, <urlset> or <sitemapindex>, found <{kind}>"))
@@ -117,7 +117,7 @@ def _locations(path: Path) -> tuple[str, list[str]]:
 
 
 def _is_entry(loc: Element) -> bool:
-    """Not <image:loc> and <video:loc>, which stand deeper and are no pages."""
+    """Whether it is the <loc> of a page, not <image:loc> or <video:loc>, which are nested deeper."""
     from lxml import etree
 
     parent = loc.getparent()
@@ -125,11 +125,11 @@ def _is_entry(loc: Element) -> bool:
 
 
 def _file_of(name: str, tree: Tree) -> Path | None:
-    """The file that a name or an address means; None if it is not there."""
+    """The file of a name or URL; None if it does not exist."""
     if _ADDRESS.match(name):
         host, _, inside = re.split("[?#]", _ADDRESS.sub("", name), maxsplit=1)[0].partition("/")
         inside = unquote(inside).lstrip("/")
-        starts = [f"{host}/{inside}", inside]  # wget makes a folder for the host
+        starts = [f"{host}/{inside}", inside]  # wget creates a folder for the host
     else:
         starts = [unquote(name), name] if "%" in name else [name]
     for start in starts:

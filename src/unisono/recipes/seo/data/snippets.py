@@ -11,7 +11,7 @@ from unisono.recipes.common.tree import one_line
 from unisono.recipes.seo.data.bad_rows import BadRows
 from unisono.recipes.seo.data.labelled import TEXT
 from unisono.recipes.seo.data.lines import plain_suffix
-from unisono.recipes.seo.data.pages import MOST_BYTES, parse_page
+from unisono.recipes.seo.data.pages import MAX_BYTES, parse_page
 from unisono.recipes.seo.data.site import pages_of
 from unisono.recipes.seo.data.tables import TABLES, no_text, rows_of, text_in
 
@@ -20,22 +20,22 @@ def read_snippets(
     path: str | Path,
     write: Literal["title", "description"],
     *,
-    said: Callable[[str], None] = lambda text: None,
+    remark: Callable[[str], None] = lambda text: None,
     leave_out_bad: bool = False,
 ) -> list[tuple[str, str]]:
     """(text of a page, its title or description) of a table, a folder of pages, a sitemap or a list of files."""
     place, bad = Path(path).expanduser(), BadRows(leave_out_bad)
     if not place.is_dir() and plain_suffix(place) in TABLES:
-        pairs = _of_table(place, write, bad, said)
+        pairs = _of_table(place, write, bad)
     else:
-        pairs = _of_site(place, write, bad, said, leave_out_bad)
-    bad.tell(said, len(pairs), "page", place)
+        pairs = _of_site(place, write, bad, remark, leave_out_bad)
+    bad.report(remark, len(pairs), "page", place)
     return pairs
 
 
-def _of_table(path: Path, write: str, bad: BadRows, said: Callable[[str], None]) -> list[tuple[str, str]]:
+def _of_table(path: Path, write: str, bad: BadRows) -> list[tuple[str, str]]:
     pairs = []
-    for row in rows_of(path, (TEXT, (write,)), bad, said):
+    for row in rows_of(path, (TEXT, (write,)), bad):
         text, target = text_in(row.first(TEXT)), text_in(row.first((write,)))
         if text is None or target is None:
             what, lacking = ("text", TEXT) if text is None else (write, (write,))
@@ -46,10 +46,10 @@ def _of_table(path: Path, write: str, bad: BadRows, said: Callable[[str], None])
 
 
 def _of_site(
-    path: Path, write: str, bad: BadRows, said: Callable[[str], None], leave_out_bad: bool
+    path: Path, write: str, bad: BadRows, remark: Callable[[str], None], leave_out_bad: bool
 ) -> list[tuple[str, str]]:
     pairs = []
-    for _, file in pages_of(path, leave_out_bad=leave_out_bad, said=said):
+    for _, file in pages_of(path, leave_out_bad=leave_out_bad, remark=remark):
         page = parse_page(read_page(file), str(file))
         target = page.title if write == "title" else page.description
         if not page.text:
@@ -65,6 +65,6 @@ def read_page(file: Path) -> bytes:
     """The bytes of a page; ConfigError where it cannot be read."""
     try:
         with file.open("rb") as opened:
-            return opened.read(MOST_BYTES + 1)
+            return opened.read(MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(one_line(f"{file} cannot be read ({error.strerror or error})")) from None

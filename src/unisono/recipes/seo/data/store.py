@@ -1,9 +1,9 @@
-"""The tokens of many texts, computed once and kept in files that are mapped into memory.
+"""The token cache: texts are tokenized once, into files that are mapped into memory.
 
-A folder of tokens is named by everything it depends on: tokens of other texts, another tokenizer or another limit lie
-in another folder beside it. It is filled in blocks, shared over the processes; each block appears whole or not at all,
-so a killed fill goes on where it was. In the end the blocks become one file, and `texts.json`, written last, says that
-all is there. Two runs that fill the same folder write the same bytes, and whichever comes last changes nothing.
+The name of a cache folder contains a digest of everything the tokens depend on: texts, tokenizer and length limit. The
+processes fill it in blocks that appear complete or not at all, so an interrupted run continues where it stopped. The
+blocks are then joined into one file, and `texts.json` is written last. Two runs that fill the same folder write the
+same bytes.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from numpy.typing import NDArray
 
 from unisono.engine.recipe import Work
 from unisono.errors import UserError
-from unisono.recipes.common.whole_files import remove_leftovers, write_whole
+from unisono.recipes.common.cache_files import remove_leftovers, write_cache_file
 from unisono.recipes.seo.data.blocks import DONE, STARTS, TOKENS, block_name, blocks_of, facts_of, join, packed
 from unisono.recipes.seo.data.tokens import Tokenize, fingerprint_of
 
 __all__ = ["Texts", "Tokenize", "fill_texts", "fingerprint_of", "open_texts"]
 
-_SAY_EVERY_S = 5.0
+_PROGRESS_EVERY_S = 5.0
 
 
 class Texts(Sequence["NDArray[np.int32]"]):
-    """Tokens of texts by their numbers; loader workers share the memory."""
+    """The tokens of texts by number; loader workers share the memory."""
 
     def __init__(self, folder: Path, tokens: NDArray[np.int32], starts: NDArray[np.int64], num_cut: int) -> None:
         self._folder, self._tokens, self._starts = folder, tokens, starts
         self.num_cut = num_cut
-        """How many texts were longer than the limit."""
+        """Number of truncated texts."""
 
     def __len__(self) -> int:
         return len(self._starts) - 1
@@ -45,16 +45,16 @@ class Texts(Sequence["NDArray[np.int32]"]):
         if not -len(self) <= index < len(self):
             raise IndexError(index)
         index = int(index) % len(self)
-        # A copy, so that nobody holds a map of a file that is gone by then.
+        # A copy, so that no caller keeps a map of a deleted file.
         return np.array(self._tokens[self._starts[index] : self._starts[index + 1]])
 
     @cached_property
     def lengths(self) -> NDArray[np.int32]:
-        """[n] tokens of each text."""
+        """[n] number of tokens of each text."""
         return np.diff(self._starts).astype(np.int32)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return open_texts, (self._folder,)  # a map would be copied into every worker that is sent it
+        return open_texts, (self._folder,)  # pickling the array would copy it into every worker
 
 
 def fill_texts(
@@ -65,17 +65,17 @@ def fill_texts(
     work: Work,
     what: str = "texts",
 ) -> Path:
-    """Keeps the tokens of texts under `folder`, unless they are there; all processes must call it.
+    """Tokenizes texts into a subfolder of `folder`, unless that is complete; all processes must call it.
 
-    The folder for `open_texts` is given back. A process that is asked to stop returns early: see `work.stopping`.
+    Returns the folder for `open_texts`. A process that is asked to stop returns early: see `work.stopping`.
     """
     place = folder / f"tokens-{fingerprint[:32]}"
-    if any(work.gather(facts_of(place) is not None)):  # they look at one file system, at different times
+    if any(work.gather(facts_of(place) is not None)):  # processes may look at different times
         return place
     try:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"{place} cannot be made ({error.strerror}); use another cache_dir") from None
+        raise UserError(f"{place} cannot be created ({error.strerror}); use another cache_dir") from None
     remove_leftovers(place)
     num_blocks = _fill(place, texts, tokenize, work, what)
     if work.meet():
@@ -87,23 +87,23 @@ def fill_texts(
 
 
 def open_texts(folder: Path) -> Texts:
-    """The tokens that fill_texts has left; also of the folder it was given, where only one of them lies there."""
+    """Opens the tokens in a folder that fill_texts returned, or in its parent if that has only one."""
     place = folder
     if not (folder / DONE).is_file():
         whole = [each for each in sorted(folder.glob("tokens-*")) if facts_of(each)]
         if len(whole) != 1:
-            raise UserError(f"{folder}: expected one set of tokens in it, found {len(whole)}; prepare the run again")
+            raise UserError(f"{folder}: expected one folder of tokens, found {len(whole)}; prepare the run again")
         place = whole[0]
     facts = facts_of(place)
     if facts is None:
-        raise UserError(f"{place}: damaged; remove that folder, and it is made anew")
+        raise UserError(f"{place}: damaged; remove that folder to create it again")
     try:
         tokens = np.load(place / TOKENS, mmap_mode="r" if facts.num_tokens else None, allow_pickle=False)
         starts = np.load(place / STARTS, mmap_mode="r", allow_pickle=False)
         if tokens.shape != (facts.num_tokens,) or starts.shape != (facts.num_texts + 1,):
             raise ValueError
-    except (ValueError, EOFError):  # as long as it should be, and something else
-        raise UserError(f"{place}: damaged; remove that folder, and it is made anew") from None
+    except (ValueError, EOFError):  # right size, wrong content
+        raise UserError(f"{place}: damaged; remove that folder to create it again") from None
     return Texts(place, tokens, starts, facts.num_cut)
 
 
@@ -114,21 +114,21 @@ def _fill(
     work: Work,
     what: str,
 ) -> int:
-    """Makes this process's blocks, and says how many there are of all."""
+    """Writes this process's blocks; returns the total number of blocks."""
     mine, number, done = work.share(range(2**40)), -1, 0
     begun, last = time.monotonic(), time.monotonic()
     for number, block in blocks_of(texts()):
         if number not in mine or (place / block_name(number)).is_file():
             continue
-        if work.stopping or facts_of(place):  # another run was faster
+        if work.stopping or facts_of(place):  # another run has completed it
             break
         before = getattr(tokenize, "num_cut", 0)
         rows = tokenize(block)
-        write_whole(place / block_name(number), packed(rows, getattr(tokenize, "num_cut", 0) - before))
+        write_cache_file(place / block_name(number), packed(rows, getattr(tokenize, "num_cut", 0) - before))
         done += len(block)
-        if time.monotonic() - last > _SAY_EVERY_S:
+        if time.monotonic() - last > _PROGRESS_EVERY_S:
             last = time.monotonic()
-            work.message(f"  {done:,} {what} are tokens, {done / (last - begun):,.0f} per second")
+            work.message(f"  {done:,} {what} tokenized, {done / (last - begun):,.0f} per second")
     if done:
-        work.message(f"  {done:,} {what} became tokens in {time.monotonic() - begun:.1f} s")
+        work.message(f"  {done:,} {what} tokenized in {time.monotonic() - begun:.1f} s")
     return number + 1

@@ -1,4 +1,4 @@
-"""Texts become tokens, and what tokens depend on becomes a name."""
+"""Tokenizes texts, and names what the tokens depend on."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _VERSION = 1
 
 
 def whole_text(text: str) -> str:
-    """The text with each lone surrogate (half a character, as JSON can write it) replaced: no tokenizer takes one."""
+    """Replaces lone surrogates, which JSON can contain and no tokenizer accepts."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 class Tokenize:
-    """Turns texts into tokens, special ones included unless told, cuts them to a limit, and counts what it has cut."""
+    """Tokenizes texts, truncates them to a limit, and counts the truncated ones."""
 
     def __init__(self, tokenizer: Any, limit: int, *, special_tokens: bool = True) -> None:
         self._tokenizer, self._limit, self._special = tokenizer, limit, special_tokens
@@ -29,17 +29,17 @@ class Tokenize:
         rows: list[list[int]] = made["input_ids"]
         if made.encodings is not None:
             self.num_cut += sum(bool(each.overflowing) for each in made.encodings)
-        else:  # a tokenizer in plain Python does not tell
+        else:  # a tokenizer in plain Python does not report overflow
             suspects = [text for text, row in zip(texts, rows, strict=True) if len(row) >= self._limit]
             whole = self._tokenizer(suspects, **like)["input_ids"] if suspects else []
             self.num_cut += sum(len(row) > self._limit for row in whole)
         nothing = self._tokenizer.eos_token_id or self._tokenizer.pad_token_id or 0
-        return [row or [nothing] for row in rows]  # of a text without any sign that the tokenizer knows
+        return [row or [nothing] for row in rows]  # for a text without any known character
 
 
 def fingerprint_of(files: Iterable[Path], *further: Any) -> str:
-    """A name for what is computed from files, by their names, sizes and dates, and from whatever else decides."""
-    from unisono.recipes.common.fingerprint import together
+    """A digest of files, by name, size and date, and of further values."""
+    from unisono.recipes.common.fingerprint import combined
 
     facts = [(path.name, (stat := path.stat()).st_size, stat.st_mtime_ns) for path in files]
-    return together("texts", _VERSION, facts, *further)
+    return combined("texts", _VERSION, facts, *further)

@@ -1,4 +1,4 @@
-"""The engine under the names people know: SEOConfig, AdvancedLLMSEOEngine.
+"""The Python API: `SEOConfig` and `AdvancedLLMSEOEngine`.
 
     from unisono.recipes.seo.front import AdvancedLLMSEOEngine, SEOConfig
 
@@ -7,43 +7,25 @@
     engine.train_with_early_stopping(train, val)
     engine.analyze_seo_score("a page", ["a keyword"])
 
-Everything is trained by unisono's engine: the same run on the CPU, on one GPU, and on many.
+unisono's engine trains: the run is the same on the CPU, on one GPU and on many.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from unisono.recipes.seo.front.config import SEOConfig
+
 if TYPE_CHECKING:
-    from unisono.recipes.seo.front.config import SEOConfig
-    from unisono.recipes.seo.front.data import SEODataset
     from unisono.recipes.seo.front.engine import AdvancedLLMSEOEngine
-    from unisono.recipes.seo.front.loaders import DataLoaderConfig, DataLoaderManager
-    from unisono.recipes.seo.front.stopping import EarlyStopping
 
-_HOME = {
-    "SEOConfig": "config",
-    "AdvancedLLMSEOEngine": "engine",
-    "DataLoaderConfig": "loaders",
-    "DataLoaderManager": "loaders",
-    "SEODataset": "data",
-    "EarlyStopping": "stopping",
-}
-
-__all__ = [
-    "AdvancedLLMSEOEngine",
-    "DataLoaderConfig",
-    "DataLoaderManager",
-    "EarlyStopping",
-    "SEOConfig",
-    "SEODataset",
-]
+__all__ = ["AdvancedLLMSEOEngine", "SEOConfig"]
 
 
 def __getattr__(name: str) -> Any:
-    # On first use: a config can be written and read without waiting for torch.
-    if name not in _HOME:
+    # On first use, so that a config can be written and read without importing torch.
+    if name != "AdvancedLLMSEOEngine":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
+    from unisono.recipes.seo.front.engine import AdvancedLLMSEOEngine
 
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return AdvancedLLMSEOEngine

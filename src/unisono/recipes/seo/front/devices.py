@@ -1,12 +1,11 @@
-"""On what the engine trains: which devices, in how many processes, in which precision, with which effective batch.
+"""Which devices the engine uses, in how many processes, in which precision and with which effective batch.
 
-What was asked for is kept where it can be: with fewer GPUs than asked for, the effective batch stays, and one line
-says so.
+If fewer GPUs are available than requested, the effective batch stays the same, and the engine prints a note.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -21,172 +20,142 @@ from unisono.recipes.seo.front.config import PRECISIONS, SEOConfig
 
 @dataclass(frozen=True)
 class Devices:
-    """Where a config trains on this machine, as it was started."""
+    """The devices of an engine."""
 
     world: World
     strategy: str
     """single, dataparallel or distributed."""
     num_gpus: int
-    """GPUs that take part, over all processes; 0: the CPU."""
-    asked: int
-    """Devices whose effective batch is kept."""
-    gpu_ids: tuple[int, ...] | None = None
+    """GPUs in use over all processes; 0: the CPU."""
+    num_requested: int
+    """Number of devices that determines the effective batch."""
     note: str | None = None
+    """Printed once if there are fewer devices than requested."""
 
     @property
     def num_devices(self) -> int:
-        """GPUs, or processes on the CPU."""
+        """Number of GPUs, or of processes on the CPU."""
         return max(self.num_gpus, self.world.size)
 
     @property
     def device(self) -> torch.device:
-        """This process's own (of several, its first)."""
-        if not self.num_gpus:
-            return torch.device("cpu")
-        return torch.device("cuda", self.gpu_ids[0] if self.gpu_ids else self.world.local_rank)
+        """This process's device; under dataparallel the first one."""
+        return torch.device("cuda", self.world.local_rank) if self.num_gpus else torch.device("cpu")
+
+    def memory(self) -> dict[str, dict[str, int]]:
+        """Memory use of this process on its devices, in bytes."""
+        if self.num_gpus and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return {}
+        if self.strategy != "dataparallel":
+            return memory_of([self.device])
+        return memory_of([torch.device("cuda", index) for index in range(self.num_gpus)])
 
 
 def find_devices(config: SEOConfig) -> Devices:
-    """The devices for this config; what cannot be is refused, what is smaller than asked for is noted."""
+    """Chooses the devices for a config and joins the other processes, if there are any."""
     config.check()
-    gpus = [] if config.device == "cpu" else visible_gpus()
-    if config.device.startswith("cuda") and not gpus:
-        raise ConfigError(f"device {config.device}: there is no GPU here; device='auto' takes the CPU then")
-    ids = (int(config.device.removeprefix("cuda:")),) if config.device.startswith("cuda:") else None
-    world = _world(config)
+    gpus, world = visible_gpus(), _world(config)
+    if world.size == 1:
+        return _of_one_process(config, world, len(gpus))
     if not config.use_multi_gpu:
-        if world.size > 1:
-            raise ConfigError(
-                f"the launcher ({world.launcher}) started {world.size} processes, and use_multi_gpu is False; set it, "
-                "with multi_gpu_strategy='distributed'"
-            )
-        return Devices(world, "single", min(1, len(gpus)), 1, ids)
-    if world.size > 1:
-        return _of_several(config, world, bool(gpus))
+        raise ConfigError(
+            f"{world.launcher} started {world.size} processes, but use_multi_gpu is False; set it, with "
+            "multi_gpu_strategy='distributed'"
+        )
+    if config.multi_gpu_strategy == "dataparallel":
+        raise ConfigError(
+            f"multi_gpu_strategy dataparallel trains on all GPUs from one process, but {world.launcher} started "
+            f"{world.size}; use 'distributed', or start the script with python"
+        )
+    requested = max(config.num_gpus * world.num_nodes, config.distributed_world_size, world.size)
+    devices = Devices(world, "distributed", world.size if gpus else 0, requested)
+    address, port = world.master_addr, str(world.master_port)
+    setup_distributed_training(world.rank, world.size, address, port, backend=config.distributed_backend)
+    return replace(devices, note=_note(config, devices, 0))
+
+
+def _of_one_process(config: SEOConfig, world: World, num_available: int) -> Devices:
+    if not config.use_multi_gpu:
+        return Devices(world, "single", min(1, num_available), 1)
     strategy = "dataparallel" if config.multi_gpu_strategy == "auto" else config.multi_gpu_strategy
-    used = min(config.num_gpus if strategy == "dataparallel" else 1, len(gpus))
-    asked = config.num_gpus
-    found = Devices(world, strategy if used > 1 else "single", used, asked, ids)
-    return replace(found, note=_smaller(config, found, len(gpus)))
+    num_gpus = min(config.num_gpus if strategy == "dataparallel" else 1, num_available)
+    devices = Devices(world, strategy if num_gpus > 1 else "single", num_gpus, config.num_gpus)
+    return replace(devices, note=_note(config, devices, num_available))
 
 
 def _world(config: SEOConfig) -> World:
-    """The processes there are: as the launcher says, else as the config does, else this one alone."""
+    """The processes as the launcher defines them, else as the config does, else this one alone."""
     world = detect()
     by_hand = config.use_multi_gpu and config.multi_gpu_strategy != "dataparallel" and config.distributed_world_size > 1
-    if world.launcher == "plain" and by_hand:
-        return world_for(_by_hand(config))
-    return world
-
-
-def _by_hand(config: SEOConfig) -> MultiGPUConfig:
-    address, port = config.meeting_point()
-    return MultiGPUConfig(
-        rank=config.distributed_rank,
-        world_size=config.distributed_world_size,
-        master_addr=address,
-        master_port=port,
-        backend=config.distributed_backend,
+    if world.launcher != "plain" or not by_hand:
+        return world
+    address, port = config.master_address()
+    return world_for(
+        MultiGPUConfig(
+            rank=config.distributed_rank,
+            world_size=config.distributed_world_size,
+            master_addr=address,
+            master_port=port,
+            backend=config.distributed_backend,
+        )
     )
 
 
-def _of_several(config: SEOConfig, world: World, on_gpus: bool) -> Devices:
-    if config.multi_gpu_strategy == "dataparallel":
-        raise ConfigError(
-            f"multi_gpu_strategy dataparallel trains with all GPUs from one process, and there are {world.size} "
-            f"({world.launcher}); use 'distributed', or start the script with python"
-        )
-    asked = max(config.num_gpus * world.num_nodes, config.distributed_world_size, world.size)
-    found = Devices(world, "distributed", world.size if on_gpus else 0, asked)
-    return replace(found, note=_smaller(config, found, 0))
-
-
-def _smaller(config: SEOConfig, found: Devices, there: int) -> str | None:
-    """What to say where fewer devices take part than were asked for."""
-    if found.num_devices >= found.asked:
+def _note(config: SEOConfig, devices: Devices, num_available: int) -> str | None:
+    if devices.num_devices >= devices.num_requested:
         return None
-    what = f"{found.world.size} processes" if found.world.size > 1 else "one GPU" if found.num_gpus == 1 else "one CPU"
-    if found.num_gpus > 1:
-        what = f"{found.num_gpus} GPUs"
-    batch = effective_batch(config, found.asked)
-    more = f"; torchrun --nproc_per_node={there} script.py uses all {there}" if there > found.num_devices else ""
-    return f"{found.asked} GPUs were asked for, {what} will train: the effective batch stays {batch}{more}"
+    if devices.num_gpus > 1:
+        available = f"{devices.num_gpus} GPUs are"
+    elif devices.world.size > 1:
+        available = f"{devices.world.size} processes are"
+    else:
+        available = "one GPU is" if devices.num_gpus else "one CPU is"
+    batch = effective_batch(config, devices.num_requested)
+    note = f"{devices.num_requested} GPUs were requested and {available} used: the effective batch stays {batch}"
+    if num_available > devices.num_devices:
+        note += f"; torchrun --nproc_per_node={num_available} script.py uses all {num_available} GPUs"
+    return note
 
 
-def effective_batch(config: SEOConfig, asked: int, batch_size: int | None = None) -> int:
+def effective_batch(config: SEOConfig, num_devices: int) -> int:
     """Texts per optimizer step."""
     if config.effective_batch_size is not None:
         return config.effective_batch_size
-    return (batch_size or config.batch_size) * asked * config.gradient_accumulation_steps
+    return config.batch_size * num_devices * config.gradient_accumulation_steps
 
 
 def precision(config: SEOConfig, devices: Devices) -> str:
-    """no, fp16 or bf16; what is chosen by itself is 32 bit on the CPU, which is slower in 16."""
-    if not config.use_mixed_precision or not config.mixed_precision_enabled:
+    """no, fp16 or bf16."""
+    if not config.use_mixed_precision:
         return "no"
     if config.mixed_precision_dtype != "auto":
         return PRECISIONS[config.mixed_precision_dtype]
     if not devices.num_gpus:
-        return "no"
-    # Asked of NVML, because asking CUDA would start it, and fix which GPUs this process sees.
-    newest = max((gpu.capability or "" for gpu in visible_gpus()), key=_version, default="")
-    return "bf16" if _version(newest) >= (8, 0) else "fp16"
+        return "no"  # 16 bit is slower than 32 bit on a CPU
+    # NVML answers; CUDA would initialise, and from then on this process could not select its GPUs.
+    capabilities = [(gpu.capability or "0").split(".") for gpu in visible_gpus()]
+    return "bf16" if max((int(major) for major, *_ in capabilities), default=0) >= 8 else "fp16"
 
 
-def _version(capability: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in capability.split(".") if part.isdecimal())
-
-
-def join_others(config: SEOConfig, devices: Devices) -> None:
-    """Meets the other processes, where there are some."""
-    world = devices.world
-    if world.size > 1:
-        setup_distributed_training(
-            world.rank, world.size, world.master_addr, str(world.master_port), backend=config.distributed_backend
-        )
-
-
-def trainer_config(config: SEOConfig, devices: Devices, batch_size: int, **more: Any) -> MultiGPUConfig:
-    """The same in the words of unisono.multi_gpu, which trains."""
-    launched = devices.world.size > 1
-    number = None if launched and devices.num_gpus else devices.num_gpus
-    return MultiGPUConfig(
-        title=f"AdvancedLLMSEOEngine ({config.model_name})",
-        num_gpus=None if devices.gpu_ids else number,
-        gpu_ids=list(devices.gpu_ids) if devices.gpu_ids else None,
-        min_memory_gb=0.0,
-        strategy=devices.strategy,
-        backend=config.distributed_backend,
-        pin_memory=config.dataloader_pin_memory,
-        num_workers=config.dataloader_num_workers,
-        persistent_workers=config.dataloader_persistent_workers,
-        find_unused_parameters=config.find_unused_parameters,
-        broadcast_buffers=config.broadcast_buffers,
-        bucket_cap_mb=config.bucket_cap_mb,
-        gradient_as_bucket_view=config.gradient_as_bucket_view,
-        static_graph=config.static_graph,
-        batch_size=batch_size,
-        global_batch_size=effective_batch(config, devices.asked, batch_size),
-        learning_rate=config.learning_rate,
-        weight_decay=config.weight_decay,
-        grad_clip=config.max_grad_norm,
-        mixed_precision=precision(config, devices),
-        activation_checkpointing=config.gradient_checkpointing,
-        scheduler_interval="epoch" if config.lr_scheduler == "plateau" else "step",
-        seed=config.seed,
-        settings={
-            "sync_batch_norm": config.sync_batch_norm,
-            "tensorboard": config.tensorboard_logging,
-            **config.settings,
-        },
-        **more,
-    )
-
-
-def memory(devices: Devices) -> dict[str, dict[str, int]]:
-    """Bytes of this process on its devices."""
-    if devices.num_gpus and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return {}  # nothing is there yet
-    several = devices.num_gpus if devices.strategy == "dataparallel" else 1
-    first = devices.device
-    return memory_of([first] if several == 1 else [torch.device("cuda", number) for number in range(several)])
+def trainer_config(config: SEOConfig, devices: Devices, **further: Any) -> MultiGPUConfig:
+    """The same settings for unisono.multi_gpu, which trains."""
+    launched_on_gpus = devices.world.size > 1 and devices.num_gpus > 0
+    values: dict[str, Any] = {
+        "title": f"AdvancedLLMSEOEngine ({config.model_name})",
+        "num_gpus": None if launched_on_gpus else devices.num_gpus,
+        "min_memory_gb": 0.0,
+        "strategy": devices.strategy,
+        "backend": config.distributed_backend,
+        "num_workers": config.dataloader_num_workers,
+        "global_batch_size": effective_batch(config, devices.num_requested),
+        "grad_clip": 1.0,
+        "mixed_precision": precision(config, devices),
+        "activation_checkpointing": config.gradient_checkpointing,
+        "scheduler_interval": "step",
+    }
+    same = ("find_unused_parameters", "gradient_as_bucket_view", "broadcast_buffers", "bucket_cap_mb", "static_graph")
+    values |= {name: getattr(config, name) for name in (*same, "batch_size", "learning_rate", "seed")}
+    own_fields = {field.name for field in fields(MultiGPUConfig)}
+    values |= {name: value for name, value in config.settings.items() if name in own_fields}
+    settings = {name: value for name, value in config.settings.items() if name not in own_fields}
+    return MultiGPUConfig(**values, **further, settings={"sync_batch_norm": config.sync_batch_norm, **settings})

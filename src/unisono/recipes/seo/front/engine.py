@@ -1,209 +1,316 @@
-"""AdvancedLLMSEOEngine: trains a score of texts from your labels, and analyses texts with it.
+"""AdvancedLLMSEOEngine: trains a score of texts on your labels, and analyses texts with it.
 
-Under torchrun every process makes the engine and calls the same methods; only `analyze_seo_score`, `batch_analyze` and
-`optimize_content` may be called by one process alone.
+Under torchrun every process creates the engine and calls the same methods. Only `analyze_seo_score` and
+`optimize_content` may be called by a single process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from torch.utils.data import DataLoader
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Subset
 
+from unisono.config.values import shown
 from unisono.errors import ConfigError
-from unisono.recipes.seo.front.analysis import Analysis, Answer, described, need_text
+from unisono.multi_gpu.gpus import cleanup_distributed_training
+from unisono.multi_gpu.trainers import OptimizedDataParallel
+from unisono.observe.status_line import print_line
 from unisono.recipes.seo.front.config import SEOConfig
-from unisono.recipes.seo.front.data import SEODataset
-from unisono.recipes.seo.front.devices import precision
-from unisono.recipes.seo.front.loaders import DataLoaderConfig, DataLoaderManager, Loaders, OfRank
-from unisono.recipes.seo.front.metrics import of_classes, of_numbers, of_order
-from unisono.recipes.seo.front.teaching import Teaching
+from unisono.recipes.seo.front.devices import effective_batch, find_devices, precision
+from unisono.recipes.seo.front.rewriting import improve
+from unisono.recipes.seo.front.texts import (
+    LabelledTexts,
+    Loader,
+    RankSampler,
+    Split,
+    check_texts,
+    fold_texts,
+    split_texts,
+)
+from unisono.recipes.seo.front.training import Training
+from unisono.recipes.seo.site.text_rules import check_text
 
 
-class AdvancedLLMSEOEngine(Teaching):
-    """Trains, evaluates and analyses; see SEOConfig for what it can be told."""
+class AdvancedLLMSEOEngine:
+    """Trains, evaluates and analyses; SEOConfig holds its settings."""
 
     def __init__(self, config: SEOConfig | None = None) -> None:
-        super().__init__(config)
-        self._analysis = Analysis(self._learner, precision(self.config, self._devices))
+        self.config = config or SEOConfig()
+        self._note: str | None = None
+        self._left_group = False
+        self._ranker: Any = None
+        self._setup_multi_gpu_training()
 
-    # --- data
+    # Devices ---------------------------------------------------------------------------------------------------------
 
-    async def initialize_models(self) -> None:
-        """Loads the tokenizer now instead of when it is needed; the model follows when its labels are known."""
-        if self.config.model_name != "tiny":
-            self._learner.need_tokenizer()
+    def _setup_multi_gpu_training(self) -> None:
+        """Finds the devices, joins the other processes, and prints a note if there are fewer than requested."""
+        self._devices = find_devices(self.config)
+        self._training = Training(self.config, self._devices)
+        if self._devices.note and self._devices.note != self._note and self._devices.world.is_main:
+            print_line(f"note: {self._devices.note}")
+        self._note = self._devices.note
 
-    def _manager(self, **fields: Any) -> DataLoaderManager:
+    def _setup_dataparallel_training(self, num_gpus: int) -> None:
+        """Switches to this many GPUs from one process, before training."""
+        self._change_strategy("dataparallel", num_gpus)
+
+    def _setup_distributed_training(self, num_gpus: int) -> None:
+        """Switches to one process per GPU, before training."""
+        self._change_strategy("distributed", num_gpus)
+
+    def _change_strategy(self, strategy: str, num_gpus: int) -> None:
+        if self._training.trainer is not None:
+            raise ConfigError("the devices cannot change after training has begun; create a new engine")
+        self.config.use_multi_gpu, self.config.multi_gpu_strategy, self.config.num_gpus = True, strategy, num_gpus
+        self._setup_multi_gpu_training()
+
+    def _wrap_model_for_multi_gpu(self) -> nn.Module:
+        """The model wrapped for several devices, for your own loop. The engine's training wraps it by itself."""
+        if self.is_dataparallel:
+            return self._wrap_model_dataparallel()
+        return self._wrap_model_distributed() if self.is_distributed else self._model
+
+    def _wrap_model_dataparallel(self) -> nn.Module:
+        """The model in nn.DataParallel, for your own loop."""
+        return OptimizedDataParallel(self._model)
+
+    def _wrap_model_distributed(self) -> nn.Module:
+        """The model in DistributedDataParallel, for your own loop."""
+        if not self.is_distributed:
+            raise ConfigError("there are no other processes; start the script with torchrun")
         config = self.config
-        told = {
+        return nn.parallel.DistributedDataParallel(
+            self._model,
+            find_unused_parameters=config.find_unused_parameters,
+            gradient_as_bucket_view=config.gradient_as_bucket_view,
+            broadcast_buffers=config.broadcast_buffers,
+            bucket_cap_mb=config.bucket_cap_mb,
+            static_graph=config.static_graph,
+        )
+
+    @property
+    def _model(self) -> nn.Module:
+        if self.seo_model is None:
+            raise ConfigError("there is no model yet: its number of classes depends on the labels; train first")
+        return self.seo_model
+
+    @property
+    def seo_model(self) -> nn.Module | None:
+        """The model without a wrapper; None before training."""
+        return self._training.classifier.model
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self._devices.device
+
+    @property
+    def is_dataparallel(self) -> bool:
+        """Whether several GPUs train from one process."""
+        return self._devices.strategy == "dataparallel" and not self._left_group
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether several processes train."""
+        return self._devices.world.size > 1 and not self._left_group
+
+    def get_multi_gpu_status(self) -> dict[str, Any]:
+        """Strategy, devices, processes, precision, effective batch and memory."""
+        config, devices, trainer = self.config, self._devices, self._training.trainer
+        batch = effective_batch(config, devices.num_requested)
+        return {
+            "use_multi_gpu": config.use_multi_gpu,
+            "strategy": devices.strategy if trainer is None else trainer.strategy,
+            "requested_strategy": config.multi_gpu_strategy if config.use_multi_gpu else "single",
+            "num_gpus": devices.num_gpus,
+            "requested_gpus": devices.num_requested,
+            "num_devices": devices.num_devices,
+            "device": str(devices.device),
+            "world_size": devices.world.size,
+            "rank": devices.world.rank,
+            "local_rank": devices.world.local_rank,
+            "is_dataparallel": self.is_dataparallel,
+            "is_distributed": self.is_distributed,
+            "backend": config.distributed_backend if devices.num_gpus else "gloo",
+            "precision": {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}[precision(config, devices)],
             "batch_size": config.batch_size,
+            "gradient_accumulation_steps": -(-batch // (config.batch_size * devices.num_devices)),
+            "effective_batch_size": batch,
             "num_workers": config.dataloader_num_workers,
-            "pin_memory": config.dataloader_pin_memory,
-            "persistent_workers": config.dataloader_persistent_workers,
-            "random_state": config.seed,
+            "memory": devices.memory() if trainer is None else trainer.get_memory_stats(),
         }
-        return DataLoaderManager(DataLoaderConfig(**{**told, **fields}), self._learner.tokenizer, config.max_length)
 
-    def create_training_dataset(
-        self,
-        texts: Sequence[str],
-        labels: Sequence[Any] | None = None,
-        name: str = "training",
-        metadata: Mapping[str, Sequence[Any]] | None = None,
-    ) -> SEODataset:
-        """A data set of texts with their labels; empty texts are refused."""
-        SEODataset(texts, labels, metadata=metadata)  # before anything is made of them
-        self._learner.need_tokenizer(texts)
-        return self._manager().create_dataset(name, texts, labels, metadata)
+    def synchronize_gpus(self) -> None:
+        """Waits until all processes have called this and all GPUs have finished their work."""
+        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            for index in range(self._devices.num_gpus) if self.is_dataparallel else [None]:
+                torch.cuda.synchronize(index)
+        if self.is_distributed:
+            torch.distributed.all_reduce(torch.zeros(1))
 
-    def create_training_dataloaders(
-        self, texts: Sequence[str], labels: Sequence[Any], name: str = "training", val_split: float = 0.2
-    ) -> Loaders:
-        """Loaders of texts to train on and to validate with; of each class alike."""
-        data = self.create_training_dataset(texts, labels, name)
-        return self._manager().create_train_val_split(name, data, val_split)
+    def cleanup_multi_gpu(self) -> None:
+        """Ends the run and leaves the process group. The model remains available for analysis."""
+        self._training.close()
+        cleanup_distributed_training()
+        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.empty_cache()
+        self._left_group = True
 
-    create_dataloaders = create_training_dataloaders
-    create_stratified_dataloaders = create_training_dataloaders
-
-    def create_training_dataloaders_with_test(
-        self, texts: Sequence[str], labels: Sequence[Any], name: str = "training", **ratios: float
-    ) -> tuple[DataLoader[Any], ...]:
-        """Three loaders: train, validation, test (train_ratio=0.7, val_ratio=0.15, test_ratio=0.15)."""
-        data = self.create_training_dataset(texts, labels, name)
-        return self._manager(**ratios).create_train_val_test_split(name, data)
-
-    def create_cross_validation_dataloaders(
-        self,
-        texts: Sequence[str],
-        labels: Sequence[Any],
-        name: str = "training",
-        metadata: Mapping[str, Sequence[Any]] | None = None,
-        **fields: Any,
-    ) -> list[Loaders]:
-        """(train, validation) of each fold; fields are DataLoaderConfig's: cv_folds=5, cv_strategy, group_by …"""
-        data = self.create_training_dataset(texts, labels, name, metadata)
-        return self._manager(**fields).create_cross_validation_folds(name, data)
+    # Training --------------------------------------------------------------------------------------------------------
 
     def create_distributed_dataloaders(
         self, texts: Sequence[str], labels: Sequence[Any], name: str = "training", val_split: float = 0.2
-    ) -> Loaders:
-        """The same as create_training_dataloaders; read by hand, each process sees its own texts."""
-        data = self.create_training_dataset(texts, labels, name)
-        manager, world = self._manager(), self._devices.world
-        train, val = manager.split(data, [1 - val_split, val_split])
+    ) -> tuple[Loader, Loader]:
+        """Loaders to train on and to validate with. If you iterate them yourself, each process reads its own texts.
 
-        def own(num: int, shuffle: bool) -> OfRank:
-            return OfRank(num, world.rank, world.size, shuffle=shuffle, seed=self.config.seed)
+        Both parts have the same share of each class, and equal texts are in the same part. `name` has no effect.
+        """
+        check_texts(texts, labels)
+        return self._loaders(texts, labels, split_texts(texts, labels, val_split, self.config.seed))
 
-        return (
-            manager.create_dataloader(name, train, sampler=own(len(train), True)),
-            manager.create_dataloader(name, val, sampler=own(len(val), False)),
-        )
+    create_training_dataloaders = create_distributed_dataloaders
+
+    def _loaders(self, texts: Sequence[str], labels: Sequence[Any], split: Split) -> tuple[Loader, Loader]:
+        config, world = self.config, self._devices.world
+        data = LabelledTexts(texts, labels, self._training.classifier.load_tokenizer(texts), config.max_length)
+
+        def loader(indices: list[int], shuffle: bool) -> Loader:
+            return DataLoader(
+                Subset(data, indices),
+                config.batch_size,
+                sampler=RankSampler(len(indices), world.rank, world.size, shuffle=shuffle, seed=config.seed),
+                collate_fn=data.collate,
+                num_workers=config.dataloader_num_workers,
+                pin_memory=self._devices.num_gpus > 0,
+            )
+
+        return loader(split[0], True), loader(split[1], False)
+
+    def train_epoch(self, train_loader: Loader, val_loader: Loader | None = None) -> dict[str, Any]:
+        """Trains on every text once and validates; returns the losses, the same on every process."""
+        self._check_group()
+        return self._training.train_epoch(train_loader, val_loader, self.config.num_epochs)
+
+    def train_with_early_stopping(
+        self, train_loader: Loader, val_loader: Loader, max_epochs: int | None = None
+    ) -> dict[str, Any]:
+        """Trains until the validation loss stops improving, saves the best epoch as `best_model`, and loads it.
+
+        With save_checkpoints=False nothing is saved, and the weights are those of the last epoch.
+        """
+        self._check_group()
+        return self._training.train_with_early_stopping(train_loader, val_loader, self._num_epochs(max_epochs))
 
     def train_cross_validation(
-        self,
-        texts: Sequence[Any],
-        labels: Sequence[Any] | None = None,
-        num_folds: int = 5,
-        max_epochs: int | None = None,
-        metadata: Mapping[str, Sequence[Any]] | None = None,
-        **fields: Any,
+        self, texts: Sequence[str], labels: Sequence[Any], num_folds: int = 5, max_epochs: int | None = None
     ) -> dict[str, Any]:
-        """Trains a model of its own on each fold and evaluates it on the rest: every figure, its mean and its spread.
+        """Trains a new model on each fold: metrics of each, their mean and standard deviation.
 
-        `texts` may also be what create_cross_validation_dataloaders gave. This engine itself learns nothing from it.
+        The engine's own model does not change.
         """
-        if labels is not None:
-            told = {"cv_folds": num_folds, **fields}
-            data = SEODataset(texts, labels, metadata=metadata)
-            folds = self._manager(**told).create_cross_validation_folds("folds", data)
-        elif texts and all(isinstance(each, tuple) and len(each) == 2 for each in texts):
-            folds = list(texts)
-        else:
-            raise ConfigError("labels: none were given; expected texts and labels, or (train, validation) loaders")
-        return self._over_folds(folds, max_epochs)
-
-    # --- figures
-
-    def evaluate_seo_classification(
-        self, y_true: Sequence[Any], y_pred: Sequence[Any], task_type: str = "seo_optimization"
-    ) -> dict[str, Any]:
-        """Accuracy, precision, recall, F1 and kappa of classes, beside the most frequent class."""
-        return {**of_classes(list(y_true), list(y_pred)), "task_type": task_type}
-
-    def evaluate_seo_regression(
-        self, y_true: Sequence[float], y_pred: Sequence[float], task_type: str = "seo_score"
-    ) -> dict[str, Any]:
-        """Errors, R² and Spearman of numbers, beside the mean."""
-        return {**of_numbers(y_true, y_pred), "task_type": task_type}
-
-    def evaluate_seo_ranking(
-        self, y_true: Sequence[float], y_pred: Sequence[float], task_type: str = "content_ranking"
-    ) -> dict[str, Any]:
-        """NDCG of one list of pages, beside any order; for queries and pages see `unisono train seo`."""
-        return {**of_order(y_true, y_pred), "task_type": task_type}
-
-    def evaluate_seo_content_quality(
-        self,
-        texts: Sequence[str],
-        html_contents: Sequence[str | bytes] | None = None,
-        keywords: Sequence[str] | None = None,
-    ) -> dict[str, Any]:
-        """The checks of each text, or of its page where the HTML is given: plain rules, none of them learned."""
-        from unisono.recipes.seo.data.pages import parse_page
-        from unisono.recipes.seo.site.page_rules import check_page
-        from unisono.recipes.seo.site.text_rules import check_text
-
-        if html_contents is not None and len(html_contents) != len(texts):
-            raise ConfigError(f"html_contents: {len(html_contents)} of them for {len(texts)} texts; give one for each")
-        words = self._keywords(keywords)
-        found = [
-            check_text(text, words)
-            if html_contents is None
-            else check_page(parse_page(html_contents[place], f"text {place}"), words)
-            for place, text in enumerate(texts)
-        ]
-        measured = [check for checks in found for check in checks if check.passed is not None]
+        self._check_group()
+        check_texts(texts, labels)
+        num_epochs, rows = self._num_epochs(max_epochs), list[dict[str, Any]]()
+        for number, split in enumerate(fold_texts(texts, labels, num_folds, self.config.seed), 1):
+            rows.append(self._training.train_fold(number, *self._loaders(texts, labels, split), num_epochs))
+        names = [name for name in rows[0] if all(isinstance(row.get(name), float) for row in rows)]
+        columns = {name: np.array([row[name] for row in rows]) for name in names}
         return {
-            "checks": [[described(check) for check in checks] for checks in found],
-            "num_failed": [sum(check.failed for check in checks) for checks in found],
-            "share_passed": sum(bool(check.passed) for check in measured) / len(measured) if measured else None,
-            "learned": False,
+            "folds": rows,
+            "mean": {name: float(values.mean()) for name, values in columns.items()},
+            "std": {name: float(values.std()) for name, values in columns.items()},
         }
 
-    # --- texts
+    def _num_epochs(self, max_epochs: int | None) -> int:
+        num_epochs = self.config.num_epochs if max_epochs is None else max_epochs
+        if not isinstance(num_epochs, int) or num_epochs < 1:
+            raise ConfigError(f"max_epochs: expected a whole number of at least 1, got {num_epochs!r}")
+        return num_epochs
 
-    def _keywords(self, keywords: Sequence[str] | str | None) -> list[str]:
-        words = self.config.seo_keywords if keywords is None else keywords
-        words = [words] if isinstance(words, str) else list(words)
-        if not all(isinstance(word, str) and word.strip() for word in words):
-            raise ConfigError(f"keywords: expected words, got {words!r}")
-        return words
+    def _check_group(self) -> None:
+        if self._left_group and self._devices.world.size > 1:
+            raise ConfigError("cleanup_multi_gpu() has left the process group; create a new engine to train")
 
-    def analyze_seo_score(self, text: str, keywords: Sequence[str] | str | None = None) -> dict[str, Any]:
-        """The learned score of a text, and, under `checks`, what plain rules say of it.
+    def evaluate_model(self, loader: Loader) -> dict[str, Any]:
+        """Metrics of the model on these texts, with those of a constant prediction as the baseline."""
+        return self._training.evaluate(loader)
 
-        `seo_score` is None before training on real labels, and `reason` says so.
+    def save_checkpoint(self, path: str | Path = "checkpoint") -> Path:
+        """Saves everything to a folder in checkpoint_dir, even if the name ends in .pt: nothing in it is pickled."""
+        return self._training.save_checkpoint(path)
+
+    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        """Loads a checkpoint of any number of GPUs, for analysis and to continue training."""
+        return {"path": str(self._training.load_checkpoint(path)), "epochs": self._training.classifier.num_epochs}
+
+    # Analysis --------------------------------------------------------------------------------------------------------
+
+    def analyze_seo_score(self, text: str, keywords: Sequence[str] | str = ()) -> dict[str, Any]:
+        """The learned score of a text and, separately under `checks`, the results of rule-based checks.
+
+        `seo_score` is a number, the probability of the second of two classes, or the mean of several numeric classes.
+        It is None before training, and `reason` says so.
         """
-        return self._analysis.of([text], self._keywords(keywords))[0]
+        _check_text(text, "text")
+        checks = [asdict(check) for check in check_text(text, _keywords(keywords))]
+        return {**self._training.classifier.score(text), "checks": checks}
 
-    def batch_analyze(self, texts: Sequence[str], keywords: Sequence[str] | str | None = None) -> list[dict[str, Any]]:
-        """The same for several texts, computed together."""
-        if isinstance(texts, str):
-            raise ConfigError("texts: expected a list of them; analyze_seo_score takes one")
-        return self._analysis.of(list(texts), self._keywords(keywords))
+    def optimize_content(self, content: str, target_keywords: Sequence[str] | str) -> dict[str, Any]:
+        """Reorders, drops and splits the text's own sentences where that does not lower its score.
 
-    def optimize_content(self, content: str, target_keywords: Sequence[str] | str | None = None) -> Answer:
-        """Changes that do not lower a text's score: its own sentences in another order, fewer repeated, shorter ones.
-
-        Nothing is invented and no keyword is added; `changes` says of each change what became of the score, and
-        `titles` are candidates from the text's own words.
+        No word is added. `changes` lists every change that was tried, with the score before and after it.
         """
-        words = self._keywords(target_keywords)
-        if not words:
-            raise ConfigError("target_keywords: none were given; say what the text should be found for")
-        need_text(content, "content", "optimize")
-        return self._analysis.improved(content, words)
+        keywords = _keywords(target_keywords)
+        if not keywords:
+            raise ConfigError("target_keywords is empty; name what the text should be found for")
+        _check_text(content, "content")
+        score_of, scored_by = self._judge(keywords)
+        original_score = score_of(content.strip()) if score_of else None
+        text, score, changes = improve(content.strip(), keywords, score_of)
+        return {
+            "original_content": content,
+            "optimized_content": text if text != content.strip() else content,
+            "original_score": original_score,
+            "optimized_score": score,
+            "improvement": None if original_score is None or score is None else score - original_score,
+            "scored_by": scored_by,
+            "changes": changes,
+            "checks_before": [asdict(check) for check in check_text(content, keywords)],
+            "checks_after": [asdict(check) for check in check_text(text, keywords)],
+        }
+
+    def _judge(self, keywords: Sequence[str]) -> tuple[Callable[[str], float] | None, str]:
+        """The function that scores a text for these keywords, and its description."""
+        if self.config.rank_model is None:
+            score = self._training.classifier.score
+            if (reason := score("any text")["reason"]) is not None:
+                return None, f"{reason}; or set rank_model"
+            return lambda text: float(score(text)["seo_score"]), "the trained score of this engine"
+        if self._ranker is None:
+            from unisono.recipes.seo.trained import open_ranker
+
+            self._ranker = open_ranker(self.config.rank_model)
+        ranker = self._ranker
+        description = f"rank_model {self.config.rank_model}: how well the text answers {', '.join(keywords)}"
+        return lambda text: float(ranker.scores(list(keywords), [text]).mean()), description
+
+
+def _keywords(keywords: Sequence[str] | str) -> list[str]:
+    values = [keywords] if isinstance(keywords, str) else list(keywords)
+    if not all(isinstance(value, str) and value.strip() for value in values):
+        raise ConfigError(f"keywords: expected words, got {values!r}")
+    return values
+
+
+def _check_text(text: Any, name: str) -> None:
+    if not isinstance(text, str):
+        raise ConfigError(f"{name}: expected a string, got {shown(text)} of type {type(text).__name__}")
+    if not text.strip():
+        raise ConfigError(f"{name} is empty")

@@ -99,29 +99,33 @@ def measures(pages: Tensor, judged: Tensor, grades: Tensor) -> dict[str, float]:
     num_queries, kept = pages.shape
     gains = _gains(pages, judged, grades)  # [Q, K]
     relevant = torch.bincount(judged[:, 0], minlength=num_queries)
-    asked = relevant > 0
-    if not bool(asked.any()):
+    has_relevant = relevant > 0
+    if not bool(has_relevant.any()):
         return {}
-    found = gains > 0
+    is_relevant = gains > 0
     places = torch.arange(1, kept + 1, dtype=torch.float64)
     of_each: dict[str, Tensor] = {}
     if kept >= CUT:
-        of_each[f"MRR@{CUT}"] = (found[:, :CUT] / places[:CUT]).amax(dim=1)
+        of_each[f"MRR@{CUT}"] = (is_relevant[:, :CUT] / places[:CUT]).amax(dim=1)
         discounts = 1 / torch.log2(places[:CUT] + 1)
         of_each[f"NDCG@{CUT}"] = gains[:, :CUT] @ discounts / _ideal(judged, grades, num_queries).clamp(min=1e-300)
     for cut in RECALLS:
         if kept >= cut:
-            of_each[f"Recall@{cut}"] = found[:, :cut].sum(dim=1) / relevant.double()
-    return {name: float(values[asked].mean()) for name, values in of_each.items()}
+            of_each[f"Recall@{cut}"] = is_relevant[:, :cut].sum(dim=1) / relevant.double()
+    return {name: float(values[has_relevant].mean()) for name, values in of_each.items()}
 
 
 def _gains(pages: Tensor, judged: Tensor, grades: Tensor) -> Tensor:
     """[Q, K] the grade of each ranked page; 0 of those not judged."""
-    known, order = ((judged[:, 0] << 32) | judged[:, 1]).sort()
+    judged_pairs, order = ((judged[:, 0] << 32) | judged[:, 1]).sort()
     rows = torch.arange(len(pages))[:, None]
-    asked = torch.where(pages < 0, -1, (rows << 32) | pages)
-    place = torch.searchsorted(known, asked).clamp(max=len(known) - 1)
-    return torch.where(known[place] == asked, grades[order][place], 0.0) if len(known) else torch.zeros(pages.shape)
+    wanted = torch.where(pages < 0, -1, (rows << 32) | pages)
+    place = torch.searchsorted(judged_pairs, wanted).clamp(max=len(judged_pairs) - 1)
+    return (
+        torch.where(judged_pairs[place] == wanted, grades[order][place], 0.0)
+        if len(judged_pairs)
+        else torch.zeros(pages.shape)
+    )
 
 
 def _ideal(judged: Tensor, grades: Tensor, num_queries: int) -> Tensor:

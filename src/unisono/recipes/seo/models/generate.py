@@ -1,4 +1,4 @@
-"""Writing, greedily, with a model of either kind; and the logits of what is to be written."""
+"""Greedy generation and target logits of encoder-decoders and decoders."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ from unisono.recipes.seo.models.folders import quietly
 from unisono.recipes.seo.models.lora import is_lora
 
 UNSEEN = -100
-"""The label of a token that no loss is computed of."""
+"""Label of tokens without a loss."""
 _AT_ONCE = 16
 
 
 def cue_for(what: str) -> str:
-    """What stands between a page and what a decoder writes of it."""
+    """The text between a page and what a decoder writes."""
     return f"\n\n{what.capitalize()}:"
 
 
 def first_token(model: Any, tokenizer: Any) -> int:
-    """What a decoder with an encoder begins with."""
-    places = _plain(model).config, _plain(model).generation_config  # models differ in where they say it
-    found = [getattr(place, name, None) for name in ("decoder_start_token_id", "bos_token_id") for place in places]
-    return int(next(token for token in (*found, tokenizer.pad_token_id) if token is not None))
+    """The first token of the decoder of an encoder-decoder."""
+    places = _plain(model).config, _plain(model).generation_config  # models differ in where they define it
+    candidates = [getattr(place, name, None) for name in ("decoder_start_token_id", "bos_token_id") for place in places]
+    return int(next(token for token in (*candidates, tokenizer.pad_token_id) if token is not None))
 
 
 def logits_of(model: Any, batch: Any, start: int | None) -> Tensor:
-    """[texts, labels, vocabulary]: what the model expects at each label; `start`: of a model with an encoder."""
-    given = {"input_ids": batch["ids"], "attention_mask": batch["mask"], "use_cache": False}
+    """[texts, labels, vocabulary] logits of the targets; `start` is the first decoder token of an encoder-decoder."""
+    inputs = {"input_ids": batch["ids"], "attention_mask": batch["mask"], "use_cache": False}
     if start is not None:
         before = batch["labels"].roll(1, dims=1)
         before[:, 0] = start
-        before = before.masked_fill(before == UNSEEN, start)  # after the end: looked at by nothing that counts
-        found: Tensor = model(**given, decoder_input_ids=before).logits
-        return found
+        before = before.masked_fill(before == UNSEEN, start)  # after the end: has no effect on the loss
+        logits: Tensor = model(**inputs, decoder_input_ids=before).logits
+        return logits
     keep = batch["keep"]
     if "logits_to_keep" in inspect.signature(_plain(model).forward).parameters:
-        kept: Tensor = model(**given, logits_to_keep=keep).logits
+        kept: Tensor = model(**inputs, logits_to_keep=keep).logits
         return kept
-    every: Tensor = model(**given).logits
+    every: Tensor = model(**inputs).logits
     return every[:, keep]
 
 
 def write(model: nn.Module, tokenizer: Any, prompts: Sequence[Row], num_tokens: int) -> list[str]:
-    """What the model writes for the tokens of pages (of a decoder: with the cue), a line each."""
+    """Generates one line for each page; prompts of a decoder include the cue."""
     plain = _plain(model)
     two = bool(plain.config.is_encoder_decoder)
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
@@ -58,22 +58,22 @@ def write(model: nn.Module, tokenizer: Any, prompts: Sequence[Row], num_tokens: 
         numbers = order[start : start + _AT_ONCE]
         rows = [prompts[number] for number in numbers]
         ids, mask = pad(rows, tokenizer.pad_token_id, multiple=1)
-        if not two:  # it goes on after the last column
+        if not two:  # it continues after the last column
             ids, mask = (_to_the_right(table, rows) for table in (ids, mask))
         device = next(plain.parameters()).device
         with quietly(), torch.no_grad(), _all_tokens(plain, tokenizer, num_tokens):
-            found = plain.generate(input_ids=ids.to(device), attention_mask=mask.to(device))
-        for number, row in zip(numbers, found[:, 1 if two else ids.shape[1] :].tolist(), strict=True):
+            generated = plain.generate(input_ids=ids.to(device), attention_mask=mask.to(device))
+        for number, row in zip(numbers, generated[:, 1 if two else ids.shape[1] :].tolist(), strict=True):
             written[number] = _text(row, tokenizer)
     return written
 
 
 @contextmanager
 def _all_tokens(model: Any, tokenizer: Any, num_tokens: int) -> Iterator[None]:
-    """Greedy, and always so many tokens; what comes after an end is dropped.
+    """Greedy generation of a fixed number of tokens; those after the end token are dropped.
 
-    A sharded model gathers its weights for each token on all ranks, so none may be done before the others. It is set on
-    the model, because what a call leaves out is taken from there.
+    A sharded model gathers its weights on all ranks for each token, so no rank may finish early. The options are set on
+    the model, because generate() takes everything else from there.
     """
     from transformers import GenerationConfig
 

@@ -1,8 +1,7 @@
-"""Texts of several lengths in few batches of nearly equal ones.
+"""Divides a batch into groups of texts of similar length, to reduce padding.
 
-A batch padded to its longest text computes mostly padding. Sorted by length and cut into a few groups, each padded to
-its own longest, it computes little of it, and still is one batch: a coupled loss sees all of it at once. The number of
-groups is fixed, because a sharded model gathers its weights for each of them on all ranks.
+Each group is padded to its own longest text, and the results form one batch again for a coupled loss. The number of
+groups is fixed, because a sharded model gathers its weights on all ranks for each group.
 """
 
 from __future__ import annotations
@@ -23,22 +22,22 @@ Tokens = NDArray[np.integer[Any]]
 
 
 class Groups(NamedTuple):
-    """Texts by length: [texts, tokens] ids and masks of each group, and where each text has gone."""
+    """[texts, tokens] ids and masks of each group, and the position of each text."""
 
     ids: list[Tensor]
     masks: list[Tensor]
-    places: Tensor  # of the texts as they came, in the groups one after the other
-    types: list[Tensor] | None = None  # of tokens, where a model wants to know which text they are of
+    places: Tensor  # position of each original text in the concatenated groups
+    types: list[Tensor] | None = None  # token types of pairs, if the model uses them
 
     def on(self, device: torch.device) -> Groups:
-        """The same on a device."""
+        """A copy on a device."""
         return to_device(self, device)  # type: ignore[no-any-return]
 
     def through(self, model: Callable[..., Tensor]) -> Tensor:
-        """What the model gives for each text, in the order in which they came."""
+        """Applies a model; the results are in the original order of the texts."""
         further = [()] * len(self.ids) if self.types is None else [(each,) for each in self.types]
-        found = [model(ids, mask, *more) for ids, mask, more in zip(self.ids, self.masks, further, strict=True)]
-        return torch.cat(found)[self.places]
+        results = [model(ids, mask, *more) for ids, mask, more in zip(self.ids, self.masks, further, strict=True)]
+        return torch.cat(results)[self.places]
 
 
 def grouped(texts: Sequence[Tokens], pad_id: int, number: int, types: Sequence[Tokens] | None = None) -> Groups:
@@ -51,7 +50,7 @@ def grouped(texts: Sequence[Tokens], pad_id: int, number: int, types: Sequence[T
     done = 0
     for start, stop in parts:
         chosen = order[start:stop]
-        # Fewer texts than groups: one of them is computed again, and not looked at.
+        # With fewer texts than groups, one is computed again and ignored.
         rows = [texts[each] for each in chosen] or [texts[order[0]]]
         padded, mask = pad(rows, pad_id)
         ids.append(padded)
@@ -64,13 +63,13 @@ def grouped(texts: Sequence[Tokens], pad_id: int, number: int, types: Sequence[T
 
 
 def _cut(lengths: NDArray[np.int64], number: int) -> list[tuple[int, int]]:
-    """Where to cut sorted lengths into so many parts that padding each to its longest costs least."""
-    # Texts of one length stay together, so the work depends on how many lengths there are, not on how many texts.
+    """The boundaries of parts of sorted lengths that minimise the padding."""
+    # Texts of equal length stay together, so the cost depends on the number of distinct lengths.
     different, counts = np.unique(lengths, return_counts=True)
     ends, size, places = np.cumsum(counts), len(lengths), np.arange(len(different))
     if number >= len(different):
         return [*pairwise([0, *ends.tolist()]), *[(size, size)] * (number - len(different))]
-    # cost[j]: the least area of all texts up to length j in the parts so far; a part has its texts times its longest.
+    # cost[j]: the smallest padded area of all texts up to length j with the parts so far.
     cost = ends * different
     cuts = []
     for _ in range(number - 1):

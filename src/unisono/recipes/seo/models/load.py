@@ -1,12 +1,12 @@
-"""Models and tokenizers by name: a folder, a model of the hub, `minilm` or `tiny`.
+"""Loads models and tokenizers by name: a folder, a hub model, `minilm` or `tiny`.
 
-Whatever is loaded comes from safetensors and runs no code of its own. What is new in it (a head, a LoRA, a tiny model)
-is drawn from the run's seed, so that all ranks begin with the same weights.
+Weights come from safetensors, and no code of a model is run. New weights (a head, a LoRA, a tiny model) are drawn from
+the run's seed, so that all ranks begin with the same weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from unisono.errors import ConfigError, UserError
-from unisono.recipes.seo.data.tokens import whole_text
 from unisono.recipes.seo.models.encoder import Encoder, position_table
 from unisono.recipes.seo.models.folders import Kind, check_folder, in_a_line, locate, quietly, read_layout
 from unisono.recipes.seo.models.lora import add_lora
@@ -45,7 +44,7 @@ _KEPT = "tokenizer"
 def load_tokenizer(
     name: str, data: Callable[[], Iterable[str]] | None, folder: Path, *, writes: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model; that of `tiny` is trained on `data` and kept in `folder`, where all ranks find it."""
+    """The tokenizer of a model; that of `tiny` is trained on `data` and stored in `folder` for all ranks."""
     if name == TINY:
         place = folder / _KEPT
         if not (place / "tokenizer.json").is_file():
@@ -64,51 +63,38 @@ def _tokenizer_of(place: Path, name: str) -> PreTrainedTokenizerBase:
 
     try:
         with quietly():
-            found: Any = AutoTokenizer.from_pretrained(str(place), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # which is what the library of tokenizers itself raises
+            tokenizer: Any = AutoTokenizer.from_pretrained(str(place), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the tokenizers library raises plain Exception
         raise ConfigError(f"model_name {name}: its tokenizer cannot be loaded ({in_a_line(error)})") from None
-    if not hasattr(found, "backend_tokenizer"):
+    if not hasattr(tokenizer, "backend_tokenizer"):
         raise ConfigError(f"model_name {name}: its tokenizer has no fast form (tokenizer.json); use another model")
-    if found.pad_token is None:  # GPT-2 and others: any token will do, because the mask says what is padding
-        found.pad_token = found.eos_token or found.unk_token
-        if found.pad_token is None:
+    if tokenizer.pad_token is None:  # GPT-2 and others: any token will do, because padding is masked
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+        if tokenizer.pad_token is None:
             raise ConfigError(f"model_name {name}: its tokenizer has no pad, end or unknown token; give it one of them")
-    found.padding_side = "right"
-    made: PreTrainedTokenizerBase = found
+    tokenizer.padding_side = "right"
+    made: PreTrainedTokenizerBase = tokenizer
     return made
 
 
-def tokenizing(tokenizer: Any, max_length: int | None) -> Callable[[Sequence[str]], list[list[int]]]:
-    """Turns texts into ids, special tokens included, cut to `max_length` if there is one; none without a token."""
-
-    def tokens(texts: Sequence[str]) -> list[list[int]]:
-        cut = {} if max_length is None else {"truncation": True, "max_length": max_length}
-        found = tokenizer([whole_text(text) for text in texts], **cut, return_attention_mask=False, verbose=False)[
-            "input_ids"
-        ]
-        return [row or [tokenizer.pad_token_id] for row in found]
-
-    return tokens
-
-
 def prompts_of(name: str) -> dict[Kind, str]:
-    """What a model wants to read before a query and before a page; most want nothing."""
-    told = {} if name == TINY else read_layout(locate(name), name, any_pooling=True).prompts
-    return {"query": "", "page": "", **told}
+    """The prefixes of queries and pages; empty for most models."""
+    prompts = {} if name == TINY else read_layout(locate(name), name, any_pooling=True).prompts
+    return {"query": "", "page": "", **prompts}
 
 
 # Models ------------------------------------------------------------------------------------------------------------
 
 
 def place_of(name: str) -> Path:
-    """The folder with the config and the weights of a model that is not `tiny`; it can be loaded safely."""
+    """The folder with config and weights of a model that is not `tiny`, after safety checks."""
     place = read_layout(locate(name), name, any_pooling=True).transformer
     check_folder(place, name)
     return place
 
 
 def load_encoder(config: Config, tokenizer: PreTrainedTokenizerBase) -> Encoder:
-    """The model that turns a text into a vector."""
+    """The encoder of texts."""
     from transformers import AutoModel
 
     name, length = config.model_name, max(config.max_length, config.query_length)
@@ -118,13 +104,13 @@ def load_encoder(config: Config, tokenizer: PreTrainedTokenizerBase) -> Encoder:
     else:
         layout = read_layout(locate(name), name, any_pooling=config.pooling != "auto")
         check_folder(layout.transformer, name)
-        told = _config_of(layout.transformer, name)
-        if told.is_encoder_decoder:
+        model_config = _config_of(layout.transformer, name)
+        if model_config.is_encoder_decoder:
             raise ConfigError(
-                f"model_name {name}: {told.model_type} has an encoder and a decoder and cannot embed texts; use a "
-                "model with one of them"
+                f"model_name {name}: {model_config.model_type} is an encoder-decoder, which cannot embed texts; use "
+                "an encoder or a decoder"
             )
-        pooling, prompts, decoder = layout.pooling, layout.prompts, is_decoder(told)
+        pooling, prompts, decoder = layout.pooling, layout.prompts, is_decoder(model_config)
         backbone, _ = _loaded(AutoModel, layout.transformer, name)
     chosen = config.pooling if config.pooling != "auto" else pooling or ("last" if decoder else "mean")
     check_fit(backbone, tokenizer, length, name)
@@ -137,36 +123,36 @@ def load_encoder(config: Config, tokenizer: PreTrainedTokenizerBase) -> Encoder:
 def load_classifier(
     config: Config, tokenizer: PreTrainedTokenizerBase, num_labels: int, regression: bool = False, *, beside: int = 0
 ) -> nn.Module:
-    """The model that gives a text a number, or one for each class; `beside`: tokens that it reads with each text."""
+    """The classifier of texts; `beside` is the number of tokens that it reads in addition to max_length."""
     from transformers import AutoModelForSequenceClassification as AutoClassifier
 
     name = config.model_name
     problem = "regression" if regression else "single_label_classification" if num_labels > 1 else None
     head = {"num_labels": num_labels, "problem_type": problem}
     if name == TINY:
-        made = encoder_config(tokenizer, config.max_length + beside)
-        made.num_labels, made.problem_type = num_labels, problem
-        model, new = _made(AutoClassifier, made), list[str]()
+        model_config = encoder_config(tokenizer, config.max_length + beside)
+        model_config.num_labels, model_config.problem_type = num_labels, problem
+        model, new = _made(AutoClassifier, model_config), list[str]()
     else:
         model, new = _loaded(AutoClassifier, place_of(name), name, **head)
-    model.config.pad_token_id = tokenizer.pad_token_id  # by which a decoder's head finds the last token
+    model.config.pad_token_id = tokenizer.pad_token_id  # a decoder's head uses it to find the last token
     check_fit(model, tokenizer, config.max_length, name, beside)
-    # With a LoRA the backbone is frozen, but for what of it nobody has trained yet.
+    # With a LoRA the backbone is frozen, except for its untrained parts.
     heads = {key for key, part in model.named_children() if key != model.base_model_prefix and list(part.parameters())}
     heads |= {"pooler" for key in new if ".pooler." in key}
     with _seeded():
-        found: nn.Module = add_lora(model, config, sorted(heads))
-    return found
+        with_lora: nn.Module = add_lora(model, config, sorted(heads))
+    return with_lora
 
 
 def load_cross_encoder(config: Config, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
-    """The model that reads a query and a page together and gives one number."""
+    """The classifier of pairs of query and page, with one output."""
     around: Any = tokenizer.num_special_tokens_to_add(pair=True)
     return load_classifier(config, tokenizer, 1, beside=config.query_length + around)
 
 
 def load_writer(config: Config, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
-    """The model that writes: one with encoder and decoder, or a decoder alone, as its folder says."""
+    """The model that writes: an encoder-decoder or a decoder."""
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     name, two = config.model_name, reads_first(config.model_name)
@@ -176,60 +162,60 @@ def load_writer(config: Config, tokenizer: PreTrainedTokenizerBase) -> nn.Module
         model, _ = _loaded(AutoModelForSeq2SeqLM if two else AutoModelForCausalLM, locate(name), name)
     check_fit(model, tokenizer, config.max_length, name, 0 if two else config.target_length)
     with _seeded():
-        found: nn.Module = add_lora(model, config)
-    return found
+        with_lora: nn.Module = add_lora(model, config)
+    return with_lora
 
 
 def reads_first(name: str) -> bool:
-    """Whether a model that writes has an encoder to read with; otherwise it goes on with what it has read."""
+    """Whether a model that writes has an encoder; otherwise it continues the text."""
     if name == TINY:
         return True
     place = locate(name)
     check_folder(place, name)
-    told = _config_of(place, name)
-    if not told.is_encoder_decoder and not is_decoder(told):
+    model_config = _config_of(place, name)
+    if not model_config.is_encoder_decoder and not is_decoder(model_config):
         raise ConfigError(
-            f"model_name {name} cannot write: {told.model_type} is an encoder; use a model such as T5 or GPT-2 (a "
-            f"folder or a hub id), or `{TINY}`"
+            f"model_name {name} cannot write: {model_config.model_type} is an encoder; use a model such as T5 or GPT-2 "
+            f"(a folder or a hub id), or `{TINY}`"
         )
-    return bool(told.is_encoder_decoder)
+    return bool(model_config.is_encoder_decoder)
 
 
-def is_decoder(told: Any) -> bool:
-    """Whether a model reads from left to right only."""
+def is_decoder(model_config: Any) -> bool:
+    """Whether a model is a decoder."""
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     )
 
     # BERT and its like are in both lists.
-    kind = told.model_type
+    kind = model_config.model_type
     return kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 
 def check_fit(model: Any, tokenizer: Any, length: int, name: str, beside: int = 0) -> None:
-    """Refuses texts longer than a model has positions for, and a tokenizer with more tokens than it knows."""
+    """Rejects texts longer than the model's positions, and a tokenizer with more tokens than the model."""
     most = most_tokens(model)
     if most is not None and -(-(length + beside) // _MULTIPLE) * _MULTIPLE > most:
         best = most // _MULTIPLE * _MULTIPLE - beside
-        told = f"{length} and {beside} beside them" if beside else f"{length}"
+        needed = f"{length} and {beside} beside them" if beside else f"{length}"
         use = f"use --max_length {best} or less" if best > 0 else "use another model"
-        raise ConfigError(f"model_name {name} reads {most} tokens at most, not {told}; {use}")
-    known, used = model.get_input_embeddings().num_embeddings, max(tokenizer.get_vocab().values()) + 1
-    if used > known:
+        raise ConfigError(f"model_name {name} reads {most} tokens at most, not {needed}; {use}")
+    num_known, used = model.get_input_embeddings().num_embeddings, max(tokenizer.get_vocab().values()) + 1
+    if used > num_known:
         raise ConfigError(
-            f"model_name {name}: its tokenizer has {used} tokens and the model knows {known}; they do not "
+            f"model_name {name}: its tokenizer has {used} tokens and the model knows {num_known}; they do not "
             "belong together"
         )
 
 
 def most_tokens(model: nn.Module) -> int | None:
-    """How many tokens a model has positions for; None where it counts them without a table."""
+    """Number of positions of a model; None if it has no position embedding."""
     table = position_table(model)
     if table is None:
         return None
     taken = 0 if table.padding_idx is None else table.padding_idx + 1  # RoBERTa begins after its padding
-    return table.num_embeddings - taken - getattr(table, "offset", 0)  # OPT and BART leave some out
+    return table.num_embeddings - taken - getattr(table, "offset", 0)  # OPT and BART skip some
 
 
 def _config_of(folder: Path, name: str) -> Any:
@@ -241,16 +227,16 @@ def _config_of(folder: Path, name: str) -> Any:
         raise ConfigError(f"model_name {name}: {folder / 'config.json'} cannot be used ({in_a_line(error)})") from None
 
 
-def _made(kind: Any, told: Any) -> Any:
-    return _attending(lambda attention: kind.from_config(told, attn_implementation=attention).float())
+def _made(kind: Any, model_config: Any) -> Any:
+    return _attending(lambda attention: kind.from_config(model_config, attn_implementation=attention).float())
 
 
 def _loaded(kind: Any, folder: Path, name: str, **further: Any) -> tuple[Any, list[str]]:
-    """A model in 32 bit, and which of its weights are new: of a head, or a pooler that its folder does not have."""
+    """A model in 32 bit, and its new weights: of a head, or of a pooler that the folder does not contain."""
     from safetensors import SafetensorError
 
     try:
-        model, told = _attending(
+        model, info = _attending(
             lambda attention: kind.from_pretrained(
                 str(folder),
                 local_files_only=True,
@@ -265,8 +251,8 @@ def _loaded(kind: Any, folder: Path, name: str, **further: Any) -> tuple[Any, li
         )
     except (*_TROUBLE, SafetensorError) as error:
         raise ConfigError(f"model_name {name}: {folder} cannot be loaded ({in_a_line(error)})") from None
-    others = [key if isinstance(key, str) else key[0] for key in told["mismatched_keys"]]
-    new = sorted({*told["missing_keys"], *others})
+    others = [key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]]
+    new = sorted({*info["missing_keys"], *others})
     prefix = f"{model.base_model_prefix}."
     whole = kind.__name__ == "AutoModel"
     lacking = [key for key in new if "pooler." not in key and (whole or key.startswith(prefix) or not further)]
@@ -279,7 +265,7 @@ def _loaded(kind: Any, folder: Path, name: str, **further: Any) -> tuple[Any, li
 
 
 def _attending(load: Callable[[str], Any]) -> Any:
-    """What `load` gives for PyTorch's own attention, where the model can use it: T5 in transformers 4 cannot."""
+    """Loads with PyTorch's attention if the model supports it; T5 in transformers 4 does not."""
     with quietly():
         try:
             with _seeded():
@@ -293,7 +279,7 @@ def _attending(load: Callable[[str], Any]) -> Any:
 
 @contextmanager
 def _seeded() -> Iterator[None]:
-    """What is drawn follows from the run's seed alone, whatever was drawn before."""
+    """New weights depend only on the run's seed, not on earlier random numbers."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(torch.initial_seed())
         yield

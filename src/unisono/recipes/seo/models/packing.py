@@ -1,10 +1,8 @@
-"""Texts one after the other, without padding, through models of BERT's and RoBERTa's families.
+"""Packs all texts of a batch into one row without padding, for BERT and RoBERTa models.
 
-All texts of a batch are one long row of tokens, and attention is told where each begins: nothing is computed for
-padding, and the model is called once. On a GPU a small model waits for the host, which needs as long for few tokens as
-for many; so one call for queries and pages of all lengths is what makes it fast. Where there are flash attention's
-kernels they attend to rows of any lengths; elsewhere attention pads, which is slower than `groups.py` and tells the
-same.
+Attention receives the start of each text. Nothing is computed for padding, and the model is called once, which matters
+because small models on a GPU wait for the host. Flash attention supports rows of different lengths; without it,
+attention pads, which is slower than `groups.py` with the same result.
 """
 
 from __future__ import annotations
@@ -21,32 +19,33 @@ from torch.nn.functional import scaled_dot_product_attention
 from unisono.data.loader import to_device
 from unisono.engine.build.device import has_flash_attention
 
-_ATTENTION = "unisono"  # its name among those of transformers
+_ATTENTION = "unisono"  # name of our attention in transformers
+_ABSOLUTE = "absolute"
 _FAMILIES = ("bert", "roberta", "xlm-roberta", "camembert")
-_WIDEST, _MULTIPLE = 192, 8  # of a head, for flash attention on every GPU that has it
+_WIDEST, _MULTIPLE = 192, 8  # width of a head that flash attention supports on every GPU
 
 
 class Packed(NamedTuple):
-    """Texts one after the other."""
+    """Texts in one row."""
 
     ids: Tensor  # [1, tokens]
-    places: Tensor  # [1, tokens], of each in its text, from 0; -1: not counted
-    starts: Tensor  # [texts + 1], int32: where each text begins, and where the last one ends
+    places: Tensor  # [1, tokens], position in its text, from 0; -1: none
+    starts: Tensor  # [texts + 1], int32: start of each text, and end of the last one
     longest: int
 
     def on(self, device: torch.device) -> Packed:
-        """The same on a device."""
+        """A copy on a device."""
         return to_device(self, device)  # type: ignore[no-any-return]
 
     def through(self, model: Callable[..., Tensor]) -> Tensor:
-        """What the model gives for each text."""
+        """Applies a model."""
         return model(self)
 
 
 def pack(texts: Sequence[NDArray[np.integer[Any]]], pad_id: int, uncounted: int | None = None) -> Packed:
-    """Texts one after the other; of one without tokens its padding is looked at.
+    """Packs texts into one row; an empty text becomes one padding token.
 
-    `uncounted`: a token that has no place of its own in a text, as RoBERTa's padding has none.
+    `uncounted`: a token without a position, such as RoBERTa's padding.
     """
     rows = [text if len(text) else np.array([pad_id]) for text in texts]
     ids = np.concatenate(rows).astype(np.int64)
@@ -64,26 +63,29 @@ def pack(texts: Sequence[NDArray[np.integer[Any]]], pad_id: int, uncounted: int 
 
 
 def read_packed(backbone: Any) -> str | None:
-    """Makes a model ready for packed texts (it reads others as before); or what keeps it from reading them."""
+    """Enables a model to read packed texts; returns the reason if it cannot."""
     import transformers
 
-    told = backbone.config
+    model_config = backbone.config
     if int(transformers.__version__.split(".")[0]) < 5:
-        return f"transformers {transformers.__version__} is too old for it, 5 is needed"
-    if told.model_type not in _FAMILIES or getattr(told, "position_embedding_type", "absolute") != "absolute":
-        return f"{told.model_type} is not of BERT's or RoBERTa's family, which can be read so"
-    if getattr(told, "is_decoder", False):
-        return "it reads from left to right only"
-    if getattr(told, "chunk_size_feed_forward", 0):
+        return f"transformers {transformers.__version__} is too old, packing needs 5"
+    if (
+        model_config.model_type not in _FAMILIES
+        or getattr(model_config, "position_embedding_type", _ABSOLUTE) != _ABSOLUTE
+    ):
+        return f"{model_config.model_type} is not a BERT or RoBERTa model"
+    if getattr(model_config, "is_decoder", False):
+        return "it is a decoder"
+    if getattr(model_config, "chunk_size_feed_forward", 0):
         return "it computes in chunks (chunk_size_feed_forward)"
-    head = told.hidden_size // told.num_attention_heads
+    head = model_config.hidden_size // model_config.num_attention_heads
     if head % _MULTIPLE or head > _WIDEST:
         return f"its heads are {head} wide, not a multiple of {_MULTIPLE} up to {_WIDEST}"
     transformers.AttentionInterface.register(_ATTENTION, attend)
     transformers.AttentionMaskInterface.register(_ATTENTION, transformers.masking_utils.sdpa_mask)
     backbone.set_attn_implementation(_ATTENTION)
-    if told._attn_implementation != _ATTENTION:  # which transformers only warns of
-        return "transformers cannot change how it attends"
+    if model_config._attn_implementation != _ATTENTION:  # transformers only warns
+        return "transformers cannot change its attention"
     return None
 
 
@@ -94,14 +96,14 @@ def attend(
     value: Tensor,
     mask: Tensor | None,
     packed: Packed | None = None,
-    **told: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it: [texts, heads, tokens, width] in, [texts, tokens, heads, width] out."""
     if packed is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        return sdpa_attention_forward(module, query, key, value, mask, **told)
-    dropout, scale = told.get("dropout", 0.0), told.get("scaling")
+        return sdpa_attention_forward(module, query, key, value, mask, **options)
+    dropout, scale = options.get("dropout", 0.0), options.get("scaling")
     parts = [part[0].transpose(0, 1) for part in (query, key, value)]
     if query.dtype in (torch.float16, torch.bfloat16) and has_flash_attention(query.device):
         starts, longest = packed.starts, packed.longest
@@ -109,8 +111,8 @@ def attend(
         return torch.ops.aten._flash_attention_forward(*parts, *around, scale=scale)[0][None], None
     there = torch.arange(packed.longest, device=query.device) < packed.starts.diff()[:, None]
     q, k, v = (_padded(part, there).transpose(1, 2) for part in parts)
-    found = scaled_dot_product_attention(q, k, v, there[:, None, None], dropout, scale=scale)
-    return found.transpose(1, 2)[there][None], None
+    attended = scaled_dot_product_attention(q, k, v, there[:, None, None], dropout, scale=scale)
+    return attended.transpose(1, 2)[there][None], None
 
 
 def _padded(rows: Tensor, there: Tensor) -> Tensor:
@@ -119,7 +121,7 @@ def _padded(rows: Tensor, there: Tensor) -> Tensor:
 
 
 def pool_packed(vectors: Tensor, starts: Tensor, pooling: str) -> Tensor:
-    """[texts, width] of [tokens, width]: the mean of each text's tokens, its first or its last."""
+    """[texts, width] from [tokens, width]: the mean of each text's tokens, the first, or the last."""
     if pooling == "cls":
         return vectors[starts[:-1]]
     if pooling == "last":

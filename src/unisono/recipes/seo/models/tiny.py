@@ -1,7 +1,7 @@
-"""Small models made from the data itself, with a tokenizer trained on it: nothing is downloaded.
+"""Small models for experiments without a download, with a tokenizer trained on the data.
 
-They learn in seconds what can be learnt in seconds, and are there to try things out. Words are cut by byte-level BPE,
-because training it gives the same pieces in every process; WordPiece's pieces depend on the order of a hash table.
+The tokenizer is a byte-level BPE, because its training gives the same result in every process; WordPiece depends on the
+order of a hash table.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 TINY = "tiny"
 _VOCABULARY = 8192
-_MOST_TEXTS = 200_000  # more do not change which pieces are frequent
+_MOST_TEXTS = 200_000  # more do not change the frequent pieces
 _ENDLESS = re.compile(r"\S{256}")
 _PAD, _BEGIN, _END, _MASK = "[PAD]", "[CLS]", "[SEP]", "[MASK]"
 _WIDTH, _LAYERS, _HEADS = 128, 2, 4
@@ -30,14 +30,14 @@ _POSITIONS = 512
 
 
 def train_tokenizer(texts: Iterable[str], *, writes: bool = False) -> PreTrainedTokenizerBase:
-    """A tokenizer for these texts, the same in every process; one that writes keeps capitals and can be undone."""
+    """Trains a tokenizer, the same in every process; with `writes` it is reversible and keeps capitals."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
     pieces = Tokenizer(models.BPE())
     if not writes:
         pieces.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
-    # Without the space a word at the beginning of a text would be another one.
+    # Without the prefix space, a word at the beginning of a text would have other tokens.
     pieces.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=not writes)
     pieces.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -46,7 +46,7 @@ def train_tokenizer(texts: Iterable[str], *, writes: bool = False) -> PreTrained
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    # A picture written into a page, or a script without spaces: the time to learn a word grows with its square.
+    # Training time grows with the square of a word's length: embedded images, scripts without spaces.
     words = (_ENDLESS.sub(r"\g<0> ", whole_text(text)) for text in islice(texts, _MOST_TEXTS))
     pieces.train_from_iterator(words, trainer)
     begin, end = (pieces.token_to_id(token) for token in (_BEGIN, _END))
@@ -63,41 +63,41 @@ def train_tokenizer(texts: Iterable[str], *, writes: bool = False) -> PreTrained
         sep_token=_END,
         eos_token=_END,
         mask_token=_MASK,
-        # What is written with is a T5, which has no types of tokens.
+        # Models that write are T5s, which have no token types.
         model_input_names=["input_ids", *([] if writes else ["token_type_ids"]), "attention_mask"],
     )
     return made
 
 
 def keep_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Writes a tokenizer to a folder that appears complete or not at all; one that is there already stays."""
+    """Writes a tokenizer to a folder that appears complete or not at all; an existing one stays."""
     try:
         with atomic_folder(folder) as temporary:
             save_tokenizer(tokenizer, temporary)
     except OSError as error:
-        if not (folder / "tokenizer.json").is_file():  # else another process was faster, and all use its tokenizer
+        if not (folder / "tokenizer.json").is_file():  # otherwise another process was faster, and all use its tokenizer
             raise UserError(
                 f"{folder} cannot be written ({error.strerror}); make room, or use another folder"
             ) from None
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, max_length: int | None = None) -> None:
-    """Writes a tokenizer as transformers 4 and 5 both read it, without what its last call has left in it."""
+    """Writes a tokenizer for transformers 4 and 5, without the truncation and padding of its last call."""
     tokenizer.save_pretrained(str(folder))
     file, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
-    pieces, told = json.loads(file.read_text()), json.loads(config.read_text())
-    if pieces.get("truncation") or pieces.get("padding"):  # whoever loads it would get texts cut by it
+    pieces, settings = json.loads(file.read_text()), json.loads(config.read_text())
+    if pieces.get("truncation") or pieces.get("padding"):  # would apply to every later call
         file.write_text(json.dumps(pieces | {"truncation": None, "padding": None}, ensure_ascii=False))
-    if told.get("tokenizer_class") == "TokenizersBackend":  # transformers 5's own name of it
-        told["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if settings.get("tokenizer_class") == "TokenizersBackend":  # transformers 5's name for it
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     if max_length is not None:
-        told["model_max_length"] = max_length
-    told.pop("local_files_only", None)  # how it was loaded here
-    config.write_text(json.dumps(told, indent=2, ensure_ascii=False))
+        settings["model_max_length"] = max_length
+    settings.pop("local_files_only", None)  # an option of our own call
+    config.write_text(json.dumps(settings, indent=2, ensure_ascii=False))
 
 
 def encoder_config(tokenizer: PreTrainedTokenizerBase, max_length: int) -> Any:
-    """BERT, small."""
+    """A small BERT."""
     from transformers import BertConfig
 
     return BertConfig(
@@ -107,7 +107,7 @@ def encoder_config(tokenizer: PreTrainedTokenizerBase, max_length: int) -> Any:
         num_attention_heads=_HEADS,
         intermediate_size=4 * _WIDTH,
         max_position_embeddings=max(_POSITIONS, -(-max_length // 8) * 8),
-        # Without dropout a run is the same on any number of ranks, and so small a model hardly needs it.
+        # Without dropout a run is the same on any number of ranks.
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
         pad_token_id=tokenizer.pad_token_id,
@@ -115,7 +115,7 @@ def encoder_config(tokenizer: PreTrainedTokenizerBase, max_length: int) -> Any:
 
 
 def writer_config(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """T5, small."""
+    """A small T5."""
     from transformers import T5Config
 
     made: Any = T5Config  # untyped, in part

@@ -1,5 +1,5 @@
-"""Pages from the web, carefully: http and https only, of limited size and time, never led to another host, and never to
-an address of the local network whose host the user has not named.
+"""Fetches pages from the web: http and https only, with limits on size and time. It follows no redirect to another host
+and connects to addresses of the local network only if the user has named the host.
 """
 
 from __future__ import annotations
@@ -22,61 +22,61 @@ from unisono import __version__
 
 
 class Unreadable(Exception):
-    """A page that cannot be read; the message says why. The others are read all the same."""
+    """A page that cannot be read; the message says why."""
 
 
 @dataclass
 class Fetcher:
-    """Gets pages from the web, and remembers what it got."""
+    """Fetches pages and counts the bytes."""
 
     private_hosts: Collection[str] = ()
-    """Hosts that may be in the local network: those that the user has named."""
+    """Hosts named by the user, which may be in the local network."""
     seconds: float = 30.0
-    """For a whole page."""
-    largest: int = 5_000_000
-    """Bytes of a page."""
-    got: dict[str, int] = field(default_factory=dict)
+    """Time limit per page."""
+    max_bytes: int = 5_000_000
+    """Size limit per page."""
+    fetched: dict[str, int] = field(default_factory=dict)
     """Bytes fetched, by host."""
 
     def __post_init__(self) -> None:
-        self._opener = urllib.request.OpenerDirector()  # an empty one: no file:, no ftp:, no proxy
+        self._opener = urllib.request.OpenerDirector()  # without handlers for file:, ftp: and proxies
         guard = _Guard(frozenset(host.lower() for host in self.private_hosts), min(10.0, self.seconds))
         errors = urllib.request.HTTPErrorProcessor(), urllib.request.HTTPDefaultErrorHandler()
         for handler in (_Web(guard), _SameHost(), *errors):
             self._opener.add_handler(handler)
 
     def get(self, url: str) -> bytes | str:
-        """What an address answers: text where the server names its encoding."""
+        """The content of a URL; as text if the server declares the encoding."""
         until = time.monotonic() + self.seconds
         try:
             request = urllib.request.Request(_clean(url), headers={"User-Agent": f"unisono/{__version__}"})
             with self._opener.open(request, timeout=min(10.0, self.seconds)) as answer:
                 if answer.headers.get("Content-Encoding", "identity").lower() != "identity":
-                    raise Unreadable("came packed, which was not asked for")
+                    raise Unreadable("the server sent a compressed response, which was not requested")
                 content = self._read(answer, until)
                 charset = answer.headers.get_content_charset()
         except urllib.error.HTTPError as error:
-            raise Unreadable(f"the server answers {error.code} {error.reason}") from None
+            raise Unreadable(f"the server answered {error.code} {error.reason}") from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             reason = getattr(error, "reason", None) or error
-            raise Unreadable(f"cannot be fetched ({' '.join(str(reason).split())[:200]})") from None
+            raise Unreadable(f"could not be fetched ({' '.join(str(reason).split())[:200]})") from None
         host = urlsplit(url).hostname or ""
-        self.got[host] = self.got.get(host, 0) + len(content)
+        self.fetched[host] = self.fetched.get(host, 0) + len(content)
         return _decoded(content, charset)
 
     def _read(self, answer: Any, until: float) -> bytes:
         parts = io.BytesIO()
         while part := answer.read1(65536):
             parts.write(part)
-            if parts.tell() > self.largest:
-                raise Unreadable(f"larger than {self.largest / 1e6:g} MB")
+            if parts.tell() > self.max_bytes:
+                raise Unreadable(f"larger than {self.max_bytes / 1e6:g} MB")
             if time.monotonic() > until:
                 raise Unreadable(f"not finished after {self.seconds:g} s")
         return parts.getvalue()
 
 
-def names_somebody(url: str) -> bool:
-    """Whether an address holds the name or the password of somebody."""
+def has_credentials(url: str) -> bool:
+    """Whether a URL contains a user name or a password."""
     try:
         return urlsplit(url.strip()).username is not None
     except ValueError:
@@ -84,12 +84,12 @@ def names_somebody(url: str) -> bool:
 
 
 def _clean(url: str) -> str:
-    """The address with every sign allowed in a request; refuses what is no web address."""
+    """The URL with all special characters quoted; Unreadable if it is not a web address."""
     parts = urlsplit(url.strip())
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise Unreadable("no http(s) address")
-    if names_somebody(url):
-        raise Unreadable("holds a name or a password; take it out")
+        raise Unreadable("not an http(s) URL")
+    if has_credentials(url):
+        raise Unreadable("the URL contains a user name or a password; remove it")
     host = parts.hostname.encode("idna").decode()
     where = f"[{host}]" if ":" in host else host
     where += f":{parts.port}" if parts.port else ""
@@ -98,7 +98,7 @@ def _clean(url: str) -> str:
 
 
 def _decoded(content: bytes, charset: str | None) -> bytes | str:
-    """By what the server says, unless the file itself begins with a byte order mark."""
+    """Decodes as the server declares, unless the content begins with a byte order mark."""
     if charset is None or content.startswith((codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return content
     try:
@@ -109,21 +109,21 @@ def _decoded(content: bytes, charset: str | None) -> bytes | str:
 
 @dataclass(frozen=True)
 class _Guard:
-    """Connects to public addresses, and to the hosts that were named."""
+    """Connects to public addresses, and to hosts that the user has named."""
 
     named: frozenset[str]
     seconds: float
 
     def connect(self, host: str, port: int) -> socket.socket:
-        # The address that was looked at is the one connected to: a name may answer otherwise a moment later.
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        for _, _, _, _, address in found:
+        # Connects to the address that was checked: a second look-up of the name could give another one.
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        for _, _, _, _, address in addresses:
             if host.lower() not in self.named and not _is_public(str(address[0])):
                 raise Unreadable(
                     f"{host} is in a local network ({address[0]}); name it with --private_host to allow it"
                 )
         error: OSError | None = None
-        for _, _, _, _, address in found:
+        for _, _, _, _, address in addresses:
             try:
                 return socket.create_connection((str(address[0]), port), timeout=self.seconds)
             except OSError as failed:
@@ -138,7 +138,7 @@ def _is_public(address: str) -> bool:
 
 
 class _Web(urllib.request.AbstractHTTPHandler):
-    """Opens http and https through the guard."""
+    """Opens http and https connections through the guard."""
 
     def __init__(self, guard: _Guard) -> None:
         super().__init__()
@@ -171,5 +171,5 @@ class _SameHost(urllib.request.HTTPRedirectHandler):
         old, new = urlsplit(req.full_url), urlsplit(newurl)
         to_https = (old.scheme, new.scheme) == ("http", "https") and old.port is None and new.port is None
         if new.hostname != old.hostname or ((new.scheme, new.port) != (old.scheme, old.port) and not to_https):
-            raise Unreadable(f"leads to another host ({newurl[:100]}), which is not followed")
+            raise Unreadable(f"redirects to another host ({newurl[:100]}), which is not followed")
         return super().redirect_request(req, fp, code, msg, headers, newurl)

@@ -1,18 +1,18 @@
-"""Which page each keyword is checked on: the page that a file assigns it to, or else the one that fits it best.
+"""On which page each keyword is checked: the one that a file assigns to it, or else the best match.
 
-A keyword has one target page on a site. Checked on every page, each page would fail for the keywords of all others.
+A keyword has one target page on a site. Checked on all pages, it would fail on all others.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unisono.errors import ConfigError
-from unisono.recipes.seo.data.bad_rows import BadRows
+from unisono.recipes.seo.data.bad_rows import BadRows, no_remark
 from unisono.recipes.seo.data.tables import TABLES, rows_of, text_in
 from unisono.recipes.seo.site.page_rules import keyword_check
 from unisono.recipes.seo.site.text_rules import Check, words_of
@@ -21,38 +21,38 @@ if TYPE_CHECKING:
     from unisono.recipes.seo.data.pages import Page
 
 _PAGE, _KEYWORD = ("page", "url", "file"), ("keyword", "keywords", "query")
-_IN_TITLE, _IN_H1, _IN_DESCRIPTION = 3.0, 2.0, 1.0  # beside at most 1 for the text, however often it stands there
-_HALF = 2.0  # times in the text that count half of many
+_TITLE, _H1, _DESCRIPTION = 3.0, 2.0, 1.0  # weights of a word; its occurrences in the text add at most 1
+_HALF = 2.0  # occurrences in the text that add 0.5
 
 
 @dataclass(frozen=True)
 class Keywords:
-    """What the user wants to be found for: keywords of the whole site, and keywords of single pages."""
+    """Keywords of the whole site, and keywords of single pages."""
 
     of_site: Sequence[str] = ()
     of_pages: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """By a page's name in the report."""
+    """By the name of the page in the report."""
 
 
 def read_keywords(text: str) -> Keywords:
-    """From `A,B` on the command line, or from a .csv or .jsonl file with the columns page and keyword."""
+    """Reads `A,B` from the command line, or a .csv or .jsonl file with the columns page and keyword."""
     path = Path(text).expanduser()
     if not text.lower().endswith(TABLES):
         return Keywords([part.strip() for part in text.split(",") if words_of(part)])
     if not path.is_file():
-        raise ConfigError(f"--keywords {text}: there is no such file; give A,B or a file with columns page and keyword")
+        raise ConfigError(f"--keywords {text}: no such file; pass A,B or a file with the columns page and keyword")
     bad, of_site = BadRows(False), list[str]()
     of_pages: dict[str, list[str]] = {}
     for row in rows_of(path, (_KEYWORD,), bad):
         page, keyword = text_in(row.first(_PAGE)), text_in(row.first(_KEYWORD))
         if keyword and words_of(keyword):
             (of_site if page is None else of_pages.setdefault(page, [])).append(keyword)
-    bad.tell(print, len(of_site) + len(of_pages), "row", path)
+    bad.report(no_remark, len(of_site) + len(of_pages), "row", path)
     return Keywords(of_site, of_pages)
 
 
 @dataclass(frozen=True)
-class _Fit:
+class _Match:
     score: float
     number: int
     page: str
@@ -60,66 +60,60 @@ class _Fit:
 
 
 class KeywordPages:
-    """Finds the page of each keyword while pages come one after the other, and keeps none of them."""
+    """Finds the page of each keyword in one pass over the pages."""
 
     def __init__(self, keywords: Keywords) -> None:
-        self._keywords, self._best = keywords, dict[str, _Fit]()
+        self._keywords, self._best = keywords, dict[str, _Match]()
         self._assigned: list[tuple[int, Check]] = []
         self._missing = set(keywords.of_pages)
         self._num_pages = 0
 
     def add(self, number: int, page: Page) -> None:
-        """Looks at page `number` of the report."""
+        """Compares page `number` of the report with all keywords."""
         self._num_pages += 1
         self._missing.discard(page.name)
         for keyword in self._keywords.of_pages.get(page.name, ()):
             self._assigned.append((number, keyword_check(page, keyword)))
         if not self._keywords.of_site:
             return
-        words = _Words.of(page)
+        score_of = _scorer(page)
         for keyword in self._keywords.of_site:
-            score, before = words.fit(keyword), self._best.get(keyword)
-            if before is None or score > before.score:
-                self._best[keyword] = _Fit(score, number, page.name, keyword_check(page, keyword))
+            score, best = score_of(keyword), self._best.get(keyword)
+            if best is None or score > best.score:
+                self._best[keyword] = _Match(score, number, page.name, keyword_check(page, keyword))
 
     def checks(self) -> Iterator[tuple[int, Check]]:
-        """The number of a page, and the check of a keyword on it."""
+        """The number of a page and the check of a keyword on it."""
         yield from self._assigned
-        for fit in self._best.values():
-            if fit.score or self._num_pages == 1:
-                yield fit.number, fit.check
+        for match in self._best.values():
+            if match.score or self._num_pages == 1:
+                yield match.number, match.check
 
     def remarks(self) -> Iterator[str]:
-        """Which page each keyword was checked on."""
+        """On which page each keyword was checked."""
         if self._num_pages > 1:
-            for keyword, fit in self._best.items():
-                if fit.score:
-                    yield f"Keyword “{keyword}”: checked on {fit.page[:100]}, the page that fits it best by its words."
+            for keyword, match in self._best.items():
+                if match.score:
+                    yield f"Keyword “{keyword}”: checked on {match.page[:100]}, the best match by words."
                 else:
-                    yield f"Keyword “{keyword}”: no page has any of its words."
+                    yield f"Keyword “{keyword}”: no page contains any of its words."
         for page in sorted(self._missing):
             yield f"--keywords names {page[:100]}, which is not among the pages."
 
 
-@dataclass(frozen=True)
-class _Words:
-    title: frozenset[str]
-    tops: frozenset[str]
-    description: frozenset[str]
-    text: Counter[str]
+def _scorer(page: Page) -> Callable[[str], float]:
+    """A function that scores how well a page matches a keyword: where its words occur, and how often."""
+    h1 = " ".join(text for level, text in page.headings if level == 1)
+    weighted = [
+        (weight, set(words_of(text or "")))
+        for weight, text in ((_TITLE, page.title), (_H1, h1), (_DESCRIPTION, page.description))
+    ]
+    counts = Counter(words_of(page.text))
 
-    @classmethod
-    def of(cls, page: Page) -> _Words:
-        tops = " ".join(text for level, text in page.headings if level == 1)
-        title, top, description = (frozenset(words_of(text or "")) for text in (page.title, tops, page.description))
-        return cls(title, top, description, Counter(words_of(page.text)))
-
-    def fit(self, keyword: str) -> float:
-        """How well a page fits a keyword: where its words stand, and how often."""
-        return sum(
-            _IN_TITLE * (word in self.title)
-            + _IN_H1 * (word in self.tops)
-            + _IN_DESCRIPTION * (word in self.description)
-            + self.text[word] / (self.text[word] + _HALF)
-            for word in set(words_of(keyword))
+    def score(keyword: str) -> float:
+        words = set(words_of(keyword))
+        return sum(counts[word] / (counts[word] + _HALF) for word in words) + sum(
+            weight * len(words & present) for weight, present in weighted
         )
+
+    return score

@@ -1,10 +1,10 @@
-"""Whether a text is in English: cheaply, by its letters and its small words, and in doubt yes."""
+"""Whether a text is in English, judging by its letters and common words; yes in case of doubt."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-# Without words that the other languages have too: a, in, of, is, was, on, so, an, me, no, he.
+# Without words that other languages have too: a, in, of, is, was, on, so, an, me, no, he.
 _ENGLISH_WORDS = """
     the and to that it for with you this are be from have not by they your but what which when will can their if
     there how has been its our who would about more other than these those into only any does because while each
@@ -27,7 +27,7 @@ _FOREIGN_LETTERS = 0.02  # of the letters
 
 
 def is_english(text: str, words: Sequence[str]) -> bool:
-    """Whether a text with these words (in lower case) is in English, as far as its letters and small words tell."""
+    """Whether a text is in English; `words` are its words in lower case."""
     if sum(word in _ENGLISH for word in words) >= _ENOUGH * len(words):
         return True
     letters = [sign for sign in text.lower() if sign.isalpha()]

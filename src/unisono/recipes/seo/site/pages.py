@@ -1,6 +1,6 @@
-"""A site as a list of pages: a folder, a sitemap, a list of files, or, if asked, web addresses.
+"""A site as a list of pages: a folder, a sitemap, a list of files, or URLs.
 
-Pages are read one at a time and not kept, so a site may be large. Nothing is fetched unless a `Fetcher` is given.
+Pages are read one at a time and not kept in memory. Nothing is fetched without a `Fetcher`.
 """
 
 from __future__ import annotations
@@ -19,90 +19,90 @@ from unisono.errors import ConfigError
 from unisono.recipes.common.tree import one_line
 from unisono.recipes.seo.data.lines import plain_suffix
 from unisono.recipes.seo.data.site import PAGES, addresses_in, pages_of
-from unisono.recipes.seo.site.fetching import Fetcher, Unreadable, names_somebody
+from unisono.recipes.seo.site.fetching import Fetcher, Unreadable, has_credentials
 
 if TYPE_CHECKING:
     from unisono.recipes.seo.site.page_rules import Exists
 
-LARGEST_PAGE = 20_000_000
-"""Bytes; a file that is larger is no page."""
-MOST_FETCHED = 1_000
-"""Pages that are fetched of a site, unless the user says how many."""
+MAX_BYTES = 20_000_000
+"""Size limit of a file."""
+MAX_FETCHED = 1_000
+"""Default limit of pages to fetch."""
 
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
 
 @dataclass
 class Site:
-    """The pages of a site, by name, and how each is read."""
+    """The pages of a site, and how to read them."""
 
     name: str
     pages: list[tuple[str, Path | str]]
-    """The name of each, and its file or its address."""
+    """Name, and file or URL."""
     root: Path | None = None
-    """The folder that links within the site lead to."""
+    """The folder in which links within the site are looked up."""
     fetcher: Fetcher | None = None
     remarks: list[str] = field(default_factory=list)
-    """What the user should know of it."""
+    """Lines for the user."""
 
     def __post_init__(self) -> None:
-        self._is_there = lru_cache(maxsize=100_000)(_is_there)  # the menu of a site is the same on every page
+        self._target_exists = lru_cache(maxsize=100_000)(_target_exists)  # every page links the same menu
 
-    def read(self, place: Path | str) -> bytes | str:
+    def read(self, source: Path | str) -> bytes | str:
         """The content of a page."""
-        if isinstance(place, str):
+        if isinstance(source, str):
             assert self.fetcher is not None
-            return self.fetcher.get(place)
+            return self.fetcher.get(source)
         try:
-            with place.open("rb") as file:
-                content = file.read(LARGEST_PAGE + 1)
+            with source.open("rb") as file:
+                content = file.read(MAX_BYTES + 1)
         except OSError as error:
-            raise Unreadable(f"cannot be read ({error.strerror or error})") from None
-        if len(content) > LARGEST_PAGE:
-            raise Unreadable(f"larger than {LARGEST_PAGE // 10**6} MB: no page")
+            raise Unreadable(f"could not be read ({error.strerror or error})") from None
+        if len(content) > MAX_BYTES:
+            raise Unreadable(f"larger than {MAX_BYTES // 10**6} MB")
         return content
 
-    def exists_from(self, place: Path | str) -> Exists | None:
-        """Says of a page's links whether their files are there; None where there is no folder to look in."""
-        if self.root is None or isinstance(place, str):
+    def exists_from(self, source: Path | str) -> Exists | None:
+        """A function that checks whether the target of a page's link exists; None for fetched pages."""
+        if self.root is None or isinstance(source, str):
             return None
         try:
-            inside = place.resolve().relative_to(self.root.resolve())
+            inside = source.resolve().relative_to(self.root.resolve())
         except ValueError:
             return None
         root, folder = str(self.root), inside.parent.as_posix()
-        return lambda link: self._is_there(root, folder, link.strip())
+        return lambda link: self._target_exists(root, folder, link.strip())
 
 
 def open_site(where: str, fetcher: Fetcher | None = None, most_pages: int | None = None) -> Site:
-    """The site that a folder, a sitemap, a page, a list of files or addresses, or (with a fetcher) an address is."""
+    """Opens a folder, a sitemap, a page, a list of files or, with a fetcher, a URL or a list of URLs."""
     if _ADDRESS.match(where):
-        site = Site(where, [(page, page) for page in _of_address(where, _asked(fetcher, where))], fetcher=fetcher)
+        site = Site(where, [(page, page) for page in _pages_of_url(where, _need(fetcher, where))], fetcher=fetcher)
     else:
         site = _of_files(Path(where).expanduser(), fetcher)
-    most = most_pages if most_pages is not None else MOST_FETCHED if fetcher else len(site.pages)
+    most = most_pages if most_pages is not None else MAX_FETCHED if fetcher else len(site.pages)
     if not site.pages:
-        raise ConfigError(one_line(f"{where} names no page; expected HTML files, a sitemap, or a list of them"))
+        raise ConfigError(one_line(f"{where} has no pages; expected HTML files, a sitemap, or a list of them"))
     if len(site.pages) > most:
-        site.remarks.append(f"{len(site.pages) - most:,} more pages were left out: --most_pages {most}")
+        site.remarks.append(f"{len(site.pages) - most:,} more pages were left out (--most_pages {most})")
     site.pages = site.pages[:most]
     return site
 
 
-def _asked(fetcher: Fetcher | None, where: str) -> Fetcher:
+def _need(fetcher: Fetcher | None, where: str) -> Fetcher:
     if fetcher is None:
-        raise ConfigError(one_line(f"{where}: nothing is fetched unless you ask; give --fetch, or local files"))
+        raise ConfigError(one_line(f"{where}: pass --fetch to fetch from the web, or use local files"))
     return fetcher
 
 
 def _of_files(path: Path, fetcher: Fetcher | None) -> Site:
     name = path.resolve().name or "site"
     if not path.exists():
-        raise ConfigError(one_line(f"{path}: there is no such file or folder"))
+        raise ConfigError(one_line(f"{path}: no such file or folder"))
     is_page = path.is_file() and path.suffix.lower() in PAGES
     if fetcher is not None:
         if path.is_dir() or is_page:
-            raise ConfigError(one_line(f"--fetch is for web addresses, and {path} is local; leave it out"))
+            raise ConfigError(one_line(f"--fetch is for URLs, but {path} is local; leave it out"))
         return Site(name, [(page, page) for page in _only_web(addresses_in(path), str(path))], fetcher=fetcher)
     root = path if path.is_dir() else path.parent
     if is_page:
@@ -110,21 +110,21 @@ def _of_files(path: Path, fetcher: Fetcher | None) -> Site:
     if path.is_file() and plain_suffix(path) != ".xml":
         for line in addresses_in(path):
             if _ADDRESS.match(line):
-                _asked(fetcher, f"{path} names web addresses ({line[:100]})")
+                _need(fetcher, f"{path} lists URLs ({line[:100]})")
     remarks: list[str] = []
-    return Site(name, list(pages_of(path, leave_out_bad=True, said=remarks.append)), root, remarks=remarks)
+    return Site(name, list(pages_of(path, leave_out_bad=True, remark=remarks.append)), root, remarks=remarks)
 
 
 def _only_web(names: list[str], where: str) -> list[str]:
     for name in names:
         if not name.lower().startswith(("http://", "https://")):
-            raise ConfigError(one_line(f"{where}: {name[:100]} is no http(s) address; leave out --fetch for files"))
-        if names_somebody(name):
-            raise ConfigError(f"{where}: an address holds a name or a password; take it out: reports name addresses")
+            raise ConfigError(one_line(f"{where}: {name[:100]} is not an http(s) URL; leave out --fetch for files"))
+        if has_credentials(name):
+            raise ConfigError(f"{where}: a URL contains a user name or a password; remove it: the report lists URLs")
     return names
 
 
-def _of_address(url: str, fetcher: Fetcher) -> list[str]:
+def _pages_of_url(url: str, fetcher: Fetcher) -> list[str]:
     _only_web([url], "SITE")
     name = Path(urlsplit(url).path).name
     if plain_suffix(Path(name)) != ".xml":
@@ -134,15 +134,15 @@ def _of_address(url: str, fetcher: Fetcher) -> list[str]:
         with TemporaryDirectory() as folder:
             file = Path(folder, "sitemap.xml.gz" if name.lower().endswith(".gz") else "sitemap.xml")
             file.write_bytes(content.encode() if isinstance(content, str) else content)
-            found = addresses_in(file)
+            urls = addresses_in(file)
     except (Unreadable, ConfigError) as error:
         raise ConfigError(one_line(f"{url}: {str(error).rpartition('sitemap.xml: ')[2]}")) from None
-    # A sitemap from the web may only name pages of its own host.
-    return [page for page in _only_web(found, url) if urlsplit(page).hostname == urlsplit(url).hostname]
+    # A sitemap from the web may only list pages of its own host.
+    return [page for page in _only_web(urls, url) if urlsplit(page).hostname == urlsplit(url).hostname]
 
 
-def _is_there(root: str, folder: str, link: str) -> bool | None:
-    """Whether the file that a link of a page in this folder means is there; None for what leads elsewhere."""
+def _target_exists(root: str, folder: str, link: str) -> bool | None:
+    """Whether the file that a link refers to exists, from a page in this folder; None if it leaves the folder."""
     if link.startswith(("#", "?")):
         return None
     try:
@@ -153,13 +153,13 @@ def _is_there(root: str, folder: str, link: str) -> bool | None:
         return None
     path = unquote(parts.path)
     inside = posixpath.normpath(path.lstrip("/") if path.startswith("/") else posixpath.join(folder, path))
-    if inside.split("/")[0] == "..":  # above the folder: another part of the site, which is not ours to look at
+    if inside.split("/")[0] == "..":  # above the folder: may be another part of the site
         return False if path.startswith("/") else None
-    place = os.path.join(root, inside)
+    target = os.path.join(root, inside)
     try:
-        if os.path.isdir(place):
-            return any(os.path.isfile(os.path.join(place, f"index{end}")) for end in PAGES)
-        # Servers leave the ending out: /about is about.html.
-        return os.path.isfile(place) or any(os.path.isfile(place + end) for end in PAGES)
-    except (OSError, ValueError):  # no name that a file can have
+        if os.path.isdir(target):
+            return any(os.path.isfile(os.path.join(target, f"index{end}")) for end in PAGES)
+        # Servers may omit the extension: /about is about.html.
+        return os.path.isfile(target) or any(os.path.isfile(target + end) for end in PAGES)
+    except (OSError, ValueError):  # not a valid file name
         return False

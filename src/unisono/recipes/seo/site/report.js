@@ -1,4 +1,4 @@
-// Sorts and filters the table of pages. Without it all pages are there, in the order in which they were written.
+// Sorts and filters the table of pages. Without this script all pages are shown in their original order.
 const table = document.getElementById("table"), body = table.tBodies[0], rows = [...body.rows];
 const find = document.getElementById("find"), check = document.getElementById("check"), sort = document.getElementById("sort");
 const shown = document.getElementById("shown"), picks = [...document.querySelectorAll(".pick")];
@@ -18,7 +18,7 @@ function filter() {
   for (const pick of picks) pick.setAttribute("aria-pressed", String(pick.dataset.check === check.value));
 }
 
-// Names go up first, numbers down; a page without a number comes last either way.
+// Names sort ascending first, numbers descending; pages without a number come last.
 function sortBy(name, up) {
   const of = (row) => {
     const cell = row.querySelector(`td.${name}`);

@@ -1,8 +1,7 @@
-"""Task rank, method bi: query and page become vectors, and those that belong together lie close.
+"""Task rank, method bi: the model embeds query and page separately.
 
-The loss is contrastive: each query must find its page among all pages of the global batch, whichever process has them,
-and among its hard negatives. A page that is the same as its own (or the page of the same query, or another one that was
-judged relevant) is no wrong answer and is left out.
+The loss is contrastive: each query must find its page among all pages of the global batch, on all ranks, and among hard
+negatives. A page that equals the positive, belongs to the same query, or is also judged relevant is not a negative.
 """
 
 from __future__ import annotations
@@ -34,19 +33,19 @@ if TYPE_CHECKING:
     from unisono.recipes.seo.models.groups import Tokens
     from unisono.recipes.seo.tasks.matching import Matching
 
-_NOBODY = -1  # the key of a text that is only there to fill a place
-_NO_PAGE = -2  # no number of a page, and not what fills up those known to be right
-_BLOCK = 256  # queries that are embedded at once before an evaluation
+_NOBODY = -1  # key of a placeholder
+_NO_PAGE = -2  # number of a placeholder; differs from the padding of `known`
+_BLOCK = 256  # queries per batch before an evaluation
 
 
 class BiEncoder(RankingTask):
-    """Two texts, one vector each."""
+    """Embeds queries and pages separately."""
 
     coupled = True
     packs = False
-    """Whether texts are computed one after the other, without padding."""
+    """Whether texts are packed without padding."""
     uncounted: int | None = None
-    """Of the model, where they are."""
+    """`Encoder.uncounted`, if texts are packed."""
 
     def model(self) -> nn.Module:
         """The encoder."""
@@ -55,7 +54,7 @@ class BiEncoder(RankingTask):
         return load_encoder(self.config, self.tokenizer)
 
     def get_ready(self, model: nn.Module, *, flash_attention: bool) -> None:
-        """Decides whether texts are padded."""
+        """Decides between packing and padding."""
         encoder: Encoder = model  # type: ignore[assignment]
         wanted = self.config.padding
         if wanted == "groups" or (wanted == "auto" and not flash_attention):
@@ -69,43 +68,43 @@ class BiEncoder(RankingTask):
 
     @cached_property
     def num_negatives(self) -> int:
-        """Hard negatives of each query: as many as were asked for, and as some query has."""
+        """Hard negatives per query: num_negatives, or fewer if no query has as many."""
         return min(self.config.num_negatives, self._most_negatives)
 
     @cached_property
     def _most_negatives(self) -> int:
         return int(np.diff(self.matching("train").negative_starts).max(initial=0))
 
-    def said_at_start(self, global_batch: int) -> str | None:
-        """What each query is compared with."""
+    def start_remark(self, global_batch: int) -> str | None:
+        """The number of negatives."""
         hard, others = self.num_negatives, max(0, global_batch - 1)
         if not hard and not others:
             raise ConfigError(
                 "batch_size 1: a query is compared with the pages of the other queries of its step, and there is none; "
                 "use a larger batch_size, or data with negatives and --num_negatives"
             )
-        told = (
+        remark = (
             f"each query is compared with its page and {others * (1 + hard) + hard:,} others: the pages of the "
             f"{others:,} other queries of its step, on all processes"
         )
         if hard:
-            told += f", and up to {hard} hard negatives of each query"
+            remark += f", and up to {hard} hard negatives of each query"
         elif self.config.num_negatives:
-            told += "; the data has no hard negatives"
+            remark += "; the data has no hard negatives"
         elif most := self._most_negatives:
-            told += f"; the data has up to {most} hard negatives for a query, which --num_negatives {most} would add"
-        return told + ("; nothing is computed for padding" if self.packs else "")
+            remark += f"; the data has up to {most} hard negatives for a query, which --num_negatives {most} would add"
+        return remark + ("; nothing is computed for padding" if self.packs else "")
 
     def train_data(self) -> Dataset[Any]:
-        """Queries with a page that belongs to each."""
+        """Pairs of query and relevant page."""
         return Pairs(self.texts("queries"), self.texts("pages"), self.matching("train"), self.num_negatives)
 
     def eval_data(self) -> Dataset[Any]:
-        """Pages that queries are ranked against."""
+        """The pages that queries are ranked against."""
         return Candidates(self.texts("eval_pages"), self.matching("eval").candidates)
 
     def collate(self, items: list[Any]) -> Any:
-        """Texts, in groups or one after the other, and what tells them apart."""
+        """Texts, grouped or packed, with the keys that identify equal ones."""
         pad_id = int(self.tokenizer.pad_token_id)
         if isinstance(items[0], Candidate):
             groups = grouped([item.tokens for item in items], pad_id, 1)
@@ -116,54 +115,54 @@ class BiEncoder(RankingTask):
         laid_out = (
             pack(texts, pad_id, self.uncounted) if self.packs else grouped(texts, pad_id, self.config.length_groups)
         )
-        found: dict[str, Any] = {"texts": laid_out}
-        found["query_keys"] = torch.tensor([key_of(item.query) for item in items])
-        found["page_keys"] = torch.tensor([key_of(item.page) for item in items])
+        batch: dict[str, Any] = {"texts": laid_out}
+        batch["query_keys"] = torch.tensor([key_of(item.query) for item in items])
+        batch["page_keys"] = torch.tensor([key_of(item.page) for item in items])
         if self.num_negatives:
             keys = [[key_of(tokens) if len(tokens) else _NOBODY for tokens in item.negatives] for item in items]
-            found["negative_keys"] = torch.tensor(keys)
-            found["negative_numbers"] = torch.tensor([item.negative_numbers for item in items])
-        found["known"] = torch.tensor(np.stack([item.known for item in items]))
-        found["numbers"] = torch.tensor([item.number for item in items])
-        return found
+            batch["negative_keys"] = torch.tensor(keys)
+            batch["negative_numbers"] = torch.tensor([item.negative_numbers for item in items])
+        batch["known"] = torch.tensor(np.stack([item.known for item in items]))
+        batch["numbers"] = torch.tensor([item.number for item in items])
+        return batch
 
     def embed(self, model: nn.Module, batch: Any, noise: Noise) -> Mapping[str, Tensor]:
-        """Vectors of query, page and negatives of each sample."""
+        """Embeds query, page and negatives of each sample."""
         texts: Groups | Packed = batch["texts"]
         vectors, samples = texts.through(model), len(batch["query_keys"])
-        found = {"query": vectors[:samples], "page": vectors[samples : 2 * samples]}
+        rows = {"query": vectors[:samples], "page": vectors[samples : 2 * samples]}
         names = ["query_keys", "page_keys", "known", "numbers"]
         if self.num_negatives:
-            found["negative"] = vectors[2 * samples :].view(samples, self.num_negatives, -1)
+            rows["negative"] = vectors[2 * samples :].view(samples, self.num_negatives, -1)
             names += ["negative_keys", "negative_numbers"]
-        return found | {name: batch[name] for name in names}
+        return rows | {name: batch[name] for name in names}
 
     def couple(self, rows: Mapping[str, Tensor]) -> Loss:
-        """Each query among all pages: cross entropy, summed over queries."""
+        """The contrastive loss, summed over queries."""
         return contrastive(rows, self.config.scale, both_ways=self.config.both_ways)
 
     def before_evaluation(self, model: nn.Module) -> None:
-        """The vectors of the held-out queries; a few thousand, so every process computes them all."""
+        """Embeds the held-out queries; they are few, so every process embeds all."""
         queries, device = self.texts("eval_queries"), next(model.parameters()).device
         tokens = [queries[int(number)] for number in self.matching("eval").queries]
-        pad_id, found = int(self.tokenizer.pad_token_id), []
+        pad_id, parts = int(self.tokenizer.pad_token_id), []
         order = np.argsort([len(each) for each in tokens], kind="stable")
         for start in range(0, len(order), _BLOCK):
             groups = grouped([tokens[place] for place in order[start : start + _BLOCK]], pad_id, 1)
-            found.append(groups.on(device).through(model))
-        vectors = torch.cat(found)
+            parts.append(groups.on(device).through(model))
+        vectors = torch.cat(parts)
         self.query_vectors = torch.empty_like(vectors).index_copy_(0, torch.from_numpy(order).to(device), vectors)
 
     def evaluate(self, model: nn.Module, batch: Any, noise: Noise) -> Mapping[str, Any]:
-        """All queries against the pages of a batch."""
+        """Ranks the pages of a batch for all queries."""
         vectors = batch["pages"].through(model)
-        with torch.autocast(vectors.device.type, enabled=False):  # cosines of 8 bits would be full of ties
+        with torch.autocast(vectors.device.type, enabled=False):  # 16-bit cosines would have many ties
             scores = self.query_vectors.to(vectors.dtype) @ vectors.T
         self.metrics["pages"].update(scores, batch["numbers"])
-        return {"pages": self.metrics["pages"], **self.lines_beside(len(vectors))}
+        return {"pages": self.metrics["pages"], **self.baseline_metrics(len(vectors))}
 
     def export(self, model: nn.Module, folder: Path) -> None:
-        """A folder that sentence-transformers and transformers load."""
+        """Writes a folder for sentence-transformers and transformers."""
         from unisono.recipes.seo.export import write_sentence_transformer
 
         encoder: Encoder = model  # type: ignore[assignment]
@@ -171,7 +170,7 @@ class BiEncoder(RankingTask):
 
 
 def contrastive(rows: Mapping[str, Tensor], scale: float, *, both_ways: bool = False) -> Loss:
-    """Each query must find its page among the pages and negatives of all; the same page twice is no wrong answer."""
+    """Cross entropy of each query's page among the pages and negatives of all queries, without false negatives."""
     queries, pages = rows["query"], rows["page"]
     right = torch.arange(len(queries), device=queries.device)
     scores = scale * queries @ pages.T
@@ -193,28 +192,28 @@ def contrastive(rows: Mapping[str, Tensor], scale: float, *, both_ways: bool = F
 
 
 def _same(rows: Mapping[str, Tensor]) -> Tensor:
-    """[queries, pages] which pages are right for which query of a batch."""
+    """[queries, pages] which pages of a batch are relevant for which query."""
     same_page = rows["page_keys"][:, None] == rows["page_keys"][None]
     same_query = rows["query_keys"][:, None] == rows["query_keys"][None]
     return same_page | same_query | _among(rows["known"], rows["numbers"])
 
 
 def _among(known: Tensor, numbers: Tensor) -> Tensor:
-    """[queries, pages] which of these pages are among those known to be right for each query."""
-    found = torch.zeros(len(known), len(numbers), dtype=torch.bool, device=known.device)
-    for column in known.T:  # one after the other: all at once would take 32 times the memory of the scores' mask
-        found |= column[:, None] == numbers[None]
-    return found
+    """[queries, pages] which of these pages are among the relevant ones of each query."""
+    is_among = torch.zeros(len(known), len(numbers), dtype=torch.bool, device=known.device)
+    for column in known.T:  # column by column, to save memory
+        is_among |= column[:, None] == numbers[None]
+    return is_among
 
 
 def key_of(tokens: Tokens) -> int:
-    """A number that texts share only if they are the same (but for one chance in 2^63)."""
+    """A 63-bit hash of a text's tokens."""
     digest = blake2b(np.ascontiguousarray(tokens, dtype=np.int32).tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 class Pair:
-    """A query, its page, hard negatives (empty where there are no more), and which pages are right for it."""
+    """A query, its page, hard negatives (padded with empty ones), and its relevant pages."""
 
     __slots__ = ("known", "negative_numbers", "negatives", "number", "page", "query")
 
@@ -232,9 +231,9 @@ class Pair:
 
 
 class Pairs(Dataset[Pair]):
-    """Sample i: the i-th pair of a query and a page that belongs to it."""
+    """Sample i is the i-th pair of a query and a relevant page."""
 
-    _MOST_KNOWN = 32  # relevant pages of a query that are recognised beside others' in a step
+    _MOST_KNOWN = 32  # relevant pages of a query that are excluded as negatives
 
     def __init__(self, queries: Texts, pages: Texts, matching: Matching, num_negatives: int) -> None:
         self.queries, self.pages, self.matching, self.num_negatives = queries, pages, matching, num_negatives
@@ -249,10 +248,10 @@ class Pairs(Dataset[Pair]):
         query = int(np.searchsorted(matching.starts, index, side="right")) - 1
         number = int(matching.relevant[index])
         known = np.full(self.num_known, -1, dtype=np.int64)
-        relevant = matching.of(query)[: self.num_known]
+        relevant = matching.relevant_for(query)[: self.num_known]
         known[: len(relevant)] = relevant
-        wrong = matching.wrong_for(query).tolist()
-        chosen = random.sample(wrong, min(len(wrong), self.num_negatives))  # seeded by the sample's place in the stream
+        wrong = matching.negatives_of(query).tolist()
+        chosen = random.sample(wrong, min(len(wrong), self.num_negatives))  # seeded by the position of the sample
         lacking = self.num_negatives - len(chosen)
         negatives = [self.pages[page] for page in chosen] + [np.zeros(0, dtype=np.int32)] * lacking
         numbers = [*chosen, *[_NO_PAGE] * lacking]
@@ -260,7 +259,7 @@ class Pairs(Dataset[Pair]):
 
 
 class Candidate:
-    """A page by number."""
+    """A page with its number."""
 
     __slots__ = ("number", "tokens")
 
@@ -269,7 +268,7 @@ class Candidate:
 
 
 class Candidates(Dataset[Candidate]):
-    """Pages that queries are ranked against; those of nearly equal length come together."""
+    """Pages to rank, batched by similar length."""
 
     _STEP = 32  # tokens
 

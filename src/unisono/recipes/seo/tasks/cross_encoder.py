@@ -1,7 +1,7 @@
-"""Task rank, method cross: query and page are read together, and get one number.
+"""Task rank, method cross: the model reads query and page together and gives them one score.
 
-Slower than two vectors, and better: so it puts in order what plain words have found. In training each query comes with
-its page and some wrong ones: hard negatives where the data has them, others of the set where not.
+This is slower and more accurate than comparing embeddings, so it reranks the results of BM25. In training each query
+comes with its page and several negatives: hard negatives if the data has them, otherwise other pages.
 """
 
 from __future__ import annotations
@@ -19,47 +19,47 @@ from torch.utils.data import Dataset
 
 from unisono.engine.recipe import Loss
 from unisono.recipes.seo.models.groups import Groups, Tokens, grouped
-from unisono.recipes.seo.tasks.ranking import FOUND_BY_WORDS, RankingTask
+from unisono.recipes.seo.tasks.ranking import BM25_RESULTS, RankingTask
 
 if TYPE_CHECKING:
     from unisono.data.noise import Noise
     from unisono.recipes.seo.data.store import Texts
     from unisono.recipes.seo.tasks.matching import Matching
 
-_NEGATIVES = 4  # of each query, where nobody says how many
+_NEGATIVES = 4  # per query, unless num_negatives is set
 
 
 class CrossEncoder(RankingTask):
-    """One number for a query and a page."""
+    """Scores a query and a page together."""
 
     special_tokens = False
 
     @property
     def num_negatives(self) -> int:
-        """Wrong pages beside the right one."""
+        """Number of negatives per query."""
         return self.config.num_negatives or _NEGATIVES
 
-    def said_at_start(self, global_batch: int) -> str | None:
-        """What each query is compared with."""
+    def start_remark(self, global_batch: int) -> str | None:
+        """The number of negatives."""
         return f"each query is read with its page and {self.num_negatives} others"
 
     def model(self) -> nn.Module:
-        """One number for two texts."""
+        """A classifier of pairs with one output."""
         from unisono.recipes.seo.models.load import load_cross_encoder
 
         return load_cross_encoder(self.config, self.tokenizer)
 
     def train_data(self) -> Dataset[Any]:
-        """Queries with the page that belongs to each, and others."""
+        """Queries with their page and negatives."""
         return Lists(self.texts("queries"), self.texts("pages"), self.matching("train"), self.num_negatives)
 
     def eval_data(self) -> Dataset[Any]:
-        """What plain words have found for held-out queries."""
-        best = np.load(self.folder / FOUND_BY_WORDS, allow_pickle=False)
+        """The BM25 results of held-out queries."""
+        best = np.load(self.folder / BM25_RESULTS, allow_pickle=False)
         return Found(self.texts("eval_queries"), self.texts("eval_pages"), self.matching("eval"), best)
 
     def collate(self, items: list[Any]) -> Any:
-        """Query and page one after the other, by length."""
+        """Joins query and page, grouped by length."""
         pairing = pairing_of(self.tokenizer)
         pairs = [pairing.joined(item.query, page) for item in items for page in item.pages]
         groups = grouped(
@@ -76,14 +76,14 @@ class CrossEncoder(RankingTask):
 
         def score(ids: Tensor, mask: Tensor, types: Tensor | None = None) -> Tensor:
             further = {} if types is None else {"token_type_ids": types}
-            found: Tensor = model(input_ids=ids, attention_mask=mask, **further).logits[:, 0]
-            return found.to(torch.promote_types(found.dtype, torch.float32))
+            scores: Tensor = model(input_ids=ids, attention_mask=mask, **further).logits[:, 0]
+            return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
         groups: Groups = batch["pairs"]
         return groups.through(score).view(batch["numbers"].shape)
 
     def loss(self, model: nn.Module, batch: Any, noise: Noise) -> Loss:
-        """The right page, the first of each list, among its wrong ones."""
+        """The loss of the relevant page, which is the first of each list, against its negatives."""
         scores = self._scores(model, batch)
         first = (scores.argmax(1) == 0).double().sum()
         if self.config.cross_loss == "bce":
@@ -97,13 +97,13 @@ class CrossEncoder(RankingTask):
         return Loss(each.sum(), len(each), {"first_right": first})
 
     def evaluate(self, model: nn.Module, batch: Any, noise: Noise) -> Mapping[str, Any]:
-        """What was found, in the order of the model."""
+        """Reranks the BM25 results."""
         scores = self._scores(model, batch).masked_fill(batch["numbers"] < 0, torch.nan)
         self.metrics["pages"].update(scores, batch["numbers"], batch["rows"])
-        return {"pages": self.metrics["pages"], **self.lines_beside(len(scores))}
+        return {"pages": self.metrics["pages"], **self.baseline_metrics(len(scores))}
 
     def export(self, model: nn.Module, folder: Path) -> None:
-        """A folder that transformers and sentence-transformers' CrossEncoder load."""
+        """Writes a folder for transformers and sentence-transformers' CrossEncoder."""
         from unisono.recipes.seo.export import write_cross_encoder
 
         pairing, config = pairing_of(self.tokenizer), self.config
@@ -113,7 +113,7 @@ class CrossEncoder(RankingTask):
 
 
 class Pairing(NamedTuple):
-    """The tokens that a model wants around two texts."""
+    """The special tokens around and between two texts."""
 
     before: list[int]
     between: list[int]
@@ -166,10 +166,10 @@ class Lists(Dataset[Listed]):
     def __getitem__(self, index: int) -> Listed:
         matching = self.matching
         query = int(np.searchsorted(matching.starts, index, side="right")) - 1
-        wrong = matching.wrong_for(query).tolist()
+        wrong = matching.negatives_of(query).tolist()
         # Seeded by the sample's place in the stream.
         chosen = random.sample(wrong, min(len(wrong), self.num_negatives))
-        right = {int(page) for page in matching.of(query)}
+        right = {int(page) for page in matching.relevant_for(query)}
         while len(chosen) < self.num_negatives:
             other = random.randrange(len(self.pages))
             if other not in right or len(right) == len(self.pages):

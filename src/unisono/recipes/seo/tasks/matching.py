@@ -1,7 +1,6 @@
-"""Who belongs to whom: queries and pages by number, as training and evaluation need them.
+"""Relevance judgements as arrays of query and page numbers, for training and evaluation.
 
-One process reads the ids once and writes arrays; all others map them into memory. So a set of millions of pages costs
-each process no more than a small one.
+One process writes the arrays and all others map them into memory, so a large data set takes little memory per process.
 """
 
 from __future__ import annotations
@@ -16,26 +15,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.errors import ConfigError
-from unisono.recipes.common.whole_files import write_whole
+from unisono.recipes.common.cache_files import write_cache_file
 from unisono.recipes.seo.data.ranking_sets.ranking import Ranking
 
-_MOST_HELD_OUT, _EVERY = 1000, 20  # where nobody says how many
-_SOME, _EVERY_OF_FEW = 50, 5
-_ROUGH = 30
+_MAX_EVAL, _ONE_IN = 1000, 20
+_MAX_EVAL_OF_FEW, _ONE_IN_OF_FEW = 50, 5
+_MIN_EVAL = 30
 Numbers = NDArray[np.int32]
 
 
 @dataclass(frozen=True)
 class Matching:
-    """The arrays of one side: to learn from, or held out."""
+    """The judgements of one split."""
 
-    queries: Numbers  # which of the set's queries they are
-    starts: NDArray[np.int64]  # where the relevant pages of each query begin
+    queries: Numbers  # their numbers in the data set
+    starts: NDArray[np.int64]  # start of each query in `relevant`
     relevant: Numbers
     grades: NDArray[np.float32]
     negative_starts: NDArray[np.int64]
     negatives: Numbers
-    candidates: Numbers  # pages that queries are ranked against; of no use in training
+    candidates: Numbers  # pages that queries are ranked against in an evaluation
 
     def judged(self) -> dict[int, dict[int, float]]:
         """Query number -> page number -> grade."""
@@ -44,12 +43,12 @@ class Matching:
             for query, (a, b) in enumerate(zip(self.starts[:-1].tolist(), self.starts[1:].tolist(), strict=True))
         }
 
-    def of(self, query: int) -> Numbers:
+    def relevant_for(self, query: int) -> Numbers:
         """The relevant pages of a query."""
         return self.relevant[self.starts[query] : self.starts[query + 1]]
 
-    def wrong_for(self, query: int) -> Numbers:
-        """Its hard negatives."""
+    def negatives_of(self, query: int) -> Numbers:
+        """The hard negatives of a query."""
         return self.negatives[self.negative_starts[query] : self.negative_starts[query + 1]]
 
 
@@ -57,16 +56,16 @@ _FIELDS = tuple(Matching.__dataclass_fields__)
 
 
 def save(folder: Path, side: str, matching: Matching) -> None:
-    """Writes the arrays of a side."""
+    """Writes the arrays of a split."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in _FIELDS:
         buffer = BytesIO()
         np.save(buffer, getattr(matching, name), allow_pickle=False)
-        write_whole(folder / f"{side}.{name}.npy", buffer.getvalue())
+        write_cache_file(folder / f"{side}.{name}.npy", buffer.getvalue())
 
 
 def load(folder: Path, side: str) -> Matching:
-    """The arrays of a side, mapped into memory."""
+    """Maps the arrays of a split into memory."""
     arrays: dict[str, Any] = {}
     for name in _FIELDS:
         file = folder / f"{side}.{name}.npy"
@@ -76,7 +75,7 @@ def load(folder: Path, side: str) -> Matching:
 
 
 def match(data: Ranking) -> Matching:
-    """All queries of a set, ranked against all its pages."""
+    """All queries of a data set, ranked against all pages."""
     queries = np.arange(data.num_queries + 1)
     return Matching(
         np.arange(data.num_queries, dtype=np.int32),
@@ -92,14 +91,14 @@ def match(data: Ranking) -> Matching:
 def hold_out(
     whole: Matching, num_eval: int | None, num_candidates: int | None, what: str, among: NDArray[np.bool_] | None = None
 ) -> tuple[Matching, Matching]:
-    """To learn from, and held out: queries evenly spaced, ranked against their pages and others evenly spaced.
+    """Splits off evenly spaced queries, ranked against their own pages and other evenly spaced ones.
 
     `among`: which queries may be held out.
     """
     total = len(whole.queries)
-    number = usual_number(total) if num_eval is None else num_eval
+    number = default_num_eval(total) if num_eval is None else num_eval
     if number >= total:
-        raise ConfigError(f"num_eval {number}: {what} has {total} queries with a page; some must be left to learn from")
+        raise ConfigError(f"num_eval {number}: {what} has {total} queries; some must remain for training")
     eligible = np.arange(total) if among is None else np.flatnonzero(among)
     number = min(number, len(eligible))
     chosen = eligible[[(2 * place + 1) * len(eligible) // (2 * number) for place in range(number)]].astype(np.int64)
@@ -108,21 +107,21 @@ def hold_out(
     return _part(whole, rest), with_candidates(held_out, number if num_candidates is None else num_candidates)
 
 
-def usual_number(total: int) -> int:
-    """How many of a set are held out where nobody says: one of twenty, 1,000 at most; of few, one of five up to 50."""
-    return min(_MOST_HELD_OUT, max(total // _EVERY, min(_SOME, total // _EVERY_OF_FEW)))
+def default_num_eval(total: int) -> int:
+    """Default number of samples to hold out: 5 %, at most 1,000; of small data sets 20 %, at most 50."""
+    return min(_MAX_EVAL, max(total // _ONE_IN, min(_MAX_EVAL_OF_FEW, total // _ONE_IN_OF_FEW)))
 
 
-def too_few(number: int, what: str) -> list[str]:
-    """A remark where figures will be rough."""
-    if number >= _ROUGH:
+def few_held_out_remarks(number: int, kind: str) -> list[str]:
+    """A remark if too few samples are held out for reliable metrics."""
+    if number >= _MIN_EVAL:
         return []
-    told = f"only {number} {what} are held out" if number else f"no {what} are held out"
-    return [f"{told}: figures of so few say little; --num_eval or --eval_data_path give more"]
+    held_out = f"only {number} {kind} are held out" if number else f"no {kind} are held out"
+    return [f"{held_out}, so the metrics are rough; use more with --num_eval or --eval_data_path"]
 
 
 def with_candidates(matching: Matching, number: int | None) -> Matching:
-    """Ranked against so many pages: those that belong to some query, and others evenly spaced; None: all."""
+    """Limits the candidates to this many pages: relevant ones, and others evenly spaced. None: all pages."""
     everything = matching.candidates
     if number is None or number >= len(everything):
         return matching
@@ -135,13 +134,13 @@ def with_candidates(matching: Matching, number: int | None) -> Matching:
 
 
 def without(matching: Matching, texts: NDArray[np.uint64], others: NDArray[np.uint64]) -> Matching:
-    """Less the queries whose text (`texts`: hashes of all queries of the set) is among `others`."""
+    """Removes the queries whose text is among `others`; `texts` are the hashes of all queries of the data set."""
     left = np.flatnonzero(~np.isin(texts[matching.queries], others))
     return matching if len(left) == len(matching.queries) else _part(matching, left)
 
 
 def _part(whole: Matching, chosen: NDArray[np.int64]) -> Matching:
-    """Some of the queries, with what belongs to them."""
+    """Some of the queries, with their judgements."""
     relevant, starts = _taken(whole.starts, chosen)
     negatives, negative_starts = _taken(whole.negative_starts, chosen)
     return Matching(
@@ -156,7 +155,7 @@ def _part(whole: Matching, chosen: NDArray[np.int64]) -> Matching:
 
 
 def _taken(starts: NDArray[np.int64], chosen: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Which entries of a list of lists the chosen ones have, and where each of them begins then."""
+    """The entries of the chosen lists in a flat list of lists, and the new start of each list."""
     sizes = starts[chosen + 1] - starts[chosen]
     new = _starts(sizes.tolist())
     places = np.repeat(starts[chosen] - new[:-1], sizes) + np.arange(int(new[-1]))

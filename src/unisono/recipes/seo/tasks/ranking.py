@@ -1,4 +1,4 @@
-"""What both methods of the task rank have in common: queries and pages, held-out ones, and the lines beside them."""
+"""The common part of both methods of task rank: queries and pages, the held-out split, and the baselines."""
 
 from __future__ import annotations
 
@@ -18,28 +18,37 @@ from torch.utils.data import Dataset
 
 from unisono.engine.recipe import Work
 from unisono.errors import ConfigError
+from unisono.recipes.common.cache_files import write_cache_file
 from unisono.recipes.common.fingerprint import of_tokenizer
-from unisono.recipes.common.whole_files import write_whole
 from unisono.recipes.seo.data.ranking_sets.ids import hashes_of
 from unisono.recipes.seo.data.ranking_sets.ranking import Ranking, read_ranking
 from unisono.recipes.seo.data.store import Texts, fill_texts, open_texts
 from unisono.recipes.seo.data.tokens import Tokenize, fingerprint_of
 from unisono.recipes.seo.metrics.baselines import baselines
 from unisono.recipes.seo.metrics.ranking import TopPages
-from unisono.recipes.seo.tasks.matching import Matching, hold_out, load, match, save, too_few, with_candidates, without
+from unisono.recipes.seo.tasks.matching import (
+    Matching,
+    few_held_out_remarks,
+    hold_out,
+    load,
+    match,
+    save,
+    with_candidates,
+    without,
+)
 from unisono.recipes.seo.tasks.task import Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DEBIAN = "debian"
-FOUND_BY_WORDS = "found_by_words.npy"
-_PLACES, _LINES = "places.json", "lines_beside.json"
-_MEASURES = ("MRR@10", "NDCG@10", "Recall@10")  # of the lines beside
+BM25_RESULTS = "found_by_words.npy"
+_TOKEN_FOLDERS, _BASELINES_FILE = "places.json", "lines_beside.json"
+_MEASURES = ("MRR@10", "NDCG@10", "Recall@10")  # of the baselines
 
 
 class RankingTask(Task):
-    """Queries and pages to learn from, and held-out queries to rank pages for."""
+    """Queries and pages to train on, and held-out queries to rank pages for."""
 
     headline = (
         "eval/MRR@10",
@@ -48,23 +57,23 @@ class RankingTask(Task):
         "eval/Recall@10",
     )
     special_tokens = True
-    """Whether texts are kept with the tokens that begin and end them."""
+    """Whether texts are tokenized with special tokens at the beginning and end."""
 
     # Before training -----------------------------------------------------------------------------------------------
 
     def prepare(self, work: Work) -> None:
-        """Reads, numbers, holds out, tokenizes, and measures what plain words find."""
+        """Reads the data, holds out queries, tokenizes, and measures the baselines."""
         from unisono.recipes.seo.models.load import load_tokenizer, prompts_of
 
-        config, said = self.config, list[str]()
-        data = self._read(str(config.data_path), "train", said, work)
-        other = self._other(data, said, work)
-        sides = self._sides(data, other, said)  # by every process: what is wrong with them all must say
+        config, remarks = self.config, list[str]()
+        data = self._read(str(config.data_path), "train", remarks, work)
+        other = self._other(data, remarks, work)
+        sides = self._sides(data, other, remarks)  # on every process, so that all report the same error
         self._check_wrong_pages(sides["train"], data)
         if len(work.share([0])):
             for side, matching in sides.items():
                 save(self.folder, side, matching)
-            # One process trains the tokenizer of a tiny model; the others find it.
+            # One process trains the tokenizer of a tiny model; the others read it.
             load_tokenizer(config.model_name, lambda: _texts_of(data), self.folder)
         if work.meet():
             return
@@ -75,56 +84,56 @@ class RankingTask(Task):
             "eval_pages": self._fill(held_out, "pages", prompts["page"], work),
             "eval_queries": self._fill(held_out, "queries", prompts["query"], work),
         }
-        lines = self._lines_beside(held_out, work)
+        lines = self._measure_baselines(held_out, work)
         if work.meet():
             return
         if len(work.share([0])):
-            # Relative to this folder, which may be moved or found from elsewhere; of a cache_dir the whole path.
-            told = {name: str(_seen_from(self.folder, place)) for name, place in places.items()}
-            write_whole(self.folder / _PLACES, json.dumps(told).encode())
+            # Relative to this folder, because a run may be moved; absolute for a cache_dir.
+            token_folders = {name: str(_seen_from(self.folder, place)) for name, place in places.items()}
+            write_cache_file(self.folder / _TOKEN_FOLDERS, json.dumps(token_folders).encode())
             if lines is not None:
-                found = {"of": self._of_lines(held_out), "found": lines}
-                write_whole(self.folder / _LINES, json.dumps(found, indent=1).encode())
+                content = {"of": self._baselines_key(held_out), "found": lines}
+                write_cache_file(self.folder / _BASELINES_FILE, json.dumps(content, indent=1).encode())
         work.meet()
-        self.remarks += said
-        self._say_what_was_cut(places)
+        self.remarks += remarks
+        self._remark_on_truncation(places)
 
-    def _other(self, data: Ranking, said: list[str], work: Work) -> Ranking | None:
-        """Data to evaluate with that is not a part of the data to learn from."""
+    def _other(self, data: Ranking, remarks: list[str], work: Work) -> Ranking | None:
+        """Separate evaluation data; None if queries of data_path are held out."""
         if self.config.eval_data_path:
             try:
-                return self._read(self.config.eval_data_path, "test", said, work)
+                return self._read(self.config.eval_data_path, "test", remarks, work)
             except ConfigError:
-                found = self._read(self.config.eval_data_path, "train", said, work)
-                if found.has_split("test"):  # it is there, and something is wrong with it
+                train_split = self._read(self.config.eval_data_path, "train", remarks, work)
+                if train_split.has_split("test"):  # it exists, so something is wrong with it
                     raise
-                return found
+                return train_split
         if self.config.num_eval is None and data.has_split("test"):
-            return self._read(str(self.config.data_path), "test", said, work)
+            return self._read(str(self.config.data_path), "test", remarks, work)
         return None
 
-    def _read(self, path: str, split: str, said: list[str], work: Work) -> Ranking:
+    def _read(self, path: str, split: str, remarks: list[str], work: Work) -> Ranking:
         if path == DEBIAN:
             from unisono.recipes.seo.data.ranking_sets.debian import packages, read_debian
 
-            if len(work.share([0])):  # one process fetches them
+            if len(work.share([0])):  # one process downloads them
                 packages(self.cache, work.message)
             work.meet()
             return read_debian(self.cache, hard=self.config.hard_candidates)
         if self.config.hard_candidates:
             raise ConfigError("hard_candidates is for data_path debian only; leave it out")
-        return read_ranking(path, split, said=said.append, leave_out_bad=self.config.leave_out_bad)
+        return read_ranking(path, split, remark=remarks.append, leave_out_bad=self.config.leave_out_bad)
 
-    def _sides(self, data: Ranking, other: Ranking | None, said: list[str]) -> dict[str, Matching]:
-        """Who belongs to whom, to learn from and held out."""
+    def _sides(self, data: Ranking, other: Ranking | None, remarks: list[str]) -> dict[str, Matching]:
+        """The judgements to train on and those held out."""
         config, whole = self.config, match(data)
-        asked = hashes_of(text for _, text in data.queries())
+        query_hashes = hashes_of(text for _, text in data.queries())
         if other is not None:
-            again = int(np.isin(hashes_of(text for _, text in other.queries()), asked).sum())
+            again = int(np.isin(hashes_of(text for _, text in other.queries()), query_hashes).sum())
             if again:
-                said.append(
-                    f"{again:,} of {other.num_queries:,} queries to evaluate with are learned from too, word for word: "
-                    "figures are better than they would be of new ones"
+                remarks.append(
+                    f"{again:,} of {other.num_queries:,} evaluation queries also occur in the training data, so the "
+                    "metrics are better than for new queries"
                 )
             return {"train": whole, "eval": with_candidates(match(other), config.num_candidates)}
         among = None
@@ -137,27 +146,27 @@ class RankingTask(Task):
             whole = replace(whole, candidates=candidates)
         what = f"data_path {config.data_path}"
         train, held_out = hold_out(whole, config.num_eval, config.num_candidates, what, among)
-        # The same words under another id would be learned by heart.
-        left = without(train, asked, asked[held_out.queries])
+        # Exact duplicates of held-out queries would be memorised.
+        left = without(train, query_hashes, query_hashes[held_out.queries])
         if not len(left.queries):
-            raise ConfigError(f"{what}: all other queries are, word for word, those held out; give more queries")
+            raise ConfigError(f"{what}: all other queries are exact duplicates of held-out ones; add more queries")
         if len(left.queries) < len(train.queries):
             num = len(train.queries) - len(left.queries)
-            said.append(f"{num:,} queries are the same, word for word, as held-out ones: not learned from")
-        said += too_few(len(held_out.queries), "queries")
+            remarks.append(f"{num:,} queries are exact duplicates of held-out ones and are excluded from training")
+        remarks += few_held_out_remarks(len(held_out.queries), "queries")
         return {"train": left, "eval": held_out}
 
     def _check_wrong_pages(self, train: Matching, data: Ranking) -> None:
-        """Refuses data in which no query could be given a wrong page: there is nothing to tell apart."""
-        some = data.num_pages > 1
-        if self.coupled:  # wrong pages are those of other queries
+        """Rejects data without any page that could be a negative."""
+        has_negatives = data.num_pages > 1
+        if self.coupled:  # the pages of other queries are the negatives
             named = bool(self.config.num_negatives and len(train.negatives))
-            some = named or (len(train.queries) > 1 and len(np.unique(train.relevant)) > 1)
-        if not some:
+            has_negatives = named or (len(train.queries) > 1 and len(np.unique(train.relevant)) > 1)
+        if not has_negatives:
             raise ConfigError(
                 f"data_path {self.config.data_path}: {len(train.queries):,} different queries and "
-                f"{len(np.unique(train.relevant)):,} different pages are left to learn from; there is nothing to tell "
-                "apart: give more of both" + (", or negatives (--num_negatives)" if self.coupled else "")
+                f"{len(np.unique(train.relevant)):,} different pages remain for training, so there are no negatives; "
+                "add more of both" + (", or hard negatives (--num_negatives)" if self.coupled else "")
             )
 
     def _fill(self, data: Ranking, what: str, prompt: str, work: Work) -> Path:
@@ -174,9 +183,9 @@ class RankingTask(Task):
             what,
         )
 
-    def _lines_beside(self, held_out: Ranking, work: Work) -> dict[str, dict[str, float]] | None:
-        """What random order, TF-IDF and BM25 find, measured once."""
-        if all(work.gather(self._kept_lines.get("of") == self._of_lines(held_out))):
+    def _measure_baselines(self, held_out: Ranking, work: Work) -> dict[str, dict[str, float]] | None:
+        """The metrics of random order, TF-IDF and BM25, measured once per run."""
+        if all(work.gather(self._stored_baselines.get("of") == self._baselines_key(held_out))):
             return None
         matching = load(self.folder, "eval")
         place = {number: at for at, number in enumerate(matching.candidates.tolist())}
@@ -185,86 +194,88 @@ class RankingTask(Task):
             query: {place[page]: grade for page, grade in grades.items() if page in place}
             for query, grades in matching.judged().items()
         }
-        work.message(f"what plain words find: {len(judged):,} held-out queries, {len(place):,} pages")
+        work.message(f"measuring the baselines: {len(judged):,} held-out queries, {len(place):,} pages")
         best: dict[str, Any] = {}
-        found = baselines(list(queries), lambda: _some(held_out.pages(), place), judged, work, best)
+        metrics = baselines(list(queries), lambda: _some(held_out.pages(), place), judged, work, best)
         if best:
             self._keep_best(matching, best["bm25"].numpy(), work)
-        return found
+        return metrics
 
     @property
-    def _kept_lines(self) -> dict[str, Any]:
-        file = self.folder / _LINES
-        with suppress(OSError, ValueError):  # damaged: measured anew
-            told = json.loads(file.read_bytes())
-            return told if isinstance(told, dict) else {}
+    def _stored_baselines(self) -> dict[str, Any]:
+        file = self.folder / _BASELINES_FILE
+        with suppress(OSError, ValueError):  # damaged: measure again
+            stored = json.loads(file.read_bytes())
+            return stored if isinstance(stored, dict) else {}
         return {}
 
-    def _of_lines(self, held_out: Ranking) -> str:
-        """What the lines beside depend on: a run that goes on may evaluate with other data, or another number."""
+    def _baselines_key(self, held_out: Ranking) -> str:
+        """A digest of everything the baselines depend on: a resumed run may evaluate on other data."""
         matching, digest = load(self.folder, "eval"), sha256()
         for numbers in (matching.queries, matching.starts, matching.relevant, matching.grades, matching.candidates):
             digest.update(np.ascontiguousarray(numbers).tobytes() + b"|")
         return fingerprint_of(held_out.files, digest.hexdigest(), self.config.rerank, self.config.hard_candidates)
 
     def _keep_best(self, matching: Matching, best: NDArray[np.int64], work: Work) -> None:
-        """The pages that plain words have found for each query, by number; -1 where there are fewer."""
+        """Stores the best pages by BM25 for each query; -1 if there are fewer."""
         numbers = np.where(best < 0, -1, matching.candidates[np.maximum(best, 0)])[:, : self.config.rerank]
         if len(work.share([0])):
             buffer = BytesIO()
             np.save(buffer, numbers.astype(np.int32), allow_pickle=False)
-            write_whole(self.folder / FOUND_BY_WORDS, buffer.getvalue())
+            write_cache_file(self.folder / BM25_RESULTS, buffer.getvalue())
 
-    def _say_what_was_cut(self, places: Mapping[str, Path]) -> None:
+    def _remark_on_truncation(self, places: Mapping[str, Path]) -> None:
         for what, limit in (("pages", "max_length"), ("queries", "query_length")):
             texts = open_texts(places[what])
             if texts.num_cut:
                 self.remarks.append(
                     f"{texts.num_cut:,} of {len(texts):,} {what} are longer than {limit} "
-                    f"{getattr(self.config, limit)} tokens and were cut"
+                    f"{getattr(self.config, limit)} tokens and were truncated"
                 )
 
-    # What prepare() has left ---------------------------------------------------------------------------------------
+    # After prepare() -----------------------------------------------------------------------------------------------
 
     @property
     def cache(self) -> Path:
-        """Where tokens are kept."""
+        """The folder of the tokens."""
         return Path(self.config.cache_dir).expanduser() if self.config.cache_dir else self.folder
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The model's."""
+        """The model's tokenizer."""
         from unisono.recipes.seo.models.load import load_tokenizer
 
         return load_tokenizer(self.config.model_name, None, self.folder)
 
     def texts(self, which: str) -> Texts:
         """Tokens of pages or queries."""
-        return open_texts(self.folder / json.loads((self.folder / _PLACES).read_text())[which])
+        return open_texts(self.folder / json.loads((self.folder / _TOKEN_FOLDERS).read_text())[which])
 
     def matching(self, side: str) -> Matching:
-        """Who belongs to whom: "train" or "eval"."""
+        """The judgements of a split, "train" or "eval"."""
         return load(self.folder, side)
 
     @cached_property
-    def _beside(self) -> dict[str, float]:
-        found: dict[str, dict[str, float]] = self._kept_lines["found"]
-        return {f"{name}_{line}": found[line][name] for name in _MEASURES for line in found if name in found[line]}
+    def _baselines(self) -> dict[str, float]:
+        metrics: dict[str, dict[str, float]] = self._stored_baselines["found"]
+        return {
+            f"{name}_{line}": metrics[line][name] for name in _MEASURES for line in metrics if name in metrics[line]
+        }
 
     def held_out_texts(self) -> tuple[list[str], list[str]]:
-        """The held-out queries and the pages they are ranked against, read anew."""
+        """The held-out queries and the pages they are ranked against, read again."""
         work, matching = Work(self.folder), self.matching("eval")
         data = self._read(str(self.config.data_path), "train", [], work)
         held_out = self._other(data, [], work) or data
         queries, pages = set(matching.queries.tolist()), set(matching.candidates.tolist())
         return list(_some(held_out.queries(), queries)), list(_some(held_out.pages(), pages))
 
-    def lines_beside(self, count: int) -> dict[str, tuple[float, int]]:
-        """The figures of plain words and of chance, as an evaluation's batch of `count` gives them."""
-        return {name: (value * count, count) for name, value in self._beside.items()}
+    def baseline_metrics(self, count: int) -> dict[str, tuple[float, int]]:
+        """The metrics of the baselines as sums and counts of an evaluation batch."""
+        return {name: (value * count, count) for name, value in self._baselines.items()}
 
     def dataset(self, split: str) -> Dataset[Any] | None:
-        """Pairs to learn from, or what held-out queries are ranked against."""
+        """Training pairs, or the pages that held-out queries are ranked against."""
         if split == "train":
             return self.train_data()
         matching = self.matching("eval")
@@ -274,11 +285,11 @@ class RankingTask(Task):
         return self.eval_data()
 
     def train_data(self) -> Dataset[Any]:
-        """To learn from."""
+        """Training data."""
         raise NotImplementedError
 
     def eval_data(self) -> Dataset[Any]:
-        """To rank."""
+        """Evaluation data."""
         raise NotImplementedError
 
 

@@ -1,7 +1,7 @@
-"""The task `score`: a page in, a number or a class out, as the user's own labels have it.
+"""Task score: a number or a class for a page, learned from the user's labels.
 
-There is no score without labels. What is learned from them is measured on pages held out, beside scorers that have not
-read them (`marks.py`), and an exported model says what its probabilities are worth (`calibration.py`).
+Evaluations on held-out pages include baselines that have not read the page (`metrics/scores.py`), and an exported model
+contains a calibration of its outputs (`metrics/calibration.py`).
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from torch.utils.data import Dataset
 from unisono.data.order import Order
 from unisono.engine.recipe import Loss, Work
 from unisono.errors import ConfigError, UserError
-from unisono.recipes.common.fingerprint import of_tokenizer, together
-from unisono.recipes.common.whole_files import write_whole
+from unisono.recipes.common.cache_files import write_cache_file
+from unisono.recipes.common.fingerprint import combined, of_tokenizer
 from unisono.recipes.seo.data.labelled import Kind, Labelled, read_labelled
 from unisono.recipes.seo.data.store import Texts, fill_texts, open_texts
 from unisono.recipes.seo.data.tokens import Tokenize
 from unisono.recipes.seo.export import write_classifier
 from unisono.recipes.seo.metrics.calibration import FILE, Calibration, fit
-from unisono.recipes.seo.metrics.scores import Marks, Unskilled
+from unisono.recipes.seo.metrics.scores import Baselines, ScoreMetrics
 from unisono.recipes.seo.models.encoder import pad
 from unisono.recipes.seo.models.load import load_classifier, load_tokenizer
-from unisono.recipes.seo.tasks.matching import too_few, usual_number
+from unisono.recipes.seo.tasks.matching import default_num_eval, few_held_out_remarks
 from unisono.recipes.seo.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Scored(Dataset[dict[str, Any]]):
 
 
 class Score(Task):
-    """A number or a class of a page."""
+    """Predicts a number or a class for a page."""
 
     headline: Sequence[str] = (
         *("eval/loss", "eval/AUC", "eval/AUC_length", "eval/F1", "eval/accuracy", "eval/accuracy_majority", "eval/ECE"),
@@ -83,21 +83,21 @@ class Score(Task):
     # Before training -----------------------------------------------------------------------------------------------
 
     def prepare(self, work: Work) -> None:
-        """Reads the labels, holds pages out, and keeps the tokens of all of them."""
+        """Reads the labels, holds out pages, and tokenizes all pages."""
         self.folder = work.folder
         data = self._read(self.config.data_path, self.config.label)
         held_out = self._read_held_out(data)
         rows = {"train": np.arange(len(data.texts)), "eval": np.zeros(0, np.int64)}
         if held_out is None:
             rows["train"], rows["eval"] = self._split(data.texts)
-            self.remarks += too_few(len(rows["eval"]), "pages")
+            self.remarks += few_held_out_remarks(len(rows["eval"]), "pages")
         if len({data.labels[row] for row in rows["train"]}) < 2:
             raise ConfigError(
-                f"data_path {self.config.data_path}: without the {len(rows['eval'])} pages held out, all labels are "
-                "the same; hold out fewer (--num_eval), or give more pages"
+                f"data_path {self.config.data_path}: without the {len(rows['eval'])} held-out pages, all labels are "
+                "the same; hold out fewer (--num_eval), or add more pages"
             )
         self._check_labels(data.names or [])
-        for _ in work.share([0]):  # one process trains the tokenizer of a tiny model; the others find it
+        for _ in work.share([0]):  # one process trains the tokenizer of a tiny model; the others read it
             load_tokenizer(self.config.model_name, lambda: (data.texts[row] for row in rows["train"]), work.folder)
         if work.meet():
             return
@@ -114,49 +114,50 @@ class Score(Task):
         elif len(rows["eval"]):
             held = self._open(store, data, rows["eval"])
         self._data = {"train": train, "eval": held}
-        self.metrics["marks"] = Marks(self.plain, Unskilled.of(train.characters, train.labels, len(self.plain.names)))
+        baselines = Baselines.fit(train.characters, train.labels, len(self.uncalibrated.names))
+        self.metrics["scores"] = ScoreMetrics(self.uncalibrated, baselines)
         for _ in work.share([0]):
             if held is not None:
                 self._keep_held_out(held)
 
     def _read(self, path: str | None, kind: Kind) -> Labelled:
         if not path:
-            raise ConfigError("score: no labels; give --data_path FILE, a .csv or .jsonl with columns text and label")
-        return read_labelled(path, said=self._remark, leave_out_bad=self.config.leave_out_bad, kind=kind)
+            raise ConfigError("data_path: expected labels, a .csv or .jsonl with the columns text and label")
+        return read_labelled(path, remark=self._remark, leave_out_bad=self.config.leave_out_bad, kind=kind)
 
     def _read_held_out(self, data: Labelled) -> Labelled | None:
         """The pages of eval_data_path, in the classes of data_path."""
         path = self.config.eval_data_path
         if not path:
             return None
-        found = self._read(path, "number" if data.names is None else "class")
-        known = set(data.texts)
-        if again := sum(text in known for text in found.texts):
-            self._remark(f"{again:,} of {len(found.texts):,} pages to evaluate with are learned from too")
-        if data.names is None or found.names is None:
-            return found
-        unknown = [name for name in found.names if name not in data.names]
+        held_out = self._read(path, "number" if data.names is None else "class")
+        train_texts = set(data.texts)
+        if again := sum(text in train_texts for text in held_out.texts):
+            self._remark(f"{again:,} of {len(held_out.texts):,} evaluation pages also occur in the training data")
+        if data.names is None or held_out.names is None:
+            return held_out
+        unknown = [name for name in held_out.names if name not in data.names]
         if unknown:
             raise ConfigError(
                 f"eval_data_path {path}: the class {unknown[0]!r} is not among those of data_path "
-                f"({', '.join(data.names[:10])}); it could not be learned"
+                f"({', '.join(data.names[:10])}), so it cannot be learned"
             )
-        number = [data.names.index(name) for name in found.names]
-        return Labelled(found.texts, [number[int(label)] for label in found.labels], data.names)
+        number = [data.names.index(name) for name in held_out.names]
+        return Labelled(held_out.texts, [number[int(label)] for label in held_out.labels], data.names)
 
     def _split(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Rows to learn from and rows held out; a text that occurs twice is on one side."""
+        """Training rows and held-out rows; equal texts are in the same part."""
         number = self.config.num_eval
         if number is None:
-            number = usual_number(len(texts))
+            number = default_num_eval(len(texts))
         first: dict[str, int] = {}
         same = np.array([first.setdefault(text, len(first)) for text in texts])
         if number >= len(first):
             raise ConfigError(
-                f"num_eval {number}: data_path {self.config.data_path} has {len(first)} different pages; some must be "
-                "left"
+                f"num_eval {number}: data_path {self.config.data_path} has {len(first)} different pages; some must "
+                "remain for training"
             )
-        # Drawn, and not by the run's seed: runs with other seeds can be compared.
+        # Independent of the run's seed, so that runs with different seeds can be compared.
         drawn = Order(len(first), seed=0).indices(np.arange(number))
         out = np.isin(same, drawn)
         return np.flatnonzero(~out), np.flatnonzero(out)
@@ -166,38 +167,38 @@ class Score(Task):
         for text in texts:
             digest.update(hashlib.sha256(text.encode(errors="surrogatepass")).digest())
         most = self.config.max_length
-        name = together("score", digest.hexdigest(), of_tokenizer(self._tokenizer), most)
+        name = combined("score", digest.hexdigest(), of_tokenizer(self._tokenizer), most)
         base = Path(self.config.cache_dir).expanduser() if self.config.cache_dir else work.folder
         return fill_texts(base / "tokens", lambda: texts, Tokenize(self._tokenizer, most), name, work, "pages")
 
     def _open(self, folder: Path, data: Labelled, rows: NDArray[np.int64]) -> Scored:
         texts = open_texts(folder)
         if texts.num_cut:
-            self._remark(f"{texts.num_cut:,} of {len(texts):,} pages are longer than max_length and were cut")
+            self._remark(f"{texts.num_cut:,} of {len(texts):,} pages are longer than max_length and were truncated")
         labels = np.array(data.labels, np.int64 if data.names else np.float32)[rows]
         return Scored(texts, rows, labels, np.array([len(data.texts[row]) for row in rows], np.int64))
 
     def _check_labels(self, names: list[str]) -> None:
-        """Refuses other classes than a run began with."""
-        if (self.folder / FILE).is_file() and self.plain.names != names:
-            before, now = (", ".join(some[:10]) or "numbers" for some in (self.plain.names, names))
+        """Rejects classes other than those the run began with."""
+        if (self.folder / FILE).is_file() and self.uncalibrated.names != names:
+            before, now = (", ".join(some[:10]) or "numbers" for some in (self.uncalibrated.names, names))
             raise ConfigError(
-                f"data_path {self.config.data_path}: labels are {now}, and this run began with {before}; start a new "
-                "output_dir"
+                f"data_path {self.config.data_path}: the labels are {now}, but this run began with {before}; use "
+                "another output_dir"
             )
 
     def _note_labels(self, data: Labelled, rows: NDArray[np.int64]) -> None:
-        if (self.folder / FILE).is_file():  # a run that goes on keeps its unit
+        if (self.folder / FILE).is_file():  # a resumed run keeps its unit
             return
         numbers = np.array(data.labels, np.float64)[rows]
         if data.names:
-            found = Calibration(names=data.names)
+            calibration = Calibration(names=data.names)
         else:
-            found = Calibration(mean=float(numbers.mean()), std=float(numbers.std()))
-        found.write(self.folder)
+            calibration = Calibration(mean=float(numbers.mean()), std=float(numbers.std()))
+        calibration.write(self.folder)
 
     def _keep_held_out(self, data: Scored) -> None:
-        """Some of the held-out pages, for the export to calibrate with, which may run where the data is not."""
+        """Stores some of the held-out pages, so that an export can calibrate without the data."""
         chosen = np.sort(Order(len(data), seed=0).indices(np.arange(min(len(data), _MOST_CALIBRATED))))
         items = [data[int(index)] for index in chosen]
         content = io.BytesIO()
@@ -207,7 +208,7 @@ class Score(Task):
             tokens=np.array([len(item["ids"]) for item in items]),
             labels=np.array([item["label"] for item in items]),
         )
-        write_whole(self.folder / _HELD_OUT, content.getvalue())
+        write_cache_file(self.folder / _HELD_OUT, content.getvalue())
 
     def _remark(self, text: str) -> None:
         if text not in self.remarks:
@@ -216,20 +217,20 @@ class Score(Task):
     # Model and data ------------------------------------------------------------------------------------------------
 
     @cached_property
-    def plain(self) -> Calibration:
-        """What the model's outputs stand for, without calibration: classes, or numbers in a unit."""
-        found = Calibration.read(self.folder)
-        if found is None:
-            raise UserError(f"{self.folder} has no {FILE}, which says what the model's outputs stand for")
-        return found
+    def uncalibrated(self) -> Calibration:
+        """The meaning of the model's outputs without calibration: classes, or numbers in a unit."""
+        calibration = Calibration.read(self.folder)
+        if calibration is None:
+            raise UserError(f"{self.folder} has no {FILE}, which defines the model's outputs")
+        return calibration
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerBase:
         return load_tokenizer(self.config.model_name, None, self.folder)
 
     def model(self) -> nn.Module:
-        """A transformer with a head."""
-        names = self.plain.names
+        """A transformer with a classification head."""
+        names = self.uncalibrated.names
         return load_classifier(self.config, self._tokenizer, len(names) or 1, regression=not names)
 
     def dataset(self, split: str) -> Scored | None:
@@ -237,7 +238,7 @@ class Score(Task):
         return self._data[split]
 
     def collate(self, items: list[dict[str, Any]]) -> dict[str, Tensor]:
-        """Pages padded to the longest of them."""
+        """Pads a batch to its longest page."""
         pad_id: Any = self._tokenizer.pad_token_id
         ids, mask = pad([item["ids"] for item in items], pad_id)
         rest = {
@@ -248,54 +249,54 @@ class Score(Task):
     # Training ------------------------------------------------------------------------------------------------------
 
     def loss(self, model: nn.Module, batch: Any, noise: Noise) -> Loss:
-        """Cross entropy, or the squared error of numbers in units of their spread."""
+        """Cross entropy, or the squared error of standardised numbers."""
         return self._loss(self._outputs(model, batch["ids"], batch["mask"]), batch["label"])
 
     def _loss(self, outputs: Tensor, labels: Tensor) -> Loss:
-        if self.plain.names:
+        if self.uncalibrated.names:
             right = (outputs.detach().argmax(-1) == labels).sum()
             return Loss(functional.cross_entropy(outputs, labels, reduction="sum"), len(labels), {"accuracy": right})
-        wanted = (labels.to(outputs) - self.plain.mean) / self.plain.std
+        wanted = (labels.to(outputs) - self.uncalibrated.mean) / self.uncalibrated.std
         return Loss(functional.mse_loss(outputs, wanted, reduction="sum"), len(labels))
 
     def _outputs(self, model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
         """[pages, classes] logits, or [pages] numbers; at least float32."""
         logits: Tensor = model(input_ids=ids, attention_mask=mask).logits
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return logits if self.plain.names else logits[:, 0]
+        return logits if self.uncalibrated.names else logits[:, 0]
 
     def evaluate(self, model: nn.Module, batch: Any, noise: Noise) -> Mapping[str, Any]:
-        """The loss, and every measure beside scorers that have not read the pages."""
+        """The loss, and all metrics with their baselines."""
         outputs = self._outputs(model, batch["ids"], batch["mask"])
-        self.metrics["marks"].update(batch["index"], outputs, batch["label"], batch["length"])
+        self.metrics["scores"].update(batch["index"], outputs, batch["label"], batch["length"])
         loss = self._loss(outputs, batch["label"])
-        return {"loss": (loss.total, loss.count), "marks": self.metrics["marks"]}
+        return {"loss": (loss.total, loss.count), "scores": self.metrics["scores"]}
 
-    # Afterwards ----------------------------------------------------------------------------------------------------
+    # After training ------------------------------------------------------------------------------------------------
 
     def calibration(self, model: nn.Module) -> Calibration:
-        """What a trained model's outputs are worth, by the pages that were held out."""
+        """The calibration of a trained model on held-out pages."""
         file = self.folder / _HELD_OUT
         if not file.is_file():
-            return self.plain
+            return self.uncalibrated
         with np.load(file, allow_pickle=False) as kept:
             rows, labels = np.split(kept["ids"], np.cumsum(kept["tokens"])[:-1]), kept["labels"]
         pad_id: Any = self._tokenizer.pad_token_id
         by_length = np.argsort([len(row) for row in rows], kind="stable")
         device = next(model.parameters()).device
-        found: list[NDArray[np.float64]] = []
+        outputs_of_batches: list[NDArray[np.float64]] = []
         with torch.inference_mode():
             for start in range(0, len(rows), _BATCH):
                 ids, mask = pad([rows[row] for row in by_length[start : start + _BATCH]], pad_id)
-                found.append(self._outputs(model, ids.to(device), mask.to(device)).double().cpu().numpy())
-        outputs = np.concatenate(found)[np.argsort(by_length)]
-        return fit(outputs, labels, self.plain)
+                outputs_of_batches.append(self._outputs(model, ids.to(device), mask.to(device)).double().cpu().numpy())
+        outputs = np.concatenate(outputs_of_batches)[np.argsort(by_length)]
+        return fit(outputs, labels, self.uncalibrated)
 
     def export(self, model: nn.Module, folder: Path) -> None:
-        """A folder for AutoModelForSequenceClassification, with the classes' names and the calibration."""
+        """Writes a folder for AutoModelForSequenceClassification, with class names and calibration."""
         if (folder / FILE).exists():
-            raise UserError(f"{folder} has a {FILE} already; nothing there is overwritten: give another folder")
-        config, names = self.config, self.plain.names or ["score"]
+            raise UserError(f"{folder} already has a {FILE}; use another folder")
+        config, names = self.config, self.uncalibrated.names or ["score"]
         calibration = self.calibration(model)
         write_classifier(model, self._tokenizer, folder, config.max_length, names=names, base=config.model_name)
         calibration.write(folder)

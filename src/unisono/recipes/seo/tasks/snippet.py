@@ -1,8 +1,7 @@
-"""Task snippet: a page becomes its title or its description.
+"""Task snippet: a title or a description for a page.
 
-A model with an encoder reads the page and writes; a decoder goes on after the page and a cue. The loss is the negative
-log likelihood of each token of what is to be written. How good it is, is measured on what it writes, greedily, beside
-what anybody could show: the page's first sentence.
+An encoder-decoder reads the page and writes; a decoder continues after the page and a cue. The loss is the negative log
+likelihood of each target token. Evaluations generate greedily and compare with the page's first sentence.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from torch.utils.data import Dataset
 
 from unisono.engine.recipe import Loss, Work
 from unisono.errors import ConfigError
-from unisono.recipes.common.fingerprint import of_tokenizer, together
-from unisono.recipes.common.whole_files import write_whole
+from unisono.recipes.common.cache_files import write_cache_file
+from unisono.recipes.common.fingerprint import combined, of_tokenizer
 from unisono.recipes.seo.data.store import Texts, fill_texts, open_texts
 from unisono.recipes.seo.data.tokens import Tokenize
-from unisono.recipes.seo.metrics.rouge import LONGEST, copied_numbers, cut, lead_of, rouge_l
+from unisono.recipes.seo.metrics.rouge import MAX_CHARACTERS, copied_numbers, cut, lead_of, rouge_l
 from unisono.recipes.seo.models.encoder import Row, pad
 from unisono.recipes.seo.models.generate import UNSEEN, cue_for, first_token, logits_of, write
 from unisono.recipes.seo.models.load import load_tokenizer, load_writer, reads_first
-from unisono.recipes.seo.tasks.matching import too_few, usual_number
+from unisono.recipes.seo.tasks.matching import default_num_eval, few_held_out_remarks
 from unisono.recipes.seo.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -38,22 +37,22 @@ if TYPE_CHECKING:
 
     from unisono.data.noise import Noise
 
-_NUM_WRITTEN = 64  # held-out pages that something is written for in an evaluation: it takes a pass for each token
+_NUM_WRITTEN = 64  # held-out pages to generate for in an evaluation; each token takes a forward pass
 _NUM_SHOWN = 8
-_HOW = "snippet.json"  # in an exported folder: how to use it
+_HOW = "snippet.json"  # in an exported folder: instructions
 _DEBIAN = "debian"
 
 
 class Snippet(Task):
-    """What is written of a page."""
+    """Writes a title or a description."""
 
     headline = ("eval/loss", "eval/rouge_l", "eval/rouge_l_lead", "eval/fits", "eval/fits_lead", "eval/numbers_copied")
 
     # Before training -----------------------------------------------------------------------------------------------
 
     def prepare(self, work: Work) -> None:
-        """Reads pages and what is to be written of them, and keeps their tokens."""
-        self._reads_first = reads_first(self.config.model_name)  # a model that cannot write is told of now
+        """Reads and tokenizes pages and targets."""
+        self._reads_first = reads_first(self.config.model_name)  # fails early if the model cannot write
         pairs, num_train = self._read(work)
         for _ in work.share([0]):
             self._load_tokenizer(lambda: (text for pair in pairs for text in pair))
@@ -64,11 +63,11 @@ class Snippet(Task):
             (("pages", Tokenize, self.config.max_length), ("targets", _Targets, self.config.target_length))
         ):
             texts = [pair[number] for pair in pairs]
-            name = together(of_tokenizer(self.tokenizer), what, limit, _digest(texts))
+            name = combined(of_tokenizer(self.tokenizer), what, limit, _digest(texts))
             places[what] = fill_texts(
                 self._cache / what, _giving(texts), tokens(self.tokenizer, limit), name, work, what
             )
-            if work.meet():  # together: one who goes on alone would wait for the others
+            if work.meet():  # all ranks together, or one would wait for the others
                 return
         self._pages, self._targets = open_texts(places["pages"]), open_texts(places["targets"])
         self._num_train = num_train
@@ -78,11 +77,11 @@ class Snippet(Task):
             (self.config.write, self._targets, f"target_length {self.config.target_length}"),
         ):
             if texts_.num_cut:
-                told = f"{texts_.num_cut:,} of {len(texts_):,} {what}s are longer than {most} tokens"
-                self.remarks.append(f"{told} and were cut")
+                longer = f"{texts_.num_cut:,} of {len(texts_):,} {what}s are longer than {most} tokens"
+                self.remarks.append(f"{longer} and were truncated")
 
     def _read(self, work: Work) -> tuple[list[tuple[str, str]], int]:
-        """All pairs, those to learn from first, and how many these are."""
+        """All pairs, training pairs first, and the number of training pairs."""
         from unisono.recipes.seo.data.snippets import read_snippets
 
         config = self.config
@@ -90,37 +89,40 @@ class Snippet(Task):
         def read(path: str) -> list[tuple[str, str]]:
             if path == _DEBIAN:
                 return self._debian(work)
-            return read_snippets(path, config.write, said=self.remarks.append, leave_out_bad=config.leave_out_bad)
+            return read_snippets(path, config.write, remark=self.remarks.append, leave_out_bad=config.leave_out_bad)
 
         if config.data_path is None:
-            raise ConfigError("data_path: expected pages: a folder of HTML, or a .csv or .jsonl of text and title")
+            raise ConfigError(
+                "data_path: expected a folder of HTML pages, or a .csv or .jsonl with columns text and title"
+            )
         pairs = read(config.data_path)
         if not pairs:
             raise ConfigError(f"data_path {config.data_path} has no page with a {config.write}")
         if config.eval_data_path:
-            others, known = read(config.eval_data_path), {page for page, _ in pairs}
-            if again := sum(page in known for page, _ in others):
-                self.remarks.append(f"{again:,} of {len(others):,} pages to evaluate with are learned from too")
+            others, train_pages = read(config.eval_data_path), {page for page, _ in pairs}
+            if again := sum(page in train_pages for page, _ in others):
+                self.remarks.append(f"{again:,} of {len(others):,} evaluation pages also occur in the training data")
             return [*pairs, *others], len(pairs)
-        number = config.num_eval if config.num_eval is not None else usual_number(len(pairs))
+        number = config.num_eval if config.num_eval is not None else default_num_eval(len(pairs))
         first: dict[str, int] = {}
-        same = [first.setdefault(page, len(first)) for page, _ in pairs]  # a page that occurs twice is on one side
+        same = [first.setdefault(page, len(first)) for page, _ in pairs]  # equal pages are in the same part
         if number >= len(first):
             raise ConfigError(
-                f"num_eval {number}: data_path {config.data_path} has {len(first)} different pages; some must be left"
+                f"num_eval {number}: data_path {config.data_path} has {len(first)} different pages; some must remain "
+                "for training"
             )
-        self.remarks += too_few(number, "pages")
+        self.remarks += few_held_out_remarks(number, "pages")
         held_out = {(2 * place + 1) * len(first) // (2 * number) for place in range(number)}
         kept = [pair for pair, page in zip(pairs, same, strict=True) if page not in held_out]
         return [*kept, *(pair for pair, page in zip(pairs, same, strict=True) if page in held_out)], len(kept)
 
     def _debian(self, work: Work) -> list[tuple[str, str]]:
-        """Long descriptions of Debian's packages, and the line that names each."""
+        """Long and short descriptions of Debian's packages."""
         from unisono.recipes.seo.data.ranking_sets.debian import packages
 
         if self.config.write != "title":
             raise ConfigError("data_path debian has titles only; leave out --write description")
-        for _ in work.share([0]):  # one process fetches them; the others find them
+        for _ in work.share([0]):  # one process downloads them
             packages(self._cache, work.message)
         work.meet()
         return [(package.body, package.synopsis) for package in packages(self._cache)]
@@ -134,7 +136,7 @@ class Snippet(Task):
 
     @cached_property
     def tokenizer(self) -> Any:
-        """As it is kept, or comes with the model."""
+        """The model's tokenizer."""
         return self._load_tokenizer()
 
     @cached_property
@@ -229,8 +231,8 @@ class Snippet(Task):
         config = self.config
         write_writer(model, self.tokenizer, folder, config.max_length, base=config.model_name)
         cue = "" if self._reads_first else cue_for(config.write)
-        told = {"write": config.write, "put_after_the_page": cue, "max_new_tokens": config.target_length}
-        write_whole(folder / _HOW, json.dumps(told, indent=2).encode())
+        usage = {"write": config.write, "put_after_the_page": cue, "max_new_tokens": config.target_length}
+        write_cache_file(folder / _HOW, json.dumps(usage, indent=2).encode())
 
     _pages: Texts
     _targets: Texts
@@ -262,7 +264,7 @@ class Snippets(Dataset[dict[str, Any]]):
 
 def judge(written: str, page: str, true: str, what: str) -> dict[str, tuple[float, float]]:
     """Sums and counts over what is measured of one page, for what is written and for the page's first sentence."""
-    lead, most = lead_of(page), LONGEST[what]
+    lead, most = lead_of(page), MAX_CHARACTERS[what]
     found: dict[str, tuple[float, float]] = {"rouge_l_lead_cut": (rouge_l(cut(lead, most), true), 1)}
     for suffix, text in (("", written), ("_lead", lead)):
         found[f"rouge_l{suffix}"] = rouge_l(text, true), 1

@@ -1,4 +1,4 @@
-"""What the recipe's tasks have in common: each is the part of the recipe that depends on what is learned."""
+"""The interface of a task: the part of the recipe that depends on what is learned."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ if TYPE_CHECKING:
 
 
 class Task:
-    """One task. The recipe asks it for whatever the engine asks the recipe for: see `engine/recipe.py`."""
+    """One task. The recipe forwards the engine's calls to it; see `engine/recipe.py`."""
 
     coupled = False
-    """Whether the loss compares samples with each other: `embed` and `couple` then take the place of `loss`."""
+    """Whether the loss compares samples with each other; `embed` and `couple` then replace `loss`."""
 
     headline: Sequence[str] = ()
-    """Which numbers of an evaluation are shown while it trains."""
+    """Metrics of an evaluation that are shown during training."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.folder = Path()
-        """What prepare() has left; the recipe sets it, also when a run is exported."""
+        """The folder that prepare() wrote to; the recipe also sets it for an export."""
         self.remarks: list[str] = []
-        """What the user should be told once, when the run begins."""
+        """Lines that are printed once, when the run begins."""
         self.metrics: dict[str, Any] = {}
-        """What adds up over an evaluation, merged over the ranks by the engine; filled by dataset("eval")."""
+        """Metric objects that the engine merges over the ranks; filled by dataset("eval")."""
 
-    def said_at_start(self, global_batch: int) -> str | None:
-        """What the user should know about a step of so many samples."""
+    def start_remark(self, global_batch: int) -> str | None:
+        """A line about a step with this global batch."""
         return None
 
     def prepare(self, work: Work) -> None:
-        """Reads the data and keeps its tokens, shared over the ranks."""
+        """Reads and tokenizes the data; the ranks share the work."""
         raise NotImplementedError
 
     def model(self) -> nn.Module:
@@ -46,14 +46,14 @@ class Task:
         raise NotImplementedError
 
     def get_ready(self, model: nn.Module, *, flash_attention: bool) -> None:
-        """What is settled before a model is trained; not for one that is only used."""
+        """Prepares a model for training; not called for an export."""
 
     def dataset(self, split: str) -> Any:
         """ "train" or "eval"."""
         raise NotImplementedError
 
     def collate(self, items: list[Any]) -> Any:
-        """Items of one micro-batch, padded to the longest of them."""
+        """Pads the items of a micro-batch to the longest."""
         raise NotImplementedError
 
     def loss(self, model: nn.Module, batch: Any, noise: Noise) -> Loss:
@@ -61,24 +61,24 @@ class Task:
         raise NotImplementedError
 
     def embed(self, model: nn.Module, batch: Any, noise: Noise) -> Mapping[str, Tensor]:
-        """Of a coupled task: what its loss needs of each sample, one row each."""
+        """For a coupled task: one row per sample, as input of the loss."""
         raise NotImplementedError
 
     def couple(self, rows: Mapping[str, Tensor]) -> Loss:
-        """Of a coupled task: the loss of a whole global batch, from the rows of all its samples."""
+        """For a coupled task: the loss of a global batch, from the rows of all its samples."""
         raise NotImplementedError
 
     def before_evaluation(self, model: nn.Module) -> None:
-        """What an evaluation needs before its first batch; every rank does the same."""
+        """Called before the first batch of an evaluation; every rank does the same."""
 
     def evaluate(self, model: nn.Module, batch: Any, noise: Noise) -> Mapping[str, Any]:
-        """(sum, count) pairs, or objects that are merged over the ranks."""
+        """(sum, count) pairs, or metric objects that are merged over the ranks."""
         raise NotImplementedError
 
     def preview(self, model: nn.Module, step: int) -> Mapping[str, Any] | None:
-        """What a person wants to look at."""
+        """Examples to look at."""
         return None
 
     def export(self, model: nn.Module, folder: Path) -> None:
-        """The folder that transformers (and sentence-transformers) load."""
+        """Writes a folder for transformers or sentence-transformers."""
         raise NotImplementedError

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from unisono.engine.recipe import Work
 from unisono.errors import ConfigError
-from unisono.recipes.common.bad_files import BadFiles, BadMedia, usable
+from unisono.recipes.common.bad_files import BadFiles, BadMedia, usable_samples
 from unisono.recipes.common.fingerprint import Keys
-from unisono.recipes.common.packs import Kept, Packs, Shelf
+from unisono.recipes.common.packs import PackEntry, PackReader, Packs
 from unisono.recipes.wan.data.cache_fill import Finish, fill, loaded_on_demand
 from unisono.recipes.wan.data.cached import CachedSamples
 from unisono.recipes.wan.data.crop import Crop, MediaKeys, media_of, short_videos
@@ -34,6 +34,7 @@ from unisono.recipes.wan.models.text import TextEncoder, pad
 from unisono.recipes.wan.models.vae import Geometry, WanVae
 
 _FORMAT = 1  # part of every key: entries of another format are ignored
+_HALF = False  # part of every latent's key: latents are stored in float32, not in 16 bit
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,6 @@ class CacheSettings:
     text_length: int
     crop: Crop
     text_dtype: torch.dtype = torch.bfloat16
-    half: bool = False
-    """Store latents in bfloat16: half the space, but rounded."""
     statistics: tuple[Tensor, Tensor] | None = None
     """Mean and standard deviation to normalise the user's own latents with; None when they are normalised."""
 
@@ -72,9 +71,9 @@ class Cache:
         self._latents = Packs(folder / "latents", self._is_latent)
         self._texts = Packs(folder / "text", self._is_text)
         self._bad = BadFiles(folder / "bad")
-        self._of_caption = Keys("caption", _FORMAT, settings.text, settings.text_length, str(settings.text_dtype))
-        self._extra = {self._of_caption.of_text(caption): Source("", None, caption) for caption in captions}
-        self._extra_entries: dict[str, Kept] = {}
+        self._caption_keys = Keys("caption", _FORMAT, settings.text, settings.text_length, str(settings.text_dtype))
+        self._extra = {self._caption_keys.of_text(caption): Source("", None, caption) for caption in captions}
+        self._extra_entries: dict[str, PackEntry] = {}
 
     def fill(self, work: Work, text_encoder: Callable[[], TextEncoder], vae: Callable[[], WanVae]) -> None:
         """Computes this rank's share of the missing entries; loads a model only if it is needed."""
@@ -82,29 +81,19 @@ class Cache:
         with loaded_on_demand(text_encoder, work.device) as encoder:
             fill(work, self._texts, self._bad, "encoding captions", captions, partial(self._read_text, encoder))
         latents = dict(zip(self._latent_keys, self._sources, strict=True))
-        with loaded_on_demand(vae, work.device) as encoder_of_frames:
-            fill(
-                work,
-                self._latents,
-                self._bad,
-                "encoding latents",
-                latents,
-                partial(self._read_latent, encoder_of_frames),
-            )
+        with loaded_on_demand(vae, work.device) as loaded_vae:
+            read = partial(self._read_latent, loaded_vae)
+            fill(work, self._latents, self._bad, "encoding latents", latents, read)
 
-    def _is_latent(self, kept: Kept) -> bool:
+    def _is_latent(self, kept: PackEntry) -> bool:
         geometry, shape = self._settings.geometry, kept.shape
-        like = len(shape) == 4 and shape[0] == geometry.channels
-        return like and not (shape[2] % geometry.patch or shape[3] % geometry.patch) and kept.dtype == self._dtype
+        is_latent = len(shape) == 4 and shape[0] == geometry.channels and kept.dtype == torch.float32
+        return is_latent and not (shape[2] % geometry.patch or shape[3] % geometry.patch)
 
-    def _is_text(self, kept: Kept) -> bool:
+    def _is_text(self, kept: PackEntry) -> bool:
         settings, shape = self._settings, kept.shape
-        like = len(shape) == 2 and shape[0] <= settings.text_length and shape[1] == settings.text_width
-        return like and kept.dtype == settings.text_dtype
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self._settings.half else torch.float32
+        is_embedding = len(shape) == 2 and shape[0] <= settings.text_length and shape[1] == settings.text_width
+        return is_embedding and kept.dtype == settings.text_dtype
 
     def _read_text(self, encoder: Callable[[], TextEncoder], source: Source) -> Finish:
         settings = self._settings
@@ -115,10 +104,10 @@ class Cache:
         return lambda: encoder().encode([caption], settings.text_length)[0].to(settings.text_dtype)
 
     def _read_latent(self, vae: Callable[[], WanVae], source: Source) -> Finish:
-        settings, dtype = self._settings, self._dtype
+        settings = self._settings
         if source.latent is not None:
             latent = read_latent(source.latent, settings.geometry, settings.statistics)
-            return lambda: latent.to(dtype)
+            return lambda: latent
         path = media_of(source)
         frames = settings.crop.read(path, settings.crop.fit(path, settings.geometry.multiple))
 
@@ -126,7 +115,7 @@ class Cache:
             latent = vae().encode_frames(frames[None])[0]
             if not latent.isfinite().all():
                 raise BadMedia(path, "the VAE's latent of it is not finite")
-            return latent.to(dtype)
+            return latent
 
         return finish
 
@@ -134,7 +123,7 @@ class Cache:
         """The samples; call it after all ranks have filled their share. Bad samples are an error, or skipped."""
         latents, texts = self._latents.find(), self._texts.find()
         needed = [(latents, self._latent_keys), (texts, self._text_keys)]
-        good, remarks = usable(self._sources, needed, self._bad, leave_out_bad)
+        good, remarks = usable_samples(self._sources, needed, self._bad, leave_out_bad)
         captions = list(dict.fromkeys(self._text_keys[index] for index in good))
         number = {key: index for index, key in enumerate(captions)}
         entries = [latents[self._latent_keys[index]] for index in good]
@@ -142,49 +131,49 @@ class Cache:
             [self._sources[index] for index in good],
             [entry.shape for entry in entries],
             self._settings.geometry,
-            Shelf(self._latents.folder, entries),
-            Shelf(self._texts.folder, [texts[key] for key in captions]),
+            PackReader(self._latents.folder, entries),
+            PackReader(self._texts.folder, [texts[key] for key in captions]),
             [number[self._text_keys[index]] for index in good],
             self._settings.text_length,
         )
-        frames = (1 + (entry.shape[1] - 1) * self._settings.geometry.time for entry in entries)
+        frames = (1 + (entry.shape[1] - 1) * self._settings.geometry.temporal_factor for entry in entries)
         data.remarks = remarks + short_videos(data.sources, frames, self._settings.crop.num_frames)
         return data
 
-    def num_with_rows(self, rows: int) -> int:
-        """How many of `captions` have at least `rows` tokens, the text length at which they are truncated."""
-        entries = self._texts.find()
-        return sum(entries[key].shape[0] >= rows for key in self._extra if key in entries)
+    def num_truncated(self) -> int:
+        """The number of `captions` that fill the text length: whatever follows is truncated."""
+        entries, length = self._texts.find(), self._settings.text_length
+        return sum(entries[key].shape[0] >= length for key in self._extra if key in entries)
 
     def text(self, caption: str) -> Tensor:
         """[text length, width] the embedding of one of `captions`."""
-        key = self._of_caption.of_text(caption)
+        key = self._caption_keys.of_text(caption)
         if key not in self._extra_entries:  # all at once: reading the index of a large cache takes a while
             entries = self._texts.find()
             self._extra_entries = {key: entries[key] for key in self._extra if key in entries}
-        return pad(Shelf(self._texts.folder, [self._extra_entries[key]])[0], self._settings.text_length)
+        return pad(PackReader(self._texts.folder, [self._extra_entries[key]])[0], self._settings.text_length)
 
     @cached_property
     def _latent_keys(self) -> list[str]:
         settings, geometry = self._settings, self._settings.geometry
-        of_media = MediaKeys(
+        media_keys = MediaKeys(
             settings.crop,
-            lambda crop: Keys("media", _FORMAT, settings.vae, geometry.multiple, asdict(crop), settings.half),
+            lambda crop: Keys("media", _FORMAT, settings.vae, geometry.multiple, asdict(crop), _HALF),
         )
         raw = settings.statistics and [part.flatten().tolist() for part in settings.statistics]
-        of_latent = Keys("latent", _FORMAT, geometry.channels, geometry.patch, settings.half, *([raw] if raw else []))
+        latent_keys = Keys("latent", _FORMAT, geometry.channels, geometry.patch, _HALF, *([raw] if raw else []))
         return [
-            of_media.of(source) if source.latent is None else of_latent.of_file(source.name, source.latent)
+            media_keys.of(source) if source.latent is None else latent_keys.of_file(source.name, source.latent)
             for source in self._sources
         ]
 
     @cached_property
     def _text_keys(self) -> list[str]:
         settings = self._settings
-        of_embedding = Keys("embedding", _FORMAT, settings.text_length, settings.text_width, str(settings.text_dtype))
+        embedding_keys = Keys("embedding", _FORMAT, settings.text_length, settings.text_width, str(settings.text_dtype))
         return [
-            self._of_caption.of_text(source.caption or "")
+            self._caption_keys.of_text(source.caption or "")
             if source.embedding is None
-            else of_embedding.of_file(source.name, source.embedding)
+            else embedding_keys.of_file(source.name, source.embedding)
             for source in self._sources
         ]

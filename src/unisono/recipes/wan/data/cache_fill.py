@@ -47,7 +47,7 @@ def fill(
             try:
                 packing.add(key, reading.result()())
             except BadMedia as error:
-                bad.note(key, str(error))
+                bad.record(key, str(error))
                 num_bad += 1
                 if num_bad <= _NAMED:  # a summary of all of them follows at the end
                     work.message(f"bad file: {error}")

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 import numpy as np
-import torch
 from torch.utils.data import Dataset
 
-from unisono.recipes.common.packs import Shelf
+from unisono.recipes.common.packs import PackReader
 from unisono.recipes.wan.data.sources import Source
 from unisono.recipes.wan.models.text import pad
 from unisono.recipes.wan.models.vae import Geometry
@@ -47,7 +46,7 @@ class ShapedSamples(Dataset[dict[str, Any]]):
         return self._shapes
 
     def cost(self, index: int) -> float:
-        """The amount of work that a sample is: its number of tokens."""
+        """The cost of computing a sample: its number of tokens."""
         return float(self._geometry.tokens(self.shape(index)))
 
     def subset(self, indices: Sequence[int]) -> Self:
@@ -66,8 +65,8 @@ class CachedSamples(ShapedSamples):
         sources: Sequence[Source],
         shapes: Sequence[Shape],
         geometry: Geometry,
-        latents: Shelf,
-        texts: Shelf,
+        latents: PackReader,
+        texts: PackReader,
         text_of: Sequence[int],
         text_length: int,
     ) -> None:
@@ -78,7 +77,7 @@ class CachedSamples(ShapedSamples):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {
-            "latent": self._latents[self._latent_of[index]].to(torch.float32),
+            "latent": self._latents[self._latent_of[index]],
             "text": pad(self._texts[self._text_of[index]], self._text_length),
             "index": index,
         }

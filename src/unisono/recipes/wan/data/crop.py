@@ -11,7 +11,7 @@ from torch import Tensor
 
 from unisono.errors import ConfigError
 from unisono.recipes.common.fingerprint import Keys
-from unisono.recipes.common.streams import FILMS
+from unisono.recipes.common.streams import VIDEO_SUFFIXES
 from unisono.recipes.wan.data import media
 from unisono.recipes.wan.data.decode import MediaFacts, is_still
 from unisono.recipes.wan.data.media import Fit
@@ -65,13 +65,13 @@ def media_of(source: Source) -> Path:
 class MediaKeys:
     """Cache keys of images and videos, which depend on how they are cropped."""
 
-    def __init__(self, crop: Crop, like: Callable[[Crop], Keys]) -> None:
-        self._crop, self._like = crop, cache(like)
+    def __init__(self, crop: Crop, keys_for: Callable[[Crop], Keys]) -> None:
+        self._crop, self._keys_for = crop, cache(keys_for)
 
     def of(self, source: Source) -> str:
         """The key of a sample."""
         path = media_of(source)
-        return self._like(self._crop.of(path)).of_file(source.name, path)
+        return self._keys_for(self._crop.of(path)).of_file(source.name, path)
 
 
 def short_videos(sources: Sequence[Source], frames: Iterable[int], full: int) -> list[str]:
@@ -79,7 +79,7 @@ def short_videos(sources: Sequence[Source], frames: Iterable[int], full: int) ->
     names = [
         source.name
         for source, num_frames in zip(sources, frames, strict=True)
-        if num_frames < full and source.latent is None and media_of(source).suffix.lower() in FILMS
+        if num_frames < full and source.latent is None and media_of(source).suffix.lower() in VIDEO_SUFFIXES
     ]
     if not names:
         return []

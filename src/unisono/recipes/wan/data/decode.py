@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.recipes.common import streams
-from unisono.recipes.common.bad_files import BadMedia, check_file, faults
-from unisono.recipes.common.streams import FILMS, MOST_PIXELS
+from unisono.recipes.common.bad_files import BadMedia, as_bad_media, check_file
+from unisono.recipes.common.streams import MAX_PIXELS, VIDEO_SUFFIXES
 
 if TYPE_CHECKING:
     from av.container import InputContainer
@@ -59,9 +59,9 @@ def opened(path: Path) -> ImageOrAnimation | Video:
     check_file(path)
     if path.suffix.lower() in IMAGES:
         return ImageOrAnimation(path)
-    if path.suffix.lower() in FILMS:
+    if path.suffix.lower() in VIDEO_SUFFIXES:
         return Video(path)
-    raise BadMedia(path, f"unsupported file type; supported are {' '.join((*FILMS, *IMAGES))}")
+    raise BadMedia(path, f"unsupported file type; supported are {' '.join((*VIDEO_SUFFIXES, *IMAGES))}")
 
 
 def is_still(path: Path) -> bool:
@@ -85,7 +85,7 @@ class ImageOrAnimation:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with faults(path, "image"), self._open() as image:
+        with as_bad_media(path, "image"), self._open() as image:
             height, width = image.height, image.width
             if image.getexif().get(_ORIENTATION) in _TURNED:
                 height, width = width, height
@@ -113,8 +113,8 @@ class ImageOrAnimation:
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # we check our own limit
             opened_image = Image.open(self._path, formats=_IMAGE_FORMATS)
         with opened_image as image:
-            if image.height * image.width > MOST_PIXELS:
-                raise BadMedia(self._path, f"{image.height}×{image.width} is more than {MOST_PIXELS:,} pixels")
+            if image.height * image.width > MAX_PIXELS:
+                raise BadMedia(self._path, f"{image.height}×{image.width} is more than {MAX_PIXELS:,} pixels")
             yield image
 
     def frames(self, start: float) -> Iterator[TimedFrame]:
@@ -122,17 +122,17 @@ class ImageOrAnimation:
         from PIL import ImageOps
 
         time = 0.0
-        with faults(self._path, "image"), self._open() as image:
+        with as_bad_media(self._path, "image"), self._open() as image:
             for number in range(self.facts.frames):
                 image.seek(number)
                 image.load()
                 yield TimedFrame(time, ImageOps.exif_transpose(image) if self.facts.frames == 1 else image.copy())
                 time += self._delays[number] if self._delays else 0.0
 
-    def rgb(self, shown: TimedFrame) -> NDArray[np.uint8]:
+    def rgb(self, frame: TimedFrame) -> NDArray[np.uint8]:
         """[height, width, 3] a frame as 8-bit RGB; transparent pixels become white."""
-        with faults(self._path, "image"):
-            return np.array(_rgb(shown.frame))
+        with as_bad_media(self._path, "image"):
+            return np.array(_rgb(frame.frame))
 
 
 def _rgb(image: Image) -> Image:
@@ -142,9 +142,9 @@ def _rgb(image: Image) -> Image:
         image = Image.fromarray((np.asarray(image).clip(0, 65535) / 257).round().astype(np.uint8))
     if not image.has_transparency_data:
         return image.convert("RGB")
-    ground = Image.new("RGBA", image.size, "white")
-    ground.alpha_composite(image.convert("RGBA"))
-    return ground.convert("RGB")
+    background = Image.new("RGBA", image.size, "white")
+    background.alpha_composite(image.convert("RGBA"))
+    return background.convert("RGB")
 
 
 class Video:
@@ -180,8 +180,8 @@ class Video:
 
     @contextmanager
     def _open(self) -> Iterator[tuple[InputContainer, VideoStream]]:
-        with streams.opened(self._path, "video") as container:
-            stream = streams.video_of(self._path, container)
+        with streams.open_media(self._path, "video") as container:
+            stream = streams.video_stream(self._path, container)
             if stream is None:
                 raise BadMedia(self._path, "has no video stream, only audio or a cover image")
             yield container, stream
@@ -239,11 +239,11 @@ class Video:
                 else:
                     yield TimedFrame(frame.time - self._begin, frame)
 
-    def rgb(self, shown: TimedFrame) -> NDArray[np.uint8]:
+    def rgb(self, frame: TimedFrame) -> NDArray[np.uint8]:
         """[height, width, 3] a frame as 8-bit RGB, upright."""
-        frame: VideoFrame = shown.frame
-        with faults(self._path, "video"):
-            pixels = np.asarray(frame.to_ndarray(format="rgb24"), dtype=np.uint8)
+        decoded: VideoFrame = frame.frame
+        with as_bad_media(self._path, "video"):
+            pixels = np.asarray(decoded.to_ndarray(format="rgb24"), dtype=np.uint8)
             return np.ascontiguousarray(np.rot90(pixels, self._quarter_turns))
 
 

@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from unisono.errors import ConfigError
 from unisono.recipes.common.bad_files import BadMedia
+from unisono.recipes.wan.checks import check_size
 from unisono.recipes.wan.data.decode import ImageOrAnimation, MediaFacts, TimedFrame, Video, opened
 
 STARTS = ("head", "middle", "random")  # where the window starts in a longer video
@@ -69,7 +70,7 @@ def fit(
         raise ConfigError(f"fps: expected 0 (the video's own) or more, got {fps}")
     frames = window(frames_at(facts, fps), num_frames)
     if height or width:
-        _check_size(height, width, multiple)
+        check_size(height, width, multiple)
         return Fit(frames, height, width)
     if max_pixels and max_pixels < multiple**2:
         raise ConfigError(f"max_pixels {max_pixels}: expected at least {multiple}×{multiple} = {multiple**2}")
@@ -83,18 +84,6 @@ def fit(
     return Fit(frames, max(high, multiple), max(wide, multiple))
 
 
-def _check_size(height: int, width: int, multiple: int) -> None:
-    for name, side in (("height", height), ("width", width)):
-        if side < 1:
-            raise ConfigError(
-                f"height {height}, width {width}: set both, or neither to keep each sample's aspect ratio"
-            )
-        if side % multiple:
-            below = side // multiple * multiple
-            near = " or ".join(str(size) for size in (below, below + multiple) if size)
-            raise ConfigError(f"{name} {side}: this model needs a multiple of {multiple}; use {near}")
-
-
 def read(path: Path, fit: Fit, *, fps: float, start: str = "head") -> Tensor:
     """uint8 [F, H, W, 3] the frames of a sample: resized to cover the size, and centre-cropped.
 
@@ -103,8 +92,8 @@ def read(path: Path, fit: Fit, *, fps: float, start: str = "head") -> Tensor:
     """
     if start not in STARTS:
         raise ConfigError(f"window: expected one of {', '.join(STARTS)}, got {start!r}")
-    medium = opened(path)
-    spare = frames_at(medium.facts, fps) - fit.frames
+    media = opened(path)
+    spare = frames_at(media.facts, fps) - fit.frames
     if spare < 0:
         raise BadMedia(path, f"has {spare + fit.frames} frames, {fit.frames} were expected; the file has changed")
     first = 0
@@ -114,33 +103,34 @@ def read(path: Path, fit: Fit, *, fps: float, start: str = "head") -> Tensor:
         first = int(torch.randint(spare + 1, ()))
     frames = torch.empty((fit.frames, fit.height, fit.width, 3), dtype=torch.uint8)
     number, before = 0, None
-    for shown in _chosen(medium, first, fit.frames, fps if medium.facts.fps else 0.0):
-        if shown is before:  # at a higher frame rate than the video's, frames repeat
+    for frame in _chosen(media, first, fit.frames, fps if media.facts.fps else 0.0):
+        if frame is before:  # at a higher frame rate than the video's, frames repeat
             frames[number] = frames[number - 1]
         else:
-            frames[number] = _cover(medium.rgb(shown), fit, medium.pixel_aspect)
-        number, before = number + 1, shown
+            frames[number] = _cover(media.rgb(frame), fit, media.pixel_aspect)
+        number, before = number + 1, frame
     if number < fit.frames:
         raise BadMedia(path, f"ends after {number} of the {fit.frames} frames from frame {first}; the file is damaged")
     return frames
 
 
-def _chosen(medium: Video | ImageOrAnimation, first: int, count: int, fps: float) -> Iterator[TimedFrame]:
+def _chosen(media: Video | ImageOrAnimation, first: int, count: int, fps: float) -> Iterator[TimedFrame]:
     if fps:
         times = [(first + number) / fps for number in range(count)]
-        return _shown_at(times, medium.frames(times[0]), 1 / medium.facts.fps)
+        return _shown_at(times, media.frames(times[0]), 1 / media.facts.fps)
     if not first:
-        return islice(medium.frames(0), count)
-    return _in_order(medium, first, count)
+        return islice(media.frames(0), count)
+    return _in_order(media, first, count)
 
 
-def _in_order(medium: Video | ImageOrAnimation, first: int, count: int) -> Iterator[TimedFrame]:
+def _in_order(media: Video | ImageOrAnimation, first: int, count: int) -> Iterator[TimedFrame]:
     """`count` consecutive frames, from the time that number `first` has at a constant frame rate."""
-    begin = (first - 0.5) / medium.facts.fps
-    frames = list(islice((shown for shown in medium.frames(begin) if shown.time >= begin), count))
+    begin = (first - 0.5) / media.facts.fps
+    frames = list(islice((frame for frame in media.frames(begin) if frame.time >= begin), count))
     if len(frames) == count:
         return iter(frames)
-    return islice(medium.frames(0), first, first + count)  # a varying frame rate, and too few left: count instead
+    # The frame rate varies, and too few frames are left: count them instead.
+    return islice(media.frames(0), first, first + count)
 
 
 def _shown_at(times: list[float], frames: Iterator[TimedFrame], period: float) -> Iterator[TimedFrame]:
@@ -151,14 +141,14 @@ def _shown_at(times: list[float], frames: Iterator[TimedFrame], period: float) -
     wanted = iter(times)
     time = next(wanted)
     last: TimedFrame | None = None
-    for shown in frames:
-        while last is not None and time + early < shown.time:
+    for frame in frames:
+        while last is not None and time + early < frame.time:
             yield last
             following = next(wanted, None)
             if following is None:
                 return
             time = following
-        last = shown
+        last = frame
     while last is not None and time < last.time + max(1.5 * period, 0.25):
         yield last
         following = next(wanted, None)

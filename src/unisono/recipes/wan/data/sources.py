@@ -1,4 +1,4 @@
-"""The samples of a dataset folder: videos and images, their captions, and latents or embeddings computed before.
+"""The samples of a dataset folder: videos and images, their captions, and precomputed latents and embeddings.
 
 Either a file lists the samples (see `metadata`), or each video and image has a text file of the same name, also in
 subfolders: `cats/a.mp4` and `cats/a.txt`. `a.latent.safetensors` holds the latent of `a`, and `a.safetensors` the
@@ -14,20 +14,21 @@ from os.path import splitext
 from pathlib import Path
 
 from unisono.errors import ConfigError
-from unisono.recipes.common.streams import FILMS
+from unisono.recipes.common.streams import VIDEO_SUFFIXES
 from unisono.recipes.common.tree import Outside, Tree, one_line
+from unisono.recipes.wan.checks import is_unicode
 from unisono.recipes.wan.data.decode import IMAGES
 from unisono.recipes.wan.data.metadata import CAPTION_LISTS, MEDIA_LISTS, TABLES, rows_of, rows_of_lists
 
 LATENT, EMBEDDING = ".latent.safetensors", ".safetensors"
-_MEDIA = (*FILMS, *IMAGES)
-_LONGEST = 65_536  # characters per caption; a model takes 512 tokens
+_MEDIA = (*VIDEO_SUFFIXES, *IMAGES)
+_MOST_CHARACTERS = 65_536  # of a caption; a model takes 512 tokens
 _NO_CAPTION = "has no caption"
 
 
 @dataclass(frozen=True)
 class Source:
-    """One sample of a dataset folder: its image or video, its caption, and what was computed from them before."""
+    """One sample of a dataset folder: its image or video, its caption, and precomputed tensors."""
 
     name: str
     """Unique in the folder: its path without the suffix, or longer where that is not unique."""
@@ -42,7 +43,7 @@ class Source:
 @dataclass(frozen=True)
 class _Bad:
     sample: str
-    wrong: str
+    problem: str
     fix: str
 
 
@@ -83,18 +84,18 @@ def _samples_of(folder: Path, leave_out_bad: bool) -> _Samples:
         raise ConfigError(f"{folder}: no such folder; expected videos or images and their captions")
     samples = _listed(tree, lists) if lists else _side_by_side(tree)
     if not samples.sources:
-        _refuse_for_nothing(samples, folder, "" if lists else _nested_list(tree))
-    _judge(samples, leave_out_bad)
+        _refuse_empty(samples, folder, "" if lists else _nested_list(tree))
+    _report_bad(samples, leave_out_bad)
     return samples
 
 
 def _lists_of(tree: Tree, name: str) -> tuple[str, ...]:
     if name.lower().endswith((".csv", ".jsonl", ".json")):
         return (name,)
-    for these, those in ((MEDIA_LISTS, CAPTION_LISTS), (CAPTION_LISTS, MEDIA_LISTS)):
-        partners = [other for other in those if other in tree]
-        if name in these and len(partners) == 1:
-            return (name, partners[0]) if these is MEDIA_LISTS else (partners[0], name)
+    for own_names, other_names in ((MEDIA_LISTS, CAPTION_LISTS), (CAPTION_LISTS, MEDIA_LISTS)):
+        others = [other for other in other_names if other in tree]
+        if name in own_names and len(others) == 1:
+            return (name, others[0]) if own_names is MEDIA_LISTS else (others[0], name)
     raise ConfigError(
         f"{tree.path(name)}: expected a folder, a list of samples (.csv, .jsonl, .json), or "
         f"{MEDIA_LISTS[0]} next to {CAPTION_LISTS[0]}"
@@ -127,15 +128,15 @@ def _listed(tree: Tree, lists: tuple[str, ...]) -> _Samples:
             stem, suffix = splitext(path)
             stems = (stem, f"videos/{stem}")
             media = next((each + suffix for each in stems if each + suffix in tree), None)
-            computed = next((each for each in stems if each + LATENT in tree), None)
+            with_latent = next((each for each in stems if each + LATENT in tree), None)
             if suffix.lower() not in _MEDIA:
                 samples.bad.append(
-                    _Bad(row.where, f"{row.media} is no video or image", f"supported are {' '.join(_MEDIA)}")
+                    _Bad(row.where, f"{row.media} is not a video or image", f"supported are {' '.join(_MEDIA)}")
                 )
             elif media:
                 _add(samples, tree, row.where, media.removesuffix(suffix), media, row.caption)
-            elif computed:
-                _add(samples, tree, row.where, computed, None, row.caption)
+            elif with_latent:
+                _add(samples, tree, row.where, with_latent, None, row.caption)
             else:
                 samples.bad.append(_Bad(row.where, f"no such file: {tree.path(path)}", "correct the list"))
         except Outside as outside:
@@ -183,7 +184,7 @@ def _side_by_side(tree: Tree) -> _Samples:
 def _read_caption(tree: Tree, path: str) -> str:
     if path not in tree:  # raises for a link that leads outside
         raise ConfigError(f"{tree.path(path)} is not a file")
-    return "\n".join(line for _, line in tree.lines(path, 4 * _LONGEST)).strip()
+    return "\n".join(line for _, line in tree.lines(path, 4 * _MOST_CHARACTERS)).strip()
 
 
 def _add(samples: _Samples, tree: Tree, where: str, stem: str, media: str | None, caption: str | None) -> None:
@@ -191,43 +192,35 @@ def _add(samples: _Samples, tree: Tree, where: str, stem: str, media: str | None
     latent, embedding = (tree.path(stem + kind) if stem + kind in tree else None for kind in (LATENT, EMBEDDING))
     if caption is None and embedding is None:
         samples.bad.append(_Bad(where, _NO_CAPTION, f"write one, for instance into {stem}.txt"))
-    elif len(caption or "") > _LONGEST:
-        samples.bad.append(_Bad(where, f"its caption has more than {_LONGEST:,} characters", "shorten it"))
-    elif not _is_proper(stem) or not _is_proper(caption or ""):
+    elif len(caption or "") > _MOST_CHARACTERS:
+        samples.bad.append(_Bad(where, f"its caption has more than {_MOST_CHARACTERS:,} characters", "shorten it"))
+    elif not is_unicode(stem) or not is_unicode(caption or ""):
         samples.bad.append(_Bad(where, "its name or caption is not valid Unicode", "correct it"))
     else:
         path = None if media is None else tree.path(media)
         samples.sources.append(Source(media or stem + LATENT, path, caption, latent, embedding))
 
 
-def _is_proper(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # a lone surrogate: from a file name in another encoding, or from JSON
-        return False
-    return True
-
-
-def _refuse_for_nothing(samples: _Samples, folder: Path, hint: str) -> None:
+def _refuse_empty(samples: _Samples, folder: Path, hint: str) -> None:
     if not samples.bad:
         raise ConfigError(f"{folder} contains no video or image ({' '.join(_MEDIA)}){hint}")
-    if all(each.wrong == _NO_CAPTION for each in samples.bad):
+    if all(each.problem == _NO_CAPTION for each in samples.bad):
         raise ConfigError(
             f"{folder}: none of {len(samples.bad)} samples has a caption; expected a.txt next to a.mp4, "
             f"or one of {', '.join(TABLES)}{hint}"
         )
 
 
-def _judge(samples: _Samples, leave_out_bad: bool) -> None:
+def _report_bad(samples: _Samples, leave_out_bad: bool) -> None:
     """Raises ConfigError for bad samples, or adds a remark that they are skipped."""
     good, bad = len(samples.sources), samples.bad
     if bad and not (good and leave_out_bad):
         others = f" ({len(bad) - 1} more of {good + len(bad)} samples are bad)" if len(bad) > 1 else ""
         fix = f"; {bad[0].fix}" if bad[0].fix else ""
         way_out = ", or skip it with --leave_out_bad" if good else ""
-        raise ConfigError(f"{bad[0].sample}: {bad[0].wrong}{others}{fix}{way_out}")
+        raise ConfigError(f"{bad[0].sample}: {bad[0].problem}{others}{fix}{way_out}")
     if bad:
-        names = _few([f"{each.sample} ({each.wrong})" for each in bad])
+        names = _few([f"{each.sample} ({each.problem})" for each in bad])
         samples.remarks.append(f"skipped {len(bad)} of {good + len(bad)} samples: {names}")
     if empty := sum(source.caption == "" for source in samples.sources):
         samples.remarks.append(f"{empty} of {good} captions are empty; these samples are trained without text")
@@ -240,7 +233,7 @@ def _few(items: list[str]) -> str:
 def _nested_list(tree: Tree) -> str:
     """A hint, where the list of samples is in a subfolder."""
     nested = next((path for path in sorted(tree.walk()) if path.rpartition("/")[2] in TABLES), None)
-    return f"; found {tree.path(nested)}: give its folder instead" if nested else ""
+    return f"; {tree.path(nested)} exists: give its folder instead" if nested else ""
 
 
 def _with_unique_names(sources: list[Source]) -> list[Source]:

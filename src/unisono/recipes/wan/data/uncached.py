@@ -15,9 +15,9 @@ import torch
 
 from unisono.engine.recipe import Work
 from unisono.errors import ConfigError
-from unisono.recipes.common.bad_files import BadFiles, usable
+from unisono.recipes.common.bad_files import BadFiles, usable_samples
 from unisono.recipes.common.fingerprint import Keys
-from unisono.recipes.common.packs import Packs, Shelf
+from unisono.recipes.common.packs import PackReader, Packs
 from unisono.recipes.wan.data.cache_fill import Finish, fill
 from unisono.recipes.wan.data.cached import ShapedSamples
 from unisono.recipes.wan.data.crop import Crop, MediaKeys, media_of, short_videos
@@ -71,8 +71,8 @@ class SampleSizes:
     def open(self, leave_out_bad: bool = False) -> UncachedSamples:
         """The samples; call it after all ranks have read their share. Bad samples are an error, or skipped."""
         entries = self._sizes.find()
-        good, remarks = usable(self._sources, [(entries, self._keys)], self._bad, leave_out_bad)
-        sizes = Shelf(self._sizes.folder, [entries[self._keys[index]] for index in good])
+        good, remarks = usable_samples(self._sources, [(entries, self._keys)], self._bad, leave_out_bad)
+        sizes = PackReader(self._sizes.folder, [entries[self._keys[index]] for index in good])
         fits = [Fit(*sizes[number].tolist()) for number in range(len(good))]
         data = UncachedSamples([self._sources[index] for index in good], fits, self._geometry, self._crop)
         data.remarks = remarks + short_videos(data.sources, (fit.frames for fit in fits), self._crop.num_frames)

@@ -91,11 +91,11 @@ class FolderEncoders(Encoders):
 
     def vae(self) -> WanVae:
         """Loads the VAE in float32, on the CPU."""
-        return WanVae.load(self._folder.path)
+        return WanVae.load(self._part("vae"))
 
     def text_encoder(self) -> TextEncoder:
         """Loads tokenizer and text encoder in `text_dtype`, on the CPU."""
-        return TextEncoder.load(self._folder.path, self.text_dtype)
+        return TextEncoder.load(self._part("tokenizer"), self._part("text_encoder"), self.text_dtype)
 
     def fingerprints(self) -> tuple[str, str]:
         """Hashes of their files."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 import torch
@@ -69,15 +69,15 @@ def _velocity(transformer: nn.Module, noisy: Tensor, times: Tensor, text: Tensor
     return velocity
 
 
-def parts_to_train(available: Mapping[str, Any], expert: Literal["high", "low", "both"]) -> list[str]:
+def parts_to_train(available: Collection[str], expert: Literal["high", "low", "both"]) -> list[str]:
     """The names of the transformers to train."""
     if LOW not in available:
         return [HIGH]
     return {"high": [HIGH], "low": [LOW], "both": [HIGH, LOW]}[expert]
 
 
-def range_of(parts: list[str], boundary: float | None, experts: int) -> tuple[float, float]:
-    """The noise levels to train: all of them, or those of the one expert that is trained."""
-    if experts < 2 or len(parts) == 2 or boundary is None:
+def levels_of(parts: list[str], boundary: float | None) -> tuple[float, float]:
+    """The range of noise levels to train: all of them, or those of the one expert that is trained."""
+    if boundary is None or len(parts) == 2:
         return 0.0, 1.0
     return (boundary, 1.0) if parts == [HIGH] else (0.0, boundary)

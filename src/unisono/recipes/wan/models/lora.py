@@ -181,14 +181,12 @@ def open_lora(transformer: nn.Module, path: Path, rank: int = 0, part: str = "tr
     return LoraFile(state, sorted(pairs), rank_in_file)
 
 
-def load_lora(
-    transformer: Any, path: Path, alpha: float | None = None, part: str = "transformer", rank: int = 0
-) -> None:
+def load_lora(transformer: Any, path: Path, alpha: float | None = None, part: str = "transformer") -> None:
     """Adds the LoRA in a file (see `open_lora`) to continue training it, with its own rank.
 
     `alpha` (the rank unless given) changes how fast it learns from here on, not what it computes.
     """
-    lora = open_lora(transformer, path, rank, part)
+    lora = open_lora(transformer, path, part=part)
     state = lora.state
     # Layers of a smaller rank get extra directions, whose initial effect is zero.
     add_lora(transformer, lora.rank, alpha, lora.layers)
@@ -246,9 +244,3 @@ def _scale(metadata: str, prefix: str, file: Path) -> float:
     if not numbers or values.get("rank_pattern") or values.get("alpha_pattern") or values.get("use_dora"):
         raise ConfigError(f"{file}: a LoRA with an alpha per layer, or with DoRA, cannot be continued")
     return float(alpha / (math.sqrt(rank) if values.get("use_rslora") else rank))
-
-
-def merge(transformer: Any) -> None:
-    """Adds the LoRA to the weights and removes it: a plain model that computes the same."""
-    transformer.fuse_lora()
-    transformer.unload_lora()

@@ -13,25 +13,8 @@ from unisono.errors import ConfigError
 _OWN_ATTENTION = ("eager", "sdpa")
 
 
-def part_of(model_path: str | Path, name: str) -> Path:
-    """The folder of a part of a model; downloads a hub id first, unless it is cached."""
-    path = Path(model_path).expanduser()
-    if not path.exists():
-        from unisono.recipes.wan.models.load import describe
-
-        path = describe(model_path).path
-    folder = path / name
-    if not folder.is_dir():
-        raise ConfigError(
-            f"{model_path} has no folder {name}/; give a Wan model in diffusers' layout, "
-            "such as Wan-AI/Wan2.1-T2V-1.3B-Diffusers or a copy of it"
-        )
-    return folder
-
-
-def load_part(kind: Any, model_path: str | Path, name: str, **options: Any) -> Any:
-    """Loads a part of a model by its class of diffusers or transformers, with all its weights."""
-    folder = part_of(model_path, name)
+def load_part(kind: Any, folder: Path, **options: Any) -> Any:
+    """Loads a part of a model from its folder by its class of diffusers or transformers, with all its weights."""
     _refuse_code(folder)
     with loading(folder), _quietly():
         # A .bin is a pickle, which may hold any program.

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from unisono.errors import ConfigError
-from unisono.recipes.common.fingerprint import of_module, of_tokenizer, together
-from unisono.recipes.wan.models.parts import count_in, load_part, loading, part_of
+from unisono.recipes.common.fingerprint import combined, of_module, of_tokenizer
+from unisono.recipes.wan.models.parts import count_in, load_part, loading
 
 
 def clean(caption: str) -> str:
@@ -46,16 +46,13 @@ class TextEncoder:
         self.tokenizer, self.model = tokenizer, model.eval().requires_grad_(False)
 
     @classmethod
-    def load(
-        cls, model_path: str | Path, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cpu"
-    ) -> TextEncoder:
-        """The tokenizer and the text encoder of a Wan model in diffusers' layout."""
+    def load(cls, tokenizer: Path, text_encoder: Path, dtype: torch.dtype) -> TextEncoder:
+        """The tokenizer and the text encoder in these folders of a Wan model, on the CPU."""
         from transformers import AutoTokenizer, UMT5EncoderModel
 
-        folder = part_of(model_path, "tokenizer")
-        with loading(folder):
-            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        return cls(tokenizer, load_part(UMT5EncoderModel, model_path, "text_encoder", dtype=dtype)).to(device)
+        with loading(tokenizer):
+            loaded = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
+        return cls(loaded, load_part(UMT5EncoderModel, text_encoder, dtype=dtype))
 
     def to(self, device: str | torch.device) -> TextEncoder:
         """Moves the encoder to a device; returns itself."""
@@ -69,7 +66,7 @@ class TextEncoder:
 
     def fingerprint(self) -> str:
         """A hash of the tokenizer and the weights."""
-        return together(of_tokenizer(self.tokenizer), of_module(self.model))
+        return combined(of_tokenizer(self.tokenizer), of_module(self.model))
 
     @torch.no_grad()
     def encode(self, captions: Sequence[str], max_length: int) -> list[Tensor]:

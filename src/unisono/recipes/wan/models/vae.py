@@ -19,10 +19,9 @@ from torch import Tensor
 from unisono.config.values import shown
 from unisono.errors import ConfigError
 from unisono.recipes.common.fingerprint import of_module
+from unisono.recipes.wan.checks import check_frames, check_size
 from unisono.recipes.wan.data.media import to_unit
 from unisono.recipes.wan.models.parts import count_in, load_part
-
-_CHUNK = 4  # frames that the VAE encodes at a time, after the first one
 
 
 @dataclass(frozen=True)
@@ -30,9 +29,9 @@ class Geometry:
     """How the shape of a latent follows from frames and pixels."""
 
     channels: int
-    time: int
+    temporal_factor: int
     """Frames per latent frame; the first frame has a latent frame of its own."""
-    space: int
+    spatial_factor: int
     """Pixels along a side per latent position."""
     patch: int = 2
     """Latent positions along a side per token."""
@@ -44,28 +43,30 @@ class Geometry:
             if not isinstance(config.get(name, ()), list | tuple):
                 raise ConfigError(f"the config of the VAE has {name} {shown(config[name])}; expected a list")
         # From its layers: the scale factors in the config are for pipelines, and nothing checks them.
-        time = 2 ** sum(map(bool, config.get("temperal_downsample", (False, True, True))))
-        space = 2 ** (len(config.get("dim_mult", (1, 2, 4, 4))) - 1) * count_in(config, "patch_size", "VAE", 1)
-        for name, factor in (("scale_factor_temporal", time), ("scale_factor_spatial", space)):
+        temporal = 2 ** sum(map(bool, config.get("temperal_downsample", (False, True, True))))
+        spatial = 2 ** (len(config.get("dim_mult", (1, 2, 4, 4))) - 1) * count_in(config, "patch_size", "VAE", 1)
+        for name, factor in (("scale_factor_temporal", temporal), ("scale_factor_spatial", spatial)):
             if (config.get(name) or factor) != factor:
                 raise ConfigError(
                     f"the VAE's config has {name} {config[name]}, but its layers make it {factor}; set it to {factor}"
                 )
-        return cls(count_in(config, "z_dim", "VAE", 16), time, space, patch)
+        return cls(count_in(config, "z_dim", "VAE", 16), temporal, spatial, patch)
 
     @property
     def multiple(self) -> int:
         """The number that must divide height and width in pixels."""
-        return self.space * self.patch
+        return self.spatial_factor * self.patch
 
     def shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
         """The shape of the latent: (channels, frames, height, width)."""
-        if frames < 1 or frames % _CHUNK != 1:
-            below = max(1, (frames - 1) // _CHUNK * _CHUNK + 1)
-            raise ConfigError(f"{frames} frames: Wan takes 1, 5, 9, 13, … frames; use {below} or {below + _CHUNK}")
-        if height < 1 or width < 1 or height % self.multiple or width % self.multiple:
-            raise ConfigError(f"{height} × {width} pixels: both sides must be divisible by {self.multiple}")
-        return self.channels, 1 + (frames - 1) // self.time, height // self.space, width // self.space
+        check_frames(frames)
+        check_size(height, width, self.multiple)
+        return (
+            self.channels,
+            1 + (frames - 1) // self.temporal_factor,
+            height // self.spatial_factor,
+            width // self.spatial_factor,
+        )
 
     def tokens(self, shape: tuple[int, ...]) -> int:
         """The number of transformer tokens of a latent of this shape."""
@@ -81,11 +82,11 @@ class WanVae:
         self.statistics = statistics(vae.config)
 
     @classmethod
-    def load(cls, model_path: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> WanVae:
-        """The VAE of a Wan model in diffusers' layout."""
+    def load(cls, folder: Path) -> WanVae:
+        """The VAE in a folder of diffusers, in float32 and on the CPU."""
         from diffusers import AutoencoderKLWan
 
-        return cls(load_part(AutoencoderKLWan, model_path, "vae", torch_dtype=dtype)).to(device)
+        return cls(load_part(AutoencoderKLWan, folder, torch_dtype=torch.float32))
 
     def to(self, device: str | torch.device) -> WanVae:
         """Moves the VAE to a device; returns itself."""

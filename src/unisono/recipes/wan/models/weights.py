@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -61,9 +61,12 @@ class Weights:
         """A weight, in memory of its own; in the file's dtype unless `dtype` is given."""
         return self._read(name, dtype, lambda file, theirs: file.tensor(theirs))
 
-    def slice(self, name: str, start: int, end: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Rows `start` to `end` of a weight's first dimension; reads only these."""
-        return self._read(name, dtype, lambda file, theirs: file.rows(theirs, start, end))
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows `start` to `stop` of a weight's first dimension, in the file's dtype; reads only these."""
+        base = base_name(name)
+        if base is None:
+            raise ValueError(f"{name} belongs to a LoRA, which has no pretrained weights")
+        return self._read(base, None, lambda file, theirs: file.rows(theirs, start, stop))
 
     def _read(self, name: str, dtype: torch.dtype | None, read: Callable[[TensorFile, str], Tensor]) -> Tensor:
         file, theirs = self._places[name]
@@ -80,6 +83,18 @@ class Weights:
             with reading_safetensors(file):
                 self._opened[file] = TensorFile(file)
         return self._opened[file]
+
+
+class ExpertWeights:
+    """The weights of one transformer, or of two experts, in files."""
+
+    def __init__(self, files: Mapping[str, Weights]) -> None:
+        self._files = files
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows `start` to `stop` of a weight; reads only these."""
+        transformer, _, inside = name.partition(".")
+        return self._files[transformer].rows(inside, start, stop)
 
 
 @contextmanager
@@ -102,25 +117,25 @@ def open_weights(files: Path | Sequence[Path]) -> Weights:
     return Weights(files)
 
 
-def weight_files(place: Path) -> list[Path]:
+def weight_files(path: Path) -> list[Path]:
     """The safetensors files of one model: the file itself, or those in its folder."""
-    if not place.is_dir():
-        refuse_pickle(place)
-        return [place]
+    if not path.is_dir():
+        refuse_pickle(path)
+        return [path]
     stem = "diffusion_pytorch_model"
-    if (index := place / f"{stem}.safetensors.index.json").is_file():
+    if (index := path / f"{stem}.safetensors.index.json").is_file():
         return _indexed(index)
-    if (whole := place / f"{stem}.safetensors").is_file():
+    if (whole := path / f"{stem}.safetensors").is_file():
         return [whole]
-    found = sorted(place.glob("*.safetensors"))
-    if len(found) == 1:
-        return found
-    if found:
-        names = ", ".join(file.name for file in found[:3])
-        raise ConfigError(f"{place} has several weight files and no index ({names}); name the one you mean")
-    for file in sorted(place.iterdir()):
+    files = sorted(path.glob("*.safetensors"))
+    if len(files) == 1:
+        return files
+    if files:
+        names = ", ".join(file.name for file in files[:3])
+        raise ConfigError(f"{path} has several weight files and no index ({names}); name the one you mean")
+    for file in sorted(path.iterdir()):
         refuse_pickle(file)
-    raise ConfigError(f"{place} has no weights; expected {stem}.safetensors, or its parts with an index")
+    raise ConfigError(f"{path} has no weights; expected {stem}.safetensors, or its parts with an index")
 
 
 def refuse_pickle(file: Path) -> None:
@@ -143,25 +158,20 @@ def _indexed(index: Path) -> list[Path]:
     return files
 
 
-def fill(model: nn.Module, weights: Weights | Path | Sequence[Path], dtype: torch.dtype | None = None) -> None:
-    """Loads a transformer's weights one by one; never holds a second copy of the whole model.
+def fill(model: nn.Module, path: Path, *, device: str = "cpu", own_dtypes: bool = False) -> None:
+    """Loads the weights of a transformer on the meta device one by one; never holds a second copy of the whole model.
 
-    Weights on the meta device get memory on the CPU, in the file's dtype unless `dtype` is given; others keep their own
-    dtype. A LoRA that was added before keeps its weights.
+    `own_dtypes` casts each weight to the dtype it has in the model; otherwise it gets the file's. A LoRA that was added
+    before keeps its weights.
     """
-    if not isinstance(weights, Weights):
-        weights = open_weights(weights)
+    weights = open_weights(path)
     check_fit(model, weights)
     for name, parameter in list(model.named_parameters()):
-        if (name_in_file := base_name(name)) is None:
-            continue
-        if parameter.is_meta:
+        if (base := base_name(name)) is not None:
             owner, _, leaf = name.rpartition(".")
-            filled = nn.Parameter(weights.tensor(name_in_file, dtype), requires_grad=parameter.requires_grad)
+            tensor = weights.tensor(base, parameter.dtype if own_dtypes else None).to(device)
+            filled = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
             setattr(model.get_submodule(owner), leaf, filled)
-        else:
-            with torch.no_grad():
-                parameter.copy_(weights.tensor(name_in_file))
 
 
 def check_fit(model: nn.Module, weights: Weights) -> None:
@@ -176,9 +186,9 @@ def check_fit(model: nn.Module, weights: Weights) -> None:
             "weights, or the model_config that they were trained with"
         )
     missing, unexpected = [*(own.keys() - theirs.keys())], [*(theirs.keys() - own.keys())]
-    what = [
-        f"{word} {', '.join(sorted(names)[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
-        for word, names in (
+    differences = [
+        f"{verb} {', '.join(sorted(names)[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
+        for verb, names in (
             ("lacks", missing),
             ("has", unexpected),
             ("has other shapes of", [name for name in own.keys() & theirs.keys() if own[name] != theirs[name]]),
@@ -186,7 +196,7 @@ def check_fit(model: nn.Module, weights: Weights) -> None:
         if names
     ]
     why = "the download may be incomplete" if missing else "it belongs to a kind of model that cannot be trained"
-    raise ConfigError(f"{weights.label} does not fit the model: it {'; it '.join(what)}; {why}")
+    raise ConfigError(f"{weights.label} does not fit the model: it {'; it '.join(differences)}; {why}")
 
 
 def _architecture(shapes: Shapes) -> str:

@@ -22,10 +22,12 @@ from unisono.recipes.wan.tiny.shapes import Shapes
 _SIZE = 32
 _LEARNING_RATE, _WARMUP = 4e-3, 50
 _KL_WEIGHT = 1e-4
+_NUM_FOR_STATISTICS = 480  # drawings that the latents' mean and standard deviation are measured on
+_NUM_FOR_PSNR = 96
 _FIRST_LOG_VARIANCE = -5.0  # of the posterior: the constructor's is so wide that noise would hide the latents at first
 
 
-class Lesson(NamedTuple):
+class BatchKind(NamedTuple):
     """One kind of training batch."""
 
     num_frames: int
@@ -34,7 +36,7 @@ class Lesson(NamedTuple):
 
 
 # Nine frames because the third latent frame takes another path through the VAE than the second.
-_LESSONS = (Lesson(1, 2400, 32), Lesson(5, 1440, 8), Lesson(1, 2400, 32), Lesson(9, 720, 6))
+_BATCHES = (BatchKind(1, 2400, 32), BatchKind(5, 1440, 8), BatchKind(1, 2400, 32), BatchKind(9, 720, 6))
 """Used in turn, one per optimizer step."""
 
 
@@ -60,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
         return error.exit_code
     saved = tiny_vae(options.output)  # in half precision, as in the file
     for num_frames in (1, 5, 9):
-        print(f"PSNR on held-out drawings, frames {num_frames}: {psnr(saved, num_frames):.1f} dB")
+        print(f"PSNR on held-out drawings, frames {num_frames}: {psnr(saved, num_frames, _NUM_FOR_PSNR):.1f} dB")
     return 0
 
 
@@ -74,9 +76,9 @@ def train(steps: int, seed: int = 0) -> AutoencoderKLWan:
         for step in range(steps):
             for group in optimizer.param_groups:
                 group["lr"] = _learning_rate(step, steps)
-            lesson = _LESSONS[step % len(_LESSONS)]
-            drawings = Shapes(lesson.num_samples, lesson.num_frames, _SIZE)
-            chosen = torch.randint(lesson.num_samples, (lesson.at_once,)).tolist()
+            kind = _BATCHES[step % len(_BATCHES)]
+            drawings = Shapes(kind.num_samples, kind.num_frames, _SIZE)
+            chosen = torch.randint(kind.num_samples, (kind.at_once,)).tolist()
             frames = torch.stack([drawings[index]["frames"] for index in chosen])
             posterior = vae.encode(frames).latent_dist
             decoded = _decode_without_clamp(vae, posterior.sample())
@@ -97,7 +99,7 @@ def save(vae: AutoencoderKLWan, file: Path) -> None:
     from safetensors.torch import save as to_bytes
 
     with torch.no_grad():
-        latents = [vae.encode(_frames(480, num_frames)).latent_dist.mean for num_frames in (1, 5)]
+        latents = [vae.encode(_frames(_NUM_FOR_STATISTICS, num_frames)).latent_dist.mean for num_frames in (1, 5)]
     by_channel = torch.cat([part.transpose(0, 1).flatten(1) for part in latents], dim=1)
     tensors = {name: tensor.half().contiguous() for name, tensor in vae.state_dict().items()}
     # Not with save_file, which creates files that only their owner may read.
@@ -105,7 +107,7 @@ def save(vae: AutoencoderKLWan, file: Path) -> None:
 
 
 @torch.no_grad()
-def psnr(vae: AutoencoderKLWan, num_frames: int, num_samples: int = 96) -> float:
+def psnr(vae: AutoencoderKLWan, num_frames: int, num_samples: int) -> float:
     """The peak signal-to-noise ratio of reconstructed held-out drawings, in decibels."""
     frames = _frames(num_samples, num_frames, split="eval")
     decoded = vae.decode(vae.encode(frames).latent_dist.mean).sample

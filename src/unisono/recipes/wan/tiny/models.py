@@ -106,7 +106,7 @@ def tiny_vae(weights: Path = VAE_WEIGHTS) -> AutoencoderKLWan:
 
 
 def tiny_tokenizer() -> T5TokenizerFast:
-    """A tokenizer that knows the words of the captions and spells other words."""
+    """A tokenizer that knows the words of the captions and spells out other words."""
     import transformers
 
     words = sorted({*" ".join(WORDINGS).split(), *COLOURS, *SHAPES, *DIRECTIONS, "moving"} - {"{colour}", "{shape}"})

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from unisono.recipes.wan_distill.data.prompts import labels
-from unisono.recipes.wan_distill.data.rollouts import Rows, Samples
+from unisono.recipes.wan_distill.data.rollouts import Embed, Samples
 
 Item = dict[str, Any]
 
@@ -17,8 +17,8 @@ Item = dict[str, Any]
 class RolloutDataset(Dataset[Item]):
     """Training samples with the teacher's stored velocities: each sample occurs once per stored noise level."""
 
-    def __init__(self, samples: Samples, rows: Rows) -> None:
-        self._samples, self._rows = samples, rows
+    def __init__(self, samples: Samples, embed: Embed) -> None:
+        self._samples, self._embed = samples, embed
         self._pairs, self._points = samples.spec.pairs, len(samples.spec.points)
         self._repeats = max(1, self._pairs, self._points)
 
@@ -28,7 +28,7 @@ class RolloutDataset(Dataset[Item]):
     def __getitem__(self, index: int) -> Item:
         number, repeat = divmod(index, self._repeats)
         samples = self._samples
-        item = {"data": samples.data(number), "text": self._rows(samples.items[number][0])}
+        item = {"data": samples.data(number), "text": self._embed(samples.items[number][0])}
         if self._pairs:
             item |= samples.pair(number, repeat % self._pairs)
         if self._points:
@@ -39,23 +39,23 @@ class RolloutDataset(Dataset[Item]):
 class OnlineDataset(Dataset[Item]):
     """Training items of an online teacher: the number of a sample, whose content changes with each refresh."""
 
-    def __init__(self, samples: Samples, rows: Rows) -> None:
-        self._prompts, self._rows = [prompt for prompt, _ in samples.items], rows
+    def __init__(self, samples: Samples, embed: Embed) -> None:
+        self._prompts, self._embed = [prompt for prompt, _ in samples.items], embed
 
     def __len__(self) -> int:
         return len(self._prompts)
 
     def __getitem__(self, index: int) -> Item:
-        return {"number": torch.tensor(index), "text": self._rows(self._prompts[index])}
+        return {"number": torch.tensor(index), "text": self._embed(self._prompts[index])}
 
 
 class EvalDataset(Dataset[Item]):
     """Held-out samples, each with its starting noise and the teacher's velocities at all noise levels."""
 
-    def __init__(self, samples: Samples, rows: Rows, *, judged: bool) -> None:
-        """`judged`: the prompts are about the built-in shapes, so that generated samples can be classified."""
-        self.samples, self._rows = samples, rows
-        self._labels = labels([prompt for prompt, _ in samples.items]) if judged else [None] * len(samples)
+    def __init__(self, samples: Samples, embed: Embed, *, has_labels: bool) -> None:
+        """`has_labels`: the prompts name built-in shapes, so generated samples can be classified."""
+        self.samples, self._embed = samples, embed
+        self._labels = labels([prompt for prompt, _ in samples.items]) if has_labels else [None] * len(samples)
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -64,10 +64,10 @@ class EvalDataset(Dataset[Item]):
         samples = self.samples
         pairs = [samples.pair(index, level) for level in range(samples.spec.pairs)]
         item = {name: torch.stack([pair[name] for pair in pairs]) for name in pairs[0]}
-        item |= {"data": samples.data(index), "begin": samples.spec.begin(*samples.items[index])}
+        item |= {"data": samples.data(index), "initial_noise": samples.spec.initial_noise(*samples.items[index])}
         label = self._labels[index]
         item["label"] = torch.tensor(label if label is not None else (-1, -1))
-        return {**item, "text": self._rows(samples.items[index][0])}
+        return {**item, "text": self._embed(samples.items[index][0])}
 
 
 def stacked(samples: Samples, numbers: Tensor) -> Tensor:

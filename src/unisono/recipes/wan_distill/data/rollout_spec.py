@@ -16,7 +16,7 @@ from unisono.data.noise import Noise
 from unisono.recipes.wan.objective import NoiseLevels
 
 _NOISE = 0xD157  # key of the teacher's random stream
-_BEGIN, _LEVELS = -1, -2  # streams of a sample besides those of its noise levels: start noise, and level offset
+_BEGIN, _LEVELS = -1, -2  # streams of a sample besides those of its noise levels: starting noise, level offset
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class RolloutSpec:
         scheduler.set_timesteps(self.steps)
         return [float(sigma) for sigma in scheduler.sigmas[: self.steps]]
 
-    def begin(self, prompt: str, number: int) -> Tensor:
+    def initial_noise(self, prompt: str, number: int) -> Tensor:
         """[C, f, h, w] the noise that a sample starts from."""
         return self.noise(torch.tensor([position_of(prompt, number, _BEGIN)]))[0]
 
@@ -66,27 +66,27 @@ class RolloutSpec:
         """[batch, C, f, h, w] the noise at these positions of the random stream, on their device."""
         return self._random(positions).normal(*self.shape, dtype=torch.float32)
 
-    def level(self, prompt: str, number: int, place: int) -> Tensor:
-        """Noise level `place` of a sample: the levels are stratified, with one random offset per sample."""
-        within = 0.5
+    def level(self, prompt: str, number: int, index: int) -> Tensor:
+        """Noise level `index` of a sample: the levels are stratified, with one random offset per sample."""
+        offset = 0.5
         if not self.fixed:
-            within = self._random(torch.tensor([position_of(prompt, number, _LEVELS)])).uniform(1).item()
-        share = torch.tensor((place + within) / self.pairs, dtype=torch.float64)
-        return self.spread.quantile(share).float()
+            offset = self._random(torch.tensor([position_of(prompt, number, _LEVELS)])).uniform(1).item()
+        quantile = torch.tensor((index + offset) / self.pairs, dtype=torch.float64)
+        return self.spread.quantile(quantile).float()
 
     def _random(self, positions: Tensor) -> Noise:
         return Noise(key_of(_NOISE, self.seed), positions)
 
 
-def position_of(prompt: str, number: int, place: int) -> int:
-    """The position of a sample's noise in the random stream."""
-    key = f"{number}\0{place}\0{prompt}".encode()
+def position_of(prompt: str, number: int, level: int) -> int:
+    """The position, in the random stream, of a sample's noise at one of its levels."""
+    key = f"{number}\0{level}\0{prompt}".encode()
     return int.from_bytes(hashlib.sha256(key).digest()[:8], "little") >> 1
 
 
-def positions_of(items: Sequence[tuple[str, int]], place: int) -> Tensor:
-    """[items] the positions for several samples."""
-    return torch.tensor([position_of(prompt, number, place) for prompt, number in items])
+def positions_of(samples: Sequence[tuple[str, int]], level: int) -> Tensor:
+    """[samples] the positions of several samples, each a prompt and a number."""
+    return torch.tensor([position_of(prompt, number, level) for prompt, number in samples])
 
 
 def scheduler_of(sampler: str, shift: float, steps: int) -> Any:

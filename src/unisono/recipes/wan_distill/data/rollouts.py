@@ -26,20 +26,20 @@ from unisono.engine.step.out_of_memory import is_out_of_memory
 from unisono.errors import TrainingFailed, UserError
 from unisono.observe.progress import Advance
 from unisono.recipes.common.cache_files import remove_leftovers, write_cache_file
-from unisono.recipes.common.fingerprint import together
-from unisono.recipes.common.packs import Kept, Packs, Shelf
+from unisono.recipes.common.fingerprint import combined
+from unisono.recipes.common.packs import PackEntry, PackReader, Packs
 from unisono.recipes.wan.objective import TIMESTEPS, noised
 from unisono.recipes.wan.sample import sample
 from unisono.recipes.wan_distill.data.rollout_spec import RolloutSpec, position_of, positions_of
 from unisono.recipes.wan_distill.models.teacher import Teacher
 
 _FORMAT = 2  # part of the key: files of another format are ignored
-_PATIENCE_S = 10.0  # network file systems may show a new file late
+_VISIBLE_WITHIN_S = 10.0  # network file systems may show a new file late
 
-Rows = Callable[[str], Tensor]
+Embed = Callable[[str], Tensor]
 """Maps a prompt to its text embedding, [text length, width]."""
-Numbered = tuple[str, int]
-"""A prompt, and which of its samples."""
+SampleId = tuple[str, int]
+"""A prompt, and the number of one of its samples."""
 
 
 class Rollouts:
@@ -47,42 +47,43 @@ class Rollouts:
 
     def __init__(self, folder: Path, spec: RolloutSpec, prompts: Sequence[str], count: int, first: int = 0) -> None:
         self.folder, self.spec = folder, spec
-        self.items = [(prompt, first + k) for k in range(count) for prompt in prompts]
-        self._packs = Packs(folder, self._is_ours)
-        self._blocks = _in_blocks(prompts, range(first, first + count), spec.block)
-        like = together("rollout", _FORMAT, asdict(spec))
-        self._keys = [together(like, block) for block in self._blocks]
+        numbers = range(first, first + count)
+        self.items: list[SampleId] = [(prompt, number) for number in numbers for prompt in prompts]
+        self._packs = Packs(folder, self._fits)
+        self._blocks = _in_blocks(prompts, numbers, spec.block)
+        spec_key = combined("rollout", _FORMAT, asdict(spec))
+        self._keys = [combined(spec_key, block) for block in self._blocks]
 
     @property
     def key(self) -> str:
-        """A hash that identifies all of them together."""
-        return together(*self._keys)
+        """A hash of all blocks."""
+        return combined(*self._keys)
 
     @property
     def _storage(self) -> torch.dtype:
         """The dtype on disk: bfloat16 when the teacher computes in 16 bit."""
         return torch.float32 if self.spec.dtype == "float32" else torch.bfloat16
 
-    def _is_ours(self, kept: Kept) -> bool:
+    def _fits(self, kept: PackEntry) -> bool:
         return kept.shape == self.spec.shape and kept.dtype == self._storage
 
     def _file(self, number: int) -> Path:
         return self.folder / f"{self._keys[number]}.safetensors"
 
     def _has(self, number: int) -> bool:
-        return len(self._packs.entries(self._file(number))) == len(self._blocks[number]) * len(self.kinds)
+        return len(self._packs.entries(self._file(number))) == len(self._blocks[number]) * len(self.tensor_names)
 
     @property
-    def kinds(self) -> list[str]:
+    def tensor_names(self) -> list[str]:
         """The names of the tensors stored per sample."""
         points = range(len(self.spec.points))
         return [
             "data",
-            *(f"velocity{place}" for place in range(self.spec.pairs)),
-            *(f"{kind}{place}" for place in points for kind in ("point", "velocity_at")),
+            *(f"velocity{level}" for level in range(self.spec.pairs)),
+            *(f"{kind}{point}" for point in points for kind in ("point", "velocity_at")),
         ]
 
-    def fill(self, work: Work, teacher: Callable[[], Teacher], rows: Rows, purpose: str) -> list[float]:
+    def fill(self, work: Work, teacher: Callable[[], Teacher], embed: Embed, purpose: str) -> list[float]:
         """Generates this rank's share of the missing blocks; returns the seconds per sample of each of them."""
         if work.stopping:  # before the progress line appears
             return []
@@ -92,7 +93,7 @@ class Rollouts:
         seconds_per_sample: list[float] = []
         with self._progress(work, purpose, mine) as advance:
             for number in mine:
-                tensors, seconds = self._generate(number, teacher(), rows, work)
+                tensors, seconds = self._generate(number, teacher(), embed, work)
                 if work.stopping:
                     return []
                 self._check(number, tensors)
@@ -101,10 +102,10 @@ class Rollouts:
                 seconds_per_sample.append(seconds / len(self._blocks[number]))
         return seconds_per_sample
 
-    def fill_together(self, work: Work, teacher: Teacher, rows: Rows, purpose: str) -> None:
-        """Like `fill`, with a sharded teacher: all ranks compute equally many blocks, some of them only to join in."""
-        here = [number for number in range(len(self._blocks)) if not self._has(number)]
-        missing: list[int] = work.gather(here)[0]  # agreed: ranks may see the folder at different times
+    def fill_together(self, work: Work, teacher: Teacher, embed: Embed, purpose: str) -> None:
+        """Like `fill`, with a sharded teacher: all ranks compute equally many blocks, some only to join collectives."""
+        missing_here = [number for number in range(len(self._blocks)) if not self._has(number)]
+        missing: list[int] = work.gather(missing_here)[0]  # rank 0's: ranks may see the folder at different times
         mine = list(work.share(missing))
         with self._progress(work, purpose, mine) as advance:
             for turn in range(work.largest_share(missing)):
@@ -112,7 +113,7 @@ class Rollouts:
                     return
                 number = mine[turn] if turn < len(mine) else missing[0]
                 # No rank stops inside a block: the others would wait for it.
-                tensors, _ = self._generate(number, teacher, rows, replace(work, _asked_to_stop=bool))
+                tensors, _ = self._generate(number, teacher, embed, replace(work, _asked_to_stop=bool))
                 if not all(work.gather(_is_finite(tensors))):
                     self._check(number, tensors)
                     raise TrainingFailed("the teacher's samples are not finite; another rank reports the prompt")
@@ -124,9 +125,9 @@ class Rollouts:
         number = sum(len(self._blocks[block]) for block in mine)
         return work.progress(f"teacher samples {purpose}", number, of=len(self.items))
 
-    def _generate(self, number: int, teacher: Teacher, rows: Rows, work: Work) -> tuple[dict[str, Tensor], float]:
+    def _generate(self, number: int, teacher: Teacher, embed: Embed, work: Work) -> tuple[dict[str, Tensor], float]:
         try:
-            return self._block_of(number, teacher, rows, work)
+            return self._block_of(number, teacher, embed, work)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -136,41 +137,41 @@ class Rollouts:
         )
 
     @torch.no_grad()
-    def _block_of(self, number: int, teacher: Teacher, rows: Rows, work: Work) -> tuple[dict[str, Tensor], float]:
+    def _block_of(self, number: int, teacher: Teacher, embed: Embed, work: Work) -> tuple[dict[str, Tensor], float]:
         """The tensors of a block, by kind, and the seconds that its samples took."""
         spec, block, device = self.spec, self._blocks[number], work.device
         # A smaller last block is padded: its samples then have the bits of a full block, and nothing is recompiled.
         filled = block + [block[-1]] * (spec.block - len(block))
-        begin = torch.stack([spec.begin(*item) for item in filled]).to(device)
-        text = torch.stack([rows(prompt) for prompt, _ in filled]).to(device, teacher.dtype)
-        empty = rows(spec.negative).to(device, teacher.dtype).expand_as(text)
+        initial_noise = torch.stack([spec.initial_noise(*sample_id) for sample_id in filled]).to(device)
+        text = torch.stack([embed(prompt) for prompt, _ in filled]).to(device, teacher.dtype)
+        empty = embed(spec.negative).to(device, teacher.dtype).expand_as(text)
         tensors: dict[str, Tensor] = {}
 
         def observe(step: int, sigma: float, latents: Tensor, velocity: Tensor) -> None:
             if step in spec.points:
-                place = spec.points.index(step)
-                tensors[f"point{place}"], tensors[f"velocity_at{place}"] = latents, velocity
+                point = spec.points.index(step)
+                tensors[f"point{point}"], tensors[f"velocity_at{point}"] = latents, velocity
 
         start = time.perf_counter()
         data = sample(
             teacher.experts,
-            begin,
+            initial_noise,
             (text, empty),
             spec.scheduler(),
             steps=spec.steps,
-            guidance=teacher.sampler_guidance,
+            guidance=teacher.guidance,
             observe=observe,
             stopping=lambda: work.stopping,
         )
         data = tensors["data"] = data.to(self._storage)  # rounded first: the velocities belong to the stored sample
         data.sum().item()  # waits for the device
         seconds = time.perf_counter() - start
-        for place in range(spec.pairs):
+        for level in range(spec.pairs):
             if work.stopping:
                 break
-            sigma = torch.stack([spec.level(*item, place) for item in filled]).to(device)
-            noise = spec.noise(positions_of(filled, place).to(device))
-            tensors[f"velocity{place}"] = teacher.velocity(noised(data.float(), noise, sigma), sigma, text, empty)
+            sigma = torch.stack([spec.level(*sample_id, level) for sample_id in filled]).to(device)
+            noise = spec.noise(positions_of(filled, level).to(device))
+            tensors[f"velocity{level}"] = teacher.velocity(noised(data.float(), noise, sigma), sigma, text, empty)
         unpadded = {name: values[: len(block)].to(self._storage).cpu() for name, values in tensors.items()}
         return unpadded, seconds * len(block) / len(filled)
 
@@ -185,16 +186,16 @@ class Rollouts:
 
     def _write(self, number: int, tensors: dict[str, Tensor]) -> None:
         by_sample = {
-            f"{item}.{kind}": tensors[kind][item].contiguous()
-            for item in range(len(self._blocks[number]))
-            for kind in self.kinds
+            f"{index}.{name}": tensors[name][index].contiguous()
+            for index in range(len(self._blocks[number]))
+            for name in self.tensor_names
         }
         write_cache_file(self._file(number), save(by_sample))
 
     def open(self) -> Samples:
         """The samples; call it after all ranks have generated their share."""
-        deadline = time.monotonic() + _PATIENCE_S
-        stored: dict[str, dict[Numbered, Kept]] = {kind: {} for kind in self.kinds}
+        deadline = time.monotonic() + _VISIBLE_WITHIN_S
+        stored: dict[str, dict[SampleId, PackEntry]] = {name: {} for name in self.tensor_names}
         for number, block in enumerate(self._blocks):
             while not self._has(number):
                 if time.monotonic() > deadline:
@@ -204,17 +205,17 @@ class Rollouts:
                     )
                 time.sleep(0.2)
             entries = self._packs.entries(self._file(number))
-            for kind, by_item in stored.items():
-                by_item |= {item: entries[f"{place}.{kind}"] for place, item in enumerate(block)}
-        return Samples(self, {kind: [by_item[item] for item in self.items] for kind, by_item in stored.items()})
+            for name, by_sample in stored.items():
+                by_sample |= {sample_id: entries[f"{index}.{name}"] for index, sample_id in enumerate(block)}
+        return Samples(self, {name: [by_sample[it] for it in self.items] for name, by_sample in stored.items()})
 
 
 class Samples:
     """Stored samples, by number."""
 
-    def __init__(self, rollouts: Rollouts, stored: dict[str, list[Kept]]) -> None:
+    def __init__(self, rollouts: Rollouts, stored: dict[str, list[PackEntry]]) -> None:
         self.items, self.spec = rollouts.items, rollouts.spec
-        self._shelves = {kind: Shelf(rollouts.folder, entries) for kind, entries in stored.items()}
+        self._shelves = {name: PackReader(rollouts.folder, entries) for name, entries in stored.items()}
 
     def __len__(self) -> int:
         return len(self.items)
@@ -223,36 +224,36 @@ class Samples:
         """[C, f, h, w] the sample."""
         return self._shelves["data"][number].float()
 
-    def pair(self, number: int, place: int) -> dict[str, Tensor]:
+    def pair(self, number: int, level: int) -> dict[str, Tensor]:
         """A noise level, the position of its noise in the random stream, and the teacher's velocity there."""
-        prompt, k = self.items[number]
+        sample_id = self.items[number]
         return {
-            "sigma": self.spec.level(prompt, k, place),
-            "position": torch.tensor(position_of(prompt, k, place)),
-            "velocity": self._shelves[f"velocity{place}"][number],
+            "sigma": self.spec.level(*sample_id, level),
+            "position": torch.tensor(position_of(*sample_id, level)),
+            "velocity": self._shelves[f"velocity{level}"][number],
         }
 
-    def point(self, number: int, place: int) -> dict[str, Tensor]:
+    def point(self, number: int, index: int) -> dict[str, Tensor]:
         """A point of the teacher's trajectory, its noise level, and the teacher's velocity there."""
         return {
-            "point": self._shelves[f"point{place}"][number],
-            "point_sigma": torch.tensor(self.spec.sigmas[self.spec.points[place]]),
-            "point_velocity": self._shelves[f"velocity_at{place}"][number],
+            "point": self._shelves[f"point{index}"][number],
+            "point_sigma": torch.tensor(self.spec.sigmas[self.spec.points[index]]),
+            "point_velocity": self._shelves[f"velocity_at{index}"][number],
         }
 
 
-def points_of_all_levels(samples: Samples, rows: Rows, most: int = 8) -> tuple[Tensor, Tensor, Tensor]:
+def points_of_all_levels(samples: Samples, embed: Embed, most: int = 8) -> tuple[Tensor, Tensor, Tensor]:
     """Some samples at different noise levels: [batch, ...] points, their timesteps, and their text embeddings."""
     number = min(len(samples), most)
     items, spec = samples.items[:number], replace(samples.spec, pairs=number, fixed=True)
-    sigma = torch.stack([spec.level(*item, place) for place, item in enumerate(items)])
+    sigma = torch.stack([spec.level(*sample_id, level) for level, sample_id in enumerate(items)])
     noise = spec.noise(positions_of(items, 0))
-    data = torch.stack([samples.data(place) for place in range(number)])
-    text = torch.stack([rows(prompt) for prompt, _ in items])
+    data = torch.stack([samples.data(index) for index in range(number)])
+    text = torch.stack([embed(prompt) for prompt, _ in items])
     return noised(data, noise, sigma), sigma * TIMESTEPS, text
 
 
-def _in_blocks(prompts: Sequence[str], numbers: Sequence[int], size: int) -> list[list[Numbered]]:
+def _in_blocks(prompts: Sequence[str], numbers: Sequence[int], size: int) -> list[list[SampleId]]:
     """As few blocks as possible: the full blocks of each number, then the remainders of all numbers.
 
     A full block holds samples of one number, so that prompts or numbers added later leave it unchanged.

@@ -5,24 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from unisono.errors import ConfigError
+from unisono.recipes.common.fingerprint import of_model
 from unisono.recipes.wan.checks import check_positions
+from unisono.recipes.wan.models.encoders import Encoders, FolderEncoders
+from unisono.recipes.wan.models.experts import HIGH, LOW
+from unisono.recipes.wan.models.load import WanFolder, describe, transformer_config
+from unisono.recipes.wan.models.unsupported import refuse_channels
+from unisono.recipes.wan.models.weights import Weights, open_weights
+from unisono.recipes.wan_distill.models.student import Student, student_of
+from unisono.recipes.wan_distill.models.teacher import Guidance
+from unisono.recipes.wan_distill.models.tiny_teacher import folder_of
 from unisono.recipes.wan_distill.settings import TINY_STUDENT
-
-if TYPE_CHECKING:  # `unisono train wan-distill --help` need not wait for torch
-    from unisono.recipes.wan.models.encoders import Encoders
-    from unisono.recipes.wan.models.load import WanFolder
-    from unisono.recipes.wan.models.weights import Weights
-    from unisono.recipes.wan_distill.models.student import Student
-    from unisono.recipes.wan_distill.models.teacher import Guidance
 
 _DEFAULT_SIDE = 512  # pixels
 
 
 class ModelPair:
-    """What follows from the settings about both models; each property is computed on first use."""
+    """The teacher and the student, derived from the settings; each property is computed on first use."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -35,17 +39,11 @@ class ModelPair:
     @cached_property
     def teacher(self) -> WanFolder:
         """The model at teacher_path."""
-        from unisono.recipes.wan.models.load import describe
-        from unisono.recipes.wan_distill.models.tiny_teacher import folder_of
-
         return describe(folder_of() / "pipeline" if self.is_tiny else self.config.teacher_path, "teacher_path")
 
     @cached_property
     def teacher_config(self) -> Mapping[str, Any]:
         """The configuration of the teacher's transformer; two experts share one."""
-        from unisono.recipes.wan.models.load import transformer_config
-        from unisono.recipes.wan.models.unsupported import refuse_channels
-
         config = transformer_config(self.teacher, part=next(iter(self.teacher.transformers)))
         refuse_channels(config, f"teacher_path {self.config.teacher_path}")
         return config
@@ -53,40 +51,27 @@ class ModelPair:
     @cached_property
     def fingerprint(self) -> str:
         """A hash of the teacher's weights and configuration."""
-        from unisono.recipes.common.fingerprint import of_model
-
         return of_model(self.teacher.transformers.values(), str(self.teacher.boundary_ratio))
 
     @cached_property
     def guidance(self) -> Guidance:
         """The teacher's guidance scales."""
-        from unisono.recipes.wan_distill.models.teacher import Guidance
-
         high, low = self.config.guidance, self.config.guidance_2
         return Guidance(high, high if low is None else low)
 
     @property
     def source_weights(self) -> Weights:
         """The teacher's weights that the student starts from; of two experts those of the low-noise one."""
-        from unisono.recipes.wan.models.experts import HIGH, LOW
-        from unisono.recipes.wan.models.weights import open_weights
-
         return open_weights(self.teacher.transformers.get(LOW) or self.teacher.transformers[HIGH])
 
     @cached_property
     def parts(self) -> WanFolder:
         """The model to take the VAE, text encoder and tokenizer from."""
-        from unisono.recipes.wan.models.load import describe
-
         return describe(self.config.parts_path, "parts_path") if self.config.parts_path else self.teacher
 
     @cached_property
     def encoders(self) -> Encoders:
         """The VAE and the text encoder."""
-        import torch
-
-        from unisono.recipes.wan.models.encoders import FolderEncoders
-
         if self.parts.kind != "pipeline":
             raise ConfigError(
                 f"{self.parts.path} has a transformer, but no VAE, text encoder and tokenizer in diffusers' layout; "
@@ -100,28 +85,18 @@ class ModelPair:
     @cached_property
     def student(self) -> Student:
         """The student's configuration."""
-        from unisono.recipes.wan_distill.models.student import student_of
-
         if self.is_tiny and self.config.student_config is None:
             return replace(student_of(None, self.teacher_config, 1), config={**self.teacher_config, **TINY_STUDENT})
-        return student_of(self.config.student_config, self.teacher_config, self.encoders.geometry.space)
+        return student_of(self.config.student_config, self.teacher_config, self.encoders.geometry.spatial_factor)
 
     @cached_property
     def shape(self) -> tuple[int, int, int, int]:
         """The shape of a sample's latent: channels, frames, height, width."""
         geometry, side = self.encoders.geometry, self.student.pixels or _DEFAULT_SIDE
         height, width = self.config.height or side, self.config.width or side
-        for name, value in (("height", height), ("width", width)):
-            if value % geometry.multiple:
-                below = max(geometry.multiple, value // geometry.multiple * geometry.multiple)
-                raise ConfigError(
-                    f"{name} {value}: this model generates multiples of {geometry.multiple} pixels; use {below} or "
-                    f"{below + geometry.multiple}"
-                )
-        frames = 1 + (self.config.num_frames - 1) // geometry.time
-        shape = geometry.channels, frames, height // geometry.space, width // geometry.space
+        shape = geometry.shape(self.config.num_frames, height, width)
         for config in (self.teacher_config, self.student.config):
-            check_positions([shape], config, geometry.space)
+            check_positions([shape], config, geometry.spatial_factor)
         return shape
 
     @cached_property

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -23,13 +24,14 @@ from unisono.recipes.wan_distill.models.random_weights import random_rows
 class PrunedWeights:
     """The student's initial weights, taken from the teacher's files row by row."""
 
-    def __init__(self, files: Mapping[str, Weights], plans: Mapping[str, PruningPlan]) -> None:
-        self._files, self._plans = files, plans
+    def __init__(self, load: Callable[[], tuple[Weights, PruningPlan]]) -> None:
+        """`load` returns the teacher's weights and the plan; a resumed run, which needs neither, never calls it."""
+        self._load = cache(load)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows `start` to `stop` of a weight; reads no more of the teacher's file than the range they span."""
-        transformer, _, inside = name.partition(".")
-        plan, weights = self._plans[transformer], self._files[transformer]
+        weights, plan = self._load()
+        inside = name.partition(".")[2]  # after the name of the student's only transformer
         if plan.random_attention and ".attn" in inside:
             return _random_attention(inside, start, stop, plan)
         layer, units = units_of(inside)
@@ -47,7 +49,7 @@ def _selected(weights: Weights, name: str, indices: Sequence[list[int] | None], 
     first, *others = indices
     wanted = range(start, stop) if first is None else first[start:stop]
     begin, end = wanted[0], wanted[-1] + 1
-    rows = weights.slice(name, begin, end)
+    rows = weights.rows(name, begin, end)
     if end - begin > len(wanted):
         rows = rows[torch.tensor(wanted) - begin]
     for dimension, kept in enumerate(others, 1):

@@ -124,7 +124,7 @@ def is_valid(plan: PruningPlan, teacher: Mapping[str, Any], student: Mapping[str
     numbers = [*plan.gains.values(), plan.gain, plan.factor]
     return (
         len(plan.layers) == student["num_layers"]
-        and all(type(place) is int and place >= 0 for places in lists for place in places)
+        and all(type(index) is int and index >= 0 for indices in lists for index in indices)
         and all(layer < teacher["num_layers"] for layer in plan.layers)
         and all(isinstance(number, int | float) and math.isfinite(number) for number in numbers)
         and plan.random_attention in (0, _width(student))
@@ -175,7 +175,7 @@ def _gain(energy: Tensor, kept: Sequence[int]) -> float:
 def _strongest(strength: Tensor, count: int, group: int) -> list[int]:
     whole = strength.view(-1, group).sum(1)
     order = torch.sort(whole, descending=True, stable=True).indices[: count // group]
-    return [int(first) * group + place for first in sorted(order.tolist()) for place in range(group)]
+    return [int(first) * group + offset for first in sorted(order.tolist()) for offset in range(group)]
 
 
 def unit_key(layer: int | None, unit: str) -> str:
@@ -190,8 +190,8 @@ def units_of(name: str) -> tuple[int | None, _Units]:
         layer, name = int(inside.group(1)), inside.group(2)
     if name == TABLE:
         return layer, (None, None, "channels")
-    place, _, kind = name.rpartition(".")
-    units = (_OUTSIDE if layer is None else _INSIDE)[place]
+    module, _, kind = name.rpartition(".")
+    units = (_OUTSIDE if layer is None else _INSIDE)[module]
     return layer, units[:1] if kind == "bias" else units
 
 

@@ -54,10 +54,11 @@ class Student:
     """Messages for the user about keys that mean something else than in other scripts."""
 
 
-def student_of(path: str | None, teacher: Mapping[str, Any], space: int) -> Student:
+def student_of(path: str | None, teacher: Mapping[str, Any], spatial_factor: int) -> Student:
     """The student that a JSON file describes, or one with half of the teacher's layers.
 
-    `teacher` is the configuration of the teacher's transformer, `space` the pixels along a side of one latent position.
+    `teacher` is the configuration of the teacher's transformer, `spatial_factor` the number of pixels along a side of
+    one latent position.
     """
     teacher = complete_config(teacher)
     if path is None:
@@ -68,7 +69,7 @@ def student_of(path: str | None, teacher: Mapping[str, Any], space: int) -> Stud
             raise ConfigError(f"student_config {path}: no such file; expected a JSON file")
         values = {name: value for name, value in read_json(file, dict).items() if not name.startswith("_")}
         has_student_keys = _vocabulary(values, str(file), list(teacher))
-        parse = partial(_from_keys, space=space) if has_student_keys else _from_diffusers
+        parse = partial(_from_keys, spatial_factor=spatial_factor) if has_student_keys else _from_diffusers
         student = parse(values, str(file), teacher)
     if (weights := num_weights(student.config)) > (teacher_weights := num_weights(teacher)):
         larger = f"the student has {weights:,} weights, more than its teacher's {teacher_weights:,}"
@@ -120,7 +121,7 @@ def _from_diffusers(values: Mapping[str, Any], where: str, teacher: Mapping[str,
     return Student(config)
 
 
-def _from_keys(values: Mapping[str, Any], where: str, teacher: Mapping[str, Any], space: int) -> Student:
+def _from_keys(values: Mapping[str, Any], where: str, teacher: Mapping[str, Any], spatial_factor: int) -> Student:
     missing = [name for name in _KEYS if name not in values and name != "projection_factor"]
     if missing:
         raise ConfigError(f"{where} lacks {', '.join(missing)}; only projection_factor is optional")
@@ -132,7 +133,7 @@ def _from_keys(values: Mapping[str, Any], where: str, teacher: Mapping[str, Any]
         raise ConfigError(f"{where}: projection_factor {shown(factor)}; expected a number above 0, usually 1")
     if not isinstance(kind, str):
         raise ConfigError(f"{where}: model_type {shown(kind)}; expected a name")
-    pixels_per_token = space * teacher["patch_size"][1]
+    pixels_per_token = spatial_factor * teacher["patch_size"][1]
     _check_fit(values, where, teacher, pixels_per_token)
 
     width, heads = values["hidden_size"], values["num_heads"]

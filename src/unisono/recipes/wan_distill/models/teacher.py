@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,16 +10,14 @@ from torch import Tensor, nn
 from unisono.parallel.blocks import compile_blocks
 from unisono.recipes.wan.models.experts import Experts
 from unisono.recipes.wan.models.load import WanFolder, build_meta, transformer_config
-from unisono.recipes.wan.models.weight_names import base_name
-from unisono.recipes.wan.models.weights import check_fit, open_weights
+from unisono.recipes.wan.models.weights import check_fit, fill, open_weights
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float8": torch.bfloat16}
 _ROOM = 0.6  # fraction of a device's memory for weights: the rest is for activations
 
 
-@dataclass(frozen=True)
-class Guidance:
-    """The teacher's guidance scales."""
+class Guidance(NamedTuple):
+    """The teacher's guidance scales, in the order that the sampler takes them."""
 
     high: float
     low: float
@@ -67,11 +65,6 @@ class Teacher:
         velocity: Tensor = self.experts(noisy.to(self.dtype), sigma, text.to(self.dtype))
         return velocity
 
-    @property
-    def sampler_guidance(self) -> tuple[float, float]:
-        """The scales in the sampler's order: high-noise expert, low-noise expert."""
-        return self.guidance.high, self.guidance.low
-
 
 def dtype_of(name: str, device: str) -> torch.dtype:
     """The dtype that the teacher computes in."""
@@ -118,7 +111,7 @@ def load_teacher(
     dtype, offloaded = dtype_of(dtype_name, device), is_offloaded(folder, dtype_name, strategy, device)
     teacher = Teacher(build_on_meta(folder, dtype), guidance, dtype)
     for name, transformer in teacher.experts.named_children():
-        _fill(transformer, folder, name, "cpu" if offloaded else device)
+        fill(transformer, folder.transformers[name], device="cpu" if offloaded else device, own_dtypes=True)
         if dtype_name == "float8":  # diffusers leaves norms and embeddings as they are
             transformer.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=dtype)  # type: ignore[operator]
         if not offloaded:
@@ -137,17 +130,6 @@ def load_teacher(
     if offloaded:
         where = "of host memory per rank, one block at a time on its device"
     return teacher, f"teacher: {number:,} weights in {kind}, {size / 2**30:.2f} GiB {where}"
-
-
-def _fill(transformer: nn.Module, folder: WanFolder, name: str, device: str) -> None:
-    """Loads the weights one by one, each in its dtype and onto its device: never two copies of the model."""
-    weights = open_weights(folder.transformers[name])
-    for inside, parameter in list(transformer.named_parameters()):
-        owner, _, leaf = inside.rpartition(".")
-        name_in_file = base_name(inside)
-        assert name_in_file is not None
-        filled = nn.Parameter(weights.tensor(name_in_file, parameter.dtype).to(device), requires_grad=False)
-        setattr(transformer.get_submodule(owner), leaf, filled)
 
 
 def _offload(experts: Experts, device: torch.device) -> None:

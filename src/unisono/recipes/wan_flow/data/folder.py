@@ -10,7 +10,7 @@ from torch import Tensor
 
 from unisono.engine.recipe import Work
 from unisono.errors import ConfigError
-from unisono.recipes.common.streams import FILMS
+from unisono.recipes.common.streams import VIDEO_SUFFIXES
 from unisono.recipes.wan.data.cache import Cache, CacheSettings
 from unisono.recipes.wan.data.cached import CachedSamples, ShapedSamples
 from unisono.recipes.wan.data.crop import Crop
@@ -47,7 +47,7 @@ class FolderData:
         folder = Path(config.cache_dir).expanduser() if config.cache_dir else work.folder / "cache"
         for split, path in paths.items():
             if path:
-                sources = self._sources(path, split, work)
+                sources = self._sources(path, work)
                 if split == "train":
                     self._check_held_out(len(sources))
                 self._indices[split] = self._index(sources, folder, self._prompts if split == "train" else ())
@@ -58,9 +58,11 @@ class FolderData:
             else:
                 index.fill(work)
 
-    def _sources(self, path: str, split: str, work: Work) -> list[Source]:
+    def _sources(self, path: str, work: Work) -> list[Source]:
         sources = read_sources(Path(path).expanduser(), leave_out_bad=self._config.leave_out_bad, report=work.message)
-        num_videos = sum(source.media is not None and source.media.suffix.lower() in FILMS for source in sources)
+        num_videos = sum(
+            source.media is not None and source.media.suffix.lower() in VIDEO_SUFFIXES for source in sources
+        )
         if num_videos and self._config.num_frames == 1:
             videos = "1 video gives" if num_videos == 1 else f"{num_videos:,} videos give"
             self.remarks.append(f"{path}: {videos} a single frame only (--num_frames 1); use 5, 9, 13, … for more")

@@ -53,8 +53,8 @@ class ShapesData:
     def most_tokens(self) -> int:
         """The number of transformer tokens of a sample."""
         geometry, shapes = self._encoders.geometry, self._shapes["train"]
-        side = shapes.size // geometry.space
-        return geometry.tokens((0, 1 + shapes.num_frames // geometry.time, side, side))
+        side = shapes.size // geometry.spatial_factor
+        return geometry.tokens((0, 1 + shapes.num_frames // geometry.temporal_factor, side, side))
 
     def text(self, caption: str) -> Tensor:
         """[text length, width] the text embedding of a caption."""

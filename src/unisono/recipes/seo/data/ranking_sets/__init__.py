@@ -1,1 +1,1 @@
-"""Ranking data sets in the formats people have: BEIR, MS MARCO, tables of texts, Debian's package descriptions."""
+"""Ranking data sets: BEIR, MS MARCO, tables of texts, and descriptions of Debian's packages."""

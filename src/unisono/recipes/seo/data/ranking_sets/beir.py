@@ -1,4 +1,4 @@
-"""Sets in BEIR's form: corpus.jsonl, queries.jsonl and qrels/train.tsv, test.tsv, dev.tsv in a folder."""
+"""The format of BEIR: a folder with corpus.jsonl, queries.jsonl and qrels/train.tsv, test.tsv or dev.tsv."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unisono.errors import ConfigError
 from unisono.recipes.common.tree import one_line
 from unisono.recipes.seo.data.bad_rows import BadRows
 from unisono.recipes.seo.data.ranking_sets.by_ids import Judged, Text, judged_lines
-from unisono.recipes.seo.data.ranking_sets.ranking import Said, chosen_split, first_file, splits_in
+from unisono.recipes.seo.data.ranking_sets.ranking import chosen_split, first_file, splits_in
 from unisono.recipes.seo.data.tables import Row, no_text, rows_of, text_in
 
 _ID, _TEXT = ("_id", "id"), ("text",)
@@ -29,27 +29,27 @@ class Beir:
         self.judged_file = chosen_split(folder / "qrels", splits, split)
         self.splits = tuple(splits)
 
-    def pages(self, bad: BadRows, said: Said) -> Iterator[Text]:
-        """Title and text of each page, in one."""
-        for row in rows_of(self.pages_file, (_ID, _TEXT), bad, said):
+    def pages(self, bad: BadRows) -> Iterator[Text]:
+        """Title and text of each page."""
+        for row in rows_of(self.pages_file, (_ID, _TEXT), bad):
             title, text = text_in(row.fields.get("title")), text_in(row.first(_TEXT))
             yield from _text(row, " ".join(part for part in (title, text) if part), bad)
 
-    def queries(self, bad: BadRows, said: Said) -> Iterator[Text]:
+    def queries(self, bad: BadRows) -> Iterator[Text]:
         """The queries of all splits."""
-        for row in rows_of(self.queries_file, (_ID, _TEXT), bad, said):
+        for row in rows_of(self.queries_file, (_ID, _TEXT), bad):
             yield from _text(row, text_in(row.first(_TEXT)) or "", bad)
 
-    def judged(self, bad: BadRows, said: Said) -> Iterator[Judged]:
+    def judged(self, bad: BadRows) -> Iterator[Judged]:
         """The judgements of this split."""
-        return judged_lines(self.judged_file, bad, said)
+        return judged_lines(self.judged_file, bad)
 
 
 def _text(row: Row, text: str, bad: BadRows) -> Iterator[Text]:
-    told = row.first(_ID)
-    name = str(told).strip() if isinstance(told, str | int) else ""
+    id_value = row.first(_ID)
+    name = str(id_value).strip() if isinstance(id_value, str | int) else ""
     if not name:
-        bad.add(row.where, f"its id is {shown(told)}; expected a text")
+        bad.add(row.where, f"its id is {shown(id_value)}; expected a string")
     elif not text:
         bad.add(row.where, f"the text of {shown(name)} {no_text(row.first(_TEXT))}")
     else:

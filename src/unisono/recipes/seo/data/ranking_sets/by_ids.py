@@ -1,4 +1,4 @@
-"""Rankings of sets that name their queries and pages by ids, and judge them in another file: BEIR, MS MARCO."""
+"""Ranking data sets with ids and a separate file of judgements: BEIR and MS MARCO."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from unisono.config.values import shown
 from unisono.recipes.seo.data.bad_rows import BadRows
 from unisono.recipes.seo.data.lines import lines_of
 from unisono.recipes.seo.data.ranking_sets.ids import Hashes, Ids
-from unisono.recipes.seo.data.ranking_sets.ranking import Ranking, Said, judgements
+from unisono.recipes.seo.data.ranking_sets.ranking import Ranking, Remark, judgements
 
 _AT_ONCE = 65_536
 
 
 class Text(NamedTuple):
-    """A query or a page of a file."""
+    """A query or a page."""
 
     line: int
     id: str
@@ -29,7 +29,7 @@ class Text(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """A line that says how well a page answers a query; 0: it does not."""
+    """A judgement of a page for a query; grade 0: not relevant."""
 
     line: int
     query: str
@@ -38,45 +38,45 @@ class Judged(NamedTuple):
 
 
 class Source(Protocol):
-    """A set on disk; what cannot be used is told to `bad`."""
+    """A data set on disk; unusable rows are added to `bad`."""
 
     queries_file: Path
     pages_file: Path
     judged_file: Path
     splits: tuple[str, ...]
 
-    def queries(self, bad: BadRows, said: Said) -> Iterator[Text]: ...
+    def queries(self, bad: BadRows) -> Iterator[Text]: ...
 
-    def pages(self, bad: BadRows, said: Said) -> Iterator[Text]: ...
+    def pages(self, bad: BadRows) -> Iterator[Text]: ...
 
-    def judged(self, bad: BadRows, said: Said) -> Iterator[Judged]: ...
+    def judged(self, bad: BadRows) -> Iterator[Judged]: ...
 
 
-def ranking_by_ids(source: Source, said: Said, leave_out_bad: bool) -> Ranking:
-    """The ranking of a set: its pages, and those of its queries that this split judges."""
+def ranking_by_ids(source: Source, remark: Remark, leave_out_bad: bool) -> Ranking:
+    """The pages of a data set, and the queries that this split judges."""
     bad = BadRows(leave_out_bad)
-    pages = _index(source.pages, source.pages_file, bad, said)
-    bad.tell(said, len(pages), "page", source.pages_file)
+    pages = _index(source.pages, source.pages_file, bad)
+    bad.report(remark, len(pages), "page", source.pages_file)
     bad = BadRows(leave_out_bad)
-    queries = _index(source.queries, source.queries_file, bad, said)
-    bad.tell(said, len(queries), "query", source.queries_file)
+    queries = _index(source.queries, source.queries_file, bad)
+    bad.report(remark, len(queries), "query", source.queries_file)
     bad = BadRows(leave_out_bad)
-    of_query, of_page, grades = _lookup(source, queries, pages, bad, said)
+    of_query, of_page, grades = _lookup(source, queries, pages, bad)
 
     answered = np.zeros(len(queries), bool)
     answered[of_query[grades > 0]] = True
-    asked = np.zeros(len(queries), bool)
-    asked[of_query] = True
-    unanswered = np.flatnonzero(asked & ~answered)
+    judged = np.zeros(len(queries), bool)
+    judged[of_query] = True
+    unanswered = np.flatnonzero(judged & ~answered)
     if len(unanswered):
         query = _nth(source.queries, queries, int(unanswered[0])).id
-        told = f"a query without positives: no page answers {shown(query)}, its grades are all 0"
-        bad.add(str(source.judged_file), told, len(unanswered))
-    bad.tell(said, int(answered.sum()), "judged query", source.judged_file)
-    if len(source.splits) == 1 and not asked.all():
-        said(f"{int((~asked).sum()):,} of {len(queries):,} queries are not judged in {source.judged_file}: not used")
+        problem = f"a query without positives: all grades of {shown(query)} are 0"
+        bad.add(str(source.judged_file), problem, len(unanswered))
+    bad.report(remark, int(answered.sum()), "judged query", source.judged_file)
+    if len(source.splits) == 1 and not judged.all():
+        remark(f"{int((~judged).sum()):,} of {len(queries):,} queries have no judgement in {source.judged_file.name}")
 
-    number = np.cumsum(answered, dtype=np.int32) - 1  # only queries of this split are counted
+    number = np.cumsum(answered, dtype=np.int32) - 1  # numbers only the queries of this split
     used = answered[of_query]
     positives, hard = judgements(number[of_query[used]].astype(np.int32), of_page[used], grades[used], len(pages))
     chosen = queries.first.copy()
@@ -94,55 +94,55 @@ def ranking_by_ids(source: Source, said: Said, leave_out_bad: bool) -> Ranking:
     )
 
 
-def _index(texts: Callable[[BadRows, Said], Iterator[Text]], file: Path, bad: BadRows, said: Said) -> Ids:
+def _index(texts: Callable[[BadRows], Iterator[Text]], file: Path, bad: BadRows) -> Ids:
     hashes = Hashes()
-    for each in texts(bad, said):
+    for each in texts(bad):
         hashes.add(each.id)
     ids = Ids(hashes.array())
     again = np.flatnonzero(~ids.first)
     if len(again):
-        each = next(islice(texts(BadRows(True), lambda text: None), int(again[0]), None))
-        bad.add(f"{file}, line {each.line}", f"the id {shown(each.id)} stands there a second time", len(again))
+        each = next(islice(texts(BadRows(True)), int(again[0]), None))
+        bad.add(f"{file}, line {each.line}", f"the id {shown(each.id)} occurs a second time", len(again))
     return ids
 
 
 def _lookup(
-    source: Source, queries: Ids, pages: Ids, bad: BadRows, said: Said
+    source: Source, queries: Ids, pages: Ids, bad: BadRows
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32]]:
-    """Query, page and grade of every judgement whose ids are known, by their numbers."""
-    found: list[array[Any]] = [array("i"), array("i"), array("f")]
-    lines = source.judged(bad, said)
+    """Query number, page number and grade of every judgement with known ids."""
+    columns: list[array[Any]] = [array("i"), array("i"), array("f")]
+    lines = source.judged(bad)
     while some := list(islice(lines, _AT_ONCE)):
         of_query, of_page = queries.numbers([each.query for each in some]), pages.numbers([each.page for each in some])
         for place in np.flatnonzero((of_query < 0) | (of_page < 0)).tolist():
             each, lacks_query = some[place], of_query[place] < 0
-            what, file = (each.query, source.queries_file) if lacks_query else (each.page, source.pages_file)
+            missing, file = (each.query, source.queries_file) if lacks_query else (each.page, source.pages_file)
             kind = "query" if lacks_query else "page"
             bad.add(
                 f"{source.judged_file}, line {each.line}",
-                f"there is no {kind} with the id {shown(what)} in {file.name}",
+                f"there is no {kind} with the id {shown(missing)} in {file.name}",
             )
-        known = (of_query >= 0) & (of_page >= 0)
+        has_ids = (of_query >= 0) & (of_page >= 0)
         grades = np.array([each.grade for each in some], np.float32)
-        for kept, new in zip(found, (of_query, of_page, grades), strict=True):
-            kept.frombytes(new[known].tobytes())
-    return np.array(found[0], np.int32), np.array(found[1], np.int32), np.array(found[2], np.float32)
+        for kept, new in zip(columns, (of_query, of_page, grades), strict=True):
+            kept.frombytes(new[has_ids].tobytes())
+    return np.array(columns[0], np.int32), np.array(columns[1], np.int32), np.array(columns[2], np.float32)
 
 
-def _stream(texts: Callable[[BadRows, Said], Iterator[Text]], chosen: NDArray[np.bool_]) -> Iterator[str]:
-    for place, each in enumerate(texts(BadRows(True), lambda text: None)):
+def _stream(texts: Callable[[BadRows], Iterator[Text]], chosen: NDArray[np.bool_]) -> Iterator[str]:
+    for place, each in enumerate(texts(BadRows(True))):
         if place < len(chosen) and chosen[place]:
             yield each.text
 
 
-def _nth(texts: Callable[[BadRows, Said], Iterator[Text]], ids: Ids, number: int) -> Text:
+def _nth(texts: Callable[[BadRows], Iterator[Text]], ids: Ids, number: int) -> Text:
     place = int(np.flatnonzero(ids.first)[number])
-    return next(islice(texts(BadRows(True), lambda text: None), place, None))
+    return next(islice(texts(BadRows(True)), place, None))
 
 
-def judged_lines(file: Path, bad: BadRows, said: Said) -> Iterator[Judged]:
-    """The lines of a file of judgements (qrels): query, page, grade; or as TREC has it, query, 0, page, grade."""
-    for number, line in lines_of(file, said):
+def judged_lines(file: Path, bad: BadRows) -> Iterator[Judged]:
+    """The lines of a qrels file: query, page, grade; or, as in TREC, query, 0, page, grade."""
+    for number, line in lines_of(file):
         fields = line.split("\t") if "\t" in line else line.split()
         fields = [field.strip() for field in fields]
         if not any(fields):
@@ -153,7 +153,7 @@ def judged_lines(file: Path, bad: BadRows, said: Said) -> Iterator[Judged]:
             if not query or not page or not abs(score) < 1e6:
                 raise ValueError
         except ValueError:
-            if number > 1 or len(fields) not in (3, 4):  # the first line may name the columns
+            if number > 1 or len(fields) not in (3, 4):  # the first line may be a header
                 bad.add(f"{file}, line {number}", f"expected query, page and grade, got {shown(line.strip())}")
             continue
         yield Judged(number, query, page, score)

@@ -1,9 +1,8 @@
-"""Descriptions of Debian's packages: real text for ranking, that every machine with apt can get.
+"""Descriptions of Debian's packages: real text for ranking that every machine with apt can download.
 
-Each package has one line that says what it is, and a description of some paragraphs; the line is a query, and the
-description the page that answers it. They are fetched by apt-get itself, from the machine's own sources, into a folder
-of ours: the lists of the machine stay as they are. What apt knows changes with time and distribution, so figures belong
-to the packages of one day: keep the file that is written.
+A package has a one-line synopsis, which is the query, and a long description, which is the page. apt-get downloads them
+from the machine's own sources into a separate folder, so the machine's lists do not change. The packages differ between
+days and distributions; to compare metrics, keep the file that is written.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,28 +23,28 @@ import numpy as np
 
 from unisono.engine.recipe import Work
 from unisono.errors import ConfigError, UserError
+from unisono.recipes.common.cache_files import write_cache_file
 from unisono.recipes.common.tree import one_line
-from unisono.recipes.common.whole_files import write_whole
 from unisono.recipes.seo.data.bad_rows import BadRows
 from unisono.recipes.seo.data.ranking_sets.by_texts import Example, ranking_by_texts
-from unisono.recipes.seo.data.ranking_sets.ranking import Ranking, Said
+from unisono.recipes.seo.data.ranking_sets.ranking import Ranking
 
 KEPT = "debian-packages.jsonl.gz"
 
-SHORTEST = 300
-"""Characters of a description; what is shorter says little more than its line."""
+MIN_LENGTH = 300
+"""Characters; shorter descriptions add little to the synopsis."""
 
-_SAME = 200  # libfoo1, libfoo-dev and libfoo-doc begin alike and differ in the last sentence: one of them is kept
-_MOST_S = 600
+_SAME = 200  # characters: of libfoo1, libfoo-dev and libfoo-doc, which begin alike, one is kept
+_TIMEOUT_S = 600
 _WORD = re.compile(r"\w+")
-# Programs that a system runs after each update (of its own lists, of which ours are none).
+# Disable programs that the system runs after each update of its own lists.
 _NO_HOOKS = (
     "#clear APT::Update::Pre-Invoke;\n#clear APT::Update::Post-Invoke;\n#clear APT::Update::Post-Invoke-Success;\n"
 )
 
 
 class Package(NamedTuple):
-    """What is told of a package."""
+    """The description of a package."""
 
     name: str
     section: str
@@ -52,45 +52,44 @@ class Package(NamedTuple):
     body: str
 
 
-def packages(folder: Path, said: Callable[[str], None] = lambda text: None) -> list[Package]:
-    """The packages with a description of their own, in order of their names; fetched once, and kept in the folder."""
+def packages(folder: Path, remark: Callable[[str], None] = lambda text: None) -> list[Package]:
+    """The packages with a distinct description, sorted by name; downloaded once and stored in the folder."""
     kept = folder / KEPT
     if not kept.is_file():
-        said("descriptions of Debian's packages are fetched with apt-get (about 16 MB)")
-        found = _fetched(folder)
-        lines = "".join(json.dumps(package, ensure_ascii=False) + "\n" for package in found)
-        write_whole(kept, gzip.compress(lines.encode(), mtime=0))
-        said(f"{len(found):,} packages, kept in {kept}")
+        remark("downloading the descriptions of Debian's packages with apt-get (about 16 MB)")
+        downloaded = _download(folder)
+        lines = "".join(json.dumps(package, ensure_ascii=False) + "\n" for package in downloaded)
+        write_cache_file(kept, gzip.compress(lines.encode(), mtime=0))
+        remark(f"stored {len(downloaded):,} packages in {kept}")
     try:
         with gzip.open(kept, "rt", encoding="utf-8") as file:
             return [Package(*(str(each) for each in json.loads(line))) for line in file]
     except (OSError, EOFError, ValueError, TypeError):
-        raise ConfigError(one_line(f"{kept}: damaged; remove it, and it is fetched again")) from None
+        raise ConfigError(one_line(f"{kept}: damaged; remove it to download it again")) from None
 
 
 def read_debian(folder: Path, *, hard: bool = False, work: Work | None = None) -> Ranking:
-    """The packages as a ranking; `hard`: without the words that a query shares with its page.
+    """The packages as a ranking; `hard` removes the words that a query shares with its page from the page.
 
-    `Ranking.sections` says to which section each page belongs: candidates of one section are harder to tell apart. Of
-    several processes, which must all call it with their `work`, one fetches.
+    `Ranking.sections` is the section of each page: candidates of one section are harder to distinguish. With `work`,
+    all processes must call it, and one of them downloads.
     """
     if work is not None:
         if len(work.share([0])):
             packages(folder, work.message)
         work.meet()
-    found = packages(folder)
+    described = packages(folder)
     if hard:
-        found = [without_shared_words(package) for package in found]
-    names = sorted({package.section for package in found})
+        described = [without_shared_words(package) for package in described]
+    names = sorted({package.section for package in described})
     number = {name: index for index, name in enumerate(names)}
-    ranking = ranking_by_texts(_Rows(folder / KEPT, found), ("train",), lambda text: None)
-    sections = {package.body: number[package.section] for package in found}
-    parts = np.array([sections[text] for _, text in ranking.pages()], np.int32)
-    return ranking.with_sections(parts)
+    ranking = ranking_by_texts(_Rows(folder / KEPT, described), ("train",), lambda text: None)
+    sections = {package.body: number[package.section] for package in described}
+    return replace(ranking, sections=np.array([sections[text] for _, text in ranking.pages()], np.int32))
 
 
 def without_shared_words(package: Package) -> Package:
-    """The hard form: words of the line are taken out of the description, whatever their case."""
+    """Removes the words of the synopsis from the description, ignoring case."""
     words = set(_WORD.findall(package.synopsis.lower()))
     left = _WORD.sub(lambda word: "" if word[0].lower() in words else word[0], package.body)
     return package._replace(body="\n".join(" ".join(line.split()) for line in left.split("\n")))
@@ -98,18 +97,18 @@ def without_shared_words(package: Package) -> Package:
 
 class _Rows(NamedTuple):
     path: Path
-    found: list[Package]
+    packages: list[Package]
 
-    def rows(self, bad: BadRows, said: Said) -> Iterator[Example]:
-        """One row for each."""
-        return (Example(package.synopsis, [package.body], []) for package in self.found)
+    def rows(self, bad: BadRows) -> Iterator[Example]:
+        """One row per package."""
+        return (Example(package.synopsis, [package.body], []) for package in self.packages)
 
 
-def _fetched(folder: Path) -> list[Package]:
+def _download(folder: Path) -> list[Package]:
     if shutil.which("apt-get") is None:
         raise ConfigError(
-            f"data_path debian: there is no apt-get on this machine; copy {KEPT} from one that has it into {folder}, "
-            "or give data of your own"
+            f"data_path debian: apt-get is not installed; copy {KEPT} from a machine that has it into {folder}, "
+            "or use your own data"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -117,7 +116,9 @@ def _fetched(folder: Path) -> list[Package]:
             _run_apt(Path(own))
             return _chosen(Path(own) / "lists")
     except OSError as error:
-        raise UserError(f"{folder} cannot be written ({error.strerror}); make room, or use another folder") from None
+        raise UserError(
+            f"{folder} cannot be written ({error.strerror}); free some space, or use another folder"
+        ) from None
 
 
 def _run_apt(own: Path) -> None:
@@ -126,26 +127,26 @@ def _run_apt(own: Path) -> None:
     (own / "apt.conf").write_text(_NO_HOOKS)
     options = {
         "Acquire::Languages": "en",
-        "Acquire::GzipIndexes": "false",  # plain files; the others need a program to be read
+        "Acquire::GzipIndexes": "false",  # uncompressed files
         "Acquire::Retries": "3",
         "Dir::State::lists": f"{own}/lists",
         "Dir::Cache": f"{own}/cache",
     }
-    words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
-    command = ["apt-get", "-q", "-c", str(own / "apt.conf"), *words, "update"]
+    flags = [flag for name, value in options.items() for flag in ("-o", f"{name}={value}")]
+    command = ["apt-get", "-q", "-c", str(own / "apt.conf"), *flags, "update"]
     environ = os.environ | {"LC_ALL": "C.UTF-8", "DEBIAN_FRONTEND": "noninteractive"}
     try:
-        done = subprocess.run(command, env=environ, capture_output=True, timeout=_MOST_S, stdin=subprocess.DEVNULL)
+        done = subprocess.run(command, env=environ, capture_output=True, timeout=_TIMEOUT_S, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(one_line(f"data_path debian: apt-get did not end well ({error})")) from None
+        raise ConfigError(one_line(f"data_path debian: apt-get failed ({error})")) from None
     if not any((own / "lists").glob("*Translation-en")) and not any((own / "lists").glob("*_Packages")):
-        told = [line for line in done.stderr.decode("utf-8", "replace").splitlines() if line[:2] in ("E:", "W:")]
-        why = told[0][2:].strip() if told else f"apt-get ended with {done.returncode}"
-        raise ConfigError(one_line(f"data_path debian: apt-get got no lists ({why}); it needs its sources, by network"))
+        errors = [line for line in done.stderr.decode("utf-8", "replace").splitlines() if line[:2] in ("E:", "W:")]
+        why = errors[0][2:].strip() if errors else f"exit code {done.returncode}"
+        raise ConfigError(one_line(f"data_path debian: no lists from apt-get ({why}); it needs network access"))
 
 
 def _chosen(lists: Path) -> list[Package]:
-    """Packages whose description is long enough and begins like no other, in order of their names."""
+    """Packages whose description is long enough and begins differently from all others, sorted by name."""
     sections: dict[str, str] = {}
     described: dict[str, tuple[str, str]] = {}
     for path in sorted(lists.glob("*_Packages")):
@@ -165,15 +166,15 @@ def _chosen(lists: Path) -> list[Package]:
 
 def _note(fields: dict[str, str], description: str, described: dict[str, tuple[str, str]]) -> None:
     synopsis, _, rest = description.partition("\n")
-    # Paragraphs are separated by a line with a stop.
+    # A line with a full stop separates paragraphs.
     paragraphs = (" ".join(part.split()) for part in re.split(r"^\.$", rest, flags=re.MULTILINE))
     body = "\n".join(paragraph for paragraph in paragraphs if paragraph)
-    if synopsis.strip() and len(body) >= SHORTEST:
+    if synopsis.strip() and len(body) >= MIN_LENGTH:
         described.setdefault(fields["Package"], (" ".join(synopsis.split()), body))
 
 
 def _stanzas(path: Path) -> Iterator[dict[str, str]]:
-    """The entries of a file of apt: fields, whose further lines begin with a blank; an empty line ends an entry."""
+    """The entries of one of apt's files: continuation lines begin with a blank, an empty line ends an entry."""
     fields: dict[str, str] = {}
     name = ""
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:

@@ -1,7 +1,7 @@
-"""Which row has which id, for many millions of rows: 12 bytes each instead of a dictionary of texts.
+"""Maps ids to row numbers for many millions of rows, in 12 bytes per row instead of a dictionary of strings.
 
-Ids (and texts that stand for themselves) are kept as 64 bits of their hash. Among 10 million two different ones share
-all bits once in 400,000 data sets; the hash is the same in every process, so all ranks would see the same.
+An id, or a text that serves as its own id, is stored as a 64-bit hash. With 10 million rows, a collision occurs in one
+of 400,000 data sets. The hash is the same in every process.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from numpy.typing import NDArray
 
 
 class Hashes:
-    """Hashes of texts, in order."""
+    """A growing array of hashes."""
 
     def __init__(self) -> None:
         self._hashes = array("Q")
 
     def add(self, text: str) -> None:
-        """One more."""
+        """Appends the hash of a text."""
         self._hashes.append(hash_of(text))
 
     def __len__(self) -> int:
         return len(self._hashes)
 
     def array(self) -> NDArray[np.uint64]:
-        """[n] all of them."""
+        """[n] all hashes."""
         return np.frombuffer(self._hashes, dtype=np.uint64) if len(self._hashes) else np.zeros(0, np.uint64)
 
 
 class Ids:
-    """Numbers of rows by their ids; of rows with the same id the first."""
+    """Row numbers by id; rows that repeat an id do not count."""
 
     def __init__(self, hashes: NDArray[np.uint64]) -> None:
         order = np.argsort(hashes, kind="stable")
         again = np.zeros(len(hashes), bool)
         again[1:] = hashes[order][1:] == hashes[order][:-1]
         self.first: NDArray[np.bool_] = np.zeros(len(hashes), bool)
-        """[n] False for a row whose id an earlier one has."""
+        """[n] False for a row that repeats an earlier id."""
         self.first[order] = ~again
         number = np.cumsum(self.first) - 1
         self._sorted = hashes[order][~again]
@@ -50,7 +50,7 @@ class Ids:
         return len(self._sorted)
 
     def find(self, hashes: NDArray[np.uint64]) -> NDArray[np.int32]:
-        """The numbers of these, counting rows with an id of their own only; -1: there is no such id."""
+        """The numbers of these ids, among rows with distinct ids; -1 for unknown ids."""
         if not len(self._sorted):
             return np.full(len(hashes), -1, np.int32)
         place = np.minimum(np.searchsorted(self._sorted, hashes), len(self._sorted) - 1)
@@ -62,12 +62,12 @@ class Ids:
 
 
 def hash_of(text: str) -> int:
-    """64 bits of a text."""
+    """A 64-bit hash of a text."""
     return int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 
 def hashes_of(texts: Iterable[str]) -> NDArray[np.uint64]:
-    """[n] of these texts."""
+    """[n] hashes of texts."""
     hashes = Hashes()
     for text in texts:
         hashes.add(text)

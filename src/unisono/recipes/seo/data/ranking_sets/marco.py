@@ -1,6 +1,6 @@
-"""Sets in MS MARCO's form: collection.tsv, queries.tsv and judgements or triples by id, in a folder.
+"""The format of MS MARCO: a folder with collection.tsv, queries.tsv, and judgements or triples of ids.
 
-The official names are known (queries.train.tsv, qrels.dev.small.tsv, qidpidtriples.train.full.2.tsv), and plain ones.
+Files may have their official names (queries.train.tsv, qrels.dev.small.tsv, qidpidtriples.train.full.2.tsv).
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from unisono.recipes.common.tree import one_line
 from unisono.recipes.seo.data.bad_rows import BadRows
 from unisono.recipes.seo.data.lines import lines_of
 from unisono.recipes.seo.data.ranking_sets.by_ids import Judged, Text, judged_lines
-from unisono.recipes.seo.data.ranking_sets.ranking import Said, chosen_split, first_file, splits_in
+from unisono.recipes.seo.data.ranking_sets.ranking import chosen_split, first_file, splits_in
 from unisono.recipes.seo.data.tables import text_in
 
 _ID = re.compile(r"[A-Za-z]{0,3}\d+")  # D1555982 is a document
-_LOOKED_AT = 100
+_NUM_LINES = 100  # to detect the format
 
 
 class Marco:
-    """One split of such a folder; `judged` is the file of judgements or triples, where one is named."""
+    """One split of such a folder; `judged` is the file of judgements or triples, if the user names it."""
 
     def __init__(self, folder: Path, collection: Path, split: str, judged: Path | None = None) -> None:
         splits = {} if judged else splits_in(folder, _judged_names)
@@ -41,21 +41,21 @@ class Marco:
             raise ConfigError(one_line(f"{folder} has {collection.name} and no queries.tsv or queries.{split}.tsv"))
         self.pages_file, self.queries_file = collection, queries
 
-    def pages(self, bad: BadRows, said: Said) -> Iterator[Text]:
-        """The collection; of documents, with address and title, all but the address."""
-        return _texts(self.pages_file, bad, said)
+    def pages(self, bad: BadRows) -> Iterator[Text]:
+        """The collection; documents without their URL."""
+        return _texts(self.pages_file, bad)
 
-    def queries(self, bad: BadRows, said: Said) -> Iterator[Text]:
-        """The queries of this split, and perhaps of others."""
-        return _texts(self.queries_file, bad, said)
+    def queries(self, bad: BadRows) -> Iterator[Text]:
+        """The queries of this split, possibly with those of others."""
+        return _texts(self.queries_file, bad)
 
-    def judged(self, bad: BadRows, said: Said) -> Iterator[Judged]:
+    def judged(self, bad: BadRows) -> Iterator[Judged]:
         """The judgements of this split."""
-        return (_triples if _are_triples(self.judged_file) else judged_lines)(self.judged_file, bad, said)
+        return (_triples if _are_triples(self.judged_file) else judged_lines)(self.judged_file, bad)
 
 
 def has_ids(path: Path) -> bool:
-    """Whether a .tsv has ids in its first lines, and not texts."""
+    """Whether the first lines of a .tsv contain ids instead of texts."""
     lines = [line.split() for _, line in islice(lines_of(path), 2)]
     return bool(lines) and len(lines[-1]) in (3, 4) and all(_ID.fullmatch(field) for field in lines[-1][:-1])
 
@@ -66,15 +66,15 @@ def _judged_names(split: str) -> list[str]:
 
 
 def _are_triples(path: Path) -> bool:
-    """Whether the third number of a line is a page, and not a grade: somewhere it has three digits."""
-    lines = [line.split() for _, line in islice(lines_of(path), _LOOKED_AT)]
+    """Whether the third column contains pages instead of grades: some number has three digits."""
+    lines = [line.split() for _, line in islice(lines_of(path), _NUM_LINES)]
     return "triples" in path.name.lower() or any(
         len(fields) == 3 and _ID.fullmatch(fields[2]) and len(fields[2]) > 2 for fields in lines
     )
 
 
-def _texts(path: Path, bad: BadRows, said: Said) -> Iterator[Text]:
-    for number, line in lines_of(path, said):
+def _texts(path: Path, bad: BadRows) -> Iterator[Text]:
+    for number, line in lines_of(path):
         name, *fields = line.rstrip("\r\n").split("\t")
         if not name.strip() and not fields:
             continue
@@ -87,8 +87,8 @@ def _texts(path: Path, bad: BadRows, said: Said) -> Iterator[Text]:
             yield Text(number, name.strip(), text)
 
 
-def _triples(path: Path, bad: BadRows, said: Said) -> Iterator[Judged]:
-    for number, line in lines_of(path, said):
+def _triples(path: Path, bad: BadRows) -> Iterator[Judged]:
+    for number, line in lines_of(path):
         fields = line.split()
         if len(fields) == 3:
             yield Judged(number, fields[0], fields[1], 1.0)

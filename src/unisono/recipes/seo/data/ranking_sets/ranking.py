@@ -1,13 +1,13 @@
-"""Queries, pages, and which pages answer which query: one form for all that people have.
+"""Queries, pages and relevance judgements: the common form of all ranking data sets.
 
-Queries and pages are numbered from 0 in the order in which they are read, and read as streams: what stays in memory is
-some bytes for each. `by_ids.py` and `by_texts.py` make this of files; a split has only the queries that it judges.
+Queries and pages are numbered from 0 in file order and read as streams; only a few bytes of each stay in memory.
+`by_ids.py` and `by_texts.py` build it from files. A split contains only the queries that it judges.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -22,13 +22,13 @@ FORMS = (
     "qrels.tsv), or a file .tsv (query, positive, negative), .csv or .jsonl (with columns of these names)"
 )
 
-Said = Callable[[str], None]
+Remark = Callable[[str], None]
 Stream = Callable[[], Iterator[str]]
 
 
 @dataclass(frozen=True)
 class Judgements:
-    """Which pages were judged for which queries, sorted by query; those of one query in the order of the file."""
+    """Judged pairs of query and page, sorted by query and then in file order."""
 
     queries: NDArray[np.int32]
     pages: NDArray[np.int32]
@@ -45,55 +45,42 @@ class Ranking:
     num_queries: int
     num_pages: int
     positives: Judgements
-    """Pages that answer, with grades above 0; every query has one."""
+    """Relevant pages, with grades above 0; every query has at least one."""
     hard: Judgements
-    """Pages that somebody named as not answering."""
+    """Hard negatives: pages judged as not relevant."""
     page_files: tuple[Path, ...]
     query_files: tuple[Path, ...]
-    """What they were read from: the tokens of other files are other tokens."""
+    """The files they were read from, part of the key of the token cache."""
     splits: tuple[str, ...] = ("train",)
     sections: NDArray[np.int32] | None = None
-    """[num_pages] the part of the set that each page belongs to, where the set has parts."""
+    """[num_pages] the section of each page, if the data set has sections."""
     _queries: Stream = field(default=lambda: iter(()), repr=False)
     _pages: Stream = field(default=lambda: iter(()), repr=False)
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """All that it was read from."""
+        """All files."""
         return tuple(dict.fromkeys((*self.page_files, *self.query_files)))
 
     def queries(self) -> Iterator[tuple[int, str]]:
-        """Number and text of each query, read anew."""
+        """Reads number and text of each query."""
         return _counted(self._queries(), self.num_queries, self.query_files)
 
     def pages(self) -> Iterator[tuple[int, str]]:
-        """Number and text of each page, read anew."""
+        """Reads number and text of each page."""
         return _counted(self._pages(), self.num_pages, self.page_files)
 
-    def judged(self) -> Iterator[tuple[int, int, float]]:
-        """Query, page that answers it, and how well, above 0."""
-        each = self.positives
-        return zip(each.queries.tolist(), each.pages.tolist(), each.grades.tolist(), strict=True)
-
-    def negatives(self) -> Iterator[tuple[int, int]]:
-        """Query, and page that somebody named as not answering it: a hard negative."""
-        return zip(self.hard.queries.tolist(), self.hard.pages.tolist(), strict=True)
-
     def has_split(self, name: str) -> bool:
-        """Whether read_ranking of the same path has another part, "train" or "test"."""
+        """Whether the data set has a split "train" or "test"."""
         return name in self.splits
-
-    def with_sections(self, sections: NDArray[np.int32]) -> Ranking:
-        """The same, with the part of the set that each page belongs to."""
-        return replace(self, sections=sections)
 
 
 def read_ranking(
-    path: str | Path, split: str = "train", *, said: Said = lambda text: None, leave_out_bad: bool = False
+    path: str | Path, split: str = "train", *, remark: Remark = lambda text: None, leave_out_bad: bool = False
 ) -> Ranking:
-    """Queries and pages of a folder or a file, checked: every mistake in them is found here.
+    """Reads and checks the queries and pages of a folder or a file.
 
-    "test" is also what a folder calls dev or validation, where it has no test; a single file is its own only split.
+    The split "test" may also be called dev or validation; a single file has only the split "train".
     """
     from unisono.recipes.seo.data.ranking_sets.beir import Beir
     from unisono.recipes.seo.data.ranking_sets.by_ids import ranking_by_ids
@@ -102,53 +89,53 @@ def read_ranking(
 
     place = Path(path).expanduser()
     if place.is_dir():
-        if found := first_file(place, "corpus.jsonl"):
-            return ranking_by_ids(Beir(place, found, split), said, leave_out_bad)
-        if found := first_file(place, "collection.tsv"):
-            return ranking_by_ids(Marco(place, found, split), said, leave_out_bad)
+        if file := first_file(place, "corpus.jsonl"):
+            return ranking_by_ids(Beir(place, file, split), remark, leave_out_bad)
+        if file := first_file(place, "collection.tsv"):
+            return ranking_by_ids(Marco(place, file, split), remark, leave_out_bad)
         splits = splits_in(place, lambda name: [f"{name}.jsonl", f"{name}.csv", f"{name}.tsv"])
         table = chosen_split(place, splits, split)
-        return ranking_by_texts(table_of(table), tuple(splits), said, leave_out_bad)
+        return ranking_by_texts(table_of(table), tuple(splits), remark, leave_out_bad)
     if plain_suffix(place) not in (".csv", ".jsonl", ".tsv"):
         raise ConfigError(one_line(f"{place}: expected {FORMS}"))
     read_start(place, 1)
     beside = first_file(place.parent, "collection.tsv")
     if beside and plain_suffix(place) == ".tsv" and has_ids(place):
-        return ranking_by_ids(Marco(place.parent, beside, split, judged=place), said, leave_out_bad)
-    return ranking_by_texts(table_of(place), ("train",), said, leave_out_bad)
+        return ranking_by_ids(Marco(place.parent, beside, split, judged=place), remark, leave_out_bad)
+    return ranking_by_texts(table_of(place), ("train",), remark, leave_out_bad)
 
 
 def first_file(folder: Path, *names: str) -> Path | None:
-    """The first of these files that is in a folder, compressed or not."""
+    """The first of these files that exists in a folder, gzipped or not."""
     return next((folder / each for name in names for each in (name, f"{name}.gz") if (folder / each).is_file()), None)
 
 
 def splits_in(folder: Path, names: Callable[[str], list[str]]) -> dict[str, Path]:
-    """The files of the splits that a folder has, by "train" and "test"."""
-    known = {"train": ("train",), "test": ("test", "dev.small", "dev", "validation", "valid", "val")}
-    found = {
-        split: first_file(folder, *(name for word in words for name in names(word))) for split, words in known.items()
+    """The files of the splits in a folder, by "train" and "test"."""
+    aliases = {"train": ("train",), "test": ("test", "dev.small", "dev", "validation", "valid", "val")}
+    files = {
+        split: first_file(folder, *(name for word in words for name in names(word))) for split, words in aliases.items()
     }
-    return {split: file for split, file in found.items() if file is not None}
+    return {split: file for split, file in files.items() if file is not None}
 
 
 def chosen_split(folder: Path, splits: dict[str, Path], split: str) -> Path:
-    """The file of a split; ConfigError that says which there are."""
+    """The file of a split; ConfigError if it does not exist."""
     if split in splits:
         return splits[split]
     if not splits:
         names = ", ".join(sorted(each.name for each in folder.iterdir())[:8])
-        raise ConfigError(one_line(f"{folder} has {names or 'nothing in it'}; expected {FORMS}"))
-    found = ", ".join(file.name for file in splits.values())
-    raise ConfigError(one_line(f"{folder} has no {split} split, only {found}; name other data, or another folder"))
+        raise ConfigError(one_line(f"{folder} has {names or 'no files'}; expected {FORMS}"))
+    existing = ", ".join(file.name for file in splits.values())
+    raise ConfigError(one_line(f"{folder} has no {split} split, only {existing}; use other data"))
 
 
 def judgements(
     queries: NDArray[np.int32], pages: NDArray[np.int32], grades: NDArray[np.float32], num_pages: int
 ) -> tuple[Judgements, Judgements]:
-    """Positives and hard negatives: each pair once, with its highest grade, and never in both."""
+    """Relevant pages and hard negatives: each pair once, with its highest grade."""
     pairs = queries.astype(np.int64) * max(num_pages, 1) + pages
-    # By query, then by grade from the highest: of a pair that stands there twice the first is kept.
+    # By pair, then by descending grade: the first of equal pairs is kept.
     best = np.lexsort((np.arange(len(pairs)), -grades, pairs))
     once = np.ones(len(pairs), bool)
     once[1:] = pairs[best][1:] != pairs[best][:-1]
@@ -170,4 +157,4 @@ def _counted(texts: Iterator[str], wanted: int, files: tuple[Path, ...]) -> Iter
         yield number, text
     if number + 1 != wanted:
         names = ", ".join(str(file) for file in files[:3])
-        raise ConfigError(one_line(f"{names}: changed while it was read; leave it as it is, and start again"))
+        raise ConfigError(one_line(f"{names}: changed while it was being read; start again"))

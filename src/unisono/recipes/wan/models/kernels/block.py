@@ -41,9 +41,8 @@ def _is_known(block: Any) -> bool:
     return (
         all(getattr(norm, "weight", None) is not None for norm in norms)
         and all(attention.norm_q.eps == attention.norm_k.eps for attention in attentions)
-        and all(
-            getattr(attention.to_out[1], "p", 0) == 0 for attention in attentions
-        )  # with dropout its bias would get another gradient
+        # With dropout the bias would get another gradient.
+        and all(getattr(attention.to_out[1], "p", 0) == 0 for attention in attentions)
         and all(attention.add_k_proj is None and not attention.fused_projections for attention in attentions)
         and all(getattr(attention.processor, "_parallel_config", None) is None for attention in attentions)
     )

@@ -23,22 +23,9 @@ _GELU = (16, 128, 32, 4)
 
 @triton.jit
 def _norm(
-    x,
-    o,
-    gate,
-    weight,
-    bias,
-    h,
-    y,
-    mean,
-    rstd,
-    rows,
-    width,
-    eps,
-    ADD: tl.constexpr,
-    GATE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x, o, gate, weight, bias, h, y, mean, rstd, rows, width, eps,
+    ADD: tl.constexpr, GATE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     there = column < width
@@ -235,9 +222,8 @@ def norm(
     """h = x + o · gate, and its layer norm · weight + bias; with h's mean and 1 / standard deviation."""
     rows, width, groups = x.numel() // x.shape[-1], x.shape[-1], weight.shape[0]
     y, h = torch.empty_like(x), x if o is None else torch.empty_like(x)
-    mean, rstd = (
-        x.new_empty(rows, dtype=torch.float32) for _ in range(2)
-    )  # no views: PyTorch does not allow them here
+    # No views: PyTorch does not allow them here.
+    mean, rstd = (x.new_empty(rows, dtype=torch.float32) for _ in range(2))
     flags = {"ADD": o is not None, "GATE": gate is not None}
     _norm[(rows,)](x, o, gate, weight, bias, h, y, mean, rstd, rows // groups, width, eps, **flags, **_block(width))
     return (x.new_empty(0) if o is None else h), y, mean, rstd

@@ -1,0 +1,72 @@
+"""Builds the recipe's datasets, and refuses those that cannot be read by index or do not fit the batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+from zlib import crc32
+
+from torch.utils.data import Dataset
+
+from unisono.config.resolve import Resolved
+from unisono.data.bits import Purpose, key_of
+from unisono.data.seeding import seed_everything
+from unisono.engine.batch import BatchPlan, check_against_data
+from unisono.engine.checks import check_held_out
+from unisono.engine.rank_context import RankContext
+from unisono.engine.recipe import Recipe
+from unisono.errors import RecipeError
+from unisono.settings import Settings
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """What a run trains and evaluates on."""
+
+    train: Dataset[Any]
+    evaluation: Dataset[Any] | None
+    num_samples: int  # of `train`
+    remarks: list[str] = field(default_factory=list)
+
+
+def build_datasets(
+    recipe: Recipe, settings: Settings, resolved: Resolved, batch: BatchPlan, rank: RankContext
+) -> Datasets:
+    """Calls Recipe.dataset() and checks the results; every rank calls it."""
+    train, evaluation = (_build(recipe, split, settings.run.seed) for split in ("train", "eval"))
+    if train is None:
+        raise RecipeError('dataset("train") returned None; return a map-style data set')
+    check_held_out(evaluation, settings, resolved)
+    num_samples = len(train)  # type: ignore[arg-type]
+    if len(set(rank.agreement.all_gather(num_samples))) > 1:
+        raise RecipeError(
+            f'dataset("train") has {num_samples} samples on this rank and a different number on other ranks; '
+            "make it the same on all ranks"
+        )
+    if recipe.whole_epochs:
+        return Datasets(train, evaluation, num_samples)
+    check_against_data(batch, num_samples)
+    remarks = []
+    if num_samples < batch.global_batch:
+        remarks.append(
+            f"the dataset has {num_samples} samples, fewer than the effective batch of {batch.global_batch}: "
+            "a step continues into the next epoch"
+        )
+    return Datasets(train, evaluation, num_samples, remarks)
+
+
+def _build(recipe: Recipe, split: str, seed: int) -> Dataset[Any] | None:
+    """The dataset of a split; its random numbers are the same on every rank and at every start."""
+    seed_everything(key_of(Purpose.BUILD, seed, crc32(split.encode())))
+    dataset = recipe.dataset(split)
+    if dataset is None:
+        return None
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise RecipeError(f'dataset("{split}") returned {type(dataset).__name__}, which lacks __len__ or __getitem__')
+    try:
+        size = len(dataset)
+    except (ValueError, TypeError, OverflowError) as error:  # a length that len() refuses, such as a negative number
+        raise RecipeError(f'dataset("{split}"): its __len__() is not a number of samples ({error})') from error
+    if size == 0:
+        raise RecipeError(f'dataset("{split}") is empty; check the data path and filters')
+    return dataset

@@ -1,0 +1,41 @@
+"""Detects a GPU that waits for the CPU: with small models it finishes before Python has launched the next kernels."""
+
+from __future__ import annotations
+
+STEPS = 50  # number of steps that are judged together
+_IDLE_FRACTION = 0.9  # of these steps, from which on the user gets the advice
+_DATA_FRACTION = 0.1  # of the time: if the host waits longer than this for data, --cuda_graph would not help
+
+
+class GpuIdleDetector:
+    """Counts the steps that the GPU had finished before the host had launched most of the next one."""
+
+    def __init__(self, *, can_use_cuda_graph: bool) -> None:
+        """Without a CUDA graph as a remedy, the detector gives no advice."""
+        self._active = can_use_cuda_graph
+        self._reset()
+
+    def step(self, *, waited: bool) -> None:
+        """Counts a step; `waited` is whether the GPU waited for the host."""
+        self._steps += 1
+        self._waited += waited
+
+    def advice(self, steps_ms: float, data_wait_ms: float) -> str | None:
+        """Returns advice for the user, at most once; the times are those of the steps since the last call."""
+        self._all_ms += steps_ms
+        self._data_ms += data_wait_ms
+        if not self._active or self._steps < STEPS:
+            return None
+        steps, waited, data_is_slow = self._steps, self._waited, self._data_ms > _DATA_FRACTION * self._all_ms
+        self._reset()
+        if waited < _IDLE_FRACTION * steps or data_is_slow:
+            return None
+        self._active = False
+        return (
+            f"the GPU waited for the CPU in {waited} of {steps} steps: --cuda_graph launches a whole step at once, "
+            "if all batches have one shape"
+        )
+
+    def _reset(self) -> None:
+        self._steps = self._waited = 0
+        self._data_ms = self._all_ms = 0.0

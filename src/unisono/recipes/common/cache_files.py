@@ -1,0 +1,36 @@
+"""Files of a cache: they appear complete or not at all, and a later start removes what a killed process left behind."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from unisono.atomic_files import write_atomically
+from unisono.errors import UserError
+
+_ABANDONED_S = 3600  # a partial file that did not grow for this long has no writer any more
+
+
+def write_cache_file(path: Path, content: bytes) -> None:
+    """Writes a file, which appears complete or not at all; an existing one is replaced."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, content, durable=True)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}); free some space or use another folder") from None
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Removes partial files and folders of killed processes; recent ones may still have a writer."""
+    for partial in folder.glob(".*.part"):
+        with suppress(OSError):  # another process removed it first
+            is_folder = partial.is_dir() and not partial.is_symlink()
+            latest = max(path.stat().st_mtime for path in (partial, *(partial.iterdir() if is_folder else ())))
+            if time.time() - latest <= _ABANDONED_S:
+                continue
+            if is_folder:
+                shutil.rmtree(partial, ignore_errors=True)
+            else:
+                partial.unlink()

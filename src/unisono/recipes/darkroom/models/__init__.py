@@ -1,0 +1,1 @@
+"""The transformer, and rollouts of it in the environments."""
