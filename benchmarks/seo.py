@@ -148,8 +148,8 @@ def write_pairs(file: Path, cache: Path, most: int | None) -> Path:
     """Writes queries and pages to a file that both trainers read."""
     from unisono.recipes.seo.data.ranking_sets.debian import packages
 
-    found = packages(cache)[:most]
-    lines = [json.dumps({"query": each.synopsis, "positive": each.body}) + "\n" for each in found]
+    chosen = packages(cache)[:most]
+    lines = [json.dumps({"query": each.synopsis, "positive": each.body}) + "\n" for each in chosen]
     file.write_text("".join(lines))
     return file
 
@@ -164,7 +164,7 @@ def left_of(pairs: Path, run: Path) -> Path:
     file = run / "left.jsonl"
     with file.open("w") as out:
         for place, query in enumerate(train.queries.tolist()):
-            for page in train.of(place).tolist():
+            for page in train.relevant_for(place).tolist():
                 out.write(json.dumps({"query": queries[query], "positive": pages[page]}) + "\n")
     return file
 

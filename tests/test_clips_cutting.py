@@ -42,7 +42,11 @@ def made(
     """A real video: a square goes from left to right over a dim ground; at FLASH it is white, and a beep begins."""
     width, height = size
     ground = np.random.default_rng(0).integers(20, 60, (height, width, 3), dtype=np.uint8)
-    options = {"g": "50", "bf": "2", "preset": "ultrafast"} if codecs[0] == "libx264" else {}
+    fast = {
+        "libx264": {"g": "50", "bf": "2", "preset": "ultrafast"},
+        "libvpx": {"deadline": "realtime", "cpu-used": "8"},
+    }
+    options = fast.get(codecs[0], {})
     with av.open(str(to), "w") as container:
         film = container.add_stream(codecs[0], rate=FPS, options=options)
         film.width, film.height, film.pix_fmt = width, height, "yuv420p"

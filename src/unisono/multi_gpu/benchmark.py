@@ -57,7 +57,7 @@ def benchmark_multi_gpu_performance(
 ) -> dict[str, Any]:
     """Trains one copy of the model on all devices and one on a single device; returns time, throughput and memory.
 
-    Under torchrun every process must call it, and gets the same result. It writes no files and keeps the model as it is.
+    Under torchrun every process calls it and gets the same result. It writes no files and does not change the model.
     """
     config = config or MultiGPUConfig()
     result = _from_main(_measure(model, dataset, config, loss_fn, steps, warmup_steps))
