@@ -12,6 +12,7 @@ The same script runs on the CPU, on one GPU, on several (`torchrun --nproc_per_n
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -30,24 +31,17 @@ if TYPE_CHECKING:
     from unisono.multi_gpu.parallel_trainers import DataParallelTrainer, DistributedDataParallelTrainer
     from unisono.multi_gpu.trainers import OptimizedDataParallel, TrainingError, load_weights
 
-_HOME = {
-    "MultiGPUConfig": "config",
-    "get_gpu_info": "gpus",
-    "clear_memory_cache": "gpus",
-    "select_optimal_gpus": "gpus",
-    "setup_cuda_environment": "gpus",
-    "setup_distributed_training": "gpus",
-    "cleanup_distributed_training": "gpus",
-    "OptimizedDataParallel": "trainers",
-    "DataParallelTrainer": "parallel_trainers",
-    "DistributedDataParallelTrainer": "parallel_trainers",
-    "TrainingError": "trainers",
-    "load_weights": "trainers",
-    "MultiGPUTrainingManager": "manager",
-    "launch_distributed_training": "launch",
-    "launch_multi_gpu_training": "launch",
-    "get_optimal_batch_size": "benchmark",
-    "benchmark_multi_gpu_performance": "benchmark",
+_MODULES = {
+    "benchmark": ("benchmark_multi_gpu_performance", "get_optimal_batch_size"),
+    "config": ("MultiGPUConfig",),
+    "gpus": (
+        *("cleanup_distributed_training", "clear_memory_cache", "get_gpu_info", "select_optimal_gpus"),
+        *("setup_cuda_environment", "setup_distributed_training"),
+    ),
+    "launch": ("launch_distributed_training", "launch_multi_gpu_training"),
+    "manager": ("MultiGPUTrainingManager",),
+    "parallel_trainers": ("DataParallelTrainer", "DistributedDataParallelTrainer"),
+    "trainers": ("OptimizedDataParallel", "TrainingError", "load_weights"),
 }
 
 __all__ = [
@@ -73,8 +67,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # Imported on first use, so that get_gpu_info() does not wait for torch.
-    if name not in _HOME:
-        raise AttributeError(f"module 'unisono.multi_gpu' has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(f"unisono.multi_gpu.{_HOME[name]}"), name)
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f"unisono.multi_gpu.{module}"), name)
+    raise AttributeError(f"module 'unisono.multi_gpu' has no attribute {name!r}")

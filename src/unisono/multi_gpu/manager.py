@@ -45,22 +45,10 @@ class MultiGPUTrainingManager:
         if self.trainer is not None:
             self.trainer.close()
         strategy = config.strategy
-        if strategy == "dataparallel" or (strategy == "auto" and world_for(config).size == 1) or strategy == "single":
-            self.trainer = DataParallelTrainer(
-                model, config, train_dataset, val_dataset, optimizer, scheduler, loss_fn, collate_fn, strategy=strategy
-            )
-        else:
-            self.trainer = DistributedDataParallelTrainer(
-                model,
-                config,
-                train_dataset,
-                val_dataset,
-                optimizer=optimizer,
-                scheduler=scheduler,
-                loss_fn=loss_fn,
-                collate_fn=collate_fn,
-                strategy=strategy,
-            )
+        one_process = strategy in ("single", "dataparallel") or (strategy == "auto" and world_for(config).size == 1)
+        trainer = DataParallelTrainer if one_process else DistributedDataParallelTrainer
+        parts = {"loss_fn": loss_fn, "optimizer": optimizer, "scheduler": scheduler, "collate_fn": collate_fn}
+        self.trainer = trainer(model, config, train_dataset, val_dataset, **parts, strategy=strategy)
         if config is not self.config:
             self.trainer.watch(self.config)
         return self.trainer
