@@ -324,7 +324,7 @@ def test_a_batch_whose_names_the_model_does_not_take_is_told_so() -> None:
 
     x = torch.ones(3, 1)
     with pytest.raises(
-        RecipeError, match=r"a mapping with x, weight, and Line\.forward\(x: .*cannot be called"
+        RecipeError, match=r"a mapping with x, weight, but Line\.forward\(x: .*does not accept these names"
     ) as caught:
         loss_of(Line(), {"x": x, "weight": x}, None)
     assert "call the target labels, target or y" in str(caught.value) and "\n" not in str(caught.value)

@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -48,9 +47,7 @@ class TrainingError(TrainingFailed, RuntimeError):
     """Training cannot continue. Also a RuntimeError, because many training loops catch that."""
 
 
-def _finish_before_stopping(
-    method: Callable[Concatenate[OwnTrainer, P], T],
-) -> Callable[Concatenate[OwnTrainer, P], T]:
+def _defer_stop(method: Callable[Concatenate[OwnTrainer, P], T]) -> Callable[Concatenate[OwnTrainer, P], T]:
     """Decorates a method so that a stop signal takes effect only when the method returns."""
 
     @functools.wraps(method)
@@ -154,7 +151,7 @@ class OwnTrainer:
         """The result of each epoch: epoch, train_loss, and val_loss if it was validated."""
         return [dict(row) for row in self._recipe.log.epochs]
 
-    @_finish_before_stopping
+    @_defer_stop
     def train_epoch(self, epoch: int) -> dict[str, float]:
         """Trains on every sample once; returns {"train_loss": mean over the epoch}, the same in every process.
 
@@ -182,7 +179,7 @@ class OwnTrainer:
             self._do(lambda engine: engine.keep())
         return result
 
-    @_finish_before_stopping
+    @_defer_stop
     def validate(self, epoch: int) -> dict[str, float]:
         """Returns {"val_loss": mean over the validation dataset}, each sample once; {} without validation data."""
         earlier = self._earlier_result(epoch)
@@ -205,7 +202,7 @@ class OwnTrainer:
         """The result of an epoch that an earlier start of this run has trained; {} for others."""
         return next((row for row in self._recipe.log.epochs[: self._resumed] if row["epoch"] == epoch), {})
 
-    @_finish_before_stopping
+    @_defer_stop
     def train(self, epochs: int, save_path: str | Path | None = "checkpoints") -> dict[str, Any]:
         """Trains and validates `epochs` epochs, and saves the best model to `save_path`/best_model.pth.
 
@@ -234,7 +231,7 @@ class OwnTrainer:
             "folder": str(self.folder),
         }
 
-    @_finish_before_stopping
+    @_defer_stop
     def save_checkpoint(self, epoch: int, path: str | Path) -> Path:
         """Saves weights, optimizer, scheduler and position in the data; returns when they are on disk.
 
@@ -259,7 +256,7 @@ class OwnTrainer:
         done = [row["epoch"] for row in self._recipe.log.epochs[: self._resumed]]
         return epoch in done and self._engine.state.samples > (done.index(epoch) + 1) * self._engine.epoch_samples
 
-    @_finish_before_stopping
+    @_defer_stop
     def load_checkpoint(self, path: str | Path) -> int:
         """Continues from a checkpoint of any strategy and number of GPUs; returns the last epoch that it contains."""
         self._run.decide(lambda: check_source(Path(path)))
@@ -318,9 +315,7 @@ class OwnTrainer:
     def __enter__(self) -> OwnTrainer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
 
