@@ -327,7 +327,7 @@ def test_a_batch_whose_names_the_model_does_not_take_is_told_so() -> None:
         RecipeError, match=r"a mapping with x, weight, but Line\.forward\(x: .*does not accept these names"
     ) as caught:
         loss_of(Line(), {"x": x, "weight": x}, None)
-    assert "call the target labels, target or y" in str(caught.value) and "\n" not in str(caught.value)
+    assert "name the target labels, target or y" in str(caught.value) and "\n" not in str(caught.value)
     with pytest.raises(RecipeError, match=r"Line\.forward"):
         loss_of(Line(), {"points": x, "y": x}, nn.functional.mse_loss)
     assert loss_of(Line(), {"x": x, "y": x + 1}, nn.functional.mse_loss).count == 3

@@ -169,9 +169,7 @@ class ChunkReader:
             first, failures = first or item, failures + 1
             if failures >= self._most_failures:
                 break
-        raise RecipeError(
-            f"Dataset: none of {failures} samples of a global batch could be read; for instance {first}"
-        )
+        raise RecipeError(f"Dataset: none of {failures} samples of a global batch could be read; for instance {first}")
 
     def _collated(self, items: list[Any], positions: Sequence[int]) -> Any:
         try:

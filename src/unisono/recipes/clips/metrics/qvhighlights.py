@@ -86,9 +86,7 @@ def read_ground_truth(path: Path) -> dict[Any, NDArray[np.float64]]:
     for where, line in _lines(path):
         duration, clips, rows = (line.get(name, "") for name in ("duration", "relevant_clip_ids", "saliency_scores"))
         if not _is_number(duration) or not _QV_CLIP_SECONDS <= float(duration) < 1e6:
-            raise ConfigError(
-                f"{where}: duration must be a number of seconds, at least {_QV_CLIP_SECONDS}"
-            )
+            raise ConfigError(f"{where}: duration must be a number of seconds, at least {_QV_CLIP_SECONDS}")
         num_clips = int(float(duration) / _QV_CLIP_SECONDS)
         if not isinstance(clips, list) or not isinstance(rows, list) or len(clips) != len(rows):
             raise ConfigError(f"{where}: saliency_scores must have one entry for each of relevant_clip_ids")
