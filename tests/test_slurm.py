@@ -140,7 +140,7 @@ def test_an_exception_in_a_rank_is_printed_once_and_user_errors_are_not_retried(
     slurm.wait_for(second, "FAILED")
     text = log(failing)
     assert text.count("Traceback") == 2 and text.count("RuntimeError: injected: error@rank1:step3:x9") >= 2
-    assert text.count("unisono: rank 1") == 2 and "the last of 1 restarts (--max_restarts)" in text
+    assert text.count("unisono: rank 1") == 2 and "all 1 restarts are used up (--max_restarts)" in text
     assert "ExitCode=3:0" in slurm.run("scontrol", "show", "job", first).out
     text = log(mistaken)
     assert text.count('unisono: dataset("train") is empty') == 1 and "Traceback" not in text
