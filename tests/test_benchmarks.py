@@ -98,6 +98,7 @@ def test_memory_of_a_whole_wan_follows_from_two_of_its_depths(memory: Any, model
     assert memory.cell(first, "none", 100.0) == "FAILED: ran out of memory" and memory.cell(first, "all", 100.0) == ""
 
 
+@pytest.mark.slow
 def test_memory_of_a_sharded_wan_is_what_is_allocated(memory: Any) -> None:
     """Against steps of the real strategies on a Wan of a tenth of the width, with ranks that are not there."""
     from wan_fits import Whole

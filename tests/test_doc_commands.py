@@ -81,7 +81,9 @@ SHORTER = {
 SLOW = (
     "docs/benchmarks.md",
     "docs/clips.md",
+    "docs/clusters.md",
     "docs/darkroom.md",
+    "docs/faults.md",
     "docs/verify.md",
     "docs/wan.md",
     "examples/own_model/README.md",

@@ -415,6 +415,7 @@ def test_the_documented_command_trains_and_its_student_generates(example: Path, 
     assert "2 steps" in ended.out and (example / "outputs/wan_t2i/exported/step_00000002/model_index.json").is_file()
 
 
+@pytest.mark.slow
 def test_two_machines_train_one_run(example: Path, small: list[object]) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -458,6 +459,7 @@ def test_with_nothing_downloaded_run_distillation_makes_a_teacher_and_a_student(
     assert len(list((example / "outputs/tiny").glob("picture-*.png"))) == 1
 
 
+@pytest.mark.slow
 def test_the_five_checks_of_the_folder_pass(example: Path) -> None:
     ended = command(*PYTHON, "test_multi_gpu.py", cwd=example)
     assert ended.code == 0 and "5 of 5 pass" in ended.out, ended.out[-3000:]

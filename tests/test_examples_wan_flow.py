@@ -332,6 +332,7 @@ def test_validate_multigpu_refuses_a_users_mistake(example: Path) -> None:
     assert ended.code == 2 and len(ended.err.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_the_tests_of_the_folder_pass(example: Path) -> None:
     words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "test_multigpu.py"]
     ended = command(*PYTHON, *words, cwd=example, seconds=240)

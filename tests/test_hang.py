@@ -322,6 +322,7 @@ def test_training_continues_after_a_hang_with_the_same_losses(tmp_path: Path, un
     assert (tmp_path / "run/stacks/step_00000005-attempt0/rank1.txt").exists()
 
 
+@pytest.mark.slow
 def test_torchrun_starts_again_after_a_hang(tmp_path: Path, undisturbed: list[float]) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1"]
     words = ["--save_every", 2, "--inject", "hang@rank1:step5", "--hang_timeout", 4]

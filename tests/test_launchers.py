@@ -95,6 +95,7 @@ def test_a_run_stopped_by_a_signal_to_mpirun_can_continue(
     goes_on(tmp_path, one_rank)
 
 
+@pytest.mark.slow
 def test_no_rank_waits_for_a_killed_rank_of_mpirun(tmp_path: Path, one_rank: list[float]) -> None:
     ours, run = mark(), tmp_path / "run"
     words = [*TRAIN, *EXACT, "--save_every", 2, "--inject", "kill@rank1:step5"]

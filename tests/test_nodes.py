@@ -99,6 +99,7 @@ def all_ended_well(*ended: Ended) -> None:
     assert [each.code for each in ended] == [0] * len(ended), "\n".join(each.err for each in ended)
 
 
+@pytest.mark.slow
 def test_two_machines_under_torchrun(tmp_path: Path, machines: list[Machine], undisturbed: list[float]) -> None:
     run = Run(tmp_path, machines)
     run.hold.unlink()

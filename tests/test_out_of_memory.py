@@ -287,7 +287,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     ("flags", "where"),
     [
         (["--inject", "oom@rank1:step6:backward", "--guard_steps", 2], "step 6"),
-        (["--inject", "oom@rank1:step6:reduce"], "step 6"),
+        pytest.param(["--inject", "oom@rank1:step6:reduce"], "step 6", marks=pytest.mark.slow),
         (["--inject", "oom@rank1:step6:optimizer"], "in the optimizer"),
         (["--inject", "oom@rank0:step6:forward", "--strategy", "fsdp"], "step 6"),
     ],

@@ -83,6 +83,7 @@ def test_slurm_accepts_every_option(slurm: Slurm, tmp_path: Path) -> None:
     assert too_many.code == 2 and too_many.err.startswith("unisono: sbatch failed: ") and too_many.err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_submit_and_follow_a_job_whose_rank_is_killed(slurm: Slurm, tmp_path: Path, one_rank: list[float]) -> None:
     place = tmp_path / "it's a folder; with $signs"
     place.mkdir()

@@ -180,6 +180,7 @@ def test_what_a_recipe_draws_while_it_is_built_is_the_same_at_every_start(folder
     assert first == second
 
 
+@pytest.mark.slow
 def test_batch_norm_resumes_to_the_bit_on_two_ranks(folder: Path) -> None:
     flags = ["--nproc", "2", "--deterministic", "--eval_every", "-1"]
     assert train(folder, "whole", *flags, "--max_steps", "4").code == 0

@@ -558,6 +558,7 @@ def test_few_steps_are_steps_of_the_teacher(root: Path) -> None:
     torch.testing.assert_close(reached, initial_noise - levels[0] * velocity, rtol=1e-4, atol=1e-4)  # straight steps
 
 
+@pytest.mark.slow
 def test_an_out_of_memory_rank_with_a_sharded_teacher_blocks_no_other(root: Path, tmp_path: Path) -> None:
     values = run_settings(
         root, "2.1", **ONLINE, strategy="ddp", teacher_device_strategy="balanced", batch_size=2, save_every=1
