@@ -142,12 +142,14 @@ def test_a_pair_brings_its_negatives_and_all_pages_that_are_right_for_it(table: 
     by_query: dict[int, list[Any]] = {}
     for place in range(len(pairs)):
         by_query.setdefault(int(pairs[place].query[0]), []).append(pairs[place])
-    assert len(by_query[2]) == 2 and all(set(pair.known.tolist()) == {*by_query[2][0].known} for pair in by_query[2])
+    assert len(by_query[2]) == 2 and all(
+        set(pair.relevant.tolist()) == {*by_query[2][0].relevant} for pair in by_query[2]
+    )
     assert [len(tokens) for tokens in by_query[3][0].negatives] == [2, 2, 0]  # two of them, and nothing
     assert [len(tokens) for tokens in by_query[5][0].negatives] == [0, 0, 0]
     for pair in (by_query[3][0], by_query[5][0]):
         there = [int(tokens[0]) if len(tokens) else -2 for tokens in pair.negatives]
-        assert pair.negative_numbers == there and not set(there) & set(pair.known.tolist())
+        assert pair.negative_numbers == there and not set(there) & set(pair.relevant.tolist())
 
 
 # The loss -----------------------------------------------------------------------------------------------------------
@@ -157,7 +159,7 @@ def rows(size: int = 4, negatives: int = 0) -> dict[str, torch.Tensor]:
     random = torch.Generator().manual_seed(size)
     found = {name: normalize(torch.randn(size, 6, generator=random).double(), dim=-1) for name in ("query", "page")}
     found |= {"query_keys": torch.arange(size), "page_keys": 100 + torch.arange(size), "numbers": torch.arange(size)}
-    found["known"] = torch.arange(size)[:, None]
+    found["relevant"] = torch.arange(size)[:, None]
     if negatives:
         vectors = torch.randn(size, negatives, 6, generator=random).double()
         found["negative"] = normalize(vectors, dim=-1)
@@ -199,11 +201,11 @@ def test_what_is_right_is_no_wrong_answer(same: str) -> None:
     elif same == "query":
         given["query_keys"][2] = given["query_keys"][0]
     elif same == "judged":  # the page of 2 is right for 0, too
-        given["known"] = torch.tensor([[0, 2], [1, -1], [2, -1], [3, -1]])
+        given["relevant"] = torch.tensor([[0, 2], [1, -1], [2, -1], [3, -1]])
     elif same == "negative":  # the negative of 3 is the page of 0
         given["negative_keys"][3] = given["page_keys"][0]
     elif same == "known":  # the negative of 3 is another page that is right for 0
-        given["known"] = torch.tensor([[0, 903], [1, -1], [2, -1], [3, -1]])
+        given["relevant"] = torch.tensor([[0, 903], [1, -1], [2, -1], [3, -1]])
     else:  # 3 has no negative: what fills its place is nobody's
         given["negative_keys"][3] = -1
     if same in ("page", "query", "judged"):
@@ -422,6 +424,7 @@ def test_an_evaluation_that_reads_together_takes_no_more_at_once_than_a_step(pai
     assert config["eval_batch_size"] * config["rerank"] == 400 and config["batch_size"] == 64
 
 
+@pytest.mark.slow
 def test_a_trained_model_finds_what_words_do_not(tmp_path: Path) -> None:
     """From the command line, with two processes, and into a folder that sentence-transformers loads."""
     pairs = write_ranking(tmp_path / "pairs.jsonl", 1200)

@@ -20,7 +20,7 @@ from unisono.recipes.seo.metrics.rouge import copied_numbers, cut, lead_of, long
 from unisono.recipes.seo.models.encoder import pad
 from unisono.recipes.seo.models.generate import UNSEEN, write
 from unisono.recipes.seo.settings import Config
-from unisono.recipes.seo.tasks.snippet import Snippet, judge
+from unisono.recipes.seo.tasks.snippet import Snippet, text_metrics
 
 THINGS = ("apples", "bridges", "clocks", "doors", "engines", "forests", "gardens", "houses")
 PLACES = ("Rome", "Oslo", "Lima", "Cairo")
@@ -113,15 +113,15 @@ def test_the_lead_is_the_first_sentence() -> None:
 
 
 def test_a_snippet_is_judged_beside_the_lead() -> None:
-    found = judge("Apples of Rome", "Apples grow in Rome since 1900. More.", "Apples of Rome", "title")
+    found = text_metrics("Apples of Rome", "Apples grow in Rome since 1900. More.", "Apples of Rome", "title")
     assert found["rouge_l"] == (1.0, 1)
     assert 0 < found["rouge_l_lead"][0] < 1
     assert found["fits"] == found["fits_lead"] == (1.0, 1)
     assert found["numbers_copied"] == (0, 0)
     assert found["numbers_copied_lead"] == (1, 1)
-    assert judge("x" * 61, "Page.", "Page", "title")["fits"] == (0.0, 1)
-    assert judge("x" * 61, "Page.", "Page", "description")["fits"] == (1.0, 1)
-    assert judge("", "Page.", "Page", "title")["fits"] == (0.0, 1)  # nothing does not fit
+    assert text_metrics("x" * 61, "Page.", "Page", "title")["fits"] == (0.0, 1)
+    assert text_metrics("x" * 61, "Page.", "Page", "description")["fits"] == (1.0, 1)
+    assert text_metrics("", "Page.", "Page", "title")["fits"] == (0.0, 1)  # nothing does not fit
 
 
 # The loss ----------------------------------------------------------------------------------------------------------

@@ -142,7 +142,7 @@ class Injector:
         return any([self._claim(fault, step) for fault in due])  # claims all of them, not only the first
 
     def _due(self, fault: Fault, step: int) -> bool:
-        if fault.phase == "prepare":  # which precedes the steps, whichever comes next
+        if fault.phase == "prepare":  # `prepare` runs before any step, so the step number does not matter
             return True
         from_its_step_on = fault.of_save or fault.kind == "slow"
         return step >= fault.step if from_its_step_on else step == fault.step

@@ -57,7 +57,7 @@ def _read(path: Path, chain: tuple[Path, ...], read: list[Path], entries: dict[s
         raise ConfigError(f"config file {chain[0]} includes more than {_MOST_FILES} files; include each of them once")
     place = str(path) if len(chain) == 1 else _short(real)
     for name, (key, value) in _by_name(content, place).items():
-        entries.pop(name, None)  # so that the order of the entries is that of their precedence
+        entries.pop(name, None)  # moves the key to the end, so that entries are in order of precedence
         entries[name] = Entry(key, value, place, len(read))
 
 

@@ -28,7 +28,7 @@ class _Assignment:
     name: str
     value: Any
     origin: str
-    order: int = 0  # of two assignments the one with the higher order wins
+    order: int = 0  # if a field is assigned twice, the assignment with the higher order wins
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Resolved:
         return resolved._complete()
 
     def _layer(self, source: str, assignments: Iterable[_Assignment], aliases: Mapping[str, str] = _EMPTY) -> Resolved:
-        """Returns a copy with these assignments applied; of two to one field, the later one wins."""
+        """Returns a copy with these assignments applied; the last assignment to a field wins."""
         values, sources = dict(self.values), dict(self.sources)
         applied: dict[str, tuple[_Assignment, Any]] = {}
         for new in assignments:

@@ -28,7 +28,7 @@ from unisono.multi_gpu.manager import MultiGPUTrainingManager
 from unisono.planning.host import free_host_memory
 
 _LARGEST = 4096
-_PART_OF_HOST = 0.5  # of the host's free memory, because other programs need some
+_PART_OF_HOST = 0.5  # fraction of the host's free memory to use, because other programs need some
 _BESIDE_SAVED = 2.0  # factor for gradients of activations and workspace, besides tensors saved for backward
 _STATE_PER_WEIGHT = 4  # weight, gradient, and Adam's two moments
 

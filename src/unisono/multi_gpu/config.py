@@ -101,7 +101,7 @@ class MultiGPUConfig(ConfigClass):
 
     @classmethod
     def _check_names(cls, names: Iterable[object]) -> None:
-        """Also answers to names of other libraries and of engine settings."""
+        """Raises ConfigError with the right name for names of other libraries and of engine settings."""
         names, own_names = list(names), {field.name for field in fields(cls)}
         for name in names:
             if name in _FOREIGN:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_earlier_values: dict[str, str | None] = {}  # of these variables, before world_for set them
+_earlier_values: dict[str, str | None] = {}  # values of these variables before world_for set them
 
 
 def get_gpu_info() -> dict[str, Any]:
@@ -124,7 +124,7 @@ class TakenDevices:
     gpus: str  # the engine's setting: "0" is the CPU
     requested: int | None = None  # number of devices that the effective batch is computed for
     environ: dict[str, str] | None = None  # variables that hide other GPUs from CUDA
-    device: str | None = None  # UUID of the only GPU to use, of those that CUDA sees
+    device: str | None = None  # UUID of the one GPU to use, if CUDA sees others too
     lock: GpuLock | None = None  # held by this object, so that other runs do not take the GPUs
     remarks: tuple[str, ...] = ()
 

@@ -1,4 +1,4 @@
-"""Takes from a user's DataLoader what it says about the data: dataset, batch size, order and collate function."""
+"""Reads the settings of a user's DataLoader: dataset, batch size, order and collate function."""
 
 from __future__ import annotations
 

@@ -220,7 +220,7 @@ class OwnTrainer:
                 best_loss, best_epoch = loss, epoch
                 if save_path is not None:
                     path = self.save_checkpoint(epoch, Path(save_path, "best_model.pth"))
-                    checkpoint = path if path.is_dir() else None  # None: saved by an earlier start and deleted since
+                    checkpoint = path if path.is_dir() else None  # an earlier checkpoint may be deleted
         # The caller may move or delete the folder, so no save may still be writing to it.
         self._do(lambda engine: engine.finish_saves())
         return {
@@ -358,7 +358,7 @@ class OwnTrainer:
         raise SystemExit(EXIT_STOPPED)
 
 
-_folders: set[str] = set()  # of the runs of this process, which may not exist yet
+_folders: set[str] = set()  # run folders chosen by this process; some may not be on disk yet
 
 
 def _new_folder() -> str:

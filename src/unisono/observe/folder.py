@@ -102,7 +102,7 @@ class RunFolder:
         self.path = Path(path)
         self.is_open = False
         self._files = {name: AppendOnlyFile(self.path / name) for name in (METRICS, EVENTS)}
-        # Bounded, because other ranks than 0 record things too and never open the folder.
+        # Bounded, because ranks other than 0 also record events and metrics but never open the folder.
         self._pending: deque[tuple[str, str]] = deque(maxlen=1000)
         self._starts: list[dict[str, Any]] = []
         self._record: Mapping[str, Any] = {}  # the content of run.json

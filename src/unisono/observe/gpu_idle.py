@@ -16,7 +16,7 @@ class GpuIdleDetector:
         self._reset()
 
     def step(self, *, waited: bool) -> None:
-        """Counts a step; `waited` is whether the GPU waited for the host."""
+        """Counts a step; `waited` says whether the GPU waited for the host."""
         self._steps += 1
         self._waited += waited
 

@@ -18,7 +18,7 @@ class TrainingLine:
 
     def __init__(self, total_steps: int, enabled: bool = True, stream: TextIO | None = None) -> None:
         self.total, self.until = total_steps, ""
-        """The last step, and what it is the end of if not of the run ("in this epoch")."""
+        """The last step, and a note if it does not end the run ("in this epoch")."""
         self._line: StatusLine = status_line() if stream is None else StatusLine(stream)
         self._enabled = enabled
         self._numbers: dict[str, Any] = {}
@@ -74,7 +74,7 @@ class TrainingLine:
         self._line.show(self._fields(now), self._numbers["step"] / max(1, self.total))
 
     def _fields(self, now: float) -> list[str]:
-        """Returns what is shown, the most important first; a narrow terminal shows fewer."""
+        """Returns the parts of the line, most important first; a narrow terminal shows fewer."""
         numbers = self._numbers
         shown = [f"step {numbers['step']}/{self.total}"]
         if (loss := numbers.get("loss")) is not None:

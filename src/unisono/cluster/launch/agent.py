@@ -143,7 +143,7 @@ class Agent(LocalElasticAgent):
         self._attempt = 0
         self._previous_cause: tuple[int, int | None, str] | None = None
         self._hang_monitor = self._new_hang_monitor()
-        self._outcomes: list[Outcome] = []  # of the last attempt, including ranks that could not write their own
+        self._outcomes: list[Outcome] = []  # of the ranks of the last attempt, including those that could not write one
 
     def kill(self, signum: int) -> None:
         """Kills all ranks at once and leaves `run` by raising `KilledByUser`."""
@@ -161,7 +161,7 @@ class Agent(LocalElasticAgent):
         cause = outcomes.first_cause(list(by_rank.values()))
         if cause is not None:
             text = self._print_cause(cause, "")
-            if cause.kind != "user_error":  # whose run folder may belong to another run
+            if cause.kind != "user_error":  # after a user error, the run folder may belong to another run
                 self._record_event("failed", {"step": cause.step, "rank": cause.rank, "error": text})
         elif missing := sorted(set(ranks) - set(by_rank)):
             print_line(f"rank {missing[0]} exited without an outcome")

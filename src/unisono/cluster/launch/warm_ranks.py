@@ -48,7 +48,7 @@ class WarmRanks:
             )
             for _ in range(num_ranks)
         ]
-        self._pids: dict[int, int] = {}  # of the ranks that are running
+        self._pids: dict[int, int] = {}  # process ids of the running ranks, by rank
 
     def __enter__(self) -> WarmRanks:
         return self

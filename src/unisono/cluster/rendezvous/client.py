@@ -36,7 +36,7 @@ from unisono.errors import UserError
 JOIN_S = 900.0
 """How long a machine waits for the others, at the start and after it lost them."""
 
-_MESSAGE_AFTER_S = 10.0  # of waiting, before the user sees why nothing happens
+_MESSAGE_AFTER_S = 10.0  # a machine that waits longer prints what it waits for
 _RETRY_S = 0.5
 _CONNECT_S = 5.0
 

@@ -98,8 +98,8 @@ class RendezvousServer:
         self.port: int = self._server.getsockname()[1]
         self._lock = threading.RLock()
         self._connected: dict[int, _Member] = {}
-        self._participants: dict[int, _Member] = {}  # of the current round
-        self._finished: set[int] = set()  # machines of the current round whose ranks have all ended well
+        self._participants: dict[int, _Member] = {}  # machines of the current round
+        self._finished: set[int] = set()  # machines of the current round whose ranks have all succeeded
         self._round = 0
         self._num_restarts = 0
         self._last_call_ends: float | None = None

@@ -204,7 +204,7 @@ def _curve_chart(name: str, curves: Curves) -> Chart | None:
 
 
 def bar_chart(title: str, curves: Curves, labels: Sequence[str]) -> Markup:
-    """Returns the newest values of a metric whose entries have names as bars; of many, the lowest and the highest."""
+    """Returns a bar per named entry of a metric, with its newest value; if there are many, the lowest and highest."""
     if curves.newest is None:
         return Markup()
     step, newest = curves.newest

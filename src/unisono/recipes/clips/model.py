@@ -133,7 +133,7 @@ class Block(nn.Module):
         return F.dropout(x, self.dropout, self.training)
 
 
-_BUCKETS = 16  # of distances, in each direction
+_BUCKETS = 16  # buckets of distances in each direction
 
 
 def distance_buckets(distances: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from unisono.recipes.clips.model import Scorer
     from unisono.recipes.clips.recipe import Clips
 
-_CLIPS_AT_ONCE = 64  # to encode; always as many, because the last bits of a result depend on the batch it is in
+_CLIPS_AT_ONCE = 64  # encoder batch size; fixed, because the last bits of a result depend on it
 _SMALL_MODEL = 3_000_000  # weights; the default model has a tenth of that
 
 

@@ -115,7 +115,7 @@ class Setup(ModelPair):
         return tuple(index * len(sigmas) // number for index in range(number))
 
     def rollouts(self, split: str, refresh: int = 0) -> Rollouts:
-        """The roll-outs of a split (train, eval, preview); those for training after so many refreshes."""
+        """The roll-outs of a split (train, eval, preview); training roll-outs change with each refresh."""
         folder, config = self.folder / "rollouts", self.config
         if split == "train":
             sharded = refresh > 0 and config.teacher_device_strategy == "balanced"  # a sharded teacher is not compiled

@@ -1,4 +1,4 @@
-"""Metrics of held-out samples: the loss at fixed noise levels; for the built-in shapes also what is generated."""
+"""Metrics of held-out samples: the loss at fixed noise levels; for the built-in shapes, the accuracy of samples too."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class WanFlow(WanRecipe):
             )
 
     def metric_names(self) -> Collection[str]:
-        """The loss and the cosine of the velocity; for the built-in shapes also what the model generates."""
+        """The loss and the cosine of the velocity; for the built-in shapes, also the accuracy of generated samples."""
         config, shapes = self.config, self.config.dataset_path == "shapes"
         if not (shapes or config.num_eval or config.eval_dataset_path):
             return ()
@@ -245,7 +245,7 @@ class WanFlow(WanRecipe):
         return self.setup.flow.loss(model, latent, text, self.without_caption(text), noise)  # type: ignore[arg-type]
 
     def evaluate(self, model: nn.Module, batch: Any, noise: Noise) -> Mapping[str, Any]:
-        """The loss at fixed noise levels; for the built-in shapes also what is generated."""
+        """The loss at fixed noise levels; for the built-in shapes, also the accuracy of generated samples."""
         from unisono.recipes.wan_flow.evaluation import loss_by_level, shape_metrics
 
         latent, text = self._inputs(model, batch)

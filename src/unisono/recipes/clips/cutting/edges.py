@@ -120,7 +120,7 @@ def snap(
         if fitted is None:
             continue
         start, end = fitted
-        start_is_at_edge = False  # the end must then not move the start
+        start_is_at_edge = False  # if so, moving the end must not move the start
         for bound in (moment.start, moment.end):
             is_start = bound == moment.start
             near = [edge for edge in edges if abs(edge.time - bound) <= within_s and low <= edge.time <= high]
@@ -148,7 +148,7 @@ class _Room:
         """Fits the ends into the range; a moment that is too short is extended at the end that may move."""
         start, end = max(start, self.low), min(end, self.high)
         lacking = self.least - (end - start)
-        if lacking > self.least / 2:  # it would show something else
+        if lacking > self.least / 2:  # most of the moment would be outside
             return None
         if lacking > 1e-9:
             start, end = (start, end + lacking) if keep_start else (start - lacking, end)

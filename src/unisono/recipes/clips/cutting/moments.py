@@ -134,7 +134,7 @@ def _check(clip_seconds: float, number: int, shortest: float, longest: float, ga
         raise ConfigError(f"num_clips {number}: expected at least 1")
     if not 0 < shortest <= longest < float("inf"):
         raise ConfigError(f"shortest {shortest:g} and longest {longest:g}: expected 0 < shortest ≤ longest, in seconds")
-    # Moments consist of whole clips: one of at least 5 s has 6 s if a clip has 2 s.
+    # Moments consist of whole clips: with clips of 2 s, a moment of at least 5 s is 6 s long.
     least = -(-shortest // clip_seconds) * clip_seconds
     if least > longest + _TINY:
         raise ConfigError(

@@ -20,7 +20,7 @@ from unisono.recipes.common.bad_files import BadMedia
 
 FEATURES = (".npy", ".npz", ".h5", ".hdf5")
 
-_MOST_BYTES = 2**32  # of one video's features, uncompressed
+_MOST_BYTES = 2**32  # limit of one video's features, uncompressed
 _MOST_CHUNK = 2**28  # bytes; HDF5 uncompresses a whole chunk to read any part of it
 _BUILT_IN_FILTERS = {1, 2, 3, 32000}  # deflate, shuffle, fletcher32, lzf: part of h5py, so no plugin is loaded
 

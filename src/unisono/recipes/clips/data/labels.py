@@ -82,7 +82,7 @@ class Labelled:
         areas = heights * (self.segments[:, 1] - self.segments[:, 0])
         after = np.cumsum(areas)
         times, summed = self.segments[:, :2].reshape(-1), np.stack([after - areas, after], axis=1).reshape(-1)
-        last = np.append(np.diff(times) > 0, True)  # keeps one of two equal times: a segment may start as one ends
+        last = np.append(np.diff(times) > 0, True)  # removes duplicate times: a segment may start when another one ends
         return np.asarray(np.diff(np.interp(edges, times[last], summed[last])))
 
 

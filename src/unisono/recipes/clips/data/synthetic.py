@@ -31,8 +31,8 @@ PATTERNS = ("motion", "sound", "none")
 _HIGHLIGHTS = 0.19  # fraction of the clips; as many are decoys
 _SAMPLE_RATE = 8_000
 _AUDIO_NOISE = 0.01  # as in any recording; without it, the encoder is slow on the silence next to a tone
-_MOST_NOISE = 30.0  # of 255, the largest standard deviation of the noise in frames
-_CONTRAST = 140.0  # of 255, by which the dot is brighter than the background on average
+_MOST_NOISE = 30.0  # largest standard deviation of the noise in frames, on a scale of 0 to 255
+_CONTRAST = 140.0  # mean difference of the dot to the background, on a scale of 0 to 255
 _BT709, _LIMITED_RANGE = 1, 1  # FFmpeg's numbers
 
 
@@ -81,7 +81,7 @@ def plan(seed: int, split: str, number: int, num_clips: int = 30, pattern: str =
     calm = kinds == CALM
     turns[calm] *= 0.15 * random.choice([-1.0, 1.0], calm.sum())
     sweeps[calm] *= 0.15 * random.choice([-1.0, 1.0], calm.sum())
-    # The direction of what is not the pattern is random.
+    # Only the pattern distinguishes highlights from decoys: all other directions are random.
     if pattern != "motion":
         turns[highlights] *= random.choice([-1.0, 1.0], pairs)
     if pattern != "sound":

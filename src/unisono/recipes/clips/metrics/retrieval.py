@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 THRESHOLDS = tuple(round(0.5 + 0.05 * step, 2) for step in range(10))
 LENGTHS = {"short": (0.0, 10.0), "middle": (10.0, 30.0), "long": (30.0, 150.0)}
-"""Seconds: longer than the first, up to the second."""
+"""Ranges of window length in seconds: above the first number, up to and including the second."""
 MOST_WINDOWS = 10
 """Number of predictions per query that count."""
 

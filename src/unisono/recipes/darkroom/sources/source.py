@@ -55,8 +55,8 @@ class Source(ABC):
     def __init__(self, room: Room, tasks: Tensor, draws: Draws, num_steps: int) -> None:
         """`num_steps` is the length of the histories; only sources that are experts may use `tasks`."""
         self.room, self.tasks, self.draws, self.num_steps = room, tasks, draws, num_steps
-        # Stage of each learner's episode (see Episode) before and after the action. Learners may use it: where rewards
-        # are given once, it is the number of rewards received.
+        # `Episode.stage` of each learner before and after the action. Learners may read it: it is the number of
+        # one-time rewards that they have received in this episode.
         self.stage = self.next_stage = torch.zeros_like(tasks)
 
     @abstractmethod

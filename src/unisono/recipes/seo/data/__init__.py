@@ -1,1 +1,1 @@
-"""What people have: queries, pages, judgements and labels, in the forms of the field; and their tokens, kept once."""
+"""Reads queries, pages, judgements and labels in common formats, and caches their tokens."""

@@ -19,8 +19,8 @@ from unisono.recipes.seo.data.tables import no_text, rows_of, text_in
 TEXT = ("text", "page", "content", "body")
 LABEL = ("label", "score", "target", "class", "labels")
 
-_MAX_CLASSES = 20  # different integers that are taken for classes
-_MIN_PER_CLASS = 2  # rows per different integer, or they are taken for numbers
+_MAX_CLASSES = 20  # up to this many distinct integers are treated as classes
+_MIN_PER_CLASS = 2  # with fewer rows per distinct integer, they are treated as numbers
 _LARGEST = 1e15  # its square is still finite in 32 bit
 
 Kind = Literal["auto", "class", "number"]

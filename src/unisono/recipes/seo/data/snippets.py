@@ -1,4 +1,4 @@
-"""Pages and what is to be written of them: their titles or their descriptions."""
+"""Reads pages with their titles or descriptions, which the task `snippet` learns to write."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def read_snippets(
     remark: Callable[[str], None] = lambda text: None,
     leave_out_bad: bool = False,
 ) -> list[tuple[str, str]]:
-    """(text of a page, its title or description) of a table, a folder of pages, a sitemap or a list of files."""
+    """Pairs of a page's text and its title or description, from a table, a folder, a sitemap or a list of files."""
     place, bad = Path(path).expanduser(), BadRows(leave_out_bad)
     if not place.is_dir() and plain_suffix(place) in TABLES:
         pairs = _of_table(place, write, bad)
@@ -62,7 +62,7 @@ def _of_site(
 
 
 def read_page(file: Path) -> bytes:
-    """The bytes of a page; ConfigError where it cannot be read."""
+    """The bytes of a page; ConfigError if it cannot be read."""
     try:
         with file.open("rb") as opened:
             return opened.read(MAX_BYTES + 1)

@@ -121,6 +121,6 @@ def _lacking(names: Sequence[str], needed: Sequence[Sequence[str]]) -> list[Sequ
     return [group for group in needed if not set(group) & set(names)]
 
 
-def _wrong_columns(what: str, found: Sequence[str], needed: Sequence[Sequence[str]]) -> str:
+def _wrong_columns(start: str, columns: Sequence[str], needed: Sequence[Sequence[str]]) -> str:
     expected = ", ".join(group[0] for group in needed)
-    return f"{what} {shown(', '.join(found))}; expected {expected}; there is no {_lacking(found, needed)[0][0]}"
+    return f"{start} {shown(', '.join(columns))}; expected {expected}; there is no {_lacking(columns, needed)[0][0]}"

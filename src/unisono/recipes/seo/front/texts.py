@@ -125,7 +125,7 @@ def fold_texts(texts: Sequence[str], labels: Sequence[Any], num_folds: int, seed
 
 
 def _copies(texts: Sequence[str]) -> list[list[int]]:
-    """The indices of each different text."""
+    """The indices of each distinct text."""
     indices: dict[str, list[int]] = {}
     for index, text in enumerate(texts):
         indices.setdefault(text, []).append(index)
@@ -133,6 +133,6 @@ def _copies(texts: Sequence[str]) -> list[list[int]]:
 
 
 def _classes(copies: list[list[int]], labels: Sequence[Any], at_least: int = 2) -> list[str] | None:
-    """The class of each different text; None if labels are numbers, or a class has too few texts to be divided."""
+    """The class of each distinct text; None if labels are numbers, or a class has too few texts to split."""
     classes = [str(labels[group[0]]) for group in copies]
     return classes if min(Counter(classes).values()) >= at_least else None

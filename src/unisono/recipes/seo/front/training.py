@@ -62,7 +62,7 @@ class Training:
         self.classifier = Classifier(config)
         self.trainer: OwnTrainer | None = None
         self._data: tuple[Texts, Texts | None] | None = None
-        self._checkpoint: Path | None = None  # from which the next trainer starts
+        self._checkpoint: Path | None = None  # the next trainer starts from it
         self._epoch = 0  # number of the next epoch
 
     def start(self, train: Loader, val: Loader | None, num_epochs: int) -> OwnTrainer:
@@ -80,7 +80,7 @@ class Training:
         self.close()
         self.trainer = self._make_trainer(*data, num_epochs)
         self._data, self._epoch = data, 0
-        self.classifier.num_epochs += len(self.trainer.history)  # of an earlier start of this run
+        self.classifier.num_epochs += len(self.trainer.history)  # adds the epochs of an earlier start of this run
         if self._checkpoint is not None:
             self._epoch, self._checkpoint = self.trainer.load_checkpoint(self._checkpoint / TRAINING) + 1, None
         return self.trainer

@@ -1,9 +1,9 @@
-"""How well pages are ranked for queries: MRR, NDCG and Recall over pages that come in any order, on any rank.
+"""Ranking metrics: MRR, NDCG and recall. Pages may be scored in any order and on any rank.
 
-Of each query only its best pages are kept, so a million pages take no more memory than a thousand, and the best of
-several ranks are the best of each of them. The definitions are those of BEIR (trec_eval): a grade above 0 is relevant,
-a grade is its own gain in NDCG (not 2^grade - 1), the ideal order is that of all judged pages, and the mean is over the
-queries that have a relevant page. A relevant page that is not among the best counts as missed.
+Only the best pages of each query stay in memory, so a million pages need no more than a thousand, and merging the
+best pages of all ranks gives the best pages overall. The definitions are those of BEIR (trec_eval): a grade above 0
+means relevant, the gain in NDCG is the grade (not 2^grade - 1), the ideal order is that of all judged pages, and the
+mean is over the queries that have a relevant page. A relevant page that is not among the best counts as missed.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ CUT = 10
 RECALLS = (1, 10, 100)
 _EMPTY = torch.iinfo(torch.int64).min
 _LOW = 0xFFFFFFFF
-# Equal scores (of a collapsed model, or in 16 bits) must not be ordered by page number as it is: where the relevant
-# pages come first in the file, they would come first in the ranking. So ties go by a scrambled number, another
-# permutation for each query: times an odd number modulo 2^32, plus the query's own shift.
+# Ties (of a collapsed model, or in 16 bit) must not be broken by page number: if the relevant pages come first in the
+# file, they would come first in the ranking. A permutation of the page numbers, different for each query, breaks them:
+# the number times an odd constant modulo 2^32, plus an offset that depends on the query.
 _SCRAMBLE, _SHIFT = 0x9E3779B1, 0x85EBCA77
 _UNSCRAMBLE = pow(_SCRAMBLE, -1, 2**32)
 
 
 class TopPages:
-    """The best pages of each query so far, and what they are worth; ranks' objects are merged exactly.
+    """Collects the best pages of each query and computes the metrics; merging the objects of all ranks is exact.
 
-    The same scores give the same figures in any number of parts and in any order. Scores are compared in float32; a
-    page whose score is NaN is not found at all.
+    The same scores give the same metrics, in however many parts and in whatever order they come. Scores are compared
+    in float32; a page with a NaN score is ignored.
     """
 
     update_called = False
@@ -42,13 +42,13 @@ class TopPages:
         self._keep = keep
         self._judged = torch.tensor([triple[:2] for triple in triples], dtype=torch.int64).reshape(-1, 2)
         self._grades = torch.tensor([triple[2] for triple in triples], dtype=torch.float64)
-        # One number holds a page's score and, below it, its tie-breaker: no two are equal, so topk has one answer.
+        # Score in the high bits, tie-breaker in the low bits: no two numbers are equal, so topk has one result.
         self._best = torch.full((num_queries, keep), _EMPTY, dtype=torch.int64)
 
     def update(self, scores: Tensor, page_numbers: Tensor, queries: Tensor | None = None) -> None:
-        """Takes scores [Q, P] of pages [P], or of pages [Q, P] that differ from query to query.
+        """Adds scores [Q, P] of pages [P], or of pages [Q, P] that differ from query to query.
 
-        Row i is of query i, or of queries[i], which may occur several times. Each pair of query and page comes once.
+        Row i belongs to query i, or to queries[i], which may contain duplicates. Add each pair of query and page once.
         """
         self.update_called = True
         everyone = queries is None
@@ -64,7 +64,7 @@ class TopPages:
         self._best = best if everyone else self._best.index_copy(0, rows, best)
 
     def merge_state(self, other: Self) -> None:
-        """Adds what another rank has found."""
+        """Adds the best pages of another rank."""
         self.update_called |= other.update_called
         both = torch.cat([self._best, other._best.to(self._best.device)], dim=1)
         self._best = both.topk(self._keep).values
@@ -75,16 +75,16 @@ class TopPages:
         self.update_called = False
 
     def to(self, device: torch.device | str) -> Self:
-        """Keeps them on a device."""
+        """Moves the collected pages to a device."""
         self._best = self._best.to(device)
         return self
 
     def cpu(self) -> Self:
-        """Keeps them in main memory."""
+        """Moves the collected pages to main memory."""
         return self.to("cpu")
 
     def pages(self) -> Tensor:
-        """[num_queries, keep] the numbers of the best pages, the best first; -1 where there are no more."""
+        """[num_queries, keep] numbers of the best pages, best first; -1 if there are fewer."""
         rows = torch.arange(len(self._best), device=self._best.device)[:, None]
         numbers = (((self._best & _LOW) - rows * _SHIFT) * _UNSCRAMBLE) & _LOW
         return torch.where(self._best == _EMPTY, -1, numbers)
@@ -95,7 +95,7 @@ class TopPages:
 
 
 def measures(pages: Tensor, judged: Tensor, grades: Tensor) -> dict[str, float]:
-    """The figures of ranked pages [Q, K] (-1: none), given relevant pairs [N, 2] of query and page and grades [N]."""
+    """The metrics of ranked pages [Q, K] (-1: none), given relevant (query, page) pairs [N, 2] and their grades [N]."""
     num_queries, kept = pages.shape
     gains = _gains(pages, judged, grades)  # [Q, K]
     relevant = torch.bincount(judged[:, 0], minlength=num_queries)
@@ -116,7 +116,7 @@ def measures(pages: Tensor, judged: Tensor, grades: Tensor) -> dict[str, float]:
 
 
 def _gains(pages: Tensor, judged: Tensor, grades: Tensor) -> Tensor:
-    """[Q, K] the grade of each ranked page; 0 of those not judged."""
+    """[Q, K] the grade of each ranked page; 0 for pages without a judgement."""
     judged_pairs, order = ((judged[:, 0] << 32) | judged[:, 1]).sort()
     rows = torch.arange(len(pages))[:, None]
     wanted = torch.where(pages < 0, -1, (rows << 32) | pages)
@@ -139,10 +139,10 @@ def _ideal(judged: Tensor, grades: Tensor, num_queries: int) -> Tensor:
 
 
 def _keys(scores: Tensor, pages: Tensor, rows: Tensor) -> Tensor:
-    """[Q, P] one int64 each that orders by score, then by scrambled page number."""
+    """[Q, P] int64 keys that sort by score, then by permuted page number."""
     scores = scores.float() + 0.0  # -0 is 0
     bits = scores.view(torch.int32)
-    keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()  # as integers they compare like the floats
+    keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()  # these integers sort like the floats
     keys <<= 32
     ties = (pages.long() * _SCRAMBLE & _LOW) + (rows * _SHIFT & _LOW)[:, None]
     keys |= ties.bitwise_and_(_LOW)

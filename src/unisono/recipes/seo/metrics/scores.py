@@ -127,7 +127,7 @@ class ScoreMetrics:
     def compute(self) -> dict[str, float]:
         """All metrics: of the model, after calibration, of the majority class (or the mean), of the length alone."""
         indices, *columns = (torch.cat(column).cpu().numpy() for column in zip(*self._parts, strict=True))
-        # Each page once and in order: sums have the same bits, whichever rank computed a page.
+        # Each page once and in order, so that sums are bitwise equal, whichever rank computed a page.
         _, first = np.unique(indices, return_index=True)
         outputs, labels, lengths = (column[first] for column in columns)
         outputs = outputs.astype(np.float64)

@@ -19,9 +19,9 @@ UNSEEN = -100
 _AT_ONCE = 16
 
 
-def cue_for(what: str) -> str:
-    """The text between a page and what a decoder writes."""
-    return f"\n\n{what.capitalize()}:"
+def cue_for(kind: str) -> str:
+    """The text between a page and the output of a decoder."""
+    return f"\n\n{kind.capitalize()}:"
 
 
 def first_token(model: Any, tokenizer: Any) -> int:
@@ -37,7 +37,7 @@ def logits_of(model: Any, batch: Any, start: int | None) -> Tensor:
     if start is not None:
         before = batch["labels"].roll(1, dims=1)
         before[:, 0] = start
-        before = before.masked_fill(before == UNSEEN, start)  # after the end: has no effect on the loss
+        before = before.masked_fill(before == UNSEEN, start)  # positions after the end token do not affect the loss
         logits: Tensor = model(**inputs, decoder_input_ids=before).logits
         return logits
     keep = batch["keep"]

@@ -34,7 +34,7 @@ _TOKENIZERS = (
     "sentencepiece.bpe.model",
 )
 _TROUBLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError, RecursionError)
-_MULTIPLE = 8  # to which batches are padded
+_MULTIPLE = 8  # batches are padded to a multiple of this many tokens
 _KEPT = "tokenizer"
 
 
@@ -68,7 +68,7 @@ def _tokenizer_of(place: Path, name: str) -> PreTrainedTokenizerBase:
         raise ConfigError(f"model_name {name}: its tokenizer cannot be loaded ({in_a_line(error)})") from None
     if not hasattr(tokenizer, "backend_tokenizer"):
         raise ConfigError(f"model_name {name}: its tokenizer has no fast form (tokenizer.json); use another model")
-    if tokenizer.pad_token is None:  # GPT-2 and others: any token will do, because padding is masked
+    if tokenizer.pad_token is None:  # GPT-2 and others have none; any token works, because padding is masked
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
         if tokenizer.pad_token is None:
             raise ConfigError(f"model_name {name}: its tokenizer has no pad, end or unknown token; give it one of them")
@@ -152,7 +152,7 @@ def load_cross_encoder(config: Config, tokenizer: PreTrainedTokenizerBase) -> nn
 
 
 def load_writer(config: Config, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
-    """The model that writes: an encoder-decoder or a decoder."""
+    """The model for the task `snippet`: an encoder-decoder or a decoder."""
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     name, two = config.model_name, reads_first(config.model_name)
@@ -167,7 +167,7 @@ def load_writer(config: Config, tokenizer: PreTrainedTokenizerBase) -> nn.Module
 
 
 def reads_first(name: str) -> bool:
-    """Whether a model that writes has an encoder; otherwise it continues the text."""
+    """Whether a text generation model is an encoder-decoder; a decoder continues the text instead."""
     if name == TINY:
         return True
     place = locate(name)

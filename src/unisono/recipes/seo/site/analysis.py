@@ -128,7 +128,7 @@ class _Analysis:
         findings.ranked_by = self._model.name if is_learned and self._model else "BM25 (common words, no model)"
 
     def finish(self) -> Findings:
-        """Adds what is known only after the last page."""
+        """Adds the findings that need all pages, and the remarks."""
         findings, model, site = self._findings, self._model, self._site
         if model and model.score:
             findings.scored_by = model.name
@@ -191,7 +191,7 @@ class _Best:
             best, best_numbers = self._scores[side][rows], self._numbers[side][rows]
             joined = np.concatenate([best, new], axis=1)
             numbers = np.concatenate([best_numbers, np.broadcast_to(np.asarray(columns), new.shape)], axis=1)
-            order = np.argsort(-joined, axis=1, kind="stable")[:, : best.shape[1]]  # of equal scores the first
+            order = np.argsort(-joined, axis=1, kind="stable")[:, : best.shape[1]]  # keeps the earlier of equal scores
             self._scores[side][rows] = np.take_along_axis(joined, order, axis=1)
             self._numbers[side][rows] = np.take_along_axis(numbers, order, axis=1)
 

@@ -90,7 +90,7 @@ class Duplicates:
         return (np.stack(values) == minhash.hashvalues).mean(axis=1) if values else np.empty(0)
 
     def _without_declared(self, groups: Iterable[list[int]]) -> list[list[int]]:
-        """Groups of at least two pages with different canonical URLs: the same one declares them as one page."""
+        """Groups of at least two pages with different canonical URLs; a common one declares them as one page."""
         undeclared = []
         for group in groups:
             first_of = {self._canonical[number] or number: number for number in reversed(group)}

@@ -1,4 +1,4 @@
-"""On which page each keyword is checked: the one that a file assigns to it, or else the best match.
+"""Chooses the page on which each keyword is checked: the one that a file assigns to it, or the best match.
 
 A keyword has one target page on a site. Checked on all pages, it would fail on all others.
 """

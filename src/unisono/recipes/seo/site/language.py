@@ -22,8 +22,8 @@ _OTHER_WORDS = """
     yang dan untuk dengan ini dari pada ke itu ang ng sa ya wa kwa
 """
 _ENGLISH, _OTHERS = frozenset(_ENGLISH_WORDS.split()), frozenset(_OTHER_WORDS.split())
-_ENOUGH = 0.08  # of the words; in prose about a fifth
-_FOREIGN_LETTERS = 0.02  # of the letters
+_ENOUGH = 0.08  # fraction of common English words in the text; prose has about 0.2
+_FOREIGN_LETTERS = 0.02  # fraction of non-ASCII letters
 
 
 def is_english(text: str, words: Sequence[str]) -> bool:

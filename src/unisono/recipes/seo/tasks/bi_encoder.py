@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from unisono.recipes.seo.tasks.matching import Matching
 
 _NOBODY = -1  # key of a placeholder
-_NO_PAGE = -2  # number of a placeholder; differs from the padding of `known`
+_NO_PAGE = -2  # number of a placeholder; differs from the padding of `relevant`
 _BLOCK = 256  # queries per batch before an evaluation
 
 
@@ -122,7 +122,7 @@ class BiEncoder(RankingTask):
             keys = [[key_of(tokens) if len(tokens) else _NOBODY for tokens in item.negatives] for item in items]
             batch["negative_keys"] = torch.tensor(keys)
             batch["negative_numbers"] = torch.tensor([item.negative_numbers for item in items])
-        batch["known"] = torch.tensor(np.stack([item.known for item in items]))
+        batch["relevant"] = torch.tensor(np.stack([item.relevant for item in items]))
         batch["numbers"] = torch.tensor([item.number for item in items])
         return batch
 
@@ -131,7 +131,7 @@ class BiEncoder(RankingTask):
         texts: Groups | Packed = batch["texts"]
         vectors, samples = texts.through(model), len(batch["query_keys"])
         rows = {"query": vectors[:samples], "page": vectors[samples : 2 * samples]}
-        names = ["query_keys", "page_keys", "known", "numbers"]
+        names = ["query_keys", "page_keys", "relevant", "numbers"]
         if self.num_negatives:
             rows["negative"] = vectors[2 * samples :].view(samples, self.num_negatives, -1)
             names += ["negative_keys", "negative_numbers"]
@@ -182,7 +182,7 @@ def contrastive(rows: Mapping[str, Tensor], scale: float, *, both_ways: bool = F
         negatives, keys = rows["negative"].flatten(0, 1), rows["negative_keys"].flatten()
         wrong = scale * queries @ negatives.T
         taken = (keys[None] == rows["page_keys"][:, None]) | (keys == _NOBODY)[None]
-        taken |= _among(rows["known"], rows["negative_numbers"].flatten())
+        taken |= _among(rows["relevant"], rows["negative_numbers"].flatten())
         everything = torch.cat([scores, wrong.masked_fill(taken, -torch.inf)], dim=1)
     each = cross_entropy(everything, right, reduction="none")
     if both_ways:
@@ -195,13 +195,13 @@ def _same(rows: Mapping[str, Tensor]) -> Tensor:
     """[queries, pages] which pages of a batch are relevant for which query."""
     same_page = rows["page_keys"][:, None] == rows["page_keys"][None]
     same_query = rows["query_keys"][:, None] == rows["query_keys"][None]
-    return same_page | same_query | _among(rows["known"], rows["numbers"])
+    return same_page | same_query | _among(rows["relevant"], rows["numbers"])
 
 
-def _among(known: Tensor, numbers: Tensor) -> Tensor:
+def _among(relevant: Tensor, numbers: Tensor) -> Tensor:
     """[queries, pages] which of these pages are among the relevant ones of each query."""
-    is_among = torch.zeros(len(known), len(numbers), dtype=torch.bool, device=known.device)
-    for column in known.T:  # column by column, to save memory
+    is_among = torch.zeros(len(relevant), len(numbers), dtype=torch.bool, device=relevant.device)
+    for column in relevant.T:  # column by column, to save memory
         is_among |= column[:, None] == numbers[None]
     return is_among
 
@@ -215,7 +215,7 @@ def key_of(tokens: Tokens) -> int:
 class Pair:
     """A query, its page, hard negatives (padded with empty ones), and its relevant pages."""
 
-    __slots__ = ("known", "negative_numbers", "negatives", "number", "page", "query")
+    __slots__ = ("negative_numbers", "negatives", "number", "page", "query", "relevant")
 
     def __init__(
         self,
@@ -224,21 +224,21 @@ class Pair:
         number: int,
         negatives: Sequence[Tokens],
         negative_numbers: Sequence[int],
-        known: Tokens,
+        relevant: Tokens,
     ) -> None:
-        self.query, self.page, self.number, self.known = query, page, number, known
+        self.query, self.page, self.number, self.relevant = query, page, number, relevant
         self.negatives, self.negative_numbers = negatives, negative_numbers
 
 
 class Pairs(Dataset[Pair]):
     """Sample i is the i-th pair of a query and a relevant page."""
 
-    _MOST_KNOWN = 32  # relevant pages of a query that are excluded as negatives
+    _MAX_RELEVANT = 32  # relevant pages of a query that are excluded as negatives
 
     def __init__(self, queries: Texts, pages: Texts, matching: Matching, num_negatives: int) -> None:
         self.queries, self.pages, self.matching, self.num_negatives = queries, pages, matching, num_negatives
         most = int(np.diff(matching.starts).max(initial=1))
-        self.num_known = min(most, self._MOST_KNOWN)
+        self.num_relevant = min(most, self._MAX_RELEVANT)
 
     def __len__(self) -> int:
         return len(self.matching.relevant)
@@ -247,15 +247,17 @@ class Pairs(Dataset[Pair]):
         matching = self.matching
         query = int(np.searchsorted(matching.starts, index, side="right")) - 1
         number = int(matching.relevant[index])
-        known = np.full(self.num_known, -1, dtype=np.int64)
-        relevant = matching.relevant_for(query)[: self.num_known]
-        known[: len(relevant)] = relevant
+        pages = matching.relevant_for(query)[: self.num_relevant]
+        relevant = np.full(self.num_relevant, -1, dtype=np.int64)
+        relevant[: len(pages)] = pages
         wrong = matching.negatives_of(query).tolist()
         chosen = random.sample(wrong, min(len(wrong), self.num_negatives))  # seeded by the position of the sample
         lacking = self.num_negatives - len(chosen)
         negatives = [self.pages[page] for page in chosen] + [np.zeros(0, dtype=np.int32)] * lacking
         numbers = [*chosen, *[_NO_PAGE] * lacking]
-        return Pair(self.queries[int(matching.queries[query])], self.pages[number], number, negatives, numbers, known)
+        return Pair(
+            self.queries[int(matching.queries[query])], self.pages[number], number, negatives, numbers, relevant
+        )
 
 
 class Candidate:

@@ -40,7 +40,7 @@ class CrossEncoder(RankingTask):
         return self.config.num_negatives or _NEGATIVES
 
     def start_remark(self, global_batch: int) -> str | None:
-        """The number of negatives."""
+        """Says how many negatives each query has."""
         return f"each query is read with its page and {self.num_negatives} others"
 
     def model(self) -> nn.Module:
@@ -56,7 +56,7 @@ class CrossEncoder(RankingTask):
     def eval_data(self) -> Dataset[Any]:
         """The BM25 results of held-out queries."""
         best = np.load(self.folder / BM25_RESULTS, allow_pickle=False)
-        return Found(self.texts("eval_queries"), self.texts("eval_pages"), self.matching("eval"), best)
+        return BM25Results(self.texts("eval_queries"), self.texts("eval_pages"), self.matching("eval"), best)
 
     def collate(self, items: list[Any]) -> Any:
         """Joins query and page, grouped by length."""
@@ -118,17 +118,17 @@ class Pairing(NamedTuple):
     before: list[int]
     between: list[int]
     after: list[int]
-    typed: bool  # whether it wants to know which tokens are of which text
+    typed: bool  # whether the tokenizer returns token types
 
     def joined(self, first: Tokens, second: Tokens) -> tuple[Tokens, Tokens]:
-        """Two texts as one, and which tokens are of the second."""
+        """The tokens of both texts in one row, and their token types: 0 for the first text, 1 for the second."""
         left = np.concatenate([self.before, first, self.between]).astype(np.int32)
         right = np.concatenate([second, self.after]).astype(np.int32)
         return np.concatenate([left, right]), np.repeat([0, 1], [len(left), len(right)])
 
 
 def pairing_of(tokenizer: Any) -> Pairing:
-    """How a tokenizer joins two texts, found by letting it join two."""
+    """How a tokenizer joins two texts, derived from an example."""
     plain = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("query", "page")]
     both = tokenizer("query", "page")
     ids = list(both["input_ids"])
@@ -142,11 +142,11 @@ def _find(ids: list[int], part: list[int], start: int) -> int:
     for place in range(start, len(ids) - len(part) + 1):
         if ids[place : place + len(part)] == part:
             return place
-    raise ValueError("a tokenizer that changes texts when it joins them")
+    raise ValueError("the tokenizer changes the tokens of a text when it joins two texts")
 
 
 class Listed(NamedTuple):
-    """A query and some pages, the right one first (in training)."""
+    """A query and the pages to score for it; in training, the relevant page is first."""
 
     query: Tokens
     pages: Sequence[Tokens]
@@ -155,7 +155,7 @@ class Listed(NamedTuple):
 
 
 class Lists(Dataset[Listed]):
-    """Sample i: the i-th pair of a query and a page that belongs to it, and pages that do not."""
+    """Sample i: the i-th pair of a query and a relevant page, and negatives."""
 
     def __init__(self, queries: Texts, pages: Texts, matching: Matching, num_negatives: int) -> None:
         self.queries, self.pages, self.matching, self.num_negatives = queries, pages, matching, num_negatives
@@ -167,7 +167,7 @@ class Lists(Dataset[Listed]):
         matching = self.matching
         query = int(np.searchsorted(matching.starts, index, side="right")) - 1
         wrong = matching.negatives_of(query).tolist()
-        # Seeded by the sample's place in the stream.
+        # The engine seeds `random` by the sample's position in the stream.
         chosen = random.sample(wrong, min(len(wrong), self.num_negatives))
         right = {int(page) for page in matching.relevant_for(query)}
         while len(chosen) < self.num_negatives:
@@ -179,8 +179,8 @@ class Lists(Dataset[Listed]):
         return Listed(self.queries[int(matching.queries[query])], tokens, numbers, query)
 
 
-class Found(Dataset[Listed]):
-    """Item i: the i-th held-out query and the pages that plain words have found for it."""
+class BM25Results(Dataset[Listed]):
+    """Item i: the i-th held-out query and its best pages by BM25."""
 
     def __init__(self, queries: Texts, pages: Texts, matching: Matching, best: Any) -> None:
         self.queries, self.pages, self.matching, self.best = queries, pages, matching, best
@@ -190,5 +190,5 @@ class Found(Dataset[Listed]):
 
     def __getitem__(self, index: int) -> Listed:
         numbers = self.best[index].tolist()
-        tokens = [self.pages[max(0, number)] for number in numbers]  # -1: fewer were found
+        tokens = [self.pages[max(0, number)] for number in numbers]  # -1: BM25 returned fewer
         return Listed(self.queries[int(self.matching.queries[index])], tokens, numbers, index)

@@ -64,11 +64,11 @@ class Scored(Dataset[dict[str, Any]]):
         return {"ids": ids, "label": self.labels[index], "length": self.characters[index], "index": index}
 
     def shape(self, index: int) -> int:
-        """The power of two that its tokens fit into: few groups, so that micro-batches stay large."""
+        """The length of a page, rounded up to a power of two: few distinct shapes keep micro-batches large."""
         return max(_SHORTEST, 1 << (int(self._tokens[index]) - 1).bit_length())
 
     def cost(self, index: int) -> float:
-        """How much work it is."""
+        """The cost of a page: its number of tokens."""
         return float(max(1, self._tokens[index]))
 
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _NUM_WRITTEN = 64  # held-out pages to generate for in an evaluation; each token takes a forward pass
 _NUM_SHOWN = 8
-_HOW = "snippet.json"  # in an exported folder: instructions
+_HOW = "snippet.json"  # file in an exported folder that says how to prompt the model
 _DEBIAN = "debian"
 
 
@@ -154,12 +154,12 @@ class Snippet(Task):
         return load_writer(self.config, self.tokenizer)
 
     def dataset(self, split: str) -> Any:
-        """Pages with what is to be written."""
+        """Pages with their target texts."""
         numbers = range(self._num_train) if split == "train" else range(self._num_train, len(self._pages))
         return Snippets(self._pages, self._targets, numbers) if len(numbers) else None
 
     def collate(self, items: list[Any]) -> Any:
-        """Ids, mask and labels; what no loss is computed of is UNSEEN."""
+        """Token ids, mask and labels; tokens without a loss have the label UNSEEN."""
         pad_id = int(self.tokenizer.pad_token_id)
         targets = [item["target"] for item in items]
         index = torch.tensor([item["index"] for item in items])
@@ -172,12 +172,12 @@ class Snippet(Task):
         labels = torch.full_like(ids, UNSEEN)
         for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
             labels[number, len(prompt) : len(row)] = ids[number, len(prompt) : len(row)]
-        # Logits of a whole page would take much memory, and are needed only from where the shortest one ends.
+        # Logits of all page tokens would take much memory. They are needed only from the end of the shortest prompt on.
         keep = torch.arange(min(map(len, prompts)) - 1, max(map(len, rows)) - 1)
         return {"ids": ids, "mask": mask, "labels": labels[:, keep + 1], "keep": keep, "index": index}
 
     def _prompt(self, page: Row) -> Row:
-        """What a decoder goes on with: a page without the end that some tokenizers put to it, and a cue."""
+        """The prompt of a decoder: the page, without the end token that some tokenizers add, and the cue."""
         ends = len(page) > 1 and page[-1] == self.tokenizer.eos_token_id
         room = max(1, self.config.max_length - len(self._cue))
         return np.concatenate([(page[:-1] if ends else page)[:room], self._cue])
@@ -193,20 +193,20 @@ class Snippet(Task):
         return Loss(total, (labels != UNSEEN).sum())
 
     def before_evaluation(self, model: nn.Module) -> None:
-        """Writes something for some held-out pages; every process the same, as sharded models need."""
+        """Generates texts for the first held-out pages, on all ranks alike, because a sharded model needs them all."""
         self._written = self._write(model, _NUM_WRITTEN)
 
     def evaluate(self, model: nn.Module, batch: Any, noise: Noise) -> Mapping[str, Any]:
-        """The loss, and what was written for those pages that something was written for, beside the first sentence."""
+        """The loss and, for pages with a generated text, its metrics and those of the page's first sentence."""
         loss = self.loss(model, batch, noise)
-        found: dict[str, list[float]] = {}
+        totals: dict[str, list[float]] = {}
         for index in batch["index"].tolist():
             if index < len(self._written):
                 page, true = self._held_out[index]
-                for name, values in judge(self._written[index], page, true, self.config.write).items():
-                    sums = found.setdefault(name, [0.0, 0.0])
+                for name, values in text_metrics(self._written[index], page, true, self.config.write).items():
+                    sums = totals.setdefault(name, [0.0, 0.0])
                     sums[:] = [sums[0] + values[0], sums[1] + values[1]]
-        return {"loss": (loss.total, loss.count), **{name: tuple(sums) for name, sums in found.items() if sums[1]}}
+        return {"loss": (loss.total, loss.count), **{name: tuple(sums) for name, sums in totals.items() if sums[1]}}
 
     def preview(self, model: nn.Module, step: int) -> Mapping[str, Any] | None:
         """Some held-out pages: their first sentence, the true title or description, and what the model writes."""
@@ -225,7 +225,7 @@ class Snippet(Task):
         return write(model, self.tokenizer, prompts, self.config.target_length)
 
     def export(self, model: nn.Module, folder: Path) -> None:
-        """A folder for AutoModelForSeq2SeqLM or AutoModelForCausalLM."""
+        """Writes a folder for AutoModelForSeq2SeqLM or AutoModelForCausalLM."""
         from unisono.recipes.seo.export import write_writer
 
         config = self.config
@@ -242,9 +242,9 @@ class Snippet(Task):
 
 
 class Snippets(Dataset[dict[str, Any]]):
-    """Sample i: a page's tokens, those of what is to be written, and i."""
+    """Sample i: the tokens of page i, the tokens of its target, and i."""
 
-    _STEP = 64  # tokens: few shapes, so that micro-batches of one shape are not small
+    _STEP = 64  # tokens; few distinct shapes, so that each shape fills its micro-batches
 
     def __init__(self, pages: Texts, targets: Texts, numbers: range) -> None:
         self.pages, self.targets, self.numbers = pages, targets, numbers
@@ -258,23 +258,23 @@ class Snippets(Dataset[dict[str, Any]]):
         return {"page": self.pages[number], "target": self.targets[number], "index": index}
 
     def shape(self, index: int) -> int:
-        """Its length, rounded up: pages of nearly equal length come together."""
+        """The length of a page, rounded up, so that micro-batches hold pages of similar length."""
         return -(-int(self._lengths[index]) // self._STEP) * self._STEP
 
 
-def judge(written: str, page: str, true: str, what: str) -> dict[str, tuple[float, float]]:
-    """Sums and counts over what is measured of one page, for what is written and for the page's first sentence."""
-    lead, most = lead_of(page), MAX_CHARACTERS[what]
-    found: dict[str, tuple[float, float]] = {"rouge_l_lead_cut": (rouge_l(cut(lead, most), true), 1)}
+def text_metrics(written: str, page: str, true: str, kind: str) -> dict[str, tuple[float, float]]:
+    """The metrics of one page as (sum, count), for the generated text and for the page's first sentence."""
+    lead, most = lead_of(page), MAX_CHARACTERS[kind]
+    metrics: dict[str, tuple[float, float]] = {"rouge_l_lead_cut": (rouge_l(cut(lead, most), true), 1)}
     for suffix, text in (("", written), ("_lead", lead)):
-        found[f"rouge_l{suffix}"] = rouge_l(text, true), 1
-        found[f"fits{suffix}"] = float(0 < len(text) <= most), 1
-        found[f"numbers_copied{suffix}"] = copied_numbers(text, page)
-    return found
+        metrics[f"rouge_l{suffix}"] = rouge_l(text, true), 1
+        metrics[f"fits{suffix}"] = float(0 < len(text) <= most), 1
+        metrics[f"numbers_copied{suffix}"] = copied_numbers(text, page)
+    return metrics
 
 
 class _Targets(Tokenize):
-    """Tokens of what is to be written, and the token that ends it."""
+    """Tokenizes target texts and adds the end token."""
 
     def __init__(self, tokenizer: Any, limit: int) -> None:
         super().__init__(tokenizer, limit)

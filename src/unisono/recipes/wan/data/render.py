@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from PIL.ImageFont import FreeTypeFont, ImageFont
 
-_BT709 = 1  # in FFmpeg's tables of colour spaces, primaries and transfer curves alike
+_BT709 = 1  # the same number in FFmpeg's tables of colour spaces, primaries and transfer curves
 _LIMITED = 1  # the range of values in videos
 _GAP = 2  # pixels between images
 _ACROSS = 8  # frames of a video per row

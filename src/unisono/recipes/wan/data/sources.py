@@ -22,7 +22,7 @@ from unisono.recipes.wan.data.metadata import CAPTION_LISTS, MEDIA_LISTS, TABLES
 
 LATENT, EMBEDDING = ".latent.safetensors", ".safetensors"
 _MEDIA = (*VIDEO_SUFFIXES, *IMAGES)
-_MOST_CHARACTERS = 65_536  # of a caption; a model takes 512 tokens
+_MOST_CHARACTERS = 65_536  # limit of a caption; a model takes 512 tokens
 _NO_CAPTION = "has no caption"
 
 

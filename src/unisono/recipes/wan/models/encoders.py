@@ -118,7 +118,7 @@ class FolderEncoders(Encoders):
         if config.get("_class_name") not in _SCHEDULERS:
             return euler(shift)
         kind = getattr(diffusers, str(config["_class_name"]))
-        try:  # tries it out: a broken scheduler must not end a run
+        try:  # a broken scheduler must not end the run
             scheduler = kind.from_config({name: value for name, value in config.items() if not name.startswith("_")})
             scheduler.set_timesteps(2)
         except Exception:

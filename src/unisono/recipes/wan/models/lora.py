@@ -176,7 +176,7 @@ def open_lora(transformer: nn.Module, path: Path, rank: int = 0, part: str = "tr
     rank_in_file = max(len(state[f"{name}.lora_A.weight"]) for name in pairs)
     if rank not in (0, rank_in_file):
         raise ConfigError(
-            f"lora_rank {rank}: the LoRA in {file} has rank {rank_in_file} and keeps it; leave lora_rank out"
+            f"lora_rank {rank}: the LoRA in {file} has rank {rank_in_file}, which cannot change; remove lora_rank"
         )
     return LoraFile(state, sorted(pairs), rank_in_file)
 

@@ -24,7 +24,7 @@ _LEARNING_RATE, _WARMUP = 4e-3, 50
 _KL_WEIGHT = 1e-4
 _NUM_FOR_STATISTICS = 480  # drawings that the latents' mean and standard deviation are measured on
 _NUM_FOR_PSNR = 96
-_FIRST_LOG_VARIANCE = -5.0  # of the posterior: the constructor's is so wide that noise would hide the latents at first
+_FIRST_LOG_VARIANCE = -5.0  # of the posterior; with the default, noise would hide the latents at first
 
 
 class BatchKind(NamedTuple):

@@ -61,7 +61,7 @@ class ModelPair:
 
     @property
     def source_weights(self) -> Weights:
-        """The teacher's weights that the student starts from; of two experts those of the low-noise one."""
+        """The teacher's weights that the student starts from; if there are two experts, those of the low-noise one."""
         return open_weights(self.teacher.transformers.get(LOW) or self.teacher.transformers[HIGH])
 
     @cached_property

@@ -27,7 +27,7 @@ _Units = tuple[str | None, ...]
 _OUTSIDE: dict[str, _Units] = {
     "patch_embedding": ("channels", None),
     f"{EMBEDDER}.time_embedder.linear_1": ("time", None),
-    f"{EMBEDDER}.time_embedder.linear_2": ("channels", "time"),  # its output is added to the stream's last scale
+    f"{EMBEDDER}.time_embedder.linear_2": ("channels", "time"),  # its output is added to the scale of the last norm
     f"{EMBEDDER}.time_proj": ("modulation", "channels"),
     f"{EMBEDDER}.text_embedder.linear_1": ("words", None),
     f"{EMBEDDER}.text_embedder.linear_2": ("text", "words"),
@@ -42,8 +42,8 @@ _INSIDE: dict[str, _Units] = {
     **{"ffn.net.0.proj": ("ffn", "channels"), "ffn.net.2": ("channels", "ffn")},
 }
 TABLE = "scale_shift_table"
-MODULATIONS = 6  # of a block: shift, scale and gate of attention, then of the feed-forward layer
-SCALES = (1, 4)  # those of them that are scales
+MODULATIONS = 6  # per block: shift, scale and gate of attention, then those of the feed-forward layer
+SCALES = (1, 4)  # indices of the scales among them
 _MAY_DIFFER = (
     *("num_layers", "num_attention_heads", "attention_head_dim", "ffn_dim", "rope_max_seq_len", "eps", "qk_norm"),
 )
@@ -61,17 +61,17 @@ class PruningPlan:
     (positions in heads).
     """
     gain: float = 1.0
-    """Factor on the residual stream after each of its norms, which average over fewer channels."""
+    """Factor on the output of each norm of the residual stream, to compensate for averaging over fewer channels."""
     gains: dict[str, float] = field(default_factory=dict)
-    """The same for norms of queries and keys, by the teacher's weight names."""
+    """The same factor for the norms of queries and keys, by the teacher's weight names."""
     factor: float = 1.0
-    """The user's factor on all weights."""
+    """Factor on all weights that the student takes (`projection_factor` in student_config)."""
     random_attention: int = 0
     """The student's width if its heads differ from the teacher's: its attention then starts from random weights."""
     seed: int = 0
     """Seed of random weights."""
     summary: str = ""
-    """A line for the user that says what the student takes."""
+    """A line for the user that describes the plan."""
 
 
 def plan(
@@ -83,7 +83,7 @@ def plan(
     factor: float = 1.0,
     seed: int = 0,
 ) -> PruningPlan:
-    """Chooses what a student takes; reads the teacher's weights one by one, if the student is narrower.
+    """Chooses the teacher's weights that a student takes; reads them one by one if the student is narrower.
 
     `layers` is even, importance (with the measured importance of each of the teacher's layers), or the numbers of the
     teacher's layers, separated by commas.
@@ -101,7 +101,7 @@ def plan(
     for unit in sorted(into):
         kind = unit.rpartition(".")[2]
         group = teacher["attention_head_dim"] if kind.startswith("attn") else 1
-        # What passes through a unit: what is written into it, times what is read from it.
+        # Importance of a unit: the energy of its incoming weights times that of its outgoing weights.
         kept[unit] = _strongest(into[unit] * out[unit], sizes[kind][1], group)
     return PruningPlan(
         layers=chosen,
@@ -133,7 +133,7 @@ def is_valid(plan: PruningPlan, teacher: Mapping[str, Any], student: Mapping[str
 
 
 def check_plan(teacher: Mapping[str, Any], student: Mapping[str, Any], layers: str) -> None:
-    """Raises ConfigError for what plan() would refuse, before anything is measured or read."""
+    """Raises ConfigError for students that plan() would reject, before anything is measured or read."""
     _check(teacher, student)
     _layers(layers, teacher["num_layers"], student["num_layers"], [0.0] * teacher["num_layers"])
 

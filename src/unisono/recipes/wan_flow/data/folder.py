@@ -90,7 +90,7 @@ class FolderData:
         samples = self._open("train")
         if not config.num_eval:
             return samples if split == "train" else None
-        self._check_held_out(len(samples))  # again: leave_out_bad may have removed some
+        self._check_held_out(len(samples))  # checked again, because leave_out_bad may have removed samples
         held_out = {number * len(samples) // config.num_eval for number in range(config.num_eval)}
         return samples.subset([index for index in range(len(samples)) if (index in held_out) == (split == "eval")])
 

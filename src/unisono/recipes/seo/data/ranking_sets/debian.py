@@ -34,7 +34,7 @@ KEPT = "debian-packages.jsonl.gz"
 MIN_LENGTH = 300
 """Characters; shorter descriptions add little to the synopsis."""
 
-_SAME = 200  # characters: of libfoo1, libfoo-dev and libfoo-doc, which begin alike, one is kept
+_SAME = 200  # characters; libfoo1, libfoo-dev and libfoo-doc begin alike, so only one of them is used
 _TIMEOUT_S = 600
 _WORD = re.compile(r"\w+")
 # Disable programs that the system runs after each update of its own lists.
