@@ -96,7 +96,7 @@ def test_ckpt_path_is_the_model(script: ModuleType) -> None:
 
 
 REFUSED = {
-    "--use_8bit_adam": "--strategy fsdp",
+    "--use_8bit_adam": "use --optimizer adamw8bit",
     "--vae_gradient_checkpointing": "drop this flag",
     "--fp8_optimizations": "--model_dtype bf16",
     "--device tpu": "expected cpu, cuda or cuda:N",

@@ -28,7 +28,7 @@ def refused(recipe: str, *flags: str, **more: object) -> str:
         ("wan-flow", "--repeats", "every sample is used once per epoch; train longer with --num_epochs"),
         ("wan-flow", "--fp8_scaled", "weights in 8 or 4 bit are not supported; to train a model that does not fit"),
         ("wan-flow", "--blocks_to_swap", "block swapping is not supported; to train a model that does not fit"),
-        ("wan-flow", "--use_8bit_adam", "8-bit optimizers are not supported; --strategy fsdp divides"),
+        ("wan-flow", "--use_8bit_adam", "use --optimizer adamw8bit"),
         ("wan-flow", "--num_train_epochs", "here it is --num_epochs"),
         ("wan-distill", "--timestep_sampling", "here it is --sigma_sampling"),
         ("wan-distill", "--lora_rank", "--lora_rank is a setting of wan-flow and seo, not of this recipe"),

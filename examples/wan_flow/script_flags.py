@@ -26,8 +26,7 @@ NUM_EPOCHS = 100
 TINY_SIDE = 32  # pixels; the size that the tiny model is made for
 
 REFUSED = {
-    "use_8bit_adam": "the optimizer state is in 32 bit; if it does not fit, --strategy fsdp shards it over the GPUs, "
-    "and a LoRA (--lora_rank 32) has almost none",
+    "use_8bit_adam": "use --optimizer adamw8bit; --strategy fsdp also shards the optimizer state over the GPUs",
     "vae_gradient_checkpointing": "the VAE is not trained and encodes each sample once without gradients; drop "
     "this flag (--gradient_checkpointing is for the transformer)",
     "fp8_optimizations": "8-bit matrix products are not supported; drop this flag (--model_dtype bf16 and "

@@ -89,9 +89,8 @@ _ANSWERS: dict[str, tuple[str, ...]] = {
         *("blocks_to_swap", "use_pinned_memory_for_block_swap", "offload_inactive_dit", "offload_models"),
         *("enable_model_cpu_offload", "cpu_offload_split_threshold", "img_in_txt_in_offloading"),
     ),
-    "8-bit optimizers are not supported; --strategy fsdp divides optimizer state over the GPUs, a LoRA needs little": (
-        *("use_8bit_adam", "use_8bit_optimizer", "use_lion_optimizer"),
-    ),
+    "use --optimizer adamw8bit": ("use_8bit_adam", "use_8bit_optimizer"),
+    "Lion is not supported; --optimizer adamw8bit needs even less memory": ("use_lion_optimizer",),
     _EIGHT_BIT: (
         *("fp8_base", "fp8_scaled", "fp8_t5", "fp8_llm", "fp8_models", "quantize", "quantization", "load_in_8bit"),
         *("load_in_4bit", "quant_options", "enable_fp8_training", "base_model_precision", "fp8_optimizations"),
