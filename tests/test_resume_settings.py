@@ -63,7 +63,7 @@ FREE_OF_THE_ENGINE = {
     "how long": "max_steps num_epochs",
     "numerics": "deterministic mixed_precision dtype tf32 compile cuda_graph",
     "memory": "activation_checkpointing recompute_every",
-    "optimization": "optimizer learning_rate weight_decay beta1 beta2 epsilon grad_clip lr_schedule warmup_steps "
+    "optimization": "learning_rate weight_decay beta1 beta2 epsilon grad_clip lr_schedule warmup_steps "
     "min_lr_ratio wsd_decay_ratio lr_scaling lr_scaling_batch max_skipped_steps ema_decay ema_warmup",
     "the model": "disable_dropout sync_batch_norm find_unused_parameters",
     "a limit": "max_bad_samples",
@@ -191,8 +191,10 @@ def lines_run(tmp_path: Path) -> dict[str, Any]:
     return settings | {"max_steps": 2}
 
 
-@pytest.mark.parametrize("changed", [{"every": 2}, {"shuffle": False}, {"data_path": "other.txt"}])
-def test_a_recipes_own_fixed_settings_and_the_order_of_samples_cannot_change(
+@pytest.mark.parametrize(
+    "changed", [{"every": 2}, {"shuffle": False}, {"data_path": "other.txt"}, {"optimizer": "rmsprop"}]
+)
+def test_a_recipes_own_fixed_settings_the_order_of_samples_and_the_optimizer_cannot_change(
     lines_run: dict[str, Any], tmp_path: Path, changed: dict[str, Any]
 ) -> None:
     before = files_of(tmp_path)

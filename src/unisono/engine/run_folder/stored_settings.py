@@ -26,9 +26,10 @@ _PER_START -= {"sync_batch_norm", "find_unused_parameters"}  # these affect the 
 _PER_START |= {"output_dir", "resume", "inject", "num_workers", "prefetch_factor", "pin_memory"}
 _PER_START |= {"batch_size", "gradient_accumulation_steps", "global_batch_size", "micro_batch", "guard_steps"}
 
-FIXED = ("shuffle",)
-"""Engine settings that decide which samples a run reads, and when: they cannot change within a run. Neither can seed
-and effective batch, which have their own checks; a recipe lists its own settings in `Recipe.fixed`."""
+FIXED = ("shuffle", "optimizer")
+"""Engine settings that cannot change within a run: they decide which samples it reads, and when, or what the saved state
+of the optimizer means. Neither can seed and effective batch, which have their own checks; a recipe lists its own
+settings in `Recipe.fixed`."""
 
 _MOST_RUNS = 20  # runs to compare with
 
