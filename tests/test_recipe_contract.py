@@ -152,6 +152,8 @@ class Odd(Tiny):
             model.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64))
         if self.what == "sparse":
             model.table = nn.Embedding(3, 2, sparse=True)
+        if self.what in ("scalar", "empty"):
+            model.extra = nn.Parameter(torch.zeros(() if self.what == "scalar" else (0, 4)))
         return model
 
     def dataset(self, split: str) -> Any:
@@ -192,6 +194,13 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_written(what: str,
     with pytest.raises(RecipeError, match=told) as caught:
         train_odd(what, tmp_path)
     assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("what", "told"), [("scalar", "the scalar weight extra"), ("empty", "which has no elements")])
+def test_weights_that_fsdp_cannot_shard_are_refused(what: str, told: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=f"fsdp cannot shard .*{told}"):
+        train_odd(what, tmp_path, strategy="fsdp")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_value_of_remember_is_checked_by_the_save_that_stores_it(tmp_path: Path) -> None:
@@ -278,7 +287,7 @@ def test_a_resumed_run_says_which_flags_it_ignores(tmp_path: Path, capsys: pytes
     said = capsys.readouterr().err
     kept = "note: this run keeps its effective batch of 4 samples: "
     assert f"{kept}batch_size 2 only limits the micro-batch per device" in said
-    assert f"{kept}gradient_accumulation_steps 8 is ignored, it follows from the batch" in said
+    assert f"{kept}gradient_accumulation_steps 8 is ignored; the effective batch is fixed" in said
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [line["samples"] for line in lines] == [4, 8, 12, 16]
 

@@ -38,6 +38,8 @@ class FSDP(Strategy):
         for name, parameter in wrapper.model.named_parameters():
             if parameter.dim() == 0:
                 raise RecipeError(f"fsdp cannot shard the scalar weight {name}; give it the shape (1,), or use ddp")
+            if parameter.numel() == 0:
+                raise RecipeError(f"fsdp cannot shard the weight {name}, which has no elements; remove it, or use ddp")
         mesh = init_device_mesh(placement.device.type, (placement.world,))
         self._host_mesh = mesh if placement.device.type == "cpu" else init_device_mesh("cpu", (placement.world,))
         # Without cast_forward_inputs, because autocast decides about types, as under the other strategies. Gathered
