@@ -454,6 +454,15 @@ def web(served: Web) -> Web:
     return served
 
 
+def test_a_page_without_content_is_refused_with_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.html").write_text("")
+    one = said_by([tmp_path / "a.html", "--output", tmp_path / "out"], capsys)
+    assert "a.html: the page cannot be read: empty; no report was written" in one
+    (tmp_path / "b.html").write_text("")
+    several = said_by([tmp_path, "--output", tmp_path / "out"], capsys)
+    assert "none of its 2 pages could be read; the first: empty; no report was written" in several
+
+
 def test_addresses_are_fetched_only_when_asked_and_it_is_said(
     web: Web, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

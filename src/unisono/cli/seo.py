@@ -120,8 +120,8 @@ def _check_reached(name: str, findings: Findings) -> None:
     """Raises ConfigError for a site without a readable page, because an empty report would look like a result."""
     if findings.pages and all(page.unreadable for page in findings.pages):
         count = len(findings.pages)
-        subject = "it" if count == 1 else f"none of its {count:,} pages could be read; the first"
-        raise ConfigError(one_line(f"{name}: {subject} {findings.pages[0].unreadable}; no report was written"))
+        which = "the page cannot be read" if count == 1 else f"none of its {count:,} pages could be read; the first"
+        raise ConfigError(one_line(f"{name}: {which}: {findings.pages[0].unreadable}; no report was written"))
 
 
 def _queries(path: Path) -> list[str]:
