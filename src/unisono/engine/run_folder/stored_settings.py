@@ -27,8 +27,8 @@ _PER_START |= {"output_dir", "resume", "inject", "num_workers", "prefetch_factor
 _PER_START |= {"batch_size", "gradient_accumulation_steps", "global_batch_size", "micro_batch", "guard_steps"}
 
 FIXED = ("shuffle", "optimizer")
-"""Engine settings that cannot change within a run: they decide which samples it reads, and when, or what the saved state
-of the optimizer means. Neither can seed and effective batch, which have their own checks; a recipe lists its own
+"""Engine settings that cannot change within a run: they decide which samples it reads, and when, or what the
+optimizer's saved state means. Neither can seed and effective batch, which have their own checks; a recipe lists its own
 settings in `Recipe.fixed`."""
 
 _MOST_RUNS = 20  # runs to compare with
