@@ -1,4 +1,4 @@
-"""Optimizers of unisono.optim: the published algorithms, and the same result however weights are cut over the ranks."""
+"""Optimizers of unisono.optim: the published algorithms, and the same result however weights are sharded."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from ranks import run_ranks
 from recipes_for_tests import Sentences
 from unisono.checkpoint.find import read_extra
 from unisono.engine.step.make_optimizer import not_for_muon
+from unisono.engine.step.optimizer_wrapper import OptimizerWrapper
 from unisono.errors import ConfigError
 from unisono.optim.adafactor import Adafactor
 from unisono.optim.base import ShardAwareOptimizer
@@ -27,6 +28,7 @@ from unisono.optim.named import OPTIMIZERS
 from unisono.optim.prodigy import Prodigy
 from unisono.optim.schedule_free import ScheduleFreeAdamW
 from unisono.parallel.row_shards import RowShards
+from unisono.settings import OptimSettings
 
 NAMES = sorted(OPTIMIZERS)
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -159,10 +161,10 @@ def test_the_quick_search_for_codes_is_exact(bits: int, signed: bool) -> None:
     assert torch.equal(nearest_codes(values, bits, signed), exact)
 
 
-def made(name: str, weights: list[nn.Parameter]) -> ShardAwareOptimizer:
+def made(name: str, weights: list[nn.Parameter], shards: RowShards | None = None) -> ShardAwareOptimizer:
     if name in ("adamw8bit", "adamw4bit"):
-        return LowBitAdamW(weights, 8 if name == "adamw8bit" else 4)
-    return OPTIMIZERS[name](weights)  # type: ignore[return-value]
+        return LowBitAdamW(weights, 8 if name == "adamw8bit" else 4, shards=shards)
+    return OPTIMIZERS[name](weights, shards=shards)  # type: ignore[call-arg, return-value]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -279,6 +281,71 @@ def test_a_function_of_whole_matrices_runs_on_shards_of_any_size() -> None:
     assert run_ranks("map_on_rank", __file__, 3, {"rows": [7, 1, 3, 8, 2]}) == [True] * 3
 
 
+def step_on_rank(name: str) -> float:
+    """The largest difference between this rank's rows, trained as shards, and the same rows of whole weights."""
+    import os
+
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    shapes = [(1, 4100), (2, 2050), (7, 600), (3, 4)] + ([] if name == "muon" else [(2,), (4, 3, 5, 80)])
+
+    def rows_of(tensor: Tensor) -> Tensor:
+        parts = tensor.chunk(world)
+        return (parts[rank] if rank < len(parts) else tensor[:0]).clone()
+
+    torch.manual_seed(0)
+    whole = [nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in shapes]
+    cut = [nn.Parameter(rows_of(weight.detach())) for weight in whole]
+    sizes = {id(shard): weight.shape for shard, weight in zip(cut, whole, strict=True)}
+    shards = RowShards(sizes, rank, world, torch.device("cpu"))
+    optimizers = [made(name, whole), made(name, cut, shards)]
+    for step in range(4):
+        for weight, shard in zip(whole, cut, strict=True):
+            weight.grad = torch.randn_like(weight)
+            shard.grad = rows_of(weight.grad)
+        for optimizer in optimizers:
+            optimizer.found_inf = torch.tensor(float(step == 0))
+            optimizer.step()
+    dist.destroy_process_group()
+    gaps = [(rows_of(weight.detach()) - shard).abs() for weight, shard in zip(whole, cut, strict=True)]
+    return float(max(gap.max() for gap in gaps if gap.numel()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rank_may_hold_no_rows_of_a_weight(name: str) -> None:
+    assert max(run_ranks("step_on_rank", __file__, 3, {"name": name})) < 1e-9
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("devices", [("cuda", "cpu"), ("cpu", "cuda")])
+@pytest.mark.parametrize("name", NAMES)
+def test_offloaded_shards_train_next_to_weights_on_the_gpu(name: str, devices: tuple[str, str]) -> None:
+    settings = OptimSettings(optimizer=name, weight_decay=0.01)
+    weights = [nn.Parameter(torch.ones(70, 70, device=device)) for device in devices]
+    named = [(f"blocks.{number}", weight) for number, weight in enumerate(weights)]
+    wrapper = OptimizerWrapper(named, settings, lambda _: None, 1.0)
+    for weight in weights:
+        weight.grad = torch.eye(70, device=weight.device)
+    gradients = [weight.grad for weight in weights]
+    wrapper.step(gradients, torch.ones((), device="cuda"), torch.zeros((), device="cuda"))  # type: ignore[arg-type]
+    assert not torch.equal(weights[0].cpu(), torch.ones(70, 70))
+    torch.testing.assert_close(weights[0].cpu(), weights[1].cpu())
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"muon"}))
+def test_the_layout_of_a_weight_in_memory_does_not_matter(name: str) -> None:
+    weights = [nn.Parameter(torch.randn(64, 33, 3, 3)) for _ in range(2)]
+    weights[1].data = weights[0].detach().clone(memory_format=torch.channels_last)
+    for weight in weights:
+        optimizer, generator = made(name, [weight]), torch.Generator().manual_seed(0)
+        for _ in range(3):
+            weight.grad = torch.empty_like(weight).copy_(torch.randn(weight.shape, generator=generator))
+            optimizer.step()
+    torch.testing.assert_close(weights[0], weights[1], rtol=1e-5, atol=1e-6)
+
+
 # Settings and refusals
 
 
@@ -302,7 +369,7 @@ def test_defaults_follow_from_the_optimizer(tmp_path: Path) -> None:
     [
         ({"lr_schedule": "cosine"}, "replaces a schedule"),
         ({"ema_decay": 0.9}, "averages the weights itself"),
-        ({"beta1": 0.0}, "needs beta1 above 0"),
+        ({"beta1": 0.0}, "beta1, which must be above 0"),
     ],
 )
 def test_what_schedule_free_replaces_is_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -341,7 +408,7 @@ def test_a_recipes_own_optimizer_must_know_the_shards(tmp_path: Path) -> None:
         ],
         tmp_path,
     )
-    assert "make it with shards=self.shards" in done["unaware"].main["error"]
+    assert "pass it shards=self.shards" in done["unaware"].main["error"]
     assert done["aware"].main["step"] == 2
 
 

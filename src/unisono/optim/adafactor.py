@@ -1,4 +1,4 @@
-"""Adafactor (Shazeer and Stern, 2018), as torch.optim has it, but also on shards.
+"""Adafactor (Shazeer and Stern, 2018), as in torch.optim, but also for shards.
 
 A matrix's second moment is stored as the means of its rows and of its columns; a weight with more dimensions counts as
 the matrix of its first dimension and all others. On shards a column's mean, and the size of a weight and of its update,
@@ -67,7 +67,7 @@ class Adafactor(ShardAwareOptimizer):
             self._store(weight, decayed - scale * update.view_as(weight))
 
     def _factors(self, group: dict[str, Any], weights: list[nn.Parameter]) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Updates the moments; of each weight its column moments, the sum of its row moments and its sum of squares."""
+        """Updates the moments; returns the column moments, sum of row moments and sum of squares of each weight."""
         partial: list[list[Tensor]] = []
         for weight in weights:
             state, gradient = self.state[weight], self._gradient(weight)
@@ -78,7 +78,7 @@ class Adafactor(ShardAwareOptimizer):
                 self._store(state["variance"], torch.lerp(state["variance"], square, shrink))
                 partial.append([size, size, size])
                 continue
-            matrix = square.view(len(weight), -1)
+            matrix = square.flatten(1)
             row_var = torch.lerp(state["row_var"], matrix.mean(dim=1, keepdim=True), shrink)
             self._store(state["row_var"], row_var)
             partial.append([matrix.sum(dim=0, keepdim=True), row_var.sum(), size])
@@ -101,12 +101,13 @@ class Adafactor(ShardAwareOptimizer):
             return state["variance"].clamp(min=tiny**2).rsqrt() * gradient
         mean_of_rows = (rows / self.shards.whole_shape(weight)[0]).clamp(min=tiny)
         variance = state["row_var"] @ state["col_var"] / mean_of_rows
-        return variance.clamp(min=tiny**2).rsqrt() * gradient.view(len(weight), -1)
+        return variance.clamp(min=tiny**2).rsqrt() * gradient.flatten(1)
 
     def _sums(self, weights: list[nn.Parameter], partial: list[list[Tensor]]) -> list[list[Tensor]]:
-        """Sums over the ranks of what belongs to cut weights; the others' values are whole already."""
-        cut = [number for number, weight in enumerate(weights) if self.shards.is_cut(weight)]
-        summed = iter(self.shards.sum([tensor for number in cut for tensor in partial[number]]))
+        """Sums the values of sharded weights across ranks; those of other weights are complete already."""
+        sharded = [number for number, weight in enumerate(weights) if self.shards.is_sharded(weight)]
+        summed = iter(self.shards.sum([tensor for number in sharded for tensor in partial[number]]))
         return [
-            [next(summed) for _ in tensors] if number in set(cut) else tensors for number, tensors in enumerate(partial)
+            [next(summed) for _ in tensors] if number in set(sharded) else tensors
+            for number, tensors in enumerate(partial)
         ]

@@ -1,10 +1,10 @@
 """AdamW with its two moments in 8 or 4 bits instead of 32: a quarter or an eighth of the optimizer's memory.
 
 A moment is stored in blocks of one row's neighbouring elements: a scale (the block's largest magnitude) and a code per
-element, the index of the nearest value in a fixed table. Blocks never cross a row, and shards are cut between rows, so
+element, the index of the nearest value in a fixed table. Blocks never cross a row, and shards consist of whole rows, so
 the result does not depend on the number of ranks. Weights with a single dimension and small weights keep 32 bits, as in
 the published optimizers (Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2022; Li et al., Memory
-Efficient Optimizers with 4-bit States, 2023); torchao's cut blocks out of each shard, which makes runs differ between
+Efficient Optimizers with 4-bit States, 2023); torchao's form blocks within each shard, which makes runs differ between
 numbers of ranks.
 """
 
@@ -28,10 +28,10 @@ _BLOCK = {8: 256, 4: 128}  # elements per scale, as published
 
 @cache
 def code_book(bits: int, *, signed: bool) -> Tensor:
-    """The values that codes stand for, ascending, within -1 to 1.
+    """The values that the codes stand for, ascending, from -1 to 1.
 
     Each decade below 1 has half as many values as the one above it, so that small and large moments both have a small
-    relative error. With 4 bits the second moment has evenly spaced values without 0, by which it would be divided.
+    relative error. With 4 bits the second moment has evenly spaced values without 0, because updates divide by it.
     """
     if bits == 4 and not signed:
         return torch.arange(1, 17, dtype=torch.float64) / 16
@@ -64,7 +64,7 @@ def _cells(bits: int, signed: bool, device: torch.device) -> tuple[Tensor, Tenso
 
 
 def nearest_codes(values: Tensor, bits: int, signed: bool) -> Tensor:
-    """The code of the nearest value in the code book, of values within -1 to 1."""
+    """The codes of the nearest values in the code book, for values from -1 to 1."""
     if values.dtype != torch.float32:
         return torch.bucketize(values, _tables(bits, signed, values.dtype, values.device)[1])
     # A binary search takes 20 times as long on a CPU. Numbers with the same upper 16 bits have one border between them
@@ -98,7 +98,7 @@ class BlockCodes:
     def _blocks(self, matrix: Tensor) -> Tensor:
         """The matrix as (rows, blocks, elements); the last block of a row is filled up with zeros."""
         size = min(_BLOCK[self.bits], matrix.shape[1])
-        return pad(matrix, (0, -matrix.shape[1] % size)).view(len(matrix), -1, size)
+        return pad(matrix, (0, -matrix.shape[1] % size)).unflatten(1, (-1, size))
 
     def _pack(self, codes: Tensor) -> Tensor:
         if self.bits == 8:

@@ -1,7 +1,7 @@
 """Prodigy (Mishchenko and Defazio, 2023): AdamW that estimates its own step size.
 
 It compares how far the weights have moved with the gradients along the way, over the whole model. The estimate `d`
-grows from a tiny value to about the best constant learning rate within some hundred steps; `learning_rate` multiplies
+grows from a tiny value to about the best constant learning rate within a few hundred steps; `learning_rate` multiplies
 it and is 1 in most runs. On shards the two sums of the estimate need one all-reduce of two numbers per step.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from unisono.optim.base import ShardAwareOptimizer
-from unisono.parallel.row_shards import RowShards
+from unisono.parallel.row_shards import RowShards, one_device
 
 
 class Prodigy(ShardAwareOptimizer):
@@ -41,7 +41,8 @@ class Prodigy(ShardAwareOptimizer):
         state: dict[str, Any] = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq", "travelled")}
         state["initial"] = weight.detach().clone()
         if weight is group["params"][0]:  # one estimate for the whole model, kept with its first weight
-            d = torch.full((), group["initial_d"], dtype=weight.dtype, device=weight.device)
+            home = one_device(group["params"])
+            d = torch.full((), group["initial_d"], dtype=weight.dtype, device=home)
             state |= {"d": d, "largest_d": d.clone(), "numerator": torch.zeros_like(d)}
         return state
 
@@ -51,7 +52,7 @@ class Prodigy(ShardAwareOptimizer):
         d, initial_d = estimate["d"].clone(), group["initial_d"]
         rate = d * group["lr"]
         whole: list[Tensor] = []
-        cut: list[Tensor] = []
+        sharded: list[Tensor] = []
         for weight in weights:
             state, gradient = self.state[weight], self._gradient(weight)
             along = (gradient * (state["initial"] - weight)).sum()
@@ -59,9 +60,9 @@ class Prodigy(ShardAwareOptimizer):
             self._store(state["exp_avg"], state["exp_avg"] * beta1 + gradient * (d * (1 - beta1)))
             self._store(state["exp_avg_sq"], state["exp_avg_sq"] * beta2 + gradient.square() * (d * d * (1 - beta2)))
             self._store(state["travelled"], travelled)
-            (cut if self.shards.is_cut(weight) else whole).append(torch.stack([along, travelled.abs().sum()]))
-        sums = self.shards.sum([torch.stack(cut).sum(dim=0)]) if self.shards.world > 1 and cut else cut
-        along, distance = torch.stack([*sums, *whole]).sum(dim=0)
+            (sharded if self.shards.is_sharded(weight) else whole).append(torch.stack([along, travelled.abs().sum()]))
+        sums = self.shards.sum([torch.stack(sharded).sum(dim=0)]) if self.shards.world > 1 and sharded else sharded
+        along, distance = torch.stack([each.to(d.device) for each in (*sums, *whole)]).sum(dim=0)
         self._store(estimate["numerator"], estimate["numerator"] * beta3 + along * (rate * d / initial_d))
         self._update_estimate(estimate, distance)
         for weight in weights:

@@ -1,8 +1,8 @@
-"""What an optimizer may ask about weights that are cut by rows over the ranks.
+"""Operations on whole weights for optimizers whose weights are sharded by rows across ranks.
 
-Most optimizers update every element on its own, and a shard serves them as well as a whole weight. Some need more: the
-sum of a column, the norm of a weight, or a whole matrix. `RowShards` gives them these, with one collective for all
-weights together. Where every rank holds whole weights (single, dp, ddp), nothing is communicated.
+Most optimizers update every element on its own, so they work on shards. Some need more: the sum of a column, the norm
+of a weight, or a whole matrix. `RowShards` provides these with one collective for all weights together. Where every
+rank holds whole weights (single, dp, ddp), nothing is communicated.
 """
 
 from __future__ import annotations
@@ -15,25 +15,34 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+def one_device(tensors: Sequence[Tensor]) -> torch.device:
+    """The device for a number that is combined with all of these tensors.
+
+    With CPU offload, shards are on the CPU and replicated weights on the GPU. An operation on the GPU accepts a number
+    on the CPU, but not the other way round.
+    """
+    return next((tensor.device for tensor in tensors if tensor.device.type == "cpu"), tensors[0].device)
+
+
 @dataclass(frozen=True)
 class RowShards:
-    """Which weights are cut, and sums and whole matrices of them. All ranks must call its methods in the same order."""
+    """Knows which weights are sharded, and sums or gathers them. All ranks must call its methods in the same order."""
 
     whole_shapes: Mapping[int, torch.Size] = field(default_factory=dict)  # by id() of the shard; others are whole
     rank: int = 0
     world: int = 1
-    device: torch.device | None = None  # where collectives run; shards that are offloaded lie elsewhere
+    device: torch.device | None = None  # where collectives run; offloaded shards are on the CPU
 
-    def is_cut(self, weight: Tensor) -> bool:
+    def is_sharded(self, weight: Tensor) -> bool:
         """Whether other ranks hold rows of this weight."""
         return self.world > 1 and id(weight) in self.whole_shapes
 
     def whole_shape(self, weight: Tensor) -> torch.Size:
-        """The shape of the weight over all ranks."""
+        """The shape of the weight before sharding."""
         return self.whole_shapes.get(id(weight), weight.shape)
 
     def sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Each tensor summed over the ranks, by a single all-reduce; pass only tensors that belong to cut weights."""
+        """Each tensor summed across ranks, with a single all-reduce; pass only tensors of sharded weights."""
         if self.world == 1 or not tensors:
             return list(tensors)
         flat = torch.cat([tensor.flatten() for tensor in tensors]).to(self.device)
@@ -44,7 +53,8 @@ class RowShards:
     def map_whole(
         self, weights: Sequence[Tensor], shards: Sequence[Tensor], compute: Callable[[Tensor], Tensor]
     ) -> list[Tensor]:
-        """compute(matrix) of each cut matrix, of which `shards` are this rank's rows; returns this rank's rows of it.
+        """Applies `compute` to each whole matrix, given this rank's rows (`shards`); returns this rank's rows of the
+        results.
 
         Ranks take turns: rank 0 gathers and computes the first matrix, rank 1 the second, and so on, so that every
         matrix is computed once. Matrices of similar size are computed at the same time.
@@ -66,7 +76,7 @@ class RowShards:
     def _exchange(
         self, tensors: Sequence[Tensor], shapes: Sequence[torch.Size], *, gather: bool, like: Tensor | None = None
     ) -> list[Tensor]:
-        """One all-to-all: of rows to the ranks that compute (gather), or of results back to the owners of the rows."""
+        """One all-to-all: sends rows to the ranks that compute (gather), or results back to the owners of the rows."""
         mine = [self._num_elements(shape, self.rank) for shape in shapes]  # my rows of every matrix
         own = (
             [self._num_elements(shapes[self.rank], rank) for rank in range(self.world)]
@@ -89,7 +99,7 @@ class RowShards:
         return list(torch.split(received, mine))
 
     def _num_elements(self, shape: torch.Size, rank: int) -> int:
-        """The number of elements of a matrix in the rows of `rank`, as `torch.chunk` and fully_shard cut them."""
+        """The number of elements of a matrix in the rows of `rank`, as torch.chunk and fully_shard split them."""
         rows = -(-shape[0] // self.world)
         held = max(0, min(shape[0], (rank + 1) * rows) - rank * rows)
         return held * (shape.numel() // shape[0] if shape[0] else 0)

@@ -1,4 +1,4 @@
-"""Makes the torch optimizer by its name in the settings, and checks it, or one that a recipe made."""
+"""Creates the optimizer that the settings name, and checks it or the one that a recipe created."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
 _UNUSABLE = {
     "lbfgs": "evaluates the loss several times in a step, and a step computes its gradient once",
-    "sparseadam": "needs sparse gradients, which cannot be summed over ranks; use adam",
+    "sparseadam": "needs sparse gradients, which cannot be summed across ranks; use adam",
 }
 # Their update uses whole matrices or norms of whole weights; on a shard it would be a different algorithm.
 _WHOLE_WEIGHTS = ("muon", "adafactor", "lbfgs", "shampoo", "galore")
@@ -50,7 +50,7 @@ def from_settings(
     shards: RowShards | None = None,
     not_for_muon: Collection[str] = (),
 ) -> Optimizer:
-    """Makes the optimizer in the settings. `not_for_muon`: names of matrices that Muon leaves to AdamW."""
+    """Creates the optimizer that the settings name. `not_for_muon`: names of matrices that Muon leaves to AdamW."""
     kind = named_optimizer(settings.optimizer)
     if settings.optimizer.lower() in named.OPTIMIZERS:
         return named.make(parameters, settings, shards or RowShards(), not_for_muon)
@@ -70,7 +70,7 @@ def from_settings(
 
 
 def not_for_muon(model: nn.Module, blocks: Sequence[nn.Module]) -> list[str]:
-    """Names of the matrices that Muon is not suited for: embeddings, and all outside the repeated blocks, if any."""
+    """Names of the matrices that Muon should not train: embeddings, and all outside the repeated blocks, if any."""
     tables = {
         id(weight)
         for module in model.modules()
@@ -94,7 +94,7 @@ def needs_whole_weights(kind: type) -> bool:
 
 
 def check_optimizer(optimizer: Any, parameters: NamedParameters, *, sharded: bool) -> list[str]:
-    """Refuses an optimizer that cannot train these weights correctly; returns notes on possible problems."""
+    """Rejects an optimizer that cannot train these weights correctly; returns notes on possible problems."""
     if not isinstance(optimizer, Optimizer):
         raise RecipeError(f"optimizer() returned {type(optimizer).__name__}; expected a torch.optim.Optimizer")
     kind = type(optimizer)
@@ -115,15 +115,15 @@ def check_optimizer(optimizer: Any, parameters: NamedParameters, *, sharded: boo
 
 
 def _check_on_shards(optimizer: Optimizer) -> None:
-    """Refuses an optimizer that would be a different algorithm on fsdp's shards."""
+    """Rejects an optimizer that would be a different algorithm on fsdp's shards."""
     name = type(optimizer).__name__
     if needs_whole_weights(type(optimizer)):
         raise ConfigError(
             f"optimizer {name} updates whole matrices and cannot run on fsdp's shards; use ddp, or --optimizer muon or "
             "adafactor, which can"
         )
-    if isinstance(optimizer, ShardAwareOptimizer) and not optimizer.shards.whole_shapes:
-        raise RecipeError(f"optimizer(): {name} must know fsdp's shards; make it with shards=self.shards")
+    if isinstance(optimizer, ShardAwareOptimizer) and optimizer.shards.device is None:
+        raise RecipeError(f"optimizer(): {name} needs to know fsdp's shards; pass it shards=self.shards")
 
 
 def _check_coverage(optimizer: Optimizer, parameters: NamedParameters) -> list[str]:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from unisono.engine.step.make_optimizer import NamedParameters, check_optimizer, from_settings
 from unisono.errors import RecipeError
 from unisono.optim.combined import CombinedOptimizer
-from unisono.parallel.row_shards import RowShards
+from unisono.parallel.row_shards import RowShards, one_device
 from unisono.settings import OptimSettings
 
 
@@ -32,15 +32,16 @@ class OptimizerWrapper:
         shards: RowShards | None = None,
         not_for_muon: Collection[str] = (),
     ) -> None:
-        """`own` makes the recipe's optimizer, or returns None for the one in the settings."""
+        """`own` creates the recipe's optimizer, or returns None for the one in the settings."""
         optimizer = own(list(parameters))
         if optimizer is None:
             optimizer = from_settings(parameters, settings, shards=shards, not_for_muon=not_for_muon)
         self.remarks = check_optimizer(optimizer, parameters, sharded=sharded)
         self.optimizer = optimizer
         self._names = {id(parameter): name for name, parameter in parameters}
-        # Recorded kernels read the rate as float32. All runs round it, so that recorded runs have the same bits.
+        # Recorded kernels read the rate as float32. All runs round it, so that recorded runs are bitwise identical.
         self._rounded = np.float32 if parameters[0][1].dtype == torch.float32 else float
+        self._device = one_device([parameter for _, parameter in parameters])
         self._peaks = [group["lr"] * lr_scale for group in optimizer.param_groups]
         # SGD applies no dampening in the first step, which it recognises by a missing momentum buffer.
         dampened = any(group.get("dampening") for group in optimizer.param_groups)
@@ -52,7 +53,7 @@ class OptimizerWrapper:
         """Allocates the optimizer's state before step 1: out of memory in a step would leave half-updated weights."""
         for _, parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
-        skip = torch.ones((), device=parameters[0][1].device, dtype=torch.float32)
+        skip = torch.ones((), device=self._device, dtype=torch.float32)
         self.optimizer.found_inf, self.optimizer.grad_scale = skip, None  # type: ignore[attr-defined]
         self.optimizer.step()  # a skipped step creates the state and changes nothing else
         for slots in self.optimizer.state.values():
@@ -73,7 +74,7 @@ class OptimizerWrapper:
         several = isinstance(rate, Sequence) and not isinstance(rate, str)
         rates = list(rate) if several else [rate]
         if not all(isinstance(each, int | float | np.floating) and 0 <= each < math.inf for each in rates):
-            raise RecipeError(f"learning_rate() returned {rate!r}; expected a number from 0 on, or one for each group")
+            raise RecipeError(f"learning_rate() returned {rate!r}; expected a number of at least 0, or one per group")
         if several and len(rates) != (groups := len(self._peaks)):
             raise RecipeError(f"learning_rate() returned {len(rates)} rates; the optimizer has {groups} groups")
         if not several:
@@ -109,13 +110,13 @@ class OptimizerWrapper:
 
     def step(self, gradients: list[Tensor], factor: Tensor, found_inf: Tensor) -> None:
         """Steps with `gradients` x `factor`; does nothing if `found_inf` is 1."""
-        device = gradients[0].device if gradients else factor.device
+        device = self._device
         if self._fused:
             # On the CPU reading the flag is free, and cheaper than letting the optimizer skip.
             skip = found_inf.to(device, torch.float32) if device.type != "cpu" else None
             self.optimizer.found_inf = skip  # type: ignore[attr-defined]
         if (not self._fused or device.type == "cpu") and bool(found_inf):
-            return  # an optimizer that cannot skip on the device: here the host waits for the device
+            return  # an optimizer that cannot skip on the device needs a host-device sync
         in_kernel = self._fused and bool(gradients) and gradients[0].dtype == torch.float32
         if in_kernel:  # the kernel divides by grad_scale itself, which saves a pass over the gradients
             self.optimizer.grad_scale = (1 / factor).to(device, torch.float32)  # type: ignore[attr-defined]
@@ -148,7 +149,7 @@ class OptimizerWrapper:
         }
 
     def drop_all_but(self, saved: Collection[str]) -> None:
-        """Drops state that is not in a checkpoint of these names, which was saved before the state existed."""
+        """Drops state that the checkpoint does not contain, because it was saved before that state existed."""
         for parameter, slots in self.optimizer.state.items():
             for slot in [slot for slot, value in slots.items() if isinstance(value, Tensor)]:
                 if f"optimizer.{self._names[id(parameter)]}.{slot}" not in saved:
