@@ -170,8 +170,8 @@ def test_a_checkpoint_under_the_name_of_another_step_is_not_used(tmp_path: Path)
     assert found == one
     reasons = {path.name: why for path, why in skipped}
     assert reasons == {
-        "step_00000009": "its manifest is of step 2",
-        "step_000000005": "its manifest is of step 1",
+        "step_00000009": "its manifest says step 2",
+        "step_000000005": "its manifest says step 1",
     }
     assert validate(shutil.copytree(one, tmp_path / "a copy of mine")) is None
 
@@ -219,7 +219,7 @@ WRONG_STATES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "text as step": (state_with(step="2"), "'step' cannot be '2'"),
     "true as step": (state_with(step=True), "'step' cannot be True"),
     "half a step": (state_with(step=2.0), "'step' cannot be 2.0"),
-    "another step": (state_with(step=3), "of step 3, its manifest of step 2"),
+    "another step": (state_with(step=3), "says step 3, but its manifest says step 2"),
     "fewer than no samples": (state_with(samples=-1), "'samples' cannot be -1"),
     "a huge number": (state_with(samples=10**100), "'samples' cannot be 1000"),
     "an empty batch": (state_with(global_batch=0), "'global_batch' cannot be 0"),
@@ -303,17 +303,20 @@ def with_slots(**slots: Any) -> Callable[[dict[str, Any]], Any]:
 MISFITS: dict[str, tuple[Callable[[Path], None], str]] = {
     "type": (
         lambda path: rewrite(path, as_type("model.weight", torch.float64)),
-        "'model.weight' is torch.float64 in it",
+        "'model.weight' is torch.float64 in the checkpoint",
     ),
     "shape": (
         lambda path: rewrite(path, lambda t: t.update({"model.bias": torch.zeros(3)})),
-        "'model.bias' is [3] in it",
+        "'model.bias' is [3] in the checkpoint",
     ),
     "missing": (lambda path: rewrite(path, lambda t: t.pop("model.bias")), "it lacks 'model.bias'"),
     "extra": (lambda path: rewrite(path, lambda t: t.update({"model.c": torch.ones(1)})), "it also holds 'model.c'"),
-    "slot": (lambda path: rewrite(path, as_type("optimizer.bias.exp_avg", torch.int32)), "is torch.int32 in it"),
-    "text as slot": (lambda path: restate(path, with_slots(step="x")), "'step' of 'weight' has another type"),
-    "number as slot": (lambda path: restate(path, with_slots(exp_avg=1)), "'exp_avg' of 'weight' has another type"),
+    "slot": (
+        lambda path: rewrite(path, as_type("optimizer.bias.exp_avg", torch.int32)),
+        "is torch.int32 in the checkpoint",
+    ),
+    "text as slot": (lambda path: restate(path, with_slots(step="x")), "'step' of 'weight' has the wrong type"),
+    "number as slot": (lambda path: restate(path, with_slots(exp_avg=1)), "'exp_avg' of 'weight' has the wrong type"),
     "micro-batch": (lambda path: restate(path, state_with(micro_batch=-1)), "'micro_batch' cannot be -1"),
     "huge batch": (
         lambda path: restate(path, state_with(global_batch=2**40)),
@@ -538,7 +541,7 @@ MANIFESTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "deep": (lambda p: (p / "manifest.json").write_text("[" * 100_000), "nested too deeply"),
     "infinite": (lambda p: with_number(p, "1e999"), "damaged"),
     "infinite and sealed": (lambda p: reseal(p, step=float("inf")), "not a unisono manifest"),
-    "of a huge step": (lambda p: reseal(p, step=10**30), "its manifest is of step 1000"),
+    "of a huge step": (lambda p: reseal(p, step=10**30), "its manifest says step 1000"),
 }
 
 

@@ -20,8 +20,8 @@ from unisono.errors import ConfigError
 WAN = ("train", "wan-flow", "--model_config", "tiny")
 DISTILL = ("train", "wan-distill", "--teacher_path", "tiny")
 WRONG = {
-    "--optimizer adamm": "optimizer: torch.optim has no 'adamm'",
-    "--best_metric eval/los": "best_metric eval/los: evaluation returns",
+    "--optimizer adamm": "optimizer: expected one of adadelta",
+    "--best_metric eval/los": "best_metric eval/los is not a metric of the evaluation",
     "--best_metric loss": "did you mean eval/loss?",
     "--best_metric eval/loss --eval_every -1": "best_metric eval/loss: with eval_every -1 nothing is evaluated",
     "--num_frames 10": "num_frames: expected 1, 5, 9, …, got 10; use 9 or 13",
@@ -110,7 +110,7 @@ def few_settings(tmp_path: Path) -> Iterator[dict[str, object]]:
 
 def test_an_own_recipe_learns_of_a_wrong_best_metric_in_its_first_step(few_settings: dict[str, object]) -> None:
     Busy.steps = 0
-    with pytest.raises(ConfigError, match="best_metric eval/acc: evaluation returns eval/accuracy, eval/loss"):
+    with pytest.raises(ConfigError, match=r"eval/acc is not a metric of the evaluation \(eval/accuracy, eval/loss\)"):
         train(Busy, best_metric="eval/acc", **few_settings)
     assert Busy.steps <= 2  # what a step has measured is read one step late
     assert not Path(str(few_settings["output_dir"])).exists()
@@ -123,7 +123,7 @@ def test_an_own_recipe_learns_of_a_wrong_best_metric_in_its_first_step(few_setti
 def test_a_best_metric_like_no_other_gets_no_guess(name: str, guess: str) -> None:
     with pytest.raises(ConfigError) as caught:
         _check_best_metric(name, ["colour", "accuracy", "loss"])
-    assert str(caught.value).endswith(f"did you mean {guess}?" if guess else "eval/accuracy, eval/colour, eval/loss")
+    assert str(caught.value).endswith(f"did you mean {guess}?" if guess else "(eval/accuracy, eval/colour, eval/loss)")
 
 
 def test_a_best_metric_may_count_no_items_in_some_steps(few_settings: dict[str, object]) -> None:
@@ -142,5 +142,5 @@ def test_an_unknown_optimizer_is_refused_before_data_are_prepared(few_settings: 
         def prepare(self, work: Work) -> None:
             pytest.fail("work was done before the settings were checked")
 
-    with pytest.raises(ConfigError, match=r"torch\.optim has no 'adamm'"):
+    with pytest.raises(ConfigError, match=r"optimizer: expected one of .*; got .adamm."):
         train(Preparing, optimizer="adamm", **few_settings)

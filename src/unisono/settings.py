@@ -29,7 +29,7 @@ class RunSettings:
     resume: str = "auto"
     """Checkpoint to resume from. auto: the newest valid one in output_dir, if any; never: refuse a folder that has checkpoints; or the path of a checkpoint or of another run."""
     deterministic: bool = False
-    """Use deterministic kernels and a fixed gradient bucket layout, so that a repeated or resumed run gives the same bits (slower)."""
+    """Use deterministic kernels and a fixed gradient bucket layout, so that a repeated or resumed run is bitwise identical (slower)."""
     inject: str | None = None
     """Inject faults into the real processes: kind@rankR:stepS[:phase][:2.5s][:x3], e.g. kill@rank1:step7 (see docs/faults.md)."""
     disable_dropout: bool = False
@@ -45,7 +45,7 @@ class LaunchSettings:
     nproc: int | None = None
     """Number of CPU ranks to start. Together with gpus: number of ranks on those GPUs (ranks share a GPU if there are more ranks than GPUs)."""
     max_ranks_per_core: int = 8
-    """Largest number of ranks per CPU core that nproc may ask for. Raise it to start more; each rank needs some hundred MiB."""
+    """Largest number of ranks per CPU core that nproc may ask for. Raise it to start more; each rank needs a few hundred MiB."""
     backend: Literal["auto", "gloo"] = "auto"
     """Communication backend. auto: NCCL between GPUs, gloo otherwise; gloo: also between GPUs (slower; use it where NCCL fails)."""
     min_memory_gb: float = 0.0
@@ -71,7 +71,7 @@ class ParallelSettings:
     strategy: Literal["auto", "single", "dp", "ddp", "fsdp"] = "auto"
     """Parallel strategy. auto: single on one device, ddp if everything fits on each device, fsdp otherwise."""
     find_unused_parameters: bool = False
-    """Allow trained parameters that the loss does not use, which unisono refuses by default. ddp searches for them in every step, which is slower."""
+    """Allow trained parameters that the loss does not use, which unisono rejects by default. ddp searches for them in every step, which is slower."""
     static_graph: bool = False
     """ddp: assume that every step uses the same parameters in the same order, which lets ddp optimize communication. Steps cannot be guarded then (see guard_steps)."""
     gradient_as_bucket_view: bool = True
@@ -95,7 +95,7 @@ class BatchSettings:
     batch_size: int = 8
     """Samples per GPU and micro-batch. The effective batch is batch_size × GPUs × gradient_accumulation_steps."""
     global_batch_size: int | None = None
-    """Samples per optimizer step over all GPUs. Set it to make a run independent of the number of GPUs: gradient accumulation follows from it."""
+    """Samples per optimizer step across all GPUs. Set it to make a run independent of the number of GPUs: gradient accumulation follows from it."""
     gradient_accumulation_steps: int | None = None
     """Micro-batches per GPU and optimizer step (default: 1, or what global_batch_size requires)."""
     micro_batch: int | Literal["auto"] | None = None
@@ -109,7 +109,7 @@ class PrecisionSettings:
     """Precision and speed"""
 
     mixed_precision: Literal["no", "fp16", "bf16"] = "no"
-    """Compute in 16 bit with 32-bit weights, which is faster and needs less memory. bf16 needs Ampere or newer GPUs; fp16 uses loss scaling."""
+    """Compute in 16-bit precision with 32-bit weights: faster, with less memory. bf16 needs Ampere or newer GPUs; fp16 uses loss scaling."""
     dtype: Literal["float32", "float64"] = "float32"
     """Data type of weights, gradients and optimizer state. float64 is meant for verification."""
     tf32: bool = False
@@ -129,9 +129,9 @@ class OptimSettings:
     """Optimizer and schedule"""
 
     optimizer: str = "adamw"
-    """Optimizer: adamw, adam, sgd, or another class in torch.optim by its name (not lbfgs, sparseadam). adamw8bit and adamw4bit need a quarter and an eighth of adamw's memory, adafactor almost none. muon trains the matrices of repeated blocks, adamw all other weights. prodigy finds its own learning rate. schedule_free_adamw needs no schedule. A recipe's optimizer() takes precedence."""
+    """Optimizer: adamw, adam, sgd, or the name of another torch.optim class (except lbfgs and sparseadam). adamw8bit and adamw4bit need a quarter and an eighth of adamw's memory, adafactor almost none. muon trains the matrices of repeated blocks, adamw all other weights. prodigy finds its own learning rate. schedule_free_adamw needs no schedule. A recipe's optimizer() takes precedence."""
     learning_rate: float = 1e-3
-    """Peak learning rate, after the warm-up and before the decay. With prodigy a factor of its own estimate, 1 by default."""
+    """Peak learning rate, after the warm-up and before the decay. prodigy multiplies its own estimate by it; the default is then 1."""
     weight_decay: float = 0.01
     """Weight decay: decoupled for adamw, an L2 penalty for other optimizers."""
     beta1: float = 0.9
@@ -174,7 +174,7 @@ class DataSettings:
     num_workers: int = 2
     """Number of loader processes per rank; it does not change the result. 0: read samples in the training process."""
     prefetch_factor: int = 2
-    """Number of micro-batches that each loader process prefetches. Raise it if reading times vary; each takes memory."""
+    """Number of micro-batches that each loader process prefetches. Raise it if reading times vary; each prefetched micro-batch takes memory."""
     pin_memory: bool = True
     """Load batches into page-locked host memory, from which copies to the GPU are faster."""
     shuffle: bool = True
@@ -216,7 +216,7 @@ class SaveSettings:
     """Checkpoints"""
 
     save_every: int = 1000
-    """Number of steps between checkpoints. A run also saves one at its end and when a signal stops it. 0: only then."""
+    """Number of steps between checkpoints. A run also saves one at its end and when a signal stops it. 0: only in those two cases."""
     keep_last: int = 3
     """Number of newest checkpoints to keep, besides the best one. 0: keep all."""
     async_save: bool = True

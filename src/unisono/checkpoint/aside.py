@@ -23,7 +23,7 @@ _ASIDE = re.compile(r"step_\d{8,}\.(bad|other|later)-\d+")
 def set_aside(path: Path, reason: str | None) -> Path:
     """Renames a checkpoint and returns its new path.
 
-    `reason`: why it cannot be used; None for one of an abandoned branch.
+    `reason`: why it cannot be used; None if it belongs to an abandoned branch.
     """
     kind = "later" if reason is None else "other" if reason.startswith(OF_ANOTHER_RUN) else "bad"
     number = 1
@@ -36,9 +36,9 @@ def set_aside(path: Path, reason: str | None) -> Path:
 def set_aside_after(
     folder: Path, step: int, identity: Mapping[str, Any], unusable: Mapping[Path, str]
 ) -> list[tuple[Path, str]]:
-    """Sets aside every checkpoint after `step`, from which the run has continued; returns (new path, reason) pairs.
+    """Sets aside every checkpoint later than `step`, where the run has resumed; returns (new path, reason) pairs.
 
-    `unusable`: the reasons that an earlier search has found; the contents of other checkpoints are not read again.
+    `unusable`: reasons found by an earlier search. The contents of other checkpoints are not read again.
     """
     moved = []
     for number, path in list_steps(folder):
@@ -47,9 +47,9 @@ def set_aside_after(
         reason = unusable.get(path) or validate(path, deep=False, identity=identity)
         try:
             aside = set_aside(path, reason)
-        except OSError as error:  # the next start would resume from it
+        except OSError as error:  # otherwise the run would resume from it next time
             raise CheckpointError(
-                f"{path} cannot be set aside ({error.strerror}); move it away: the run has continued from step {step}"
+                f"{path} cannot be set aside ({error.strerror}); move it away: the run has resumed from step {step}"
             ) from None
         moved.append((aside, reason or f"the run went back to step {step}"))
     return moved

@@ -37,12 +37,12 @@ BEST = "best.json"
 def check_usable(folder: Path) -> None:
     """Raises UserError if checkpoints cannot be written to `folder`, before a run begins; leaves nothing behind."""
     if not os.path.lexists(folder):
-        return  # whoever creates the run folder checks that
+        return  # checked when the run folder is created
     if not folder.is_dir():
         kind = "a broken link" if folder.is_symlink() and not folder.exists() else "not a folder"
         raise UserError(f"{folder} is {kind}, so no checkpoint can be saved; move it away, or use another output_dir")
     try:
-        # os.access says yes to root, on a read-only mount and on a full disk, so try to write.
+        # os.access returns True for root, on a read-only mount and on a full disk, so try to write.
         with tempfile.TemporaryDirectory(prefix=".probe-", dir=folder) as probe:
             Path(probe, MANIFEST).write_bytes(b"{}")
     except OSError as error:
@@ -61,7 +61,7 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def check_shard(file: Path) -> dict[str, FileEntry]:
-    """Syncs a new shard to disk, reads it back and hashes it; empty for a rank that had nothing to write."""
+    """Syncs a new shard to disk, reads it back and hashes it; returns {} if this rank had nothing to write."""
     if not file.exists():
         return {}
     entry = hash_file(file, sync=True)
@@ -98,7 +98,7 @@ def prune(
 ) -> None:
     """Deletes all but the `keep_last` newest checkpoints, the best one, `committed`, and those of steps in `also_keep`.
 
-    Only complete checkpoints of this run count and are deleted, and none to which a user has added files.
+    Counts and deletes only complete checkpoints of this run, and never deletes one to which a user has added files.
     """
     if keep_last <= 0:
         return
@@ -118,7 +118,7 @@ def _has_only_our_files(checkpoint: Path) -> bool:
 
 
 def discard(path: Path) -> None:
-    """Deletes a folder of ours; renames it first, so that an interrupted deletion leaves nothing that looks valid."""
+    """Deletes a folder that a save created; renames it first, so that an interrupted deletion leaves no valid name."""
     trash = path
     if not path.name.startswith("."):
         trash = path.with_name(f".trash-{path.name}-{secrets.token_hex(4)}")

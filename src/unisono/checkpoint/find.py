@@ -25,7 +25,7 @@ from unisono.checkpoint.manifest import (
 
 LEFTOVER_PREFIXES = (".staging-", ".trash-")
 OF_ANOTHER_RUN = "manifest of another run"
-"""Prefix of the reason for which a complete checkpoint of another run is not used."""
+"""Prefix of the reason why a complete checkpoint of another run is not used."""
 _STEP = re.compile(r"step_(\d{8,})")
 _LEFTOVER = re.compile(r"\.(?:staging|trash)-step_(\d{8,})-[0-9a-f]+")
 
@@ -36,12 +36,12 @@ def step_folder(step: int) -> str:
 
 
 def is_step(text: str) -> bool:
-    """Whether a text is a step number: plain digits (`²` is a digit too), and not so many that int() refuses them."""
+    """Whether a text is a step number: plain digits (`²` is a digit too), and not so many that int() rejects them."""
     return re.fullmatch("[0-9]{1,18}", text) is not None
 
 
 def list_steps(folder: Path) -> list[tuple[int, Path]]:
-    """Everything in a folder that has the name of a checkpoint, valid or not, oldest step first."""
+    """All paths in a folder that are named like a checkpoint, valid or not, oldest step first."""
     if not folder.is_dir():
         return []
     matches = [(_STEP.fullmatch(path.name), path) for path in folder.iterdir()]
@@ -56,7 +56,7 @@ def leftovers(folder: Path) -> list[Path]:
 
 
 def leftovers_until(step: int, paths: Iterable[Path]) -> list[Path]:
-    """Those leftovers that belong to `step` or an earlier one."""
+    """The leftovers of `step` and of earlier steps."""
     matches = [(_LEFTOVER.fullmatch(path.name), path) for path in paths]
     return [path for match, path in matches if match and int(match.group(1)) <= step]
 
@@ -72,9 +72,9 @@ def validate(path: Path, *, deep: bool = True, identity: Mapping[str, Any] | Non
         manifest = read_manifest(path)
     except CheckpointError as error:
         return str(error)
-    # A copy may have any name, but under the name of another step a run would skip or repeat samples.
+    # A copy may have any name except that of another step: a run would then skip or repeat samples.
     if _STEP.fullmatch(path.name) and path.name != step_folder(manifest.step):
-        return f"its manifest is of step {manifest.step}"
+        return f"its manifest says step {manifest.step}"
     if identity is not None and (reason := _of_another_run(manifest.identity, identity)) is not None:
         return f"{OF_ANOTHER_RUN}: {reason}"
     if STATE not in manifest.files:

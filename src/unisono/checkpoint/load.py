@@ -1,7 +1,7 @@
 """Loads a checkpoint into existing tensors, on any number of ranks.
 
 Every rank reads the slices it needs from the shard files, whichever rank wrote them. Names, shapes and dtypes are
-compared first, from the file headers alone, so a checkpoint that does not match is refused before anything changes.
+compared first, from the file headers alone, so a checkpoint that does not match is rejected before anything changes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from unisono.checkpoint.manifest import CheckpointError
 from unisono.checkpoint.pieces import Piece, ShardReader, pieces_of, whole_shape
 from unisono.checkpoint.snapshot import shapes_of
 
-# Each rank reads for itself (and a single rank writes) without a process group, which is intended; torch warns of it.
+# torch warns that there is no process group. This is intended: each rank reads on its own, and so does a single writer.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized, assuming")
 
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -41,7 +41,7 @@ def load(
 ) -> None:
     """Fills `tensors` in place from a checkpoint that any number of ranks saved; names must match.
 
-    `unused` names tensors that the checkpoint may hold in addition. Every rank calls it; if one fails, all raise
+    `unused`: names of tensors that the checkpoint may also contain. Every rank calls it; if one fails, all raise
     CheckpointError.
     """
     try:
@@ -66,7 +66,7 @@ def describe(path: Path) -> Shapes:
     for name, pieces in pieces_of(path).items():
         dtypes = {piece.file.dtype(name) for piece in pieces}
         if len(dtypes) > 1:
-            raise CheckpointError(f"{path} holds {name!r} in parts of several types; use another checkpoint")
+            raise CheckpointError(f"{path} stores {name!r} in parts of different dtypes; use another checkpoint")
         shape = whole_shape(pieces)
         shapes[name] = shape, dtypes.pop()
         # Without this check, the reader would silently leave missing elements unchanged.
@@ -125,7 +125,7 @@ def difference(saved: Shapes, wanted: Shapes) -> str | None:
         (shape, dtype), (shape_here, dtype_here) = saved[other[0]], wanted[other[0]]
         was, now = (f"{list(shape)}", f"{list(shape_here)}") if shape != shape_here else (f"{dtype}", f"{dtype_here}")
         more = f" ({len(other) - 1} more differ)" if len(other) > 1 else ""
-        problems.append(f"{other[0]!r} is {was} in it and {now} here{more}")
+        problems.append(f"{other[0]!r} is {was} in the checkpoint and {now} in this run{more}")
     if not problems:
         return None
     return f"it does not match this run: {'; '.join(problems)}; use the settings it was saved with"

@@ -71,7 +71,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         body = {key: value for key, value in data.items() if key != "sha256"}
         if body["format"] != FORMAT:
-            raise CheckpointError(f"{MANIFEST} has format {body['format']!r}, and this unisono reads {FORMAT}")
+            raise CheckpointError(f"{MANIFEST} has format {body['format']!r}, but this unisono version reads {FORMAT}")
         if data["sha256"] != _checksum(body):
             raise CheckpointError(f"{MANIFEST} is damaged (wrong checksum)")
         files = {name: FileEntry(int(entry["bytes"]), str(entry["sha256"])) for name, entry in body["files"].items()}

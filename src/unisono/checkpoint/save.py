@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SaveResult:
-    """How a save ended. With a path and an error, the checkpoint is safe but the clean-up after it failed."""
+    """How a save ended. If both path and error are set, the checkpoint is on disk, but the clean-up after it failed."""
 
     step: int
     path: Path | None  # of the complete checkpoint
@@ -62,7 +62,7 @@ class _Attempt:
     fingerprint: str
     extra: str
     best: Best | None
-    error: str | None  # of the copy to host memory
+    error: str | None  # that the copy to host memory raised
     started: float
 
 
@@ -94,7 +94,7 @@ class Saver:
         self._leftovers = leftovers(folder) if rank == 0 else []
         self._unmarked: tuple[int, Best] | None = None  # the best checkpoint, while best.json could not be written
         self._thread: threading.Thread | None = None
-        self._broken: Exception | None = None  # why the ranks lost each other during a save
+        self._broken: Exception | None = None  # set if the ranks lost their connection during a save
         self._finished: queue.SimpleQueue[SaveResult] = queue.SimpleQueue()
 
     @property
@@ -108,9 +108,9 @@ class Saver:
         return self._snapshot.is_warming_up
 
     def warm_up(self, tensors: State) -> None:
-        """Allocates page-locked memory for saves of such tensors in the background.
+        """Allocates page-locked memory for saves of these tensors, in the background.
 
-        Allocating it takes longer than copying to it (seconds for 12 GB); so the first save need not wait for it.
+        The allocation takes longer than the copy (seconds for 12 GB), and the first save should not wait for it.
         """
         if self._asynchronous:
             self._snapshot.warm_up(tensors)
@@ -125,7 +125,7 @@ class Saver:
         error = None
         try:
             parts = self._snapshot.take(tensors)
-        except Exception as problem:  # out of memory; the threads of the other ranks must learn of it
+        except Exception as problem:  # out of memory; the save threads report it to the other ranks
             error = describe_failure(problem)
         attempt = _Attempt(step, parts, shapes_of(tensors), fingerprint(tensors), extra_json, best, error, started)
         if not self._asynchronous:
@@ -136,7 +136,7 @@ class Saver:
         self._thread.start()
 
     def wait(self) -> list[SaveResult]:
-        """Waits for the running save; returns the results that were not returned before."""
+        """Waits for the running save; returns all results that have not been returned yet."""
         self._join()
         return self.poll()
 
@@ -146,7 +146,7 @@ class Saver:
             self._thread.join(None if seconds == math.inf else seconds)
 
     def poll(self) -> list[SaveResult]:
-        """The results of finished saves that were not returned before; does not block.
+        """The results of finished saves that have not been returned yet; does not block.
 
         If a rank died during a save, raises that error here, in the training thread.
         """
@@ -158,7 +158,7 @@ class Saver:
         return results
 
     def tidy(self, step: int) -> None:
-        """At the end of a run whose last step `step` is saved: deletes the leftovers of interrupted saves.
+        """Deletes the leftovers of interrupted saves at the end of a run, once its last step `step` is saved.
 
         Every save does so too, but the previous attempt may have been killed between its last save and the clean-up.
         """
@@ -184,7 +184,7 @@ class Saver:
             self._on_all_ranks(lambda: self._clean_up(attempt, path))
         except RanksFailed as problem:  # on all ranks: training continues
             error = describe_failure(problem)
-        except Exception as problem:  # the exchange failed because a peer died: this rank must not train on alone
+        except Exception as problem:  # the exchange failed because a peer died: this rank must not continue alone
             self._broken = problem
             return
         seconds = time.monotonic() - attempt.started
@@ -244,7 +244,7 @@ class Saver:
         if self._rank != 0:
             return None
         if describe(staging) != attempt.shapes:
-            raise RanksFailed("the files read back do not hold the tensors that were to be saved")
+            raise RanksFailed("the written files do not contain the tensors of this save")
         path = commit(
             staging, step=attempt.step, world=self._world, identity=self._identity, extra=attempt.extra, shards=shards
         )
@@ -273,7 +273,7 @@ class Saver:
             raise failure
 
     def _mark_best(self) -> OSError | None:
-        """Writes best.json; returns the error if the disk refuses it, and then tries again after the next save."""
+        """Writes best.json; if that fails, returns the error and retries after the next save."""
         if self._unmarked is not None:
             step, best = self._unmarked
             try:

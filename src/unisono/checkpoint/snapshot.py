@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 State = Mapping[str, torch.Tensor]
 """Tensors by name ("model.<name>", "ema.<name>", "optimizer.<name>.<slot>"): plain tensors are equal on every rank,
-DTensors are sharded over all ranks."""
+DTensors are sharded across all ranks."""
 
 _WRAPPER = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp[^.]*)(\.|$)")
 
@@ -88,7 +88,7 @@ class Snapshot:
     def _copy(self, name: str, local: torch.Tensor, devices: set[torch.device]) -> torch.Tensor:
         buffer = self._buffers.get(name)
         if buffer is None or not _fits(buffer, local.shape, local.dtype):
-            # One storage per tensor: safetensors refuses tensors that share one (tied weights, views).
+            # One storage per tensor: safetensors rejects tensors that share one (tied weights, views).
             buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
             self._buffers[name] = buffer
         buffer.copy_(local, non_blocking=local.is_cuda)
@@ -137,7 +137,7 @@ def fingerprint(state: State) -> str:
 
 
 def check_names(state: State) -> None:
-    """Refuses names with a wrapper's prefix: such a checkpoint would load only into the same wrapper."""
+    """Rejects names with a wrapper's prefix: such a checkpoint would load only into the same wrapper."""
     for name in state:
         if _WRAPPER.search(name):
             raise ValueError(f"{name!r} has a wrapper's prefix; use the names of the unwrapped model")

@@ -97,7 +97,7 @@ class TensorFile:
         buffer = memoryview(target)
         with self._open() as file:
             if _identity(os.fstat(file.fileno())) != _identity(self._info):
-                raise BadTensorFile("it was replaced while it was read")
+                raise BadTensorFile("it was replaced while it was being read")
             while buffer:
                 count = os.preadv(file.fileno(), [buffer[:_AT_ONCE]], start)
                 if count == 0:
@@ -158,7 +158,7 @@ def _sizes(value: Any) -> list[int] | None:
 
 
 def _check_ranges(entries: dict[str, Entry], begin: int, size: int) -> None:
-    """Refuses gaps and overlaps: the tensors must be contiguous and fill the file."""
+    """Rejects gaps and overlaps: the tensors must be contiguous and fill the file."""
     end = begin
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
         if entry.start != end:

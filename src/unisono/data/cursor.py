@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from unisono.data.order import Strides, num_micro_batches, share_of, split
 from unisono.data.shapes import Group, Shapes, deal
 
-_SEARCHED = 2**18  # positions among which a trial searches for the costliest samples
+_SEARCHED = 2**18  # number of positions in which a trial looks for the most expensive samples
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Chunk:
 
     positions: Sequence[int]  # a range, unless its global batch has samples of several shapes
     last: bool  # of its step
-    is_dummy: bool  # there is no sample for this rank: it computes another rank's sample with weight 0
-    global_batch: Sequence[int]  # all positions of its step, in the order in which they substitute unreadable samples
+    is_dummy: bool  # no sample is left for this rank, so it computes another rank's sample with weight 0
+    global_batch: Sequence[int]  # all positions of its step, in the order in which they replace unreadable samples
     shape: Hashable = None  # of its samples, if the dataset has shapes
 
 
@@ -49,9 +49,9 @@ class Cursor:
             start = whole.stop
 
     def most_at_once(self) -> int:
-        """The size of the first step's micro-batch, on any rank, that needs the most memory.
+        """The size of the micro-batch that needs the most memory in the first step, on any rank.
 
-        A micro-batch of one sample, which cannot be split, counts only if all of them have one sample.
+        Micro-batches of one sample cannot be split, so they count only if there are no others.
         """
         groups = self._groups(self._step_at(self.start))
         if len(groups) < 2:
@@ -90,10 +90,10 @@ class Cursor:
 
 @dataclass(frozen=True)
 class TrialCursor(Cursor):
-    """The micro-batches with which a trial finds out whether they fit into memory."""
+    """The micro-batches of a trial that checks whether they fit into memory."""
 
     def chunks(self) -> Iterator[Chunk]:
-        """The costliest micro-batch, twice, if samples differ in shape; otherwise the next ones."""
+        """The most expensive micro-batch, twice, if samples differ in shape; otherwise the next micro-batches."""
         groups: Sequence[Group] = ()
         if self.shapes is not None:
             stop = self.start + min(self.shapes.order.num_samples, _SEARCHED)

@@ -35,7 +35,7 @@ class MicroBatch:
     data: Any
     positions: Sequence[int]  # of the samples in `data`, in order
     is_dummy: bool  # `data` is another micro-batch's sample and counts with weight 0
-    bad: tuple[BadSample, ...] = ()  # of the chunk itself, so that each occurs once over all micro-batches and ranks
+    bad: tuple[BadSample, ...] = ()  # of the chunk itself, so that each occurs once across micro-batches and ranks
 
 
 class Loader:
@@ -75,7 +75,7 @@ class Loader:
         return MicroBatch(chunk, data, positions, is_dummy, bad)
 
     def close(self) -> None:
-        """Ends all workers, including those that are dead or hang."""
+        """Ends all workers, including dead and hanging ones."""
         self._chunks = iter(())
         if self._workers is not None:
             self._workers.close()
@@ -83,7 +83,7 @@ class Loader:
 
 
 def to_device(data: Any, device: torch.device, floating: torch.dtype | None = None) -> Any:
-    """Moves a batch, in any nesting of containers, to `device`, and floating-point tensors to the type `floating`.
+    """Moves a batch (nested containers of tensors) to `device`, and casts floating-point tensors to `floating`.
 
     Large tensors are copied to a GPU on the prefetch stream.
     """
@@ -107,5 +107,5 @@ def positions_tensor(positions: Sequence[int], device: torch.device) -> Tensor:
     if isinstance(positions, range):  # computed on the device, which needs no copy
         return torch.arange(positions.start, positions.stop, device=device)
     tensor = torch.tensor(positions)
-    # A copy from pageable memory would wait for the device.
+    # A copy from pageable memory would synchronize with the device.
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

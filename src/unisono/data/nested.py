@@ -1,4 +1,4 @@
-"""Walks through batches: tensors in any nesting of dicts, lists, tuples and dataclasses."""
+"""Traverses batches: tensors in nested dicts, lists, tuples and dataclasses."""
 
 from __future__ import annotations
 

@@ -23,19 +23,19 @@ class Noise:
         self._draws = first_draw
 
     def _bits(self, shape: tuple[int, ...]) -> Tensor:
-        """[batch, *shape] random bits of the next draw."""
+        """Random bits for the next draw, of shape [batch, *shape]."""
         rows = keys_for(key_of(Purpose.NOISE, self._seed, self._draws), self._positions)
         self._draws += 1
         counter = torch.arange(math.prod(shape), device=self._positions.device)
         return random_bits(rows[:, None], counter[None, :]).view(len(self._positions), *shape)
 
     def uniform(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """[batch, *shape] numbers, uniform in [0, 1)."""
+        """Uniform numbers in [0, 1), of shape [batch, *shape]."""
         dtype = dtype or torch.get_default_dtype()
         return to_unit(self._bits(shape), _compute_type(dtype)).to(dtype)
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """[batch, *shape] numbers from the standard normal distribution."""
+        """Standard normal numbers, of shape [batch, *shape]."""
         dtype = dtype or torch.get_default_dtype()
         compute = _compute_type(dtype)
         bits = self._bits(shape)
@@ -45,7 +45,7 @@ class Noise:
         return (radius * torch.cos(angle)).to(dtype)
 
     def integers(self, low: int, high: int, *shape: int) -> Tensor:
-        """[batch, *shape] integers, uniform in low..high-1."""
+        """Uniform integers from low to high - 1, of shape [batch, *shape]."""
         # 63 random bits modulo a range below 2^31: the bias is under 2^-32.
         return low + ((self._bits(shape) & (2**63 - 1)) % (high - low))
 

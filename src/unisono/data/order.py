@@ -109,7 +109,7 @@ class Strides:
 
 
 def share_of(rank: int, world: int, start: int, count: int) -> range:
-    """The positions of a global batch that `rank` reads: a contiguous slice; ranks 0..world-1 in order give all."""
+    """The positions of a global batch that `rank` reads: one of `world` contiguous slices, in rank order."""
     return range(start + rank * count // world, start + (rank + 1) * count // world)
 
 

@@ -25,9 +25,9 @@ from unisono.data.seeding import seed_everything
 from unisono.errors import RecipeError, UnisonoError
 from unisono.formatting import shorten
 
-_LOOK_AHEAD = 1024  # positions whose indices are computed at once, because each numpy call has an overhead
-_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0  # before the second attempt
-_MOST_PAUSES_S = 3.0  # in total since the last sample that could be read: then waiting does not help
+_LOOK_AHEAD = 1024  # positions whose indices one numpy call computes, to amortize the overhead of the call
+_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0  # pause before the second attempt
+_MOST_PAUSES_S = 3.0  # in total since the last readable sample: beyond that, waiting does not help
 _ERROR_LENGTH, _TRACEBACK_LINES = 300, 12
 _MIN_SUBSTITUTES = 64  # samples to try before the whole dataset counts as unreadable
 _NOT_THE_SAMPLES_FAULT = (MemoryError, torch.OutOfMemoryError)
@@ -73,20 +73,20 @@ class ChunkReader:
         self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any], order: Order, max_bad_samples: int = 0
     ) -> None:
         self.dataset, self.collate, self.order = dataset, collate, order
-        # More bad samples than are allowed end the run anyway.
+        # One failure more than max_bad_samples ends the run anyway.
         self._most_failures = max(_MIN_SUBSTITUTES, max_bad_samples + 1)
-        self._cached_indices: tuple[int, list[int]] = (0, [])  # first position, and the indices from there on
-        self._pauses = 0.0, 0  # seconds and number since the last sample that could be read
+        self._cached_indices: tuple[int, list[int]] = (0, [])  # first position, and the indices from that position on
+        self._pauses = 0.0, 0  # seconds and number of pauses since the last readable sample
         self.now = LocalValue(-1)
-        """The position being read, or -1; a worker keeps it in memory that the training process shares."""
+        """The position being read, or -1; in a worker it is in memory shared with the training process."""
         self.stop = LocalValue(0)
-        """Not 0 if reading must stop; in a worker also in shared memory."""
+        """Nonzero if reading must stop; in a worker it is in shared memory too."""
 
     def __call__(self, chunk: Chunk) -> ReadChunk:
         """Reads a chunk without its bad samples.
 
         If none is left, another sample of the same global batch is used with weight 0. Only the chunk to which a bad
-        sample belongs reports it, so each is counted once over micro-batches and ranks.
+        sample belongs reports it, so each is counted once across micro-batches and ranks.
         """
         if chunk.is_dummy:
             return self._substitute(chunk, ())

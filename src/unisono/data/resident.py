@@ -20,7 +20,7 @@ from unisono.data.order import Order
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
-_MICRO_BATCHES_AHEAD = 64  # whose sample order is copied to the device at once
+_MICRO_BATCHES_AHEAD = 64  # number of micro-batches whose sample order is copied to the device together
 _MOST_AHEAD = 2**20  # positions
 
 
@@ -65,7 +65,7 @@ class Rows:
 
 
 def gathered(data: Any) -> Any:
-    """A batch; gathers it if it is `Rows`."""
+    """Returns the batch; gathers its samples first if `data` is `Rows`."""
     return data.batch() if isinstance(data, Rows) else data
 
 

@@ -22,7 +22,7 @@ from unisono.errors import RecipeError
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
-_MOST_SPREAD = 8  # groups, costliest first, for which to try whether spreading them over all ranks is faster
+_MOST_SPREAD = 8  # number of groups, most expensive first, that `deal` tries to spread across all ranks
 
 
 class Shaped(Protocol):
@@ -102,15 +102,15 @@ def deal(groups: Sequence[Group], world: int, micro_batch: int) -> list[list[Gro
     """Assigns the micro-batches of a global batch: a list of turns, each with one micro-batch (or None) per rank.
 
     Ranks run in lockstep (sharded weights are gathered for every micro-batch), so a turn takes as long as its costliest
-    micro-batch, plus an overhead. With as few turns as possible, some ranks would compute videos while others wait with
-    images; a few more turns, in which all ranks compute videos, are often faster.
+    micro-batch, plus an overhead. With as few turns as possible, some ranks would compute videos while others have only
+    images and wait; a few more turns, in which all ranks compute videos, are often faster.
     """
     overhead = min(group.each for group in groups)  # of a turn: kernel launches, gathering weights (a rough guess)
     parts = [-(-len(group.positions) // micro_batch) for group in groups]
     costliest_first = sorted(range(len(groups)), key=lambda number: -_largest(groups[number], parts[number]))
     best, least = list[Group](), math.inf
     for number in (None, *costliest_first[:_MOST_SPREAD]):
-        if number is not None:  # from now on, spread this group over all ranks
+        if number is not None:  # from now on, spread this group across all ranks
             parts[number] = min(-(-parts[number] // world) * world, len(groups[number].positions))
         pieces = _split(groups, parts, world)
         turns = [piece.cost for piece in pieces[::world]]

@@ -40,7 +40,7 @@ from unisono.data.reading import ChunkReader, ReadChunk, Stopped
 from unisono.errors import RecipeError, TrainingFailed, UnisonoError
 
 _MAX_DEATHS = 3  # in a row, for the same chunk
-_GRACE_S = 1.0  # for a worker to finish its current sample when the loader closes
+_GRACE_S = 1.0  # time for a worker to finish its current sample when the loader closes
 _HINTS: dict[int | None, str] = {
     -signal.SIGKILL: " (by the system, if memory ran out)",
     -signal.SIGBUS: " (shared memory may be full: /dev/shm)",
@@ -93,7 +93,7 @@ class Workers:
         return result  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """Ends all workers, including those that are dead or hang."""
+        """Ends all workers, including dead and hanging ones."""
         for worker in self._workers:
             worker.ask_to_end()
         deadline = time.monotonic() + _GRACE_S
@@ -124,7 +124,7 @@ class Workers:
         )
 
     def _replace(self, turn: int, chunk: Chunk) -> None:
-        """Replaces a dead worker by a new one that starts with `chunk`."""
+        """Replaces a dead worker with a new one that starts at `chunk`."""
         self._workers[turn].end(time.monotonic())
         if self._pinning is not None:
             self._pinning.join()  # the thread has ended because the worker died
@@ -159,7 +159,7 @@ class _Worker:
             self._pipe.close()
             raise RecipeError(
                 f"the dataset or collate() cannot be sent to a loader worker ({error}); use --num_workers 0, or create "
-                "what cannot be pickled in the first Dataset[i]"
+                "objects that cannot be pickled in the first call of Dataset[i]"
             ) from error
         finally:
             theirs.close()  # only the worker holds this end now, so that its death closes the pipe
@@ -313,7 +313,7 @@ def _work(
 
 
 def _until_error(chunks: Iterator[Chunk]) -> Iterator[Chunk]:
-    """The chunks up to the first error (the dataset's `shape` is the recipe's code)."""
+    """The chunks up to the first error: the dataset's `shape` is user code and may raise."""
     # The rank computes the same chunks and reports the error when it gets there.
     with suppress(Exception):
         yield from chunks

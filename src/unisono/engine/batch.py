@@ -1,6 +1,6 @@
 """The arithmetic of the effective batch.
 
-The global batch defines the optimizer step. How it is divided over devices and micro-batches follows from it and must
+The global batch defines the optimizer step. How it is divided across devices and micro-batches follows from it and must
 not change the result.
 """
 
@@ -13,7 +13,7 @@ from unisono.data.order import num_micro_batches
 from unisono.errors import ConfigError
 from unisono.settings import LARGEST_BATCH, BatchSettings
 
-_SMALL_BATCH = 2**20  # samples; reading fewer takes no time, even if they repeat
+_SMALL_BATCH = 2**20  # samples; a smaller step is fast, even if it repeats samples
 _MOST_PASSES = 16
 
 
@@ -47,19 +47,19 @@ def plan_batch(
     """Plans the batch of an optimizer step.
 
     `requested_devices` is the number that the user asked for, if fewer are available; `stored` is the effective batch
-    of a run that continues. Both keep the effective batch and change the accumulation.
+    of a resumed run. In both cases accumulation adapts and the effective batch stays the same.
     """
     plan = _plan(settings, explicit, devices, max(devices, requested_devices or devices), stored)
     if plan.global_batch > LARGEST_BATCH:
         raise ConfigError(
-            f"the effective batch would be {plan.global_batch:,} samples, and {LARGEST_BATCH:,} is the most; "
+            f"the effective batch would be {plan.global_batch:,} samples; the limit is {LARGEST_BATCH:,}; "
             "lower batch_size or gradient_accumulation_steps"
         )
     return plan
 
 
 def check_against_data(plan: BatchPlan, num_samples: int) -> None:
-    """Refuses a step that would read the whole dataset many times: it would take minutes without any output."""
+    """Rejects a step that would read the whole dataset many times: it would take minutes without any output."""
     if plan.global_batch > max(_SMALL_BATCH, _MOST_PASSES * num_samples):
         raise ConfigError(
             f"one optimizer step of {plan.global_batch:,} samples would read the dataset ({num_samples:,} samples) "
@@ -105,7 +105,7 @@ def overruled(settings: BatchSettings, explicit: Callable[[str], bool], devices:
     if explicit("batch_size"):
         remarks.append(f"{kept}: batch_size {size} only limits the micro-batch per device")
     if explicit("gradient_accumulation_steps"):
-        remarks.append(f"{kept}: gradient_accumulation_steps {accumulation} is ignored, it follows from the batch")
+        remarks.append(f"{kept}: gradient_accumulation_steps {accumulation} is ignored; the effective batch is fixed")
     return remarks
 
 
@@ -114,6 +114,6 @@ def with_micro_batch(plan: BatchPlan, requested: int | str | None, known_to_fit:
     size = plan.micro_batch
     if isinstance(requested, int):
         size = requested
-    elif requested == "auto" and on_gpu:  # a CPU does not report that its memory is full
+    elif requested == "auto" and on_gpu:  # on a CPU, the system kills a process that runs out of memory
         size = plan.share
     return replace(plan, micro_batch=min(size, plan.share, known_to_fit or size))

@@ -1,4 +1,4 @@
-"""Refuses settings that cannot work, before anything is started."""
+"""Rejects settings that cannot work, before anything is started."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def check_run(recipe_class: type[Recipe], resolved: Resolved) -> None:
 
 
 def check_with_recipe(recipe: Recipe, settings: Settings, resolved: Resolved) -> None:
-    """Refuses settings that the recipe does not support, an unknown optimizer and an unknown best_metric."""
+    """Rejects settings that the recipe does not support, an unknown optimizer and an unknown best_metric."""
     recipe.check_settings(settings)
     if settings.optim.optimizer.lower() not in _COMMON_OPTIMIZERS:
         from unisono.engine.step.make_optimizer import named_optimizer  # imports torch, which takes seconds
@@ -77,7 +77,7 @@ def check_with_recipe(recipe: Recipe, settings: Settings, resolved: Resolved) ->
 
 
 def check_held_out(held_out: object | None, settings: Settings, resolved: Resolved) -> None:
-    """Refuses a best_metric that the user set if there is no evaluation data (None) to measure it on."""
+    """Rejects a best_metric that the user set if there is no evaluation data (None) to measure it on."""
     if held_out is None and settings.eval.best_metric is not None and resolved.explicit("best_metric"):
         raise ConfigError(
             f"best_metric {settings.eval.best_metric}: there is no evaluation data; hold out some samples, or "
@@ -86,21 +86,22 @@ def check_held_out(held_out: object | None, settings: Settings, resolved: Resolv
 
 
 def check_measured(recipe: Recipe, settings: Settings, metrics: Collection[str]) -> None:
-    """Refuses a best_metric that the default evaluate() does not return: it returns the metrics of loss()."""
+    """Rejects a best_metric that the default evaluate() does not return: it returns the metrics of loss()."""
     if settings.eval.best_metric is not None and type(recipe).evaluate is Recipe.evaluate and not recipe.coupled:
         _check_best_metric(settings.eval.best_metric, {"loss", *metrics})
 
 
 def _check_best_metric(best_metric: str, names: Collection[str]) -> None:
-    """Refuses a best_metric that is not among the metrics of an evaluation; `names` are without eval/."""
+    """Rejects a best_metric that is not a metric of the evaluation; `names` are without the prefix eval/."""
     metrics = sorted(f"eval/{name}" for name in names)
     if best_metric not in metrics:
         suggestion = did_you_mean(best_metric.removeprefix("eval/"), sorted(names), "eval/", similarity=0.5)
-        raise ConfigError(f"best_metric {best_metric}: evaluation returns {', '.join(metrics)}{suggestion}")
+        existing = ", ".join(metrics)
+        raise ConfigError(f"best_metric {best_metric} is not a metric of the evaluation ({existing}){suggestion}")
 
 
 def check_settings(settings: Settings) -> None:
-    """Refuses numbers out of range and settings that contradict each other."""
+    """Rejects numbers out of range and settings that contradict each other."""
     values = {f.name: getattr(group, f.name) for group in vars(settings).values() for f in fields(group)}
     for names, low, high, expected in (
         (_AT_LEAST_ONE, 1, _LARGEST, f"1 to {_LARGEST:,}"),
@@ -137,9 +138,9 @@ def check_settings(settings: Settings) -> None:
         if settings.ema.ema_decay > 0:
             raise ConfigError("optimizer schedule_free_adamw averages the weights itself; use ema_decay 0")
         if settings.optim.beta1 == 0:
-            raise ConfigError("optimizer schedule_free_adamw needs beta1 above 0, by which it interpolates; use 0.9")
+            raise ConfigError("optimizer schedule_free_adamw interpolates with beta1, which must be above 0; use 0.9")
     if settings.parallel.strategy == "fsdp" and settings.parallel.find_unused_parameters:
-        raise ConfigError("find_unused_parameters is ddp's; fsdp needs every weight in every step on every rank")
+        raise ConfigError("find_unused_parameters needs ddp; fsdp uses every weight in every step on every rank")
     if settings.parallel.static_graph and settings.parallel.find_unused_parameters:
         raise ConfigError("static_graph and find_unused_parameters contradict each other; leave one of them out")
 
@@ -147,10 +148,10 @@ def check_settings(settings: Settings) -> None:
 def machines(settings: LaunchSettings) -> tuple[int, int]:
     """The minimum and maximum number of machines of a run: nnodes is "2" or "1:4"."""
     fewest, _, most = str(settings.nnodes).partition(":")
-    # At most nine digits: Python refuses to convert thousands of them.
+    # At most nine digits: Python rejects to convert thousands of them.
     if not all(re.fullmatch("0*[1-9][0-9]{0,8}", text) for text in (fewest, most or fewest)):
         got = shown(str(settings.nnodes))
         raise ConfigError(f"nnodes: expected a number of machines such as 2, or 1:4 for 1 to 4, got {got}")
     if int(most or fewest) < int(fewest):
-        raise ConfigError(f"nnodes: expected fewest:most, got {settings.nnodes}")
+        raise ConfigError(f"nnodes: expected MIN:MAX with MIN <= MAX, got {settings.nnodes}")
     return int(fewest), int(most or fewest)

@@ -37,7 +37,7 @@ class Clock:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Refuses reads while the engine records a CUDA graph, which would replay the current value forever."""
+        """A context in which reading the clock is an error: a CUDA graph would replay the current value forever."""
         self._recorded = True
         try:
             yield

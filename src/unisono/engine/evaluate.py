@@ -31,7 +31,7 @@ from unisono.errors import RecipeError, TrainingFailed
 from unisono.formatting import format_count
 
 _MANY = 100
-_GROUPED = 2**16  # samples that are grouped by shape at a time: sorting millions at once would take long
+_GROUPED = 2**16  # number of samples to group by shape at a time, because sorting millions takes long
 
 
 class Evaluation:
@@ -43,8 +43,8 @@ class Evaluation:
         assert dataset is not None
         if recipe.coupled and type(recipe).evaluate is Recipe.evaluate:
             raise RecipeError(
-                f"{type(recipe).__name__} has evaluation data, and its loss compares samples, so it cannot be computed "
-                "from a rank's share of them; write evaluate(), or return None for that data"
+                f"{type(recipe).__name__} has evaluation data, but its coupled loss needs all samples and each rank "
+                'evaluates only a share; define evaluate(), or return None from dataset("eval")'
             )
         self._recipe, self._strategy, self._settings = recipe, strategy, settings
         self._dataset = dataset.to(strategy.placement.device) if is_resident(dataset) else dataset
@@ -58,7 +58,7 @@ class Evaluation:
     def run(self, step: int) -> dict[str, float | list[float]] | None:
         """The metrics over the whole evaluation set, named eval/…; the same on every rank.
 
-        None if the run was asked to stop before the evaluation was complete.
+        Returns None if a stop request came before the evaluation was complete.
         """
         while True:
             sums: dict[str, Tensor] = {}  # name -> [sum, count] of this rank, or [sums, counts] of a curve
@@ -85,7 +85,7 @@ class Evaluation:
         self._begin(step)
         failure: str | None = None
         bad: list[BadSample] = []
-        exchange: Pending | None = None  # whether any rank was asked to stop
+        exchange: Pending | None = None  # whether any rank has a stop request
         for micro in loader:
             if exchange is not None and exchange.read()["stop"]:  # started one batch ago, so it does not wait
                 return False, True
@@ -95,7 +95,7 @@ class Evaluation:
                 failure = self._over_batch(micro, step, sums, metrics)
             else:
                 self._heartbeat.at("evaluate", step)
-        self._heartbeat.at("evaluate", step)  # done with its data: hang detection blames a rank that still computes
+        self._heartbeat.at("evaluate", step)  # shows hang detection that this rank has finished its data and waits
         if exchange is not None and exchange.read()["stop"]:
             return False, True
         agreed = self._agreement.start({"oom": failure is not None, "bad": len(bad)}).read()
@@ -210,7 +210,7 @@ class Evaluation:
         return means
 
     def _computed(self, metrics: Mapping[str, Any]) -> dict[str, float | list[float]]:
-        """Merges torchmetrics objects over the ranks: their own synchronisation fails if a rank had no sample."""
+        """Merges torchmetrics objects across ranks: their own synchronisation fails if a rank had no sample."""
         mine = {name: copy.deepcopy(metric).cpu() for name, metric in metrics.items() if metric.update_called}
         for metric in metrics.values():
             metric.reset()
@@ -245,7 +245,7 @@ def _with_copied_metrics(recipe: Recipe) -> Recipe:
 
 
 def _metrics_in(value: Any) -> Iterator[Any]:
-    """torchmetrics objects among a recipe's attributes, also in lists and mappings (long ones hold data: skipped)."""
+    """torchmetrics objects among a recipe's attributes, including short lists and mappings; long ones hold data."""
     if _is_metric(value):
         yield value
     elif isinstance(value, Mapping | nn.ModuleDict | list | tuple | nn.ModuleList) and len(value) <= _MANY:

@@ -30,7 +30,7 @@ from unisono.parallel.materialize import Weights, fill, materialize
 from unisono.parallel.strategy import cast_weights
 from unisono.settings import Settings
 
-_MOST_RETRIES_S = 60.0  # while the run deletes checkpoints before they can be read
+_MOST_RETRIES_S = 60.0  # how long to retry while the run deletes checkpoints before they can be read
 
 
 def export_run(
@@ -98,7 +98,7 @@ def load_trained(
     if not all(isinstance(record.get(name), dict) for name in ("config", "sources")):
         raise UserError(f"{run}: run.json lacks the settings of the run; it is damaged")
     resolved = settings_in(record, (Settings, recipe_class.Config))
-    # Before the model is built, which may take long: a run that is still training may delete the checkpoint meanwhile.
+    # Read the checkpoint before building the model, which may take long: a run that is still training may delete it.
     checkpoint, state, is_average = _read_checkpoint(run, step, {"recipe": record["recipe"]}, weights)
     recipe = recipe_class(resolved.build(recipe_class.Config))
     recipe.prepared = run / "prepared"
@@ -120,7 +120,7 @@ def _read_checkpoint(
 ) -> tuple[Path, dict[str, Tensor], bool]:
     """The checkpoint to export, its weights by name, and whether they are the moving average.
 
-    A run that is still training deletes old checkpoints. If that happens to the checkpoint while it is read, reads the
+    A run that is still training deletes old checkpoints. If it deletes this one while it is being read, reads the
     newest one instead.
     """
     deadline = time.monotonic() + _MOST_RETRIES_S
@@ -130,9 +130,9 @@ def _read_checkpoint(
         try:
             checkpoint = _find(run, step, identity)
             state, is_average = _weights_of(checkpoint, weights)
-            if checkpoint.is_dir():  # it was not deleted meanwhile
+            if checkpoint.is_dir():  # it was not deleted while it was being read
                 return checkpoint, state, is_average
-            failure: Exception = CheckpointError(f"{checkpoint} was deleted while it was read")
+            failure: Exception = CheckpointError(f"{checkpoint} was deleted while it was being read")
         except (UserError, RanksFailed, BadTensorFile, OSError) as error:
             failure = error
         vanished = not checkpoint.is_dir() if checkpoint else steps_before != list_steps(run / "checkpoints")
@@ -140,7 +140,7 @@ def _read_checkpoint(
         if vanished and not is_fixed and time.monotonic() < deadline:
             continue
         if vanished and checkpoint is not None:
-            raise UserError(f"{checkpoint} was deleted while it was read; export another step, or raise keep_last")
+            raise UserError(f"{checkpoint} was deleted during the export; export another step, or raise keep_last")
         if isinstance(failure, UserError):
             raise failure
         raise UserError(f"{checkpoint} cannot be read ({failure}); export another step") from None

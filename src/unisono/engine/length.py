@@ -35,7 +35,7 @@ class Length:
 
     @classmethod
     def of(cls, settings: Settings, num_samples: int, state: TrainState, *, whole_epochs: bool = False) -> Length:
-        """The length by max_steps or num_epochs, whichever ends the run first.
+        """The length that max_steps or num_epochs sets, whichever ends the run first.
 
         Steps are counted from the current state: a run that ended with a smaller last batch may have been extended.
         """
@@ -52,12 +52,12 @@ class Length:
     def remarks(self, settings: Settings, done: int, explicit: Callable[[str], bool] = lambda name: True) -> list[str]:
         """Notes on settings that this length makes ineffective, for a run that has done `done` steps.
 
-        `explicit` tells whether the user set a setting.
+        `explicit(name)`: whether the user has set the setting.
         """
         warmup, run = settings.optim.warmup_steps, settings.run
         if done and done >= self.steps:
             limits = f"max_steps is {run.max_steps}, num_epochs {run.num_epochs}"
-            return [f"all steps of this run are done ({limits}); raise one of them to train on"]
+            return [f"all steps of this run are done ({limits}); raise one of them to continue training"]
         remarks = []
         if run.max_steps is not None and self.steps < run.max_steps and explicit("max_steps"):
             remarks.append(
@@ -91,6 +91,6 @@ def fit_warmup(resolved: Resolved, steps: int, *, whole_epochs: bool) -> tuple[R
 def is_evaluated(state: TrainState, length: Length) -> bool:
     """Whether the evaluation of the current step is complete and need not be repeated.
 
-    A run that is started at its end repeats it, and so does one that starts again at step 0 without a checkpoint.
+    A run that resumes at its end repeats it, and so does a run without a checkpoint, which starts again at step 0.
     """
     return not state.owes_evaluation and state.step > 0 and state.samples < length.samples

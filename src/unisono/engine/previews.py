@@ -86,7 +86,7 @@ class Drawing:
             if not is_out_of_memory(error):
                 raise
             failure = in_one_line(error)
-        # Outside of the except block, where the frames that held the tensors are gone.
+        # After the except block, so that the frames that held the tensors are freed.
         if self._placement.device.type == "cuda":
             torch.cuda.empty_cache()
         if self._needs_all_ranks:
@@ -125,14 +125,14 @@ def write_previews(previews: Mapping[str, Any], folder: Path, step: int) -> Iter
             _write(path, name, value)
         except OSError:
             with suppress(OSError):
-                path.unlink()  # half an image is useless
+                path.unlink()  # an incomplete file is useless
             raise
         yield path
 
 
 def _write(path: Path, name: str, value: Any) -> None:
     if isinstance(value, str):
-        path.write_text(value, encoding="utf-8", errors="backslashreplace")  # a model may generate half a character
+        path.write_text(value, encoding="utf-8", errors="backslashreplace")  # text may contain lone surrogates
     elif isinstance(value, bytes):
         path.write_bytes(value)
     elif hasattr(value, "savefig"):

@@ -17,11 +17,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RankContext:
-    """What a rank needs from its first to its last line, whatever it trains."""
+    """The objects that a rank uses throughout a run."""
 
     world: World
     agreement: Agreement  # exchanges small values with the other ranks
-    stop: StopRequest  # a signal, or the launcher, asks this rank to stop
+    stop: StopRequest  # set by a signal or by the launcher
     heartbeat: Heartbeat  # reports the step and phase that this rank is in
 
     def main_decides(self, decide: Callable[[], T]) -> T:

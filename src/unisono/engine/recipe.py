@@ -58,11 +58,11 @@ class Work:
     """Whether progress() draws a bar on this process's stderr; else it sends plain lines to message()."""
 
     def meet(self) -> bool:
-        """A barrier: waits for all processes. Returns True if the run was asked to stop; then return from prepare()."""
+        """A barrier: waits for all processes. Returns True if the run is stopping; return from prepare() then."""
         return any(self.gather(self.stopping))
 
     def gather(self, value: Any) -> list[Any]:
-        """All-gathers a plain object: returns every process's value, the main one's first. All must call it."""
+        """All-gathers a plain object: returns the values of all processes, the main one first. All must call it."""
         return self._gather(value)
 
     def message(self, text: str) -> None:
@@ -75,8 +75,8 @@ class Work:
         """Shows progress: `with work.progress("encoding videos", len(mine)) as advance:`, then `advance()` per item.
 
         The main rank draws a bar on a terminal, or prints a line now and then elsewhere. `total` is this rank's number
-        of items and `of` that of all ranks; without a total it shows the elapsed time. After a stop request it shows
-        nothing.
+        of items and `of` that of all ranks; without a total it shows the elapsed time. Once the run is stopping, it
+        shows nothing.
         """
         from unisono.observe.progress import progress
 
@@ -85,15 +85,15 @@ class Work:
 
     @property
     def stopping(self) -> bool:
-        """Whether the run was asked to stop: finish the current item and return; the next start continues."""
+        """Whether the run is stopping: finish the current item and return; a resumed run continues the work."""
         return self._asked_to_stop()
 
     def share(self, items: Sequence[Any]) -> Sequence[Any]:
-        """This process's share of the items; over all processes, each item occurs once."""
+        """This process's share of the items; across all processes, each item occurs once."""
         return items[self._part :: self._parts]
 
     def largest_share(self, items: Sequence[Any]) -> int:
-        """The size of the largest share of any process: for work that all must do equally often."""
+        """The size of the largest share, for work that all processes must do the same number of times."""
         return -(-len(items) // self._parts)
 
 
@@ -110,10 +110,10 @@ class Recipe:
     """Additional keys that translate() accepts, with their types, e.g. {"alg": str}; they become flags too."""
 
     fixed: ClassVar[Sequence[str]] = ()
-    """The recipe's settings that cannot change when a run is resumed: the engine refuses another value.
+    """The recipe's settings that cannot change when a run is resumed: the engine rejects a different value.
 
     List every setting that decides which data is trained on or held out (paths, splits, what a sample contains), or the
-    model's shape or the meaning of its weights. Other settings may change; the run records it when they do.
+    model's shape or the meaning of its weights. Other settings may change; the run records the change.
     """
 
     verify_precision: ClassVar[str] = "float64"
@@ -135,10 +135,10 @@ class Recipe:
     """The results of the run's evaluations so far, each with its step; set by the engine, for use in `preview`."""
 
     global_batch: int = 0
-    """Number of samples per optimizer step over all ranks; set by the engine before it calls model()."""
+    """Number of samples per optimizer step across all ranks; set by the engine before it calls model()."""
 
     shards: RowShards | None = None
-    """How the weights are cut over the ranks; set before optimizer(). Pass it to an optimizer of `unisono.optim`."""
+    """How the weights are sharded across ranks; set before optimizer(). Pass it to an optimizer of `unisono.optim`."""
 
     clock: Clock = Clock()
     """The current step, the same on every rank: `self.clock.step`, and `self.clock.progress` from 0 to 1.
@@ -148,10 +148,10 @@ class Recipe:
     """
 
     flash_attention: bool = False
-    """Whether the run computes in 16 bit on a GPU with flash attention; set by the engine before it calls model()."""
+    """Whether the run computes in 16-bit on a GPU with flash attention; the engine sets it before it calls model()."""
 
     many_shapes: ClassVar[bool] = False
-    """Whether batches have many different shapes: attention then avoids cuDNN, which prepares for each new shape."""
+    """Whether batches have many different shapes: attention then avoids cuDNN, which is slow for each new shape."""
 
     samples_per_epoch: ClassVar[int | None] = None
     """Number of samples in an epoch, if it is smaller than the dataset because an incomplete last batch is dropped."""
@@ -191,18 +191,18 @@ class Recipe:
     def metric_names(self) -> Collection[str] | None:
         """Names of the scalar metrics of an evaluation; empty if there is no evaluation data, None if unknown.
 
-        With the names, the engine refuses a wrong best_metric before prepare().
+        With the names, the engine rejects a wrong best_metric before prepare().
         """
         return None
 
     def prepare(self, work: Work) -> None:
-        """Does one-off work before training (cache, collect, download), shared over the ranks; must be resumable."""
+        """Does one-off work before training (caching, downloads), shared by all ranks; it must be resumable."""
 
     refresh_every: int = 0
     """Number of steps between calls of refresh(); 0: never."""
 
     def refresh(self, step: int, work: Work) -> None:
-        """Does work between steps, shared over the ranks: replaces the training data for the steps after `step`.
+        """Does work between steps, shared by all ranks: replaces the training data for the steps after `step`.
 
         A run that resumes between two refreshes calls it again for the same step; existing results can be reused.
         """
@@ -213,8 +213,8 @@ class Recipe:
     def learning_rate(self, step: int) -> float | Sequence[float] | None:
         """The learning rate of step `step`, counted from 0; None for the schedule in the settings.
 
-        One number is the rate of the optimizer's first parameter group, and the other groups keep their ratio to it; a
-        sequence has one number per group. The rate must depend only on `step` and on what remember() stores.
+        A single number is the rate of the optimizer's first parameter group, and the other groups keep their ratio to
+        it; a sequence has one number per group. The rate must depend only on `step` and on what remember() stores.
         """
         return None
 
@@ -238,7 +238,7 @@ class Recipe:
         return None
 
     def full_precision(self, model: nn.Module) -> Sequence[str]:
-        """Names of weights that are never rounded to 16 bit for computing; they should be few and small."""
+        """Names of weights that are never cast to 16-bit; they should be few and small."""
         return ()
 
     def dataset(self, split: str) -> Dataset[Any] | None:
@@ -277,7 +277,7 @@ class Recipe:
         raise NotImplementedError
 
     def optimizer(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer | None:
-        """Makes the optimizer of (name, parameter) pairs; None for the one in the settings."""
+        """Creates the optimizer from (name, parameter) pairs; return None for the one in the settings."""
         return None
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module] | None:
@@ -304,7 +304,8 @@ class Recipe:
         return {}
 
     def sharded(self) -> Mapping[str, tuple[Weights, Sequence[str]]]:
-        """Those modules of frozen() that are built on meta and sharded: each rank holds a part and gathers blocks.
+        """The modules of frozen() that are built on meta and sharded: each rank holds a shard and gathers blocks as
+        needed.
 
         Name -> (the source of its weights, the names of weights that stay whole, in their own type, on every rank).
         """
@@ -318,7 +319,7 @@ class Recipe:
         return None
 
     def over_ranks(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-        """[function(item) for item in items], shared over all ranks, for preview(). Results must be plain objects."""
+        """[function(item) for item in items], split across all ranks, for preview(). Results must be plain objects."""
         return self._over_ranks(function, items)
 
     _over_ranks: Callable[..., list[Any]] = staticmethod(lambda function, items: [function(item) for item in items])

@@ -60,7 +60,7 @@ class Recorder:
         return self._meter.phase("aside")
 
     def add_step(self, report: StepReport) -> None:
-        """Notes the report of a step on this rank."""
+        """Stores the report of a step on this rank."""
         self._progress.step(report.step)
         forecast = self._forecast.step(report.step, self._progress.total)
         if forecast is not None:

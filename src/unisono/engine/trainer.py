@@ -80,7 +80,8 @@ class Trainer:
             self._folder.path,
             # Only where a failed trial costs nothing; elsewhere it costs a restart.
             may_rise=settings.micro_batch == "auto" and strategy.guardable,
-            # Without a size in the checkpoint, the plan's size is what the previous attempt learned by failing.
+            # If the checkpoint has no size, the plan's size is the one that the previous attempt stored after it
+            # failed.
             largest=largest if self.state.micro_batch else min(largest, batch.micro_batch),
         )
 
@@ -91,10 +92,10 @@ class Trainer:
 
     @contextmanager
     def _finishing_saves(self) -> Iterator[None]:
-        """A context for all that may fail: finishes saves, and stores a smaller micro-batch for the next attempt."""
+        """A context for training: on failure, finishes saves and stores a smaller micro-batch for the next attempt."""
         try:
             yield
-        except TrainingFailed as error:  # raised on all ranks: wait for a save that is under way
+        except TrainingFailed as error:  # raised on all ranks: wait for a save in progress
             self._folder.event("failed", step=self.state.step, error=str(error))
             self._saver.wait()
             self._recorder.close()
@@ -102,7 +103,7 @@ class Trainer:
         except OutOfMemoryHere as error:
             self._saver.let_finish(_LAST_SAVE_S)
             raise self._next_attempt(error) from None
-        except Exception:  # the save threads of other ranks need this rank's: finish a checkpoint under way
+        except Exception:  # the save threads of other ranks need this rank's: finish a save in progress
             self._saver.let_finish(_LAST_SAVE_S)
             raise
 
@@ -154,7 +155,7 @@ class Trainer:
         return False
 
     def _refresh(self) -> bool:
-        """Calls Recipe.refresh() when it is due; True if the run was asked to stop meanwhile."""
+        """Calls Recipe.refresh() when it is due; True if a stop request came during the call."""
         recipe, step = self.components.recipe, self.state.step
         every = recipe.refresh_every
         if every <= 0 or (self._refreshed and step % every):
@@ -168,7 +169,7 @@ class Trainer:
         return stopping
 
     def _step_once(self) -> Mapping[str, float]:
-        """Runs one optimizer step; returns what any rank requests, such as to stop."""
+        """Runs one optimizer step; returns the flags that any rank has set, such as a stop request."""
         self._clock.set(self.state.step, self.length.steps)
         samples = min(self._strides.end(self.state.samples), self.length.samples)
         requests = {"stop": self._rank.is_asked_to_stop}
@@ -233,7 +234,7 @@ class Trainer:
             return
         trials = self._sizer.find(self._try_out)
         size = self.state.micro_batch
-        self._recorder.message(f"micro_batch auto: {size} samples at once fit on each device ({trials} trials)")
+        self._recorder.message(f"micro_batch auto: {size} samples fit on each device ({trials} trials)")
         self._folder.event("micro_batch", step=self.state.step, micro_batch=size, trials=trials)
 
     def _try_out(self, plan: BatchPlan) -> None:
@@ -297,7 +298,7 @@ class Trainer:
         return nullcontext() if ema is None else ema.in_place_of_weights(self.components.strategy.weights_changed)
 
     def _evaluate_and_preview(self, last: bool = False) -> bool:
-        """Evaluates and draws a preview where due; True if a signal interrupted it, and the next start repeats it."""
+        """Evaluates and draws a preview when due; True if a signal interrupted it: a resumed run then repeats it."""
         self._settle()
         self._clock.set(self.state.step, self.length.steps)
         settings = self.settings.eval
@@ -338,7 +339,7 @@ class Trainer:
             return
         if settings.best_metric not in metrics:
             raise TrainingFailed(
-                f"best_metric {settings.best_metric}: evaluation returned {', '.join(sorted(metrics))}"
+                f"best_metric {settings.best_metric} is not a metric of the evaluation ({', '.join(sorted(metrics))})"
             )
         value = metrics[settings.best_metric]
         if isinstance(value, list):

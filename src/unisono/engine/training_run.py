@@ -1,4 +1,4 @@
-"""Everything that a start has decided, built and restored before the first step, on one rank."""
+"""Everything that one rank has built and restored before the first step."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class TrainingRun:
     start_step: int
     length: Length
     save_group: dist.ProcessGroup | None  # for the collectives of saves, which run in a separate thread
-    work: Work  # this rank's part of the recipe's own work
-    remarks: list[str]  # notes for the user, from every phase of the start
+    work: Work  # this rank's share of prepare() and refresh()
+    remarks: list[str]  # notes for the user, from all phases of start-up
 
     @property
     def settings(self) -> Settings:

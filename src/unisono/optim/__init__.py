@@ -1,1 +1,1 @@
-"""Optimizers that torch lacks, or that torch's cannot run on shards. None depends on where shards begin and end."""
+"""Optimizers that torch lacks or cannot run on shards. Their results do not depend on how weights are sharded."""

@@ -1,4 +1,4 @@
-"""What the optimizers here share: they skip steps on the device, and know how their weights are cut over the ranks."""
+"""Base class of these optimizers: skips steps on the device, and knows how weights are sharded across ranks."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from unisono.parallel.row_shards import RowShards
 
 
 class ShardAwareOptimizer(Optimizer):
-    """An optimizer whose result does not depend on how weights are cut over the ranks.
+    """An optimizer whose result does not depend on how weights are sharded across ranks.
 
     Like torch's fused optimizers it divides gradients by `grad_scale` itself, and changes nothing in a step in which
-    `found_inf` is 1. Subclasses compute new values and hand them to `_store`.
+    `found_inf` is 1. Subclasses compute new values and pass them to `_store`.
     """
 
     _step_supports_amp_scaling: ClassVar[bool] = True
     row_slots: ClassVar[frozenset[str]] = frozenset()
-    """Names of state tensors with a row for each row of the weight; they are cut as the weight is."""
+    """Names of state tensors with a row for each row of the weight; they are sharded like the weight."""
     whole_slots: ClassVar[frozenset[str]] = frozenset()
     """Names of state tensors that every rank holds whole, whatever their shape."""
 

@@ -1,7 +1,7 @@
 """Muon: momentum whose matrices are made orthogonal before they are applied (Jordan et al., 2024).
 
 The orthogonalisation needs the whole matrix. On shards, the ranks take turns: each gathers some matrices, computes
-them, and returns the others' rows, so that the work is shared and the result is that of whole weights.
+them, and returns the others' rows, so that the work is shared and the result is the same as with whole weights.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from unisono.optim.base import ShardAwareOptimizer
 from unisono.parallel.row_shards import RowShards
 
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration; they maximise its slope at 0
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, chosen to maximise its slope at 0
 _ITERATIONS = 5
 _RMS_OF_ADAMW = 0.2  # the typical root mean square of AdamW's updates
 
@@ -52,11 +52,11 @@ class Muon(ShardAwareOptimizer):
             self._store(weight, weight * (1 - rate * decay) - rate * scale * update)
 
     def _orthogonalised(self, weights: list[nn.Parameter], directions: list[Tensor]) -> list[Tensor]:
-        cut = [number for number, weight in enumerate(weights) if self.shards.is_cut(weight)]
+        sharded = [number for number, weight in enumerate(weights) if self.shards.is_sharded(weight)]
         computed = self.shards.map_whole(
-            [weights[number] for number in cut], [directions[number] for number in cut], orthogonalise
+            [weights[number] for number in sharded], [directions[number] for number in sharded], orthogonalise
         )
-        results = dict(zip(cut, computed, strict=True))
+        results = dict(zip(sharded, computed, strict=True))
         return [
             results[number] if number in results else orthogonalise(direction)
             for number, direction in enumerate(directions)
@@ -64,7 +64,7 @@ class Muon(ShardAwareOptimizer):
 
 
 def orthogonalise(matrix: Tensor) -> Tensor:
-    """The nearest matrix with singular values of about 1, by a Newton-Schulz iteration in 16 bit (64 for float64)."""
+    """The nearest matrix with singular values of about 1, by a Newton-Schulz iteration in bfloat16 (or float64)."""
     a, b, c = _COEFFICIENTS
     result: Tensor = matrix if matrix.dtype == torch.float64 else matrix.bfloat16()
     if tall := matrix.shape[0] > matrix.shape[1]:

@@ -1,8 +1,8 @@
 """AdamW without a learning-rate schedule (Defazio et al., The Road Less Scheduled, 2024).
 
 The optimizer steps a sequence z, averages it into x, and computes gradients at a point y between both. The model's
-weights are y while it trains; evaluation, previews and exports use x, which is as good as the end of a schedule at any
-time. x is not stored: y = beta1 x + (1 - beta1) z.
+weights are y while it trains; evaluation, previews and exports use x, which at any step is about as good as the end of
+a schedule. x is not stored: y = beta1 x + (1 - beta1) z.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from unisono.parallel.row_shards import RowShards
 
 
 class ScheduleFreeAdamW(ShardAwareOptimizer):
-    """Schedule-free AdamW; `averages` gives the weights to use."""
+    """Schedule-free AdamW; `averages` returns the weights to evaluate and export."""
 
     def __init__(
         self,

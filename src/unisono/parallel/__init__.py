@@ -1,1 +1,1 @@
-"""Distributes a model over devices: one small file per strategy."""
+"""Distributes a model across devices: one small file per strategy."""

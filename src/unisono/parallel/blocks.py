@@ -12,13 +12,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 _COMPILATIONS = 64
-_MIN_FRACTION = 0.1  # of the weights: the layers of an encoder and a decoder both count, a few small heads do not
+_MIN_FRACTION = 0.1  # of the weights: includes the layers of an encoder and of a decoder, but not a few small heads
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """The modules whose class is repeated in a list and holds a large fraction of the weights; may be empty."""
     families: dict[type, list[nn.Module]] = defaultdict(list)
-    inside: set[nn.Module] = set()  # modules inside of blocks: layers that a block repeats are not blocks themselves
+    inside: set[nn.Module] = set()  # modules inside blocks: layers that a block repeats are not blocks themselves
     for container in model.modules():  # outer ones first
         if container in inside or not isinstance(container, nn.ModuleList | nn.Sequential):
             continue

@@ -1,9 +1,9 @@
-"""Restores a model's buffers (batch norm statistics, counters, lookup tables) after a step that does not count.
+"""Restores a model's buffers (batch norm statistics, counters, lookup tables) after a step that is repeated or skipped.
 
 A step that is repeated after running out of memory, or skipped because it was not finite, must not change buffers. So
-buffers are copied before each step. The device decides whether a step is skipped, and the host does not know it;
-`undo_where` therefore selects old or new values on the device, with one kernel per buffer. Buffers that the first steps
-did not change (lookup tables) are not copied any more.
+buffers are copied before each step. The device decides whether a step is skipped, and the host does not know the
+decision; `undo_where` therefore selects old or new values on the device, with one kernel per buffer. Buffers that the
+first steps did not change (lookup tables) are not copied any more.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class _Before:
 
 
 class BufferBackup:
-    """Copies a model's buffers at the start of each step, and restores them if the step does not count."""
+    """Copies a model's buffers at the start of each step, and restores them if the step is repeated or skipped."""
 
     def __init__(self, model: nn.Module) -> None:
         self._slots = BufferSlots(model)
@@ -117,8 +117,8 @@ class BufferBackup:
     def find_constants(self) -> None:
         """Notes which buffers a step did not change; called after its last backward pass.
 
-        In the first steps the host waits for the device and compares values, because `buffer.data.mul_()` and recorded
-        kernels do not increase a tensor's version.
+        In the first steps it synchronizes with the device and compares values, because `buffer.data.mul_()` and
+        recorded kernels do not increase a tensor's version.
         """
         for before in self._before:
             slot = before.slot
@@ -146,7 +146,7 @@ class BufferBackup:
         self._before = []
 
     def undo_where(self, skipped: Tensor) -> None:
-        """Undoes the changes of the step if `skipped`, a number on the device, is not 0; the host does not wait."""
+        """Undoes the changes of the step if `skipped`, a number on the device, is not 0; without a host sync."""
         if not self._before:
             return
         if skipped.device.type == "cpu":  # reading it is free
@@ -167,7 +167,7 @@ class BufferBackup:
                 chosen = torch.where(skipped.to(now.device), old, now, out=now if now is before.tensor else None)
                 if now is not before.tensor:  # a new tensor may share memory with a batch or a weight
                     self._slots[before.slot] = chosen
-            elif bool(skipped):  # the shape has changed: here the host waits for the device
+            elif bool(skipped):  # the shape has changed, which needs a host-device sync
                 self._put_back(before)
 
     def _is_changed(self, before: _Before) -> bool:

@@ -1,7 +1,7 @@
 """Several GPUs in one process (`torch.nn.DataParallel`).
 
-It exists for users who know it; ddp is faster. Each micro-batch is split along its first dimension over the GPUs, and
-the sums of the GPUs are added.
+It is meant for users who already use it; ddp is faster. Each micro-batch is split along its first dimension across the
+GPUs, and the sums of the GPUs are added.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class DataParallel(Strategy):
         return wrapper
 
     def train(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """call(model, *arguments) on each GPU with its part of the batch; returns a mapping of sums over the GPUs."""
+        """call(model, *arguments) on each GPU with its part of the batch; returns a mapping of sums across the GPUs."""
         gathered = self._replicated(_rows, call, *arguments)
         return {name: rows.sum(0) for name, rows in gathered.items()}
 

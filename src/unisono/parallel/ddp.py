@@ -2,7 +2,7 @@
 
 In a guarded step, gradients are not reduced during backward but afterwards, once all ranks know that none of them ran
 out of memory. So no rank is left waiting in a collective. The reduction uses the same buckets, so guarded and fast
-steps give the same bits.
+steps are bitwise identical.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class DDP(Strategy):
         self._views: list[Tensor] | None = None  # the gradients as views of the buckets
         self._has_final_buckets = False
         self._arrivals: list[nn.Parameter] = []  # parameters in the order in which their gradients became ready
-        self._hooks: list[Any] = []  # that fill _arrivals
+        self._hooks: list[Any] = []  # hooks that fill _arrivals
         self._has_observed = False
         if self.guardable and placement.deterministic:
             self._fix_buckets(self._trained[::-1])
@@ -56,16 +56,16 @@ class DDP(Strategy):
 
     @property
     def gradient_divisor(self) -> float:
-        """DDP averages over the ranks."""
+        """DDP averages across ranks."""
         return float(self.placement.world)
 
     def _is_guardable(self, wrapper: ForwardWrapper) -> bool:
-        """Not if DDP must see the graph of every backward pass, or if forward passes contain collectives."""
+        """False if DDP must see the graph of every backward pass, or if forward passes contain collectives."""
         syncs_in_forward = self._gathers or any(isinstance(module, nn.SyncBatchNorm) for module in wrapper.modules())
         return not (self.settings.static_graph or self.settings.find_unused_parameters or syncs_in_forward)
 
     def train(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """call(model, *arguments); backward averages its gradients over the ranks."""
+        """call(model, *arguments); backward averages its gradients across ranks."""
         return self._wrapped(call, *arguments)
 
     def fix_gradient_addresses(self) -> bool:
@@ -74,7 +74,7 @@ class DDP(Strategy):
 
     @property
     def has_fixed_gradients(self) -> bool:
-        """In guarded steps, once the buckets are final; the averaged gradients are there too."""
+        """True once the buckets are final: guarded steps then compute and average gradients inside the buckets."""
         return self._views is not None
 
     def begin_step(self, *, guarded: bool) -> None:
@@ -89,7 +89,7 @@ class DDP(Strategy):
         if guarded and not self._has_observed:
             self._observe_order()
         if guarded and self._views is not None:
-            torch._foreach_zero_(self._views)  # otherwise they would need memory besides the buckets
+            torch._foreach_zero_(self._views)  # otherwise they would need memory in addition to the buckets
             for parameter, view in zip(self._trained, self._views, strict=True):
                 parameter.grad = view
 
@@ -102,12 +102,12 @@ class DDP(Strategy):
         return nullcontext() if must_sync else self._wrapped.no_sync()
 
     def reduce_in_backward(self) -> None:
-        """Makes the next backward pass reduce gradients over the ranks."""
+        """Makes the next backward pass reduce gradients across ranks."""
         if self.guardable:
             self._wrapped(_nothing)  # DDP prepares for backward in its forward pass, whatever that computes
 
     def reduce(self) -> None:
-        """Averages the gradients of a guarded step over the ranks, in the same buckets as fast steps."""
+        """Averages the gradients of a guarded step across ranks, in the same buckets as fast steps."""
         if unused := self.without_gradient():
             raise unused_weights(unused)
         self.check_dense()
@@ -117,7 +117,7 @@ class DDP(Strategy):
         self._stop_observing()
         if had_final_buckets and self._views is not None:
             # DDP divides gradients that are in its buckets, and multiplies those that it copies there by 1 / world,
-            # which gives other bits. Fast steps copy. The activations are freed by now, so a copy fits into memory.
+            # which rounds differently. Fast steps copy. The activations are freed by now, so a copy fits into memory.
             for parameter in self._trained:
                 parameter.grad = parameter.grad.clone()  # type: ignore[union-attr]
         self._wrapped(_touch).backward()
@@ -158,9 +158,9 @@ class DDP(Strategy):
         """Makes DDP build its final buckets now, as if gradients became ready in this order.
 
         DDP rebuilds its buckets after the first backward pass, in the order in which gradients arrived. The first step
-        of a resumed run would therefore use other buckets than the run it continues, and from 3 ranks on the order of
-        summation, and so the last bit, depends on the bucket. A backward pass through a chain of all parameters makes
-        DDP rebuild its buckets before the first real reduction.
+        of a resumed run would therefore use different buckets, and with 3 or more ranks the order of summation, and so
+        the rounding, depends on the bucket. A backward pass through a chain of all parameters makes DDP rebuild its
+        buckets before the first real reduction.
         """
 
         def chain(model: nn.Module) -> Tensor:

@@ -16,7 +16,7 @@ from unisono.parallel.strategy import Placement
 
 
 def shard_frozen(module: nn.Module, placement: Placement, weights: Weights, exact: Sequence[str] = ()) -> None:
-    """Shards a module on the meta device over the ranks and fills its shards, in place; its buffers must be real.
+    """Shards a module on the meta device across ranks and fills its shards, in place; its buffers must be real.
 
     It computes in the types of its weights. The weights in `exact`, which may have another type, are replicated.
     """

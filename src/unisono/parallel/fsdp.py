@@ -1,10 +1,10 @@
-"""Shards weights, gradients and optimizer state over the ranks (FSDP2, `fully_shard`).
+"""Shards weights, gradients and optimizer state across ranks (FSDP2, `fully_shard`).
 
 The optimizer and the moving average use the local shards as plain tensors: no communication, no DTensor dispatch, and
 the fused optimizers' `found_inf` works. Only checkpoints see DTensors, which know the position of a shard.
 
-Blocks are gathered in 16 bit. The few small weights that need more (a recipe's `full_precision`) are replicated, and
-`gradients` sums their gradients over the ranks.
+Blocks are gathered in 16-bit. The few small weights that need more (a recipe's `full_precision`) are replicated, and
+`gradients` sums their gradients across ranks.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class FSDP(Strategy):
                 raise RecipeError(f"fsdp cannot shard the weight {name}, which has no elements; remove it, or use ddp")
         mesh = init_device_mesh(placement.device.type, (placement.world,))
         self._host_mesh = mesh if placement.device.type == "cpu" else init_device_mesh("cpu", (placement.world,))
-        # Without cast_forward_inputs, because autocast decides about types, as under the other strategies. Gathered
-        # weights are 16 bit, and gradients are summed in 32 bit. On the CPU weights are gathered in 32 bit: its layer
-        # norm refuses 16-bit weights with 32-bit inputs.
+        # No cast_forward_inputs: autocast chooses the types, as with the other strategies. Gathered
+        # weights are 16-bit, and gradients are summed in float32. On the CPU weights are gathered in float32, because
+        # layer norm on the CPU rejects 16-bit weights with 32-bit inputs.
         gathered = placement.compute_type if placement.device.type == "cuda" else None
         precision = MixedPrecisionPolicy(
             param_dtype=gathered,
@@ -108,7 +108,7 @@ class FSDP(Strategy):
             return [(name, nn.Parameter(local_part(parameter.detach()))) for name, parameter in self._whole.items()]
 
     def gradients(self) -> list[Tensor]:
-        """The gradients of this rank's shards and of replicated weights, whose gradients it sums over the ranks."""
+        """The gradients of this rank's shards and of replicated weights, whose gradients it sums across ranks."""
         gradients = []
         for name, local in self.parameters:
             gradient = self._whole[name].grad
@@ -138,7 +138,7 @@ class FSDP(Strategy):
             local.grad = None
 
     def norm(self, tensors: list[Tensor]) -> Tensor:
-        """The norm over all ranks: sums the squares of shards, and counts replicated tensors once."""
+        """The norm across all ranks: sums the squares of shards, and counts replicated tensors once."""
         replicated_ids = {id(gradient) for gradient in self._replicated_gradients}
         shards = [tensor for tensor in tensors if id(tensor) not in replicated_ids]
         replicated = [tensor for tensor in tensors if id(tensor) in replicated_ids]
@@ -154,7 +154,7 @@ class FSDP(Strategy):
         return self._whole[name].shape
 
     def row_shards(self) -> RowShards:
-        """Every weight is cut by rows, except those in full precision."""
+        """Every weight is sharded by rows, except those in full precision."""
         whole = {id(local): self._whole[name] for name, local in self.parameters}
         shapes = {key: weight.shape for key, weight in whole.items() if isinstance(weight, DTensor)}
         return RowShards(shapes, self.placement.rank, self.placement.world, self.placement.device)

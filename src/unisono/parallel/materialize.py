@@ -49,7 +49,7 @@ def fill(model: nn.Module, weights: Weights) -> None:
 
 @torch.no_grad()
 def fill_shard(name: str, local: Tensor, rank: int, world: int, rows: int, weights: Weights) -> None:
-    """Fills this rank's shard of a weight with `rows` rows, which is split as torch.chunk does."""
+    """Fills this rank's shard of a weight with `rows` rows, split like torch.chunk."""
     each = -(-rows // world)
     start, stop = min(rank * each, rows), min((rank + 1) * each, rows)
     assert local.shape[0] == stop - start, f"{name}: a shard of {local.shape[0]} rows, expected {stop - start}"

@@ -50,7 +50,7 @@ class ForwardWrapper(nn.Module):
 
 
 class Strategy(ABC):
-    """One way to distribute a model over devices."""
+    """One way to distribute a model across devices."""
 
     name: ClassVar[str]
     collective: ClassVar[bool] = False  # backward passes (and forward passes of sharded models) contain collectives
@@ -69,7 +69,7 @@ class Strategy(ABC):
         *,
         gathers: bool = False,
     ) -> None:
-        """`exact` names weights that are never used in 16 bit; `weights` fills a model on the meta device.
+        """`exact` names weights that are never cast to 16-bit; `weights` fills a model on the meta device.
 
         `gathers`: forward passes need all ranks under any strategy, because a frozen module is sharded.
         """
@@ -78,7 +78,7 @@ class Strategy(ABC):
         self.wrapped = self._set_up(ForwardWrapper(model), blocks)
         self.buffers = BufferSlots(model)
         """The model's buffers."""
-        self._all_parameters = list(self.model.parameters())  # cached: walking through the modules is slow
+        self._all_parameters = list(self.model.parameters())  # cached, because traversing the modules is slow
         self.parameters = self._local_parameters()
         """(name, parameter) pairs for the optimizer: whole weights, or this rank's shards."""
 
@@ -92,7 +92,7 @@ class Strategy(ABC):
         return 1.0
 
     def train(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """call(model, *arguments); backward sums its gradients over the ranks."""
+        """call(model, *arguments); backward sums its gradients across ranks."""
         return self.wrapped(call, *arguments)
 
     def rows(self, call: Callable[..., Any], *arguments: Any) -> Any:
@@ -115,7 +115,7 @@ class Strategy(ABC):
         """Called after the last forward pass of a step that is not guarded: its backward pass reduces gradients."""
 
     def reduce(self) -> None:  # noqa: B027
-        """Reduces the gradients of a guarded step over the ranks, once all ranks know that none failed."""
+        """Reduces the gradients of a guarded step across ranks, once all ranks know that none failed."""
 
     def gradients(self) -> list[Tensor]:
         """This rank's gradients of `parameters`; also attaches them to the parameters for the optimizer."""
@@ -126,7 +126,7 @@ class Strategy(ABC):
         return [name for name, parameter in self.parameters if parameter.grad is None]
 
     def check_dense(self) -> None:
-        """Refuses sparse gradients, which cannot be summed over ranks."""
+        """Rejects sparse gradients, which cannot be summed across ranks."""
         for name, parameter in self.parameters:
             if parameter.grad is not None and parameter.grad.layout != torch.strided:
                 raise sparse_gradient(name)
@@ -153,7 +153,7 @@ class Strategy(ABC):
         return [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
 
     def row_shards(self) -> RowShards:
-        """How `parameters` are cut over the ranks, for optimizers that look at more than single elements."""
+        """How `parameters` are sharded across ranks, for optimizers whose updates are not elementwise."""
         return RowShards()
 
     def tensors(self) -> dict[str, Tensor]:
@@ -169,13 +169,13 @@ class Strategy(ABC):
         return {**weights, **buffers}
 
     def whole_shape(self, name: str) -> torch.Size:
-        """The shape of weight `name` over all ranks."""
+        """The shape of weight `name` before sharding."""
         return dict(self.parameters)[name].shape
 
     def as_stored(self, name: str, local: Tensor, *, by_rows: bool | None = None) -> Tensor:
         """A tensor that belongs to weight `name`, as a checkpoint stores it.
 
-        `by_rows`: whether it has a row for each of this rank's rows of the weight; by default if it has its shape.
+        `by_rows`: whether it has a row for each of this rank's rows of the weight; by default, if the shapes are equal.
         """
         return local
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from unisono.formatting import format_bytes
 
-_ROOM_FOR_ACTIVATIONS = 0.4  # fraction of a device's memory without weights, gradients and optimizer state
+_ROOM_FOR_ACTIVATIONS = 0.4  # fraction of a device's memory to leave free for activations
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Demand:
 
     @classmethod
     def of(cls, *, trainable_bytes: int, other_bytes: int, optimizer_slots: float, ema: bool) -> Demand:
-        """From the sizes of a model; an optimizer has `optimizer_slots` tensors per trainable weight (Adam: 2)."""
+        """Computes the demand from a model's sizes; `optimizer_slots`: tensors per trained weight (Adam: 2)."""
         return cls(
             weights=trainable_bytes + other_bytes,
             gradients=trainable_bytes,

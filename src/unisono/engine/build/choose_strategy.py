@@ -22,12 +22,12 @@ def choose_run_strategy(model: nn.Module, settings: Settings, placement: Placeme
     if name == "auto":
         return _choose_by_memory(model, settings, placement)
     if name in ("single", "dp") and ranks > 1:
-        raise ConfigError(f"strategy {name} is one process, but {ranks} were started; use ddp or fsdp, or start one")
+        raise ConfigError(f"strategy {name} uses one process, but {ranks} were started; use ddp or fsdp")
     if name == "dp" and len(placement.devices) == 1:
         return "single", "dp on one device is single"
     if name == "dp":
         num_gpus = len(placement.devices)
-        return "dp", f"{num_gpus} GPUs from one process (untested on more than one GPU; ddp is the tested way)"
+        return "dp", f"{num_gpus} GPUs from one process (not tested on more than one GPU; ddp is)"
     return name, "as requested"
 
 

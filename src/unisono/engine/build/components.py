@@ -45,7 +45,7 @@ class _InitialModel:
 
     module: nn.Module
     weights: Weights | None  # fills a module that is on the meta device
-    full_precision: Sequence[str]  # names of weights that are never used in 16 bit
+    full_precision: Sequence[str]  # names of weights that are never cast to 16-bit
     remarks: list[str]
 
 
@@ -110,7 +110,8 @@ def _initial_model(recipe: Recipe, settings: Settings, placement: Placement) -> 
 def _handle_batch_norm(model: nn.Module, settings: Settings, placement: Placement) -> tuple[nn.Module, list[str]]:
     """Synchronises batch norm if the settings say so, and warns about it.
 
-    Batch norm depends on the other samples of its micro-batch. No other layer makes a run depend on the micro-batch.
+    Batch norm depends on the other samples of its micro-batch. It is the only layer that makes a run depend on the
+    micro-batch.
     """
     if not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
         return model, []
@@ -118,7 +119,7 @@ def _handle_batch_norm(model: nn.Module, settings: Settings, placement: Placemen
         if placement.device.type != "cuda":
             raise ConfigError("sync_batch_norm needs GPUs (torch has no CPU version); leave it out on the CPU")
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
-        return model, ["sync_batch_norm: statistics over all ranks' micro-batches; accumulation still changes them"]
+        return model, ["sync_batch_norm: statistics cover all ranks, but still depend on gradient accumulation"]
     return model, [
         "the model has batch norm, whose result depends on the micro-batch: other numbers of GPUs or micro-batches "
         "will not train exactly alike (group norm or layer norm would)"

@@ -1,4 +1,4 @@
-"""Builds the recipe's datasets, and refuses those that cannot be read by index or do not fit the batch."""
+"""Builds the recipe's datasets, and rejects those that cannot be read by index or do not fit the batch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def build_datasets(
     """Calls Recipe.dataset() and checks the results; every rank calls it."""
     train, evaluation = (_build(recipe, split, settings.run.seed) for split in ("train", "eval"))
     if train is None:
-        raise RecipeError('dataset("train") returned None; return a map-style data set')
+        raise RecipeError('dataset("train") returned None; return a map-style dataset')
     check_held_out(evaluation, settings, resolved)
     num_samples = len(train)  # type: ignore[arg-type]
     if len(set(rank.agreement.all_gather(num_samples))) > 1:
@@ -56,7 +56,7 @@ def build_datasets(
 
 
 def _build(recipe: Recipe, split: str, seed: int) -> Dataset[Any] | None:
-    """The dataset of a split; its random numbers are the same on every rank and at every start."""
+    """The dataset of a split; its random numbers are the same on every rank and whenever the run resumes."""
     seed_everything(key_of(Purpose.BUILD, seed, crc32(split.encode())))
     dataset = recipe.dataset(split)
     if dataset is None:
@@ -65,7 +65,7 @@ def _build(recipe: Recipe, split: str, seed: int) -> Dataset[Any] | None:
         raise RecipeError(f'dataset("{split}") returned {type(dataset).__name__}, which lacks __len__ or __getitem__')
     try:
         size = len(dataset)
-    except (ValueError, TypeError, OverflowError) as error:  # a length that len() refuses, such as a negative number
+    except (ValueError, TypeError, OverflowError) as error:  # a length that len() rejects, such as a negative number
         raise RecipeError(f'dataset("{split}"): its __len__() is not a number of samples ({error})') from error
     if size == 0:
         raise RecipeError(f'dataset("{split}") is empty; check the data path and filters')

@@ -40,7 +40,7 @@ def find_placement(world: World, settings: Settings) -> Placement:
 
 @cache
 def has_flash_attention(device: torch.device) -> bool:
-    """Whether the kernels of flash attention, which compute in 16 bit, run on this device."""
+    """Whether flash attention kernels, which compute in 16-bit precision, run on this device."""
     return (
         device.type == "cuda"
         and torch.version.hip is None
@@ -69,7 +69,7 @@ def own_stream(settings: Settings, device: torch.device) -> Iterator[None]:
 def switches(settings: Settings, *, many_shapes: bool = False) -> Iterator[None]:
     """A context that sets torch's global switches for determinism, precision and kernels, and restores them.
 
-    `many_shapes`: disables cuDNN attention, which takes some ten milliseconds to prepare for each new shape.
+    `many_shapes`: disables cuDNN attention, which takes tens of milliseconds to prepare for each new shape.
     """
     cudnn, attention = torch.backends.cudnn, torch.backends.cuda
     before = torch.get_default_dtype(), torch.get_float32_matmul_precision(), cudnn.allow_tf32, cudnn.benchmark

@@ -1,4 +1,4 @@
-"""Builds the recipe's model, and refuses one that cannot be trained."""
+"""Builds the recipe's model, and rejects one that cannot be trained."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def build_model(recipe: Recipe) -> nn.Module:
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
             raise RecipeError(
-                f"model(): {name or 'it'} is an embedding with sparse gradients, which cannot be summed over ranks; "
+                f"model(): {name or 'it'} is an embedding with sparse gradients, which cannot be summed across ranks; "
                 "remove sparse=True"
             )
     return model
 
 
 class _Allocations(TorchFunctionMode):
-    """Refuses a tensor that is larger than the machine's memory, before the system kills the process that fills it."""
+    """Rejects a tensor larger than the machine's memory: the system would kill the process that fills it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -14,7 +14,7 @@ from unisono.settings import Settings
 
 @dataclass(frozen=True)
 class Recording:
-    """The decision about CUDA graphs."""
+    """Whether steps are recorded as CUDA graphs."""
 
     captures: bool  # steps are recorded
     is_possible: bool  # steps are not recorded, but `--cuda_graph` would work
@@ -22,7 +22,7 @@ class Recording:
 
 
 def plan_recording(recipe: Recipe, settings: Settings, device: torch.device, strategy: str) -> Recording:
-    """Decides whether to record; refuses `--cuda_graph` for a run that cannot be recorded."""
+    """Decides whether to record; rejects `--cuda_graph` for a run that cannot be recorded."""
     on_gpu, is_requested = device.type == "cuda", settings.precision.cuda_graph
     captures = is_requested and on_gpu
     obstacle = _obstacle(recipe, settings, strategy)
@@ -34,7 +34,7 @@ def plan_recording(recipe: Recipe, settings: Settings, device: torch.device, str
 
 
 def check_strategy_records(strategy: Strategy) -> None:
-    """Keeps the strategy's gradients at fixed addresses, as a recording needs; refuses one that cannot do that."""
+    """Keeps the strategy's gradients at fixed addresses, which recording requires; rejects a strategy that cannot."""
     if not strategy.fix_gradient_addresses():
         raise ConfigError(
             "cuda_graph cannot record ddp with find_unused_parameters, static_graph or sync_batch_norm, nor without "
@@ -46,7 +46,7 @@ def _obstacle(recipe: Recipe, settings: Settings, strategy: str) -> str | None:
     if strategy not in ("single", "ddp"):
         return f"cuda_graph works with strategy single and ddp, not with {strategy}; leave one of them out"
     if settings.precision.activation_checkpointing:
-        # Recomputation reads the state of the random number generator, which a recording does not have.
+        # Activation checkpointing saves and restores the RNG state, which cannot be recorded.
         return "cuda_graph cannot record activation_checkpointing; leave one of them out"
     if recipe.coupled:
         return "cuda_graph cannot record a loss that compares samples with each other; leave it out"

@@ -30,7 +30,7 @@ def advice(rank: int, message: str, components: Components, *, recomputes: bool)
     if message.startswith(IN_COUPLE):
         return (
             f"the loss of a whole global batch ({components.state.global_batch} samples) does not fit{where}, even "
-            f"beside one sample's activations: {message}; use a smaller global_batch_size, or compute couple() in parts"
+            f"next to one sample's activations: {message}; use a smaller global_batch_size, or split couple()"
         )
     begin = f"even one sample does not fit{where}: {message}"
     wanted, free = _amount(rf"allocate {_AMOUNT}", message), _free(message)

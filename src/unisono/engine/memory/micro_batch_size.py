@@ -20,7 +20,7 @@ from unisono.plain_files import NotRegular, read_json
 
 _FILE = "memory.json"
 _STEPS_BEFORE_RISING = 200
-_REFINEMENTS = 3  # trials between the largest size that fits and the smallest that does not
+_REFINEMENTS = 3  # number of trials between the largest size that fits and the smallest that does not
 
 
 class MicroBatchSizer:
@@ -35,7 +35,7 @@ class MicroBatchSizer:
             self._take(plan.micro_batch)
 
     def shrink(self, tried: int) -> bool:
-        """Halves the size after `tried` samples at once did not fit; False if that was a single sample."""
+        """Halves the size after a micro-batch of `tried` samples did not fit; returns False if `tried` is 1."""
         size = smaller(self.plan.micro_batch, tried)
         if size is None:
             return False
@@ -84,7 +84,7 @@ class MicroBatchSizer:
 
 
 def smaller(micro_batch: int, share: int) -> int | None:
-    """The next size to try after `micro_batch` samples of a rank's `share` did not fit; None if that was one sample."""
+    """The next size to try after min(micro_batch, share) samples did not fit; None after a single sample."""
     tried = min(micro_batch, share)
     return None if tried <= 1 else -(-tried // 2)
 

@@ -24,7 +24,7 @@ from unisono.parallel.strategy import Strategy, local_part
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint that a start continues from, if any, and the id of the run."""
+    """The checkpoint to resume from, if any, and the id of the run."""
 
     checkpoint: ChosenCheckpoint
     run_id: str
@@ -36,12 +36,12 @@ class ResumePoint:
 
     @property
     def step(self) -> int:
-        """The step at which the start begins."""
+        """The step to resume from; 0 for a new run."""
         return 0 if self.path is None else read_manifest(self.path).step
 
 
 def find_resume_point(rank: RankContext, run: EnteredRun) -> ResumePoint:
-    """Finds the checkpoint to continue from; every rank calls it."""
+    """Finds the checkpoint to resume from; every rank calls it."""
     checkpoint = rank.main_decides(lambda: _find_checkpoint(run, was_started_before=rank.world.started_before))
     return ResumePoint(checkpoint, rank.main_decides(lambda: run_id(run.record, run.folder.path, checkpoint.path)))
 
@@ -111,7 +111,7 @@ def _newest_compatible(
     restore() fails with the difference, and no checkpoint is set aside.
     """
     path = chosen.path
-    if path is None or path.parent != folder:  # the user named this path: use no other
+    if path is None or path.parent != folder:  # the user passed this path: use no other
         return ChosenCheckpoint(path, chosen.bad)
     if (reason := why_incompatible(path, components)) is None:
         return ChosenCheckpoint(path, chosen.bad)

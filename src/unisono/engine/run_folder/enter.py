@@ -1,4 +1,4 @@
-"""A start enters its run folder: it locks the folder, reads which run is in it, and adopts that run's settings."""
+"""Enters a run folder: locks it, reads which run is in it, and adopts that run's settings."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from unisono.settings import Settings
 
 @dataclass(frozen=True)
 class EnteredRun:
-    """The run that a start creates or continues: its folder and settings, the same on every rank."""
+    """The run to create or resume: its folder and settings, the same on every rank."""
 
     recipe_class: type[Recipe]
     folder: RunFolder
     record: Mapping[str, Any] | None  # run.json, if the folder already holds a run
-    origin: Mapping[str, Any] | None  # the same, or the record of the run whose checkpoint this start continues from
+    origin: Mapping[str, Any] | None  # the same, or the record of the run whose checkpoint this run continues from
     resolved: Resolved
     settings: Settings
-    changed: Mapping[str, list[Any]]  # settings that differ from the run's last start: name -> [old, new]
+    changed: Mapping[str, list[Any]]  # settings that have changed since the run's last start: name -> [old, new]
 
     @property
     def recipe_name(self) -> str:
@@ -50,7 +50,7 @@ class EnteredRun:
 
     @property
     def earlier_resumes(self) -> set[str]:
-        """The values of `resume` that earlier starts of this run had."""
+        """The values that `resume` had when this run was started before."""
         values = [str(start.get("resume")) for start in (self.record or {}).get("starts", [])]
         return {value if value in ("auto", "never") else os.path.abspath(value) for value in values} | set(values)
 
@@ -58,7 +58,7 @@ class EnteredRun:
 def enter_run_folder(
     recipe_class: type[Recipe], resolved: Resolved, rank: RankContext, *, is_locked: bool = False
 ) -> EnteredRun:
-    """Locks the run folder and settles the run's settings, on every rank alike.
+    """Locks the run folder and determines the run's settings; every rank calls it.
 
     `is_locked`: the launcher of this run, or the caller, has already locked the folder.
     """

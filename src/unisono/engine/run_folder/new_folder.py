@@ -16,7 +16,7 @@ from unisono.typed_paths import absolute
 
 
 def read_own(path: str) -> dict[str, Any] | None:
-    """The run.json of a folder, or None; refuses a folder that holds metrics or events but no run.json."""
+    """The run.json of a folder, or None; rejects a folder that holds metrics or events but no run.json."""
     record = RunFolder.read(path)
     foreign = [name for name in ("metrics.jsonl", "events.jsonl") if Path(path, name).exists()]
     if record is None and foreign:

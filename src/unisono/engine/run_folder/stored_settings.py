@@ -1,4 +1,4 @@
-"""The settings that a run folder stores: which a start adopts, which may change, and which may not."""
+"""The settings stored in a run folder: which ones a resumed run adopts, which may change, and which may not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from unisono.observe.lock import is_held
 from unisono.observe.report.timeline import Timeline
 from unisono.settings import LARGEST_BATCH, LaunchSettings, ParallelSettings
 
-# How and where a run is executed may differ from start to start.
+# How and where a run executes may change whenever it is resumed.
 _PER_START = {f.name for group in (LaunchSettings, ParallelSettings) for f in fields(group)}
 _PER_START -= {"sync_batch_norm", "find_unused_parameters"}  # these affect the model
 _PER_START |= {"output_dir", "resume", "inject", "num_workers", "prefetch_factor", "pin_memory"}
@@ -35,9 +35,9 @@ _MOST_RUNS = 20  # runs to compare with
 
 
 def record_of(resume: str, folder: Path, recipe: str) -> Mapping[str, Any] | None:
-    """The record of the run that a start without a run.json continues, if any.
+    """The record of the run to resume if its run.json is missing; None for a new run.
 
-    With `--resume PATH` that is the run of that path; otherwise the run whose checkpoints are in the run folder.
+    With `--resume PATH` it is the run at that path; otherwise the run whose checkpoints are in the run folder.
     """
     path = Path(resume)
     if resume == "auto":
@@ -71,9 +71,9 @@ def continue_run(
     where: str,
     fixed: Sequence[str] = (),
 ) -> Resolved:
-    """The settings of a start that continues the run whose run.json, at `where`, is `record`.
+    """The settings of a resumed run. `record` is its run.json, read from `where`.
 
-    Settings that this start does not set keep the run's values. Recipe, seed and the settings in FIXED and `fixed`
+    Settings that the user does not pass keep the run's values. Recipe, seed and the settings in FIXED and `fixed`
     cannot change: samples that were trained on would count as unseen, or weights would mean something else.
     """
     if record is None:
@@ -90,7 +90,7 @@ def continue_run(
             f"{where}: its run.json cannot be used ({error}); restore it, or choose another folder"
         ) from None
     for name in (*FIXED, *fixed):
-        if name in record["config"]:  # otherwise only a checkpoint is left of the run, and the stored value is unknown
+        if name in record["config"]:  # otherwise only a checkpoint is left, which does not store the value
             _check_fixed(name, resolved, before.values[name], other_run)
     kept = {
         name: before.values[name] for name in record["config"] if not resolved.explicit(name) and name not in _PER_START
@@ -104,7 +104,7 @@ def settings_in(record: Mapping[str, Any], classes: Sequence[type]) -> Resolved:
 
 
 def _check_record(record: Mapping[str, Any], recipe: str, where: str) -> None:
-    """Refuses a run.json that is damaged or belongs to another recipe."""
+    """Rejects a run.json that is damaged or belongs to another recipe."""
     is_complete = all(key in record for key in ("config", "sources", "seed"))
     batch = record.get("global_batch", 1)
     has_valid_batch = isinstance(batch, int) and 1 <= batch <= LARGEST_BATCH
@@ -115,7 +115,7 @@ def _check_record(record: Mapping[str, Any], recipe: str, where: str) -> None:
 
 
 def _check_fixed(name: str, resolved: Resolved, before: Any, other_run: str) -> None:
-    """Refuses another value of a setting that cannot change within a run."""
+    """Rejects a new value for a setting that cannot change within a run."""
     now, is_from_file = resolved.values[name], resolved.sources[name] == "file"
     if not resolved.explicit(name) or _is_same(now, before):
         return
@@ -157,7 +157,7 @@ def _last_part(path: str) -> str:
 def changed_settings(
     resolved: Resolved, record: Mapping[str, Any] | None, classes: Sequence[type]
 ) -> dict[str, list[Any]]:
-    """Settings of the run that differ from its last start: name -> [old value, new value]."""
+    """Settings that have changed since the run's last start: name -> [old value, new value]."""
     if record is None:
         return {}
     before = settings_in(record, classes).to_json()["values"]
@@ -180,7 +180,7 @@ def sources_of(resolved: Resolved, record: Mapping[str, Any] | None) -> dict[str
 
 
 def unfinished(resolved: Resolved, recipe: str, classes: Sequence[type]) -> list[str]:
-    """A note for a start with a new default folder, if the newest run with the same settings is unfinished."""
+    """A note for a run in a new default folder, if the newest run with the same settings is unfinished."""
     if resolved.explicit("output_dir") or resolved.explicit("resume"):
         return []
     with suppress(OSError, UnisonoError, ValueError, KeyError, TypeError):  # only a hint: never fail for it

@@ -1,4 +1,4 @@
-"""What a start prints and writes about its run: the banner, notes, run.json and events."""
+"""What a run prints and records when it starts: the banner, notes, run.json and events."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from unisono.typed_paths import as_typed
 
 
 def announce(run: TrainingRun, earlier_remarks: Sequence[str]) -> None:
-    """Prints the banner and the notes, and queues the start's entry in run.json and events.jsonl; main rank only.
+    """Prints the banner and the notes, and queues this start's entry in run.json and events.jsonl; main rank only.
 
     The run folder opens after the first step and writes what is queued then.
     """

@@ -31,7 +31,7 @@ from unisono.settings import Settings
 
 
 def build_run(rank: RankContext, entered: EnteredRun, requested_devices: int | None) -> TrainingRun:
-    """Builds the run and restores its checkpoint; StoppedBeforeTraining if a signal came while the recipe prepared.
+    """Builds the run and restores its checkpoint; StoppedBeforeTraining if a signal came during prepare().
 
     `requested_devices`: the number that the user asked for on this machine, even if fewer are available.
     """
@@ -77,7 +77,7 @@ def _plan_batch(
     placement: Placement,
     requested_devices: int | None,
 ) -> tuple[BatchPlan, list[str]]:
-    """The batch of a step, and notes for the user; a run that continues keeps its effective batch."""
+    """The batch of a step, and notes for the user; a resumed run keeps its effective batch."""
     settings, explicit = run.settings, run.resolved.explicit
     devices = len(placement.devices) if settings.parallel.strategy == "dp" else rank.world.size
     stored, known_to_fit = run.stored_batch, rank.main_decides(lambda: stored_size(run.folder.path)) or 0
@@ -85,7 +85,7 @@ def _plan_batch(
         state = rank.main_decides(lambda: read_extra(checkpoint)["state"])
         stored = int(state["global_batch"])
         known_to_fit = min(filter(None, (known_to_fit, state.get("micro_batch", 0))), default=0)
-    # The first rank of each machine answers for it: a new run's batch follows from the machines at its first start.
+    # The first rank of each machine counts its devices: the number at a new run's start determines its batch.
     requested = rank.agreement.all_gather(requested_devices if rank.world.local_rank == 0 else 0)
     plan = plan_batch(
         settings.batch,

@@ -57,7 +57,7 @@ def _is_first(world: World, claim: Path | None) -> bool:
             claim.touch(exist_ok=False)
             return True
         return open_store(world, "crash", _STORE_S).add("failed", 1) == 1
-    except (RuntimeError, OSError):  # another rank was first, or the rank that hosts the store is gone
+    except (RuntimeError, OSError):  # another rank was first, or the rank that hosts the store has died
         return False
 
 

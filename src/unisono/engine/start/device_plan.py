@@ -1,4 +1,4 @@
-"""The ranks that a start launches on this machine, and their devices."""
+"""The ranks to launch on this machine, and their devices."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def plan_devices(resolved: Resolved) -> DevicePlan:
     _check_ranks(launch)
     if launch.nproc is not None and not resolved.explicit("gpus"):
         ranks, cores = 1 if is_one_process else launch.nproc, num_cpu_cores()
-        remarks = [f"{ranks} CPU ranks on {cores} cores: slower than {cores}"] if ranks > cores else []
+        remarks = [f"{ranks} CPU ranks on {cores} cores: slower than {cores} ranks"] if ranks > cores else []
         return DevicePlan(ranks, {"CUDA_VISIBLE_DEVICES": ""}, None, remarks, None)
     choice, lock = choose_and_lock(launch.gpus, visible_gpus(), min_memory_gb=launch.min_memory_gb)
     remarks = list(choice.warnings)
@@ -49,7 +49,7 @@ def plan_devices(resolved: Resolved) -> DevicePlan:
 
 
 def _check_ranks(launch: LaunchSettings) -> None:
-    """Refuses far more processes than there are cores: each needs some hundred MiB before it trains."""
+    """Rejects far more processes than there are cores: each needs a few hundred MiB before it trains."""
     cores = num_cpu_cores()
     most = cores * launch.max_ranks_per_core
     if launch.nproc is not None and launch.nproc > most:

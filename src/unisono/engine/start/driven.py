@@ -1,4 +1,4 @@
-"""A run that its caller drives: a loop of the user's own decides when to train, evaluate and save.
+"""A run that its caller drives: the user's own loop decides when to train, evaluate and save.
 
 The trainer still does the steps and handles faults; this module calls its pieces one by one. Every rank must make the
 same calls. A rank may spend any time between two calls: hang detection ignores it.
@@ -233,6 +233,6 @@ class DrivenRun:
             self.do(lambda trainer: trainer.close(status))
 
     def _rest(self) -> None:
-        # Hang detection sets no limit on this phase: the caller's own code may take any time.
+        # Hang detection has no limit for this phase: the caller's own code may take any time.
         step = self.trainer.state.step if hasattr(self, "trainer") else 0
         self._heartbeat.at("prepare", step)

@@ -19,11 +19,11 @@ from unisono.parallel.strategy import Placement
 
 
 class StoppedBeforeTraining(Exception):
-    """A signal asked the run to stop while the recipe prepared."""
+    """A signal stopped the run while the recipe was preparing."""
 
     def __init__(self, step: int) -> None:
         super().__init__("stopping before the first step; prepared files are kept")
-        self.step = step  # of the checkpoint that the next start continues from; 0 without one
+        self.step = step  # of the checkpoint that the run resumes from; 0 without one
 
 
 def build_recipe(run: EnteredRun, placement: Placement) -> Recipe:
@@ -52,7 +52,7 @@ def work_of(rank: RankContext, run: EnteredRun, device: torch.device) -> Work:
 
 
 def prepare(recipe: Recipe, work: Work, rank: RankContext) -> bool:
-    """Calls Recipe.prepare() on every rank; True if any rank was asked to stop meanwhile."""
+    """Calls Recipe.prepare() on every rank; True if any rank received a stop request."""
     if type(recipe).prepare is Recipe.prepare:
         return False
     folder = work.folder
@@ -67,7 +67,7 @@ def prepare(recipe: Recipe, work: Work, rank: RankContext) -> bool:
         recipe.prepare(work)
     except BaseException:
         if is_new:
-            remove_empty(folder)  # finished pieces of the work stay for the next start
+            remove_empty(folder)  # finished work stays for the resumed run
         raise
     rank.heartbeat.at("start", 0)
     return work.meet()  # a barrier: no rank reads files that another rank is still writing

@@ -54,7 +54,7 @@ def main() -> int:
         write(folder, Outcome(status, rank=rank))
         return 0
     flush_streams()
-    os._exit(1)  # skips destructors, which may wait for a peer that is gone
+    os._exit(1)  # skips destructors, which may wait for a peer that has died
 
 
 def _train(folder: Path, trained: Event) -> Kind:
@@ -79,7 +79,7 @@ def _train(folder: Path, trained: Event) -> Kind:
 
 
 def _call(job: dict[str, Any], start: RankStart) -> Kind:
-    """Calls a function that drives a run itself, instead of a recipe; it reports a stopped run by its exit code."""
+    """Calls a function that drives a run itself, instead of a recipe; its exit code reports a stopped run."""
     from unisono.engine.start.registry import load_object
 
     assert start.job_folder is not None

@@ -14,8 +14,8 @@ class RankStart:
     """How this process was started."""
 
     world: World
-    requested_devices: int | None = None  # on this machine; accumulation makes up for those that are missing
-    job_folder: Path | None = None  # of our own launcher, if that started this rank
-    remarks: list[str] = field(default_factory=list)  # notes of the launcher; the main rank prints them
+    requested_devices: int | None = None  # on this machine; gradient accumulation compensates for missing ones
+    job_folder: Path | None = None  # of unisono's launcher, if it started this rank
+    remarks: list[str] = field(default_factory=list)  # notes from the launcher, for the main rank to print
     trained: Event = field(default_factory=Event)  # set after the first successful step
     folder_is_locked: bool = False  # the launcher, or the caller, has locked the run folder

@@ -62,7 +62,7 @@ def recipes_with(setting: str) -> list[str]:
 
 
 def check_recipe(recipe: object) -> None:
-    """Refuses an object that is not a recipe class or lacks a required method."""
+    """Rejects an object that is not a recipe class or lacks a required method."""
     if not _is_recipe(recipe):
         raise RecipeError(f"{recipe!r} is not a recipe; make it a class that extends unisono.Recipe")
     if not inspect.isclass(recipe.Config) or not isinstance(recipe.defaults, Mapping):  # type: ignore[attr-defined]
@@ -95,7 +95,7 @@ def importable_name(recipe: type[Recipe]) -> str | None:
 
 
 def _check_parameters(recipe: type[Recipe], method: str) -> None:
-    """Refuses a method with the wrong parameters, such as a `loss(self, model, batch)` from another trainer."""
+    """Rejects a method with the wrong parameters, such as a `loss(self, model, batch)` from another trainer."""
     names = list(inspect.signature(getattr(Recipe, method)).parameters)
     static = inspect.getattr_static(recipe, method)
     if not inspect.isfunction(static):
@@ -131,7 +131,7 @@ def _module_from_file(file: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     module._loaded_by_path = True  # type: ignore[attr-defined]
-    # Under its own name and with its folder on sys.path, as if it had been run: it can import its neighbours.
+    # Its own name, and its folder on sys.path, as if it had been run: then it can import its neighbours.
     sys.path.insert(0, str(file.parent))
     sys.modules[name] = module
     try:

@@ -184,7 +184,7 @@ def _train_here(
 
 
 def _start_afresh(cause: str, attempt: int, limit: int, output: Path) -> None:
-    """Announces the restart, and frees the GPU memory of the previous attempt (its frames are gone by now)."""
+    """Announces the restart, and frees the GPU memory of the previous attempt (its frames have been released)."""
     import gc
 
     import torch

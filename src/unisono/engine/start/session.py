@@ -1,4 +1,4 @@
-"""One rank from its first to its last line: join the other ranks, enter the run folder, build the run, train."""
+"""One rank from start to finish: join the other ranks, enter the run folder, build the run, train."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def run_session(recipe_class: type[Recipe], resolved: Resolved, start: RankStart
                 result = session.run()
         except BaseException as error:
             note_crash(error, world, heartbeat.last, folder, start.job_folder)
-            if world.size == 1:  # with more ranks, a peer may be gone, and leaving could wait for it forever
+            if world.size == 1:  # with more ranks, a peer may have died, and leaving could wait for it forever
                 leave_process_group()
             raise
         leave_process_group(together=world.launcher in ("slurm", "mpi"))
@@ -88,7 +88,7 @@ class Session:
     def enter(
         cls, recipe_class: type[Recipe], resolved: Resolved, start: RankStart, stop: StopRequest, heartbeat: Heartbeat
     ) -> Session:
-        """Locks the run folder and settles the run's settings; every rank calls it."""
+        """Locks the run folder and determines the run's settings; every rank calls it."""
         rank = RankContext(start.world, Agreement(alone=start.world.size == 1), stop, heartbeat)
         entered = enter_run_folder(recipe_class, resolved, rank, is_locked=start.folder_is_locked)
         path, number = entered.folder.path, start.world.rank
@@ -118,7 +118,7 @@ class Session:
             return result
 
     def note_unfinished_run(self) -> None:
-        """If this start created a new folder, notes that an unfinished run with the same settings could continue."""
+        """If the run folder is new, notes that an unfinished run with the same settings could be continued."""
         entered = self._entered
         if entered.record is None:
             classes = (Settings, entered.recipe_class.Config)
@@ -150,7 +150,7 @@ class Session:
     def build(self, trainer_class: type[TrainerT]) -> TrainerT:
         """Builds and announces the run and returns its trainer; every rank calls it.
 
-        Raises StoppedBeforeTraining if a signal came while the recipe prepared.
+        Raises StoppedBeforeTraining if a signal came during prepare().
         """
         rank, world = self._rank, self._start.world
         run = build_run(rank, self._entered, self._start.requested_devices)

@@ -46,7 +46,7 @@ def with_outcome(train: Callable[[], int]) -> int:
         trace = "" if isinstance(error, UnisonoError) else tracebacks.format_short(error)
         write(folder, Outcome(_kind_of(error), describe_exception(error), rank, traceback=trace))
         flush_streams()
-        os._exit(getattr(error, "exit_code", EXIT_FAILED))  # destructors may wait for a peer that is gone
+        os._exit(getattr(error, "exit_code", EXIT_FAILED))  # destructors may wait for a peer that has died
     write(folder, Outcome("stopped" if code == EXIT_STOPPED else "done", rank=rank))
     return code
 
@@ -71,7 +71,7 @@ def judge(folder: Path, run: Path, code: int, attempt: int, max_restarts: int) -
         _print(cause.describe())
         return EXIT_USER_ERROR if cause.kind == "user_error" else EXIT_FAILED
     # The ranks exit together, after the last checkpoint: one rank's outcome holds for all, even if srun killed some of
-    # them on their way out (it ends those that are slower than the first).
+    # them while they exited (it kills those that are slower than the first).
     if "stopped" in kinds:
         return EXIT_STOPPED
     if "done" in kinds:

@@ -1,10 +1,10 @@
-"""Accumulates the gradient of one global batch: forward and backward of every micro-batch, summed over the ranks.
+"""Accumulates the gradient of one global batch: forward and backward of every micro-batch, summed across ranks.
 
-Ranks agree at one point of every step. When the last micro-batch has arrived, each rank starts an exchange of flags (it
-ran out of memory, it has new input shapes, it could not read samples, it was asked to stop). All ranks read the result
-after the last forward pass, when it has long arrived. Then either the last backward pass overlaps with the all-reduce
-of the gradients, or, in a guarded step, the all-reduce starts after a second exchange has shown that no rank ran out
-of memory.
+Ranks synchronize their decisions once per step. When the last micro-batch has arrived, each rank starts an all-reduce
+of flags (out of memory, new input shapes, unreadable samples, stop request). All ranks read the result after the last
+forward pass, so they do not wait for it. Then either the last backward pass overlaps with the all-reduce of the
+gradients, or, in a guarded step, the all-reduce starts after a second exchange has shown that no rank ran out of
+memory.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from unisono.settings import Settings
 
 @dataclass(frozen=True)
 class StepSums:
-    """Losses, counts and metrics of a step, summed over all ranks; the gradients are in the parameters."""
+    """Losses, counts and metrics of a step, summed across all ranks; the gradients are in parameter.grad."""
 
     names: list[str]
     sums: Tensor
     arriving: dist.Work | None  # the all-reduce of the sums
-    requests: Mapping[str, float]  # what any rank requests, such as to stop
-    own: DeviceTimer  # this rank's own time, up to the point where it first waits for others
+    requests: Mapping[str, float]  # flags that any rank has set, such as a stop request
+    own: DeviceTimer  # this rank's time until it first waits for the others
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Attempt:
     failure: str | None = None  # the error message, if this rank ran out of memory
     arriving: dist.Work | None = None  # the all-reduce of the sums
     guarded: bool = False
-    trial: bool = False  # only tries whether it fits into memory
+    trial: bool = False  # only checks whether the micro-batches fit into memory
 
 
 class GradientAccumulator:
@@ -81,7 +81,7 @@ class GradientAccumulator:
         self._guard = Guard(self._strategy, -1 if captures else settings.batch.guard_steps)
         self._graphed = GraphedFunction(self._forward_and_backward) if captures else None
         self.expected_count = torch.ones((), device=self._device, dtype=torch.float64)
-        """Totals are divided by this before backward. On the device, where recorded kernels can read it."""
+        """Totals are divided by this before backward. It is on the device, where recorded kernels can read it."""
         self._expected = 1.0
         self._names: list[str] = []  # of the sums of a micro-batch
         self.bad: list[BadSample] = []  # samples of this step that any rank could not read
@@ -95,14 +95,14 @@ class GradientAccumulator:
                 # Also for a step that is not recorded (a rank without samples): the next replay reads its buffers.
                 with nullcontext() if self._graphed is None else self._strategy.buffers.in_place():
                     return self._compute(micro_batches, requests)
-            except Exception as error:  # for instance during the all-reduce, where this rank cannot tell the others
+            except Exception as error:  # for instance during the all-reduce, when this rank cannot notify the others
                 self._note_failure(error, Attempt(), final=True)
                 raise
         except OutOfMemoryTogether as error:
             # Their frames may hold activations, whose memory the next attempt needs.
             error.__traceback__ = error.__context__ = None
             if self._graphed is not None:
-                self._graphed.forget()  # the next attempt has another shape
+                self._graphed.forget()  # the next attempt has a different shape
             self._guard.restore()
             raise
 
@@ -182,7 +182,7 @@ class GradientAccumulator:
         return self._agreement.start({**requests, **flags})
 
     def _summed(self, attempt: Attempt, agreed: dict[str, float], lap: DeviceTimer) -> StepSums:
-        """After the last backward pass: reduces gradients and sums over the ranks, unless that has happened already."""
+        """After the last backward pass: reduces gradients and sums across ranks, unless that has happened already."""
         if attempt.guarded:
             self._heartbeat.at("reduce", self._state.step + 1)
             if self._agreement.start({"oom": attempt.failure is not None}).read()["oom"]:
@@ -195,7 +195,7 @@ class GradientAccumulator:
         return StepSums(self._names, attempt.sums, attempt.arriving, agreed, lap)
 
     def _forward(self, micro: MicroBatch, number: int, attempt: Attempt, inject_nan: bool) -> Tensor | None:
-        """The scaled loss of a micro-batch; None if memory ran out, which is noted in `attempt`."""
+        """The scaled loss of a micro-batch; None if this rank ran out of memory, which `attempt` records."""
         step = self._state.step + 1
         total: Tensor | None = None
         try:
@@ -235,7 +235,7 @@ class GradientAccumulator:
         return scaled if self._scale is None else scaled * self._scale.value
 
     def _may_replay(self, micro: MicroBatch, inject_nan: bool) -> bool:
-        """Whether to replay the recording: names and gradient addresses are settled, the micro-batch is ordinary."""
+        """Whether to replay the CUDA graph: names and gradient addresses are final, and the micro-batch is regular."""
         is_settled = bool(self._names) and self._strategy.has_fixed_gradients
         return is_settled and not (inject_nan or micro.is_dummy)
 
@@ -270,7 +270,7 @@ class GradientAccumulator:
             self._note_failure(error, attempt, final=reduces)
 
     def _note_failure(self, error: Exception, attempt: Attempt, *, final: bool = False, where: str = "") -> None:
-        """Notes that memory ran out, if the other ranks can still be told; raises any other error."""
+        """Records an out-of-memory error if the other ranks can still be notified; raises any other error."""
         if not is_out_of_memory(error):
             raise error
         attempt.failure = where + in_one_line(error)
@@ -293,7 +293,7 @@ class GradientAccumulator:
             raise OutOfMemoryHere(attempt.failure)
 
     def _loss(self, model: nn.Module, data: Any, positions: Tensor) -> dict[str, Tensor]:
-        """The recipe's loss as a flat mapping of tensors, in which DDP, FSDP and DataParallel find outputs."""
+        """The recipe's loss as a flat mapping of tensors, in which DDP, FSDP and DataParallel can find the outputs."""
         recorded = nullcontext() if self._graphed is None else self._recipe.clock.recorded()
         with recorded, autocast(self._device, self._settings.precision):
             loss = self._recipe.loss(model, data, Noise(self._settings.run.seed, positions))
@@ -302,7 +302,7 @@ class GradientAccumulator:
     def _agree_on_sums(self, mine: tuple[list[str], float, float] | None, attempt: Attempt) -> None:
         """After the first forward pass, checks that all ranks have the same names, and estimates the step's count.
 
-        The all-reduce matches sums by position, not by name. Only here does the host wait for the device.
+        The all-reduce matches sums by position, not by name. This is the only host-device sync.
         """
         from_ranks = self._agreement.all_gather(mine)
         results = [result for result in from_ranks if result is not None]

@@ -8,8 +8,8 @@ only through one row per sample, so the chain rule can be split there:
     3. backward through each micro-batch, embedded once more with the same dropout, from its rows' gradients
 
 It needs the memory of one micro-batch, and any number of ranks and micro-batches gives the result of one large batch.
-With one micro-batch per rank nothing is computed twice. Every rank computes the whole loss: a matrix product of some
-thousand rows costs less than another exchange between ranks.
+With one micro-batch per rank nothing is computed twice. Every rank computes the whole loss: a matrix product of a few
+thousand rows costs less than another collective.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from unisono.engine.step.sums import flatten_loss, power_of_two_near, row_of
 from unisono.errors import RecipeError
 
 Rows = Mapping[str, Tensor]
-"""What the loss needs of some samples: tensors with one row per sample."""
+"""The inputs of the loss: tensors with one row per sample."""
 
 
 class CoupledGradientAccumulator(GradientAccumulator):
@@ -51,7 +51,7 @@ class CoupledGradientAccumulator(GradientAccumulator):
         while not micros or not micros[-1].chunk.last:
             micro = self._next_micro_batch(micro_batches, bad, is_first=not micros)
             if micro.chunk.last:
-                self._guard.buffers.rewind()  # earlier passes are repeated with a graph: only those may change buffers
+                self._guard.buffers.rewind()  # earlier passes run again with a graph: only then may they change buffers
             embedded.append(self._embed(micro, len(micros), attempt, graph=micro.chunk.last, last=not micros))
             micros.append(micro)
         lap.end()
@@ -65,7 +65,7 @@ class CoupledGradientAccumulator(GradientAccumulator):
         return self._summed(attempt, agreed, lap)
 
     def _forward(self, micro: MicroBatch, number: int, attempt: Attempt, inject_nan: bool) -> Tensor | None:
-        """For a trial of the memory: a scaled number that depends on all rows."""
+        """For a memory trial: a scaled number that depends on all rows."""
         rows = self._embed(micro, number, attempt, graph=True, last=False)
         return None if rows is None else self._scaled(torch.stack([each.sum() for each in _floating(rows)]).sum())
 
@@ -169,7 +169,7 @@ class CoupledGradientAccumulator(GradientAccumulator):
         self._names = self._names or list(results)
         self._check_names(list(results))
         row = row_of(results)
-        if self._state.expected_count == 0.0:  # the only point where the host waits for the device
+        if self._state.expected_count == 0.0:  # the only host-device sync
             self._state.expected_count = power_of_two_near(float(row[1].item()))
             self._expect(self._state.expected_count)
         # All ranks have the same sums, and the all-reduce adds them up: only one rank contributes.
@@ -205,7 +205,7 @@ def _checked(rows: Rows, samples: int) -> Rows:
 
 
 def _wide(rows: Tensor) -> Tensor:
-    """The rows with at least 32 bits, in which the loss is computed."""
+    """The rows in at least 32-bit precision, in which the loss is computed."""
     return rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows
 
 

@@ -1,8 +1,8 @@
 """Records a part of the step once as a CUDA graph and replays it: one launch instead of hundreds.
 
-For small models Python and kernel launches take longer than the kernels. A recording must do the same every time: it
-reads inputs of one shape from fixed addresses and never makes the host wait. The first calls run normally (they compile
-and choose kernels). Inputs of another shape, or with a different number or text among them, always run normally.
+For small models Python and kernel launches take longer than the kernels. A graph does the same every time: it reads
+inputs of one shape from fixed addresses and contains no host sync. The first calls run normally (they compile and
+choose kernels). Inputs of another shape, or with a different number or string among them, always run normally.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from unisono.engine.step.out_of_memory import in_one_line, is_out_of_memory
 from unisono.errors import TrainingFailed, UnisonoError
 
 _WARM_UP = 3
-_CALLS_BEFORE_RERECORDING = 50  # successive calls with inputs of another kind, which is then recorded instead
-_MOST_KINDS = 1000  # kinds of inputs to count
+_CALLS_BEFORE_RERECORDING = 50  # calls in a row with another kind of input before that kind is recorded instead
+_MOST_KINDS = 1000  # number of kinds of input to count
 _PLAIN = (int, float, complex, str, bytes, NoneType)
 
 
 class GraphedFunction:
-    """Calls a function of nested tensors; records it after a few calls with inputs of one kind, and replays that."""
+    """Calls a function of nested tensors; after a few calls with inputs of one kind, records a graph and replays it."""
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         self._function = function
-        self._num_calls: Counter[Hashable] = Counter()  # by kind of inputs, since the last replay
-        self._kind: Hashable = None  # of the recording's inputs
+        self._num_calls: Counter[Hashable] = Counter()  # by kind of input, since the last replay
+        self._kind: Hashable = None  # of the graph's inputs
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: tuple[Any, ...] = ()
         self._output: Tensor | None = None
@@ -64,7 +64,7 @@ class GraphedFunction:
         return self._output
 
     def forget(self) -> None:
-        """Frees the recording and its memory; the next calls run normally and record again."""
+        """Frees the graph and its memory; the next calls run normally and then record a new one."""
         self._graph = self._output = self._kind = None
         self._inputs = ()
         self._num_calls.clear()
@@ -89,8 +89,8 @@ class GraphedFunction:
     def _call_into(self, graph: torch.cuda.CUDAGraph) -> Tensor:
         failure: Exception | None = None
         try:
-            # On the stream of the whole run: autograd accumulates a gradient on the stream of its first use.
-            # Other threads (which pin batches, or memory for checkpoints) may continue meanwhile.
+            # Captures on the run's own stream, because autograd accumulates a gradient on the stream of its first use.
+            # Other threads (which pin batches, or memory for checkpoints) may continue during the capture.
             stream = torch.cuda.current_stream()
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 try:
@@ -103,7 +103,7 @@ class GraphedFunction:
 
 
 def _kind_of(inputs: tuple[Any, ...]) -> Hashable:
-    """What a recording depends on: shapes and types of tensors, and the values of numbers and texts."""
+    """What a graph depends on: shapes and dtypes of tensors, and the values of numbers and strings."""
     return shape_of(inputs), tuple((type(leaf), leaf) for leaf in leaves(inputs) if isinstance(leaf, _PLAIN))
 
 

@@ -1,4 +1,4 @@
-"""Averages of the weights, which evaluations, previews and exports use: an exponential moving one, or the optimizer's.
+"""Averages of the weights for evaluation, previews and export: an exponential moving average, or the optimizer's own.
 
 They are elementwise, so each rank averages its own shards without communication, and checkpoints store and reshard them
 like the weights.
@@ -22,7 +22,7 @@ class Average(ABC):
 
     @abstractmethod
     def update(self, updates: int) -> None:
-        """Takes the weights of a step into account, after `updates` earlier ones."""
+        """Updates the average with the weights of a step; `updates` is the number of earlier updates."""
 
     @abstractmethod
     def restart(self) -> None:
@@ -102,7 +102,7 @@ class ScheduleFreeAverage(Average):
         self._parameters, self._optimizer = parameters, optimizer
 
     def update(self, updates: int) -> None:
-        """The optimizer has done it."""
+        """Nothing to do: the optimizer has updated the average."""
 
     def restart(self) -> None:
         """Nothing to do: the optimizer's state was restored."""

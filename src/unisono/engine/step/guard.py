@@ -1,9 +1,9 @@
 """Decides which steps are guarded, and restores what a step has changed before it is repeated.
 
-Out of memory on one rank must not leave another rank waiting. In a guarded step the all-reduce of gradients starts only
-after all ranks have agreed that none failed, so it does not overlap with the backward pass. Therefore only steps with
-new input shapes are guarded. After `guard_steps` of them, when the peak memory no longer grows, the all-reduce overlaps
-with backward; running out of memory then causes a restart.
+If one rank runs out of memory, the others must not wait for it forever. In a guarded step the all-reduce of gradients
+starts only after all ranks have agreed that none failed, so it does not overlap with the backward pass. Therefore only
+steps with new input shapes are guarded. After `guard_steps` of them, when the peak memory no longer grows, the
+all-reduce overlaps with backward; running out of memory then causes a restart.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from unisono.data.resident import Rows
 from unisono.parallel.buffers import BufferBackup
 from unisono.parallel.strategy import Strategy
 
-_GROWTH = 1.02  # a peak that grows by less counts as unchanged
+_GROWTH = 1.02  # a peak that grows by a smaller factor counts as unchanged
 _MANY = 64  # shapes; beyond that, new ones are distinguished by size only
 
 
@@ -43,7 +43,7 @@ class Guard:
 
     @property
     def is_needed(self) -> bool:
-        """Whether this rank has seen too few successful steps with the shapes of this step."""
+        """Whether too few steps with the shapes of this step have succeeded on this rank."""
         if not self.is_possible or self._steps == 0:
             return False
         return self._steps < 0 or any(self._passed[shape] < self._steps for shape in self._shapes)
@@ -53,7 +53,7 @@ class Guard:
         self._shapes.clear()
 
     def note_shape(self, data: Any) -> None:
-        """Notes the shapes of a micro-batch of this step."""
+        """Records the shapes of a micro-batch of this step."""
         if self.is_possible and self._steps > 0:
             shape = shape_of(data)
             # Texts of many lengths rarely repeat a shape: beyond some number, only the size distinguishes them.

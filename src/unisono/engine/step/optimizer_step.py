@@ -4,10 +4,10 @@ The gradient of a step is  sum over all micro-batches and ranks of grad(total)  
 known only after the last forward pass, so backward runs on  total / expected count  (a power of two, so the division
 is exact; without it fp16 sums would overflow) and one factor corrects it after the ranks have summed:
 
-    factor = expected count x what the strategy divided by / true count / loss scale x clipping
+    factor = expected count x the strategy's divisor / true count / loss scale x clipping
 
-Nothing here waits for the device. The device decides whether a step was finite, through the fused optimizer's
-`found_inf`, and the host reads the result one step later, when it has long arrived. The host updates the moving average
+There is no host-device sync here. The device decides whether a step was finite, through the fused optimizer's
+`found_inf`, and the host reads the result one step later without waiting. The host updates the moving average
 at that moment too, so a skipped step does not change it. The device restores buffers that a skipped step has changed.
 """
 
@@ -50,12 +50,12 @@ class StepReport:
     skipped: bool
     learning_rate: float
     metrics: dict[str, float]
-    own_seconds: float  # this rank's time before it first waited for the others
+    own_seconds: float  # this rank's time until it first waited for the others
     waited: bool  # this rank's GPU finished before the host had launched the next step
 
     @property
     def why_skipped(self) -> str:
-        """The reason for which the step was skipped."""
+        """Why the step was skipped."""
         if not 0 < self.count < math.inf:
             return f"loss() counted {self.count:g} items"
         return "non-finite loss or gradient"
@@ -63,10 +63,10 @@ class StepReport:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What is known once a step has been launched; its own numbers arrive one step later."""
+    """What the host knows once it has launched a step; the step's own numbers arrive one step later."""
 
     previous: StepReport | None  # the report of the previous step
-    requests: Mapping[str, float]  # what any rank requests, such as to stop
+    requests: Mapping[str, float]  # flags that any rank has set, such as a stop request
     bad: list[BadSample]  # samples of this step that any rank could not read
 
 
@@ -176,7 +176,7 @@ class OptimizerStep:
         return previous, self._apply(sums) if updated is None else updated
 
     def _apply(self, sums: Tensor) -> Tensor:
-        """Runs on the device only: nothing here waits for a GPU, and all of it can be recorded."""
+        """Runs on the device only, without a host sync, so that all of it can be recorded."""
         total, count = sums[0], sums[1]
         gradients = self._strategy.gradients()
         norm = self._strategy.norm(gradients).double()

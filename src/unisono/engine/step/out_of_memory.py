@@ -15,7 +15,7 @@ IN_COUPLE = "in couple(): "
 
 
 class OutOfMemoryTogether(Exception):
-    """A rank ran out of memory, all ranks know it, and the step has changed nothing: all can repeat it."""
+    """Raised on all ranks when any of them ran out of memory and the step changed nothing, so all can repeat it."""
 
     def __init__(self, here: str | None) -> None:
         super().__init__(here or "another rank ran out of memory")
@@ -23,7 +23,7 @@ class OutOfMemoryTogether(Exception):
 
 
 class OutOfMemoryHere(Exception):
-    """This rank ran out of memory where it cannot tell the others: all must restart from the last checkpoint."""
+    """This rank ran out of memory and cannot notify the others: all must restart from the last checkpoint."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -24,7 +24,7 @@ def flatten_loss(loss: Any) -> dict[str, Tensor]:
     """
     if not isinstance(loss, Loss):
         raise RecipeError(
-            f"loss() returned {type(loss).__name__}; return unisono.Loss(total, count): a sum and how many it sums"
+            f"loss() returned {type(loss).__name__}; return unisono.Loss(total, count): a sum and its number of items"
         )
     total = loss.total
     if not isinstance(total, Tensor) or total.dim() != 0:
@@ -59,7 +59,7 @@ def flatten_loss(loss: Any) -> dict[str, Tensor]:
 
 
 def per_item(sums: Mapping[str, float], count: float) -> dict[str, float]:
-    """The metrics of a step from the sums over all ranks; a metric whose own count is 0 is omitted."""
+    """The metrics of a step from the sums across all ranks; a metric whose own count is 0 is omitted."""
     means = {}
     for key, value in sums.items():
         name = key.removeprefix(_SUM)
@@ -105,7 +105,7 @@ class CountCheck:
         self._has_warned = False
 
     def add(self, step: int, count: Tensor, samples: int) -> None:
-        """Notes the count of a micro-batch. The host waits for the device, in the first steps only."""
+        """Records the count of a micro-batch. Synchronizes with the device, in the first steps only."""
         if len(self._steps | {step}) > _FIRST_STEPS or not self._ones:
             return
         self._steps.add(step)

@@ -13,8 +13,8 @@ The tolerance of each element of a weight w is therefore
 where v is Adam's bias-corrected second moment of that element: the gradients of the two runs differ by about `noise`,
 which Adam turns into the fraction noise / (sqrt(v) + epsilon) of a full step. For an element with a real gradient this
 is about the floor; one whose gradient is only rounding may drift by 2 * learning rate * steps. Weights of other
-optimizers that normalise their step may drift by all of it, and those of SGD not at all. In 16 bit, weights are not
-compared: a few steps change them by no more than rounding does.
+optimizers that normalise their step may drift by all of it, and those of SGD not at all. In 16-bit precision, weights
+are not compared: a few steps change them by no more than rounding.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ TOLERANCES = {
     "fp16": Tolerance(1e-3, math.inf, math.inf, 2.0**-10),
 }
 """By precision. Below float64 the tolerance of metrics is larger than that of losses, because many metrics count: one
-sample on the other side of a threshold changes an accuracy by more than rounding. In 16 bit many samples do."""
+sample on the other side of a threshold changes an accuracy by more than rounding. In 16-bit precision many samples
+cross it."""
 
 NOISE_FACTOR = 100.0
 """Rounding errors add up over the terms of a sum: the error of a gradient in units of machine epsilon x norm."""

@@ -33,7 +33,7 @@ from unisono.engine.verification.compare import TOLERANCES, Differences, RunReco
 from unisono.errors import ConfigError, TrainingFailed, UserError
 from unisono.settings import Settings
 
-_ANNOUNCE_AFTER_S = 20.0  # announces a run that has not begun by then, although its settings may still be refused
+_ANNOUNCE_AFTER_S = 20.0  # announces a run that has not begun by then, although its settings may still be rejected
 
 
 @dataclass(frozen=True)
@@ -122,11 +122,11 @@ def variants(plan: VerifyPlan, global_batch: int) -> list[Variant]:
 def _smaller(global_batch: int, ranks: int) -> list[int]:
     """A micro-batch size that splits a rank's share, if there is one; uneven parts if possible.
 
-    With equal parts, a loss that is wrongly a mean would not show: the mean of their means is the mean.
+    Equal parts would hide a loss that wrongly returns a mean: the mean of their means is the mean.
     """
     share = -(-global_batch // ranks)
     sizes = [size for parts in (3, 4, 5, 2) if share >= parts and (size := -(-share // parts)) < share]
-    # Avoids micro-batches of a single sample, which batch norm refuses.
+    # Avoids micro-batches of a single sample, which batch norm rejects.
     return sorted(sizes, key=lambda size: (_is_even(global_batch, ranks, size), share // -(-share // size) < 2))[:1]
 
 
@@ -136,7 +136,7 @@ def _is_even(global_batch: int, ranks: int, size: int) -> bool:
 
 
 def uneven_batch(global_batch: int, ranks: Sequence[int]) -> int:
-    """The next batch size that ranks, or the micro-batches of a single rank, cannot divide evenly; see `_smaller`."""
+    """The next batch size that does not divide evenly by ranks, or by a single rank's micro-batches; see `_smaller`."""
     if max(ranks) > 1:
         return global_batch + 1 if global_batch % max(ranks) == 0 else global_batch
     while not any(not _is_even(global_batch, 1, size) for size in _smaller(global_batch, 1)):
