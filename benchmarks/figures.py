@@ -96,8 +96,11 @@ def memory(result: dict[str, Any]) -> str:
     restarts = sum(row["restarts"] for row in cases)
     worst = max((row["difference"] for row in cases if row["precision"] == "no"), default=0.0)
     text = f"**Real out-of-memory** on {', '.join(result['machine']['gpus'])}: {good} of {len(result['cases'])} cases "
-    text += f"recovered as designed ({in_place} times in place, {restarts} by a restart); losses within {worst:.0e} "
-    return text + "(relative, float32) of a run that used the smaller micro-batch from the start"
+    text += f"recovered as designed. Recoveries in place: {in_place}; by a restart: {restarts}. "
+    failed = [row["case"] for row in result["cases"] if not row["ok"]]
+    text += f"Failed case: {'; '.join(failed)}. " if failed else ""
+    text += f"Losses are within {worst:.0e} (relative, float32) of those of a run that used the smaller micro-batch "
+    return text + "from the start"
 
 
 def save_stall(result: dict[str, Any]) -> str:

@@ -199,7 +199,7 @@ def test_more_processes_than_gpus_are_refused(script: ModuleType, monkeypatch: p
     launched(monkeypatch, 8, 4)
     settings(script, *REAL)  # on the CPU any number is right
     with_gpus(script, monkeypatch, 2)
-    with pytest.raises(script.ConfigError, match=r"local_rank 3, and there are only 2 GPUs.*--nproc_per_node=2"):
+    with pytest.raises(script.ConfigError, match=r"started 4 processes, .* has 2 GPUs.*--nproc_per_node=2"):
         settings(script, *REAL)
     with_gpus(script, monkeypatch, 4)
     settings(script, *REAL)
@@ -242,11 +242,11 @@ def test_the_tiny_teacher_gets_a_student_and_prompts_that_fit_it(
 
 
 REFUSED = {
-    "": "no teacher: give --teacher_path",
-    "--teacher_path t": "no prompts: give --data_path",
+    "": "no teacher: pass --teacher_path",
+    "--teacher_path t": "no prompts: pass --data_path",
     "--teacher_path t --data_path nowhere.txt --save_samples": "no such file",
     "--teacher_path teacher --sample_prompts": "--sample_prompts needs",
-    "--sample_prompts a|b c": "'a|b' among others",
+    "--sample_prompts a|b c": "'a|b' cannot stand next to other prompts",
     "--teacher_path t --data_path t --sample_interval 0": "expected a number of epochs",
     "--teacher_path t --data_path t --sample_interval 2 --preview_every 5": "use one",
     "--teacher_on_cpu --teacher_device_strategy gpu0": "contradict each other",

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.errors import UnisonoError, UserError
+from unisono.formatting import format_count
 from unisono.recipes.wan_distill.settings import HOW_TO_DRAW
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp")
@@ -120,7 +121,8 @@ def main() -> int:
         call |= {name: value for name, value in vars(options).items() if name in call and value is not None}
         kinds = (".mp4",) if call["num_frames"] > 1 else IMAGES
         if options.output.suffix.lower() not in kinds:
-            raise UserError(f"--output {options.output}: {call['num_frames']} frames are written as {', '.join(kinds)}")
+            frames = format_count(call["num_frames"], "frame")
+            raise UserError(f"--output {options.output}: for {frames} the name must end in {' or '.join(kinds)}")
         options.output.parent.mkdir(parents=True, exist_ok=True)
         write(generate(folder, options.prompt, call, options.seed, options.device), options.output, options.fps)
     except UnisonoError as error:

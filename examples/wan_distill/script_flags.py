@@ -16,6 +16,7 @@ from unisono.cluster.environment import World, detect
 from unisono.config import Resolved
 from unisono.devices import choose, visible_gpus
 from unisono.errors import ConfigError
+from unisono.formatting import format_count
 from unisono.recipes.wan_distill.checks import check_config
 from unisono.recipes.wan_distill.recipe import WanDistill
 
@@ -117,7 +118,7 @@ def translated(argv: Sequence[str]) -> tuple[list[str], ScriptFlags]:
         elif name == "mixed_precision":  # a switch in the original script
             arguments.append(f"--{name}={(reader.values(argument, most=1) or ['bf16'])[0]}")
         elif not name and (argument == "python" or argument.endswith(".py")):
-            raise ConfigError(f"unexpected {argument!r}: torchrun starts python by itself; {torchrun(2)}")
+            raise ConfigError(f"unexpected {argument!r}: torchrun starts python by itself; use {torchrun(2)}")
         else:
             arguments.append(argument)
             if name:
@@ -134,7 +135,9 @@ def _joined(prompts: list[str]) -> str:
     if not prompts:
         raise ConfigError("--sample_prompts needs one or more prompts, each in quotes")
     if len(prompts) > 1 and (odd := [prompt for prompt in prompts if "|" in prompt or prompt.endswith(".txt")]):
-        raise ConfigError(f"--sample_prompts: {odd[0]!r} among others; give prompts, or one text file of them")
+        raise ConfigError(
+            f"--sample_prompts: {odd[0]!r} cannot stand next to other prompts; pass prompts without |, or one .txt file"
+        )
     return "|".join(prompts)
 
 
@@ -142,8 +145,9 @@ def _devices(script: ScriptFlags, resolved: Resolved, world: World, gpus: int) -
     remarks: list[str] = []
     if world.launcher in ("torchrun", "accelerate") and 0 < gpus < world.local_size:
         raise ConfigError(
-            f"local_rank {world.local_size - 1}, and there are only {gpus} GPUs here; {torchrun(gpus)} (processes can "
-            f"share a GPU: unisono train wan-distill --gpus {gpus} --nproc {world.local_size})"
+            f"{world.launcher} started {world.local_size} processes, but this machine has {format_count(gpus, 'GPU')}; "
+            f"use {torchrun(gpus)}, or let processes share a GPU with `unisono train wan-distill --gpus {gpus} "
+            f"--nproc {world.local_size}`"
         )
     if world.launcher != "plain":
         for flag, is_set in {"--distributed": script.distributed, "--multi_gpu": script.multi_gpu}.items():

@@ -28,7 +28,7 @@ def samples() -> TensorDataset:
 
 
 def small_trainer(**more: object) -> FlowMatchingTrainer:
-    """A small but real Wan transformer."""
+    """A small Wan transformer."""
     torch.manual_seed(0)
     model = build({**transformer_config(None, "tiny"), "num_layers": 1})
     settings = {"device": "cpu", "dtype": torch.float64, "learning_rate": 1e-3, "ema_decay": 0.9, **more}
