@@ -176,7 +176,7 @@ def test_a_written_tokenizer_cuts_nothing_by_itself(tmp_path: Path) -> None:
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     encoder, tokenizer = loaded(encoder_folder(tmp_path / "base"))
     before = (tmp_path / "base" / "model.safetensors").read_bytes()
-    with pytest.raises(UserError, match="nothing there is overwritten"):
+    with pytest.raises(UserError, match="which is not overwritten"):
         write_sentence_transformer(encoder, tokenizer, tmp_path / "base", 64)
     assert (tmp_path / "base" / "model.safetensors").read_bytes() == before
 
@@ -295,7 +295,7 @@ def test_the_tokenizer_of_a_tiny_model_is_trained_once_and_found_again(tmp_path:
     second = load_tokenizer("tiny", None, tmp_path)
     assert first.get_vocab() == second.get_vocab()
     assert [path.name for path in tmp_path.iterdir()] == ["tokenizer"]
-    with pytest.raises(UserError, match="the tokenizer that this run has trained"):
+    with pytest.raises(UserError, match="the tokenizer that this run trained"):
         load_tokenizer("tiny", None, tmp_path / "elsewhere")
 
 
@@ -395,8 +395,8 @@ def _modules(*kinds: str, path: str = "", pooling: dict[str, Any] | None = None)
         (_damaged, "cannot be loaded"),
         (_without("token*"), "has no tokenizer"),
         (_without("config.json"), "has no config.json"),
-        (_config(model_type="nobody_knows"), "knows no model of the type 'nobody_knows'"),
-        (_config(model_type=None), "knows no model of the type None"),
+        (_config(model_type="nobody_knows"), "does not support the model type 'nobody_knows'"),
+        (_config(model_type=None), "does not support the model type None"),
         (lambda folder: (folder / "config.json").write_text("{"), "cannot be read as JSON"),
         (lambda folder: (folder / "config.json").write_text("[]"), "expected a JSON object"),
         (lambda folder: (folder / "adapter_config.json").write_text("{}"), "is a LoRA"),

@@ -327,7 +327,9 @@ def test_the_cache_holds_what_training_without_it_computes(tmp_path: Path, data:
         assert kept["index"] == item["index"] == index
     assert torch.equal(cache.text(""), pad(models.text_encoder.encode([""], LENGTH)[0], LENGTH))
     assert (
-        cached.remarks == live.remarks == ["1 videos are shorter than the window and give the longest one they have: d"]
+        cached.remarks
+        == live.remarks
+        == ["1 videos are shorter than the window, so their longest possible window is used: d"]
     )
 
 

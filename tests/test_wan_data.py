@@ -210,7 +210,7 @@ def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
     refusal(tmp_path / "missing", "no such folder")
     refusal(tmp_path, "no video or image", ".mp4")
     put(tmp_path, "train/metadata.csv", "video,prompt\na.mp4,x\n")
-    refusal(tmp_path, "train/metadata.csv", "give its folder instead")
+    refusal(tmp_path, "train/metadata.csv", "pass its folder instead")
     refusal(put(tmp_path, "prompts.txt", "a cat"), "expected a folder")
     (tmp_path / "train/metadata.csv").write_text("video,prompt\n")
     refusal(tmp_path / "train", "no video or image")

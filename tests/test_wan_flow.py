@@ -217,7 +217,7 @@ def test_a_killed_rank_does_not_change_the_result(runs: dict[str, Outcome], root
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "no model": ({"model_path": None}, "no model: give --model_path"),
+    "no model": ({"model_path": None}, "no model: pass --model_path"),
     "two models": ({"model_config": "tiny"}, "exclude each other"),
     "no such model": ({"model_path": "nowhere"}, "no such file or folder"),
     "no data": ({"dataset_path": "nothing"}, "no such folder"),

@@ -406,7 +406,7 @@ def test_a_hub_id_that_cannot_be_had_is_one_line(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    refused(lambda: describe("nobody/no-such-model"), "nobody/no-such-model", "hub", "give its folder")
+    refused(lambda: describe("nobody/no-such-model"), "nobody/no-such-model", "hub", "pass its folder")
 
 
 def test_a_hub_id_that_is_in_the_cache_needs_no_network(

@@ -253,9 +253,7 @@ def choose(
     warnings = []
     if not taken:
         taken = emptiest[:1]
-        warnings.append(
-            f"no GPU is free: using GPU {taken[0].index}, which has the most free memory, together with what runs on it"
-        )
+        warnings.append(f"no GPU is free: using GPU {taken[0].index}, which has the most free memory, and sharing it")
     if len(taken) < wanted:
         held = f" ({len(roomy) - len(unlocked)} in use by other runs)" if len(unlocked) < len(roomy) else ""
         warnings.append(

@@ -78,7 +78,7 @@ def join_process_group(
 
 
 def leave_process_group(*, together: bool = False) -> None:
-    """Destroys the process group if there is one; never raises, because nothing depends on the group any more.
+    """Destroys the process group if there is one; never raises, because nothing depends on the group by then.
 
     With `together`, a rank waits here until all ranks have arrived. srun and mpirun kill the remaining ranks as soon as
     one exits with a code other than 0, such as the 75 of a rank that stopped with a checkpoint.

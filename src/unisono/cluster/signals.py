@@ -85,7 +85,7 @@ class StopRequest:
     def __init__(self, launcher: str, job_folder: Path | None = None) -> None:
         """`launcher` is `World.launcher`; pass `job_folder` under unisono's own launcher only."""
         if (launcher == "unisono") != (job_folder is not None):
-            raise ValueError("job_folder goes with launcher 'unisono'")
+            raise ValueError("job_folder requires launcher 'unisono'")
         self._launcher = launcher
         self._job_folder = job_folder
         self._requested: str | None = None

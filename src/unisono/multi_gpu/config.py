@@ -9,7 +9,7 @@ from typing import Any
 from unisono.config.config_class import ConfigClass, check_one_of, check_whole
 from unisono.config.fields import fields_by_name
 from unisono.errors import ConfigError
-from unisono.settings import Settings
+from unisono.settings import Settings, optimizer_presets
 
 STRATEGIES = {
     "auto": "auto",
@@ -146,10 +146,13 @@ class MultiGPUConfig(ConfigClass):
                 f"num_gpus {self.num_gpus} contradicts the {len(ids)} gpu_ids {ids}; leave one of them out"
             )
 
-    def engine_settings(self) -> dict[str, Any]:
-        """The engine's settings, except for devices and batch size, which depend on the machine."""
+    def engine_settings(self, optimizer: str | None = None) -> dict[str, Any]:
+        """The engine's settings, except for devices and batch size, which depend on the machine.
+
+        `optimizer`: the name of an optimizer of `unisono.optim`, if the user chose one.
+        """
         self.check()
-        return {
+        settings = {
             "backend": "gloo" if self.backend == "gloo" else "auto",
             "min_memory_gb": self.min_memory_gb,
             "pin_memory": self.pin_memory,
@@ -172,6 +175,12 @@ class MultiGPUConfig(ConfigClass):
             **({} if self.output_dir is None else {"output_dir": str(self.output_dir)}),
             **self.settings,
         }
+        if optimizer is not None:
+            settings["optimizer"] = optimizer
+        presets = optimizer_presets(str(settings.get("optimizer", "")))
+        if "learning_rate" in presets and settings["learning_rate"] == MultiGPUConfig.learning_rate:
+            del settings["learning_rate"]  # left at its default, which is AdamW's
+        return settings
 
 
 _FOREIGN = {

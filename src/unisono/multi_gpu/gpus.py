@@ -101,7 +101,7 @@ def _restore(variables: Mapping[str, str | None]) -> None:
 
 
 def world_for(config: MultiGPUConfig) -> World:
-    """The world of this process: by its launcher, else by the config, else a single process."""
+    """The world of this process: as its launcher defines it, as the config defines it, or a single process."""
     world = detect()
     if world.launcher == "plain" and config.rank is not None and config.world_size is not None:
         local = config.rank if config.local_rank is None else config.local_rank

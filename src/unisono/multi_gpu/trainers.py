@@ -99,7 +99,7 @@ class OwnTrainer:
         kind = type("OwnModel", (OwnModel,), attributes)
         dtype, remarks = dtype_settings(parts.model, config)
         overrides = {
-            **config.engine_settings(),
+            **config.engine_settings(parts.named_optimizer),
             **{"strategy": self._devices.strategy, "gpus": self._devices.gpus, **batch, **dtype},
             **({"output_dir": _new_folder()} if config.output_dir is None else {}),
             **settings,

@@ -33,7 +33,7 @@ class AppendOnlyFile:
         self._path, self._lines = path, lines
         self._file: FileIO | None = None
         self._pending: deque[bytes] = deque()
-        # Of the first pending record: its bytes not yet on disk, and the file size after the last partial write.
+        # The bytes of the first pending record that are not on disk yet, and the file size after a partial write.
         self._unwritten, self._end = b"", 0
         self._failing, self._num_lost = False, 0
 

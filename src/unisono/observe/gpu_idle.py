@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 STEPS = 50  # number of steps that are judged together
-_IDLE_FRACTION = 0.9  # of these steps, from which on the user gets the advice
-_DATA_FRACTION = 0.1  # of the time: if the host waits longer than this for data, --cuda_graph would not help
+_IDLE_FRACTION = 0.9  # advise the user if the GPU waited in at least this fraction of the steps
+_DATA_FRACTION = 0.1  # fraction of the time; if the host waits longer for data, --cuda_graph would not help
 
 
 class GpuIdleDetector:

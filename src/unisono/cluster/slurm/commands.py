@@ -50,7 +50,7 @@ def submit(script: Path) -> int:
     output = _call("sbatch", "--parsable", str(script))
     number = output.strip().partition(";")[0]  # "17" or "17;cluster"
     if not number.isdecimal():
-        raise UserError(f"sbatch answered {output.strip()!r}, which is not a job id; see squeue")
+        raise UserError(f"sbatch printed {output.strip()!r}, which is not a job id; see squeue")
     return int(number)
 
 

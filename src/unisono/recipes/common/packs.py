@@ -26,7 +26,7 @@ from unisono.recipes.common.cache_files import remove_leftovers, write_cache_fil
 
 _MAX_TENSORS = 256  # per pack, which limits its header
 _MAX_BYTES = 2**26
-_MAX_SECONDS = 15.0  # of work that a kill may lose
+_MAX_SECONDS = 15.0  # write a pack at least this often, to limit the work that a kill can lose
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64, "I64": torch.int64}
 
 

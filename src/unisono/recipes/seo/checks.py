@@ -11,7 +11,7 @@ from unisono.recipes.seo.settings import FOR, Config
 _AT_LEAST: dict[str, float] = {"max_length": 8, "query_length": 4, "length_groups": 1, "num_negatives": 0, "rerank": 1}
 _AT_LEAST |= {"target_length": 4, "scale": 1e-3, "lora_rank": 0, "lora_dropout": 0.0}
 _AT_MOST: dict[str, float] = {"max_length": 2**17, "query_length": 2**17, "length_groups": 64, "num_negatives": 1000}
-_AT_MOST |= {"rerank": 100}  # as many results of BM25 are kept
+_AT_MOST |= {"rerank": 100}  # number of BM25 results that are stored per query
 _AT_MOST |= {"target_length": 1024, "scale": 1e4, "lora_rank": 4096, "lora_dropout": 0.99}
 
 

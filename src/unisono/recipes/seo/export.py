@@ -95,7 +95,7 @@ def _write(
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("config.json", "model.safetensors", "tokenizer.json", "modules.json"):
         if (folder / name).exists():
-            raise UserError(f"{folder} has a {name} already; nothing there is overwritten: give another folder")
+            raise UserError(f"{folder} already has a {name}, which is not overwritten; choose another folder")
     whole = merged(model)
     with quietly():
         write_adapter(model, folder, base)

@@ -30,14 +30,14 @@ def check_config(config: Any) -> None:
     """Raises ConfigError for values out of range and settings that contradict each other."""
     if not config.teacher_path:
         raise ConfigError(
-            "no teacher: give --teacher_path FOLDER (a Wan model in diffusers' layout, or a hub id such as "
+            "no teacher: pass --teacher_path FOLDER (a Wan model in diffusers' layout, or a hub id such as "
             "Wan-AI/Wan2.1-T2V-1.3B-Diffusers), or --teacher_path tiny to try it out without a download"
         )
     check_paths(config, _PATHS)
     if not config.data_path:
-        raise ConfigError("no prompts: give --data_path FILE, a text file with one prompt per line")
+        raise ConfigError("no prompts: pass --data_path FILE, a text file with one prompt per line")
     if config.data_path == "shapes" and str(config.teacher_path).lower() != "tiny":
-        raise ConfigError("data_path shapes needs the tiny teacher; give a text file with one prompt per line")
+        raise ConfigError("data_path shapes needs the tiny teacher; pass a text file with one prompt per line")
     check_range(config, _AT_LEAST, _AT_MOST)
     for name in _WEIGHTS:
         if not 0 <= getattr(config, name) < math.inf:

@@ -52,7 +52,7 @@ def check_config(config: Any) -> None:
         raise ConfigError("model_path and model_config exclude each other: continue a model, or train one from scratch")
     if not config.model_path and not config.model_config:
         raise ConfigError(
-            "no model: give --model_path FOLDER (a Wan model in diffusers' layout, or a hub id such as "
+            "no model: pass --model_path FOLDER (a Wan model in diffusers' layout, or a hub id such as "
             "Wan-AI/Wan2.1-T2V-1.3B-Diffusers), or --model_config tiny to try it out without a download"
         )
     if config.window == "random" and not config.no_cache:
@@ -62,4 +62,4 @@ def check_config(config: Any) -> None:
     if config.lora_path and config.lora_targets:
         raise ConfigError("lora_targets: lora_path already decides the layers; remove one of them")
     if config.dataset_path == "shapes" and (config.model_config or "").lower() != "tiny":
-        raise ConfigError("dataset_path shapes needs the tiny model; add --model_config tiny, or give a folder")
+        raise ConfigError("dataset_path shapes needs the tiny model; add --model_config tiny, or pass a folder")

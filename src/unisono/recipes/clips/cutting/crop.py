@@ -18,8 +18,8 @@ from unisono.recipes.clips.video.footage import Footage
 
 _RATE = 8.0  # frames per second to analyse
 _LONGER_SIDE = 64  # pixels of these frames
-_NUM_POSITIONS = 33  # of the window, from one end to the other
-_SPEED_COST = 0.1  # of moving the window, relative to missed motion: half a frame takes about a second
+_NUM_POSITIONS = 33  # positions of the window, from one end to the other
+_SPEED_COST = 0.1  # cost of moving the window, relative to missed motion: half a frame takes about a second
 _CENTRE_BONUS = 0.03  # keeps the window in the centre if nothing moves
 _NOISE = 0.001  # mean change between frames, of full scale, below which it is mostly noise
 _FRAMES_APART = 2  # compared for motion

@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from unisono.recipes.clips.cutting.moments import Moment
 from unisono.recipes.clips.video.footage import Footage
 
-_BINS = 8  # of a colour histogram
+_BINS = 8  # bins per channel of a colour histogram
 _BLOCKS = 4  # frames are also compared by the means of 4×4 blocks, because two shots may have the same colours
-_CHANGE = 0.15  # of the largest possible difference; smaller changes are not a cut
+_CHANGE = 0.15  # fraction of the largest possible difference; a smaller change is not a cut
 _ABOVE_AROUND = 4.0  # times the median difference of the frames around it: a shaking camera is not a series of cuts
 _AROUND = 12  # frames
 _LOUD_QUANTILE, _PAUSE_BELOW = 0.9, 0.1  # a pause is quieter than this fraction of the loud parts
 _SHORTEST_PAUSE = 0.15  # seconds
-_QUIETEST = 1e-4  # of full scale; sound that is never louder has no pauses
+_QUIETEST = 1e-4  # relative to full scale; sound that is never louder has no pauses
 _STEP = 0.02  # seconds
 _SIZE = (48, 27)  # width and height at which frames are compared
 _RATE = 16_000

@@ -61,7 +61,7 @@ class ArrayFolder:
                 yield NewArrays(partial, self._path, files)
         except OSError as error:
             raise UserError(
-                f"{self._path} cannot be written ({error.strerror or error}); make room, or use another folder"
+                f"{self._path} cannot be written ({error.strerror or error}); free some space, or use another folder"
             ) from None
         finally:
             shutil.rmtree(partial, ignore_errors=True)

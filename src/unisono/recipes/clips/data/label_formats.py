@@ -37,7 +37,7 @@ class LabelEntry:
     """One line of a CSV or JSON-lines file, or one group of an HDF5 file."""
 
     where: str  # file and line, for error messages
-    name: str  # of the video, as the file has it
+    name: str  # name of the video in the file
     segments: NDArray[np.float64]  # [n, 3] start, end and score (0 to 1, or NaN: not labelled)
     rest: float = 0.0  # the score outside the segments
     duration: float | None = None

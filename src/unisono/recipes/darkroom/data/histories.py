@@ -203,5 +203,5 @@ def _check_by_replay(histories: Histories, room: Room, file_of: Mapping[int, Pat
             task = int(histories.tasks[index])
             raise UserError(
                 f"{file_of[task]}: step {step} of stream {stream} of task {task} is impossible in {room.name} of size "
-                f"{room.size} and horizon {room.horizon}; the file is of another environment or task order"
+                f"{room.size} and horizon {room.horizon}; the file has another environment or task order"
             )

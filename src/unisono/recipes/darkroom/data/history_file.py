@@ -31,7 +31,7 @@ class Origin:
     size: int
     horizon: int
     source: str
-    settings: str  # those of the source, as JSON
+    settings: str  # settings of the source, as JSON
     seed: int
     num_streams: int
     num_steps: int

@@ -122,5 +122,5 @@ def _unpacked(path: Path) -> tuple[NDArray[np.int32], int, NDArray[np.int32]]:
             raise ValueError
     except (ValueError, EOFError):
         path.unlink(missing_ok=True)
-        raise UserError(f"{path} was damaged, and is removed; start again, and it is made anew") from None
+        raise UserError(f"{path} was damaged and has been removed; start the run again to create it again") from None
     return lengths, num_cut, tokens

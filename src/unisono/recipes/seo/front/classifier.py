@@ -151,7 +151,7 @@ class Classifier:
             if saved != configured:
                 raise ConfigError(f"{folder} was saved with {name}={saved!r}, but the config has {configured!r}")
         if self.labels is not None and labels != self.labels:
-            raise ConfigError(f"{folder} was trained on other labels than this engine; create a new engine for it")
+            raise ConfigError(f"{folder} was trained with different labels; create a new engine to load it")
         self.num_epochs = max(0, epochs)
         return labels
 

@@ -84,7 +84,7 @@ def _of_one_process(config: SEOConfig, world: World, num_available: int) -> Devi
 
 
 def _world(config: SEOConfig) -> World:
-    """The processes as the launcher defines them, else as the config does, else this one alone."""
+    """The processes, as the launcher or the config defines them; otherwise this one alone."""
     world = detect()
     by_hand = config.use_multi_gpu and config.multi_gpu_strategy != "dataparallel" and config.distributed_world_size > 1
     if world.launcher != "plain" or not by_hand:

@@ -269,7 +269,7 @@ class AdvancedLLMSEOEngine:
         """
         keywords = _keywords(target_keywords)
         if not keywords:
-            raise ConfigError("target_keywords is empty; name what the text should be found for")
+            raise ConfigError("target_keywords is empty; pass the search terms that the text should rank for")
         _check_text(content, "content")
         score_of, scored_by = self._judge(keywords)
         original_score = score_of(content.strip()) if score_of else None

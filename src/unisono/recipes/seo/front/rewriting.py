@@ -18,7 +18,7 @@ from unisono.recipes.seo.site.text_rules import words_of
 _LONG = 25  # words; a longer sentence is split if it has a seam
 _SHORT = 4  # words; shorter sentences are neither compared nor moved
 _MAX_CHANGES = 50
-_TOLERANCE = 1e-6  # of a score: rounding
+_TOLERANCE = 1e-6  # score differences below this are rounding errors
 
 _BREAK = re.compile(r"(\s*\n\s*)")
 _END = re.compile(r"(?<=[.!?…])[\"'”’)\]]*\s+(?=[\"'“‘(\[]?[A-Z0-9ÀÖØ-Þ])|(?<=[。！？])")

@@ -73,8 +73,8 @@ class Training:
                 return self.trainer
             if self.config.output_dir is not None:
                 raise ConfigError(
-                    f"the loaders have other texts than the run in {self.config.output_dir}; create a new engine with "
-                    "another output_dir"
+                    f"the texts of the loaders differ from those of the run in {self.config.output_dir}; create a new "
+                    "engine with another output_dir"
                 )
         self.config.check()
         self.close()
@@ -146,7 +146,7 @@ class Training:
             if best_loss - loss > config.early_stopping_min_delta:
                 best, best_loss, num_without = number, loss, 0
                 if config.save_checkpoints:
-                    # The weights of resumed epochs are gone, except those of the last one; their checkpoint is not.
+                    # Only the last resumed epoch still has its weights in memory; the best one is in its checkpoint.
                     checkpoint = self._path(BEST) if number < num_done - 1 else self.save_checkpoint(BEST)
             if num_without >= max(1, config.early_stopping_patience):
                 break

@@ -23,7 +23,7 @@ from unisono.recipes.common.cache_files import write_cache_file
 FILE = "calibration.json"
 BINS = 10
 MIN_PAGES = 20
-"""Pages needed for a fit, and as many to measure it."""
+"""Minimum number of pages for the fit, and for measuring it."""
 _TEMPERATURES = 0.01, 100.0
 _MAX_BYTES = 64 * 2**20
 
@@ -38,7 +38,7 @@ class Calibration:
     """Divisor of the logits."""
     mean: float = 0.0
     std: float = 1.0
-    """Of the training labels: a number is mean + std × output."""
+    """Mean and standard deviation of the training labels: a prediction is mean + std × output."""
     numbers: list[float] = field(default_factory=list)
     becomes: list[float] = field(default_factory=list)
     """The curve: increasing numbers and their calibrated values, interpolated linearly. Empty: the identity."""

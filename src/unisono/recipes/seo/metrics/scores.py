@@ -23,7 +23,7 @@ from unisono.recipes.seo.metrics.calibration import (
     rmse,
 )
 
-_NUM_RANGES = 10  # of length, at most
+_NUM_RANGES = 10  # maximum number of length ranges
 _PAGES_PER_RANGE = 20
 _CALIBRATED = ("ECE_calibrated", "log_loss_calibrated", "RMSE_calibrated")
 _TRIVIAL = ("AUC_majority", "ECE_majority", "ECE_length")  # always 0.5; frequencies are calibrated by definition

@@ -43,7 +43,7 @@ def locate(name: str) -> Path:
     if folder.is_dir():
         return folder
     if folder.exists():
-        raise ConfigError(f"model_name {name} is a file; give the folder that it is in")
+        raise ConfigError(f"model_name {name} is a file; pass its folder")
     if name.count("/") > 1 or name.startswith((".", "/", "~")) or "\\" in name:
         raise ConfigError(f"model_name {name}: there is no such folder")
     return _from_hub(name)
@@ -70,11 +70,11 @@ def _from_hub(name: str) -> Path:
     except LocalEntryNotFoundError:
         raise ConfigError(
             f"model_name {name}: there is no such folder, and it cannot be fetched from the hub (offline, or not "
-            f"reachable); give a folder, `minilm` or `tiny`"
+            f"reachable); pass a folder, `minilm` or `tiny`"
         ) from None
     except RepositoryNotFoundError:
         raise ConfigError(
-            f"model_name {name}: there is no such folder, and the hub has no such model (or wants a login)"
+            f"model_name {name}: there is no such folder, and the hub has no such model (or requires a login)"
         ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"model_name {name}: it cannot be fetched from the hub ({in_a_line(error)})") from None
@@ -91,8 +91,8 @@ def check_folder(folder: Path, name: str) -> None:
 
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise ConfigError(
-            f"model_name {name}: transformers knows no model of the type {kind!r} (code that comes with a model is not "
-            "run); use another one, or a newer transformers"
+            f"model_name {name}: transformers does not support the model type {kind!r} (code in a model's folder is "
+            "never run); use another model, or a newer version of transformers"
         )
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -174,12 +174,12 @@ def _pooling(folder: Path, name: str, *, prompted: bool) -> Pooling:
     modes = [str(mode) for mode in modes] if isinstance(modes, list) else [str(modes)]
     if len(modes) != 1 or modes[0] not in POOLINGS:
         raise ConfigError(
-            f"model_name {name}: it pools by {' + '.join(modes)}, which is not supported; give --pooling "
-            "mean, cls or last to train it with another one"
+            f"model_name {name}: it pools by {' + '.join(modes)}, which is not supported; pass --pooling "
+            "mean, cls or last instead"
         )
     if prompted and config.get("include_prompt") is False:
         raise ConfigError(
-            f"model_name {name}: it leaves its prompt out of the pooling, which is not supported; use another model"
+            f"model_name {name}: it excludes its prompt from pooling, which is not supported; use another model"
         )
     return POOLINGS[modes[0]]
 
@@ -202,8 +202,8 @@ def _lengths(folder: Path, name: str) -> int | None:
     config = read_json(file, dict) if file.is_file() else {}
     if config.get("do_lower_case"):
         raise ConfigError(
-            f"model_name {name}: {file.name} asks for lower case, which its tokenizer does not do by itself; set "
-            "do_lower_case there to false and in tokenizer_config.json to true"
+            f"model_name {name}: {file.name} requires lower case, but its tokenizer keeps capitals; set "
+            "do_lower_case to false there and to true in tokenizer_config.json"
         )
     length = config.get("max_seq_length")
     return length if isinstance(length, int) and length > 0 else None

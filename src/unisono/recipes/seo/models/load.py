@@ -49,7 +49,7 @@ def load_tokenizer(
         place = folder / _KEPT
         if not (place / "tokenizer.json").is_file():
             if data is None:
-                raise UserError(f"{place} is not there, the tokenizer that this run has trained for itself")
+                raise UserError(f"{place}, the tokenizer that this run trained, is missing; copy the whole run folder")
             keep_tokenizer(train_tokenizer(data(), writes=writes), place)
     else:
         place = place_of(name)
@@ -201,11 +201,11 @@ def check_fit(model: Any, tokenizer: Any, length: int, name: str, beside: int = 
         needed = f"{length} and {beside} beside them" if beside else f"{length}"
         use = f"use --max_length {best} or less" if best > 0 else "use another model"
         raise ConfigError(f"model_name {name} reads {most} tokens at most, not {needed}; {use}")
-    num_known, used = model.get_input_embeddings().num_embeddings, max(tokenizer.get_vocab().values()) + 1
-    if used > num_known:
+    num_embeddings, used = model.get_input_embeddings().num_embeddings, max(tokenizer.get_vocab().values()) + 1
+    if used > num_embeddings:
         raise ConfigError(
-            f"model_name {name}: its tokenizer has {used} tokens and the model knows {num_known}; they do not "
-            "belong together"
+            f"model_name {name}: its tokenizer has {used} tokens, but the model only {num_embeddings}; use the model's "
+            "own tokenizer"
         )
 
 
@@ -258,8 +258,8 @@ def _loaded(kind: Any, folder: Path, name: str, **further: Any) -> tuple[Any, li
     lacking = [key for key in new if "pooler." not in key and (whole or key.startswith(prefix) or not further)]
     if lacking:
         raise ConfigError(
-            f"model_name {name}: the weights in {folder} lack {len(lacking)} that the model of its config.json has, "
-            f"such as {lacking[0]}; they do not belong together"
+            f"model_name {name}: the weights in {folder} lack {len(lacking)} that its config.json requires, such as "
+            f"{lacking[0]}; use a complete copy of the model"
         )
     return model, new
 

@@ -77,7 +77,7 @@ def keep_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     except OSError as error:
         if not (folder / "tokenizer.json").is_file():  # otherwise another process was faster, and all use its tokenizer
             raise UserError(
-                f"{folder} cannot be written ({error.strerror}); make room, or use another folder"
+                f"{folder} cannot be written ({error.strerror}); free some space, or use another folder"
             ) from None
 
 

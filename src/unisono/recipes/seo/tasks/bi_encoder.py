@@ -45,7 +45,7 @@ class BiEncoder(RankingTask):
     packs = False
     """Whether texts are packed without padding."""
     uncounted: int | None = None
-    """`Encoder.uncounted`, if texts are packed."""
+    """The token without a position (see `Encoder.uncounted`), if texts are packed."""
 
     def model(self) -> nn.Module:
         """The encoder."""

@@ -41,7 +41,7 @@ class CrossEncoder(RankingTask):
 
     def start_remark(self, global_batch: int) -> str | None:
         """Says how many negatives each query has."""
-        return f"each query is read with its page and {self.num_negatives} others"
+        return f"each query is scored with its page and {self.num_negatives} others"
 
     def model(self) -> nn.Module:
         """A classifier of pairs with one output."""

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 DEBIAN = "debian"
 BM25_RESULTS = "found_by_words.npy"
 _TOKEN_FOLDERS, _BASELINES_FILE = "places.json", "lines_beside.json"
-_MEASURES = ("MRR@10", "NDCG@10", "Recall@10")  # of the baselines
+_MEASURES = ("MRR@10", "NDCG@10", "Recall@10")  # metrics of the baselines
 
 
 class RankingTask(Task):

@@ -84,4 +84,4 @@ def short_videos(sources: Sequence[Source], frames: Iterable[int], full: int) ->
     if not names:
         return []
     few = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
-    return [f"{len(names):,} videos are shorter than the window and give the longest one they have: {few}"]
+    return [f"{len(names):,} videos are shorter than the window, so their longest possible window is used: {few}"]

@@ -36,7 +36,7 @@ def probe(path: Path) -> MediaFacts:
 
 
 def window(frames: int, wanted: int) -> int:
-    """The longest window of 4k + 1 frames that neither the available nor the wanted number exceeds; at least 1."""
+    """The largest number of the form 4k + 1 that exceeds neither the available nor the wanted frames; at least 1."""
     return max(0, min(frames, wanted) - 1) // 4 * 4 + 1
 
 

@@ -114,7 +114,7 @@ def _lists_in(tree: Tree) -> tuple[str, ...]:
         names = " and ".join(dict.fromkeys(name for names in lists for name in names))
         raise ConfigError(
             f"{tree.folder}: {names} all list its samples; "
-            "move away all but one, or give the file to use instead of the folder"
+            "move away all but one, or pass the file to use instead of the folder"
         )
     return lists[0] if lists else ()
 
@@ -233,7 +233,7 @@ def _few(items: list[str]) -> str:
 def _nested_list(tree: Tree) -> str:
     """A hint, where the list of samples is in a subfolder."""
     nested = next((path for path in sorted(tree.walk()) if path.rpartition("/")[2] in TABLES), None)
-    return f"; {tree.path(nested)} exists: give its folder instead" if nested else ""
+    return f"; {tree.path(nested)} exists: pass its folder instead" if nested else ""
 
 
 def _with_unique_names(sources: list[Source]) -> list[Source]:

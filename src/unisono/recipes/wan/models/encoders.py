@@ -129,7 +129,7 @@ class FolderEncoders(Encoders):
         folder = self._folder.part(name)
         if folder is None:
             raise ConfigError(
-                f"{self._folder.path} has no {name}; give --parts_path FOLDER, a Wan model in diffusers' layout, for "
+                f"{self._folder.path} has no {name}; pass --parts_path FOLDER, a Wan model in diffusers' layout, for "
                 "VAE, text encoder and tokenizer"
             )
         return folder
@@ -179,21 +179,21 @@ class NoEncoders(Encoders):
     def vae(self) -> WanVae:
         """Raises ConfigError."""
         raise ConfigError(
-            "no VAE to encode images and videos with; give --parts_path FOLDER, a Wan model in diffusers' layout, or a "
+            "no VAE to encode images and videos with; pass --parts_path FOLDER, a Wan model in diffusers' layout, or a "
             "latent (name.latent.safetensors) for every sample"
         )
 
     def text_encoder(self) -> TextEncoder:
         """Raises ConfigError."""
         raise ConfigError(
-            "no text encoder for captions; give --parts_path FOLDER, a Wan model in diffusers' layout, or an embedding "
+            "no text encoder for captions; pass --parts_path FOLDER, a Wan model in diffusers' layout, or an embedding "
             "(name.safetensors) for every sample, --caption_dropout 0 and --guidance 1"
         )
 
     def statistics(self) -> tuple[Tensor, Tensor]:
         """Raises ConfigError."""
         raise ConfigError(
-            "latents raw: normalising them needs the VAE's statistics, but there is no VAE; give --parts_path FOLDER, "
+            "latents raw: normalising them needs the VAE's statistics, but there is no VAE; pass --parts_path FOLDER, "
             "a Wan model in diffusers' layout"
         )
 

@@ -107,7 +107,7 @@ def _local(model_path: str | Path, setting: str) -> Path:
         return path
     if not _HUB_ID.fullmatch(str(model_path)):
         raise ConfigError(
-            f"{setting} {model_path}: no such file or folder; give one, or a hub id such as "
+            f"{setting} {model_path}: no such file or folder; pass one, or a hub id such as "
             "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
         )
     from huggingface_hub import snapshot_download
@@ -120,7 +120,7 @@ def _local(model_path: str | Path, setting: str) -> Path:
         why = str(error).strip().split("\n")[0] or type(error).__name__
         raise ConfigError(
             f"{setting} {model_path}: no such folder, and the download from the hub failed ({why}); check the name and "
-            "the network, log in if the model requires it, or download it elsewhere and give its folder"
+            "the network, log in if the model requires it, or download it elsewhere and pass its folder"
         ) from None
 
 
@@ -176,12 +176,12 @@ def _text_length(path: Path) -> int:
 def transformer_config(
     model_path: str | Path | WanFolder | None, model_config: str | None = None, part: str = "transformer"
 ) -> dict[str, Any]:
-    """The arguments of a WanTransformer3DModel: as model_config says (a size, a JSON file), else the model's own."""
+    """The arguments of a WanTransformer3DModel, from model_config (a size, a JSON file) or from the model itself."""
     if model_config is not None:
         return _named_config(model_config)
     if model_path is None:
         raise ConfigError(
-            f"no model: give model_path, or model_config to train from scratch (tiny, {', '.join(CONFIGS)})"
+            f"no model: pass model_path, or model_config to train from scratch (tiny, {', '.join(CONFIGS)})"
         )
     folder = model_path if isinstance(model_path, WanFolder) else describe(model_path)
     if part not in folder.transformers:

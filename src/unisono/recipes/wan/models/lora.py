@@ -203,7 +203,7 @@ def _file(path: Path, part: str) -> Path:
     if path.is_dir():
         path = (path / SECOND if part == SECOND and (path / SECOND).is_dir() else path) / FILE
         if not path.is_file():
-            raise ConfigError(f"{path.parent} has no {FILE}; give the LoRA's .safetensors file")
+            raise ConfigError(f"{path.parent} has no {FILE}; pass the LoRA's .safetensors file")
     refuse_pickle(path)
     return path
 

@@ -67,7 +67,7 @@ def diffusers_names(names: Iterable[str], label: str = "the file") -> dict[str, 
     plain = {plain_name(name): name for name in names}
     if len(plain) < len(names):
         raise ConfigError(
-            f"{label} contains the same weights twice, once wrapped and once not; give a file of one model"
+            f"{label} contains the same weights twice, once wrapped and once not; pass a file with a single model"
         )
     for prefix in _PREFIXES:
         if any(name.startswith(prefix) for name in plain):  # the rest of the file is a VAE or a text encoder
@@ -75,9 +75,9 @@ def diffusers_names(names: Iterable[str], label: str = "the file") -> dict[str, 
             break
     plain = {name: theirs for name, theirs in plain.items() if _UNUSED not in name}
     if any(".lora_" in name for name in plain):
-        raise ConfigError(f"{label} is a LoRA, not a model; give the model that it was trained for")
+        raise ConfigError(f"{label} is a LoRA, not a model; pass the model that it was trained for")
     if any(name.endswith((".scale_weight", "scaled_fp8", ".weight_scale", ".scale_input")) for name in plain):
-        raise ConfigError(f"{label} is quantised (scaled fp8); give the bf16, fp16 or fp32 file")
+        raise ConfigError(f"{label} is quantised (scaled fp8); pass the bf16, fp16 or fp32 file")
     refuse_weights(plain, label)
     if any(name.startswith(_EMBEDDER) for name in plain):
         return plain

@@ -182,7 +182,7 @@ def check_fit(model: nn.Module, weights: Weights) -> None:
         return
     if (mine := _architecture(own)) != (other := _architecture(theirs)):
         raise ConfigError(
-            f"{weights.label} is a checkpoint of another architecture: it has {other}, the model {mine}; give other "
+            f"{weights.label} is a checkpoint of another architecture: it has {other}, the model {mine}; pass other "
             "weights, or the model_config that they were trained with"
         )
     missing, unexpected = [*(own.keys() - theirs.keys())], [*(theirs.keys() - own.keys())]

@@ -120,7 +120,7 @@ def _decode_without_clamp(vae: AutoencoderKLWan, latents: Tensor) -> Tensor:
     latents = vae.post_quant_conv(latents)
     parts = []
     for i in range(latents.shape[2]):
-        # The decoder caches features of earlier frames in a list, which it walks through anew for each frame.
+        # The decoder caches features of earlier frames in a list, which it reads from the start for each frame.
         index = [0]
         parts.append(
             vae.decoder(latents[:, :, i : i + 1], feat_cache=vae._feat_map, feat_idx=index, first_chunk=i == 0)

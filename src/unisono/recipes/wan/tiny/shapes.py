@@ -118,7 +118,7 @@ def draw(plan: Plan, num_frames: int, size: int) -> Tensor:
     """[3, frames, size, size] in [-1, 1]."""
     ahead = torch.linspace(-0.5, 0.5, num_frames) if num_frames > 1 else torch.zeros(1)
     towards = DIRECTIONS[plan.direction] if plan.direction else (0.0, 0.0)
-    middles = (torch.arange(size) + 0.5) / size  # of the pixels
+    middles = (torch.arange(size) + 0.5) / size  # centres of the pixels
     x = middles[None, None, :] - (plan.centre[0] + plan.travel * towards[0] * ahead)[:, None, None]
     y = middles[None, :, None] - (plan.centre[1] + plan.travel * towards[1] * ahead)[:, None, None]
     # Antialiasing: a pixel that the outline halves is half covered.

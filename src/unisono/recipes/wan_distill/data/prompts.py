@@ -36,7 +36,7 @@ def prompts_of(data_path: str, eval_data_path: str | None, num_eval: int | None)
             more.append(f"eval_data_path: {num_shared:,} of its prompts are also in data_path; they are held out")
         if not train:
             raise ConfigError(
-                f"data_path {data_path}: eval_data_path holds out all of its prompts; give other prompts to train on"
+                f"data_path {data_path}: eval_data_path holds out all of its prompts; pass other prompts to train on"
             )
         return Prompts(train, held_out, (*remarks, *more))
     candidates = [prompt for prompt, is_spare in _of_shapes().items() if is_spare] if is_built_in else train

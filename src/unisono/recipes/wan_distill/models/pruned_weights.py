@@ -59,7 +59,7 @@ def _selected(weights: Weights, name: str, indices: Sequence[list[int] | None], 
 
 
 def _adjusted(name: str, rows: Tensor, start: int, plan: PruningPlan) -> Tensor:
-    """Applies the gains: to a norm's own weight, or to the scale after it, which is stored as its difference to 1."""
+    """Applies the gains: to a norm's own weight, or to the scale after it, which is stored minus 1."""
     gain, factor = plan.gain, plan.gains.get(name, 1.0) * plan.factor
     if gain != 1.0 and name.endswith(".norm2.weight"):
         factor *= gain

@@ -46,7 +46,7 @@ class Marco:
         return _texts(self.pages_file, bad)
 
     def queries(self, bad: BadRows) -> Iterator[Text]:
-        """The queries of this split, possibly with those of others."""
+        """The queries of this split; other splits may be included."""
         return _texts(self.queries_file, bad)
 
     def judged(self, bad: BadRows) -> Iterator[Judged]:
