@@ -125,6 +125,10 @@ def test_every_field_and_method_of_the_original_document_exists() -> None:
         ({"batch_size": 0}, "batch_size"),
         ({"learning_rate": -1}, "learning_rate: expected a number above 0"),
         ({"learning_rate": float("nan")}, "learning_rate"),
+        ({"learning_rate": 10**400}, "learning_rate: expected a number above 0"),
+        ({"batch_size": None}, "batch_size: expected a value, got None"),
+        ({"model_name": 5}, "model_name: expected text, got 5"),
+        ({"use_multi_gpu": "yes"}, "use_multi_gpu: expected True or False, got 'yes'"),
         ({"lr_scheduler": "cosin"}, "did you mean cosine"),
         ({"mixed_precision_dtype": "int8"}, "mixed_precision_dtype"),
         ({"gradient_accumulation_steps": 4, "effective_batch_size": 60}, "= 64 is not effective_batch_size 60"),
@@ -139,6 +143,12 @@ def test_an_invalid_config_is_rejected_in_one_line(fields: dict[str, Any], messa
     with pytest.raises(ConfigError, match=message) as caught:
         SEOConfig.from_dict(fields)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("config", [5, {}, "config.json"])
+def test_an_engine_takes_only_an_seo_config(config: Any) -> None:
+    with pytest.raises(ConfigError, match=f"config: expected an SEOConfig, got {type(config).__name__}"):
+        AdvancedLLMSEOEngine(config)
 
 
 @pytest.mark.parametrize(

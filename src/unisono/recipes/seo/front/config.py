@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
+import os
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from unisono.config.config_class import ConfigClass, check_one_of, check_whole
@@ -106,6 +107,8 @@ class SEOConfig(ConfigClass):
 
     def check(self) -> None:
         """Rejects invalid values. Also called when a run begins, because fields can be set after construction."""
+        for each in fields(self):
+            _check_type(each.name, str(each.type), getattr(self, each.name))
         check_one_of("multi_gpu_strategy", self.multi_gpu_strategy, STRATEGIES)
         check_one_of("lr_scheduler", self.lr_scheduler, ("cosine", "linear", "constant"))
         check_one_of("mixed_precision_dtype", self.mixed_precision_dtype, ("auto", *PRECISIONS))
@@ -177,7 +180,16 @@ _FIELD_OF = {
 """Settings of the engine for which SEOConfig has a field, and that field."""
 
 
+def _check_type(name: str, annotation: str, value: Any) -> None:
+    if annotation == "bool" and value not in (True, False):
+        raise ConfigError(f"{name}: expected True or False, got {value!r}")
+    if value is None and "None" not in annotation:
+        raise ConfigError(f"{name}: expected a value, got None")
+    if annotation == "str" and not isinstance(value, str | os.PathLike) and name != "distributed_master_port":
+        raise ConfigError(f"{name}: expected text, got {value!r}")
+
+
 def _check_number(name: str, value: Any, *, above: float | None = None) -> None:
-    valid = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
-    if not valid or (above is not None and value <= above):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_number and 0 <= value <= sys.float_info.max) or (above is not None and value <= above):
         raise ConfigError(f"{name}: expected a number {'of at least 0' if above is None else 'above 0'}, got {value!r}")

@@ -41,6 +41,8 @@ class AdvancedLLMSEOEngine:
     """Trains, evaluates and analyses; SEOConfig holds its settings."""
 
     def __init__(self, config: SEOConfig | None = None) -> None:
+        if not isinstance(config, SEOConfig | None):
+            raise ConfigError(f"config: expected an SEOConfig, got {type(config).__name__}")
         self.config = config or SEOConfig()
         self._note: str | None = None
         self._left_group = False
