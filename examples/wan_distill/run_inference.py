@@ -128,7 +128,7 @@ def main() -> int:
     except UnisonoError as error:
         print(f"run_inference.py: {error}", file=sys.stderr)
         return error.exit_code
-    print(f"{options.output}: {call['width']} × {call['height']}, {call['num_inference_steps']} steps, by {folder}")
+    print(f"{options.output}: {call['width']} × {call['height']}, {call['num_inference_steps']} steps, with {folder}")
     return 0
 
 

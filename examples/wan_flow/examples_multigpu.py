@@ -1,4 +1,4 @@
-"""Lists commands that start a training, and runs one of them.
+"""Lists commands that start a training run, and runs one of them.
 
 python examples_multigpu.py                       the list
 python examples_multigpu.py --run 3               runs number 3
