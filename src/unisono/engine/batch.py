@@ -13,7 +13,7 @@ from unisono.data.order import num_micro_batches
 from unisono.errors import ConfigError
 from unisono.settings import LARGEST_BATCH, BatchSettings
 
-_SMALL_BATCH = 2**20  # samples; a smaller step is fast, even if it repeats samples
+_SMALL_BATCH = 2**20  # samples; below this, a step is quick even if it reads the dataset many times
 _MOST_PASSES = 16
 
 

@@ -170,7 +170,7 @@ class Recorder:
                 raise
             # A full disk: as with a checkpoint, the next one may succeed.
             self._folder.event("preview_left_out", step=step, rank=0, error=str(error))
-            self.message(f"step {step}: preview skipped, it cannot be written: {error}")
+            self.message(f"step {step}: preview skipped, because it cannot be written: {error}")
 
     def set_total_steps(self, step: int, until: str = "") -> None:
         """Sets the total that the progress line shows, for a caller that drives the run and changes its length.

@@ -1,7 +1,8 @@
-"""Muon: momentum whose matrices are made orthogonal before they are applied (Jordan et al., 2024).
+"""Muon: orthogonalises the momentum of each matrix before applying it (Jordan et al., 2024).
 
-The orthogonalisation needs the whole matrix. On shards, the ranks take turns: each gathers some matrices, computes
-them, and returns the others' rows, so that the work is shared and the result is the same as with whole weights.
+The orthogonalisation needs the whole matrix. On shards, the ranks take turns: each gathers some matrices,
+orthogonalises them, and returns the others' rows, so that the work is shared and the result is the same as with whole
+weights.
 """
 
 from __future__ import annotations

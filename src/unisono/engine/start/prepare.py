@@ -1,4 +1,4 @@
-"""Builds the recipe and lets it prepare: the one-off work that all ranks share before training."""
+"""Creates the recipe and runs its prepare(): one-off work that all ranks share before training."""
 
 from __future__ import annotations
 

@@ -80,9 +80,8 @@ class GraphedFunction:
             if is_out_of_memory(error) or isinstance(error, UnisonoError):
                 raise
             raise TrainingFailed(
-                f"cuda_graph: this recipe's step cannot be recorded ({in_one_line(error)}); remove what waits for "
-                "the device (.item(), .tolist(), if on a tensor) or depends on the host from loss(), or leave "
-                "--cuda_graph out"
+                f"cuda_graph: this recipe's step cannot be recorded ({in_one_line(error)}); remove host-device "
+                "syncs (.item(), .tolist(), `if` on a tensor) from loss(), or leave --cuda_graph out"
             ) from error
         self._graph, self._kind = graph, kind
 

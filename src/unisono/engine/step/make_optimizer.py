@@ -109,7 +109,7 @@ def check_optimizer(optimizer: Any, parameters: NamedParameters, *, sharded: boo
     remarks = _check_coverage(optimizer, parameters)
     if sharded and not kind.__module__.startswith(("torch.optim", "unisono.")):
         remarks.append(
-            f"optimizer {kind.__name__} gets fsdp's shards: its update of an element must not depend on other elements"
+            f"optimizer {kind.__name__} runs on fsdp's shards, which is correct only if its update is elementwise"
         )
     return remarks
 

@@ -11,7 +11,7 @@ _OTHERS = re.compile(
     r"(Process \d+ has|Including non-PyTorch memory, this process has) [^.]*\.\d+ \w+ memory in use\. "
 )
 IN_COUPLE = "in couple(): "
-"""Prefix of an out-of-memory error in couple(), for which smaller micro-batches free little memory."""
+"""Prefix of an out-of-memory error in couple(), where smaller micro-batches save little memory."""
 
 
 class OutOfMemoryTogether(Exception):

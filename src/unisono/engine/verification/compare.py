@@ -142,7 +142,7 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class Differences:
-    """The largest differences of a run from the reference."""
+    """The largest differences between a run and the reference."""
 
     loss: float
     metric: float
