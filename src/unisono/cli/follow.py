@@ -92,7 +92,7 @@ class _Tail:
                 data = file.readall()
         except OSError:
             return
-        complete = data[: data.rfind(b"\n") + 1]  # the last line may still be in the middle of its write
+        complete = data[: data.rfind(b"\n") + 1]  # the last line may not be complete yet
         self._position += len(complete)
         for line in complete.splitlines():
             if (record := parse_record(line)) is not None:

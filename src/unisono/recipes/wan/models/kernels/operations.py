@@ -102,9 +102,9 @@ def _(x: Tensor, o: Tensor | None, gate: Tensor | None, weight: Tensor, bias: Te
 def norm_backward(
     dh: Tensor, dy: Tensor, h: Tensor, o: Any, gate: Any, weight: Tensor, mean: Tensor, rstd: Tensor, added: bool
 ) -> Any:
-    """Gradients of x, of o (empty without gate: then it equals that of x), and the sums over tokens.
+    """Gradients of x, of o (empty without a gate, because it then equals that of x), and sums over tokens.
 
-    These are the gradients of weight and bias, of gate if there is one, and the summed gradient of o (if `added`).
+    The sums are the gradients of weight and bias, of gate if there is one, and the summed gradient of o (if `added`).
     """
     groups = len(weight)
     scale = rstd.view(groups, -1, 1)
