@@ -77,7 +77,7 @@ def test_the_run_goes_on_when_a_preview_cannot_be_written(recipe: str, tmp_path:
     (tmp_path / "run/previews/step_00000002_seen.txt").mkdir(parents=True)  # where a file cannot be
     done = unisono(*words, "--nproc", 2, "--max_steps", 4, cwd=tmp_path)
     assert done.code == 0 and "Traceback" not in done.err, done.err
-    assert done.err.count("step 2: preview skipped, it cannot be written: [Errno 21] Is a directory") == 1
+    assert done.err.count("step 2: preview skipped, because it cannot be written: [Errno 21] Is a directory") == 1
     found = [(event["kind"], event["step"]) for event in lines(tmp_path / "run", "events.jsonl")]
     assert ("preview_left_out", 2) in found and ("preview", 4) in found
     assert (tmp_path / "run/previews/step_00000004_seen.txt").read_text() and len(losses(tmp_path / "run")) == 4
