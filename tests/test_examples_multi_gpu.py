@@ -111,7 +111,7 @@ def test_asked_questions_end_in_a_file_and_a_command_that_trains(
     assert yaml.safe_load((tmp_path / "mine.yaml").read_text())["batch_size"] == 64
     ended = end(start([EXAMPLES / command[1], *command[2:]], cwd=tmp_path))
     assert ended.code == 0, ended.err
-    assert "epoch 1: train_loss" in ended.out and "unseen clips are right" in ended.out
+    assert "epoch 1: train_loss" in ended.out and "unseen clips are classified correctly" in ended.out
     assert (tmp_path / "checkpoints/best_model.pth").is_dir()
 
 

@@ -116,20 +116,19 @@ def get_optimal_configuration() -> MultiGPUConfig:
 def run_quick_training(config: MultiGPUConfig, epochs: int, save_path: str = "checkpoints") -> dict[str, Any]:
     """Trains on all devices of the config and prints the accuracy of the best model on unseen clips."""
     loss = nn.CrossEntropyLoss()
-    found = launch_multi_gpu_training(
+    result = launch_multi_gpu_training(
         create_model, create_datasets, config, epochs=epochs, loss_fn=loss, save_path=save_path
     )
     model, _, val = create_demo_model_and_dataset()
-    model.load_state_dict(load_weights(found["checkpoint"]))
+    model.load_state_dict(load_weights(result["checkpoint"]))
     clips, labels = zip(*(val[index] for index in range(len(val))), strict=True)  # type: ignore[arg-type]
     with torch.no_grad():
         right = (model.eval()(torch.stack(clips)).argmax(1) == torch.tensor(labels)).float().mean().item()
-    for row in found["history"]:
+    for row in result["history"]:
         print(f"epoch {row['epoch']}: train_loss {row['train_loss']:.4f}  val_loss {row['val_loss']:.4f}")
-    print(
-        f"{right:.0%} of {len(labels)} unseen clips are right (guessing: 25%); the best model is {found['checkpoint']}"
-    )
-    return {**found, "correct": right}
+    print(f"{right:.0%} of {len(labels)} unseen clips are classified correctly (chance: 25%)")
+    print(f"the best model is {result['checkpoint']}")
+    return {**result, "correct": right}
 
 
 def interactive_setup() -> Path:
@@ -192,10 +191,10 @@ def _rate(text: str) -> float:
     return rate
 
 
-def _one_of(known: Sequence[str]) -> Callable[[str], str]:
+def _one_of(choices: Sequence[str]) -> Callable[[str], str]:
     def read(text: str) -> str:
-        if text not in known:
-            raise ValueError(f"{text}: answer with {', '.join(known[:-1])} or {known[-1]}")
+        if text not in choices:
+            raise ValueError(f"{text}: answer with {', '.join(choices[:-1])} or {choices[-1]}")
         return text
 
     return read
@@ -204,18 +203,18 @@ def _one_of(known: Sequence[str]) -> Callable[[str], str]:
 def run_benchmark(config: MultiGPUConfig) -> dict[str, Any]:
     """Prints the throughput of all devices and of one."""
     model, train, _ = create_demo_model_and_dataset()
-    found = benchmark_multi_gpu_performance(model, train, config, loss_fn=nn.CrossEntropyLoss())
+    result = benchmark_multi_gpu_performance(model, train, config, loss_fn=nn.CrossEntropyLoss())
     print(f"{'':16}{'devices':>10}{'samples/s':>12}{'seconds':>10}{'memory MiB':>12}")
-    alone = found["num_devices"] == 1
-    rows = [(found["strategy"], found), ("one device", found["single_device"])]
+    alone = result["num_devices"] == 1
+    rows = [(result["strategy"], result), ("one device", result["single_device"])]
     for name, row in rows[alone:]:
         most = max(device["max_allocated"] for device in row["memory"].values()) / 2**20
         print(
             f"{name:16}{row['num_devices']:>10}{row['samples_per_second']:>12.1f}{row['training_time']:>10.2f}{most:>12.0f}"
         )
     if not alone:
-        print(f"speed-up {found['speedup']:.2f}, efficiency {found['efficiency']:.0%}")
-    return found
+        print(f"speed-up {result['speedup']:.2f}, efficiency {result['efficiency']:.0%}")
+    return result
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -23,26 +23,28 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=4, help="how often to play each goal")
     parser.add_argument("--greedy", action="store_true", help="take the most likely action instead of sampling")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampled actions")
-    words = parser.parse_args()
-    trained, model, what = load_trained(words.run, step="best")
+    options = parser.parse_args()
+    trained, model, weights_used = load_trained(options.run, step="best")
     if not isinstance(trained, Darkroom):
-        raise UserError(f"{words.run} is a run of {type(trained).__name__}, not of darkroom; give another folder")
-    config = replace(trained.config, eval_episodes=words.episodes, eval_repeats=words.repeats, greedy=words.greedy)
+        raise UserError(f"{options.run} is a run of {type(trained).__name__}, not of darkroom; give another folder")
+    config = replace(
+        trained.config, eval_episodes=options.episodes, eval_repeats=options.repeats, greedy=options.greedy
+    )
     recipe = Darkroom(config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tasks, groups = (torch.tensor(column, device=device) for column in zip(*recipe.dataset("eval"), strict=True))
-    noise = Noise(words.seed, torch.arange(len(tasks), device=device))
-    found = {
+    noise = Noise(options.seed, torch.arange(len(tasks), device=device))
+    metrics = {
         name: total / count
         for name, (total, count) in recipe.evaluate(model.to(device), (tasks, groups), noise).items()
     }
-    print(f"{what}: {words.episodes} episodes, each goal {words.repeats} times")
+    print(f"{weights_used}: {options.episodes} episodes, each goal {options.repeats} times")
     print(f"{'goals':12} {'episode 1':>10} {'last 10':>8} {'of optimum':>11} {'solved':>7}")
-    for group in (group for group in GROUPS if f"{group}_return" in found):  # eval_train_tasks may be 0
-        first = found[f"{group}_return_by_episode"][0]
-        last, share, solved = (found[f"{group}_{name}"] for name in ("return", "of_optimum", "solved"))
+    for group in (group for group in GROUPS if f"{group}_return" in metrics):  # eval_train_tasks may be 0
+        first = metrics[f"{group}_return_by_episode"][0]
+        last, share, solved = (metrics[f"{group}_{name}"] for name in ("return", "of_optimum", "solved"))
         print(f"{group:12} {first:10.2f} {last:8.2f} {share:11.1%} {solved:7.0%}")
-    by_goal = zip(recipe.split.unseen, found["unseen_of_optimum_by_task"].tolist(), strict=True)
+    by_goal = zip(recipe.split.unseen, metrics["unseen_of_optimum_by_task"].tolist(), strict=True)
     print("unseen goals: " + "  ".join(f"{_name(recipe, goal)} {share:.0%}" for goal, share in by_goal))
 
 

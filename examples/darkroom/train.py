@@ -16,8 +16,8 @@ CONFIG = ["config/env/darkroom.yaml", "config/algorithm/explorer.yaml", "config/
 
 if __name__ == "__main__":
     files = [f"--config={Path(__file__).parent / file}" for file in CONFIG]
-    words = sys.argv[1:]
-    if not any(word.startswith(("--gpus", "--nproc")) for word in words):
-        words = ["--gpus=1", *words]  # not under a launcher, where each process already has its GPU
-    sys.argv[1:] = ["train", "darkroom", *files, *words]
+    arguments = sys.argv[1:]
+    if not any(argument.startswith(("--gpus", "--nproc")) for argument in arguments):
+        arguments = ["--gpus=1", *arguments]  # not under a launcher, where each process already has its GPU
+    sys.argv[1:] = ["train", "darkroom", *files, *arguments]
     program()
