@@ -62,7 +62,7 @@ def _optimizer_tensors(
 
 
 def remembered_by(recipe: Recipe) -> Any:
-    """What remember() returns. Refuses a value that is not JSON; the trainer also calls it before the first step."""
+    """What remember() returns. Rejects a value that is not JSON; the trainer also calls it before the first step."""
     value = recipe.remember()
     try:
         json.dumps(value)
@@ -93,7 +93,7 @@ def find_checkpoint(resume: str, folder: Path, recipe: str, run: str | None = No
             )
         return ChosenCheckpoint(remarks=remarks)
     if resume != "auto":
-        # It may belong to another run: this run starts there.
+        # It may belong to another run, from which this run branches off.
         return ChosenCheckpoint(named_checkpoint(Path(resume), {"recipe": recipe}), remarks=remarks)
     path, skipped = newest_valid(checkpoints, {"recipe": recipe, "run": run}, why_unusable)
     if path is None and list_steps(checkpoints):
@@ -154,7 +154,7 @@ def _read_state(path: Path) -> tuple[TrainState, dict[str, dict[str, Any]]]:
     except CheckpointError as error:
         raise CheckpointError(f"state.json: {error}") from None
     if state.step != (step := read_manifest(path).step):
-        raise CheckpointError(f"state.json is of step {state.step}, its manifest of step {step}")
+        raise CheckpointError(f"state.json says step {state.step}, but its manifest says step {step}")
     if not isinstance(optimizer, dict) or not all(isinstance(slots, dict) for slots in optimizer.values()):
         raise CheckpointError("state.json lacks the optimizer's state")
     return state, optimizer
@@ -203,7 +203,7 @@ class _Targets:
 
 
 def _check_plain(path: Path, plain: dict[str, dict[str, Any]], components: Components, saved: Collection[str]) -> None:
-    """Refuses non-tensor optimizer state that the optimizer cannot use."""
+    """Rejects non-tensor optimizer state that the optimizer cannot use."""
     if unknown := sorted(plain.keys() - dict(components.strategy.parameters)):
         raise CheckpointError(
             f"{path} cannot be loaded: its optimizer has state of {unknown[0]!r}, which is not in the model"
@@ -213,7 +213,7 @@ def _check_plain(path: Path, plain: dict[str, dict[str, Any]], components: Compo
         for slot, value in slots.items():
             is_tensor = (name, slot) in here or f"optimizer.{name}.{slot}" in saved
             if is_tensor or isinstance(value, str | dict):
-                raise CheckpointError(f"{path} cannot be loaded: its optimizer's {slot!r} of {name!r} has another type")
+                raise CheckpointError(f"{path} cannot be loaded: {slot!r} of {name!r} has the wrong type")
 
 
 def _missing_optimizer_state(
