@@ -343,6 +343,15 @@ def test_a_newest_checkpoint_that_does_not_fit_is_damaged_if_an_older_one_fits(
     assert same(weights(run, 6), weights(whole, 6))
 
 
+@pytest.mark.parametrize("optimizer", ["adafactor", "muon"])
+def test_state_that_the_optimizer_does_not_have_is_refused(tmp_path: Path, optimizer: str) -> None:
+    train(tmp_path / "run", max_steps=1, optimizer=optimizer)
+    path = tmp_path / "run" / "checkpoints" / "step_00000001"
+    rewrite(path, lambda tensors: tensors.update({"optimizer.weight.evil": torch.ones(3)}))
+    with pytest.raises(UserError, match=r"it also holds 'optimizer\.weight\.evil'"):
+        train(tmp_path / "run", max_steps=2)
+
+
 def test_two_ranks_agree_on_the_older_checkpoint(tmp_path: Path, whole: Path) -> None:
     run = Path(shutil.copytree(whole, tmp_path / "run"))
     MISFITS["shape"][0](run / "checkpoints" / "step_00000006")

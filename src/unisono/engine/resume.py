@@ -191,7 +191,9 @@ class _Targets:
         everything = describe(path)
         self.state, self.plain = _read_state(path)
         present = tensors_of(components)
-        self.optimizer = _missing_optimizer_state(everything, components.strategy, present)
+        self.optimizer: dict[tuple[str, str], Tensor] = {}
+        if not components.optimizer.has_all_state:
+            self.optimizer = _missing_optimizer_state(everything, components.strategy, present)
         _check_plain(path, self.plain, components, everything)
         self.tensors = present | _optimizer_tensors(components.strategy, components.optimizer, self.optimizer)
         self.without_average = components.ema is not None and not any(name.startswith("ema.") for name in everything)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from unisono.engine.step.make_optimizer import NamedParameters, check_optimizer, from_settings
 from unisono.errors import RecipeError
+from unisono.optim.base import ShardAwareOptimizer
 from unisono.optim.combined import CombinedOptimizer
 from unisono.parallel.row_shards import RowShards, one_device
 from unisono.settings import OptimSettings
@@ -61,6 +62,11 @@ class OptimizerWrapper:
                 slots["momentum_buffer"].zero_()
         for _, parameter in parameters:
             parameter.grad = None
+
+    @property
+    def has_all_state(self) -> bool:
+        """Whether the optimizer's state exists before its first step, so that a checkpoint cannot hold more."""
+        return self._fused and isinstance(self.optimizer, CombinedOptimizer | ShardAwareOptimizer)
 
     def set_learning_rate(self, factor: float) -> float:
         """Sets each group's rate to `factor` times its peak; returns the first group's rate."""
