@@ -204,6 +204,11 @@ def test_a_recipes_own_fixed_settings_the_order_of_samples_and_the_optimizer_can
     assert files_of(tmp_path) == before
 
 
+def test_the_name_of_the_optimizer_ignores_case(lines_run: dict[str, Any], tmp_path: Path) -> None:
+    same = {"data_path": str(tmp_path / "numbers.txt"), "optimizer": "AdamW"}
+    assert unisono.train(Lines, same, **lines_run).step == 2
+
+
 def test_a_checkpoint_without_its_run_takes_fixed_settings_from_the_user(
     lines_run: dict[str, Any], tmp_path: Path
 ) -> None:

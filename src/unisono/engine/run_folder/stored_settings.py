@@ -119,6 +119,8 @@ def _check_fixed(name: str, resolved: Resolved, before: Any, other_run: str) -> 
     now, is_from_file = resolved.values[name], resolved.sources[name] == "file"
     if not resolved.explicit(name) or _is_same(now, before):
         return
+    if name == "optimizer" and now.lower() == before.lower():
+        return
     remedy = f"give --{name} {before}" if is_from_file else "leave the flag out"
     if _is_gone(before):
         remedy = f"if the data was moved, give a path that ends in {_last_part(before)}"
