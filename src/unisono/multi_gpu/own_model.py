@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -20,6 +20,7 @@ from unisono.engine.step.make_optimizer import from_settings, named_optimizer, n
 from unisono.engine.step.optimizer_step import StepReport
 from unisono.errors import ConfigError, RecipeError
 from unisono.multi_gpu.loss import LossFunction, broadcast_weights, check_loss, loss_of
+from unisono.optim.base import ShardAwareOptimizer
 from unisono.optim.named import OPTIMIZERS
 from unisono.parallel.blocks import repeated_blocks
 from unisono.settings import Settings
@@ -54,6 +55,12 @@ class UserParts:
                     "__getitem__ (a run could not resume in the middle of an IterableDataset)"
                 )
         self.parameter_names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+
+    @property
+    def named_optimizer(self) -> str | None:
+        """The name of the optimizer, if it is one of `unisono.optim` that the user chose by name."""
+        is_named = isinstance(self.optimizer, str) and self.optimizer.lower() in OPTIMIZERS
+        return self.optimizer.lower() if is_named else None
 
     def samples_per_epoch(self) -> int | None:
         """The number of samples that an epoch reads, if not all of them."""
@@ -149,17 +156,17 @@ class OwnModel(Recipe):
     def optimizer(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
         user_optimizer, named = self._parts.optimizer, list(parameters)
         settings = self._settings.optim
-        if user_optimizer is None or (isinstance(user_optimizer, str) and user_optimizer.lower() in OPTIMIZERS):
-            chosen = settings if user_optimizer is None else replace(settings, optimizer=user_optimizer)
+        if user_optimizer is None or self._parts.named_optimizer is not None:
             others = not_for_muon(self._parts.model, repeated_blocks(self._parts.model))
-            self._optimizer = from_settings(named, chosen, shards=self.shards, not_for_muon=others)
+            self._optimizer = from_settings(named, settings, shards=self.shards, not_for_muon=others)
         elif isinstance(user_optimizer, str):
             options = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
             self._optimizer = named_optimizer(user_optimizer)(named, **options)  # type: ignore[arg-type]
         elif isinstance(user_optimizer, Optimizer):
             self._optimizer = self._with_current_weights(user_optimizer, dict(named))
         elif isinstance(user_optimizer, type) and issubclass(user_optimizer, Optimizer):
-            self._optimizer = user_optimizer(named, lr=settings.learning_rate)  # type: ignore[call-arg]
+            options = {"lr": settings.learning_rate, **self._shards_for(user_optimizer)}
+            self._optimizer = user_optimizer(named, **options)  # type: ignore[arg-type]
         elif callable(user_optimizer):
             self._optimizer = user_optimizer([parameter for _, parameter in named])
         else:
@@ -187,7 +194,10 @@ class OwnModel(Recipe):
             raise ConfigError(
                 "optimizer has already stepped; with strategy sharded, pass a new one or use load_checkpoint"
             )
-        return type(optimizer)(groups, **optimizer.defaults)
+        return type(optimizer)(groups, **optimizer.defaults, **self._shards_for(type(optimizer)))
+
+    def _shards_for(self, kind: type[Optimizer]) -> dict[str, Any]:
+        return {"shards": self.shards} if issubclass(kind, ShardAwareOptimizer) else {}
 
     def _make_scheduler(self) -> None:
         user_scheduler = self._parts.scheduler

@@ -98,7 +98,7 @@ class BlockCodes:
     def _blocks(self, matrix: Tensor) -> Tensor:
         """The matrix as (rows, blocks, elements); the last block of a row is filled up with zeros."""
         size = min(_BLOCK[self.bits], matrix.shape[1])
-        return pad(matrix, (0, -matrix.shape[1] % size)).unflatten(1, (-1, size))
+        return pad(matrix, (0, -matrix.shape[1] % size)).unflatten(1, (-1, size))  # type: ignore[no-untyped-call]
 
     def _pack(self, codes: Tensor) -> Tensor:
         if self.bits == 8:
@@ -130,7 +130,7 @@ class LowBitAdamW(ShardAwareOptimizer):
         weight_decay: float = 1e-2,
         shards: RowShards | None = None,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults = {"bits": bits, "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(parameters, defaults, shards or RowShards())
         self._moments = {"exp_avg": BlockCodes(bits, signed=True), "exp_avg_sq": BlockCodes(bits, signed=False)}
 
