@@ -391,7 +391,7 @@ def test_a_resumed_run_repeats_no_epoch_and_keeps_its_best() -> None:
     train, val = loaders(again)
     result = again.train_with_early_stopping(train, val)
     assert losses(result) == pytest.approx(losses(expected), abs=1e-12)
-    with pytest.raises(ConfigError, match="other texts than the run in run"):
+    with pytest.raises(ConfigError, match="differ from those of the run in run"):
         again.train_epoch(val)
     again.cleanup_multi_gpu()
 
@@ -500,7 +500,7 @@ def test_foreign_checkpoints_are_rejected_and_no_file_of_the_user_is_overwritten
         AdvancedLLMSEOEngine(config(max_length=40)).load_checkpoint(saved)
     words = AdvancedLLMSEOEngine(config())
     words.train_epoch(loaders(words, labels=["good" if label else "bad" for label in LABELS])[0])
-    with pytest.raises(ConfigError, match="other labels"):
+    with pytest.raises(ConfigError, match="different labels"):
         words.load_checkpoint(saved)
     other = AdvancedLLMSEOEngine(config())
     other.train_epoch(loaders(other, [f"quite another text {number}" for number in range(4)], [0, 1] * 2)[0])

@@ -73,7 +73,7 @@ EARLY: dict[str, tuple[dict[str, Any], str]] = {
     "another architecture": ({"model_path": "broken"}, "another architecture"),
     "no such LoRA": ({"lora_path": "nowhere"}, "no such LoRA"),
     "a LoRA of another model": ({"lora_path": "other"}, "trained for another architecture"),
-    "a LoRA of another rank": ({"lora_path": "lora", "lora_rank": 4}, "has rank 3 and keeps it"),
+    "a LoRA of another rank": ({"lora_path": "lora", "lora_rank": 4}, "has rank 3, which cannot change"),
     "layers beside those of a LoRA": ({"lora_path": "lora", "lora_targets": "to_k"}, "remove one of them"),
     "no such layers": ({"lora_rank": 2, "lora_targets": "to_x"}, "no linear layer's name ends in to_x"),
     "too large": ({"height": 528, "width": 32}, "exceeds this model's positions"),
