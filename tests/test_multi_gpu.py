@@ -51,6 +51,8 @@ from unisono.multi_gpu import (
 from unisono.multi_gpu.gpus import take_devices
 from unisono.observe.report.page import status_of
 from unisono.observe.report.read import read_run
+from unisono.optim.adafactor import Adafactor
+from unisono.optim.low_bit_adamw import LowBitAdamW
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -449,7 +451,55 @@ def test_optimizers_by_name_by_class_and_by_default(optimizer: Any) -> None:
         assert trainer.get_performance_stats()["learning_rate"] == 0.05
 
 
+@pytest.mark.parametrize(("fields", "rate"), [({}, 1.0), ({"learning_rate": 0.5}, 0.5)])
+def test_prodigy_by_name_has_its_own_default_rate(fields: dict[str, Any], rate: float) -> None:
+    with make(config(**fields), optimizer="prodigy", scheduler=None) as trainer:
+        assert trainer.get_performance_stats()["learning_rate"] == rate
+
+
+def test_settings_that_a_named_optimizer_replaces_are_errors() -> None:
+    with pytest.raises(ConfigError, match="averages the weights itself"):
+        make(config(settings={**EXACT, "ema_decay": 0.9}), optimizer="schedule_free_adamw", scheduler=None)
+
+
+@pytest.mark.parametrize(
+    "optimizer", [Adafactor, lambda model: LowBitAdamW(model.parameters(), bits=8, lr=0.05)], ids=["class", "instance"]
+)
+def test_our_optimizers_learn_of_the_shards(optimizer: Any) -> None:
+    model = create_model()
+    optimizer = optimizer if isinstance(optimizer, type) else optimizer(model)
+    manager = MultiGPUTrainingManager(config(strategy="sharded", num_gpus=0, learning_rate=0.05))
+    with manager.create_trainer(model, *create_datasets(), optimizer=optimizer) as trainer:
+        before = trainer.validate(0)["val_loss"]
+        trainer.train_epoch(0)
+        assert trainer.strategy == "sharded" and trainer.validate(0)["val_loss"] != before
+    cleanup_distributed_training()
+
+
 # --- checkpoints
+
+
+def test_a_save_after_going_back_replaces_the_checkpoint_of_the_same_step() -> None:
+    model = create_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+
+    def saved_in_epoch_1(trainer: Any) -> dict[str, torch.Tensor]:
+        trainer.train_epoch(1)
+        trainer.save_checkpoint(1, "second")
+        return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    with MultiGPUTrainingManager(config()).create_trainer(model, *create_datasets(), optimizer=optimizer) as trainer:
+        trainer.train_epoch(0)
+        trainer.save_checkpoint(0, "first")
+        abandoned = saved_in_epoch_1(trainer)
+        trainer.load_checkpoint("first")
+        optimizer.param_groups[0]["lr"] = 0.01
+        kept = saved_in_epoch_1(trainer)
+        trainer.train_epoch(2)
+        trainer.load_checkpoint("second")
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, kept[name]) and not torch.equal(tensor, abandoned[name])
+    assert [path.name for path in Path("second").iterdir()] == ["step_00000008"]
 
 
 def test_the_loop_of_the_guide_keeps_the_best_and_takes_it_up_again() -> None:

@@ -70,9 +70,19 @@ def check_shard(file: Path) -> dict[str, FileEntry]:
 
 
 def commit(
-    staging: Path, *, step: int, world: int, identity: Mapping[str, Any], extra: str, shards: Mapping[str, FileEntry]
+    staging: Path,
+    *,
+    step: int,
+    world: int,
+    identity: Mapping[str, Any],
+    extra: str,
+    shards: Mapping[str, FileEntry],
+    replaces: bool = False,
 ) -> Path:
-    """Turns a staging folder with checked shards into the checkpoint of its step, and returns its path."""
+    """Turns a staging folder with checked shards into the checkpoint of its step, and returns its path.
+
+    `replaces`: a complete checkpoint of the same run and step is deleted once this one is in place, instead of kept.
+    """
     for name, entry in shards.items():
         # The other ranks have checked these files; this detects a folder that is not shared by all machines.
         if (staging / name).stat().st_size != entry.bytes:
@@ -82,14 +92,18 @@ def commit(
     manifest = json.dumps(Manifest(step, world, identity, files).to_json(), indent=1)
     write_atomically(staging / MANIFEST, manifest, durable=True)
     final = staging.parent / step_folder(step)
+    replaced: Path | None = None
     if os.path.lexists(final):
         reason = validate(final, identity=identity)
-        if reason is None:
+        if reason is None and not replaces:
             discard(staging)
             return final
-        set_aside(final, reason)
+        aside = set_aside(final, reason)
+        replaced = aside if reason is None else None
     os.rename(staging, final)
     sync_folder(final.parent)
+    if replaced is not None and not replaced.is_symlink() and _has_only_our_files(replaced):
+        discard(replaced)
     return final
 
 

@@ -80,14 +80,18 @@ class Saver:
         asynchronous: bool,
         identity: Mapping[str, Any],
         injector: Injector | None = None,
+        replaces: bool = False,
     ) -> None:
-        """`group`: a gloo group of all ranks for saves only, None for one rank; `identity` names the run."""
+        """`group`: a gloo group of all ranks for saves only, None for one rank; `identity` names the run.
+
+        `replaces`: write a step again even if the folder already holds this run's checkpoint of it.
+        """
         if (group is None) != (world == 1):
             raise ValueError(f"{world} ranks need {'no' if world == 1 else 'a'} process group of their own")
         self._folder = folder
         self._rank, self._world, self._group = rank, world, group
         self._keep_last, self._asynchronous, self._identity = keep_last, asynchronous, dict(identity)
-        self._injector = injector or Injector()
+        self._injector, self._replaces = injector or Injector(), replaces
         mesh = None if group is None else DeviceMesh.from_group(group, "cpu")
         self._snapshot = Snapshot(rank, world, mesh)
         # Only what exists before our first save: later leftovers could belong to a run that is still alive.
@@ -224,7 +228,7 @@ class Saver:
         if self._rank != 0:
             return None
         existing = self._folder / step_folder(attempt.step)
-        if validate(existing, identity=self._identity) is None:
+        if not self._replaces and validate(existing, identity=self._identity) is None:
             return existing, read_manifest(existing).total_bytes
         return begin(self._folder, attempt.step), None
 
@@ -246,7 +250,13 @@ class Saver:
         if describe(staging) != attempt.shapes:
             raise RanksFailed("the written files do not contain the tensors of this save")
         path = commit(
-            staging, step=attempt.step, world=self._world, identity=self._identity, extra=attempt.extra, shards=shards
+            staging,
+            step=attempt.step,
+            world=self._world,
+            identity=self._identity,
+            extra=attempt.extra,
+            shards=shards,
+            replaces=self._replaces,
         )
         return path, read_manifest(path).total_bytes
 

@@ -58,7 +58,9 @@ class Trainer:
         self._saves_are_warm = False
         self._saved_step = self.state.step if self.state.step else -1
 
-    def _make_saver(self, folder: Path, *, keep_last: int, asynchronous: bool | None = None) -> Saver:
+    def _make_saver(
+        self, folder: Path, *, keep_last: int, asynchronous: bool | None = None, replaces: bool = False
+    ) -> Saver:
         placement = self.components.strategy.placement
         return Saver(
             folder,
@@ -69,6 +71,7 @@ class Trainer:
             asynchronous=self.settings.save.async_save if asynchronous is None else asynchronous,
             identity=self._run.identity,
             injector=self._heartbeat.injector,
+            replaces=replaces,
         )
 
     def _make_sizer(self, batch: BatchPlan) -> MicroBatchSizer:

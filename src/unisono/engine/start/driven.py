@@ -122,7 +122,8 @@ class DrivenTrainer(Trainer):
                 self._recorder.message(f"set aside as {aside}: {why}")
             if moved and (remark := remark_on_asides(folder)) is not None:
                 self._recorder.message(remark)
-        saver = self._make_saver(folder, keep_last=1, asynchronous=False)
+        # The run may have gone back since it saved this step there.
+        saver = self._make_saver(folder, keep_last=1, asynchronous=False, replaces=True)
         with self._recorder.not_training():
             self.components.strategy.share_buffers()
             saver.save(step, tensors_of(self.components), extra_of(self.components))
