@@ -98,7 +98,8 @@ class BlockCodes:
     def _blocks(self, matrix: Tensor) -> Tensor:
         """The matrix as (rows, blocks, elements); the last block of a row is filled up with zeros."""
         size = min(_BLOCK[self.bits], matrix.shape[1])
-        return pad(matrix, (0, -matrix.shape[1] % size)).unflatten(1, (-1, size))  # type: ignore[no-untyped-call]
+        filled = pad(matrix, (0, -matrix.shape[1] % size))
+        return filled.view(len(matrix), filled.shape[1] // size, size)  # not -1: a rank may hold no rows
 
     def _pack(self, codes: Tensor) -> Tensor:
         if self.bits == 8:
