@@ -385,6 +385,18 @@ def test_what_schedule_free_replaces_is_refused(settings: dict[str, Any], messag
     assert not (tmp_path / "run").exists()
 
 
+class OwnScheduleFree(Sentences):
+    """Creates a schedule-free optimizer itself."""
+
+    def optimizer(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Any:
+        return ScheduleFreeAdamW(list(parameters), shards=self.shards)
+
+
+def test_an_average_is_not_dropped_silently_for_a_recipes_own_schedule_free_optimizer(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="use ema_decay 0"):
+        unisono.train(OwnScheduleFree, gpus="0", batch_size=4, ema_decay=0.9, output_dir=str(tmp_path / "run"))
+
+
 class UnawareOfShards(Sentences):
     """Makes an optimizer of ours without telling it of the shards."""
 

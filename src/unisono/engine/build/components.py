@@ -89,6 +89,8 @@ def build_components(recipe: Recipe, settings: Settings, placement: Placement, b
 
 def _average(strategy: Strategy, optimizer: OptimizerWrapper, settings: Settings) -> Average | None:
     if isinstance(optimizer.optimizer, ScheduleFreeAdamW):
+        if settings.ema.ema_decay > 0:  # check_settings does not see a recipe's own optimizer
+            raise ConfigError("optimizer(): ScheduleFreeAdamW averages the weights itself; use ema_decay 0")
         return ScheduleFreeAverage(strategy.parameters, optimizer.optimizer)
     return Ema(strategy.parameters, settings.ema) if settings.ema.ema_decay > 0 else None
 
