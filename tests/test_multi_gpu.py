@@ -344,7 +344,7 @@ def test_a_loader_that_drops_its_last_batch_does_so(shuffle: bool, workers: int)
 
 def test_dropping_all_there_is_is_refused() -> None:
     loader = DataLoader(create_datasets()[0], batch_size=64, drop_last=True)
-    with pytest.raises(ConfigError, match="leaves nothing to train on: the dataset has 20 samples, a batch 64"):
+    with pytest.raises(ConfigError, match="the dataset has only 20 samples and the batch size is 64"):
         DataParallelTrainer(create_model(), config(global_batch_size=None), loader)
 
 

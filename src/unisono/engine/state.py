@@ -25,12 +25,12 @@ class TrainState:
     samples: int = 0  # samples consumed: the position in the sample stream
     skipped: int = 0  # steps skipped for a non-finite loss or gradient
     skipped_in_a_row: int = 0
-    expected_count: float = 0.0  # power of two near the last global count; 0 before the first step
+    expected_count: float = 0.0  # power of two near the last step's count over all ranks; 0 before the first
     num_samples: int = 0  # size of the dataset; the sample order depends on it
     bad_samples: int = 0  # samples skipped because they could not be read
     micro_batch: int = 0  # micro-batch per device, if running out of memory changed it; 0: as in the settings
-    memory_failures: int = 0  # how often it was lowered
-    memory_step: int = 0  # the step of its last change
+    memory_failures: int = 0  # number of times that micro_batch was lowered
+    memory_step: int = 0  # step at which micro_batch last changed
     owes_evaluation: bool = False  # a signal interrupted the evaluation of this step
     loss_scale: dict[str, float] | None = None
     best: dict[str, Any] | None = None

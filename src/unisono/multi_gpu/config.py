@@ -31,7 +31,7 @@ class MultiGPUConfig(ConfigClass):
     gpu_ids: list[int] | None = None
     """GPUs to use, by their ids in nvidia-smi and get_gpu_info()."""
     min_memory_gb: float = 4.0
-    """Least free memory of a GPU to be used, in GB."""
+    """Minimum free memory in GB; GPUs with less are not used."""
     strategy: str = "auto"
     """auto, single, dataparallel (one process), distributed (one process per GPU) or sharded (with a sharded model)."""
     backend: str = "nccl"

@@ -69,8 +69,8 @@ class UserParts:
         num = len(self.train)  # type: ignore[arg-type]
         if 0 < num < self.least_batch:
             raise ConfigError(
-                f"drop_last=True leaves nothing to train on: the dataset has {num} samples, a batch "
-                f"{self.least_batch}; use a smaller batch, or drop_last=False"
+                f"drop_last=True leaves nothing to train on: the dataset has only {num} samples and the batch size is "
+                f"{self.least_batch}; use a smaller batch size, or drop_last=False"
             )
         return num // self.least_batch * self.least_batch or None
 

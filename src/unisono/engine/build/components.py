@@ -96,7 +96,8 @@ def _average(strategy: Strategy, optimizer: OptimizerWrapper, settings: Settings
 
 
 def _initial_model(recipe: Recipe, settings: Settings, placement: Placement) -> _InitialModel:
-    seed_everything(settings.run.seed, placement.devices)  # as a script would: torch.manual_seed(seed)
+    # The raw seed, not a derived key: initial weights equal those of a script that calls torch.manual_seed(seed).
+    seed_everything(settings.run.seed, placement.devices)
     model = build_model(recipe)
     weights, full_precision = recipe.weights(model), recipe.full_precision(model)
     if weights is None:

@@ -182,7 +182,7 @@ def sources_of(resolved: Resolved, record: Mapping[str, Any] | None) -> dict[str
 
 
 def unfinished(resolved: Resolved, recipe: str, classes: Sequence[type]) -> list[str]:
-    """A note for a run in a new default folder, if the newest run with the same settings is unfinished."""
+    """Without an output_dir: a hint on how to continue the newest run with the same settings, if it is unfinished."""
     if resolved.explicit("output_dir") or resolved.explicit("resume"):
         return []
     with suppress(OSError, UnisonoError, ValueError, KeyError, TypeError):  # only a hint: never fail for it

@@ -31,9 +31,9 @@ from unisono.settings import Settings
 
 
 def build_run(rank: RankContext, entered: EnteredRun, requested_devices: int | None) -> TrainingRun:
-    """Builds the run and restores its checkpoint; StoppedBeforeTraining if a signal came during prepare().
+    """Builds the run and restores its checkpoint. Raises StoppedBeforeTraining if a signal arrives during prepare().
 
-    `requested_devices`: the number that the user asked for on this machine, even if fewer are available.
+    `requested_devices` is the number of devices that the user requested on this machine, even if fewer are available.
     """
     settings, world = entered.settings, rank.world
     placement = find_placement(world, settings)

@@ -131,13 +131,13 @@ def _check_coverage(optimizer: Optimizer, parameters: NamedParameters) -> list[s
     left_out = [name for name, weight in parameters if id(weight) not in held]
     if len(left_out) == len(parameters):
         raise RecipeError(
-            "optimizer() holds none of the model's trainable weights, so nothing would be trained; make it from its "
-            "argument, the (name, parameter) pairs"
+            "optimizer() holds none of the model's trainable weights, so nothing would be trained; build it from "
+            "the (name, parameter) pairs that are passed to optimizer()"
         )
     if foreign := len(held) - (len(parameters) - len(left_out)):
         raise RecipeError(
             f"optimizer() holds {foreign} weights that are not trainable weights of model(); put them into the model, "
-            "and make the optimizer from its argument"
+            "and build the optimizer only from the (name, parameter) pairs that are passed to optimizer()"
         )
     if not left_out:
         return []

@@ -79,7 +79,8 @@ def _figure(recipe: Darkroom, evaluation: Mapping[str, Any]) -> bytes:
     ):
         axes.axhline(level, color=colour, linewidth=1, linestyle=style)
         axes.annotate(text, (1, level), xytext=(4, 4), textcoords="offset points", ha="left", color=colour)
-    optima = {name: recipe.optimum(name) for name in _groups(evaluation)}  # goals differ in distance between groups
+    # The groups' goals lie at different distances, so their optima differ.
+    optima = {name: recipe.optimum(name) for name in _groups(evaluation)}
     for name, level in optima.items():
         if name != "unseen":
             axes.axhline(level, color=_COLOURS[name], linewidth=1, linestyle=_DASHED)

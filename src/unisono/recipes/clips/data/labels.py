@@ -43,7 +43,7 @@ class Labelled:
     query: str | None = None
     qid: int | str | None = None
     raters: dict[int, tuple[float, ...]] = field(default_factory=dict)
-    """QVHighlights: the scores (0 to 4) of each annotator for a clip of 2 s, by the number of the clip."""
+    """QVHighlights only: clip index -> each annotator's score (0 to 4) of that 2 s clip."""
 
     def scores_for(
         self, num_clips: int, *, duration: float | None = None, cut_off: bool = False

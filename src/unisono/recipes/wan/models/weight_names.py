@@ -62,7 +62,7 @@ def base_name(name: str) -> str | None:
 
 
 def diffusers_names(names: Iterable[str], label: str = "the file") -> dict[str, str]:
-    """Maps diffusers' name of each weight of the transformer to its name in the file."""
+    """Maps the diffusers name of each transformer weight to its name in the file."""
     names = list(names)
     plain = {plain_name(name): name for name in names}
     if len(plain) < len(names):
