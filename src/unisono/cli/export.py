@@ -16,7 +16,7 @@ def main(argv: list[str]) -> int:
     parser.add_checkpoint_arguments()
     options = parser.parse(argv)
     if options.folder.exists() and (not options.folder.is_dir() or any(options.folder.iterdir())):
-        raise UserError(f"{options.folder} is not empty, and export overwrites nothing; choose another folder")
+        raise UserError(f"{options.folder} is not an empty folder, and export overwrites nothing; use another folder")
     from unisono.engine.export import export_run
 
     description = export_run(
