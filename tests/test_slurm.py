@@ -155,7 +155,7 @@ def test_a_real_time_limit_requeues_and_the_loss_curve_does_not_show_it(
     slurm: Slurm, tmp_path: Path, one_rank: list[float]
 ) -> None:
     hold, run = tmp_path / "hold", tmp_path / "run"
-    hold.write_text("12")  # 8 steps of 12 s
+    hold.write_text("15")  # 8 steps of 15 s: longer than until the signal
     # SLURM looks at the limits now and then: the signal comes up to a minute earlier, 30 to 90 s after the start
     words = ["--output_dir", "run", "--time", "2", "--signal-before", "30"]
     job = submit(slurm, tmp_path, *words, **{HOLD: str(hold)})
