@@ -295,7 +295,7 @@ def test_a_site_that_cannot_be_reached_is_no_success(tmp_path: Path, capsys: pyt
         closed.bind(("127.0.0.1", 0))  # and does not listen
         address = f"http://127.0.0.1:{closed.getsockname()[1]}/"
         said = said_by([address, "--fetch", "--output", tmp_path / "out"], capsys)
-    assert "it could not be fetched" in said and "no report was written" in said
+    assert "the page cannot be read: could not be fetched" in said and "no report was written" in said
     assert not (tmp_path / "out").exists()
 
 
