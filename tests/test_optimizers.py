@@ -17,7 +17,7 @@ from recipes_for_tests import Sentences
 from unisono.checkpoint.load import load_whole
 from unisono.engine.step.make_optimizer import from_settings, named_optimizer, needs_whole_weights, not_for_muon
 from unisono.engine.step.optimizer_wrapper import OptimizerWrapper
-from unisono.errors import ConfigError, RecipeError
+from unisono.errors import ConfigError, RecipeError, UserError
 from unisono.optim.named import OPTIMIZERS
 from unisono.settings import OptimSettings
 
@@ -122,6 +122,20 @@ def test_weights_that_the_optimizer_leaves_out_are_noted(tmp_path: Path, capsys:
     assert "the optimizer leaves out 1 of " in (said := capsys.readouterr().err) and "embedding.weight" in said
     before, after = weights(done.folder, 1), weights(done.folder, 2)
     assert {name for name in before if torch.equal(before[name], after[name])} == {"embedding.weight"}
+
+
+def test_an_optimizer_in_the_settings_that_has_no_effect_is_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_own(lambda pairs: torch.optim.SGD(pairs, lr=0.1), tmp_path, optimizer="adamw8bit")
+    assert "optimizer adamw8bit has no effect: the recipe's optimizer() returned SGD" in capsys.readouterr().err
+
+
+def test_the_state_of_another_optimizer_class_is_refused(tmp_path: Path) -> None:
+    train_own(lambda pairs: torch.optim.AdamW(pairs, lr=0.1), tmp_path)
+    with pytest.raises(UserError, match="state of the optimizer AdamW, and this run uses RMSprop; use AdamW again"):
+        train_own(lambda pairs: torch.optim.RMSprop(pairs, lr=0.1), tmp_path, max_steps=3)
+    assert train_own(lambda pairs: torch.optim.AdamW(pairs, lr=0.1), tmp_path, max_steps=3).step == 3
 
 
 def test_an_optimizer_for_whole_weights_is_refused_on_shards_and_trains_alike_on_ranks(tmp_path: Path) -> None:

@@ -290,3 +290,9 @@ def test_a_run_that_failed_releases_its_gpus(tmp_path: Path, monkeypatch: pytest
         with pytest.raises(VariantFailed) as caught:
             runner.run(Variant(1, "single", 4, 1))
         failures.append(caught.value)  # as the verdict keeps it, with its traceback
+
+
+@pytest.mark.parametrize("flag", [["--strategy", "fsdp"], ["--strategy=fsdp"]])
+def test_a_single_strategy_is_not_silently_ignored(flag: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", f"{RECIPES}:Honest", *flag]) == 2
+    assert "pass --strategies" in capsys.readouterr().err

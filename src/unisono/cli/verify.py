@@ -66,6 +66,8 @@ def main(argv: list[str]) -> int:
     if options.help:
         parser.print_help()
         return EXIT_DONE
+    if any(flag.partition("=")[0] == "--strategy" for flag in flags):
+        raise ConfigError("verify compares strategies and ignores --strategy; pass --strategies, for instance ddp,fsdp")
     ranks, steps = _numbers(options.ranks, "ranks"), _numbers(options.steps, "steps")[0]
     most = max(64, 8 * num_cpu_cores())
     if max(ranks) > most:

@@ -76,7 +76,11 @@ def remembered_by(recipe: Recipe) -> Any:
 def extra_of(components: Components) -> dict[str, Any]:
     """Everything else that a checkpoint stores, as JSON."""
     components.state.loss_scale = components.scale.to_json() if components.scale is not None else None
-    extra = {"state": components.state.to_json(), "optimizer": components.optimizer.to_json()}
+    extra = {
+        "state": components.state.to_json(),
+        "optimizer": components.optimizer.to_json(),
+        "optimizer_class": components.optimizer.class_name,
+    }
     remembered = remembered_by(components.recipe)
     return extra if remembered is None else {**extra, "recipe": remembered}
 
@@ -190,6 +194,7 @@ class _Targets:
     def __init__(self, path: Path, components: Components) -> None:
         everything = describe(path)
         self.state, self.plain = _read_state(path)
+        _check_optimizer_class(path, components.optimizer.class_name)
         present = tensors_of(components)
         self.optimizer: dict[tuple[str, str], Tensor] = {}
         if not components.optimizer.has_all_state:
@@ -202,6 +207,18 @@ class _Targets:
         # An average that has been disabled since.
         self.unused = {name for name in everything if name.startswith("ema.") and components.ema is None}
         self.saved = {name: shape for name, shape in everything.items() if name not in self.unused}
+
+
+def _check_optimizer_class(path: Path, class_name: str) -> None:
+    """Rejects the state of another optimizer. A recipe's optimizer() may return another class than before."""
+    saved = read_extra(path).get("optimizer_class", class_name)  # older checkpoints do not store it
+    if not isinstance(saved, str):
+        raise CheckpointError(f"{path} cannot be loaded: state.json names no class of optimizers")
+    if saved != class_name:
+        raise CheckpointError(
+            f"{path} has the state of the optimizer {saved}, and this run uses {class_name}; use {saved} again, or "
+            "start a new run in another output_dir"
+        )
 
 
 def _check_plain(path: Path, plain: dict[str, dict[str, Any]], components: Components, saved: Collection[str]) -> None:

@@ -35,9 +35,15 @@ class OptimizerWrapper:
     ) -> None:
         """`own` creates the recipe's optimizer, or returns None for the one in the settings."""
         optimizer = own(list(parameters))
+        is_own = optimizer is not None
         if optimizer is None:
             optimizer = from_settings(parameters, settings, shards=shards, not_for_muon=not_for_muon)
         self.remarks = check_optimizer(optimizer, parameters, sharded=sharded)
+        if is_own and settings.optimizer.lower() != OptimSettings.optimizer:
+            self.remarks.append(
+                f"optimizer {settings.optimizer} has no effect: the recipe's optimizer() returned "
+                f"{type(optimizer).__name__}"
+            )
         self.optimizer = optimizer
         self._names = {id(parameter): name for name, parameter in parameters}
         # Recorded kernels read the rate as float32. All runs round it, so that recorded runs are bitwise identical.
@@ -62,6 +68,11 @@ class OptimizerWrapper:
                 slots["momentum_buffer"].zero_()
         for _, parameter in parameters:
             parameter.grad = None
+
+    @property
+    def class_name(self) -> str:
+        """The name of the optimizer's class, which a checkpoint stores."""
+        return type(self.optimizer).__name__
 
     @property
     def has_all_state(self) -> bool:
