@@ -369,7 +369,7 @@ def test_lists_and_sitemaps_name_the_pages(site: Path, tmp_path: Path) -> None:
     assert [place for _, place in open_site(str(site / "sitemap.xml")).pages] == [site / "frost.html"]
     assert [name for name, _ in open_site(str(site / "frost.html")).pages] == ["frost.html"]
     cut = open_site(str(site), most_pages=2)
-    assert len(cut.pages) == 2 and "4 more pages were left out" in cut.remarks[0]
+    assert len(cut.pages) == 2 and "4 more pages were skipped" in cut.remarks[0]
 
 
 def test_help_comes_without_torch() -> None:

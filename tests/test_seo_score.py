@@ -362,7 +362,7 @@ def test_other_data_to_evaluate_with_has_the_same_classes(tmp_path: Path) -> Non
     assert task.dataset("eval").labels.tolist() == wanted
     strange = tmp_path / "strange.csv"
     strange.write_text("text,label\n" + "some words,good\nother words,awful\n" * 5)
-    with pytest.raises(ConfigError, match="'awful' is not among those of data_path"):
+    with pytest.raises(ConfigError, match="'awful' does not occur in data_path"):
         prepared(tmp_path, data_path=str(train), eval_data_path=str(strange))
 
 

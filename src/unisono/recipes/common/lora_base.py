@@ -29,8 +29,8 @@ class LoraBase:
         """Raises ConfigError if the run was trained with different base weights."""
         if self._recorded() not in (None, self._fingerprint):
             raise ConfigError(
-                f"{setting}: this run's LoRA was trained with different base weights; use the model that the run started "
-                f"with, or a new output_dir{hint}"
+                f"{setting}: this run's LoRA was trained with different base weights; use the model that the run "
+                f"started with, or a new output_dir{hint}"
             )
 
     def for_one_process(self, work: Work) -> LoraBase | None:

@@ -1,7 +1,7 @@
 """Writes trained models as folders for transformers and sentence-transformers.
 
-The file format is that of sentence-transformers 2, which newer versions also read. A LoRA is merged into the weights and
-also written separately.
+The file format is that of sentence-transformers 2, which newer versions also read. A LoRA is merged into the weights
+and also written separately.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ class Scorer:
         return self
 
     def scores(self, texts: Sequence[str]) -> Tensor:
-        """Returns [texts] numbers in the unit of the labels, or [texts, classes] probabilities, calibrated if possible."""
+        """Returns [texts] numbers in the labels' unit, or [texts, classes] probabilities; calibrated if possible."""
         rows = _rows(self._tokenizer, texts, self.config.max_length)
         if not rows:
             return torch.zeros(0) if self.is_number else torch.zeros(0, len(self.names))
@@ -134,7 +134,7 @@ class Scorer:
 def open_ranker(
     place: str | Path, *, step: str | None = None, weights: str = "auto", reference: str | None = None
 ) -> Ranker:
-    """Opens a run, or a model by name or folder, as a ranker; step, weights and reference work as in `unisono export`."""
+    """Opens a run or a model as a ranker; step, weights and reference work as in `unisono export`."""
     if (Path(place) / "run.json").is_file():
         recipe, model, description = _of_run(Path(place), "rank", step, weights, reference)
         tokenizer = _tokenizer_of(recipe)

@@ -1,9 +1,9 @@
 """The ranking baselines: BM25, TF-IDF and random order.
 
-Pages are read twice, in blocks that are divided among the ranks: once to count the pages that contain each word, once to
-score. The index of all pages is never in memory at once. For 1,000,000 pages of 55 words, both baselines together take
-0.9 GiB, divided among the ranks; bm25s 0.3 takes 1.7 GiB for BM25 alone and scikit-learn's TfidfVectorizer 1.6 GiB, on
-every rank.
+Pages are read twice, in blocks that are divided among the ranks: once to count the pages that contain each word, once
+to score. The index of all pages is never in memory at once. For 1,000,000 pages of 55 words, both baselines together
+take 0.9 GiB, divided among the ranks; bm25s 0.3 takes 1.7 GiB for BM25 alone and scikit-learn's TfidfVectorizer 1.6
+GiB, on every rank.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class TfIdf(_Lexical):
 
 
 class BM25(_Lexical):
-    """BM25 as in Lucene (idf is never negative, no factor k1 + 1), but with exact page lengths instead of rounded ones."""
+    """BM25 as in Lucene (idf is never negative, no factor k1 + 1), but with exact instead of rounded page lengths."""
 
     def __init__(
         self,
@@ -189,8 +189,8 @@ def baselines(
     """Returns the metrics of TF-IDF and BM25, and the expected metrics of random order.
 
     `judged` maps query number -> page number -> grade. With `work`, all ranks must call this function and divide the
-    pages among themselves; the result is empty if a rank was asked to stop. A page that shares no word with a query does
-    not count as retrieved.
+    pages among themselves; the result is empty if a rank was asked to stop. A page that shares no word with a query
+    does not count as retrieved.
     """
     statistics, first_block = Statistics(), list[Postings]()  # the first block is not indexed twice
     for _, block in _own_blocks(pages, work):
@@ -253,7 +253,7 @@ def by_chance(judged: Mapping[int, Mapping[int, float]], num_pages: int) -> dict
 
 
 def _own_blocks(pages: Pages, work: Work | None) -> Iterator[tuple[int, list[str]]]:
-    """Yields this rank's blocks of pages with the number of their first page; ends early if the rank is asked to stop."""
+    """Yields this rank's blocks of pages with the number of their first page; stops early if the rank is to stop."""
     own_numbers = range(10**9) if work is None else work.share(range(10**9))
     texts = iter(pages() if callable(pages) else pages)
     number = 0

@@ -1,9 +1,10 @@
 """Ranking metrics: MRR, NDCG and recall. Pages may be scored in any order and on any rank.
 
-Only the best pages of each query stay in memory, so a million pages need no more memory than a thousand, and merging the
-best pages of all ranks gives the best pages overall. The definitions follow BEIR (trec_eval): a grade above 0 means
-relevant, the gain in NDCG is the grade (not 2^grade - 1), the ideal order is the best order of all judged pages, and the
-mean is over the queries that have a relevant page. A relevant page that is not among the stored pages counts as missed.
+Only the best pages of each query stay in memory, so a million pages need no more memory than a thousand, and merging
+the best pages of all ranks gives the best pages overall. The definitions follow BEIR (trec_eval): a grade above 0 means
+relevant, the gain in NDCG is the grade (not 2^grade - 1), the ideal order is the best order of all judged pages, and
+the mean is over the queries that have a relevant page. A relevant page that is not among the stored pages counts as
+missed.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ CUT = 10
 RECALLS = (1, 10, 100)
 _EMPTY = torch.iinfo(torch.int64).min
 _LOW = 0xFFFFFFFF
-# Ties (of a collapsed model, or in 16 bit) must not be broken by page number: relevant pages that come first in the file
-# would come first in the ranking. They are broken by a permutation of the page numbers that differs between queries: the
-# number times an odd constant modulo 2^32, plus an offset that depends on the query.
+# Ties (of a collapsed model, or in 16 bit) must not be broken by page number: relevant pages that come first in the
+# file would come first in the ranking. They are broken by a permutation of the page numbers that differs between
+# queries: the number times an odd constant modulo 2^32, plus an offset that depends on the query.
 _SCRAMBLE, _SHIFT = 0x9E3779B1, 0x85EBCA77
 _UNSCRAMBLE = pow(_SCRAMBLE, -1, 2**32)
 

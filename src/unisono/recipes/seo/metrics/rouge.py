@@ -1,7 +1,7 @@
 """Metrics of generated titles and descriptions.
 
-This is our own implementation of ROUGE-L, because rouge-score 0.1.2 tokenizes only ASCII (identical Russian titles score
-0), is a third slower, and depends on nltk (15 MB). On English text both agree to 1e-15.
+This is our own implementation of ROUGE-L, because rouge-score 0.1.2 tokenizes only ASCII (identical Russian titles
+score 0), is a third slower, and depends on nltk (15 MB). On English text both agree to 1e-15.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Encoder(nn.Module):
             pooler.requires_grad_(False)
 
     def forward(self, texts: Tensor | Packed, mask: Tensor | None = None) -> Tensor:
-        """Returns [texts, width] unit vectors, in at least float32, from [texts, tokens] right-padded ids and their mask.
+        """Returns [texts, width] unit vectors, at least float32, from [texts, tokens] right-padded ids and their mask.
 
         For packed texts there is no mask, and `read_packed` must have been called on the backbone.
         """

@@ -121,7 +121,7 @@ class Pairing(NamedTuple):
     typed: bool  # whether the tokenizer returns token types
 
     def joined(self, first: Tokens, second: Tokens) -> tuple[Tokens, Tokens]:
-        """Returns the tokens of both texts in one row, and their token types: 0 for the first text, 1 for the second."""
+        """Returns the tokens of both texts in one row, and the token types: 0 for the first text, 1 for the second."""
         left = np.concatenate([self.before, first, self.between]).astype(np.int32)
         right = np.concatenate([second, self.after]).astype(np.int32)
         return np.concatenate([left, right]), np.repeat([0, 1], [len(left), len(right)])

@@ -157,7 +157,7 @@ def _part(whole: Matching, chosen: NDArray[np.int64]) -> Matching:
 
 
 def _taken(starts: NDArray[np.int64], chosen: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns the positions of the chosen lists' entries in a flattened list of lists, and the new start of each list."""
+    """Returns the positions of the chosen lists' entries in a flattened list of lists, and each list's new start."""
     sizes = starts[chosen + 1] - starts[chosen]
     new = _starts(sizes.tolist())
     places = np.repeat(starts[chosen] - new[:-1], sizes) + np.arange(int(new[-1]))
