@@ -120,7 +120,7 @@ def test_one_query_a_step_has_nothing_to_be_compared_with(tmp_path: Path) -> Non
     task = _prepared(tmp_path, [(f"query {number}", f"page {number}", "another") for number in range(5)])
     with pytest.raises(ConfigError, match="batch_size 1"):
         task.start_remark(1)
-    assert "1 others" in str(task.start_remark(2))
+    assert "1 negative: the pages of the 1 other query" in str(task.start_remark(2))
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe"], ids=["empty", "cut", "garbage"])

@@ -176,7 +176,7 @@ def test_a_written_tokenizer_cuts_nothing_by_itself(tmp_path: Path) -> None:
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     encoder, tokenizer = loaded(encoder_folder(tmp_path / "base"))
     before = (tmp_path / "base" / "model.safetensors").read_bytes()
-    with pytest.raises(UserError, match="which is not overwritten"):
+    with pytest.raises(UserError, match="already contains config.json; choose another folder"):
         write_sentence_transformer(encoder, tokenizer, tmp_path / "base", 64)
     assert (tmp_path / "base" / "model.safetensors").read_bytes() == before
 
@@ -407,7 +407,7 @@ def _modules(*kinds: str, path: str = "", pooling: dict[str, Any] | None = None)
         (_index("missing.safetensors"), "lists files that do not exist"),
         (_modules("Transformer", "Dense", pooling={}), "has a Dense module"),
         (_modules("Transformer", path="../other"), "which is outside the folder"),
-        (_modules("Transformer", pooling={"pooling_mode": "max"}), "pools by max.*--pooling"),
+        (_modules("Transformer", pooling={"pooling_mode": "max"}), "pooling mode max.*--pooling"),
         (_modules("Transformer", pooling={"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}), "cls"),
         (lambda folder: (folder / "tokenizer.json").write_text("{}"), "its tokenizer cannot be loaded"),
     ],

@@ -121,13 +121,13 @@ def test_other_models_are_told_why_not(tmp_path: Path) -> None:
     for changed, said in (
         ({"hidden_size": 24}, "head width is 6"),
         ({"is_decoder": True}, "a decoder"),
-        ({"chunk_size_feed_forward": 8}, "in chunks"),
+        ({"chunk_size_feed_forward": 8}, "chunk_size_feed_forward"),
     ):
         model = encoder("Bert", **changed).backbone
         assert said in (read_packed(model) or "") and model.config._attn_implementation == "sdpa"
     model = encoder("Bert").backbone
     model.set_attn_implementation = lambda name: None  # what it comes to where transformers only warns
-    assert read_packed(model) == "transformers cannot change its attention"
+    assert read_packed(model) == "transformers cannot change the model's attention"
 
 
 def test_a_run_without_padding_leaves_a_usual_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

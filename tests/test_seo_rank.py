@@ -517,7 +517,7 @@ def test_two_texts_are_joined_as_the_tokenizer_would(pairs: Path, tmp_path: Path
         (["--data_path", "pairs.jsonl", "--model_name", "tiny", "--num_eval", "400"], "num_eval 400"),
         (["--data_path", "pairs.jsonl", "--scale", "0"], "scale: expected at least"),
         (["--data_path", "pairs.jsonl", "--strategy", "dp"], "strategy dp"),
-        (["--data_path", "pairs.jsonl", "--model_name", "tiny", "--hard_candidates"], "hard_candidates is for"),
+        (["--data_path", "pairs.jsonl", "--model_name", "tiny", "--hard_candidates"], "hard_candidates only affects"),
         (["--data_path", "pairs.jsonl", "--task", "guess"], "task"),
         (["--data_path", "pairs.jsonl", "--rerank", "101"], "rerank: expected at most 100"),
     ],

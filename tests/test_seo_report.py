@@ -95,7 +95,7 @@ def test_without_a_run_it_reports_what_rules_find_and_says_so(
     )
     assert sorted(os.listdir(out)) == ["report.html", "report.json"]
     report = report_of(out)
-    assert any("Rules only: no --run" in remark for remark in report["remarks"])
+    assert any("Rules only: no model" in remark for remark in report["remarks"])
     assert report["scored_by"] is None and all(page["score"] is None for page in report["pages"])
     assert failed(report, "tomatoes.html") == {"broken links": "target missing: /gone.html"}
     assert failed(report, "notes/copy.html") == {

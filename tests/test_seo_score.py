@@ -382,11 +382,11 @@ def test_long_pages_are_cut_and_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "content", "told"),
     [
-        ({"data_path": None}, None, "expected labels"),
+        ({"data_path": None}, None, "columns text and label"),
         ({}, "text,label\n" + "words,same\nother,same\n" * 10, "all 20 labels are"),
         ({}, "text,label\n" + "words,3.5\nother,3.5\n" * 10, "all 20 labels are"),
         ({"num_eval": 60}, None, "has 60 different pages; some must remain"),
-        ({"num_eval": 59}, None, "all labels are the same"),
+        ({"num_eval": 59}, None, "all remaining labels are the same"),
     ],
 )
 def test_what_cannot_be_learned_from_is_refused(tmp_path: Path, settings: Any, content: str | None, told: str) -> None:

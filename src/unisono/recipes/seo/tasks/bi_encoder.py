@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 
 from unisono.engine.recipe import Loss
 from unisono.errors import ConfigError
+from unisono.formatting import format_count
 from unisono.recipes.seo.models.groups import Groups, grouped
 from unisono.recipes.seo.models.packing import Packed, pack, read_packed
 from unisono.recipes.seo.tasks.ranking import RankingTask
@@ -83,9 +84,10 @@ class BiEncoder(RankingTask):
                 "batch_size 1: the negatives of a query are the pages of the other queries in its batch, so there are "
                 "none; use a larger batch_size, or data with negatives and --num_negatives"
             )
+        num_negatives = format_count(others * (1 + hard) + hard, "negative")
         remark = (
-            f"each query is compared with its page and {others * (1 + hard) + hard:,} negatives: the pages of the "
-            f"{others:,} other queries in the global batch"
+            f"each query is compared with its page and {num_negatives}: the pages of the "
+            f"{format_count(others, 'other query')} in the global batch"
         )
         if hard:
             remark += f", and up to {hard} hard negatives of each query"

@@ -18,6 +18,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from torch.utils.data import Dataset
 
 from unisono.engine.recipe import Loss
+from unisono.formatting import format_count
 from unisono.recipes.seo.models.groups import Groups, Tokens, grouped
 from unisono.recipes.seo.tasks.ranking import BM25_RESULTS, RankingTask
 
@@ -41,7 +42,7 @@ class CrossEncoder(RankingTask):
 
     def start_remark(self, global_batch: int) -> str | None:
         """Returns a message with the number of negatives per query."""
-        return f"each query is scored with its page and {self.num_negatives} negatives"
+        return f"each query is scored with its page and {format_count(self.num_negatives, 'negative')}"
 
     def model(self) -> nn.Module:
         """Builds a classifier of query-page pairs with one output."""
