@@ -58,15 +58,15 @@ def test_settings_that_nothing_can_be_trained_with_are_refused_by_name(name: str
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"task": "score", "method": "cross"}, "method only has an effect for task rank, and this is task score"),
+        ({"task": "score", "method": "cross"}, "method only affects task rank, but this run is task score"),
         (
             {"task": "snippet", "num_negatives": 2},
-            "num_negatives only has an effect for task rank, and this is task sn",
+            "num_negatives only affects task rank, but this run is task sn",
         ),
-        ({"rerank": 9}, "rerank only has an effect for task rank, method cross, and this is task rank, method bi"),
-        ({"method": "cross", "pooling": "cls"}, "pooling only has an effect for task rank, method bi"),
-        ({"label": "class"}, "label only has an effect for task score"),
-        ({"task": "score", "target_length": 9}, "target_length only has an effect for task snippet"),
+        ({"rerank": 9}, "rerank only affects task rank, method cross, but this run is task rank, method bi"),
+        ({"method": "cross", "pooling": "cls"}, "pooling only affects task rank, method bi"),
+        ({"label": "class"}, "label only affects task score"),
+        ({"task": "score", "target_length": 9}, "target_length only affects task snippet"),
     ],
 )
 def test_a_setting_of_another_task_is_refused(settings: dict[str, Any], told: str) -> None:
@@ -120,7 +120,7 @@ def test_one_query_a_step_has_nothing_to_be_compared_with(tmp_path: Path) -> Non
     task = _prepared(tmp_path, [(f"query {number}", f"page {number}", "another") for number in range(5)])
     with pytest.raises(ConfigError, match="batch_size 1"):
         task.start_remark(1)
-    assert "1 others" in str(task.start_remark(2))
+    assert "1 negative: the pages of the 1 other query" in str(task.start_remark(2))
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe"], ids=["empty", "cut", "garbage"])
@@ -221,7 +221,7 @@ def test_a_pooling_that_is_none_is_told_as_such(tmp_path: Path, mode: Any) -> No
     (tmp_path / "1_Pooling").mkdir()
     (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": mode}))
     (tmp_path / "modules.json").write_text(json.dumps([{"type": "x.Pooling", "path": "1_Pooling"}]))
-    with pytest.raises(ConfigError, match="it pools by"):
+    with pytest.raises(ConfigError, match="its pooling mode"):
         read_layout(tmp_path, "m")
 
 

@@ -113,7 +113,7 @@ def test_judgements_of_unknown_ids_are_named_or_left_out(tmp_path: Path) -> None
     refused(lambda: read_ranking(folder), "train.tsv, line 3", "'zebra'", "corpus.jsonl", "--leave_out_bad")
     ranking = read_ranking(folder, leave_out_bad=True, remark=said.append)
     assert in_words(ranking)[0] == {("query 1", "Apples red", 1.0)}
-    assert any("left out 3" in line and "'zebra'" in line for line in said)
+    assert any("skipped 3" in line and "'zebra'" in line for line in said)
 
 
 def test_a_query_without_positives_is_named_or_left_out(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_duplicate_ids_and_empty_pages_are_named_or_left_out(tmp_path: Path) -> 
     ranking = read_ranking(folder, leave_out_bad=True, remark=said.append)
     assert texts(ranking.pages()) == ["one", "three"]
     assert in_words(ranking)[0] == {("query 1", "one", 1.0), ("query 2", "three", 1.0)}
-    assert "left out 2 unusable rows" in said[0]
+    assert "skipped 2 unusable rows" in said[0]
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_bad_rows_are_left_out_and_counted(tmp_path: Path) -> None:
     said: list[str] = []
     path = write(tmp_path / "t.jsonl", 'broken\n{"query":"q","positive":"p"}\n{"query":"","positive":"p"}\n')
     assert in_words(read_ranking(path, leave_out_bad=True, remark=said.append))[0] == {("q", "p", 1.0)}
-    assert len(said) == 1 and "left out 2 unusable rows" in said[0] and "line 1" in said[0] and "line 3" in said[0]
+    assert len(said) == 1 and "skipped 2 unusable rows" in said[0] and "line 1" in said[0] and "line 3" in said[0]
     path = write(tmp_path / "t.csv", 'query,positive\nq,"p" p\nr,s\na,b,c\n')
     assert in_words(read_ranking(path, leave_out_bad=True))[0] == {("r", "s", 1.0)}
 
@@ -325,7 +325,7 @@ def test_bad_labels_are_left_out_and_counted(tmp_path: Path) -> None:
     path = write(tmp_path / "l.csv", "text,label\na,1.5\nb,n/a\nc,2.25\n,3\nd,inf\n")
     kept = read_labelled(path, leave_out_bad=True, remark=said.append)
     assert (kept.texts, kept.labels) == (["a", "c"], [1.5, 2.25])
-    assert "left out 3 unusable rows" in said[0]
+    assert "skipped 3 unusable rows" in said[0]
 
 
 def test_snippets_come_from_tables_folders_of_pages_and_sitemaps(tmp_path: Path) -> None:

@@ -119,15 +119,15 @@ def test_other_models_are_told_why_not(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"padding none: gpt2 is not a BERT or RoBERTa model.*--padding groups"):
         train("seo", **common, model_name=str(decoder), output_dir=str(tmp_path / "run"))
     for changed, said in (
-        ({"hidden_size": 24}, "heads are 6 wide"),
+        ({"hidden_size": 24}, "head width is 6"),
         ({"is_decoder": True}, "a decoder"),
-        ({"chunk_size_feed_forward": 8}, "in chunks"),
+        ({"chunk_size_feed_forward": 8}, "chunk_size_feed_forward"),
     ):
         model = encoder("Bert", **changed).backbone
         assert said in (read_packed(model) or "") and model.config._attn_implementation == "sdpa"
     model = encoder("Bert").backbone
     model.set_attn_implementation = lambda name: None  # what it comes to where transformers only warns
-    assert read_packed(model) == "transformers cannot change its attention"
+    assert read_packed(model) == "transformers cannot change the model's attention"
 
 
 def test_a_run_without_padding_leaves_a_usual_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +186,7 @@ def test_a_model_that_cannot_is_padded_and_says_why(monkeypatch: pytest.MonkeyPa
     recipe = Seo(Seo.Config(data_path="debian"))
     recipe.flash_attention, recipe.global_batch = True, 8
     recipe.model()
-    assert not recipe.task.packs and "heads are 6 wide" in recipe.remarks[0]  # type: ignore[attr-defined]
+    assert not recipe.task.packs and "head width is 6" in recipe.remarks[0]  # type: ignore[attr-defined]
 
 
 def test_with_many_shapes_attention_leaves_out_cudnn_for_as_long_as_the_run() -> None:

@@ -331,7 +331,7 @@ def test_hard_candidates_are_of_one_section_however_many_there_are(tmp_path: Pat
 
 def test_negatives_that_the_data_does_not_have_are_not_promised(table: Path, tmp_path: Path) -> None:
     task = prepared(tmp_path, data_path=str(table), num_negatives=5, num_eval=1)
-    assert task.num_negatives == 2 and "its page and 14 others" in task.start_remark(5)
+    assert task.num_negatives == 2 and "its page and 14 negatives" in task.start_remark(5)
     lines = [line for line in table.read_text().splitlines() if "negative" not in line]
     plain = tmp_path / "plain.jsonl"
     plain.write_text("\n".join(lines) + "\n")
@@ -341,7 +341,7 @@ def test_negatives_that_the_data_does_not_have_are_not_promised(table: Path, tmp
 
 def test_negatives_that_the_data_has_are_told_of_when_nobody_asks_for_them(table: Path, tmp_path: Path) -> None:
     task = prepared(tmp_path, data_path=str(table), num_negatives=0)
-    assert task.num_negatives == 0 and "which --num_negatives 2 would add" in task.start_remark(5)
+    assert task.num_negatives == 0 and "use --num_negatives 2 to add them" in task.start_remark(5)
 
 
 @pytest.mark.parametrize(("total", "number"), [(4, 0), (60, 12), (250, 50), (999, 50), (3000, 150), (10**6, 1000)])
@@ -433,7 +433,7 @@ def test_a_trained_model_finds_what_words_do_not(tmp_path: Path) -> None:
     words += ["--output_dir", "run"]
     ended = unisono(*map(str, words), cwd=tmp_path)
     assert ended.code == 0, ended.err
-    assert "each query is compared with its page and 63 others" in ended.err + ended.out
+    assert "each query is compared with its page and 63 negatives" in ended.err + ended.out
     last = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])
     assert last["eval/MRR@10"] > 0.75 > 0.6 > last["eval/MRR@10_bm25"] > 0.3 > last["eval/MRR@10_random"]
     assert unisono("export", "run", "out", cwd=tmp_path).code == 0
@@ -477,9 +477,9 @@ def test_a_loras_checkpoints_leave_out_what_lies_in_the_models_folder(pairs: Pat
         assert not torch.equal(before[name], after)
     weights = load_file(base / "model.safetensors")
     save_file({name: 1.1 * weight for name, weight in weights.items()}, base / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ConfigError, match="this run's LoRA was trained with other base weights"):
+    with pytest.raises(ConfigError, match="this run's LoRA was trained with different base weights"):
         train("seo", **told, max_steps=4, output_dir=str(in_two))
-    with pytest.raises(ConfigError, match="this run's LoRA was trained with other base weights"):
+    with pytest.raises(ConfigError, match="this run's LoRA was trained with different base weights"):
         export_run(in_two, tmp_path / "other")
 
 
@@ -517,7 +517,7 @@ def test_two_texts_are_joined_as_the_tokenizer_would(pairs: Path, tmp_path: Path
         (["--data_path", "pairs.jsonl", "--model_name", "tiny", "--num_eval", "400"], "num_eval 400"),
         (["--data_path", "pairs.jsonl", "--scale", "0"], "scale: expected at least"),
         (["--data_path", "pairs.jsonl", "--strategy", "dp"], "strategy dp"),
-        (["--data_path", "pairs.jsonl", "--model_name", "tiny", "--hard_candidates"], "hard_candidates is for"),
+        (["--data_path", "pairs.jsonl", "--model_name", "tiny", "--hard_candidates"], "hard_candidates only affects"),
         (["--data_path", "pairs.jsonl", "--task", "guess"], "task"),
         (["--data_path", "pairs.jsonl", "--rerank", "101"], "rerank: expected at most 100"),
     ],

@@ -95,7 +95,7 @@ def test_without_a_run_it_reports_what_rules_find_and_says_so(
     )
     assert sorted(os.listdir(out)) == ["report.html", "report.json"]
     report = report_of(out)
-    assert any("Rules only: no --run" in remark for remark in report["remarks"])
+    assert any("Rules only: no model" in remark for remark in report["remarks"])
     assert report["scored_by"] is None and all(page["score"] is None for page in report["pages"])
     assert failed(report, "tomatoes.html") == {"broken links": "target missing: /gone.html"}
     assert failed(report, "notes/copy.html") == {
@@ -369,7 +369,7 @@ def test_lists_and_sitemaps_name_the_pages(site: Path, tmp_path: Path) -> None:
     assert [place for _, place in open_site(str(site / "sitemap.xml")).pages] == [site / "frost.html"]
     assert [name for name, _ in open_site(str(site / "frost.html")).pages] == ["frost.html"]
     cut = open_site(str(site), most_pages=2)
-    assert len(cut.pages) == 2 and "4 more pages were left out" in cut.remarks[0]
+    assert len(cut.pages) == 2 and "4 more pages were skipped" in cut.remarks[0]
 
 
 def test_help_comes_without_torch() -> None:

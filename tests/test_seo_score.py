@@ -362,7 +362,7 @@ def test_other_data_to_evaluate_with_has_the_same_classes(tmp_path: Path) -> Non
     assert task.dataset("eval").labels.tolist() == wanted
     strange = tmp_path / "strange.csv"
     strange.write_text("text,label\n" + "some words,good\nother words,awful\n" * 5)
-    with pytest.raises(ConfigError, match="'awful' is not among those of data_path"):
+    with pytest.raises(ConfigError, match="'awful' does not occur in data_path"):
         prepared(tmp_path, data_path=str(train), eval_data_path=str(strange))
 
 
@@ -382,11 +382,11 @@ def test_long_pages_are_cut_and_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "content", "told"),
     [
-        ({"data_path": None}, None, "expected labels"),
+        ({"data_path": None}, None, "columns text and label"),
         ({}, "text,label\n" + "words,same\nother,same\n" * 10, "all 20 labels are"),
         ({}, "text,label\n" + "words,3.5\nother,3.5\n" * 10, "all 20 labels are"),
         ({"num_eval": 60}, None, "has 60 different pages; some must remain"),
-        ({"num_eval": 59}, None, "all labels are the same"),
+        ({"num_eval": 59}, None, "all remaining labels are the same"),
     ],
 )
 def test_what_cannot_be_learned_from_is_refused(tmp_path: Path, settings: Any, content: str | None, told: str) -> None:

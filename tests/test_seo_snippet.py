@@ -258,7 +258,7 @@ def test_pages_of_nearly_equal_length_come_together_and_what_is_cut_is_told(tmp_
 
 
 def test_an_encoder_is_refused_before_anything_is_read(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="minilm cannot write"):
+    with pytest.raises(ConfigError, match="minilm cannot generate text"):
         prepared(tmp_path, "minilm")
     assert not (tmp_path / "prepared").exists()
 

@@ -197,12 +197,12 @@ def test_a_lora_run_refuses_to_resume_with_other_base_weights(root: Path, tmp_pa
     model(seed=7).save_pretrained(base / "transformer")
     for part in ("vae", "text_encoder", "tokenizer", "scheduler", "model_index.json"):
         shutil.move(tmp_path / "moved" / part, base / part)
-    with pytest.raises(ConfigError, match="this run's LoRA was trained with other base weights"):
+    with pytest.raises(ConfigError, match="this run's LoRA was trained with different base weights"):
         unisono.train("wan-flow", **{**COMMON, **values, "max_steps": 3})
     record = json.loads((tmp_path / "run/run.json").read_text())
     record["config"]["model_path"] = str(base)  # as if other weights had come where the run's were
     (tmp_path / "run/run.json").write_text(json.dumps(record))
-    with pytest.raises(ConfigError, match="this run's LoRA was trained with other base weights"):
+    with pytest.raises(ConfigError, match="this run's LoRA was trained with different base weights"):
         export_run(tmp_path / "run", tmp_path / "exported")
 
 

@@ -1,10 +1,10 @@
-"""Three usage examples and a training run. Run it in any of these ways:
+"""Runs three usage examples and a training run. Start it in any of these ways:
 
-python multi_gpu_training.py                          one GPU, several from one process, or the CPU
-torchrun --nproc_per_node=2 multi_gpu_training.py     one process per GPU, or two on the CPU: same training
-python multi_gpu_training.py --model_name minilm      the real MiniLM with a LoRA instead of a tiny model
+python multi_gpu_training.py                          one process, on one GPU, several GPUs or the CPU
+torchrun --nproc_per_node=2 multi_gpu_training.py     the same training in two processes, on two GPUs or the CPU
+python multi_gpu_training.py --model_name minilm      trains MiniLM with a LoRA instead of a tiny model
 
-pages.csv has short labelled pages: 1 if the page answers its question, 0 if it only promises to.
+pages.csv contains short pages, labelled 1 if the page answers its question and 0 if it only promises to.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PAGES = Path(__file__).parent / "pages.csv"
 
 
 def basic_dataparallel() -> AdvancedLLMSEOEngine:
-    """1. All GPUs from one process."""
+    """1. Use all GPUs from one process."""
     config = SEOConfig(
         use_multi_gpu=True,
         multi_gpu_strategy="dataparallel",
@@ -38,7 +38,7 @@ def basic_dataparallel() -> AdvancedLLMSEOEngine:
 
 
 def advanced_distributed() -> AdvancedLLMSEOEngine:
-    """2. One process per GPU."""
+    """2. Use one process per GPU."""
     config = SEOConfig(
         use_multi_gpu=True,
         multi_gpu_strategy="distributed",
@@ -56,7 +56,7 @@ def advanced_distributed() -> AdvancedLLMSEOEngine:
 
 
 def status_monitoring(engine: AdvancedLLMSEOEngine) -> None:
-    """3. The devices in use."""
+    """3. Print the devices in use."""
     # Get current multi-GPU status
     status = engine.get_multi_gpu_status()
     print(f"Strategy: {status['strategy']}")
@@ -78,7 +78,7 @@ def read_pages(path: Path = PAGES) -> tuple[list[str], list[int]]:
 
 
 def train(model_name: str, epochs: int) -> None:
-    """Trains a score on the labels, and prints its accuracy and the score of a new page."""
+    """Trains a model on the labels, and prints its accuracy and the score of a new page."""
     tiny = model_name == "tiny"
     config = SEOConfig(
         model_name=model_name,
@@ -88,7 +88,7 @@ def train(model_name: str, epochs: int) -> None:
         warmup_steps=4,
         max_length=64,
         batch_size=4,
-        effective_batch_size=8,  # the global batch: the same training on any number of processes
+        effective_batch_size=8,  # over all processes, so training gives the same result on any number of them
         num_gpus=2,
         use_multi_gpu=True,
         multi_gpu_strategy="auto",
@@ -120,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--epochs", type=int, default=8, help="number of epochs")
     options = parser.parse_args(arguments)
     try:
-        if "RANK" not in os.environ:  # these need a single process, or more GPUs than there may be
+        if "RANK" not in os.environ:  # under torchrun, skip the examples that configure the processes themselves
             status_monitoring(basic_dataparallel())
             status_monitoring(advanced_distributed())
         train(options.model_name, options.epochs)

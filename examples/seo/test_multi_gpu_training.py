@@ -1,9 +1,9 @@
-"""Checks multi-GPU training on this machine with real models. Run it in any of these ways:
+"""Checks multi-GPU training on this machine with real models. Start it in either of these ways:
 
 python test_multi_gpu_training.py
 torchrun --nproc_per_node=2 test_multi_gpu_training.py     two processes, on two GPUs or on the CPU
 
-A check is skipped, with a note, if it needs more GPUs than there are. The exit code is 0 if none failed.
+A check that needs more GPUs or processes than there are is skipped. The exit code is 0 if no check failed.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ GPUS = torch.cuda.device_count()
 
 
 class Skipped(Exception):
-    """A requirement of a check is missing."""
+    """Raised by a check whose requirements are not met."""
 
 
 def make_engine(**fields: object) -> AdvancedLLMSEOEngine:
-    """An engine with a tiny model."""
+    """Creates an engine with a tiny model."""
     values: dict[str, object] = {
         "model_name": "tiny",
         "use_lora": False,
@@ -47,7 +47,7 @@ def make_engine(**fields: object) -> AdvancedLLMSEOEngine:
 
 
 def multi_gpu_configuration() -> None:
-    """Every multi-GPU field exists with its default."""
+    """Every multi-GPU field exists and has its documented default."""
     config = SEOConfig()
     assert (config.use_multi_gpu, config.multi_gpu_strategy, config.num_gpus) == (False, "dataparallel", 1)
     assert (config.distributed_backend, config.distributed_init_method) == ("nccl", "env://")
@@ -65,7 +65,7 @@ def gpu_availability() -> None:
 
 
 def dataparallel_setup() -> None:
-    """Several GPUs from one process."""
+    """One process can use several GPUs."""
     if PROCESSES > 1 or GPUS < 2:
         raise Skipped("needs one process and two GPUs")
     status = make_engine(multi_gpu_strategy="dataparallel").get_multi_gpu_status()
@@ -73,7 +73,7 @@ def dataparallel_setup() -> None:
 
 
 def distributed_setup() -> None:
-    """One process per GPU."""
+    """Several processes can use one GPU each."""
     if PROCESSES < 2:
         raise Skipped("needs torchrun --nproc_per_node=2")
     status = make_engine(multi_gpu_strategy="distributed").get_multi_gpu_status()
@@ -81,7 +81,7 @@ def distributed_setup() -> None:
 
 
 def model_wrapping() -> None:
-    """The wrapped model of a trained engine computes the same as the bare one."""
+    """The wrapped model of a trained engine gives the same outputs as the unwrapped model."""
     engine = make_engine(save_checkpoints=False)
     loader, _ = engine.create_distributed_dataloaders(*read_pages())
     engine.train_epoch(loader)
@@ -113,14 +113,14 @@ def gpu_synchronization() -> None:
 
 
 def effective_batch() -> None:
-    """The effective batch is as configured on any hardware."""
+    """The effective batch matches the config on any hardware."""
     for size, steps in ((8, 1), (4, 2)):
         status = make_engine(batch_size=size, gradient_accumulation_steps=steps).get_multi_gpu_status()
         assert status["effective_batch_size"] == size * max(2, PROCESSES) * steps
 
 
 def same_training() -> None:
-    """Losses equal those of one process for any micro-batch size."""
+    """The validation loss does not depend on the micro-batch size."""
     losses = []
     for size in (8, 2):
         engine = make_engine(batch_size=size, effective_batch_size=16, num_epochs=2, save_checkpoints=False)
@@ -130,7 +130,7 @@ def same_training() -> None:
 
 
 def multi_gpu_cleanup() -> None:
-    """Clean-up leaves nothing behind."""
+    """Clean-up destroys the process group."""
     engine = make_engine()
     engine.cleanup_multi_gpu()
     status = engine.get_multi_gpu_status()

@@ -1,11 +1,11 @@
-"""Trains a language model for search. Run it from this folder, in any of these ways:
+"""Trains a language model for search. Start it from this folder in any of these ways:
 
-python train.py                                   one GPU, or the CPU; --gpus all uses every GPU
+python train.py                                   one GPU, or the CPU without one; --gpus all uses every GPU
 accelerate launch train.py                        with the settings of `accelerate config`
 torchrun --nproc_per_node=2 train.py
 
-Without flags it learns the labels of pages.csv (score.yaml). Flags and --config FILE override that file: --task rank
---data_path FOLDER trains a ranking model. --help lists all settings.
+Without flags, it trains on the labels in pages.csv with the settings in score.yaml. Flags override score.yaml, and
+--config FILE replaces it. --task rank --data_path FOLDER trains a ranking model. --help lists all settings.
 """
 
 import sys
@@ -25,6 +25,6 @@ if __name__ == "__main__":
         if "__data_path" not in flags:
             arguments.append(f"--data_path={HERE / 'pages.csv'}")
     if not {"__gpus", "__nproc"} & set(flags):
-        arguments = ["--gpus=1", *arguments]  # not under a launcher, where each process already has its GPU
+        arguments = ["--gpus=1", *arguments]  # ignored under a launcher, which assigns a GPU to each process
     sys.argv[1:] = ["train", "seo", *arguments]
     program()

@@ -1,1 +1,1 @@
-"""What several recipes need: caches on disk, fingerprints, data folders, media files, base weights of a LoRA."""
+"""Code shared by several recipes: caches on disk, fingerprints, data folders, media files, base weights of a LoRA."""

@@ -1,4 +1,4 @@
-"""Records unusable files where every rank can read it, so that all ranks train on the same samples."""
+"""Records unusable files on disk, where all ranks can read the list, so that all ranks train on the same samples."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from unisono.errors import ConfigError, UserError
 from unisono.recipes.common.cache_files import write_cache_file
 from unisono.recipes.common.tree import one_line
 
-_MAX_NAMED = 3  # in a message
+_MAX_NAMED = 3  # files listed in a message
 
 
 class BadMedia(Exception):
-    """A file that cannot be used as the media it should be; the message names the file and the problem."""
+    """Raised for an image, audio or video file that cannot be used; the message names the file and the problem."""
 
     def __init__(self, path: Path, problem: str) -> None:
         super().__init__(one_line(f"{path}: {problem}"))
         self.path, self.problem = path, problem
 
     def __reduce__(self) -> tuple[type[BadMedia], tuple[Path, str]]:
-        return type(self), (self.path, self.problem)  # loader workers send it to the main process
+        return type(self), (self.path, self.problem)  # loader workers pickle it for the main process
 
 
 @contextmanager
 def as_bad_media(path: Path, kind: str) -> Iterator[None]:
-    """Converts every exception into a BadMedia; `kind` is what the file should be."""
-    # Decoders raise nearly any exception on hostile input, so this should enclose little but their calls.
+    """Converts every exception into a BadMedia; `kind` is the expected kind of file, such as "video"."""
+    # Decoders can raise almost any exception on malicious input, so enclose only the calls to the decoder.
     try:
         yield
     except BadMedia:
@@ -42,7 +42,7 @@ def as_bad_media(path: Path, kind: str) -> Iterator[None]:
 
 
 def check_file(path: Path) -> None:
-    """Raises BadMedia if there is no such file or it is empty."""
+    """Raises BadMedia if the file does not exist or is empty."""
     if not path.is_file():  # opening a FIFO would block forever
         raise BadMedia(path, "there is no such file")
     if not path.stat().st_size:
@@ -50,17 +50,17 @@ def check_file(path: Path) -> None:
 
 
 class BadFiles:
-    """The unusable files and the reasons, by key."""
+    """A folder that stores, for each unusable file, the reason under the file's cache key."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def record(self, key: str, reason: str) -> None:
-        """Records an unusable file. The next start tries it again; a changed file has another key."""
+        """Records an unusable file. The next start tries it again, and a changed file gets a new key."""
         write_cache_file(self._folder / f"{key}.json", json.dumps({"why": reason}).encode())
 
     def reason(self, key: str) -> str | None:
-        """Why the file is unusable; None if it was not recorded."""
+        """Returns why a file is unusable, or None if it was not recorded."""
         try:
             return one_line(str(json.loads((self._folder / f"{key}.json").read_bytes())["why"]))
         except (OSError, ValueError, KeyError, TypeError):
@@ -68,7 +68,7 @@ class BadFiles:
 
 
 class Named(Protocol):
-    """A sample of the user's."""
+    """A sample with a name that can be shown to the user."""
 
     @property
     def name(self) -> str: ...
@@ -80,9 +80,9 @@ def usable_samples(
     bad: BadFiles,
     leave_out_bad: bool,
 ) -> tuple[list[int], list[str]]:
-    """Returns the indices of the usable samples, and notes about the others.
+    """Returns the indices of the usable samples, and notes about the unusable ones.
 
-    `needed` lists caches, each with the keys of all samples; a sample is usable if every cache contains its key.
+    `needed` is a list of caches, each with one key per sample. A sample is usable if every cache contains its key.
     """
     missing: dict[int, str] = {}
     for cache, keys in needed:
@@ -92,14 +92,14 @@ def usable_samples(
         reason = bad.reason(key)
         if reason is None:
             raise UserError(
-                f"{sources[index].name} is not in the cache: its files changed meanwhile, or the machines see other "
-                "files; use a file system that all machines share, do not change the files, and start again"
+                f"{sources[index].name} is not in the cache: its files have changed since the run started, or the "
+                "machines see different files; use a file system shared by all machines and start the run again"
             )
         reasons.append(reason)
     usable = [index for index in range(len(sources)) if index not in missing]
     if not reasons:
         return usable, []
-    examples = first_few(list(dict.fromkeys(reasons)))  # several samples may be of one file
+    examples = first_few(list(dict.fromkeys(reasons)))  # several samples may come from one file
     if leave_out_bad and usable:
         return usable, [f"skipping {len(reasons):,} of {len(sources):,} samples that cannot be used: {examples}"]
     fix = "repair or remove them" if leave_out_bad else "repair or remove them, or skip them with --leave_out_bad"
@@ -107,5 +107,5 @@ def usable_samples(
 
 
 def first_few(texts: Sequence[str]) -> str:
-    """Joins the first few texts, for a message."""
+    """Joins the first few texts for use in a message."""
     return "; ".join(texts[:_MAX_NAMED]) + ("; …" if len(texts) > _MAX_NAMED else "")

@@ -1,4 +1,4 @@
-"""Files of a cache: they appear complete or not at all, and a later start removes what a killed process left behind."""
+"""Writes cache files atomically, and removes the partial files of killed processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ABANDONED_S = 3600  # a partial file that has not grown for this long is abando
 
 
 def write_cache_file(path: Path, content: bytes) -> None:
-    """Writes a file, which appears complete or not at all; an existing one is replaced."""
+    """Writes a file atomically; replaces an existing file."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, content, durable=True)
@@ -23,7 +23,7 @@ def write_cache_file(path: Path, content: bytes) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Removes partial files and folders of killed processes; recent ones may still have a writer."""
+    """Removes partial files and folders of killed processes, except recent ones, which may still be growing."""
     for partial in folder.glob(".*.part"):
         with suppress(OSError):  # another process removed it first
             is_folder = partial.is_dir() and not partial.is_symlink()

@@ -1,4 +1,4 @@
-"""Checks of settings that recipes run before anything is loaded or written."""
+"""Validates settings before a recipe loads or writes anything."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unisono.errors import ConfigError
 
 
 def check_paths(config: Any, names: Iterable[str]) -> None:
-    """Rejects settings that cannot be the path of a file or folder."""
+    """Rejects settings that are not valid paths."""
     for name in names:
         if not _can_be_a_path(getattr(config, name) or ""):
             raise ConfigError(f"{name}: {shown(getattr(config, name))} is not a valid path")
@@ -32,7 +32,7 @@ def check_range(config: Any, least: Mapping[str, float], most: Mapping[str, floa
 
 def _can_be_a_path(text: str) -> bool:
     path = os.path.expanduser(text)
-    if path == text and text.startswith("~"):  # the home of an unknown user
+    if path == text and text.startswith("~"):  # the home folder of an unknown user
         return False
     try:
         os.stat(path)

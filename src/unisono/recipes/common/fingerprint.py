@@ -1,9 +1,10 @@
-"""Fingerprints of models and files, so that a cache never returns what was computed from another one.
+"""Fingerprints of models and files, used as cache keys so that a changed model or file never gets a stale result.
 
-The fingerprint of a model on disk covers its config and tokenizer files in full, and blocks from all parts of each
-weight file: reading 11 GB at every start would take longer than a step of training. It leaves out dates, because
-machines with a copy each must agree. That of a model in memory covers every number. There may be millions of images and
-videos, so their fingerprints cover only name, size and modification time, as in `make` and `rsync`.
+The fingerprint of a model on disk covers its config and tokenizer files in full, and evenly spaced blocks of each large
+weight file: reading 11 GB at every start would take longer than a training step. Modification times are not included,
+because copies on different machines must have the same fingerprint. The fingerprint of a model in memory covers every
+weight. There may be millions of images and videos, so their fingerprints cover only name, size and modification time,
+as in `make` and `rsync`.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ if TYPE_CHECKING:
 
 _LENGTH = 32  # hexadecimal digits: 128 bits
 _MODEL_SUFFIXES = (".json", ".model", ".safetensors")  # a changed README does not change the model
-_MAX_WHOLE = 2**26  # bytes; larger files are sampled
+_MAX_WHOLE = 2**26  # bytes; only blocks of larger files are hashed
 _BLOCK, _NUM_BLOCKS = 2**12, 512
 
 
 def combined(*parts: Any) -> str:
-    """One fingerprint for several values: text, numbers, lists of them."""
+    """Returns one fingerprint for several values, which must be JSON-serializable."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, ensure_ascii=True).encode()).hexdigest()[:_LENGTH]
 
 
 def of_folders(folders: Iterable[Path], *extra: str) -> str:
-    """The fingerprint of a model on disk; `extra` is what else changes its output, such as its dtype."""
+    """Returns the fingerprint of a model on disk; `extra` lists whatever else changes its output, such as the dtype."""
     parts: list[Any] = list(extra)
     for folder in folders:
         files = sorted(path for path in folder.iterdir() if path.suffix in _MODEL_SUFFIXES and path.is_file())
@@ -44,13 +45,13 @@ def of_folders(folders: Iterable[Path], *extra: str) -> str:
 
 
 def of_model(paths: Iterable[Path], *extra: str) -> str:
-    """The fingerprint of a model on disk whose parts are folders or single files."""
+    """Returns the fingerprint of a model on disk whose parts are folders or single files."""
     parts = [of_folders([path]) if path.is_dir() else combined(path.stat().st_size, _content(path)) for path in paths]
     return combined(*extra, *parts)
 
 
 def of_module(module: nn.Module) -> str:
-    """The fingerprint of a model in memory: its config and all its weights."""
+    """Returns the fingerprint of a model in memory, from its config and all its weights."""
     digest = hashlib.sha256(json.dumps(_plain_config(module), sort_keys=True, default=str).encode())
     for name, tensor in module.state_dict().items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -59,29 +60,29 @@ def of_module(module: nn.Module) -> str:
 
 
 def of_tokenizer(tokenizer: Any) -> str:
-    """The fingerprint of a tokenizer in memory."""
+    """Returns the fingerprint of a tokenizer in memory."""
     description = json.loads(tokenizer.backend_tokenizer.to_str())
-    # Truncation and padding are those of its last call.
+    # Truncation and padding only reflect the tokenizer's last call.
     return combined({name: value for name, value in description.items() if name not in ("truncation", "padding")})
 
 
 class Keys:
-    """Cache keys of values that are computed from many files in the same way."""
+    """Cache keys for values that are computed from many files with the same method."""
 
     def __init__(self, *method: Any) -> None:
-        """`method` is everything that the computation depends on besides the file."""
+        """`method` is everything besides the file that affects the result."""
         self._method = hashlib.sha256(combined(*method).encode())
 
     def of_file(self, name: str, path: Path) -> str:
-        """The key of a sample: its name, and the name, size and modification time of its file."""
+        """Returns the key of a sample, from its name and the name, size and modification time of its file."""
         try:
             status = path.stat()
         except OSError:
-            return self.of_text(f"{name}\0{path.name}")  # reading it will raise the error
+            return self.of_text(f"{name}\0{path.name}")  # the error is raised later, when the file is read
         return self.of_text(f"{name}\0{path.name}\0{status.st_size}\0{status.st_mtime_ns}")
 
     def of_text(self, text: str) -> str:
-        """The key of a text."""
+        """Returns the key of a text."""
         digest = self._method.copy()
         digest.update(text.encode("utf-8", "surrogatepass"))  # file names need not be valid text
         return digest.hexdigest()[:_LENGTH]
@@ -102,6 +103,6 @@ def _content(path: Path) -> str:
 def _plain_config(module: nn.Module) -> dict[str, Any]:
     config: Any = getattr(module, "config", {})
     values = dict(config.to_dict() if hasattr(config, "to_dict") else config)
-    # These do not change the output; the dtypes are part of the weights.
+    # These entries do not change the output; the dtypes are hashed with the weights.
     unrelated = ("architectures", "dtype", "torch_dtype", "transformers_version")
     return {name: value for name, value in values.items() if not name.startswith("_") and name not in unrelated}

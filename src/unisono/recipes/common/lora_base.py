@@ -1,4 +1,4 @@
-"""Records the base weights of a LoRA run, because with other base weights it would silently be another model."""
+"""Records which base weights a LoRA run uses, because its LoRA would silently give wrong results with any others."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ class LoraBase:
     """The fingerprint of a LoRA run's frozen weights, which its checkpoints do not contain."""
 
     def __init__(self, folder: Path, parts: Iterable[Path]) -> None:
-        """`folder` is the run's folder of prepared files; `parts` are folders or files of the model."""
+        """`folder` contains the run's prepared files; `parts` are the folders or files of the model."""
         self._file, self._fingerprint = folder / _FILE, of_model(parts)
 
     def check(self, setting: str, hint: str = "") -> None:
-        """Rejects base weights other than those that the run was trained with."""
+        """Raises ConfigError if the run was trained with different base weights."""
         if self._recorded() not in (None, self._fingerprint):
             raise ConfigError(
-                f"{setting}: this run's LoRA was trained with other base weights; use the model that the run started "
-                f"with, or a new output_dir{hint}"
+                f"{setting}: this run's LoRA was trained with different base weights; use the model that the run "
+                f"started with, or a new output_dir{hint}"
             )
 
     def for_one_process(self, work: Work) -> LoraBase | None:
-        """Returns itself on the one process that records it, None on the others."""
+        """Returns this object on the process that records the fingerprint, and None on all others."""
         return self if work.share([self]) else None
 
     def record(self) -> None:
-        """Writes the fingerprint. Call it when training starts: until then a user may still change the model."""
+        """Writes the fingerprint. Call it when training starts, because the user may change the model until then."""
         if self._recorded() is None:
             write_cache_file(self._file, json.dumps({"fingerprint": self._fingerprint}).encode())
 
@@ -50,7 +50,7 @@ class LoraBase:
 
 
 class AsLoaded:
-    """The result of `Recipe.weights` for a model that model() already filled from files."""
+    """Returned by `Recipe.weights` if model() has already loaded the weights."""
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Never called, because no weight is on the meta device."""

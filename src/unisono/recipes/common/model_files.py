@@ -1,4 +1,4 @@
-"""Reads JSON files of models, which may come from anywhere."""
+"""Reads the JSON files of models, which are not trusted."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _Json = TypeVar("_Json", dict[str, Any], list[Any])
 
 
 def read_json(path: Path, kind: type[_Json]) -> _Json:
-    """Reads a file with a JSON object or list."""
+    """Reads a JSON file whose top level must be an object or a list, as `kind` says."""
     if not path.is_file():  # opening a FIFO would block forever
         raise ConfigError(f"{path} is missing; copy or download the model again")
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON ({error}); repair it, or copy it again") from None
+        raise ConfigError(f"{path} cannot be read as JSON ({error}); copy or download the model again") from None
     if not isinstance(value, kind):
         raise ConfigError(f"{path}: expected a JSON {'object' if kind is dict else 'list'}")
     return value

@@ -1,8 +1,8 @@
 """A cache of many tensors in few files.
 
-A pack is a safetensors file with up to a few hundred tensors, each under its key. It appears complete or not at all and
-never changes, so a killed process loses only the seconds of work that it had not written yet. One file per sample would
-be simpler, but many file systems are slow with millions of small files, and each would wait for the disk.
+A pack is a safetensors file with up to a few hundred tensors, each stored under its cache key. Packs are written
+atomically and never change, so a killed process loses only a few seconds of work. One file per sample would be simpler,
+but many file systems are slow with millions of small files, and each file would need its own fsync.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from torch import Tensor
 
 from unisono.recipes.common.cache_files import remove_leftovers, write_cache_file
 
-_MAX_TENSORS = 256  # per pack, which limits its header
+_MAX_TENSORS = 256  # per pack; limits the size of the header
 _MAX_BYTES = 2**26
-_MAX_SECONDS = 15.0  # write a pack at least this often, to limit the work that a kill can lose
+_MAX_SECONDS = 15.0  # longest time between writes, which limits the work lost if the process is killed
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64, "I64": torch.int64}
 
 
@@ -43,7 +43,7 @@ class Packs:
     """A folder of packs."""
 
     def __init__(self, folder: Path, fits: Callable[[PackEntry], bool] = lambda entry: True) -> None:
-        """Entries that do not fit are ignored: another program may have written them."""
+        """Entries for which `fits` returns False are ignored, because another program may have written them."""
         self.folder, self._fits = folder, fits
 
     def find(self) -> dict[str, PackEntry]:
@@ -54,7 +54,7 @@ class Packs:
         return entries
 
     def entries(self, path: Path) -> dict[str, PackEntry]:
-        """Returns the entries of one pack by key; none if it is missing, damaged or truncated."""
+        """Returns the entries of one pack by key; empty if the pack is missing, damaged or truncated."""
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return {key: entry for key, entry in _entries(path) if self._fits(entry)}
         return {}
@@ -66,7 +66,7 @@ class Packs:
 
 
 class Packing:
-    """Collects tensors and writes a pack when there are enough of them, or enough time has passed."""
+    """Collects tensors and writes them as a pack when it is full or a few seconds have passed."""
 
     def __init__(self, packs: Packs) -> None:
         self._packs, self._tensors = packs, dict[str, Tensor]()
@@ -97,10 +97,10 @@ class Packing:
 
 
 class PackReader:
-    """Reads tensors of packs by index; a million entries take little memory, also in loader workers."""
+    """Reads tensors from packs by index. A million entries take little memory, even in loader workers."""
 
     def __init__(self, folder: Path, entries: Sequence[PackEntry]) -> None:
-        # Arrays, because reference counts of a million objects would copy their pages into every forked worker.
+        # Arrays, because the reference counts of a million Python objects would defeat copy-on-write in forked workers.
         self._folder = str(folder)
         self._packs = sorted({entry.pack for entry in entries})
         self._kinds = list(dict.fromkeys((entry.shape, entry.dtype) for entry in entries))
@@ -112,17 +112,17 @@ class PackReader:
     def __getitem__(self, index: int) -> Tensor:
         shape, dtype = self._kinds[self._kind[index]]
         size, path = math.prod(shape) * dtype.itemsize, os.path.join(self._folder, self._packs[self._pack[index]])
-        # Opening the file each time takes microseconds, and forked workers share no file handle.
+        # Opening the file for each read takes microseconds, and forked workers must not share a file handle.
         with open(path, "rb", buffering=0) as file:
             content = bytearray(os.pread(file.fileno(), size, int(self._start[index])))
         if len(content) < size:
-            raise OSError(f"{path} was truncated while it was in use; start again to compute it again")
+            raise OSError(f"{path} was truncated while in use; start the run again to recreate it")
         return torch.frombuffer(content, dtype=dtype).view(shape)
 
 
 def _entries(path: Path) -> Iterator[tuple[str, PackEntry]]:
-    """Parses the header of a pack; ValueError if the file does not match it."""
-    # The safetensors library does not return offsets, and without them every read would parse the header again.
+    """Parses the header of a pack; raises ValueError if the file does not match its header."""
+    # The safetensors library does not expose offsets, and without them every read would parse the header again.
     if not path.is_file():  # opening a FIFO would block forever
         raise ValueError(f"{path} is not a file")
     with path.open("rb") as file:

@@ -1,6 +1,6 @@
 """Opens videos from untrusted sources.
 
-An unreadable file is a BadMedia error that names it, never a crash or a hang, and FFmpeg reads no other file.
+An unreadable file raises BadMedia instead of causing a crash or a hang, and FFmpeg cannot open any other file.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 VIDEO_SUFFIXES = (".mp4", ".avi", ".mov", ".mkv", ".webm")
 
 MAX_PIXELS = 2**27  # per frame; a small file can claim any size
-# A playlist that is called video.mp4 would make FFmpeg open any file or address that it lists.
+# Without this list, a playlist named video.mp4 would make FFmpeg open any file or URL that it lists.
 _FORMATS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg"
 
 
 @contextmanager
 def open_media(path: Path, kind: str = "video") -> Iterator[InputContainer]:
-    """Opens a file; every exception in the block becomes a BadMedia."""
+    """Opens a media file; any exception raised inside the `with` block becomes a BadMedia."""
     import av
 
     check_file(path)
-    # An absolute path, because FFmpeg would take a file called `http:video.mp4` for an address.
+    # An absolute path, because FFmpeg would treat a file named `http:video.mp4` as a URL.
     options = {"format_whitelist": _FORMATS, "protocol_whitelist": "file"}
-    # Metadata in an invalid encoding is an error before PyAV 19.
+    # Before version 19, PyAV raises an error for metadata in an invalid encoding.
     lenient: dict[str, Any] = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
     with as_bad_media(path, kind), av.open(str(path.absolute()), mode="r", options=options, **lenient) as container:
         yield container
@@ -49,10 +49,10 @@ def video_stream(path: Path, container: InputContainer) -> VideoStream | None:
     if stream is None:
         return None
     if stream.codec_context is None:
-        raise BadMedia(path, "this installation of PyAV has no decoder for its video")
+        raise BadMedia(path, "PyAV has no decoder for this video's codec")
     if stream.width * stream.height > MAX_PIXELS:
         raise BadMedia(path, f"{stream.height}×{stream.width} is more than {MAX_PIXELS:,} pixels")
-    stream.codec_context.options = {"max_pixels": str(MAX_PIXELS)}  # frames may be larger than announced
+    stream.codec_context.options = {"max_pixels": str(MAX_PIXELS)}  # frames may be larger than the header says
     stream.thread_type = "AUTO"
     stream.thread_count = min(4, torch.get_num_threads())  # a loader worker has one torch thread
     return stream

@@ -1,7 +1,7 @@
-"""The files of a data folder, and never a file outside it.
+"""Lists and reads the files of a data folder, and never a file outside it.
 
-Data folders come from anywhere and are not trusted: a line of a metadata file may say `../../etc/passwd`, and so may a
-link. This module looks files up in the folder's listing, and follows a link only if its target is in the folder too.
+Data folders are not trusted: a metadata file may name `../../etc/passwd`, and a symbolic link may point there. This
+module looks files up in the folder's listing, and follows a link only if its target is also in the folder.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _RUN_FILES = {RUN, EVENTS}  # a run folder has both from its first step on
 
 
 class Outside(ConfigError):
-    """A path that leads outside the folder."""
+    """Raised for a path that leads outside the folder."""
 
     def __init__(self, path: object, folder: Path, *, is_link: bool = False) -> None:
         self.is_link = is_link
@@ -26,13 +26,13 @@ class Outside(ConfigError):
 
 
 class Tree:
-    """A data folder. Paths are relative to it, with `/`; hidden files are ignored."""
+    """A data folder. Paths are relative to it and use `/`; hidden files are ignored."""
 
     def __init__(self, folder: Path, *, follow_links: bool = False) -> None:
-        """With `follow_links`, links to files may lead anywhere: the user trusts this folder."""
+        """With `follow_links`, links to files may lead outside, for a folder that the user trusts."""
         self.folder, self._follow_links = folder, follow_links
         self._root = folder.resolve()
-        # A snapshot in the hub's cache consists of links to a folder of blobs.
+        # A snapshot in the Hugging Face cache consists of links into its `blobs` folder.
         self._allowed = [self._root]
         if self._root.parent.name == "snapshots":
             self._allowed.append(self._root.parent.parent / "blobs")
@@ -40,7 +40,7 @@ class Tree:
         self._listings: dict[str, dict[str, os.DirEntry[str]]] = {}
 
     def walk(self) -> Iterator[str]:
-        """Yields the files, folder by folder; skips links to folders, and run folders."""
+        """Yields the paths of all files, folder by folder; skips run folders and links to folders."""
         folders = [""]
         while folders:
             folder = folders.pop()
@@ -56,7 +56,7 @@ class Tree:
                     yield path
 
     def relative(self, path: str) -> str:
-        """Makes a path relative to the folder; raises Outside if it is not in it."""
+        """Makes a path relative to the folder; raises Outside if it leads outside."""
         for root in (self._root, self.folder.absolute()) if os.path.isabs(path) else ("",):
             inside = os.path.relpath(path, root) if root else os.path.normpath(path)
             if inside != ".." and not inside.startswith("../"):
@@ -64,7 +64,7 @@ class Tree:
         raise Outside(shown(path), self.folder)
 
     def __contains__(self, path: str) -> bool:
-        """Whether the file exists; raises Outside if it is a link that leads outside."""
+        """Returns whether the file exists; raises Outside if it is a link that leads outside."""
         *folders, name = path.split("/")
         for depth, folder in enumerate(folders):
             entry = self._listing("/".join(folders[:depth])).get(folder)
@@ -80,11 +80,11 @@ class Tree:
         return True
 
     def path(self, path: str) -> Path:
-        """The path of a file of the folder on disk."""
+        """Returns the path on disk of a file in the folder."""
         return self.folder / path
 
     def lines(self, path: str, most_bytes: int) -> Iterator[tuple[int, str]]:
-        """Yields the lines of a text file with their numbers, from 1; ConfigError if it is not UTF-8."""
+        """Yields (line number, line) pairs of a text file, counted from 1; raises ConfigError if it is not UTF-8."""
         where = self.path(path)
         try:
             size = where.stat().st_size
@@ -92,7 +92,7 @@ class Tree:
                 raise ConfigError(f"{where} has {size:,} bytes; expected at most {most_bytes:,}")
             with where.open("rb") as file:
                 for number, line in enumerate(file, 1):
-                    # str.splitlines would also split at eight other characters.
+                    # str.splitlines would also split at other characters, such as form feeds.
                     yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
         except UnicodeDecodeError:
             raise ConfigError(f"{where}, line {number}: not UTF-8 text; save the file as UTF-8") from None
@@ -110,7 +110,7 @@ class Tree:
 
 
 def _leads_to(kind: Callable[[], bool]) -> bool:
-    """Whether an entry is of this kind; a circular link is of none."""
+    """Returns the result of `is_file` or `is_dir` of an entry; False for a circular link."""
     try:
         return kind()
     except OSError:

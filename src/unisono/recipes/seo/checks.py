@@ -16,11 +16,11 @@ _AT_MOST |= {"target_length": 1024, "scale": 1e4, "lora_rank": 4096, "lora_dropo
 
 
 def check_kind(config: Config) -> None:
-    """Rejects settings of another task. Not part of check_config: an old run with such settings can be exported."""
+    """Rejects settings of another task. Not part of check_config, so that old runs that have them can be exported."""
     for name, kinds in FOR.items():
         if config.kind not in kinds and getattr(config, name) != getattr(Config, name):
             kind = kinds[0] if len(kinds) == 1 else "task rank"
-            raise ConfigError(f"{name} only has an effect for {kind}, and this is {config.kind}; leave it out")
+            raise ConfigError(f"{name} only affects {kind}, but this run is {config.kind}; do not set it")
 
 
 def check_config(config: Config) -> None:

@@ -1,7 +1,7 @@
 """Writes trained models as folders for transformers and sentence-transformers.
 
-The file format is that of sentence-transformers since version 2, which newer versions also read. A LoRA is merged into
-the weights and also written separately.
+The file format is that of sentence-transformers 2, which newer versions also read. A LoRA is merged into the weights
+and also written separately.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _OTHERS = ("max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens")
 def write_sentence_transformer(
     encoder: Encoder, tokenizer: PreTrainedTokenizerBase, folder: Path, max_length: int, *, base: str = ""
 ) -> None:
-    """Writes a folder for SentenceTransformer and AutoModel.from_pretrained; `base`: the name of what was trained."""
+    """Writes a folder for SentenceTransformer and AutoModel.from_pretrained; `base` is the name of the base model."""
     model = _write(encoder.backbone, tokenizer, folder, max_length, base)
     modules = ("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")
     listed = [
@@ -53,8 +53,8 @@ def write_sentence_transformer(
 def write_cross_encoder(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path, max_length: int, *, base: str = ""
 ) -> None:
-    """Writes a folder for CrossEncoder(folder), whose predict() gives our scores, and for transformers."""
-    # By default it would apply a sigmoid to a single output.
+    """Writes a folder for transformers and for CrossEncoder, whose predict() returns the model's raw scores."""
+    # By default CrossEncoder applies a sigmoid to a single output.
     extra_config = {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}
     _write(model, tokenizer, folder, max_length, base, extra_config)
 
@@ -95,7 +95,7 @@ def _write(
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("config.json", "model.safetensors", "tokenizer.json", "modules.json"):
         if (folder / name).exists():
-            raise UserError(f"{folder} already has a {name}, which is not overwritten; choose another folder")
+            raise UserError(f"{folder} already contains {name}; choose another folder")
     whole = merged(model)
     with quietly():
         write_adapter(model, folder, base)

@@ -18,7 +18,7 @@ from unisono.errors import ConfigError
 from unisono.recipes.seo import settings
 from unisono.recipes.seo.checks import check_config, check_kind
 
-if TYPE_CHECKING:  # `unisono train seo --help` need not wait for torch
+if TYPE_CHECKING:  # so that `unisono train seo --help` does not import torch
     from torch import Tensor, nn
 
     from unisono.data.noise import Noise
@@ -31,8 +31,8 @@ if TYPE_CHECKING:  # `unisono train seo --help` need not wait for torch
 _PAIRS_AT_ONCE = 400
 _EPOCHS = 3
 CPU_STEPS = 120
-"""Default limit of optimizer steps on a CPU: about a quarter of an hour on two cores."""
-_CPU_MICRO_BATCH = 16  # limits the memory for activations; larger micro-batches are hardly faster on a CPU
+"""Default maximum number of optimizer steps on a CPU, about 15 minutes on two cores."""
+_CPU_MICRO_BATCH = 16  # limits activation memory; larger micro-batches are only slightly faster on a CPU
 
 
 class Seo(Recipe):
@@ -52,7 +52,7 @@ class Seo(Recipe):
     aliases: ClassVar[Mapping[str, str]] = settings.ALIASES
     fixed: ClassVar[Sequence[str]] = (
         *("task", "model_name", "method", "pooling", "label", "write"),
-        # With other data, pages that were trained on could be reported as held out.
+        # If the data changed on resume, pages that were trained on could be reported as held out.
         *("data_path", "eval_data_path", "num_eval", "num_candidates", "hard_candidates", "rerank"),
         *("max_length", "query_length", "target_length", "num_negatives"),  # the content of a sample
         *("lora_rank", "lora_alpha", "lora_targets"),
@@ -61,7 +61,7 @@ class Seo(Recipe):
 
     @classmethod
     def presets(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The metric of the best checkpoint, and defaults that depend on the model and the device."""
+        """Returns the metric that selects the best checkpoint, and defaults that depend on the model and the device."""
         best = {"rank": ("eval/MRR@10", "max"), "score": ("eval/loss", "min"), "snippet": ("eval/loss", "min")}
         metric, mode = best.get(str(values["task"]), best["rank"])
         presets: dict[str, Any] = {"best_metric": metric, "best_mode": mode}
@@ -75,19 +75,19 @@ class Seo(Recipe):
             if isinstance(values["batch_size"], int):
                 presets["micro_batch"] = max(1, min(_CPU_MICRO_BATCH, values["batch_size"]))
         if values["task"] == "rank" and values["method"] == "cross" and isinstance(values["rerank"], int):
-            # An evaluation sample is a query with all pages to rerank.
+            # One evaluation sample is a query with all the pages to rerank for it.
             presets["eval_batch_size"] = max(1, _PAIRS_AT_ONCE // max(1, values["rerank"]))
         return presets
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         check_config(config)
-        self._base: LoraBase | None = None  # base weights of a LoRA, until they are recorded
+        self._base: LoraBase | None = None  # set until the base weights of a LoRA are recorded
         self._length_remarks: Sequence[str] = ()
 
     @cached_property
     def task(self) -> Task:
-        """The task: bi-encoder, cross-encoder, score or snippet."""
+        """The object that implements the configured task: bi-encoder, cross-encoder, score or snippet."""
         config = self.config
         task: Task
         if config.task == "score":
@@ -108,29 +108,29 @@ class Seo(Recipe):
             task = BiEncoder(config)
         if self.prepared is not None:
             task.folder = self.prepared
-        self.metrics = task.metrics  # the engine looks for them here
+        self.metrics = task.metrics  # the engine reads this attribute
         return task
 
     @property
     def headline(self) -> Sequence[str]:  # type: ignore[override]
-        """The task's metrics and their baselines."""
+        """Names of the metrics shown during training, with their baselines."""
         return self.task.headline
 
     def check_settings(self, settings: Settings) -> None:
-        """Rejects settings of other tasks, and strategies that a contrastive loss cannot use."""
+        """Rejects settings of other tasks, and strategies that do not work with a contrastive loss."""
         check_kind(self.config)
         run = settings.run
         if (run.max_steps, run.num_epochs) == (CPU_STEPS, _EPOCHS) and self.config.model_name != "tiny":
             self._length_remarks = [
-                f"without a GPU the run ends after {CPU_STEPS} steps or {_EPOCHS} epochs, whichever is shorter; "
+                f"without a GPU the run ends after {CPU_STEPS} steps or {_EPOCHS} epochs, whichever comes first; "
                 "change this with --num_epochs or --max_steps"
             ]
         if self.coupled and settings.parallel.strategy == "dp":
             raise ConfigError(
-                "strategy dp would split batches that are sorted by length; use ddp, which is faster, or --method cross"
+                "strategy dp cannot split the batches of --method bi; use ddp, which is also faster, or --method cross"
             )
 
-    # The engine calls the recipe, which calls the task ---------------------------------------------------------------
+    # Methods called by the engine, most of which forward to the task -------------------------------------------------
 
     def prepare(self, work: Work) -> None:
         """Reads and tokenizes the data."""
@@ -140,7 +140,7 @@ class Seo(Recipe):
         self.task.prepare(work)
 
     def model(self) -> nn.Module:
-        """The task's model."""
+        """Builds the task's model."""
         model, remark = self.task.model(), None
         if self.global_batch:  # for training, not for export
             self.task.get_ready(model, flash_attention=self.flash_attention)
@@ -149,14 +149,14 @@ class Seo(Recipe):
         return model
 
     def weights(self, model: nn.Module) -> Weights | None:
-        """With a LoRA, checkpoints leave out the base weights, which are in the model's folder."""
+        """Tells the engine, if a LoRA is trained, that the base weights are loaded and not part of checkpoints."""
         from unisono.recipes.common.lora_base import AsLoaded
 
         return AsLoaded() if self._lora_base else None
 
     @cached_property
     def _lora_base(self) -> LoraBase | None:
-        """The base weights of a LoRA; ConfigError if they are not those the run began with."""
+        """The base weights of a LoRA, or None without one; ConfigError if the run began with different base weights."""
         from unisono.recipes.common.lora_base import LoraBase
         from unisono.recipes.seo.models.load import place_of
         from unisono.recipes.seo.models.tiny import TINY
@@ -174,7 +174,7 @@ class Seo(Recipe):
             self._base = None
 
     def dataset(self, split: str) -> Any:
-        """The task's data."""
+        """Returns the dataset of a split, "train" or "eval"."""
         return self.task.dataset(split)
 
     def collate(self, items: list[Any]) -> Any:
@@ -187,17 +187,17 @@ class Seo(Recipe):
         return self.task.coupled
 
     def loss(self, model: nn.Module, batch: Any, noise: Noise) -> Loss:
-        """The task's loss, if samples are independent."""
+        """Returns the loss of a micro-batch of independent samples."""
         self._record_base()
         return self.task.loss(model, batch, noise)
 
     def embed(self, model: nn.Module, batch: Any, noise: Noise) -> Mapping[str, Tensor]:
-        """Embeds queries and pages."""
+        """Embeds the queries and pages of a micro-batch."""
         self._record_base()
         return self.task.embed(model, batch, noise)
 
     def couple(self, rows: Mapping[str, Tensor]) -> Loss:
-        """The loss of a whole global batch."""
+        """Returns the loss of a whole global batch."""
         return self.task.couple(rows)
 
     def before_evaluation(self, model: nn.Module) -> None:
@@ -205,13 +205,13 @@ class Seo(Recipe):
         self.task.before_evaluation(model)
 
     def evaluate(self, model: nn.Module, batch: Any, noise: Noise) -> Mapping[str, Any]:
-        """The task's metrics and their baselines."""
+        """Returns the metrics of a batch and their baselines."""
         task = copy.copy(self.task)
         task.metrics = self.metrics  # the engine may pass copies, which it discards afterwards
         return task.evaluate(model, batch, noise)
 
     def preview(self, model: nn.Module, step: int) -> Mapping[str, Any] | None:
-        """The task's previews."""
+        """Returns the task's previews."""
         return self.task.preview(model, step)
 
     def export(self, model: nn.Module, folder: Path) -> None:
@@ -220,7 +220,7 @@ class Seo(Recipe):
 
 
 def on_cpu(values: Mapping[str, Any]) -> bool:
-    """Whether a run with these settings trains without a GPU."""
+    """Returns whether a run with these settings trains on the CPU."""
     from unisono.devices import visible_gpus
 
     return (

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _TOKENS_AT_ONCE = 16_384
-_DEFAULT_LENGTH = 512  # if neither the model's folder nor its positions define one
+_DEFAULT_LENGTH = 512  # used if neither the model's folder nor its position embeddings define a limit
 
 
 class Ranker:
@@ -43,7 +43,7 @@ class Ranker:
         description: str,
         max_pair_length: int | None = None,
     ) -> None:
-        """`description` names the weights. `max_pair_length` limits query and page together (cross-encoder)."""
+        """`description` says which weights these are. `max_pair_length` limits query plus page for a cross-encoder."""
         self.model, self.config, self.description = model.eval(), config, description
         self._tokenizer: Any = tokenizer
         self._max_pair_length = max_pair_length
@@ -55,27 +55,27 @@ class Ranker:
 
     @property
     def embeds(self) -> bool:
-        """Whether it embeds queries and pages separately; a cross-encoder only has scores."""
+        """Whether the model embeds queries and pages separately; a cross-encoder does not."""
         return isinstance(self.model, Encoder)
 
     def embed(self, texts: Sequence[str], kind: Kind = "page") -> Tensor:
-        """[texts, width] unit vectors, on the CPU."""
+        """Returns the embeddings as [texts, width] unit vectors on the CPU."""
         if not isinstance(self.model, Encoder):
-            raise UserError("a cross-encoder reads a query and a page together and has no embeddings; use scores")
+            raise UserError("a cross-encoder has no embeddings, because it reads query and page together; use scores")
         length = self.config.query_length if kind == "query" else self.config.max_length
         prompt = self.model.prompts[kind]
         rows = _rows(self._tokenizer, [f"{prompt}{text}" for text in texts], length)
         return _in_batches(rows, self._vectors) if rows else torch.zeros(0, 0)
 
     def scores(self, queries: Sequence[str], pages: Sequence[str]) -> Tensor:
-        """[queries, pages] on the CPU: cosines, or the scores of a cross-encoder; higher is better."""
+        """Returns [queries, pages] scores on the CPU: cosines, or a cross-encoder's outputs; higher is better."""
         if not queries or not pages:
             return torch.zeros(len(queries), len(pages))
         if self.embeds:
             return self.embed(queries, "query") @ self.embed(pages, "page").T
         query_rows = _rows(self._tokenizer, queries, self.config.query_length, special_tokens=False)
         page_rows = _rows(self._tokenizer, pages, self.config.max_length, special_tokens=False)
-        # One query after the other, because all pairs at once may not fit into memory.
+        # One query at a time, because all pairs together may not fit into memory.
         return torch.stack([self._pair_scores(query, page_rows) for query in query_rows])
 
     def _vectors(self, rows: Sequence[Row], numbers: Sequence[int]) -> Tensor:
@@ -112,7 +112,7 @@ class Scorer:
         self.calibration = calibration or Calibration()
         self.is_number = _head(model).problem_type == "regression" or _head(model).num_labels == 1
         self.names = [] if self.is_number else self.calibration.names or list(_head(model).id2label.values())
-        """Names of the classes; empty for a number."""
+        """Names of the classes; empty if the model predicts a number."""
         self._tokenizer: Any = tokenizer
 
     def to(self, device: torch.device | str) -> Scorer:
@@ -121,7 +121,7 @@ class Scorer:
         return self
 
     def scores(self, texts: Sequence[str]) -> Tensor:
-        """[texts] numbers in the unit of the labels, or [texts, classes] probabilities; calibrated if the run was."""
+        """Returns [texts] numbers in the labels' unit, or [texts, classes] probabilities; calibrated if possible."""
         rows = _rows(self._tokenizer, texts, self.config.max_length)
         if not rows:
             return torch.zeros(0) if self.is_number else torch.zeros(0, len(self.names))
@@ -134,7 +134,7 @@ class Scorer:
 def open_ranker(
     place: str | Path, *, step: str | None = None, weights: str = "auto", reference: str | None = None
 ) -> Ranker:
-    """The ranker of a run, or of a model by name or folder; step, weights and reference as in `unisono export`."""
+    """Opens a run or a model as a ranker; step, weights and reference work as in `unisono export`."""
     if (Path(place) / "run.json").is_file():
         recipe, model, description = _of_run(Path(place), "rank", step, weights, reference)
         tokenizer = _tokenizer_of(recipe)
@@ -143,7 +143,7 @@ def open_ranker(
     if not has_head:
         return Ranker(load_encoder(config, tokenizer), tokenizer, config, f"as in {place}")
     if _num_labels(str(place)) != 1:
-        raise UserError(f"{place} is a classifier of {_num_labels(str(place))} classes; expected a model that ranks")
+        raise UserError(f"{place} is a classifier with {_num_labels(str(place))} classes; expected a ranking model")
     model = load_classifier(config, tokenizer, 1)
     return Ranker(model, tokenizer, config, f"as in {place}", config.max_length)
 
@@ -151,21 +151,21 @@ def open_ranker(
 def open_scorer(
     place: str | Path, *, step: str | None = None, weights: str = "auto", reference: str | None = None
 ) -> Scorer:
-    """The scorer of a run of the task `score`, or of a folder of a classifier."""
+    """Opens a run of the task `score`, or the folder of a classifier, as a scorer."""
     if (Path(place) / "run.json").is_file():
         recipe, model, description = _of_run(Path(place), "score", step, weights, reference)
         tokenizer = _tokenizer_of(recipe)
         return Scorer(model, tokenizer, recipe.config, description, recipe.task.calibration(model))
     config, tokenizer, has_head = _of_folder(str(place))
     if not has_head:
-        raise UserError(f"{place} is neither a run of the task score nor a model that was trained to score")
+        raise UserError(f"{place} is neither a run of the task score nor a model with a classification head")
     number = _num_labels(str(place))
     model = load_classifier(config, tokenizer, number, regression=number == 1)
     return Scorer(model, tokenizer, config, f"as in {place}", Calibration.read(locate(str(place))))
 
 
 def logits_of(model: nn.Module, tokenizer: Any, rows: Sequence[Row], types: Sequence[Row] | None = None) -> Tensor:
-    """[texts, labels] logits of a classifier or cross-encoder; `types` are the token types of pairs."""
+    """Returns [texts, labels] logits of a classifier or cross-encoder; `types` are the token types of pairs."""
     ids, mask = pad(rows, tokenizer.pad_token_id)
     inputs = {"input_ids": ids, "attention_mask": mask}
     if types is not None:
@@ -176,7 +176,7 @@ def logits_of(model: nn.Module, tokenizer: Any, rows: Sequence[Row], types: Sequ
 
 
 def _of_run(run: Path, task: str, step: str | None, weights: str, reference: str | None) -> tuple[Any, nn.Module, str]:
-    with nothing_fetched():  # a run's files must not trigger a download
+    with nothing_fetched():  # opening a run must not trigger a download
         recipe, model, description = load_trained(run, step=step, weights=weights, reference=reference)
     config = recipe.config
     if getattr(config, "task", None) != task:
@@ -191,7 +191,7 @@ def _tokenizer_of(recipe: Any) -> PreTrainedTokenizerBase:
 
 
 def _of_folder(name: str) -> tuple[Config, PreTrainedTokenizerBase, bool]:
-    """Settings to load a model with, its tokenizer, and whether it has a classification head."""
+    """Returns the config for loading a model, its tokenizer, and whether it has a classification head."""
     folder = locate(name)
     layout = read_layout(folder, name, any_pooling=True)
     config = read_json(layout.transformer / "config.json", dict) if (folder / "config.json").is_file() else {}
@@ -205,7 +205,7 @@ def _of_folder(name: str) -> tuple[Config, PreTrainedTokenizerBase, bool]:
 
 
 def _num_labels(name: str) -> int:
-    """Number of classes; transformers omits the default of two."""
+    """Returns the number of classes; transformers does not write the default of two to config.json."""
     labels = read_json(locate(name) / "config.json", dict).get("id2label")
     return len(labels) if isinstance(labels, dict) else 2
 
@@ -217,7 +217,7 @@ def _rows(tokenizer: Any, texts: Sequence[str], length: int, *, special_tokens: 
 
 @torch.no_grad()
 def _in_batches(rows: Sequence[Row], compute: Callable[[Sequence[Row], Sequence[int]], Tensor]) -> Tensor:
-    """The results of `compute` in the order of the rows; rows of similar length are computed together."""
+    """Returns the results of `compute` in the order of the rows; rows of similar length are computed together."""
     longest_first = sorted(range(len(rows)), key=lambda number: -len(rows[number]))
     results: Tensor | None = None
     for numbers in _batches(longest_first, rows):

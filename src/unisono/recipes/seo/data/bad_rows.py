@@ -1,4 +1,4 @@
-"""Unusable rows: the first one stops the run, or all are left out and counted."""
+"""Handles unusable rows: the first one stops the run or, with --leave_out_bad, all of them are skipped and counted."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ class BadRows:
         self._examples: list[str] = []
 
     def add(self, where: str, problem: str, number: int = 1) -> None:
-        """Adds one unusable row, or several with the same problem; ConfigError unless they may be left out."""
+        """Adds one unusable row, or several with the same problem; raises ConfigError unless they may be skipped."""
         message = one_line(f"{where}: {problem}")
         if not self._leave_out:
-            raise ConfigError(f"{message}; correct it, or pass --leave_out_bad to leave out such rows")
+            raise ConfigError(f"{message}; correct it, or pass --leave_out_bad to skip such rows")
         self.number += number
         if len(self._examples) < _NUM_EXAMPLES:
             self._examples.append(message)
 
     def report(self, remark: Remark, num_usable: int, kind: str, source: object) -> None:
-        """Remarks on what was left out (`kind` in the singular); ConfigError if nothing is left."""
+        """Reports the skipped rows (`kind` is singular); raises ConfigError if no row is usable."""
         if not num_usable:
             reason = f" ({first_few(self._examples)})" if self._examples else ""
             raise ConfigError(f"{source} has no usable {kind}{reason}")
         if self.number:
-            left_out = f"left out {format_count(self.number, 'unusable row')} of {source}"
-            remark(f"{left_out} ({format_count(num_usable, kind)} left): {first_few(self._examples)}")
+            skipped = f"skipped {format_count(self.number, 'unusable row')} of {source}"
+            remark(f"{skipped} ({format_count(num_usable, kind)} left): {first_few(self._examples)}")

@@ -18,7 +18,7 @@ from unisono.errors import ConfigError
 from unisono.recipes.common.tree import one_line
 
 MAX_LINE = 2**26
-"""Characters; a file without line breaks must not fill the memory."""
+"""Maximum number of characters per line, so that a file without line breaks cannot fill the memory."""
 
 _BYTE_ORDER_MARKS = {  # longest first: that of UTF-32 begins like that of UTF-16
     codecs.BOM_UTF32_LE: "utf-32",
@@ -66,7 +66,7 @@ def read_start(path: Path, size: int) -> bytes:
 
 
 def plain_suffix(path: Path) -> str:
-    """.csv of x.csv and of x.csv.gz."""
+    """Returns the suffix without .gz: .csv for both x.csv and x.csv.gz."""
     name = path.name.lower().removesuffix(".gz")
     return name[name.rindex(".") :] if "." in name else ""
 

@@ -33,7 +33,7 @@ def pages_of(
 ) -> list[tuple[str, Path]]:
     """The pages of a site with their names: the path in the folder, or the entry of the sitemap or list.
 
-    A listed page that does not exist is an error; with `leave_out_bad` it is left out, with a remark.
+    A listed page that does not exist is an error; with `leave_out_bad` it is skipped, with a remark.
     """
     place = Path(path).expanduser()
     if place.is_dir():
@@ -92,7 +92,11 @@ def _sitemap(top: Path) -> Iterator[tuple[str, str]]:
             # A sitemap index; its sitemaps are next to it, whatever their URL is.
             file = _file_of(location, tree) or _file_of(location.rpartition("/")[2], tree)
             if file is None:
-                raise ConfigError(one_line(f"{path}: it lists the sitemap {shown(location)}; put that next to it"))
+                raise ConfigError(
+                    one_line(
+                        f"{path}: the sitemap that it lists, {shown(location)}, is missing; put it in the same folder"
+                    )
+                )
             if file not in sitemaps and len(sitemaps) < _MAX_SITEMAPS:
                 sitemaps.add(file)
                 waiting.append(file)

@@ -158,7 +158,7 @@ class SEOConfig(ConfigClass):
         if steps > 1 and effective is not None and self.batch_size * devices * steps != effective:
             raise ConfigError(
                 f"batch_size {self.batch_size} x {devices} GPUs x gradient_accumulation_steps {steps} = "
-                f"{self.batch_size * devices * steps} is not effective_batch_size {effective}; leave one of them out"
+                f"{self.batch_size * devices * steps} is not effective_batch_size {effective}; set only one of them"
             )
 
 

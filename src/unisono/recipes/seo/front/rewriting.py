@@ -1,7 +1,7 @@
-"""Changes to a text that add nothing: its own sentences reordered, without repetition, or split into shorter ones.
+"""Proposes changes to a text that add no words: reordering, dropping repeated, and splitting long sentences.
 
-Every word of a changed text occurs in the original at least as often. So no change can invent a fact or repeat a
-keyword; `adds_nothing` checks every change before it is proposed.
+Every word of a changed text occurs at least as often in the original, so no change can invent a fact or repeat a
+keyword. `adds_nothing` checks every change before it is proposed.
 """
 
 from __future__ import annotations

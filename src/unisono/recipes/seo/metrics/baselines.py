@@ -1,8 +1,9 @@
-"""The baselines of ranking: BM25, TF-IDF and random order.
+"""The ranking baselines: BM25, TF-IDF and random order.
 
-Pages are read twice in blocks that the ranks share: once to count the pages with each word, once to score. The index of
-all pages is never in memory. For 1,000,000 pages of 55 words this takes 0.9 GiB for both baselines together, divided
-among the ranks; bm25s 0.3 takes 1.7 GiB for BM25 alone and scikit-learn's TfidfVectorizer 1.6 GiB, on every rank.
+Pages are read twice, in blocks that are divided among the ranks: once to count the pages that contain each word, once
+to score. The index of all pages is never in memory at once. For 1,000,000 pages of 55 words, both baselines together
+take 0.9 GiB, divided among the ranks; bm25s 0.3 takes 1.7 GiB for BM25 alone and scikit-learn's TfidfVectorizer 1.6
+GiB, on every rank.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 from unisono.engine.recipe import Work
 from unisono.recipes.seo.metrics.ranking import CUT, RECALLS, TopPages
 
-# In scripts without spaces every character is a word, as in Lucene.
+# In scripts without spaces, every character is a word, as in Lucene.
 _ALONE = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 _WORD = re.compile(rf"[{_ALONE}]|[^\W{_ALONE}]+")
 _BLOCK = 20_000  # pages
@@ -34,13 +35,13 @@ Pages = Callable[[], Iterable[str]] | Sequence[str]
 
 
 def words_of(text: str) -> list[str]:
-    """The words of a text in lower case; digits count as letters."""
+    """Returns the words of a text in lower case; digits count as letters."""
     return _WORD.findall((text if text.isascii() else unicodedata.normalize("NFKC", text)).lower())
 
 
 @dataclass
 class Statistics:
-    """Statistics of all pages."""
+    """Word statistics over all pages."""
 
     num_pages: int = 0
     num_words: int = 0
@@ -94,7 +95,7 @@ class _Lexical:
         self._weights = self._weigh().astype(np.float32)
 
     def scores(self, query: str) -> NDArray[np.float32]:
-        """[P] score of each page for a query; 0 without a common word."""
+        """Returns the score of each page [P] for a query; 0 for pages that share no word with it."""
         block = self._block
         scores = np.zeros(len(block.lengths), np.float32)
         for word, weight in self._query(Counter(words_of(query))).items():
@@ -108,11 +109,11 @@ class _Lexical:
         raise NotImplementedError
 
     def _weigh(self) -> NDArray[np.float64]:
-        """The weight of each posting."""
+        """Returns the weight of each posting."""
         raise NotImplementedError
 
     def _query(self, counts: Mapping[str, int]) -> Mapping[str, float]:
-        """The weight of each word of a query."""
+        """Returns the weight of each word of a query."""
         return counts
 
 
@@ -155,7 +156,7 @@ class TfIdf(_Lexical):
 
 
 class BM25(_Lexical):
-    """BM25 as in Lucene: idf is never below 0, no factor k1 + 1; page lengths are exact, where Lucene rounds them."""
+    """BM25 as in Lucene (idf is never negative, no factor k1 + 1), but with exact instead of rounded page lengths."""
 
     def __init__(
         self,
@@ -185,12 +186,13 @@ def baselines(
     work: Work | None = None,
     best: dict[str, torch.Tensor] | None = None,
 ) -> dict[str, dict[str, float]]:
-    """The metrics of TF-IDF, of BM25, and the expected metrics of random order.
+    """Returns the metrics of TF-IDF and BM25, and the expected metrics of random order.
 
-    `judged`: query number -> page number -> grade. With `work` all ranks must call it and share the blocks of pages;
-    the result is empty if a rank was asked to stop. A page without a common word does not count as retrieved.
+    `judged` maps query number -> page number -> grade. With `work`, all ranks must call this function and divide the
+    pages among themselves; the result is empty if a rank was asked to stop. A page that shares no word with a query
+    does not count as retrieved.
     """
-    statistics, first_block = Statistics(), list[Postings]()  # a single block is not read twice
+    statistics, first_block = Statistics(), list[Postings]()  # the first block is not indexed twice
     for _, block in _own_blocks(pages, work):
         postings = Postings(block)
         statistics.add(postings)
@@ -204,7 +206,7 @@ def baselines(
     tops = {name: TopPages(judged, len(queries)) for name in ("tfidf", "bm25")}
     for start, block in _own_blocks(pages, work):
         postings = first_block.pop() if first_block else Postings(block)
-        # Sublinear, because it is the stronger baseline: MRR@10 of .85 instead of .81 on Debian's packages.
+        # Sublinear, because it is the stronger baseline: an MRR@10 of .85 instead of .81 on the Debian packages.
         scorers = {
             "tfidf": TfIdf(postings, sublinear=True, statistics=statistics),
             "bm25": BM25(postings, statistics=statistics),
@@ -220,16 +222,16 @@ def baselines(
     if any(stopped for _, stopped in gathered):
         return {}
     (tops, _), *others = gathered
-    for theirs, _ in others:
+    for other_tops, _ in others:
         for name, top in tops.items():
-            top.merge_state(theirs[name])
+            top.merge_state(other_tops[name])
     if best is not None:  # for callers that need the retrieved pages
         best.update({name: top.pages() for name, top in tops.items()})
     return {"random": by_chance(judged, statistics.num_pages), **{name: top.compute() for name, top in tops.items()}}
 
 
 def by_chance(judged: Mapping[int, Mapping[int, float]], num_pages: int) -> dict[str, float]:
-    """The expected metrics of a random order of all pages."""
+    """Returns the expected metrics of a random order of all pages."""
     relevant = [grades for each in judged.values() if (grades := [grade for grade in each.values() if grade > 0])]
     if not relevant or not num_pages:
         return {}
@@ -251,13 +253,13 @@ def by_chance(judged: Mapping[int, Mapping[int, float]], num_pages: int) -> dict
 
 
 def _own_blocks(pages: Pages, work: Work | None) -> Iterator[tuple[int, list[str]]]:
-    """This rank's blocks of pages, each with the number of its first page; ends early if the rank is asked to stop."""
-    mine = range(10**9) if work is None else work.share(range(10**9))
+    """Yields this rank's blocks of pages with the number of their first page; stops early if the rank is to stop."""
+    own_numbers = range(10**9) if work is None else work.share(range(10**9))
     texts = iter(pages() if callable(pages) else pages)
     number = 0
     while block := list(islice(texts, _BLOCK)):
         if work is not None and work.stopping:
             return
-        if number in mine:
+        if number in own_numbers:
             yield number * _BLOCK, block
         number += 1

@@ -1,7 +1,8 @@
-"""Calibration: probabilities that match the observed frequencies, and numbers without a systematic error.
+"""Calibrates predictions: probabilities match observed frequencies, and numbers have no systematic error.
 
-Classes get one temperature (Guo et al. 2017), which changes no decision. Numbers get an isotonic curve, which changes
-no order. Both are fitted on one half of the held-out pages and measured on the other.
+Class logits are divided by a temperature (Guo et al. 2017), which never changes the predicted class. Numbers are mapped
+by isotonic regression, which never changes their order. Both are fitted on one half of the held-out pages and evaluated
+on the other half.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from unisono.recipes.common.cache_files import write_cache_file
 FILE = "calibration.json"
 BINS = 10
 MIN_PAGES = 20
-"""Minimum number of pages for the fit, and for measuring it."""
+"""Minimum number of pages for fitting a calibration, and for evaluating it."""
 _TEMPERATURES = 0.01, 100.0
 _MAX_BYTES = 64 * 2**20
 
@@ -32,7 +33,7 @@ Numbers = NDArray[np.float64]
 
 @dataclass
 class Calibration:
-    """Turns a model's outputs into probabilities (`temperature`) or numbers (`mean`, `std`, then the curve)."""
+    """Converts a model's outputs to probabilities (`temperature`) or to numbers (`mean`, `std`, then the curve)."""
 
     temperature: float = 1.0
     """Divisor of the logits."""
@@ -41,18 +42,18 @@ class Calibration:
     """Mean and standard deviation of the training labels: a prediction is mean + std × output."""
     numbers: list[float] = field(default_factory=list)
     becomes: list[float] = field(default_factory=list)
-    """The curve: increasing numbers and their calibrated values, interpolated linearly. Empty: the identity."""
+    """The calibration curve: increasing numbers and their calibrated values, interpolated linearly. Empty: identity."""
     names: list[str] = field(default_factory=list)
     """Names of the classes; empty for numbers."""
     measured: dict[str, Any] = field(default_factory=dict)
     """Metrics before and after calibration, and reliability tables."""
 
     def probabilities(self, logits: Numbers) -> Numbers:
-        """[N, classes] from logits [N, classes]."""
+        """Returns probabilities [N, classes] from logits [N, classes]."""
         return softmax(np.asarray(logits, np.float64) / self.temperature)
 
     def values(self, outputs: Numbers) -> Numbers:
-        """[N] numbers in the unit of the labels, from the outputs [N] of a regression."""
+        """Returns numbers [N] in the unit of the labels, from the outputs [N] of a regression model."""
         values = self.mean + self.std * np.asarray(outputs, np.float64)
         return np.interp(values, self.numbers, self.becomes) if self.numbers else values
 
@@ -62,28 +63,28 @@ class Calibration:
 
     @classmethod
     def read(cls, folder: Path) -> Self | None:
-        """Reads calibration.json; None if there is none."""
+        """Reads calibration.json; returns None if the file does not exist."""
         file = folder / FILE
         try:
             if not file.is_file():
                 return None
             if file.stat().st_size > _MAX_BYTES:
-                raise ValueError("it is too large")
+                raise ValueError("the file is too large")
             return cls.from_json(json.loads(file.read_bytes()))
         except (OSError, ValueError, TypeError, RecursionError) as error:
             raise ConfigError(f"{file} cannot be used ({error}); export the run again, or remove the file") from None
 
     @classmethod
     def from_json(cls, content: Any) -> Self:
-        """Checks the content of a file; ValueError or TypeError if it is not a calibration."""
+        """Creates a calibration from the content of a file; raises ValueError or TypeError if it is invalid."""
         if not isinstance(content, Mapping):
-            raise ValueError("it is not a JSON object")
+            raise ValueError("expected a JSON object")
         new = cls(**{name: content[name] for name in vars(cls()) if name in content})
         if not all(isinstance(value, list) for value in (new.numbers, new.becomes, new.names)):
             raise ValueError("numbers, becomes and names must be lists")
         values = [new.temperature, new.mean, new.std, *new.numbers, *new.becomes]
         if not all(type(value) in (int, float) and math.isfinite(value) for value in values):
-            raise ValueError("it contains something other than finite numbers")
+            raise ValueError("all numbers must be finite")
         if new.temperature <= 0 or new.std <= 0:
             raise ValueError("temperature and std must be above 0")
         if len(new.numbers) != len(new.becomes) or sorted(new.numbers) != new.numbers:
@@ -94,14 +95,14 @@ class Calibration:
 
 
 def fit(outputs: Numbers, labels: NDArray[Any], uncalibrated: Calibration) -> Calibration:
-    """Calibrates on one half of the pages and measures on the other; unchanged if there are too few pages.
+    """Fits a calibration on one half of the pages and evaluates it on the other; unchanged if there are too few pages.
 
     `outputs` are logits [N, classes] if `uncalibrated` names classes, otherwise numbers [N].
     """
     number = len(labels)
     if number // 2 < MIN_PAGES or not np.isfinite(outputs).all():
         return uncalibrated
-    # Random halves, because the labels of a file may alternate.
+    # Random halves, because labels may follow a pattern in the file.
     drawn = Order(number, seed=0).indices(np.arange(number))
     first, second = np.sort(drawn[: number // 2]), np.sort(drawn[number // 2 :])
     targets = labels[second]
@@ -131,17 +132,17 @@ def fit(outputs: Numbers, labels: NDArray[Any], uncalibrated: Calibration) -> Ca
 
 
 def softmax(logits: Numbers) -> Numbers:
-    """[N, classes] probabilities."""
+    """Returns probabilities [N, classes] from logits [N, classes]."""
     weights = np.exp(logits - logits.max(axis=1, keepdims=True))
     probabilities: Numbers = weights / weights.sum(axis=1, keepdims=True)
     return probabilities
 
 
 def fit_temperature(logits: Numbers, labels: NDArray[np.int64]) -> float:
-    """The temperature with the lowest log loss, for logits [N, classes] and true classes [N].
+    """Returns the temperature with the lowest log loss, for logits [N, classes] and true classes [N].
 
-    Targets are smoothed as if one more page were wrong (Platt 1999). Otherwise a model without errors would become
-    certain of every prediction.
+    Targets are smoothed (Platt 1999). Otherwise the temperature of a model without errors would go to 0, and its
+    probabilities to 0 and 1.
     """
     from scipy.optimize import minimize_scalar
     from scipy.special import log_softmax
@@ -162,7 +163,7 @@ def fit_temperature(logits: Numbers, labels: NDArray[np.int64]) -> float:
 
 
 def reliability(probabilities: Numbers, labels: NDArray[np.int64], bins: int = BINS) -> list[dict[str, float]]:
-    """Confidence and accuracy of the predicted class, by ranges of confidence."""
+    """Returns a reliability table: mean confidence and accuracy in each range of confidence."""
     confidence, correct = probabilities.max(axis=1), probabilities.argmax(axis=1) == labels
     bin_of = np.minimum((confidence * bins).astype(np.int64), bins - 1)
     rows = []
@@ -174,17 +175,17 @@ def reliability(probabilities: Numbers, labels: NDArray[np.int64], bins: int = B
 
 
 def expected_calibration_error(probabilities: Numbers, labels: NDArray[np.int64], bins: int = BINS) -> float:
-    """Mean distance between confidence and accuracy."""
+    """Returns the expected calibration error: the mean absolute difference between confidence and accuracy."""
     rows = reliability(probabilities, labels, bins)
     return math.fsum(row["pages"] * abs(row["confidence"] - row["accuracy"]) for row in rows) / max(1, len(labels))
 
 
 def log_loss(probabilities: Numbers, labels: NDArray[np.int64]) -> float:
-    """Mean of -ln of the probability of the true class."""
+    """Returns the mean negative log probability of the true class."""
     chosen = probabilities[np.arange(len(labels)), labels]
     return float(-np.log(np.maximum(chosen, 1e-15)).mean())
 
 
 def rmse(values: Numbers, labels: Numbers) -> float:
-    """Root of the mean squared error."""
+    """Returns the root mean squared error."""
     return float(np.sqrt(np.mean((values - labels) ** 2)))

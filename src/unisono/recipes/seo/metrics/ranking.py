@@ -1,9 +1,10 @@
 """Ranking metrics: MRR, NDCG and recall. Pages may be scored in any order and on any rank.
 
-Only the best pages of each query stay in memory, so a million pages need no more than a thousand, and merging the
-best pages of all ranks gives the best pages overall. The definitions are those of BEIR (trec_eval): a grade above 0
-means relevant, the gain in NDCG is the grade (not 2^grade - 1), the ideal order is that of all judged pages, and the
-mean is over the queries that have a relevant page. A relevant page that is not among the best counts as missed.
+Only the best pages of each query stay in memory, so a million pages need no more memory than a thousand, and merging
+the best pages of all ranks gives the best pages overall. The definitions follow BEIR (trec_eval): a grade above 0 means
+relevant, the gain in NDCG is the grade (not 2^grade - 1), the ideal order is the best order of all judged pages, and
+the mean is over the queries that have a relevant page. A relevant page that is not among the stored pages counts as
+missed.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ CUT = 10
 RECALLS = (1, 10, 100)
 _EMPTY = torch.iinfo(torch.int64).min
 _LOW = 0xFFFFFFFF
-# Ties (of a collapsed model, or in 16 bit) must not be broken by page number: if the relevant pages come first in the
-# file, they would come first in the ranking. A permutation of the page numbers, different for each query, breaks them:
-# the number times an odd constant modulo 2^32, plus an offset that depends on the query.
+# Ties (of a collapsed model, or in 16 bit) must not be broken by page number: relevant pages that come first in the
+# file would come first in the ranking. They are broken by a permutation of the page numbers that differs between
+# queries: the number times an odd constant modulo 2^32, plus an offset that depends on the query.
 _SCRAMBLE, _SHIFT = 0x9E3779B1, 0x85EBCA77
 _UNSCRAMBLE = pow(_SCRAMBLE, -1, 2**32)
 
@@ -28,12 +29,12 @@ _UNSCRAMBLE = pow(_SCRAMBLE, -1, 2**32)
 class TopPages:
     """Collects the best pages of each query and computes the metrics; merging the objects of all ranks is exact.
 
-    The same scores give the same metrics, in however many parts and in whatever order they come. Scores are compared
-    in float32; a page with a NaN score is ignored.
+    The metrics do not depend on the order in which scores are added, or on how they are divided into calls. Scores are
+    compared in float32; a page with a NaN score is ignored.
     """
 
     update_called = False
-    sync_on_compute = False  # the engine merges
+    sync_on_compute = False  # the engine calls merge_state
 
     def __init__(self, judged: Mapping[int, Mapping[int, float]], num_queries: int, keep: int = 100) -> None:
         triples = [
@@ -42,7 +43,7 @@ class TopPages:
         self._keep = keep
         self._judged = torch.tensor([triple[:2] for triple in triples], dtype=torch.int64).reshape(-1, 2)
         self._grades = torch.tensor([triple[2] for triple in triples], dtype=torch.float64)
-        # Score in the high bits, tie-breaker in the low bits: no two numbers are equal, so topk has one result.
+        # Score in the high bits, tie-breaker in the low bits: all keys differ, so the result of topk is unique.
         self._best = torch.full((num_queries, keep), _EMPTY, dtype=torch.int64)
 
     def update(self, scores: Tensor, page_numbers: Tensor, queries: Tensor | None = None) -> None:
@@ -70,7 +71,7 @@ class TopPages:
         self._best = both.topk(self._keep).values
 
     def reset(self) -> None:
-        """Forgets all pages."""
+        """Removes all pages."""
         self._best = torch.full_like(self._best, _EMPTY)
         self.update_called = False
 
@@ -80,22 +81,25 @@ class TopPages:
         return self
 
     def cpu(self) -> Self:
-        """Moves the collected pages to main memory."""
+        """Moves the collected pages to the CPU."""
         return self.to("cpu")
 
     def pages(self) -> Tensor:
-        """[num_queries, keep] numbers of the best pages, best first; -1 if there are fewer."""
+        """Returns the numbers of the best pages [num_queries, keep], best first, padded with -1."""
         rows = torch.arange(len(self._best), device=self._best.device)[:, None]
         numbers = (((self._best & _LOW) - rows * _SHIFT) * _UNSCRAMBLE) & _LOW
         return torch.where(self._best == _EMPTY, -1, numbers)
 
     def compute(self) -> dict[str, float]:
-        """MRR@10, NDCG@10, Recall@1, @10 and @100 (those that `keep` allows)."""
+        """Returns MRR@10, NDCG@10, Recall@1, @10 and @100, except cut-offs larger than `keep`."""
         return measures(self.pages().cpu(), self._judged, self._grades)
 
 
 def measures(pages: Tensor, judged: Tensor, grades: Tensor) -> dict[str, float]:
-    """The metrics of ranked pages [Q, K] (-1: none), given relevant (query, page) pairs [N, 2] and their grades [N]."""
+    """Returns the metrics of ranked pages [Q, K], given relevant (query, page) pairs [N, 2] and their grades [N].
+
+    Missing pages are -1.
+    """
     num_queries, kept = pages.shape
     gains = _gains(pages, judged, grades)  # [Q, K]
     relevant = torch.bincount(judged[:, 0], minlength=num_queries)
@@ -116,7 +120,7 @@ def measures(pages: Tensor, judged: Tensor, grades: Tensor) -> dict[str, float]:
 
 
 def _gains(pages: Tensor, judged: Tensor, grades: Tensor) -> Tensor:
-    """[Q, K] the grade of each ranked page; 0 for pages without a judgement."""
+    """Returns the grade of each ranked page [Q, K]; 0 for pages without a judgement."""
     judged_pairs, order = ((judged[:, 0] << 32) | judged[:, 1]).sort()
     rows = torch.arange(len(pages))[:, None]
     wanted = torch.where(pages < 0, -1, (rows << 32) | pages)
@@ -129,7 +133,7 @@ def _gains(pages: Tensor, judged: Tensor, grades: Tensor) -> Tensor:
 
 
 def _ideal(judged: Tensor, grades: Tensor, num_queries: int) -> Tensor:
-    """[Q] the DCG of the judged pages in their best order."""
+    """Returns the ideal DCG [Q]: that of the judged pages in their best order."""
     best_first = grades.argsort(descending=True, stable=True)
     order = best_first[judged[best_first, 0].argsort(stable=True)]  # by query, the best first
     queries = judged[order, 0]
@@ -139,7 +143,7 @@ def _ideal(judged: Tensor, grades: Tensor, num_queries: int) -> Tensor:
 
 
 def _keys(scores: Tensor, pages: Tensor, rows: Tensor) -> Tensor:
-    """[Q, P] int64 keys that sort by score, then by permuted page number."""
+    """Returns int64 keys [Q, P] that sort by score, then by permuted page number."""
     scores = scores.float() + 0.0  # -0 is 0
     bits = scores.view(torch.int32)
     keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()  # these integers sort like the floats
@@ -150,7 +154,7 @@ def _keys(scores: Tensor, pages: Tensor, rows: Tensor) -> Tensor:
 
 
 def _by_query(rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Each query once, with all its keys in one row."""
+    """Merges the rows of each query into one row of keys."""
     order = rows.argsort(stable=True)
     queries, group, counts = torch.unique_consecutive(rows[order], return_inverse=True, return_counts=True)
     if len(queries) == len(rows):

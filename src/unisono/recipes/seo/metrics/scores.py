@@ -1,7 +1,7 @@
-"""Metrics of scores, with two baselines that have not read the text.
+"""Metrics of the task score, with two baselines that do not read the text.
 
-One baseline knows only the frequencies of the labels, the other only the length of a text. A model that is no better
-has learned nothing about pages.
+One baseline uses only the label frequencies, the other only the length of a text. A model that is no better than these
+has learned nothing from the text.
 """
 
 from __future__ import annotations
@@ -26,11 +26,15 @@ from unisono.recipes.seo.metrics.calibration import (
 _NUM_RANGES = 10  # maximum number of length ranges
 _PAGES_PER_RANGE = 20
 _CALIBRATED = ("ECE_calibrated", "log_loss_calibrated", "RMSE_calibrated")
-_TRIVIAL = ("AUC_majority", "ECE_majority", "ECE_length")  # always 0.5; frequencies are calibrated by definition
+_TRIVIAL = (
+    "AUC_majority",
+    "ECE_majority",
+    "ECE_length",
+)  # AUC is always 0.5, and label frequencies are calibrated by definition
 
 
 def class_metrics(probabilities: Numbers, labels: NDArray[np.int64]) -> dict[str, float]:
-    """AUC, macro F1, accuracy, log loss and expected calibration error, given probabilities [N, classes].
+    """Returns AUC, macro F1, accuracy, log loss and expected calibration error of probabilities [N, classes].
 
     With more than two classes, the AUC is the mean of each class against the rest, over the classes that occur.
     """
@@ -50,7 +54,7 @@ def class_metrics(probabilities: Numbers, labels: NDArray[np.int64]) -> dict[str
 
 
 def number_metrics(values: Numbers, labels: Numbers) -> dict[str, float]:
-    """Spearman's rank correlation (0 if one side is constant) and the root of the mean squared error."""
+    """Returns Spearman's rank correlation (0 if either input is constant) and the root mean squared error."""
     from scipy.stats import spearmanr
 
     constant = np.ptp(values) == 0 or np.ptp(labels) == 0
@@ -60,18 +64,18 @@ def number_metrics(values: Numbers, labels: Numbers) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Baselines:
-    """Predictions without reading the text, from the training labels and the lengths of the training texts."""
+    """Predictions from the training labels and the lengths of texts, without reading the texts."""
 
     overall: Numbers
-    """[classes] frequencies, or [1] the mean."""
+    """[classes] label frequencies, or [1] the mean label."""
     edges: Numbers
-    """Boundaries between the ranges of length."""
+    """Boundaries between the length ranges."""
     by_length: Numbers
-    """[ranges, classes or 1] the same within each range."""
+    """[ranges, classes or 1] label frequencies or mean label in each length range."""
 
     @classmethod
     def fit(cls, lengths: NDArray[Any], labels: NDArray[Any], num_classes: int = 0) -> Self:
-        """From the lengths and labels [N] of the training texts; num_classes 0: labels are numbers."""
+        """Fits the baselines on the lengths and labels [N] of the training texts; num_classes 0: labels are numbers."""
         rows = np.eye(num_classes)[labels] if num_classes else np.asarray(labels, np.float64)[:, None]
         overall = rows.mean(axis=0)
         num_ranges = max(1, min(_NUM_RANGES, len(lengths) // _PAGES_PER_RANGE))
@@ -79,30 +83,30 @@ class Baselines:
         range_of = np.searchsorted(edges, lengths, side="right")
         counts = np.bincount(range_of, minlength=len(edges) + 1)[:, None]
         sums = np.stack([np.bincount(range_of, column, minlength=len(edges) + 1) for column in rows.T], axis=1)
-        return cls(overall, edges, (sums + overall) / (counts + 1))  # smoothed: one average page more per range
+        return cls(overall, edges, (sums + overall) / (counts + 1))  # smoothed by one average page per range
 
     def constant(self, num_pages: int) -> Numbers:
-        """[N, classes or 1] the same prediction for every page."""
+        """Returns the same prediction for every page, [N, classes or 1]."""
         return np.repeat(self.overall[None], num_pages, axis=0)
 
     def from_length(self, lengths: NDArray[Any]) -> Numbers:
-        """[N, classes or 1] predictions from the length alone."""
+        """Returns predictions from the length alone, [N, classes or 1]."""
         predictions: Numbers = self.by_length[np.searchsorted(self.edges, lengths, side="right")]
         return predictions
 
 
 class ScoreMetrics:
-    """Collects a model's outputs on held-out pages and computes the metrics; the engine merges the ranks' objects."""
+    """Collects a model's outputs on held-out pages and computes metrics; the engine merges the objects of all ranks."""
 
     update_called = False
-    sync_on_compute = False  # the engine merges
+    sync_on_compute = False  # the engine calls merge_state
 
     def __init__(self, uncalibrated: Calibration, baselines: Baselines) -> None:
         self._uncalibrated, self._baselines = uncalibrated, baselines
         self._parts: list[tuple[Tensor, ...]] = []
 
     def update(self, indices: Tensor, outputs: Tensor, labels: Tensor, lengths: Tensor) -> None:
-        """Adds logits [B, classes] (or [B] outputs of a regression) of pages, with their labels and lengths."""
+        """Adds pages: logits [B, classes] (or regression outputs [B]), with their labels and lengths."""
         self.update_called = True
         self._parts.append((indices.detach(), outputs.detach().float(), labels.detach(), lengths.detach()))
 
@@ -121,13 +125,13 @@ class ScoreMetrics:
         return self
 
     def cpu(self) -> Self:
-        """Moves the collected outputs to main memory."""
+        """Moves the collected outputs to the CPU."""
         return self.to("cpu")
 
     def compute(self) -> dict[str, float]:
-        """All metrics: of the model, after calibration, of the majority class (or the mean), of the length alone."""
+        """Returns the metrics of the model, of the calibrated model, and of both baselines."""
         indices, *columns = (torch.cat(column).cpu().numpy() for column in zip(*self._parts, strict=True))
-        # Each page once and in order, so that sums are bitwise equal, whichever rank computed a page.
+        # Each page counts once, in a fixed order, so that sums are bitwise equal on any number of ranks.
         _, first = np.unique(indices, return_index=True)
         outputs, labels, lengths = (column[first] for column in columns)
         outputs = outputs.astype(np.float64)

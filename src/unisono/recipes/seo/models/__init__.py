@@ -1,1 +1,1 @@
-"""Language models and tokenizers: loading, LoRA, pooling, packing, text generation."""
+"""Language models and tokenizers: loading, LoRA, pooling, packing and text generation."""

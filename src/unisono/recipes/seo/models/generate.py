@@ -1,4 +1,4 @@
-"""Greedy generation and target logits of encoder-decoders and decoders."""
+"""Greedy text generation, and the logits of target tokens, for encoder-decoders and decoders."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from unisono.recipes.seo.models.folders import quietly
 from unisono.recipes.seo.models.lora import is_lora
 
 UNSEEN = -100
-"""Label of tokens without a loss."""
+"""Label of tokens that do not count in the loss."""
 _AT_ONCE = 16
 
 
 def cue_for(kind: str) -> str:
-    """The text between a page and the output of a decoder."""
+    """Returns the text between the page and the output in a decoder's prompt."""
     return f"\n\n{kind.capitalize()}:"
 
 
 def first_token(model: Any, tokenizer: Any) -> int:
-    """The first token of the decoder of an encoder-decoder."""
+    """Returns the token with which the decoder of an encoder-decoder starts."""
     places = _plain(model).config, _plain(model).generation_config  # models differ in where they define it
     candidates = [getattr(place, name, None) for name in ("decoder_start_token_id", "bos_token_id") for place in places]
     return int(next(token for token in (*candidates, tokenizer.pad_token_id) if token is not None))
 
 
 def logits_of(model: Any, batch: Any, start: int | None) -> Tensor:
-    """[texts, labels, vocabulary] logits of the targets; `start` is the first decoder token of an encoder-decoder."""
+    """Returns the logits of the targets, [texts, labels, vocabulary]; `start` is an encoder-decoder's first token."""
     inputs = {"input_ids": batch["ids"], "attention_mask": batch["mask"], "use_cache": False}
     if start is not None:
         before = batch["labels"].roll(1, dims=1)
@@ -49,7 +49,7 @@ def logits_of(model: Any, batch: Any, start: int | None) -> Tensor:
 
 
 def write(model: nn.Module, tokenizer: Any, prompts: Sequence[Row], num_tokens: int) -> list[str]:
-    """Generates one line for each page; prompts of a decoder include the cue."""
+    """Generates one line of text per prompt; the prompts for a decoder include the cue."""
     plain = _plain(model)
     two = bool(plain.config.is_encoder_decoder)
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
@@ -58,7 +58,7 @@ def write(model: nn.Module, tokenizer: Any, prompts: Sequence[Row], num_tokens: 
         numbers = order[start : start + _AT_ONCE]
         rows = [prompts[number] for number in numbers]
         ids, mask = pad(rows, tokenizer.pad_token_id, multiple=1)
-        if not two:  # it continues after the last column
+        if not two:  # a decoder continues after the last column, so pad on the left
             ids, mask = (_to_the_right(table, rows) for table in (ids, mask))
         device = next(plain.parameters()).device
         with quietly(), torch.no_grad(), _all_tokens(plain, tokenizer, num_tokens):
@@ -70,16 +70,16 @@ def write(model: nn.Module, tokenizer: Any, prompts: Sequence[Row], num_tokens: 
 
 @contextmanager
 def _all_tokens(model: Any, tokenizer: Any, num_tokens: int) -> Iterator[None]:
-    """Greedy generation of a fixed number of tokens; those after the end token are dropped.
+    """Configures greedy generation of a fixed number of tokens; tokens after the end token are dropped later.
 
     A sharded model gathers its weights on all ranks for each token, so no rank may finish early. The options are set on
-    the model, because generate() takes everything else from there.
+    the model, because generate() reads all other options from there.
     """
     from transformers import GenerationConfig
 
-    made: Any = GenerationConfig  # untyped
+    config_class: Any = GenerationConfig  # untyped
     before = model.generation_config
-    model.generation_config = made(
+    model.generation_config = config_class(
         max_new_tokens=num_tokens,
         do_sample=False,
         num_beams=1,
@@ -102,7 +102,7 @@ def _text(row: Sequence[int], tokenizer: Any) -> str:
 
 def _to_the_right(table: Tensor, rows: Sequence[Row]) -> Tensor:
     width = table.shape[1]
-    return torch.stack([row.roll(width - max(1, len(given))) for row, given in zip(table, rows, strict=True)])
+    return torch.stack([row.roll(width - max(1, len(tokens))) for row, tokens in zip(table, rows, strict=True)])
 
 
 def _plain(model: Any) -> Any:

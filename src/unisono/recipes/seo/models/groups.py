@@ -1,7 +1,7 @@
 """Divides a batch into groups of texts of similar length, to reduce padding.
 
-Each group is padded to its own longest text, and the results form one batch again for a coupled loss. The number of
-groups is fixed, because a sharded model gathers its weights on all ranks for each group.
+Each group is padded to its longest text, and the results are joined into one batch in the original order. The number of
+groups is fixed, because a sharded model gathers its weights once per group, on all ranks together.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Tokens = NDArray[np.integer[Any]]
 
 
 class Groups(NamedTuple):
-    """[texts, tokens] ids and masks of each group, and the position of each text."""
+    """Ids and masks of each group, [texts, tokens] each, and the position of each text."""
 
     ids: list[Tensor]
     masks: list[Tensor]
@@ -30,18 +30,18 @@ class Groups(NamedTuple):
     types: list[Tensor] | None = None  # token types of pairs, if the model uses them
 
     def on(self, device: torch.device) -> Groups:
-        """A copy on a device."""
+        """Returns a copy on a device."""
         return to_device(self, device)  # type: ignore[no-any-return]
 
     def through(self, model: Callable[..., Tensor]) -> Tensor:
-        """Applies a model; the results are in the original order of the texts."""
+        """Applies a model and returns the results in the original order of the texts."""
         further = [()] * len(self.ids) if self.types is None else [(each,) for each in self.types]
         results = [model(ids, mask, *more) for ids, mask, more in zip(self.ids, self.masks, further, strict=True)]
         return torch.cat(results)[self.places]
 
 
 def grouped(texts: Sequence[Tokens], pad_id: int, number: int, types: Sequence[Tokens] | None = None) -> Groups:
-    """Texts in `number` groups."""
+    """Divides texts into `number` groups of similar length and pads each group."""
     lengths = np.array([len(text) for text in texts])
     order = np.argsort(lengths, kind="stable")
     parts = _cut(lengths[order], number)
@@ -50,7 +50,7 @@ def grouped(texts: Sequence[Tokens], pad_id: int, number: int, types: Sequence[T
     done = 0
     for start, stop in parts:
         chosen = order[start:stop]
-        # With fewer texts than groups, one is computed again and ignored.
+        # With fewer texts than groups, the empty groups compute one of the texts again, and the result is ignored.
         rows = [texts[each] for each in chosen] or [texts[order[0]]]
         padded, mask = pad(rows, pad_id)
         ids.append(padded)
@@ -63,13 +63,13 @@ def grouped(texts: Sequence[Tokens], pad_id: int, number: int, types: Sequence[T
 
 
 def _cut(lengths: NDArray[np.int64], number: int) -> list[tuple[int, int]]:
-    """The boundaries of parts of sorted lengths that minimise the padding."""
+    """Divides sorted lengths into `number` parts with the least padding; returns the start and end of each part."""
     # Texts of equal length stay together, so the cost depends on the number of distinct lengths.
     different, counts = np.unique(lengths, return_counts=True)
     ends, size, places = np.cumsum(counts), len(lengths), np.arange(len(different))
     if number >= len(different):
         return [*pairwise([0, *ends.tolist()]), *[(size, size)] * (number - len(different))]
-    # cost[j]: the smallest padded area of all texts up to length j with the parts so far.
+    # cost[j]: the smallest padded size of all texts up to the j-th distinct length, with the parts so far.
     cost = ends * different
     cuts = []
     for _ in range(number - 1):

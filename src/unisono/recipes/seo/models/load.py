@@ -1,7 +1,7 @@
 """Loads models and tokenizers by name: a folder, a hub model, `minilm` or `tiny`.
 
-Weights come from safetensors, and no code of a model is run. New weights (a head, a LoRA, a tiny model) are drawn from
-the run's seed, so that all ranks begin with the same weights.
+Weights are read from safetensors, and no code from a model's folder is run. New weights (a head, a LoRA, a tiny model)
+are initialised from the run's seed, so that all ranks begin with the same weights.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _KEPT = "tokenizer"
 def load_tokenizer(
     name: str, data: Callable[[], Iterable[str]] | None, folder: Path, *, writes: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model; that of `tiny` is trained on `data` and stored in `folder` for all ranks."""
+    """Loads a model's tokenizer. For `tiny`, trains it on `data` first and stores it in `folder` for all ranks."""
     if name == TINY:
         place = folder / _KEPT
         if not (place / "tokenizer.json").is_file():
@@ -67,18 +67,18 @@ def _tokenizer_of(place: Path, name: str) -> PreTrainedTokenizerBase:
     except Exception as error:  # the tokenizers library raises plain Exception
         raise ConfigError(f"model_name {name}: its tokenizer cannot be loaded ({in_a_line(error)})") from None
     if not hasattr(tokenizer, "backend_tokenizer"):
-        raise ConfigError(f"model_name {name}: its tokenizer has no fast form (tokenizer.json); use another model")
+        raise ConfigError(f"model_name {name}: has no fast tokenizer (tokenizer.json); use another model")
     if tokenizer.pad_token is None:  # GPT-2 and others have none; any token works, because padding is masked
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
         if tokenizer.pad_token is None:
-            raise ConfigError(f"model_name {name}: its tokenizer has no pad, end or unknown token; give it one of them")
+            raise ConfigError(f"model_name {name}: its tokenizer has no pad, eos or unk token; add one of them")
     tokenizer.padding_side = "right"
-    made: PreTrainedTokenizerBase = tokenizer
-    return made
+    typed: PreTrainedTokenizerBase = tokenizer
+    return typed
 
 
 def prompts_of(name: str) -> dict[Kind, str]:
-    """The prefixes of queries and pages; empty for most models."""
+    """Returns the prefixes of queries and pages; empty for most models."""
     prompts = {} if name == TINY else read_layout(locate(name), name, any_pooling=True).prompts
     return {"query": "", "page": "", **prompts}
 
@@ -87,14 +87,14 @@ def prompts_of(name: str) -> dict[Kind, str]:
 
 
 def place_of(name: str) -> Path:
-    """The folder with config and weights of a model that is not `tiny`, after safety checks."""
+    """Returns the folder with a model's config and weights, after safety checks; not for `tiny`."""
     place = read_layout(locate(name), name, any_pooling=True).transformer
     check_folder(place, name)
     return place
 
 
 def load_encoder(config: Config, tokenizer: PreTrainedTokenizerBase) -> Encoder:
-    """The encoder of texts."""
+    """Loads the text encoder for the method bi."""
     from transformers import AutoModel
 
     name, length = config.model_name, max(config.max_length, config.query_length)
@@ -123,7 +123,7 @@ def load_encoder(config: Config, tokenizer: PreTrainedTokenizerBase) -> Encoder:
 def load_classifier(
     config: Config, tokenizer: PreTrainedTokenizerBase, num_labels: int, regression: bool = False, *, beside: int = 0
 ) -> nn.Module:
-    """The classifier of texts; `beside` is the number of tokens that it reads in addition to max_length."""
+    """Loads a text classifier; `beside` is the number of tokens that it reads in addition to max_length."""
     from transformers import AutoModelForSequenceClassification as AutoClassifier
 
     name = config.model_name
@@ -137,7 +137,7 @@ def load_classifier(
         model, new = _loaded(AutoClassifier, place_of(name), name, **head)
     model.config.pad_token_id = tokenizer.pad_token_id  # a decoder's head uses it to find the last token
     check_fit(model, tokenizer, config.max_length, name, beside)
-    # With a LoRA the backbone is frozen, except for its untrained parts.
+    # With a LoRA, the backbone is frozen except for its newly initialised parts.
     heads = {key for key, part in model.named_children() if key != model.base_model_prefix and list(part.parameters())}
     heads |= {"pooler" for key in new if ".pooler." in key}
     with _seeded():
@@ -146,13 +146,13 @@ def load_classifier(
 
 
 def load_cross_encoder(config: Config, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
-    """The classifier of pairs of query and page, with one output."""
+    """Loads a classifier of query-page pairs with one output."""
     around: Any = tokenizer.num_special_tokens_to_add(pair=True)
     return load_classifier(config, tokenizer, 1, beside=config.query_length + around)
 
 
 def load_writer(config: Config, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
-    """The model for the task `snippet`: an encoder-decoder or a decoder."""
+    """Loads the model for the task `snippet`, an encoder-decoder or a decoder."""
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     name, two = config.model_name, reads_first(config.model_name)
@@ -167,7 +167,7 @@ def load_writer(config: Config, tokenizer: PreTrainedTokenizerBase) -> nn.Module
 
 
 def reads_first(name: str) -> bool:
-    """Whether a text generation model is an encoder-decoder; a decoder continues the text instead."""
+    """Returns whether a text generation model is an encoder-decoder, not a decoder."""
     if name == TINY:
         return True
     place = locate(name)
@@ -175,47 +175,47 @@ def reads_first(name: str) -> bool:
     model_config = _config_of(place, name)
     if not model_config.is_encoder_decoder and not is_decoder(model_config):
         raise ConfigError(
-            f"model_name {name} cannot write: {model_config.model_type} is an encoder; use a model such as T5 or GPT-2 "
-            f"(a folder or a hub id), or `{TINY}`"
+            f"model_name {name} cannot generate text: {model_config.model_type} is an encoder; use a model such as T5 "
+            f"or GPT-2 (a folder or a hub id), or `{TINY}`"
         )
     return bool(model_config.is_encoder_decoder)
 
 
 def is_decoder(model_config: Any) -> bool:
-    """Whether a model is a decoder."""
+    """Returns whether a model is a decoder."""
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     )
 
-    # BERT and its like are in both lists.
+    # BERT and similar encoders are in both lists.
     kind = model_config.model_type
     return kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 
 def check_fit(model: Any, tokenizer: Any, length: int, name: str, beside: int = 0) -> None:
-    """Rejects texts longer than the model's positions, and a tokenizer with more tokens than the model."""
+    """Rejects lengths beyond the model's position embedding, and tokenizers with more tokens than the model."""
     most = most_tokens(model)
     if most is not None and -(-(length + beside) // _MULTIPLE) * _MULTIPLE > most:
         best = most // _MULTIPLE * _MULTIPLE - beside
-        needed = f"{length} and {beside} beside them" if beside else f"{length}"
+        needed = f"max_length {length} plus {beside} more" if beside else f"{length}"
         use = f"use --max_length {best} or less" if best > 0 else "use another model"
-        raise ConfigError(f"model_name {name} reads {most} tokens at most, not {needed}; {use}")
+        raise ConfigError(f"model_name {name} reads at most {most} tokens, not {needed}; {use}")
     num_embeddings, used = model.get_input_embeddings().num_embeddings, max(tokenizer.get_vocab().values()) + 1
     if used > num_embeddings:
         raise ConfigError(
-            f"model_name {name}: its tokenizer has {used} tokens, but the model only {num_embeddings}; use the model's "
-            "own tokenizer"
+            f"model_name {name}: its tokenizer has {used} tokens, but the model has only {num_embeddings} embeddings; "
+            "use the model's own tokenizer"
         )
 
 
 def most_tokens(model: nn.Module) -> int | None:
-    """Number of positions of a model; None if it has no position embedding."""
+    """Returns the number of tokens that a model can read; None if it has no position embedding."""
     table = position_table(model)
     if table is None:
         return None
-    taken = 0 if table.padding_idx is None else table.padding_idx + 1  # RoBERTa begins after its padding
-    return table.num_embeddings - taken - getattr(table, "offset", 0)  # OPT and BART skip some
+    taken = 0 if table.padding_idx is None else table.padding_idx + 1  # RoBERTa's positions start after its padding id
+    return table.num_embeddings - taken - getattr(table, "offset", 0)  # OPT and BART skip the first positions
 
 
 def _config_of(folder: Path, name: str) -> Any:
@@ -232,7 +232,7 @@ def _made(kind: Any, model_config: Any) -> Any:
 
 
 def _loaded(kind: Any, folder: Path, name: str, **further: Any) -> tuple[Any, list[str]]:
-    """A model in 32 bit, and its new weights: of a head, or of a pooler that the folder does not contain."""
+    """Loads a model in 32 bit; also returns the names of newly initialised weights, such as a head's or a pooler's."""
     from safetensors import SafetensorError
 
     try:
@@ -258,14 +258,14 @@ def _loaded(kind: Any, folder: Path, name: str, **further: Any) -> tuple[Any, li
     lacking = [key for key in new if "pooler." not in key and (whole or key.startswith(prefix) or not further)]
     if lacking:
         raise ConfigError(
-            f"model_name {name}: the weights in {folder} lack {len(lacking)} that its config.json requires, such as "
-            f"{lacking[0]}; use a complete copy of the model"
+            f"model_name {name}: {len(lacking)} of the weights that config.json requires are missing from {folder}, "
+            f"such as {lacking[0]}; use a complete copy of the model"
         )
     return model, new
 
 
 def _attending(load: Callable[[str], Any]) -> Any:
-    """Loads with PyTorch's attention if the model supports it; T5 in transformers 4 does not."""
+    """Loads a model with PyTorch's SDPA attention if it supports it; T5 in transformers 4 does not."""
     with quietly():
         try:
             with _seeded():
@@ -279,7 +279,7 @@ def _attending(load: Callable[[str], Any]) -> Any:
 
 @contextmanager
 def _seeded() -> Iterator[None]:
-    """New weights depend only on the run's seed, not on earlier random numbers."""
+    """Makes new weights depend only on the run's seed, not on random numbers drawn earlier."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(torch.initial_seed())
         yield

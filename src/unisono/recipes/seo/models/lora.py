@@ -1,4 +1,4 @@
-"""Adds, merges and writes LoRAs."""
+"""Adds, merges and saves LoRAs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ if TYPE_CHECKING:
     from unisono.recipes.seo.settings import Config
 
 ADAPTER = "adapter"
-"""Folder of the LoRA in an exported model."""
+"""Subfolder of an exported model that contains the LoRA."""
 
 
 def add_lora(model: Any, config: Config, trained: Sequence[str] = ()) -> Any:
-    """Adds a LoRA and freezes everything else except the modules in `trained` (a new head); unchanged if rank is 0."""
+    """Adds a LoRA and freezes all other weights, except the modules in `trained`, such as a new head.
+
+    Returns the model unchanged if lora_rank is 0.
+    """
     if not config.lora_rank:
         return model
     try:
@@ -38,34 +41,34 @@ def add_lora(model: Any, config: Config, trained: Sequence[str] = ()) -> Any:
             if available
             else "this model has no blocks of linear layers"
         )
-        raise ConfigError(f"lora_targets: no layer is called {unknown[0] if unknown else '…'!r}; {has}")
+        raise ConfigError(f"lora_targets: there is no layer {unknown[0] if unknown else '…'!r}; {has}")
     wanted = "|".join(map(re.escape, targets or available))
     alpha: Any = config.lora_alpha if config.lora_alpha is not None else 2 * config.lora_rank
     lora_config = LoraConfig(
         r=config.lora_rank,
         lora_alpha=alpha,
         lora_dropout=config.lora_dropout,
-        # Only numbered blocks: poolers and heads often have layers of the same names.
+        # Only layers in numbered blocks, because poolers and heads often have layers of the same names.
         target_modules=rf"(?:.*\.)?\d+\.(?:.*\.)?(?:{wanted})",
         modules_to_save=list(trained) or None,
     )
-    with warnings.catch_warnings():  # about transposed layers of GPT-2, which peft handles
+    with warnings.catch_warnings():  # peft warns about GPT-2's transposed layers, but handles them
         warnings.simplefilter("ignore")
         return get_peft_model(model, lora_config)
 
 
 def is_lora(model: nn.Module) -> bool:
-    """Whether a model has a LoRA."""
+    """Returns whether a model has a LoRA."""
     return hasattr(model, "merge_and_unload")
 
 
 def merged(model: Any) -> Any:
-    """A copy of the model with its LoRA merged; the model itself if it has none."""
+    """Returns a copy of the model with its LoRA merged, or the model itself if it has none."""
     return copy.deepcopy(model).merge_and_unload() if is_lora(model) else model
 
 
 def write_adapter(model: Any, folder: Path, base: str) -> None:
-    """Writes the LoRA for peft, on top of `base`; nothing if there is none."""
+    """Writes the LoRA in peft's format, with `base` as its base model; does nothing if the model has no LoRA."""
     if not is_lora(model):
         return
     lora_config = model.peft_config["default"]

@@ -1,8 +1,8 @@
 """Packs all texts of a batch into one row without padding, for BERT and RoBERTa models.
 
-Attention receives the start of each text. Nothing is computed for padding, and the model is called once, which matters
-because small models on a GPU wait for the host. Flash attention supports rows of different lengths; without it,
-attention pads, which is slower than `groups.py` with the same result.
+Attention receives the start of each text. Nothing is computed for padding, and the model is called only once, which
+matters because a small model on a GPU is limited by kernel launches. Flash attention supports sequences of different
+lengths. Without it, attention pads the texts, which gives the same result but is slower than `groups.py`.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from unisono.engine.build.device import has_flash_attention
 _ATTENTION = "unisono"  # name of our attention in transformers
 _ABSOLUTE = "absolute"
 _FAMILIES = ("bert", "roberta", "xlm-roberta", "camembert")
-_WIDEST, _MULTIPLE = 192, 8  # width of a head that flash attention supports on every GPU
+_WIDEST, _MULTIPLE = 192, 8  # limits on the head width for flash attention on every supported GPU
 
 
 class Packed(NamedTuple):
-    """Texts in one row."""
+    """Texts packed into one row."""
 
     ids: Tensor  # [1, tokens]
-    places: Tensor  # [1, tokens], position in its text, from 0; -1: none
+    places: Tensor  # [1, tokens], position of each token in its text, from 0; -1 for tokens without a position
     starts: Tensor  # [texts + 1], int32: start of each text, and end of the last one
     longest: int
 
     def on(self, device: torch.device) -> Packed:
-        """A copy on a device."""
+        """Returns a copy on a device."""
         return to_device(self, device)  # type: ignore[no-any-return]
 
     def through(self, model: Callable[..., Tensor]) -> Tensor:
-        """Applies a model."""
+        """Applies a model that reads packed texts."""
         return model(self)
 
 
 def pack(texts: Sequence[NDArray[np.integer[Any]]], pad_id: int, uncounted: int | None = None) -> Packed:
     """Packs texts into one row; an empty text becomes one padding token.
 
-    `uncounted`: a token without a position, such as RoBERTa's padding.
+    `uncounted` is the id of a token that gets no position, such as RoBERTa's padding.
     """
     rows = [text if len(text) else np.array([pad_id]) for text in texts]
     ids = np.concatenate(rows).astype(np.int64)
@@ -63,29 +63,29 @@ def pack(texts: Sequence[NDArray[np.integer[Any]]], pad_id: int, uncounted: int 
 
 
 def read_packed(backbone: Any) -> str | None:
-    """Enables a model to read packed texts; returns the reason if it cannot."""
+    """Enables a model to read packed texts; returns None, or the reason why that is not possible."""
     import transformers
 
     model_config = backbone.config
     if int(transformers.__version__.split(".")[0]) < 5:
-        return f"transformers {transformers.__version__} is too old, packing needs 5"
+        return f"packing needs transformers 5, but {transformers.__version__} is installed"
     if (
         model_config.model_type not in _FAMILIES
         or getattr(model_config, "position_embedding_type", _ABSOLUTE) != _ABSOLUTE
     ):
         return f"{model_config.model_type} is not a BERT or RoBERTa model"
     if getattr(model_config, "is_decoder", False):
-        return "it is a decoder"
+        return "the model is a decoder"
     if getattr(model_config, "chunk_size_feed_forward", 0):
-        return "it computes in chunks (chunk_size_feed_forward)"
+        return "the model's config sets chunk_size_feed_forward"
     head = model_config.hidden_size // model_config.num_attention_heads
     if head % _MULTIPLE or head > _WIDEST:
-        return f"its heads are {head} wide, not a multiple of {_MULTIPLE} up to {_WIDEST}"
+        return f"the model's head width is {head}, not a multiple of {_MULTIPLE} up to {_WIDEST}"
     transformers.AttentionInterface.register(_ATTENTION, attend)
     transformers.AttentionMaskInterface.register(_ATTENTION, transformers.masking_utils.sdpa_mask)
     backbone.set_attn_implementation(_ATTENTION)
-    if model_config._attn_implementation != _ATTENTION:  # transformers only warns
-        return "transformers cannot change its attention"
+    if model_config._attn_implementation != _ATTENTION:  # transformers only warns about this
+        return "transformers cannot change the model's attention"
     return None
 
 
@@ -98,7 +98,10 @@ def attend(
     packed: Packed | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: [texts, heads, tokens, width] in, [texts, tokens, heads, width] out."""
+    """Implements transformers' attention interface: takes [texts, heads, tokens, width] tensors.
+
+    Returns [texts, tokens, heads, width].
+    """
     if packed is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -109,19 +112,19 @@ def attend(
         starts, longest = packed.starts, packed.longest
         around = (starts, starts, longest, longest, dropout, False, False)
         return torch.ops.aten._flash_attention_forward(*parts, *around, scale=scale)[0][None], None
-    there = torch.arange(packed.longest, device=query.device) < packed.starts.diff()[:, None]
-    q, k, v = (_padded(part, there).transpose(1, 2) for part in parts)
-    attended = scaled_dot_product_attention(q, k, v, there[:, None, None], dropout, scale=scale)
-    return attended.transpose(1, 2)[there][None], None
+    is_token = torch.arange(packed.longest, device=query.device) < packed.starts.diff()[:, None]
+    q, k, v = (_padded(part, is_token).transpose(1, 2) for part in parts)
+    attended = scaled_dot_product_attention(q, k, v, is_token[:, None, None], dropout, scale=scale)
+    return attended.transpose(1, 2)[is_token][None], None
 
 
-def _padded(rows: Tensor, there: Tensor) -> Tensor:
-    """[texts, longest, heads, width] of [tokens, heads, width]."""
-    return rows.new_zeros(*there.shape, *rows.shape[1:]).masked_scatter(there[..., None, None], rows)
+def _padded(rows: Tensor, is_token: Tensor) -> Tensor:
+    """Unpacks [tokens, heads, width] to [texts, longest, heads, width], padded with zeros."""
+    return rows.new_zeros(*is_token.shape, *rows.shape[1:]).masked_scatter(is_token[..., None, None], rows)
 
 
 def pool_packed(vectors: Tensor, starts: Tensor, pooling: str) -> Tensor:
-    """[texts, width] from [tokens, width]: the mean of each text's tokens, the first, or the last."""
+    """Pools [tokens, width] to [texts, width]: the mean of each text's tokens, the first token, or the last."""
     if pooling == "cls":
         return vectors[starts[:-1]]
     if pooling == "last":

@@ -1,7 +1,7 @@
 """Small models for experiments without a download, with a tokenizer trained on the data.
 
-The tokenizer is a byte-level BPE, because its training gives the same result in every process; WordPiece depends on the
-order of a hash table.
+The tokenizer is a byte-level BPE, because BPE training is deterministic. The result of WordPiece training depends on
+the order of a hash table.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 TINY = "tiny"
 _VOCABULARY = 8192
-_MOST_TEXTS = 200_000  # more do not change the frequent pieces
+_MOST_TEXTS = 200_000  # more texts hardly change the vocabulary
 _ENDLESS = re.compile(r"\S{256}")
 _PAD, _BEGIN, _END, _MASK = "[PAD]", "[CLS]", "[SEP]", "[MASK]"
 _WIDTH, _LAYERS, _HEADS = 128, 2, 4
@@ -30,14 +30,14 @@ _POSITIONS = 512
 
 
 def train_tokenizer(texts: Iterable[str], *, writes: bool = False) -> PreTrainedTokenizerBase:
-    """Trains a tokenizer, the same in every process; with `writes` it is reversible and keeps capitals."""
+    """Trains a tokenizer deterministically; with `writes` it is reversible and preserves case, to generate text."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
     pieces = Tokenizer(models.BPE())
     if not writes:
         pieces.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
-    # Without the prefix space, a word at the beginning of a text would have other tokens.
+    # The prefix space gives a word the same tokens at the beginning of a text as elsewhere.
     pieces.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=not writes)
     pieces.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -46,7 +46,7 @@ def train_tokenizer(texts: Iterable[str], *, writes: bool = False) -> PreTrained
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    # Training time grows with the square of a word's length: embedded images, scripts without spaces.
+    # Split very long words (embedded images, scripts without spaces): training time is quadratic in the word length.
     words = (_ENDLESS.sub(r"\g<0> ", whole_text(text)) for text in islice(texts, _MOST_TEXTS))
     pieces.train_from_iterator(words, trainer)
     begin, end = (pieces.token_to_id(token) for token in (_BEGIN, _END))
@@ -56,37 +56,37 @@ def train_tokenizer(texts: Iterable[str], *, writes: bool = False) -> PreTrained
         special_tokens=[(_BEGIN, begin), (_END, end)],
     )
     fast: Any = PreTrainedTokenizerFast  # untyped
-    made: PreTrainedTokenizerBase = fast(
+    tokenizer: PreTrainedTokenizerBase = fast(
         tokenizer_object=pieces,
         pad_token=_PAD,
         cls_token=_BEGIN,
         sep_token=_END,
         eos_token=_END,
         mask_token=_MASK,
-        # Models that write are T5s, which have no token types.
+        # The tiny model that generates text is a T5, which has no token types.
         model_input_names=["input_ids", *([] if writes else ["token_type_ids"]), "attention_mask"],
     )
-    return made
+    return tokenizer
 
 
 def keep_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Writes a tokenizer to a folder that appears complete or not at all; an existing one stays."""
+    """Writes a tokenizer to a folder atomically; an existing folder is not changed."""
     try:
         with atomic_folder(folder) as temporary:
             save_tokenizer(tokenizer, temporary)
     except OSError as error:
-        if not (folder / "tokenizer.json").is_file():  # otherwise another process was faster, and all use its tokenizer
+        if not (folder / "tokenizer.json").is_file():  # if it exists, another process wrote it first, and all use that
             raise UserError(
                 f"{folder} cannot be written ({error.strerror}); free some space, or use another folder"
             ) from None
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, max_length: int | None = None) -> None:
-    """Writes a tokenizer for transformers 4 and 5, without the truncation and padding of its last call."""
+    """Writes a tokenizer for transformers 4 and 5, without the truncation and padding settings of its last call."""
     tokenizer.save_pretrained(str(folder))
     file, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
     pieces, settings = json.loads(file.read_text()), json.loads(config.read_text())
-    if pieces.get("truncation") or pieces.get("padding"):  # would apply to every later call
+    if pieces.get("truncation") or pieces.get("padding"):  # these would apply to every later call
         file.write_text(json.dumps(pieces | {"truncation": None, "padding": None}, ensure_ascii=False))
     if settings.get("tokenizer_class") == "TokenizersBackend":  # transformers 5's name for it
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -97,7 +97,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, max_length:
 
 
 def encoder_config(tokenizer: PreTrainedTokenizerBase, max_length: int) -> Any:
-    """A small BERT."""
+    """Returns the config of a small BERT."""
     from transformers import BertConfig
 
     return BertConfig(
@@ -107,7 +107,7 @@ def encoder_config(tokenizer: PreTrainedTokenizerBase, max_length: int) -> Any:
         num_attention_heads=_HEADS,
         intermediate_size=4 * _WIDTH,
         max_position_embeddings=max(_POSITIONS, -(-max_length // 8) * 8),
-        # Without dropout a run is the same on any number of ranks.
+        # No dropout, so that a run gives the same result on any number of ranks.
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
         pad_token_id=tokenizer.pad_token_id,
@@ -115,11 +115,11 @@ def encoder_config(tokenizer: PreTrainedTokenizerBase, max_length: int) -> Any:
 
 
 def writer_config(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """A small T5."""
+    """Returns the config of a small T5."""
     from transformers import T5Config
 
-    made: Any = T5Config  # untyped, in part
-    return made(
+    config_class: Any = T5Config  # partly untyped
+    return config_class(
         vocab_size=len(tokenizer),
         d_model=_WIDTH,
         d_kv=_WIDTH // _HEADS,

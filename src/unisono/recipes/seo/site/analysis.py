@@ -1,4 +1,4 @@
-"""Analyses a site with rules and a model: reads every page once and keeps none."""
+"""Analyses a site with rules and a model; reads every page once and keeps none in memory."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class _Analysis:
         findings.fetched = dict(site.fetcher.fetched) if site.fetcher else {}
         remarks = list(site.remarks)
         if model is None:
-            remarks.append("Rules only: no --run was given.")
+            remarks.append("Rules only: no model, because --run was not passed.")
         else:
             remarks.append(f"Scores are learned, by {model.name}; checks are fixed rules. They are not combined.")
         if findings.fetched:

@@ -1,6 +1,6 @@
 """Chooses the page on which each keyword is checked: the one that a file assigns to it, or the best match.
 
-A keyword has one target page on a site. Checked on all pages, it would fail on all others.
+A keyword usually has one target page on a site; checked on every page, it would fail on all the others.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Whether a text is in English, judging by its letters and common words; yes in case of doubt."""
+"""Detects whether a text is in English, by its letters and common words; in case of doubt it counts as English."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-# Without words that other languages have too: a, in, of, is, was, on, so, an, me, no, he.
+# Excludes words that other languages also have: a, in, of, is, was, on, so, an, me, no, he.
 _ENGLISH_WORDS = """
     the and to that it for with you this are be from have not by they your but what which when will can their if
     there how has been its our who would about more other than these those into only any does because while each

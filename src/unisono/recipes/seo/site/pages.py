@@ -84,7 +84,7 @@ def open_site(where: str, fetcher: Fetcher | None = None, most_pages: int | None
     if not site.pages:
         raise ConfigError(one_line(f"{where} has no pages; expected HTML files, a sitemap, or a list of them"))
     if len(site.pages) > most:
-        site.remarks.append(f"{len(site.pages) - most:,} more pages were left out (--most_pages {most})")
+        site.remarks.append(f"{len(site.pages) - most:,} more pages were skipped (--most_pages {most})")
     site.pages = site.pages[:most]
     return site
 
@@ -102,7 +102,7 @@ def _of_files(path: Path, fetcher: Fetcher | None) -> Site:
     is_page = path.is_file() and path.suffix.lower() in PAGES
     if fetcher is not None:
         if path.is_dir() or is_page:
-            raise ConfigError(one_line(f"--fetch is for URLs, but {path} is local; leave it out"))
+            raise ConfigError(one_line(f"--fetch is for URLs, but {path} is local; remove --fetch"))
         return Site(name, [(page, page) for page in _only_web(addresses_in(path), str(path))], fetcher=fetcher)
     root = path if path.is_dir() else path.parent
     if is_page:
@@ -118,7 +118,7 @@ def _of_files(path: Path, fetcher: Fetcher | None) -> Site:
 def _only_web(names: list[str], where: str) -> list[str]:
     for name in names:
         if not name.lower().startswith(("http://", "https://")):
-            raise ConfigError(one_line(f"{where}: {name[:100]} is not an http(s) URL; leave out --fetch for files"))
+            raise ConfigError(one_line(f"{where}: {name[:100]} is not an http(s) URL; remove --fetch to read files"))
         if has_credentials(name):
             raise ConfigError(f"{where}: a URL contains a user name or a password; remove it: the report lists URLs")
     return names

@@ -1,6 +1,6 @@
-"""The report about a site: one HTML page, and the same findings as JSON.
+"""Writes the report about a site, as one HTML page and as JSON.
 
-The page needs no network. The results of rules and the output of a model are in separate places.
+The page works offline. It shows the results of rules and the output of a model separately.
 """
 
 from __future__ import annotations

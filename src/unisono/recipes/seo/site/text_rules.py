@@ -1,7 +1,7 @@
-"""The checks of a text: fixed rules that anybody can verify by hand.
+"""Checks a text with fixed rules that anybody can verify by hand.
 
-Nothing here is learned or combined with a model's score. A check states what it found and what to do; a rule that does
-not apply (a formula for English on a German page) says so instead.
+Nothing here is learned or combined with a model's score. A check states what it found and what to do. A rule that does
+not apply, such as an English readability formula on a German page, says so.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from unisono.formatting import format_count
 from unisono.recipes.seo.site.language import is_english
 
 MIN_WORDS = 100
-"""A shorter text says little that a search could find."""
+"""Shorter texts fail the check, because they contain too little to be found by a search."""
 FIRST_WORDS = 100
 """Number of words that count as the beginning of a text."""
 MIN_READING_EASE = 50.0

@@ -1,1 +1,1 @@
-"""What can be trained: ranking (bi-encoder, cross-encoder), scoring and snippet writing, one file per task."""
+"""The tasks that can be trained: ranking (bi-encoder, cross-encoder), scoring and snippet writing."""

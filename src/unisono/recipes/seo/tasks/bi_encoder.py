@@ -1,7 +1,7 @@
 """Task rank, method bi: the model embeds query and page separately.
 
-The loss is contrastive: each query must find its page among all pages of the global batch, on all ranks, and among hard
-negatives. A page that equals the positive, belongs to the same query, or is also judged relevant is not a negative.
+The loss is contrastive: each query must pick its page from all pages of the global batch, on all ranks, and from hard
+negatives. A page is not used as a negative if it equals the positive, belongs to the same query, or is also relevant.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 
 from unisono.engine.recipe import Loss
 from unisono.errors import ConfigError
+from unisono.formatting import format_count
 from unisono.recipes.seo.models.groups import Groups, grouped
 from unisono.recipes.seo.models.packing import Packed, pack, read_packed
 from unisono.recipes.seo.tasks.ranking import RankingTask
@@ -33,9 +34,9 @@ if TYPE_CHECKING:
     from unisono.recipes.seo.models.groups import Tokens
     from unisono.recipes.seo.tasks.matching import Matching
 
-_NOBODY = -1  # key of a placeholder
-_NO_PAGE = -2  # number of a placeholder; differs from the padding of `relevant`
-_BLOCK = 256  # queries per batch before an evaluation
+_NOBODY = -1  # key of a missing negative
+_NO_PAGE = -2  # page number of a missing negative; `relevant` is padded with -1
+_BLOCK = 256  # queries per batch when the held-out queries are embedded
 
 
 class BiEncoder(RankingTask):
@@ -45,30 +46,30 @@ class BiEncoder(RankingTask):
     packs = False
     """Whether texts are packed without padding."""
     uncounted: int | None = None
-    """The token without a position (see `Encoder.uncounted`), if texts are packed."""
+    """The token without a position (see `Encoder.uncounted`), used when texts are packed."""
 
     def model(self) -> nn.Module:
-        """The encoder."""
+        """Builds the encoder."""
         from unisono.recipes.seo.models.load import load_encoder
 
         return load_encoder(self.config, self.tokenizer)
 
     def get_ready(self, model: nn.Module, *, flash_attention: bool) -> None:
-        """Decides between packing and padding."""
+        """Decides whether texts are packed or padded, and prepares the model for packing."""
         encoder: Encoder = model  # type: ignore[assignment]
-        wanted = self.config.padding
-        if wanted == "groups" or (wanted == "auto" and not flash_attention):
+        padding = self.config.padding
+        if padding == "groups" or (padding == "auto" and not flash_attention):
             return
         reason = read_packed(encoder.backbone)
-        if reason and wanted == "none":
+        if reason and padding == "none":
             raise ConfigError(f"padding none: {reason}; use --padding groups")
         if reason:
-            self.remarks.append(f"texts are padded, in groups of nearly equal length: {reason}")
+            self.remarks.append(f"texts are padded in groups of similar length, not packed: {reason}")
         self.packs, self.uncounted = reason is None, encoder.uncounted
 
     @cached_property
     def num_negatives(self) -> int:
-        """Hard negatives per query: num_negatives, or fewer if no query has as many."""
+        """Number of hard negatives per query: num_negatives, or fewer if no query has that many."""
         return min(self.config.num_negatives, self._most_negatives)
 
     @cached_property
@@ -76,35 +77,38 @@ class BiEncoder(RankingTask):
         return int(np.diff(self.matching("train").negative_starts).max(initial=0))
 
     def start_remark(self, global_batch: int) -> str | None:
-        """The number of negatives."""
+        """Returns a message with the number of negatives per query."""
         hard, others = self.num_negatives, max(0, global_batch - 1)
         if not hard and not others:
             raise ConfigError(
-                "batch_size 1: a query is compared with the pages of the other queries of its step, and there is none; "
-                "use a larger batch_size, or data with negatives and --num_negatives"
+                "batch_size 1: the negatives of a query are the pages of the other queries in its batch, so there are "
+                "none; use a larger batch_size, or data with negatives and --num_negatives"
             )
+        num_negatives = format_count(others * (1 + hard) + hard, "negative")
         remark = (
-            f"each query is compared with its page and {others * (1 + hard) + hard:,} others: the pages of the "
-            f"{others:,} other queries of its step, on all processes"
+            f"each query is compared with its page and {num_negatives}: the pages of the "
+            f"{format_count(others, 'other query')} in the global batch"
         )
         if hard:
             remark += f", and up to {hard} hard negatives of each query"
         elif self.config.num_negatives:
             remark += "; the data has no hard negatives"
         elif most := self._most_negatives:
-            remark += f"; the data has up to {most} hard negatives for a query, which --num_negatives {most} would add"
-        return remark + ("; nothing is computed for padding" if self.packs else "")
+            remark += (
+                f"; the data also has up to {most} hard negatives per query: use --num_negatives {most} to add them"
+            )
+        return remark + ("; texts are packed without padding" if self.packs else "")
 
     def train_data(self) -> Dataset[Any]:
-        """Pairs of query and relevant page."""
+        """Returns pairs of a query and a relevant page."""
         return Pairs(self.texts("queries"), self.texts("pages"), self.matching("train"), self.num_negatives)
 
     def eval_data(self) -> Dataset[Any]:
-        """The pages that queries are ranked against."""
+        """Returns the pages to rank for the held-out queries."""
         return Candidates(self.texts("eval_pages"), self.matching("eval").candidates)
 
     def collate(self, items: list[Any]) -> Any:
-        """Texts, grouped or packed, with the keys that identify equal ones."""
+        """Groups or packs the texts, and adds the keys that identify identical texts."""
         pad_id = int(self.tokenizer.pad_token_id)
         if isinstance(items[0], Candidate):
             groups = grouped([item.tokens for item in items], pad_id, 1)
@@ -127,7 +131,7 @@ class BiEncoder(RankingTask):
         return batch
 
     def embed(self, model: nn.Module, batch: Any, noise: Noise) -> Mapping[str, Tensor]:
-        """Embeds query, page and negatives of each sample."""
+        """Embeds the query, page and negatives of each sample."""
         texts: Groups | Packed = batch["texts"]
         vectors, samples = texts.through(model), len(batch["query_keys"])
         rows = {"query": vectors[:samples], "page": vectors[samples : 2 * samples]}
@@ -138,11 +142,11 @@ class BiEncoder(RankingTask):
         return rows | {name: batch[name] for name in names}
 
     def couple(self, rows: Mapping[str, Tensor]) -> Loss:
-        """The contrastive loss, summed over queries."""
+        """Returns the contrastive loss, summed over queries."""
         return contrastive(rows, self.config.scale, both_ways=self.config.both_ways)
 
     def before_evaluation(self, model: nn.Module) -> None:
-        """Embeds the held-out queries; they are few, so every process embeds all."""
+        """Embeds the held-out queries; there are few, so every process embeds all of them."""
         queries, device = self.texts("eval_queries"), next(model.parameters()).device
         tokens = [queries[int(number)] for number in self.matching("eval").queries]
         pad_id, parts = int(self.tokenizer.pad_token_id), []
@@ -170,7 +174,10 @@ class BiEncoder(RankingTask):
 
 
 def contrastive(rows: Mapping[str, Tensor], scale: float, *, both_ways: bool = False) -> Loss:
-    """Cross entropy of each query's page among the pages and negatives of all queries, without false negatives."""
+    """Returns the cross entropy of each query's page among the pages and hard negatives of all queries.
+
+    False negatives are masked.
+    """
     queries, pages = rows["query"], rows["page"]
     right = torch.arange(len(queries), device=queries.device)
     scores = scale * queries @ pages.T
@@ -192,14 +199,14 @@ def contrastive(rows: Mapping[str, Tensor], scale: float, *, both_ways: bool = F
 
 
 def _same(rows: Mapping[str, Tensor]) -> Tensor:
-    """[queries, pages] which pages of a batch are relevant for which query."""
+    """Returns a [queries, pages] mask of the pages that are relevant for each query."""
     same_page = rows["page_keys"][:, None] == rows["page_keys"][None]
     same_query = rows["query_keys"][:, None] == rows["query_keys"][None]
     return same_page | same_query | _among(rows["relevant"], rows["numbers"])
 
 
 def _among(relevant: Tensor, numbers: Tensor) -> Tensor:
-    """[queries, pages] which of these pages are among the relevant ones of each query."""
+    """Returns a [queries, pages] mask of the page numbers that are in each query's list of relevant pages."""
     is_among = torch.zeros(len(relevant), len(numbers), dtype=torch.bool, device=relevant.device)
     for column in relevant.T:  # column by column, to save memory
         is_among |= column[:, None] == numbers[None]
@@ -207,13 +214,13 @@ def _among(relevant: Tensor, numbers: Tensor) -> Tensor:
 
 
 def key_of(tokens: Tokens) -> int:
-    """A 63-bit hash of a text's tokens."""
+    """Returns a 63-bit hash of a text's tokens."""
     digest = blake2b(np.ascontiguousarray(tokens, dtype=np.int32).tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 class Pair:
-    """A query, its page, hard negatives (padded with empty ones), and its relevant pages."""
+    """A query, its page, its hard negatives (padded with empty texts), and the numbers of its relevant pages."""
 
     __slots__ = ("negative_numbers", "negatives", "number", "page", "query", "relevant")
 
@@ -233,7 +240,7 @@ class Pair:
 class Pairs(Dataset[Pair]):
     """Sample i is the i-th pair of a query and a relevant page."""
 
-    _MAX_RELEVANT = 32  # relevant pages of a query that are excluded as negatives
+    _MAX_RELEVANT = 32  # maximum number of relevant pages per query that are excluded as negatives
 
     def __init__(self, queries: Texts, pages: Texts, matching: Matching, num_negatives: int) -> None:
         self.queries, self.pages, self.matching, self.num_negatives = queries, pages, matching, num_negatives
@@ -252,9 +259,9 @@ class Pairs(Dataset[Pair]):
         relevant[: len(pages)] = pages
         wrong = matching.negatives_of(query).tolist()
         chosen = random.sample(wrong, min(len(wrong), self.num_negatives))  # seeded by the position of the sample
-        lacking = self.num_negatives - len(chosen)
-        negatives = [self.pages[page] for page in chosen] + [np.zeros(0, dtype=np.int32)] * lacking
-        numbers = [*chosen, *[_NO_PAGE] * lacking]
+        num_missing = self.num_negatives - len(chosen)
+        negatives = [self.pages[page] for page in chosen] + [np.zeros(0, dtype=np.int32)] * num_missing
+        numbers = [*chosen, *[_NO_PAGE] * num_missing]
         return Pair(
             self.queries[int(matching.queries[query])], self.pages[number], number, negatives, numbers, relevant
         )
@@ -286,5 +293,5 @@ class Candidates(Dataset[Candidate]):
         return Candidate(number, self.pages[number])
 
     def shape(self, index: int) -> int:
-        """Its length, rounded up."""
+        """Returns a page's length, rounded up."""
         return -(-int(self.lengths[index]) // self._STEP) * self._STEP

@@ -1,7 +1,7 @@
-"""Task rank, method cross: the model reads query and page together and gives them one score.
+"""Task rank, method cross: the model reads query and page together and outputs one score.
 
-This is slower and more accurate than comparing embeddings, so it reranks the results of BM25. In training each query
-comes with its page and several negatives: hard negatives if the data has them, otherwise other pages.
+This is slower and more accurate than comparing embeddings, so the model only reranks the results of BM25. In training,
+each query comes with its page and several negatives: hard negatives if the data has them, otherwise random pages.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from torch.utils.data import Dataset
 
 from unisono.engine.recipe import Loss
+from unisono.formatting import format_count
 from unisono.recipes.seo.models.groups import Groups, Tokens, grouped
 from unisono.recipes.seo.tasks.ranking import BM25_RESULTS, RankingTask
 
@@ -40,26 +41,26 @@ class CrossEncoder(RankingTask):
         return self.config.num_negatives or _NEGATIVES
 
     def start_remark(self, global_batch: int) -> str | None:
-        """Says how many negatives each query has."""
-        return f"each query is scored with its page and {self.num_negatives} others"
+        """Returns a message with the number of negatives per query."""
+        return f"each query is scored with its page and {format_count(self.num_negatives, 'negative')}"
 
     def model(self) -> nn.Module:
-        """A classifier of pairs with one output."""
+        """Builds a classifier of query-page pairs with one output."""
         from unisono.recipes.seo.models.load import load_cross_encoder
 
         return load_cross_encoder(self.config, self.tokenizer)
 
     def train_data(self) -> Dataset[Any]:
-        """Queries with their page and negatives."""
+        """Returns queries with their page and negatives."""
         return Lists(self.texts("queries"), self.texts("pages"), self.matching("train"), self.num_negatives)
 
     def eval_data(self) -> Dataset[Any]:
-        """The BM25 results of held-out queries."""
+        """Returns the BM25 results of the held-out queries."""
         best = np.load(self.folder / BM25_RESULTS, allow_pickle=False)
         return BM25Results(self.texts("eval_queries"), self.texts("eval_pages"), self.matching("eval"), best)
 
     def collate(self, items: list[Any]) -> Any:
-        """Joins query and page, grouped by length."""
+        """Joins queries and pages into pairs, and groups the pairs by length."""
         pairing = pairing_of(self.tokenizer)
         pairs = [pairing.joined(item.query, page) for item in items for page in item.pages]
         groups = grouped(
@@ -72,7 +73,7 @@ class CrossEncoder(RankingTask):
         return {"pairs": groups, "numbers": numbers, "rows": torch.tensor([item.row for item in items])}
 
     def _scores(self, model: nn.Module, batch: Any) -> Tensor:
-        """[queries, pages]"""
+        """Returns [queries, pages] scores."""
 
         def score(ids: Tensor, mask: Tensor, types: Tensor | None = None) -> Tensor:
             further = {} if types is None else {"token_type_ids": types}
@@ -83,7 +84,7 @@ class CrossEncoder(RankingTask):
         return groups.through(score).view(batch["numbers"].shape)
 
     def loss(self, model: nn.Module, batch: Any, noise: Noise) -> Loss:
-        """The loss of the relevant page, which is the first of each list, against its negatives."""
+        """Returns the loss; the first page of each list is the relevant one, all others are negatives."""
         scores = self._scores(model, batch)
         first = (scores.argmax(1) == 0).double().sum()
         if self.config.cross_loss == "bce":
@@ -121,14 +122,14 @@ class Pairing(NamedTuple):
     typed: bool  # whether the tokenizer returns token types
 
     def joined(self, first: Tokens, second: Tokens) -> tuple[Tokens, Tokens]:
-        """The tokens of both texts in one row, and their token types: 0 for the first text, 1 for the second."""
+        """Returns the tokens of both texts in one row, and the token types: 0 for the first text, 1 for the second."""
         left = np.concatenate([self.before, first, self.between]).astype(np.int32)
         right = np.concatenate([second, self.after]).astype(np.int32)
         return np.concatenate([left, right]), np.repeat([0, 1], [len(left), len(right)])
 
 
 def pairing_of(tokenizer: Any) -> Pairing:
-    """How a tokenizer joins two texts, derived from an example."""
+    """Returns the special tokens with which a tokenizer joins two texts, derived from an example."""
     plain = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("query", "page")]
     both = tokenizer("query", "page")
     ids = list(both["input_ids"])
@@ -190,5 +191,5 @@ class BM25Results(Dataset[Listed]):
 
     def __getitem__(self, index: int) -> Listed:
         numbers = self.best[index].tolist()
-        tokens = [self.pages[max(0, number)] for number in numbers]  # -1: BM25 returned fewer
+        tokens = [self.pages[max(0, number)] for number in numbers]  # -1 if BM25 returned fewer pages
         return Listed(self.queries[int(self.matching.queries[index])], tokens, numbers, index)

@@ -1,6 +1,6 @@
 """Relevance judgements as arrays of query and page numbers, for training and evaluation.
 
-One process writes the arrays and all others map them into memory, so a large data set takes little memory per process.
+One process writes the arrays, and all processes memory-map them, so a large data set takes little memory per process.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ Numbers = NDArray[np.int32]
 class Matching:
     """The judgements of one split."""
 
-    queries: Numbers  # their numbers in the data set
-    starts: NDArray[np.int64]  # start of each query in `relevant`
+    queries: Numbers  # query numbers in the data set
+    starts: NDArray[np.int64]  # where the pages of each query start in `relevant`
     relevant: Numbers
     grades: NDArray[np.float32]
     negative_starts: NDArray[np.int64]
     negatives: Numbers
-    candidates: Numbers  # pages that queries are ranked against in an evaluation
+    candidates: Numbers  # pages to rank in an evaluation
 
     def judged(self) -> dict[int, dict[int, float]]:
-        """Query number -> page number -> grade."""
+        """Returns a mapping: query number -> page number -> grade."""
         return {
             query: dict(zip(self.relevant[a:b].tolist(), self.grades[a:b].tolist(), strict=True))
             for query, (a, b) in enumerate(zip(self.starts[:-1].tolist(), self.starts[1:].tolist(), strict=True))
         }
 
     def relevant_for(self, query: int) -> Numbers:
-        """The relevant pages of a query."""
+        """Returns the relevant pages of a query."""
         return self.relevant[self.starts[query] : self.starts[query + 1]]
 
     def negatives_of(self, query: int) -> Numbers:
-        """The hard negatives of a query."""
+        """Returns the hard negatives of a query."""
         return self.negatives[self.negative_starts[query] : self.negative_starts[query + 1]]
 
 
@@ -65,17 +65,17 @@ def save(folder: Path, side: str, matching: Matching) -> None:
 
 
 def load(folder: Path, side: str) -> Matching:
-    """Maps the arrays of a split into memory."""
+    """Memory-maps the arrays of a split."""
     arrays: dict[str, Any] = {}
     for name in _FIELDS:
         file = folder / f"{side}.{name}.npy"
-        small = file.stat().st_size < 4096  # an empty array cannot be mapped
+        small = file.stat().st_size < 4096  # an empty array cannot be memory-mapped
         arrays[name] = np.load(file, mmap_mode=None if small else "r", allow_pickle=False)
     return Matching(**arrays)
 
 
 def match(data: Ranking) -> Matching:
-    """All queries of a data set, ranked against all pages."""
+    """Returns the judgements of all queries of a data set, with all pages as candidates."""
     queries = np.arange(data.num_queries + 1)
     return Matching(
         np.arange(data.num_queries, dtype=np.int32),
@@ -91,9 +91,10 @@ def match(data: Ranking) -> Matching:
 def hold_out(
     whole: Matching, num_eval: int | None, num_candidates: int | None, what: str, among: NDArray[np.bool_] | None = None
 ) -> tuple[Matching, Matching]:
-    """Splits off evenly spaced queries, ranked against their own pages and other evenly spaced ones.
+    """Returns the judgements for training, and those of held-out queries, which are evenly spaced.
 
-    `among`: which queries may be held out.
+    The candidates of held-out queries are their relevant pages and other evenly spaced ones. `among` selects the
+    queries that may be held out.
     """
     total = len(whole.queries)
     number = default_num_eval(total) if num_eval is None else num_eval
@@ -108,39 +109,40 @@ def hold_out(
 
 
 def default_num_eval(total: int) -> int:
-    """Default number of samples to hold out: 5 %, at most 1,000; of small data sets 20 %, at most 50."""
+    """Returns the default number of samples to hold out: 5 %, at most 1,000; for small data sets 20 %, at most 50."""
     return min(_MAX_EVAL, max(total // _ONE_IN, min(_MAX_EVAL_OF_FEW, total // _ONE_IN_OF_FEW)))
 
 
 def few_held_out_remarks(number: int, kind: str) -> list[str]:
-    """A remark if too few samples are held out for reliable metrics."""
+    """Returns a remark if too few samples are held out for reliable metrics."""
     if number >= _MIN_EVAL:
         return []
     held_out = f"only {number} {kind} are held out" if number else f"no {kind} are held out"
-    return [f"{held_out}, so the metrics are rough; use more with --num_eval or --eval_data_path"]
+    problem = "so the metrics are rough" if number else "so nothing is evaluated"
+    return [f"{held_out}, {problem}; use more with --num_eval or --eval_data_path"]
 
 
 def with_candidates(matching: Matching, number: int | None) -> Matching:
-    """Limits the candidates to this many pages: relevant ones, and others evenly spaced. None: all pages."""
+    """Limits the candidates to this many pages: the relevant ones, and other evenly spaced ones. None: all pages."""
     everything = matching.candidates
     if number is None or number >= len(everything):
         return matching
-    theirs = np.unique(matching.relevant)
-    others = np.setdiff1d(everything, theirs)
-    more = max(0, number - len(theirs))
+    relevant = np.unique(matching.relevant)
+    others = np.setdiff1d(everything, relevant)
+    more = max(0, number - len(relevant))
     places = (2 * np.arange(more) + 1) * len(others) // (2 * max(1, more))
-    candidates = np.sort(np.concatenate([theirs, others[places]])).astype(np.int32)
+    candidates = np.sort(np.concatenate([relevant, others[places]])).astype(np.int32)
     return Matching(**{**vars(matching), "candidates": candidates})
 
 
 def without(matching: Matching, texts: NDArray[np.uint64], others: NDArray[np.uint64]) -> Matching:
-    """Removes the queries whose text is among `others`; `texts` are the hashes of all queries of the data set."""
+    """Removes the queries whose hash is in `others`; `texts` are the text hashes of all queries of the data set."""
     left = np.flatnonzero(~np.isin(texts[matching.queries], others))
     return matching if len(left) == len(matching.queries) else _part(matching, left)
 
 
 def _part(whole: Matching, chosen: NDArray[np.int64]) -> Matching:
-    """Some of the queries, with their judgements."""
+    """Returns some of the queries with their judgements."""
     relevant, starts = _taken(whole.starts, chosen)
     negatives, negative_starts = _taken(whole.negative_starts, chosen)
     return Matching(
@@ -155,7 +157,7 @@ def _part(whole: Matching, chosen: NDArray[np.int64]) -> Matching:
 
 
 def _taken(starts: NDArray[np.int64], chosen: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The entries of the chosen lists in a flat list of lists, and the new start of each list."""
+    """Returns the positions of the chosen lists' entries in a flattened list of lists, and each list's new start."""
     sizes = starts[chosen + 1] - starts[chosen]
     new = _starts(sizes.tolist())
     places = np.repeat(starts[chosen] - new[:-1], sizes) + np.arange(int(new[-1]))

@@ -1,4 +1,4 @@
-"""The common part of both methods of task rank: queries and pages, the held-out split, and the baselines."""
+"""What both methods of the task rank share: queries and pages, the held-out split, and the baselines."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ class RankingTask(Task):
         config, remarks = self.config, list[str]()
         data = self._read(str(config.data_path), "train", remarks, work)
         other = self._other(data, remarks, work)
-        sides = self._sides(data, other, remarks)  # on every process, so that all report the same error
+        sides = self._sides(data, other, remarks)  # on every process, so that all of them raise the same error
         self._check_wrong_pages(sides["train"], data)
         if len(work.share([0])):
             for side, matching in sides.items():
                 save(self.folder, side, matching)
-            # One process trains the tokenizer of a tiny model; the others read it.
+            # One process trains the tokenizer of a tiny model; the others load it.
             load_tokenizer(config.model_name, lambda: _texts_of(data), self.folder)
         if work.meet():
             return
@@ -88,7 +88,7 @@ class RankingTask(Task):
         if work.meet():
             return
         if len(work.share([0])):
-            # Relative to this folder, because a run may be moved; absolute for a cache_dir.
+            # Paths are relative to this folder, because a run may be moved; those in cache_dir are absolute.
             token_folders = {name: str(_seen_from(self.folder, place)) for name, place in places.items()}
             write_cache_file(self.folder / _TOKEN_FOLDERS, json.dumps(token_folders).encode())
             if lines is not None:
@@ -99,13 +99,13 @@ class RankingTask(Task):
         self._remark_on_truncation(places)
 
     def _other(self, data: Ranking, remarks: list[str], work: Work) -> Ranking | None:
-        """Separate evaluation data; None if queries of data_path are held out."""
+        """Reads separate evaluation data; returns None if queries of data_path are held out instead."""
         if self.config.eval_data_path:
             try:
                 return self._read(self.config.eval_data_path, "test", remarks, work)
             except ConfigError:
                 train_split = self._read(self.config.eval_data_path, "train", remarks, work)
-                if train_split.has_split("test"):  # it exists, so something is wrong with it
+                if train_split.has_split("test"):  # the split exists, so the error is real
                     raise
                 return train_split
         if self.config.num_eval is None and data.has_split("test"):
@@ -121,11 +121,11 @@ class RankingTask(Task):
             work.meet()
             return read_debian(self.cache, hard=self.config.hard_candidates)
         if self.config.hard_candidates:
-            raise ConfigError("hard_candidates is for data_path debian only; leave it out")
+            raise ConfigError("hard_candidates only affects data_path debian; do not set it")
         return read_ranking(path, split, remark=remarks.append, leave_out_bad=self.config.leave_out_bad)
 
     def _sides(self, data: Ranking, other: Ranking | None, remarks: list[str]) -> dict[str, Matching]:
-        """The judgements to train on and those held out."""
+        """Returns the judgements of both splits, "train" and "eval"."""
         config, whole = self.config, match(data)
         query_hashes = hashes_of(text for _, text in data.queries())
         if other is not None:
@@ -133,20 +133,20 @@ class RankingTask(Task):
             if again:
                 remarks.append(
                     f"{again:,} of {other.num_queries:,} evaluation queries also occur in the training data, so the "
-                    "metrics are better than for new queries"
+                    "metrics will be higher than for unseen queries"
                 )
             return {"train": whole, "eval": with_candidates(match(other), config.num_candidates)}
         among = None
         if config.hard_candidates and data.sections is not None:
-            sections = data.sections[whole.relevant[whole.starts[:-1]]]  # of each query's page
+            sections = data.sections[whole.relevant[whole.starts[:-1]]]  # the section of each query's page
             section = np.bincount(sections).argmax()
             among = sections == section
-            theirs = whole.relevant[np.repeat(among, np.diff(whole.starts))]
-            candidates = np.union1d(np.flatnonzero(data.sections == section), theirs).astype(np.int32)
+            relevant = whole.relevant[np.repeat(among, np.diff(whole.starts))]
+            candidates = np.union1d(np.flatnonzero(data.sections == section), relevant).astype(np.int32)
             whole = replace(whole, candidates=candidates)
         what = f"data_path {config.data_path}"
         train, held_out = hold_out(whole, config.num_eval, config.num_candidates, what, among)
-        # Exact duplicates of held-out queries would be memorised.
+        # The model would memorise exact duplicates of held-out queries.
         left = without(train, query_hashes, query_hashes[held_out.queries])
         if not len(left.queries):
             raise ConfigError(f"{what}: all other queries are exact duplicates of held-out ones; add more queries")
@@ -157,7 +157,7 @@ class RankingTask(Task):
         return {"train": left, "eval": held_out}
 
     def _check_wrong_pages(self, train: Matching, data: Ranking) -> None:
-        """Rejects data without any page that could be a negative."""
+        """Rejects data without any page that could serve as a negative."""
         has_negatives = data.num_pages > 1
         if self.coupled:  # the pages of other queries are the negatives
             named = bool(self.config.num_negatives and len(train.negatives))
@@ -184,7 +184,7 @@ class RankingTask(Task):
         )
 
     def _measure_baselines(self, held_out: Ranking, work: Work) -> dict[str, dict[str, float]] | None:
-        """The metrics of random order, TF-IDF and BM25, measured once per run."""
+        """Measures random order, TF-IDF and BM25; returns None if the run has already stored these metrics."""
         if all(work.gather(self._stored_baselines.get("of") == self._baselines_key(held_out))):
             return None
         matching = load(self.folder, "eval")
@@ -210,14 +210,14 @@ class RankingTask(Task):
         return {}
 
     def _baselines_key(self, held_out: Ranking) -> str:
-        """A digest of everything the baselines depend on: a resumed run may evaluate on other data."""
+        """Returns a digest of everything the baselines depend on, because a resumed run may evaluate on other data."""
         matching, digest = load(self.folder, "eval"), sha256()
         for numbers in (matching.queries, matching.starts, matching.relevant, matching.grades, matching.candidates):
             digest.update(np.ascontiguousarray(numbers).tobytes() + b"|")
         return fingerprint_of(held_out.files, digest.hexdigest(), self.config.rerank, self.config.hard_candidates)
 
     def _keep_best(self, matching: Matching, best: NDArray[np.int64], work: Work) -> None:
-        """Stores the best pages by BM25 for each query; -1 if there are fewer."""
+        """Stores the best pages by BM25 for each query, padded with -1."""
         numbers = np.where(best < 0, -1, matching.candidates[np.maximum(best, 0)])[:, : self.config.rerank]
         if len(work.share([0])):
             buffer = BytesIO()
@@ -237,7 +237,7 @@ class RankingTask(Task):
 
     @property
     def cache(self) -> Path:
-        """The folder of the tokens."""
+        """The folder of the token cache."""
         return Path(self.config.cache_dir).expanduser() if self.config.cache_dir else self.folder
 
     @cached_property
@@ -248,11 +248,11 @@ class RankingTask(Task):
         return load_tokenizer(self.config.model_name, None, self.folder)
 
     def texts(self, which: str) -> Texts:
-        """Tokens of pages or queries."""
+        """Opens the tokens of "pages", "queries", "eval_pages" or "eval_queries"."""
         return open_texts(self.folder / json.loads((self.folder / _TOKEN_FOLDERS).read_text())[which])
 
     def matching(self, side: str) -> Matching:
-        """The judgements of a split, "train" or "eval"."""
+        """Loads the judgements of a split, "train" or "eval"."""
         return load(self.folder, side)
 
     @cached_property
@@ -263,7 +263,7 @@ class RankingTask(Task):
         }
 
     def held_out_texts(self) -> tuple[list[str], list[str]]:
-        """The held-out queries and the pages they are ranked against, read again."""
+        """Reads the held-out queries and their candidate pages from the data again."""
         work, matching = Work(self.folder), self.matching("eval")
         data = self._read(str(self.config.data_path), "train", [], work)
         held_out = self._other(data, [], work) or data
@@ -271,11 +271,11 @@ class RankingTask(Task):
         return list(_some(held_out.queries(), queries)), list(_some(held_out.pages(), pages))
 
     def baseline_metrics(self, count: int) -> dict[str, tuple[float, int]]:
-        """The metrics of the baselines as sums and counts of an evaluation batch."""
+        """Returns the baselines' metrics as (sum, count) pairs for an evaluation batch of `count` samples."""
         return {name: (value * count, count) for name, value in self._baselines.items()}
 
     def dataset(self, split: str) -> Dataset[Any] | None:
-        """Training pairs, or the pages that held-out queries are ranked against."""
+        """Returns the training data, or the data for ranking the held-out queries; None if none are held out."""
         if split == "train":
             return self.train_data()
         matching = self.matching("eval")
@@ -285,11 +285,11 @@ class RankingTask(Task):
         return self.eval_data()
 
     def train_data(self) -> Dataset[Any]:
-        """Training data."""
+        """Returns the training data."""
         raise NotImplementedError
 
     def eval_data(self) -> Dataset[Any]:
-        """Evaluation data."""
+        """Returns the evaluation data."""
         raise NotImplementedError
 
 

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from unisono.data.noise import Noise
 
 _HELD_OUT = "held_out.npz"
-_MOST_CALIBRATED = 1000  # held-out pages that an export computes, on whatever machine it runs
-_SHORTEST = 32  # tokens: below, padding costs next to nothing
+_MOST_CALIBRATED = 1000  # maximum number of held-out pages for calibration, because an export may run on a CPU
+_SHORTEST = 32  # tokens; padding to this length costs next to nothing
 _BATCH = 32
 
 
@@ -64,11 +64,11 @@ class Scored(Dataset[dict[str, Any]]):
         return {"ids": ids, "label": self.labels[index], "length": self.characters[index], "index": index}
 
     def shape(self, index: int) -> int:
-        """The length of a page, rounded up to a power of two: few distinct shapes keep micro-batches large."""
+        """Returns a page's length, rounded up to a power of two: few distinct shapes keep micro-batches large."""
         return max(_SHORTEST, 1 << (int(self._tokens[index]) - 1).bit_length())
 
     def cost(self, index: int) -> float:
-        """The cost of a page: its number of tokens."""
+        """Returns the cost of a page, its number of tokens."""
         return float(max(1, self._tokens[index]))
 
 
@@ -93,11 +93,11 @@ class Score(Task):
             self.remarks += few_held_out_remarks(len(rows["eval"]), "pages")
         if len({data.labels[row] for row in rows["train"]}) < 2:
             raise ConfigError(
-                f"data_path {self.config.data_path}: without the {len(rows['eval'])} held-out pages, all labels are "
-                "the same; hold out fewer (--num_eval), or add more pages"
+                f"data_path {self.config.data_path}: after holding out {len(rows['eval'])} pages, all remaining labels "
+                "are the same; hold out fewer (--num_eval), or add more pages"
             )
         self._check_labels(data.names or [])
-        for _ in work.share([0]):  # one process trains the tokenizer of a tiny model; the others read it
+        for _ in work.share([0]):  # one process trains the tokenizer of a tiny model; the others load it
             load_tokenizer(self.config.model_name, lambda: (data.texts[row] for row in rows["train"]), work.folder)
         if work.meet():
             return
@@ -122,11 +122,11 @@ class Score(Task):
 
     def _read(self, path: str | None, kind: Kind) -> Labelled:
         if not path:
-            raise ConfigError("data_path: expected labels, a .csv or .jsonl with the columns text and label")
+            raise ConfigError("data_path: expected a .csv or .jsonl file with the columns text and label")
         return read_labelled(path, remark=self._remark, leave_out_bad=self.config.leave_out_bad, kind=kind)
 
     def _read_held_out(self, data: Labelled) -> Labelled | None:
-        """The pages of eval_data_path, in the classes of data_path."""
+        """Reads the pages of eval_data_path, with labels encoded as the classes of data_path; None without a path."""
         path = self.config.eval_data_path
         if not path:
             return None
@@ -139,14 +139,14 @@ class Score(Task):
         unknown = [name for name in held_out.names if name not in data.names]
         if unknown:
             raise ConfigError(
-                f"eval_data_path {path}: the class {unknown[0]!r} is not among those of data_path "
-                f"({', '.join(data.names[:10])}), so it cannot be learned"
+                f"eval_data_path {path}: the class {unknown[0]!r} does not occur in data_path, whose classes are "
+                f"{', '.join(data.names[:10])}; remove its rows, or add rows of this class to data_path"
             )
         number = [data.names.index(name) for name in held_out.names]
         return Labelled(held_out.texts, [number[int(label)] for label in held_out.labels], data.names)
 
     def _split(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Training rows and held-out rows; equal texts are in the same part."""
+        """Returns the training rows and the held-out rows; identical texts are in the same part."""
         number = self.config.num_eval
         if number is None:
             number = default_num_eval(len(texts))
@@ -179,7 +179,7 @@ class Score(Task):
         return Scored(texts, rows, labels, np.array([len(data.texts[row]) for row in rows], np.int64))
 
     def _check_labels(self, names: list[str]) -> None:
-        """Rejects classes other than those the run began with."""
+        """Rejects labels that differ from the labels the run began with."""
         if (self.folder / FILE).is_file() and self.uncalibrated.names != names:
             before, now = (", ".join(some[:10]) or "numbers" for some in (self.uncalibrated.names, names))
             raise ConfigError(
@@ -198,7 +198,7 @@ class Score(Task):
         calibration.write(self.folder)
 
     def _keep_held_out(self, data: Scored) -> None:
-        """Stores some of the held-out pages, so that an export can calibrate without the data."""
+        """Stores some of the held-out pages, so that an export can calibrate without reading the data again."""
         chosen = np.sort(Order(len(data), seed=0).indices(np.arange(min(len(data), _MOST_CALIBRATED))))
         items = [data[int(index)] for index in chosen]
         content = io.BytesIO()
@@ -218,10 +218,12 @@ class Score(Task):
 
     @cached_property
     def uncalibrated(self) -> Calibration:
-        """The meaning of the model's outputs without calibration: classes, or numbers in a unit."""
+        """How to interpret the model's outputs, before calibration: the class names, or mean and std of the labels."""
         calibration = Calibration.read(self.folder)
         if calibration is None:
-            raise UserError(f"{self.folder} has no {FILE}, which defines the model's outputs")
+            raise UserError(
+                f"{self.folder} has no {FILE}, which defines the model's outputs; copy the whole run folder"
+            )
         return calibration
 
     @cached_property
@@ -229,12 +231,12 @@ class Score(Task):
         return load_tokenizer(self.config.model_name, None, self.folder)
 
     def model(self) -> nn.Module:
-        """A transformer with a classification head."""
+        """Builds a transformer with a classification head."""
         names = self.uncalibrated.names
         return load_classifier(self.config, self._tokenizer, len(names) or 1, regression=not names)
 
     def dataset(self, split: str) -> Scored | None:
-        """Pages with labels."""
+        """Returns the labelled pages of a split; None if no pages are held out."""
         return self._data[split]
 
     def collate(self, items: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -249,7 +251,7 @@ class Score(Task):
     # Training ------------------------------------------------------------------------------------------------------
 
     def loss(self, model: nn.Module, batch: Any, noise: Noise) -> Loss:
-        """Cross entropy, or the squared error of standardised numbers."""
+        """Returns the cross entropy for classes, or the squared error of standardised numbers."""
         return self._loss(self._outputs(model, batch["ids"], batch["mask"]), batch["label"])
 
     def _loss(self, outputs: Tensor, labels: Tensor) -> Loss:
@@ -260,13 +262,13 @@ class Score(Task):
         return Loss(functional.mse_loss(outputs, wanted, reduction="sum"), len(labels))
 
     def _outputs(self, model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
-        """[pages, classes] logits, or [pages] numbers; at least float32."""
+        """Returns [pages, classes] logits or [pages] numbers, in float32 or higher precision."""
         logits: Tensor = model(input_ids=ids, attention_mask=mask).logits
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return logits if self.uncalibrated.names else logits[:, 0]
 
     def evaluate(self, model: nn.Module, batch: Any, noise: Noise) -> Mapping[str, Any]:
-        """The loss, and all metrics with their baselines."""
+        """Returns the loss, and all metrics with their baselines."""
         outputs = self._outputs(model, batch["ids"], batch["mask"])
         self.metrics["scores"].update(batch["index"], outputs, batch["label"], batch["length"])
         loss = self._loss(outputs, batch["label"])
@@ -275,12 +277,12 @@ class Score(Task):
     # After training ------------------------------------------------------------------------------------------------
 
     def calibration(self, model: nn.Module) -> Calibration:
-        """The calibration of a trained model on held-out pages."""
+        """Fits the calibration of a trained model on held-out pages."""
         file = self.folder / _HELD_OUT
         if not file.is_file():
             return self.uncalibrated
-        with np.load(file, allow_pickle=False) as kept:
-            rows, labels = np.split(kept["ids"], np.cumsum(kept["tokens"])[:-1]), kept["labels"]
+        with np.load(file, allow_pickle=False) as arrays:
+            rows, labels = np.split(arrays["ids"], np.cumsum(arrays["tokens"])[:-1]), arrays["labels"]
         pad_id: Any = self._tokenizer.pad_token_id
         by_length = np.argsort([len(row) for row in rows], kind="stable")
         device = next(model.parameters()).device
@@ -295,7 +297,7 @@ class Score(Task):
     def export(self, model: nn.Module, folder: Path) -> None:
         """Writes a folder for AutoModelForSequenceClassification, with class names and calibration."""
         if (folder / FILE).exists():
-            raise UserError(f"{folder} already has a {FILE}; use another folder")
+            raise UserError(f"{folder} already contains {FILE}; choose another folder")
         config, names = self.config, self.uncalibrated.names or ["score"]
         calibration = self.calibration(model)
         write_classifier(model, self._tokenizer, folder, config.max_length, names=names, base=config.model_name)

@@ -1,7 +1,8 @@
 """Task snippet: a title or a description for a page.
 
-An encoder-decoder reads the page and writes; a decoder continues after the page and a cue. The loss is the negative log
-likelihood of each target token. Evaluations generate greedily and compare with the page's first sentence.
+An encoder-decoder encodes the page and generates the text; a decoder continues a prompt of the page and a cue. The loss
+is the negative log likelihood of the target tokens. Evaluations decode greedily; the baseline is the page's first
+sentence.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ if TYPE_CHECKING:
 
     from unisono.data.noise import Noise
 
-_NUM_WRITTEN = 64  # held-out pages to generate for in an evaluation; each token takes a forward pass
+_NUM_WRITTEN = 64  # held-out pages to generate text for in an evaluation; each token takes a forward pass
 _NUM_SHOWN = 8
-_HOW = "snippet.json"  # file in an exported folder that says how to prompt the model
+_HOW = "snippet.json"  # file in an exported folder that describes how to prompt the model
 _DEBIAN = "debian"
 
 
@@ -52,7 +53,7 @@ class Snippet(Task):
 
     def prepare(self, work: Work) -> None:
         """Reads and tokenizes pages and targets."""
-        self._reads_first = reads_first(self.config.model_name)  # fails early if the model cannot write
+        self._reads_first = reads_first(self.config.model_name)  # fails early if the model cannot generate text
         pairs, num_train = self._read(work)
         for _ in work.share([0]):
             self._load_tokenizer(lambda: (text for pair in pairs for text in pair))
@@ -67,7 +68,7 @@ class Snippet(Task):
             places[what] = fill_texts(
                 self._cache / what, _giving(texts), tokens(self.tokenizer, limit), name, work, what
             )
-            if work.meet():  # all ranks together, or one would wait for the others
+            if work.meet():  # all ranks must stop together, or one would wait for the others
                 return
         self._pages, self._targets = open_texts(places["pages"]), open_texts(places["targets"])
         self._num_train = num_train
@@ -81,7 +82,7 @@ class Snippet(Task):
                 self.remarks.append(f"{longer} and were truncated")
 
     def _read(self, work: Work) -> tuple[list[tuple[str, str]], int]:
-        """All pairs, training pairs first, and the number of training pairs."""
+        """Returns all pairs, training pairs first, and the number of training pairs."""
         from unisono.recipes.seo.data.snippets import read_snippets
 
         config = self.config
@@ -93,7 +94,7 @@ class Snippet(Task):
 
         if config.data_path is None:
             raise ConfigError(
-                "data_path: expected a folder of HTML pages, or a .csv or .jsonl with columns text and title"
+                "data_path: expected a folder of HTML pages, or a .csv or .jsonl file with the columns text and title"
             )
         pairs = read(config.data_path)
         if not pairs:
@@ -105,7 +106,7 @@ class Snippet(Task):
             return [*pairs, *others], len(pairs)
         number = config.num_eval if config.num_eval is not None else default_num_eval(len(pairs))
         first: dict[str, int] = {}
-        same = [first.setdefault(page, len(first)) for page, _ in pairs]  # equal pages are in the same part
+        same = [first.setdefault(page, len(first)) for page, _ in pairs]  # identical pages are in the same part
         if number >= len(first):
             raise ConfigError(
                 f"num_eval {number}: data_path {config.data_path} has {len(first)} different pages; some must remain "
@@ -113,15 +114,15 @@ class Snippet(Task):
             )
         self.remarks += few_held_out_remarks(number, "pages")
         held_out = {(2 * place + 1) * len(first) // (2 * number) for place in range(number)}
-        kept = [pair for pair, page in zip(pairs, same, strict=True) if page not in held_out]
-        return [*kept, *(pair for pair, page in zip(pairs, same, strict=True) if page in held_out)], len(kept)
+        train = [pair for pair, page in zip(pairs, same, strict=True) if page not in held_out]
+        return [*train, *(pair for pair, page in zip(pairs, same, strict=True) if page in held_out)], len(train)
 
     def _debian(self, work: Work) -> list[tuple[str, str]]:
-        """Long and short descriptions of Debian's packages."""
+        """Returns the long and the short description of each Debian package."""
         from unisono.recipes.seo.data.ranking_sets.debian import packages
 
         if self.config.write != "title":
-            raise ConfigError("data_path debian has titles only; leave out --write description")
+            raise ConfigError("data_path debian has no descriptions to learn, only titles; use --write title")
         for _ in work.share([0]):  # one process downloads them
             packages(self._cache, work.message)
         work.meet()
@@ -150,16 +151,16 @@ class Snippet(Task):
     # Model and data ------------------------------------------------------------------------------------------------
 
     def model(self) -> nn.Module:
-        """The writer."""
+        """Builds the encoder-decoder or decoder that generates the text."""
         return load_writer(self.config, self.tokenizer)
 
     def dataset(self, split: str) -> Any:
-        """Pages with their target texts."""
+        """Returns the pages of a split with their target texts; None if no pages are held out."""
         numbers = range(self._num_train) if split == "train" else range(self._num_train, len(self._pages))
         return Snippets(self._pages, self._targets, numbers) if len(numbers) else None
 
     def collate(self, items: list[Any]) -> Any:
-        """Token ids, mask and labels; tokens without a loss have the label UNSEEN."""
+        """Returns token ids, mask and labels; tokens that do not count in the loss have the label UNSEEN."""
         pad_id = int(self.tokenizer.pad_token_id)
         targets = [item["target"] for item in items]
         index = torch.tensor([item["index"] for item in items])
@@ -172,12 +173,12 @@ class Snippet(Task):
         labels = torch.full_like(ids, UNSEEN)
         for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
             labels[number, len(prompt) : len(row)] = ids[number, len(prompt) : len(row)]
-        # Logits of all page tokens would take much memory. They are needed only from the end of the shortest prompt on.
+        # The logits of all page tokens would take much memory; only those after the shortest prompt are needed.
         keep = torch.arange(min(map(len, prompts)) - 1, max(map(len, rows)) - 1)
         return {"ids": ids, "mask": mask, "labels": labels[:, keep + 1], "keep": keep, "index": index}
 
     def _prompt(self, page: Row) -> Row:
-        """The prompt of a decoder: the page, without the end token that some tokenizers add, and the cue."""
+        """Returns the prompt of a decoder: the page without the end token that some tokenizers add, then the cue."""
         ends = len(page) > 1 and page[-1] == self.tokenizer.eos_token_id
         room = max(1, self.config.max_length - len(self._cue))
         return np.concatenate([(page[:-1] if ends else page)[:room], self._cue])
@@ -185,7 +186,7 @@ class Snippet(Task):
     # Training ------------------------------------------------------------------------------------------------------
 
     def loss(self, model: nn.Module, batch: Any, noise: Noise) -> Loss:
-        """The negative log likelihood, summed over tokens."""
+        """Returns the negative log likelihood, summed over the target tokens."""
         labels = batch["labels"]
         logits = logits_of(model, batch, first_token(model, self.tokenizer) if self._reads_first else None)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -193,11 +194,11 @@ class Snippet(Task):
         return Loss(total, (labels != UNSEEN).sum())
 
     def before_evaluation(self, model: nn.Module) -> None:
-        """Generates texts for the first held-out pages, on all ranks alike, because a sharded model needs them all."""
+        """Generates texts for the first held-out pages, on all ranks, because a sharded model needs every rank."""
         self._written = self._write(model, _NUM_WRITTEN)
 
     def evaluate(self, model: nn.Module, batch: Any, noise: Noise) -> Mapping[str, Any]:
-        """The loss and, for pages with a generated text, its metrics and those of the page's first sentence."""
+        """Returns the loss and, for pages with a generated text, the metrics of that text and of the baseline."""
         loss = self.loss(model, batch, noise)
         totals: dict[str, list[float]] = {}
         for index in batch["index"].tolist():
@@ -209,7 +210,7 @@ class Snippet(Task):
         return {"loss": (loss.total, loss.count), **{name: tuple(sums) for name, sums in totals.items() if sums[1]}}
 
     def preview(self, model: nn.Module, step: int) -> Mapping[str, Any] | None:
-        """Some held-out pages: their first sentence, the true title or description, and what the model writes."""
+        """Returns, for some held-out pages, the first sentence, the true text and the generated text."""
         if not self._held_out:
             return None
         parts = [
@@ -258,12 +259,12 @@ class Snippets(Dataset[dict[str, Any]]):
         return {"page": self.pages[number], "target": self.targets[number], "index": index}
 
     def shape(self, index: int) -> int:
-        """The length of a page, rounded up, so that micro-batches hold pages of similar length."""
+        """Returns a page's length, rounded up, so that micro-batches hold pages of similar length."""
         return -(-int(self._lengths[index]) // self._STEP) * self._STEP
 
 
 def text_metrics(written: str, page: str, true: str, kind: str) -> dict[str, tuple[float, float]]:
-    """The metrics of one page as (sum, count), for the generated text and for the page's first sentence."""
+    """Returns the metrics of one page as (sum, count), for the generated text and for the page's first sentence."""
     lead, most = lead_of(page), MAX_CHARACTERS[kind]
     metrics: dict[str, tuple[float, float]] = {"rouge_l_lead_cut": (rouge_l(cut(lead, most), true), 1)}
     for suffix, text in (("", written), ("_lead", lead)):
@@ -281,7 +282,7 @@ class _Targets(Tokenize):
         self._end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
 
     def __call__(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of each text."""
+        """Returns the tokens of each text."""
         rows = self._tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
         most = self._limit - 1
         self.num_cut += sum(len(row) > most for row in rows["input_ids"])

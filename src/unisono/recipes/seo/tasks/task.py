@@ -16,25 +16,25 @@ if TYPE_CHECKING:
 
 
 class Task:
-    """One task. The recipe forwards the engine's calls to it; see `engine/recipe.py`."""
+    """Base class of all tasks. The recipe forwards the engine's calls to a task; see `engine/recipe.py`."""
 
     coupled = False
     """Whether the loss compares samples with each other; `embed` and `couple` then replace `loss`."""
 
     headline: Sequence[str] = ()
-    """Metrics of an evaluation that are shown during training."""
+    """Names of the evaluation metrics that are shown during training."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.folder = Path()
-        """The folder that prepare() wrote to; the recipe also sets it for an export."""
+        """The folder with the files that prepare() writes; the recipe also sets it for an export."""
         self.remarks: list[str] = []
-        """Lines that are printed once, when the run begins."""
+        """Messages to print once, when the run begins."""
         self.metrics: dict[str, Any] = {}
-        """Metric objects that the engine merges over the ranks; filled by dataset("eval")."""
+        """Metric objects, which the engine merges across ranks; filled by dataset("eval")."""
 
     def start_remark(self, global_batch: int) -> str | None:
-        """A line about a step with this global batch."""
+        """Returns a message about the negatives in a step with this global batch size."""
         return None
 
     def prepare(self, work: Work) -> None:
@@ -42,14 +42,14 @@ class Task:
         raise NotImplementedError
 
     def model(self) -> nn.Module:
-        """The module to train."""
+        """Builds the model to train."""
         raise NotImplementedError
 
     def get_ready(self, model: nn.Module, *, flash_attention: bool) -> None:
         """Prepares a model for training; not called for an export."""
 
     def dataset(self, split: str) -> Any:
-        """ "train" or "eval"."""
+        """Returns the dataset of a split, "train" or "eval"."""
         raise NotImplementedError
 
     def collate(self, items: list[Any]) -> Any:
@@ -57,26 +57,26 @@ class Task:
         raise NotImplementedError
 
     def loss(self, model: nn.Module, batch: Any, noise: Noise) -> Loss:
-        """A sum and a count."""
+        """Returns the sum of the losses of a micro-batch, and their count."""
         raise NotImplementedError
 
     def embed(self, model: nn.Module, batch: Any, noise: Noise) -> Mapping[str, Tensor]:
-        """For a coupled task: one row per sample, as input of the loss."""
+        """For a coupled task: returns one row per sample, as input for `couple`."""
         raise NotImplementedError
 
     def couple(self, rows: Mapping[str, Tensor]) -> Loss:
-        """For a coupled task: the loss of a global batch, from the rows of all its samples."""
+        """For a coupled task: returns the loss of a global batch from the rows of all its samples."""
         raise NotImplementedError
 
     def before_evaluation(self, model: nn.Module) -> None:
-        """Called before the first batch of an evaluation; every rank does the same."""
+        """Called on every rank before the first batch of an evaluation; all ranks do the same work."""
 
     def evaluate(self, model: nn.Module, batch: Any, noise: Noise) -> Mapping[str, Any]:
-        """(sum, count) pairs, or metric objects that are merged over the ranks."""
+        """Returns metrics as (sum, count) pairs, or as objects that the engine merges across ranks."""
         raise NotImplementedError
 
     def preview(self, model: nn.Module, step: int) -> Mapping[str, Any] | None:
-        """Examples to look at."""
+        """Returns example outputs for the user to look at."""
         return None
 
     def export(self, model: nn.Module, folder: Path) -> None:
