@@ -176,7 +176,7 @@ def test_a_written_tokenizer_cuts_nothing_by_itself(tmp_path: Path) -> None:
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     encoder, tokenizer = loaded(encoder_folder(tmp_path / "base"))
     before = (tmp_path / "base" / "model.safetensors").read_bytes()
-    with pytest.raises(UserError, match="already contains config.json; choose another folder"):
+    with pytest.raises(UserError, match=r"already contains config\.json; choose another folder"):
         write_sentence_transformer(encoder, tokenizer, tmp_path / "base", 64)
     assert (tmp_path / "base" / "model.safetensors").read_bytes() == before
 
