@@ -1,4 +1,4 @@
-"""Does clips learn what simple statistics cannot tell, how fast is it, and how long can videos be?
+"""Does clips learn what simple statistics do not reveal, how fast is it, and how long can videos be?
 
     python benchmarks/clips.py learning              # two CPU ranks: the mirror set, three seeds, and controls
     python benchmarks/clips.py harder                # the same with increasing noise, until it fails
@@ -63,7 +63,7 @@ class MirrorSet:
     num_videos: int = 120
 
     def words(self, place: Path, quick: bool) -> list[str]:
-        """The flags that train on it; generates it if it does not exist."""
+        """The flags that train on this set; generates the set if it does not exist."""
         from unisono.recipes.clips.data.synthetic import make
         from unisono.recipes.clips.settings import MIRROR_PRESETS
 
@@ -75,18 +75,18 @@ class MirrorSet:
         for split, videos in (("train", number), ("eval", max(2, number // 4))):
             if not (folder / split).exists():
                 make(folder / split, videos, split=split, pattern=self.pattern, noise=self.noise)
-        told = {"data_path": folder / "train", "eval_data_path": folder / "eval", **MIRROR_PRESETS}
-        return [*(str(word) for name, value in told.items() for word in (f"--{name}", value)), *few]
+        settings = {"data_path": folder / "train", "eval_data_path": folder / "eval", **MIRROR_PRESETS}
+        return [*(str(word) for name, value in settings.items() for word in (f"--{name}", value)), *few]
 
 
-def train(name: str, given: argparse.Namespace, place: Path, words: list[str]) -> Row:
+def train(name: str, options: argparse.Namespace, place: Path, words: list[str]) -> Row:
     """Runs `unisono train clips`; returns the metrics of its last evaluation."""
     folder, started = place / f"run {name}", time.monotonic()
     words = ["train", "clips", *words]
     further = ["--log_every", "5", "--cache_dir", str(place / "cache"), "--output_dir", str(folder)]
-    failed = unisono([*words, *further], given.patience_s)
-    told = shlex.join(["unisono", *words]).replace(f"{place}{os.sep}", "")
-    row: Row = {"failed": failed, "command": told, "wall_s": time.monotonic() - started}
+    failed = unisono([*words, *further], options.patience_s)
+    command = shlex.join(["unisono", *words]).replace(f"{place}{os.sep}", "")
+    row: Row = {"failed": failed, "command": command, "wall_s": time.monotonic() - started}
     if not failed:
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         last = [line for line in lines if "eval/mAP" in line][-1]
@@ -98,9 +98,9 @@ def train(name: str, given: argparse.Namespace, place: Path, words: list[str]) -
     return row
 
 
-def learning(given: argparse.Namespace, place: Path) -> Row:
-    result, plain = PARTS.begin("learning", given), MirrorSet()
-    seeds = SEEDS[:1] if given.quick else SEEDS
+def learning(options: argparse.Namespace, place: Path) -> Row:
+    result, plain = PARTS.begin("learning", options), MirrorSet()
+    seeds = SEEDS[:1] if options.quick else SEEDS
     asked: dict[str, tuple[MirrorSet, int, list[str]]] = {}
     for ranks in (1, 2):
         for seed in seeds:
@@ -115,9 +115,9 @@ def learning(given: argparse.Namespace, place: Path) -> Row:
     asked["pattern in the sound, sound only"] = (MirrorSet("sound"), 1, ["--use", "mel"])
     result["rows"] = {name: {"failed": "not run"} for name in asked}
     for name, (which, ranks, further) in asked.items():
-        words = [*which.words(place, given.quick), "--nproc", str(ranks), "--global_batch_size", "4", *further]
-        result["rows"][name] = {"ranks": ranks, **train(name, given, place, words)}
-        PARTS.write(result, given)
+        words = [*which.words(place, options.quick), "--nproc", str(ranks), "--global_batch_size", "4", *further]
+        result["rows"][name] = {"ranks": ranks, **train(name, options, place, words)}
+        PARTS.write(result, options)
     return result
 
 
@@ -196,15 +196,15 @@ def learning_checks(result: Row) -> Iterator[str]:
 HARDER = (0.5, 1.0, 1.2, 1.4)
 
 
-def harder(given: argparse.Namespace, place: Path) -> Row:
-    result = PARTS.begin("harder", given)
-    asked = {f"noise {noise}, 120 videos": MirrorSet(noise=noise) for noise in HARDER[: 1 if given.quick else None]}
+def harder(options: argparse.Namespace, place: Path) -> Row:
+    result = PARTS.begin("harder", options)
+    asked = {f"noise {noise}, 120 videos": MirrorSet(noise=noise) for noise in HARDER[: 1 if options.quick else None]}
     result["rows"] = {name: {"failed": "not run"} for name in asked}
     for name, which in asked.items():
-        words = [*which.words(place, given.quick), "--nproc", "1"]
-        told = {"noise": which.noise, "videos": which.num_videos}
-        result["rows"][name] = {**told, **train(name, given, place, words)}
-        PARTS.write(result, given)
+        words = [*which.words(place, options.quick), "--nproc", "1"]
+        facts = {"noise": which.noise, "videos": which.num_videos}
+        result["rows"][name] = {**facts, **train(name, options, place, words)}
+        PARTS.write(result, options)
     return result
 
 
@@ -221,10 +221,10 @@ def harder_table(result: Row) -> list[str]:
         if row["failed"]:
             lines.append(f"| {name} | FAILED: {row['failed'].replace('|', ' ')} | | | | | | |")
             continue
-        told = [f"{row['noise']:g}", str(row["videos"]), *(f"{row[key]:.3f}" for key in ("mAP", "HIT@1"))]
-        told += [f"{row['losses'][max(row['losses'], key=int)]:.4f}"]
-        told += [f"{row[key]:.3f}" for key in ("mAP_frame_difference", "mAP_random")]
-        lines.append(f"| {' | '.join(told)} | {row['training_s']:.0f} s |")
+        cells = [f"{row['noise']:g}", str(row["videos"]), *(f"{row[key]:.3f}" for key in ("mAP", "HIT@1"))]
+        cells += [f"{row['losses'][max(row['losses'], key=int)]:.4f}"]
+        cells += [f"{row[key]:.3f}" for key in ("mAP_frame_difference", "mAP_random")]
+        lines.append(f"| {' | '.join(cells)} | {row['training_s']:.0f} s |")
     return lines
 
 
@@ -278,7 +278,7 @@ def fill(folder: str, videos: list[str], part: int, parts: int, workers: int) ->
     from unisono.recipes.clips.data.extract import Extraction
     from unisono.recipes.clips.data.features import ExtractSettings
 
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // parts))  # as the launcher does
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // parts))  # as the launcher sets it
     sources = [Video(Path(each).name, Path(each)) for each in videos]
     began = time.perf_counter()
     if videos:
@@ -289,12 +289,12 @@ def fill(folder: str, videos: list[str], part: int, parts: int, workers: int) ->
 WAYS = {"1 process, 1 worker": (1, 1), "1 process, 2 workers": (1, 2), "2 processes, 1 worker each": (2, 1)}
 
 
-def extraction(given: argparse.Namespace, place: Path) -> Row:
+def extraction(options: argparse.Namespace, place: Path) -> Row:
     from unisono.recipes.clips.data.synthetic import make
 
-    result = PARTS.begin("extraction", given)
-    number, seconds = (2, 4) if given.quick else (8, 30)
-    make(place / "mirror", 2 if given.quick else 40)
+    result = PARTS.begin("extraction", options)
+    number, seconds = (2, 4) if options.quick else (8, 30)
+    make(place / "mirror", 2 if options.quick else 40)
     (place / "films").mkdir()
     for seed in range(number):
         film(place / "films" / f"{seed}.mp4", seconds, (1280, 720), seed=seed)
@@ -306,10 +306,10 @@ def extraction(given: argparse.Namespace, place: Path) -> Row:
     with ExitStack() as stack:
         processes = [stack.enter_context(ProcessPoolExecutor(1, mp_context=get_context("spawn"))) for _ in range(2)]
         for process in processes:
-            process.submit(fill, str(place), [], 0, 1, 1).result()  # it has imported everything
+            process.submit(fill, str(place), [], 0, 1, 1).result()  # the process has imported everything
         for case, (videos, length) in cases.items():
             took: dict[str, list[float]] = {name: [] for name in WAYS}
-            for turn in range(-1, given.rounds or (1 if given.quick else 7)):  # the first one only warms up
+            for turn in range(-1, options.rounds or (1 if options.quick else 7)):  # the first turn is a warm-up
                 names = list(WAYS)
                 for name in names[turn % len(names) :] + names[: turn % len(names)]:
                     folder, (parts, workers) = place / "extracted", WAYS[name]
@@ -321,11 +321,11 @@ def extraction(given: argparse.Namespace, place: Path) -> Row:
                     for each in running:
                         each.result()
                     took[name] += [time.perf_counter() - began] if turn >= 0 else []
-                    found = len(list(folder.glob("*/facts.json")))
-                    assert found == len(videos), f"{found} of {len(videos)} were extracted"
+                    num_extracted = len(list(folder.glob("*/facts.json")))
+                    assert num_extracted == len(videos), f"{num_extracted} of {len(videos)} were extracted"
                     shutil.rmtree(folder)
             result["rows"][case] = {"videos": len(videos), "seconds_each": length, "took_s": took}
-            PARTS.write(result, given)
+            PARTS.write(result, options)
             say(case, {name: round(statistics.median(each), 2) for name, each in took.items()})
     return result
 
@@ -345,8 +345,8 @@ def extraction_table(result: Row) -> list[str]:
         for name, took in row["took_s"].items():
             each = row["videos"] / statistics.median(took)
             times = statistics.median(one / other for one, other in zip(first, took, strict=True))
-            told = f"{row['videos']} of {row['seconds_each']} s, {case}"
-            lines.append(f"| {told} | {name} | {each:.2f} | {each * row['seconds_each']:.0f} | {times:.2f} |")
+            videos = f"{row['videos']} of {row['seconds_each']} s, {case}"
+            lines.append(f"| {videos} | {name} | {each:.2f} | {each * row['seconds_each']:.0f} | {times:.2f} |")
     return lines
 
 
@@ -360,10 +360,16 @@ class Loop(Variant):
         """Starts the process, which waits before its first step."""
         self.folder.mkdir()
         ours, theirs = Pipe()
-        told = json.dumps({**job, "folder": str(self.folder)})
+        job_json = json.dumps({**job, "folder": str(self.folder)})
         with (self.folder / "0.log").open("wb") as log:
             process = subprocess.Popen(
-                [sys.executable, str(ROOT / "benchmarks" / "clips_loops.py"), self.name, str(theirs.fileno()), told],
+                [
+                    sys.executable,
+                    str(ROOT / "benchmarks" / "clips_loops.py"),
+                    self.name,
+                    str(theirs.fileno()),
+                    job_json,
+                ],
                 env=self._environment(case, 0, job["threads"]) | job["heap"] | {"PYTHONPATH": str(ROOT / "src")},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -375,20 +381,23 @@ class Loop(Variant):
         self.pipes.append(ours)
 
 
-def overhead(given: argparse.Namespace, place: Path) -> Row:
+def overhead(options: argparse.Namespace, place: Path) -> Row:
     from unisono.engine.recipe import Work
     from unisono.recipes.clips.recipe import Clips
     from unisono.recipes.clips.settings import Config
 
-    result, cuda = PARTS.begin("overhead", given, "_cuda" if given.device == "cuda" else ""), given.device == "cuda"
-    starts = 1 if given.quick else STARTS
-    rounds = Rounds(given.rounds or (2 if given.quick else 12), 12, 2)
-    told = {"data_path": "mirror", "cache_dir": str(place / "cache"), "num_videos": 8 if given.quick else 128}
-    recipe = Clips(Config(**told))
+    result, cuda = (
+        PARTS.begin("overhead", options, "_cuda" if options.device == "cuda" else ""),
+        options.device == "cuda",
+    )
+    starts = 1 if options.quick else STARTS
+    rounds = Rounds(options.rounds or (2 if options.quick else 12), 12, 2)
+    config = {"data_path": "mirror", "cache_dir": str(place / "cache"), "num_videos": 8 if options.quick else 128}
+    recipe = Clips(Config(**config))
     recipe.prepare(Work(place / "prepared"))
     recipe.dataset("train")
     weights = sum(weight.numel() for weight in recipe.model().parameters())
-    job = {"device": given.device, "told": told, "batch": 32 if cuda else 4, "workers": 2, "threads": 1}
+    job = {"device": options.device, "told": config, "batch": 32 if cuda else 4, "workers": 2, "threads": 1}
     job["rounds"] = asdict(rounds)
     result["settings"] = {**{name: job[name] for name in ("batch", "workers", "threads", "device")}, "weights": weights}
     result["settings"] |= {**asdict(rounds), "starts": 0}
@@ -404,7 +413,7 @@ def overhead(given: argparse.Namespace, place: Path) -> Row:
             result["settings"]["starts"] = start + 1
             rows = {f"{each.name}, {heap}": numbers_of(each, totals[0]) for each in totals}
             result["rows"] |= {name: {**row, "starts": start + 1} for name, row in rows.items()}
-            PARTS.write(result, given)
+            PARTS.write(result, options)
     return result
 
 
@@ -440,13 +449,13 @@ def in_turns(job: dict[str, Any], rounds: Rounds, place: Path) -> list[Loop]:
 
 
 def overhead_table(result: Row) -> list[str]:
-    rows, told = result["rows"], result["settings"]
+    rows, job = result["rows"], result["settings"]
     lines = ["# clips: step time compared with a hand-written loop", "", *depends_on(result)]
     lines += [
-        f"- The recipe's model ({told['weights']:,} weights) and its windows of 30 clips, batches of {told['batch']}, "
-        f"{told['workers']} loader workers, {'bf16' if told['device'] == 'cuda' else 'float32, one thread'}",
-        f"- Each program is started {told['starts']} times and runs {told['rounds']} rounds of {told['steps']} steps, "
-        f"interleaved with the others; the first {told['dropped']} steps of a round are not timed. Ratios are medians "
+        f"- The recipe's model ({job['weights']:,} weights) and its windows of 30 clips, batches of {job['batch']}, "
+        f"{job['workers']} loader workers, {'bf16' if job['device'] == 'cuda' else 'float32, one thread'}",
+        f"- Each program is started {job['starts']} times and runs {job['rounds']} rounds of {job['steps']} steps, "
+        f"interleaved with the others; the first {job['dropped']} steps of a round are not timed. Ratios are medians "
         "over all rounds, with quartiles; *hand again* is the same program a second time and shows the noise. CPU "
         "time is what other programs on the machine disturb least.",
         "- *default heap*: in the hand-written loop, the C library returns memory to the system and requests it "
@@ -477,17 +486,17 @@ def overhead_table(result: Row) -> list[str]:
 # long ----------------------------------------------------------------------------------------------------------------
 
 
-def long(given: argparse.Namespace, place: Path) -> Row:
+def long(options: argparse.Namespace, place: Path) -> Row:
     from unisono.recipes.clips.metrics.highlights import of_video
 
-    result, minutes = PARTS.begin("long", given), (0.2, 0.4) if given.quick else (5, 20, 60)
-    size = (160, 90) if given.quick else (1280, 720)
+    result, minutes = PARTS.begin("long", options), (0.2, 0.4) if options.quick else (5, 20, 60)
+    size = (160, 90) if options.quick else (1280, 720)
     result |= {
         "size": size,
         "rows": {f"{length:g} minutes": {"failed": "not run"} for length in minutes},
     }
-    words = [*MirrorSet().words(place, given.quick), "--nproc", "1", "--output_dir", str(place / "run")]
-    failed = unisono(["train", "clips", *words], given.patience_s)
+    words = [*MirrorSet().words(place, options.quick), "--nproc", "1", "--output_dir", str(place / "run")]
+    failed = unisono(["train", "clips", *words], options.patience_s)
     if failed:
         raise SystemExit(f"training failed: {failed}")
     say("trained the model")
@@ -498,18 +507,18 @@ def long(given: argparse.Namespace, place: Path) -> Row:
         made_s, mb = time.monotonic() - began, path.stat().st_size / 1e6
         words = ["clips", str(path), "--run", str(place / "run"), "--output_dir", str(place / "out"), "--longest", "20"]
         began = time.monotonic()
-        code, said, peak_mib = peak_of([sys.executable, "-m", "unisono", *words], place / "said.txt")
+        code, output, peak_mib = peak_of([sys.executable, "-m", "unisono", *words], place / "said.txt")
         wall_s = time.monotonic() - began
-        row: Row = {"failed": said[-300:] if code else "", "wall_s": wall_s, "made_s": made_s, "mb": mb}
+        row: Row = {"failed": output[-300:] if code else "", "wall_s": wall_s, "made_s": made_s, "mb": mb}
         if not code:
-            found = json.loads((place / "out" / path.stem / "clips.json").read_text())
-            row |= of_video(shown.scores, found["scores"]) | {"num_clips": len(found["scores"])}
-            scored = re.search(r"scored in ([\d.]+) s", said)
-            assert scored is not None, said
-            row |= {"peak_mib": peak_mib, "scored_s": float(scored[1]), "minutes": length, "cuts": len(found["clips"])}
+            record = json.loads((place / "out" / path.stem / "clips.json").read_text())
+            row |= of_video(shown.scores, record["scores"]) | {"num_clips": len(record["scores"])}
+            scored = re.search(r"scored in ([\d.]+) s", output)
+            assert scored is not None, output
+            row |= {"peak_mib": peak_mib, "scored_s": float(scored[1]), "minutes": length, "cuts": len(record["clips"])}
         result["rows"][name] = row
         path.unlink()
-        PARTS.write(result, given)
+        PARTS.write(result, options)
         say(name, row)
     return result
 

@@ -1,4 +1,4 @@
-"""The same training of clips twice: in a hand-written loop and in unisono.
+"""Trains clips in two ways: in a hand-written loop and in unisono.
 
 `clips.py overhead` starts this file once per variant. Both loops train the recipe's own model on the recipe's own
 windows, with the same number of loader workers, fused AdamW, clipping, and the loss logged every 10 steps.
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # here, because the variants would import it at different times and count it as training memory
+import torch._dynamo  # imported here: variants would import it at different times and count it as training memory
 from gate import Gate, Rounds
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -126,12 +126,12 @@ def main() -> None:
     parser.add_argument("variant", choices=LOOPS)
     parser.add_argument("pipe", type=int)
     parser.add_argument("job")
-    given = parser.parse_args()
-    job = json.loads(given.job)
+    options = parser.parse_args()
+    job = json.loads(options.job)
     job["rounds"] = Rounds(**job["rounds"])
     torch.set_num_threads(job["threads"])
-    GATE = Gate(Connection(given.pipe), job["rounds"], torch.device(job["device"]))
-    model = LOOPS[given.variant](job)
+    GATE = Gate(Connection(options.pipe), job["rounds"], torch.device(job["device"]))
+    model = LOOPS[options.variant](job)
     weights = {name: weight.detach().float().cpu().contiguous() for name, weight in model.named_parameters()}
     save_file(weights, Path(job["folder"]) / "weights.safetensors")
 

@@ -131,7 +131,7 @@ def main() -> int:
     cases += [(s, p, 2, ()) for s in ("ddp", "fsdp") for p in ("bf16", "fp16")]
     cases += [("single", "bf16", 1, ("--activation_checkpointing",)), ("fsdp", "bf16", 1, ("--fsdp_cpu_offload",))]
     cases += [("single", "bf16", 1, ("--compile",))]
-    with ThreadPoolExecutor(options.jobs) as pool:  # the long ones first
+    with ThreadPoolExecutor(options.jobs) as pool:  # starts the long cases first
         verifying = [pool.submit(verify_case, precision) for precision in ("float64", "bf16", "fp16")]
         resuming = [pool.submit(resume_case, *case) for case in reversed(cases)]
         waiting = pool.submit(never_waits_case)

@@ -106,18 +106,18 @@ class NeverWaits(TinyGpt):
 
 
 class Cramped(TinyGpt):
-    """Limits the memory of some ranks, and further from some micro-batch on."""
+    """Limits the memory of some ranks, and reduces it further after some micro-batches."""
 
     @dataclass
     class Config(TinyGpt.Config):
         limit_gib: float = 0.0
-        """Memory limit of a cramped rank in GiB; 0: no limit."""
+        """Memory limit of cramped_rank in GiB; 0: no limit."""
         cramped_rank: int = -1
         """The rank with limited memory; -1: all ranks."""
         fixed_length: bool = False
         """Use texts of one length, so that every micro-batch has the same shape."""
         hog_after: int = 0
-        """Number of micro-batches after which a cramped rank permanently loses another hog_gib; 0: never."""
+        """Number of micro-batches after which a rank with limited memory loses another hog_gib; 0: never."""
         hog_gib: float = 0.0
         """Memory lost after hog_after micro-batches, in GiB."""
 

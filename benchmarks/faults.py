@@ -44,7 +44,7 @@ PHASES = ("data", "forward", "backward", "reduce", "optimizer")
 RUN = ["--global_batch_size", "12", "--batch_size", "6", "--max_steps", str(STEPS), "--save_every", "4"]
 RUN += ["--deterministic", "--eval_every", "15", "--max_restarts", "100", "--seed", "5"]
 ROUNDING = 1e-10
-IN_FLOAT64 = ("--disable_dropout", "--dtype", "float64")  # where only rounding may differ, float64 makes it small
+IN_FLOAT64 = ("--disable_dropout", "--dtype", "float64")  # where only rounding may differ, it is small
 EXACT = 0.0
 
 
@@ -81,7 +81,7 @@ class Rehearsal:
         self._of_row = threading.local()
 
     def begin_row(self, number: int) -> None:
-        """A random generator per row, independent of the other rows."""
+        """Starts a row with its own random generator, independent of other rows."""
         self._of_row.random = random.Random(number)
 
     @property
@@ -123,7 +123,7 @@ class Rehearsal:
 
     def pids(self, folder: Path, rank: int | None = None) -> list[int]:
         """The live processes of a run, or only those of one rank (without its loader workers)."""
-        found = []
+        pids = []
         for path in Path("/proc").iterdir():
             if not path.name.isdecimal():
                 continue
@@ -135,8 +135,8 @@ class Rehearsal:
             if f"{MARK}={self.mark(folder)}".encode() not in environ:
                 continue
             if rank is None or (f"RANK={rank}".encode() in environ and b"unisono.engine.start.rank" in command):
-                found.append(int(path.name))
-        return sorted(found)
+                pids.append(int(path.name))
+        return sorted(pids)
 
     def reference(self, world: int, *flags: str) -> Path:
         """The undisturbed run with this world size."""
@@ -269,9 +269,9 @@ def out_of_memory(rehearsal: Rehearsal, phase: str, runs: int) -> Row:
         folder = rehearsal.new("oom")
         # All steps are guarded; the next row tests the fast path.
         rehearsal.run(folder, 2, "--inject", faults, "--guard_steps", "-1", *IN_FLOAT64)
-        found = events(folder, "oom")
-        if len(found) != 2 or any(event["in_place"] != in_place for event in found):
-            raise Failed(f"not {'in place' if in_place else 'by restart'}: {found}")
+        oom_events = events(folder, "oom")
+        if len(oom_events) != 2 or any(event["in_place"] != in_place for event in oom_events):
+            raise Failed(f"not {'in place' if in_place else 'by restart'}: {oom_events}")
         row.faults += happened(folder)
         rehearsal.compare(row, folder, rehearsal.reference(2, *IN_FLOAT64))
     return row

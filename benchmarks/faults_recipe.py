@@ -36,7 +36,7 @@ class Sequences(torch.utils.data.Dataset):
 
 
 class Patient(Recipe):
-    """The recipe that is trained while faults happen."""
+    """The recipe that is trained while faults are injected."""
 
     defaults = {"tensorboard": False, "log_every": 1, "learning_rate": 3e-3, "num_workers": 0, "ema_decay": 0.9}
 

@@ -24,14 +24,14 @@ def overhead_rows(device: str) -> list[str]:
     for case in result["cases"]:
         if "variants" not in case:
             continue
-        found = case["variants"]
-        hand = found["hand"]
+        variants = case["variants"]
+        hand = variants["hand"]
         shown = []
         for name in ("unisono", "accelerate", "fabric", "hand again"):
-            row = found.get(name, {})
+            row = variants.get(name, {})
             fastest = row.get("fastest_ms", 0) / hand["fastest_ms"]
             shown.append(f"{row['ratio']:.3f} ({fastest:.3f})" if "ratio" in row else "–")
-        memory = f"{found['unisono']['peak_mib'] / hand['peak_mib']:.3f}"
+        memory = f"{variants['unisono']['peak_mib'] / hand['peak_mib']:.3f}"
         rows.append(f"| {machine}, {case['case']} | {hand['step_ms']:.0f} ms | {' | '.join(shown)} | {memory} |")
     return rows
 
@@ -126,8 +126,19 @@ def guard(result: dict[str, Any]) -> str:
     return f"{begin}: {'; '.join(shown)}"
 
 
+def nccl(result: dict[str, Any]) -> str:
+    ran = [row for row in result["rows"] if "not_run" not in row]
+    failed = [row["name"] for row in ran if not row["ok"]]
+    exact = [row["difference"] for row in ran if row["ok"] and row["tolerance"] <= 1e-10]
+    text = f"**Ranks that share one GPU over NCCL** on {', '.join(result['machine']['gpus'])}: "
+    text += f"{len(ran) - len(failed)} of {len(ran)} rows agree with one rank. "
+    text += f"Largest difference in float64: {max(exact, default=0.0):.0e}"
+    return text + (f". Failed: {', '.join(failed)}" if failed else "")
+
+
 MEASURED: dict[str, Callable[[dict[str, Any]], str]] = {
     "faults": faults,
+    "nccl": nccl,
     "memory": memory,
     "save_stall": save_stall,
     "guard_cpu": guard,
@@ -167,9 +178,9 @@ def darkroom_speed(result: dict[str, Any]) -> str:
     rows = {name: row["step_ms"] for name, row in result["rows"].items() if row.get("step_ms")}
     if "reference model" not in rows or len(rows) < 2:
         return ""
-    known = rows["reference model"]
+    reference_ms = rows["reference model"]
     text = f"**Step time** on {', '.join(result['machine']['gpus'])}: "
-    text += ", ".join(f"{name} {ms:.2f} ms ({known / ms:.2f} ×)" for name, ms in rows.items())
+    text += ", ".join(f"{name} {ms:.2f} ms ({reference_ms / ms:.2f} ×)" for name, ms in rows.items())
     missing = [name for name in result["rows"] if name not in rows]
     return text + (f"; not measured: {', '.join(missing)}" if missing else "")
 
@@ -254,9 +265,9 @@ def wan_memory() -> str:
     for row in result["rows"]:
         cells = [cell(row, name, result["gpu_gib"]) for name in COLUMNS]
         lines.append(f"| {' | '.join([row['model'], row['shape'], *cells])} |")
-    told = "Flags, and predicted GiB per GPU, with EMA, one sample at a time on each GPU, any number of "
-    told += f"micro-batches per step, and {FREE_GIB:.0f} GiB left for CUDA, NCCL and fragmentation:"
-    return "\n".join(["### What fits on 80 GB", "", told, "", *fits(result["rows"]), "", *lines, "", ""])
+    caption = "Flags, and predicted GiB per GPU, with EMA, one sample at a time on each GPU, any number of "
+    caption += f"micro-batches per step, and {FREE_GIB:.0f} GiB left for CUDA, NCCL and fragmentation:"
+    return "\n".join(["### What fits on 80 GB", "", caption, "", *fits(result["rows"]), "", *lines, "", ""])
 
 
 def tables_of(name: str, what: str) -> Callable[[], str]:
@@ -270,8 +281,8 @@ def tables_of(name: str, what: str) -> Callable[[], str]:
         where = ", ".join(machine["gpus"]) or f"{machine['cores']} CPU cores"
         lines = page.read_text().splitlines()
         first = next(number for number, line in enumerate(lines) if line.startswith("| "))
-        told = f"{what} on {where} (versions, command: [{name}.md](../benchmarks/results/{name}.md)):"
-        return "\n".join([told, "", *lines[first:], "", ""])
+        caption = f"{what} on {where} (versions, command: [{name}.md](../benchmarks/results/{name}.md)):"
+        return "\n".join([caption, "", *lines[first:], "", ""])
 
     return written
 
@@ -279,6 +290,7 @@ def tables_of(name: str, what: str) -> Callable[[], str]:
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     HERE.parent / "docs" / "benchmarks.md": {"figures": costs, "faults": survived},
     HERE.parent / "docs" / "darkroom.md": {"darkroom": darkroom},
+    HERE.parent / "docs" / "scaling.md": {"scaling": tables_of("scaling", "Costs per rank")},
     HERE.parent / "docs" / "wan.md": {
         "wan_learning": tables_of("wan_learning", "Results with `--nproc 2`, 64 samples per step,"),
         "wan_step": wan_step,

@@ -18,7 +18,7 @@ import torch
 
 @dataclass(frozen=True)
 class Rounds:
-    """A round has `steps` steps, of which the first `dropped` are not timed; the first round is not timed at all."""
+    """A round has `steps` steps; the first `dropped` steps, and the whole first round, are not timed."""
 
     rounds: int
     steps: int

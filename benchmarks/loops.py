@@ -1,4 +1,4 @@
-"""The same training four times: in a hand-written loop, unisono, Accelerate and Lightning Fabric.
+"""Trains the same model in four ways: a hand-written loop, unisono, Accelerate and Lightning Fabric.
 
 `overhead.py` starts this file once per variant and rank. Each loop is written as a good user of that framework would
 write it: fused AdamW, gradients in DDP's buckets, clipping (to a norm that is always exceeded here). Rank 0 logs the
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # here, because the variants would import it at different times: 70 MiB
+import torch._dynamo  # imported here, because variants would import it (70 MiB) at different times
 import torch.distributed as dist
 from gate import Gate, Rounds
 from gpt import GPT, SIZES, RandomTokens
@@ -222,9 +222,9 @@ def in_fabric(job: Job) -> nn.Module:
 
 
 def _check_wrapped(model: nn.Module, job: Job) -> None:
-    found = any(isinstance(module, DistributedDataParallel) for module in model.modules())
-    if found != job.ddp:
-        raise RuntimeError(f"the framework {'wrapped' if found else 'did not wrap'} the model in DDP")
+    is_wrapped = any(isinstance(module, DistributedDataParallel) for module in model.modules())
+    if is_wrapped != job.ddp:
+        raise RuntimeError(f"the framework {'wrapped' if is_wrapped else 'did not wrap'} the model in DDP")
 
 
 LOOPS: dict[str, Callable[[Job], nn.Module]] = {
@@ -249,16 +249,16 @@ def main() -> None:
     parser.add_argument("variant", choices=LOOPS)
     parser.add_argument("pipe", type=int)
     parser.add_argument("job")
-    given = parser.parse_args()
-    job = json.loads(given.job)
+    options = parser.parse_args()
+    job = json.loads(options.job)
     job |= {"rounds": Rounds(**job["rounds"]), "folder": Path(job["folder"])}
     threads = job.pop("threads")
     JOB = Job(**job)
     torch.set_num_threads(threads)
-    GATE = Gate(Connection(given.pipe), JOB.rounds, torch.device(JOB.device))
-    model = LOOPS[given.variant](JOB)
+    GATE = Gate(Connection(options.pipe), JOB.rounds, torch.device(JOB.device))
+    model = LOOPS[options.variant](JOB)
     if torch.get_num_threads() != threads:
-        raise RuntimeError(f"{given.variant} changed the number of threads to {torch.get_num_threads()}")
+        raise RuntimeError(f"{options.variant} changed the number of threads to {torch.get_num_threads()}")
     if JOB.rank == 0:
         save_file(dict(_weights(model)), JOB.folder / "weights.safetensors")
     if dist.is_initialized():

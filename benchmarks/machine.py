@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -28,20 +29,26 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
     """The versions of python, torch's CUDA and these packages."""
     import torch
 
-    found = {"python": platform.python_version()}
+    versions_by_package = {"python": platform.python_version()}
     for package in packages:
         try:
-            found[package] = version(package)
+            versions_by_package[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "not installed"
+            versions_by_package[package] = "not installed"
     if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-    return found
+        versions_by_package["cuda"] = torch.version.cuda
+    return versions_by_package
 
 
-def without_folders(words: Sequence[str]) -> list[str]:
-    """A command without paths of this machine."""
-    folders = {"--output", "--cache"}
+def code(*benchmarks: Path) -> str:
+    """A fingerprint of unisono's code and of these files, because results of other code must not be reused."""
+    files = [*sorted((Path(__file__).resolve().parent.parent / "src").rglob("*.py")), *benchmarks]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+def without_folders(words: Sequence[str], *more: str) -> list[str]:
+    """A command without paths of this machine; `more`: further flags that a path follows."""
+    folders = {"--output", "--cache", *more}
     return [word for before, word in zip(["", *words], words, strict=False) if not folders & {before, word}]
 
 

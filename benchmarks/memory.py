@@ -86,9 +86,11 @@ def case(name: str, root: Path) -> dict:
     if ended.returncode != 0:
         return row | {"ok": False, "error": ended.stderr[-2000:]}
     events = read(folder / "cramped", "events.jsonl")
-    found = [event for event in events if event["kind"] in ("oom", "micro_batch")]
-    size = found[-1]["micro_batch"] if found else 0
-    unlimited = [word for pair in zip(flags[::2], flags[1::2], strict=True) if pair[0] in KEPT for word in pair]
+    size_events = [event for event in events if event["kind"] in ("oom", "micro_batch")]
+    size = size_events[-1]["micro_batch"] if size_events else 0
+    unlimited = [
+        word for pair in zip(flags[::2], flags[1::2], strict=True) if pair[0] in FLAGS_WITHOUT_LIMIT for word in pair
+    ]
     calm = train(folder / "calm", ranks, precision, [*unlimited, "--micro_batch", str(size)])
     if calm.returncode != 0:
         return row | {"ok": False, "error": calm.stderr[-2000:]}
@@ -109,14 +111,14 @@ def case(name: str, root: Path) -> dict:
     }
 
 
-KEPT = ("--strategy", "--batch_size", "--fixed_length")
+FLAGS_WITHOUT_LIMIT = ("--strategy", "--batch_size", "--fixed_length")
 
 
 def does_not_fit(root: Path) -> dict:
     flags = ["--strategy", "ddp", "--limit_gib", "2.3", "--cramped_rank", "1"]
     ended = train(root / "hopeless", 2, "no", flags)
-    said = ended.stderr.strip().splitlines()[-1]
-    return {"ok": ended.returncode == 3 and "even one sample does not fit" in said, "said": said}
+    last_line = ended.stderr.strip().splitlines()[-1]
+    return {"ok": ended.returncode == 3 and "even one sample does not fit" in last_line, "said": last_line}
 
 
 def report(results: dict) -> str:

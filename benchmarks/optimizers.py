@@ -1,4 +1,4 @@
-"""Compares the optimizers: memory, time, what they learn, and whether ranks and shards give the same run.
+"""Compares the optimizers: memory, time, held-out loss, and whether ranks and shards give the same run.
 
     python benchmarks/optimizers.py [--steps 300] [--output FOLDER]
 
@@ -29,7 +29,7 @@ from unisono import Loss, Recipe
 from unisono.checkpoint.load import load_whole
 
 HERE = Path(__file__).resolve().parent
-RATES = {  # found by a small sweep; the three kinds of AdamW share one
+RATES = {  # from a small sweep; the three kinds of AdamW share one rate
     "adamw": 1e-3,
     "adamw8bit": 1e-3,
     "adamw4bit": 1e-3,
@@ -59,7 +59,7 @@ class Bytes(Dataset[Tensor]):
 
 
 class Text(Recipe):
-    """The next byte of the documentation."""
+    """A recipe that predicts the next byte of the documentation."""
 
     defaults = {"batch_size": 16, "num_workers": 0, "tensorboard": False, "log_every": 10, "warmup_steps": 20}
 
@@ -102,7 +102,7 @@ def learned(name: str, steps: int, folder: Path) -> dict[str, Any]:
 
 
 def verified(name: str) -> dict[str, Any]:
-    """Whether `unisono verify` finds the same run on 1, 2 and 3 ranks."""
+    """Whether `unisono verify` reports the same run on 1, 2 and 3 ranks."""
     words = ["verify", f"{__file__}:Text", "--ranks", "1,2,3", "--strategies", "ddp,fsdp", "--optimizer", name]
     words += ["--batch_size", "6", "--learning_rate", str(RATES[name]), "--warmup_steps", "0"]
     done = subprocess.run([sys.executable, "-m", "unisono", *words], capture_output=True, text=True)

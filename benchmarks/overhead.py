@@ -123,21 +123,21 @@ class Variant:
 
     def report(self, *, note: bool) -> None:
         """Waits until every rank has finished a round, and records the slowest rank's milliseconds per step."""
-        left, found = list(self.pipes), []
+        left, reports = list(self.pipes), []
         while left:
             ready = wait(left, PATIENCE_S)
             if not ready:
                 self._fail(f"no answer in {PATIENCE_S:.0f} s")
             for pipe in ready:
                 try:
-                    found.append(json.loads(pipe.recv_bytes()))  # type: ignore[union-attr]
+                    reports.append(json.loads(pipe.recv_bytes()))  # type: ignore[union-attr]
                 except (EOFError, ConnectionError):
                     self._fail("a process ended")
                 left.remove(pipe)  # type: ignore[arg-type]
-        self.peak_mib = max(report["peak_mib"] for report in found)
+        self.peak_mib = max(report["peak_mib"] for report in reports)
         if note:
-            self.rounds_ms.append(max(report["step_ms"] for report in found))
-            self.rounds_busy_ms.append(max(report["busy_ms"] for report in found))
+            self.rounds_ms.append(max(report["step_ms"] for report in reports))
+            self.rounds_busy_ms.append(max(report["busy_ms"] for report in reports))
 
     def go(self) -> None:
         """Lets the variant run to its next gate."""
@@ -152,7 +152,7 @@ class Variant:
                 self._fail(f"exit status {process.returncode}")
 
     def _fail(self, why: str) -> None:
-        time.sleep(1)  # the end of its output
+        time.sleep(1)  # the last lines of its output
         logs = [f"--- {log.name}\n{log.read_text(errors='replace')[-4000:]}" for log in self.folder.glob("*.log")]
         raise SystemExit("\n".join([f"{self.name}: {why}", *logs]))
 
@@ -174,7 +174,7 @@ def run_case(case: Case, names: Sequence[str], job: dict[str, Any], rounds: Roun
             for variant in variants:
                 variant.start(case, job)
             for variant in variants:
-                variant.report(note=False)  # it is built and waits at its first step
+                variant.report(note=False)  # the variant is built and waits at its first step
             for number in range(1 + rounds.rounds):
                 turn = number % len(variants)
                 for variant in variants[turn:] + variants[:turn]:
@@ -290,42 +290,42 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--output", type=Path, default=HERE / "results", help="folder for the JSON and the table")
     parser.add_argument("--quick", action="store_true", help="smoke test, at most a minute; the numbers mean little")
-    given = parser.parse_args()
-    quick, cuda = given.quick, given.device == "cuda"
-    given.rounds = given.rounds or (2 if quick else 40)
-    given.steps = given.steps or 12
-    given.ranks = given.ranks or (("1ddp,2" if cuda else "2") if given.guard else "1,1ddp,2" if cuda else "1,2")
-    given.size = given.size or ("tiny" if quick else "gpt2" if cuda else "small")
-    known = GUARD if given.guard else VARIANTS
-    given.variants = (given.variants or ",".join(known[:-1] if quick else known)).split(",")
-    if given.variants[0] != "hand" or not set(given.variants) <= set(known):
-        parser.error(f"--variants: hand first, then any of {', '.join(known[1:])}")
-    if not 0 <= given.drop < given.steps:
+    options = parser.parse_args()
+    quick, cuda = options.quick, options.device == "cuda"
+    options.rounds = options.rounds or (2 if quick else 40)
+    options.steps = options.steps or 12
+    options.ranks = options.ranks or (("1ddp,2" if cuda else "2") if options.guard else "1,1ddp,2" if cuda else "1,2")
+    options.size = options.size or ("tiny" if quick else "gpt2" if cuda else "small")
+    variants = GUARD if options.guard else VARIANTS
+    options.variants = (options.variants or ",".join(variants[:-1] if quick else variants)).split(",")
+    if options.variants[0] != "hand" or not set(options.variants) <= set(variants):
+        parser.error(f"--variants: hand first, then any of {', '.join(variants[1:])}")
+    if not 0 <= options.drop < options.steps:
         parser.error("--drop must be smaller than --steps")
-    return given
+    return options
 
 
 def main() -> None:
-    given = arguments()
+    options = arguments()
     import torch
     from gpt import GPT, SIZES
 
-    if given.size not in SIZES:
-        raise SystemExit(f"--size {given.size}: expected one of {', '.join(SIZES)}")
-    devices = torch.cuda.device_count() if given.device == "cuda" else None
+    if options.size not in SIZES:
+        raise SystemExit(f"--size {options.size}: expected one of {', '.join(SIZES)}")
+    devices = torch.cuda.device_count() if options.device == "cuda" else None
     if devices == 0:
         raise SystemExit("--device cuda: torch finds no GPU")
-    rounds = Rounds(given.rounds, given.steps, given.drop)
-    absent = missing(given.variants)
+    rounds = Rounds(options.rounds, options.steps, options.drop)
+    absent = missing(options.variants)
     job = {
-        "size": given.size,
-        "device": given.device,
-        "workers": given.workers,
-        "threads": given.threads,
-        "tensorboard": not given.no_tensorboard,
+        "size": options.size,
+        "device": options.device,
+        "workers": options.workers,
+        "threads": options.threads,
+        "tensorboard": not options.no_tensorboard,
         "rounds": asdict(rounds),
     }
-    size = SIZES[given.size]
+    size = SIZES[options.size]
     with torch.device("meta"):
         weights = sum(parameter.numel() for parameter in GPT(size).parameters())
     result: dict[str, Any] = {
@@ -336,24 +336,24 @@ def main() -> None:
         "settings": {
             **{name: value for name, value in job.items() if name != "rounds"},
             **asdict(rounds),
-            "variants": given.variants,
-            "precision": "bf16 autocast" if given.device == "cuda" else "fp32",
+            "variants": options.variants,
+            "precision": "bf16 autocast" if options.device == "cuda" else "fp32",
             "shape": f"{weights / 1e6:.1f} M weights, sequence {size.sequence}, batch {size.batch} per rank",
         },
         "cases": [],
     }
-    for case in [Case.parse(words) for words in given.ranks.split(",")]:
+    for case in [Case.parse(words) for words in options.ranks.split(",")]:
         if devices is not None and case.ranks > devices:
-            result["cases"].append({"case": str(case), "skipped": f"needs {case.ranks} GPUs, found {devices}"})
+            result["cases"].append({"case": str(case), "skipped": f"needs {case.ranks} GPUs, results {devices}"})
             continue
         left_out = dict(absent)
         if case.ddp and case.ranks == 1:
             left_out["accelerate"] = "does not use DDP in one process"
-        found = run_case(case, [name for name in given.variants if name not in left_out], job, rounds)
-        rows = {name: found.get(name, {"missing": left_out.get(name)}) for name in given.variants}
+        results = run_case(case, [name for name in options.variants if name not in left_out], job, rounds)
+        rows = {name: results.get(name, {"missing": left_out.get(name)}) for name in options.variants}
         result["cases"].append({"case": str(case), "ranks": case.ranks, "ddp": case.ddp, "variants": rows})
-    given.output.mkdir(parents=True, exist_ok=True)
-    file = given.output / f"{'guard' if given.guard else 'overhead'}_{given.device}"
+    options.output.mkdir(parents=True, exist_ok=True)
+    file = options.output / f"{'guard' if options.guard else 'overhead'}_{options.device}"
     file.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n")
     file.with_suffix(".md").write_text(table(result))
     print(table(result))

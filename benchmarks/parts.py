@@ -29,7 +29,7 @@ class Parts:
         self._name, self._packages = name, packages
         self._tables: Mapping[str, Callable[[Row], list[str]]] = {}
 
-    def begin(self, part: str, given: argparse.Namespace, suffix: str = "") -> Row:
+    def begin(self, part: str, options: argparse.Namespace, suffix: str = "") -> Row:
         """A result without rows; `suffix` is appended to the names of its files."""
         return {
             "part": part,
@@ -38,15 +38,15 @@ class Parts:
             "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
             "machine": machine(),
             "versions": versions(self._packages),
-            "quick": given.quick,
+            "quick": options.quick,
             "rows": {},
         }
 
-    def write(self, result: Row, given: argparse.Namespace) -> None:
+    def write(self, result: Row, options: argparse.Namespace) -> None:
         """Writes the rows measured so far."""
-        given.output.mkdir(parents=True, exist_ok=True)
-        (given.output / f"{result['file']}.json").write_text(json.dumps(result, indent=1) + "\n")
-        (given.output / f"{result['file']}.md").write_text("\n".join(self._tables[result["part"]](result)) + "\n")
+        options.output.mkdir(parents=True, exist_ok=True)
+        (options.output / f"{result['file']}.json").write_text(json.dumps(result, indent=1) + "\n")
+        (options.output / f"{result['file']}.md").write_text("\n".join(self._tables[result["part"]](result)) + "\n")
 
     def main(
         self,
@@ -58,13 +58,13 @@ class Parts:
         parser.add_argument("part", choices=list(parts))
         parser.add_argument("--output", type=Path, default=RESULTS)
         parser.add_argument("--quick", action="store_true", help="smoke test with few steps; cannot write to results/")
-        given = parser.parse_args()
-        if given.quick and given.output.resolve() == RESULTS:
+        options = parser.parse_args()
+        if options.quick and options.output.resolve() == RESULTS:
             parser.error("--quick needs --output, another folder than benchmarks/results")
-        measure, table = parts[given.part]
+        measure, table = parts[options.part]
         with tempfile.TemporaryDirectory() as place:
-            result = measure(given, Path(place))
-            self.write(result, given)
+            result = measure(options, Path(place))
+            self.write(result, options)
         print("\n".join(table(result)))
         return int(any(row.get("failed") for row in result["rows"].values()))
 

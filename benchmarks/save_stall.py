@@ -78,10 +78,10 @@ class Training:
         return sum(self.steps(self.bout) for _ in range(self.bouts)) / (self.bout * self.bouts)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        found = {f"model.{name}": parameter for name, parameter in self.model.named_parameters()}
+        tensors = {f"model.{name}": parameter for name, parameter in self.model.named_parameters()}
         for name, parameter in self.model.named_parameters():
-            found |= {f"optimizer.{name}.{slot}": value for slot, value in self.optimizer.state[parameter].items()}
-        return found
+            tensors |= {f"optimizer.{name}.{slot}": value for slot, value in self.optimizer.state[parameter].items()}
+        return tensors
 
 
 class Saves:
@@ -144,7 +144,7 @@ def measure(training: Training, folder: Path, rounds: int, alone_s: float) -> di
     saves.finish(saver)
     del saver
     if training.device.type == "cuda":
-        torch._C._host_emptyCache()  # or the pinned memory of that saver would be reused
+        torch._C._host_emptyCache()  # otherwise the pinned memory of that saver would be reused
     saver = saves.saver(asynchronous=True)
     before = training.alone()
     start = time.perf_counter()
@@ -157,7 +157,7 @@ def measure(training: Training, folder: Path, rounds: int, alone_s: float) -> di
     first["warm_s"] = saves.call(saver)
     saves.finish(saver)
     saves.synchronous()  # allocates its own memory
-    found: list[dict[str, float]] = []
+    measured_rounds: list[dict[str, float]] = []
     for turn in range(rounds):
         one = {"step_s": training.alone()}
         # The order of the two alternates.
@@ -169,15 +169,15 @@ def measure(training: Training, folder: Path, rounds: int, alone_s: float) -> di
         one["stall_s"] = one["call_s"] + max(0.0, one["slower_s"])
         if not turn % 2:
             one["synchronous_s"] = saves.synchronous()
-        found.append(one)
+        measured_rounds.append(one)
         print(
             f"  round {turn + 1}/{rounds}: " + "  ".join(f"{key} {value:.3f}" for key, value in one.items()), flush=True
         )
-    medians = {key: statistics.median(one[key] for one in found) for key in found[0]}
+    medians = {key: statistics.median(one[key] for one in measured_rounds) for key in measured_rounds[0]}
     return {
         "parameters": training.parameters,
         "bytes": saves.bytes,
-        "rounds": found,
+        "rounds": measured_rounds,
         "medians": medians,
         "first": first,
         "stall_share": medians["stall_s"] / medians["synchronous_s"],
@@ -228,24 +228,26 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="folder to save to (default: the system's temporary folder)")
     parser.add_argument("--output", type=Path, default=HERE / "results", help="folder for the JSON and the table")
     parser.add_argument("--quick", action="store_true", help="smoke test of a few seconds; the numbers mean little")
-    given = parser.parse_args()
+    options = parser.parse_args()
     facts = machine()
-    device = torch.device(given.device, 0) if given.device == "cuda" else torch.device("cpu")
-    training = Training(given.parameters, device)
+    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
+    training = Training(options.parameters, device)
     print(f"{training.parameters:,} parameters on {device}", flush=True)
-    with tempfile.TemporaryDirectory(prefix="save-stall-", dir=given.folder) as folder:
-        found = measure(training, Path(folder), 1 if given.quick else given.rounds, 0.1 if given.quick else 2.0)
+    with tempfile.TemporaryDirectory(prefix="save-stall-", dir=options.folder) as folder:
+        measurements = measure(
+            training, Path(folder), 1 if options.quick else options.rounds, 0.1 if options.quick else 2.0
+        )
     result = {
         "machine": facts,
         "versions": versions(["unisono", "torch", "safetensors"]),
         "date": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
         "command": shlex.join(["python", "benchmarks/save_stall.py", *without_places(sys.argv[1:])]),
-        "device": given.device,
-        **found,
+        "device": options.device,
+        **measurements,
     }
-    given.output.mkdir(parents=True, exist_ok=True)
-    (given.output / "save_stall.json").write_text(json.dumps(result, indent=1) + "\n")
-    (given.output / "save_stall.md").write_text(table(result))
+    options.output.mkdir(parents=True, exist_ok=True)
+    (options.output / "save_stall.json").write_text(json.dumps(result, indent=1) + "\n")
+    (options.output / "save_stall.md").write_text(table(result))
     print(table(result))
 
 

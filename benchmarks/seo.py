@@ -54,8 +54,8 @@ def learned(folder: Path) -> Row:
     lines = lines_of(folder)
     last = [line for line in lines if "eval/MRR@10" in line][-1]
     times = [line["step_ms"] for line in lines if "step_ms" in line]
-    found = {name.removeprefix("eval/"): value for name, value in last.items() if name.startswith("eval/")}
-    return {"measures": found, "steps": last["step"], "training_s": statistics.mean(times) * last["step"] / 1e3}
+    metrics = {name.removeprefix("eval/"): value for name, value in last.items() if name.startswith("eval/")}
+    return {"measures": metrics, "steps": last["step"], "training_s": statistics.mean(times) * last["step"] / 1e3}
 
 
 def measured(model: str, run: Path) -> Row:
@@ -77,69 +77,69 @@ def measured(model: str, run: Path) -> Row:
     return top.compute()
 
 
-def learning(given: argparse.Namespace, place: Path) -> Row:
-    result = PARTS.begin("learning", given, suffix())
-    cache = Path(given.cache).expanduser() if given.cache else place / "cache"
+def learning(options: argparse.Namespace, place: Path) -> Row:
+    result = PARTS.begin("learning", options, suffix())
+    cache = Path(options.cache).expanduser() if options.cache else place / "cache"
     forms = {"plain": [], "hard": ["--hard_candidates"]}
     result["rows"] = {name: {"failed": "not run"} for name in forms}
-    before = given.output / f"{result['file']}.json"
-    if given.keep and before.exists():
+    before = options.output / f"{result['file']}.json"
+    if options.keep and before.exists():
         result["rows"] |= {name: row for name, row in json.loads(before.read_text())["rows"].items() if name in forms}
     for name, flags in forms.items():
-        if name not in given.forms.split(","):
+        if name not in options.forms.split(","):
             continue
         folder, began = place / name, time.monotonic()
         words = ["train", "seo", "--data_path", "debian", "--model_name", "minilm", *devices(), *flags]
-        long = ["--max_steps", str(given.max_steps)] if given.max_steps else ["--num_epochs", given.epochs]
-        words += [*long, "--global_batch_size", given.batch, "--eval_every", "0"]
-        words += ["--max_steps", "3", "--num_eval", "40"] if given.quick else ["--num_eval", "1000"]
-        told = shlex.join(["unisono", *words])
-        failed = unisono([*words, "--cache_dir", str(cache), "--output_dir", str(folder)], given.patience_s)
-        row: Row = {"failed": failed, "command": told, "wall_s": time.monotonic() - began}
+        long = ["--max_steps", str(options.max_steps)] if options.max_steps else ["--num_epochs", options.epochs]
+        words += [*long, "--global_batch_size", options.batch, "--eval_every", "0"]
+        words += ["--max_steps", "3", "--num_eval", "40"] if options.quick else ["--num_eval", "1000"]
+        command = shlex.join(["unisono", *words])
+        failed = unisono([*words, "--cache_dir", str(cache), "--output_dir", str(folder)], options.patience_s)
+        row: Row = {"failed": failed, "command": command, "wall_s": time.monotonic() - began}
         if not failed:
             row |= learned(folder) | {"before": measured("minilm", folder)}
         result["rows"][name] = row
-        PARTS.write(result, given)
+        PARTS.write(result, options)
         print(time.strftime("%H:%M:%S"), name, failed or "done", flush=True)
     return result
 
 
-def speed(given: argparse.Namespace, place: Path) -> Row:
+def speed(options: argparse.Namespace, place: Path) -> Row:
     import torch
 
     from unisono.recipes.seo.models.folders import locate
 
-    result = PARTS.begin("speed", given, suffix())
+    result = PARTS.begin("speed", options, suffix())
     cuda = torch.cuda.is_available()
-    cache = Path(given.cache).expanduser() if given.cache else place / "cache"
-    pairs = write_pairs(place / "pairs.jsonl", cache, 200 if given.quick else None)
-    steps = 12 if given.quick else given.steps
+    cache = Path(options.cache).expanduser() if options.cache else place / "cache"
+    pairs = write_pairs(place / "pairs.jsonl", cache, 200 if options.quick else None)
+    steps = 12 if options.quick else options.steps
     rows: Row = {"unisono": {"rates": []}, "sentence-transformers": {"rates": []}}
-    result |= {"rows": rows, "steps": steps, "batch": given.batch, "cuda": cuda}
-    common = ["--num_eval", "100" if given.quick else "1000", "--cache_dir", str(place / "tokens")]
-    for number in range(given.rounds):
+    result |= {"rows": rows, "steps": steps, "batch": options.batch, "cuda": cuda}
+    common = ["--num_eval", "100" if options.quick else "1000", "--cache_dir", str(place / "tokens")]
+    for number in range(options.rounds):
         folder = place / f"ours{number}"
         words = ["train", "seo", "--data_path", str(pairs), "--model_name", "minilm", "--max_steps", str(steps)]
-        words += ["--batch_size", given.batch, "--warmup_steps", "50", "--learning_rate", "5e-5", "--log_every", "1"]
+        words += ["--batch_size", options.batch, "--warmup_steps", "50", "--learning_rate", "5e-5", "--log_every", "1"]
         words += ["--eval_every", "0", "--gpus", "1", "--mixed_precision", "bf16"] if cuda else ["--eval_every", "0"]
-        failed = unisono([*words, *common, "--output_dir", str(folder)], given.patience_s)
+        failed = unisono([*words, *common, "--output_dir", str(folder)], options.patience_s)
         if failed:
             rows["unisono"]["failed"] = failed
             break
         times = [line["step_ms"] for line in lines_of(folder) if "step_ms" in line][5:]
-        rows["unisono"]["rates"].append(int(given.batch) * len(times) / sum(times) * 1e3)
+        rows["unisono"]["rates"].append(int(options.batch) * len(times) / sum(times) * 1e3)
         rows["unisono"]["measures"] = learned(folder)["measures"]
         trained = place / f"usual{number}"
         usual = str(ROOT / "benchmarks" / "seo_usual.py")
         command = [sys.executable, usual, "--pairs", str(left_of(pairs, folder)), "--model", str(locate("minilm"))]
-        command += ["--batch", given.batch, "--steps", str(steps), "--output", str(trained)]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=given.patience_s)
+        command += ["--batch", options.batch, "--steps", str(steps), "--output", str(trained)]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=options.patience_s)
         if ended.returncode:
             rows["sentence-transformers"]["failed"] = (ended.stderr.strip().splitlines() or ["no word"])[-1][:300]
             break
         rows["sentence-transformers"]["rates"].append(json.loads(ended.stdout.splitlines()[-1])["samples_per_s"])
         rows["sentence-transformers"]["measures"] = measured(str(trained), folder)
-        PARTS.write(result, given)
+        PARTS.write(result, options)
         print(time.strftime("%H:%M:%S"), {name: row["rates"] for name, row in rows.items()}, flush=True)
     return result
 
@@ -184,19 +184,18 @@ def learning_page(result: Row) -> list[str]:
         if row.get("failed"):
             lines.append(f"| {name} | {row['failed']} |" + " |" * 9)
             continue
-        found, before = row["measures"], row["before"]
-        beside = " | ".join(f"{found[f'MRR@10_{line}']:.3f}" for line in ("random", "tfidf", "bm25"))
+        metrics, before = row["measures"], row["before"]
+        baselines = " | ".join(f"{metrics[f'MRR@10_{line}']:.3f}" for line in ("random", "tfidf", "bm25"))
         lines.append(
-            f"| {name} | {beside} | {before['MRR@10']:.3f} | **{found['MRR@10']:.3f}** | {found['NDCG@10']:.3f} | "
-            f"{found['Recall@10']:.3f} | {row['steps']} | {row['training_s']:.0f} s | {row['wall_s']:.0f} s |"
+            f"| {name} | {baselines} | {before['MRR@10']:.3f} | **{metrics['MRR@10']:.3f}** | "
+            f"{metrics['NDCG@10']:.3f} | {metrics['Recall@10']:.3f} | {row['steps']} | {row['training_s']:.0f} s | "
+            f"{row['wall_s']:.0f} s |"
         )
     lines += ["", "The columns before NDCG@10 are MRR@10.", ""]
     plain, minutes = result["rows"]["plain"], BARS["minutes_gpu" if result["machine"]["gpus"] else "minutes_cpu"]
     if not plain.get("failed") and not result["quick"]:
-        found = plain["measures"]["MRR@10"]
-        lines += [
-            f"- MRR@10 of plain: {found:.3f}, target at least {BARS['MRR@10']}: {verdict(found >= BARS['MRR@10'])}"
-        ]
+        mrr = plain["measures"]["MRR@10"]
+        lines += [f"- MRR@10 of plain: {mrr:.3f}, target at least {BARS['MRR@10']}: {verdict(mrr >= BARS['MRR@10'])}"]
         lines += [
             f"- time of the process: {plain['wall_s'] / 60:.1f} minutes, target at most {minutes:.0f}: "
             f"{verdict(plain['wall_s'] <= 60 * minutes)}"
@@ -216,8 +215,8 @@ def speed_page(result: Row) -> list[str]:
     for name, row in result["rows"].items():
         rates = row.get("rates") or [0.0]
         middle[name] = statistics.median(rates)
-        told = row.get("failed") or ", ".join(f"{rate:.1f}" for rate in rates)
-        lines.append(f"| {name} | {told} | {middle[name]:.1f} | {row.get('measures', {}).get('MRR@10', 0):.4f} |")
+        cell = row.get("failed") or ", ".join(f"{rate:.1f}" for rate in rates)
+        lines.append(f"| {name} | {cell} | {middle[name]:.1f} | {row.get('measures', {}).get('MRR@10', 0):.4f} |")
     if middle.get("sentence-transformers"):
         ratios = [a / b for a, b in zip(*(result["rows"][name]["rates"] for name in middle), strict=False)]
         bar = BARS["times_gpu" if result["cuda"] else "times_cpu"]

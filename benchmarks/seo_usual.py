@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--warmup_steps", type=int, default=50)
     parser.add_argument("--max_length", type=int, default=256)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
+    options = parser.parse_args()
 
     import torch
     from datasets import Dataset
@@ -44,24 +44,24 @@ def main() -> None:
 
         def on_step_end(self, arguments: Any, state: Any, control: Any, **named: Any) -> None:
             # Synchronize only at both ends of the measurement: waiting after each step would slow the trainer down.
-            if torch.cuda.is_available() and state.global_step in (given.warm + 1, given.steps):
+            if torch.cuda.is_available() and state.global_step in (options.warm + 1, options.steps):
                 torch.cuda.synchronize()
             self.ends.append(time.perf_counter())
 
-    rows = [json.loads(line) for line in given.pairs.read_text().splitlines()]
+    rows = [json.loads(line) for line in options.pairs.read_text().splitlines()]
     data = Dataset.from_dict({name: [row[name] for row in rows] for name in ("query", "positive")})
-    model = SentenceTransformer(given.model, local_files_only=True)
-    model.max_seq_length = given.max_length
+    model = SentenceTransformer(options.model, local_files_only=True)
+    model.max_seq_length = options.max_length
     cuda = torch.cuda.is_available()
     arguments = SentenceTransformerTrainingArguments(
-        output_dir=given.output,
-        max_steps=given.steps,
-        per_device_train_batch_size=given.batch,
-        learning_rate=given.learning_rate,
-        warmup_steps=given.warmup_steps,
+        output_dir=options.output,
+        max_steps=options.steps,
+        per_device_train_batch_size=options.batch,
+        learning_rate=options.learning_rate,
+        warmup_steps=options.warmup_steps,
         lr_scheduler_type="linear",
         weight_decay=0.01,
-        seed=given.seed,
+        seed=options.seed,
         bf16=cuda,
         use_cpu=not cuda,
         report_to="none",
@@ -75,9 +75,9 @@ def main() -> None:
         model=model, args=arguments, train_dataset=data, loss=MultipleNegativesRankingLoss(model), callbacks=[clock]
     )
     trainer.train()
-    model.save_pretrained(given.output)
-    times = [b - a for a, b in zip(clock.ends[given.warm :], clock.ends[given.warm + 1 :], strict=False)]
-    rate = given.batch * len(times) / sum(times)
+    model.save_pretrained(options.output)
+    times = [b - a for a, b in zip(clock.ends[options.warm :], clock.ends[options.warm + 1 :], strict=False)]
+    rate = options.batch * len(times) / sum(times)
     print(json.dumps({"samples_per_s": rate, "steps": len(times)}))
 
 

@@ -79,24 +79,24 @@ def main() -> None:
     parser.add_argument("--before", type=Path, required=True, help="source folder of the older version")
     parser.add_argument("--rounds", type=int, default=5, help="runs per command")
     parser.add_argument("--output", type=Path, default=HERE / "results", help="folder for verify.json and verify.md")
-    told = parser.parse_args()
+    options = parser.parse_args()
     result: dict[str, Any] = {
         "machine": machine(),
         "versions": versions(["torch", "numpy"]),
         "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
-        "command": f"python benchmarks/verify.py --before OTHER_CHECKOUT/src --rounds {told.rounds}",
-        "rounds": told.rounds,
+        "command": f"python benchmarks/verify.py --before OTHER_CHECKOUT/src --rounds {options.rounds}",
+        "rounds": options.rounds,
         "seconds": {form: {"before": [], "now": []} for form in FORMS},
     }
-    for _ in range(told.rounds):
+    for _ in range(options.rounds):
         for form, words in FORMS.items():
-            for side, source in (("before", told.before.resolve()), ("now", ROOT / "src")):
+            for side, source in (("before", options.before.resolve()), ("now", ROOT / "src")):
                 taken = measure(source, words)
                 result["seconds"][form][side].append({name: round(value, 2) for name, value in taken.items()})
                 print(f"{form}, {side}: {taken['wall_s']:.1f} s", flush=True)
-    told.output.mkdir(parents=True, exist_ok=True)
-    (told.output / "verify.json").write_text(json.dumps(result, indent=1) + "\n")
-    (told.output / "verify.md").write_text(page(result))
+    options.output.mkdir(parents=True, exist_ok=True)
+    (options.output / "verify.json").write_text(json.dumps(result, indent=1) + "\n")
+    (options.output / "verify.md").write_text(page(result))
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ def real_samples(folder: Path, number: int) -> Path:
 
 
 def learning(options: argparse.Namespace, place: Path) -> Row:
-    os.environ["UNISONO_CACHE"] = str(place / "teacher")  # trained here, so that its time counts
+    os.environ["UNISONO_CACHE"] = str(place / "teacher")  # the teacher is trained here, so that its time counts
     if options.quick:
         os.environ["UNISONO_TINY_TEACHER_STEPS"] = "4"
     from unisono.engine.export import load_trained
@@ -245,7 +245,7 @@ def speed(options: argparse.Namespace, place: Path) -> Row:
     rollouts = setup.rollouts("train")
     rollouts.spec = replace(rollouts.spec, pairs=0)
     ours = []
-    for number in (0, 1, 1, 1):  # the first one compiles
+    for number in (0, 1, 1, 1):  # the first batch compiles
         ours.append(rollouts._draw(number, teacher, setup.text, work)[1] / batch)
     result["rows"]["unisono"] = {"seconds": ours[1:], "batch": batch, "compiling_s": ours[0] * batch}
     print(time.strftime("%H:%M:%S"), "unisono:", ours, flush=True)
@@ -271,7 +271,7 @@ def speed(options: argparse.Namespace, place: Path) -> Row:
             result["rows"][name] = {"failed": failed}
             continue
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        ms = [line["step_ms"] for line in lines if "step_ms" in line][2:]  # the first ones compile
+        ms = [line["step_ms"] for line in lines if "step_ms" in line][2:]  # the first steps compile
         peak = max((line.get("peak_gib", 0.0) for line in lines), default=0.0)
         result["rows"][name] = {"step_ms": statistics.median(ms), "batch": batch, "peak_gib": peak}
         print(time.strftime("%H:%M:%S"), name, result["rows"][name], flush=True)
@@ -296,7 +296,7 @@ def by_pipeline(folder: Path, setup: Any, side: int, steps: int, device: str) ->
             output_type="latent",
         ).frames.cpu()
         took.append(time.perf_counter() - began)
-    return took[1:]  # the first one chooses kernels
+    return took[1:]  # the first call chooses kernels
 
 
 def speed_table(result: Row) -> list[str]:

@@ -1,7 +1,7 @@
 """Predicts the memory of a whole Wan model from measurements of models with fewer blocks.
 
 Nothing runs here. Every additional block adds the same amount of memory, and memory peaks at one of two moments of a
-step. What is allocated at these moments is known, which also gives the memory of sharded models. wan_memory.py does the
+step. The allocations at these moments are known, which also gives the memory of sharded models. wan_memory.py does the
 measurements and writes both to a table.
 """
 
@@ -67,8 +67,8 @@ def size(config: Row, exact: bool = False) -> tuple[int, int]:
 class Fullest:
     """GiB at the two moments of a step at which memory peaks."""
 
-    forward: float  # at the end of the forward pass: everything that blocks keep for the backward pass
-    backward: float  # at the end of the backward pass: all gradients, and what one block keeps
+    forward: float  # at the end of the forward pass: all activations that blocks store
+    backward: float  # at the end of the backward pass: all gradients, and the activations of one block
 
     @property
     def peak(self) -> float:
@@ -89,7 +89,7 @@ class Whole:
         self.width = config["num_attention_heads"] * config["attention_head_dim"]
         self.block, self.rest = size(config)
         self.exact = size(config, exact=True)  # 32-bit weights that every rank holds unsharded
-        self.is_trained = not MODELS[model][1]  # otherwise a LoRA: few trained weights, all others in 16 bit
+        self.is_trained = not MODELS[model][1]  # False for a LoRA: few trained weights, all others in 16 bit
         self.state, self.gradient = (12, 4) if self.is_trained else (2, 0)  # bytes per weight
         self.copied = 2 if self.is_trained else 0  # in blocks that are not recomputed; not under fsdp
 
@@ -158,7 +158,7 @@ class Whole:
         return one.between(other)
 
     def _is_hidden(self, shape: str, recompute: str) -> bool:
-        """Whether gradients hide what blocks keep: at the peak, another block adds only its gradients."""
+        """Whether gradients hide the activations: at the peak, another block adds only its gradients."""
         return self._each(shape, recompute) < 1.01 * (self.state + self.gradient) * self.block / GIB
 
     def _cases(self, shape: str, recompute: str) -> list[Row]:
@@ -174,7 +174,7 @@ class Whole:
         return (self.state + self.gradient) * weights / GIB
 
     def _kept(self, shape: str, recompute: str) -> float:
-        """GiB that a block keeps for the backward pass if gradients hide it: its input, or from the largest shape."""
+        """GiB of activations per block if gradients hide them: its input, or derived from the largest shape."""
         if recompute == "all":
             return self.tokens(shape) * self.width * 2 / GIB
         shapes = {shape for model, shape, *_ in self.found if model == self.model and not self.failed(shape, "none")}

@@ -13,7 +13,6 @@ one process that has imported everything once. Finished cases are stored in a fi
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import shlex
@@ -25,7 +24,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from machine import depends_on, machine, versions, without_folders
+from machine import code, depends_on, machine, versions, without_folders
 from wan_fits import (
     COLUMNS,
     FREE_GIB,
@@ -118,17 +117,12 @@ def _forget_first_peak() -> None:
 
     stepped = iter(range(1, 1000))
 
-    def count(*_: Any) -> None:  # once more than there are steps: a skipped one creates the optimizer's state
+    # Called once more than there are steps, when a skipped step creates the optimizer's state.
+    def count(*_: Any) -> None:
         if next(stepped) == 1 + FIRST and torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
 
     register_optimizer_step_post_hook(count)
-
-
-def code() -> str:
-    """A fingerprint of unisono's code, because results of other code must not be reused."""
-    files = sorted((ROOT / "src").rglob("*.py"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 def ran_out(folder: Path) -> bool:
@@ -170,7 +164,7 @@ def measure(cases: list[Row], room: float, at_once: int, patience: float, so_far
                 os.waitpid(process, 0)
             log = (case["folder"] / "log").read_text().strip().splitlines() or ["no word"]
             case["failed"] = "" if peak is not None else "took too long" if not gone else log[-1][:300]
-            if ran_out(case["folder"]):  # it continued with smaller micro-batches, which need less
+            if ran_out(case["folder"]):  # the run continued with smaller micro-batches, which need less memory
                 peak, case["failed"] = None, "ran out of memory"
             case["gib"] = peak
             outcome = f"{peak:.2f} GiB" if peak is not None else case["failed"]
@@ -315,7 +309,7 @@ def main() -> int:
         return 0
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # does not initialise CUDA, so that processes can be forked later
     os.environ["OMP_NUM_THREADS"] = "1"  # threads do not survive a fork, and a dozen cases share the cores
-    from diffusers import WanTransformer3DModel  # noqa: F401  # once for all forked processes
+    from diffusers import WanTransformer3DModel  # noqa: F401  # imported once for all forked processes
 
     import unisono.recipes.wan_flow.recipe  # noqa: F401
 
@@ -341,7 +335,7 @@ def main() -> int:
         measure(cases, options.room_gib, options.at_once, options.patience_s, so_far)
     import torch
 
-    # Only now: it initialises CUDA, which forked processes could not use.
+    # Not earlier: it initialises CUDA, which forked processes could not use.
     result |= {"machine": machine(), "versions": versions(PACKAGES)}
     result["gpu_gib"] = torch.cuda.mem_get_info()[1] / GIB if torch.cuda.is_available() else 0.0
     kept = ("model", "shape", "recompute", "layers", "tokens", "gib", "failed")

@@ -79,7 +79,7 @@ def write_data(folder: Path, shape: Shape, text_width: int) -> None:
 
 
 def flops(shape: Shape, config: Row) -> float:
-    """Operations of one step: forward, and twice that for backward."""
+    """FLOPs of one step: forward, and twice that for backward."""
     heads, wide, layers = (config[name] for name in ("num_attention_heads", "attention_head_dim", "num_layers"))
     d, f, s, c = heads * wide, config["ffn_dim"], shape.tokens, 512
     each = 12 * d * d * s + 4 * d * d * c + 4 * d * f * s + 4 * s * s * d + 4 * s * c * d
@@ -87,7 +87,7 @@ def flops(shape: Shape, config: Row) -> float:
 
 
 def ceiling() -> float:
-    """Operations per second of a large bf16 matrix product."""
+    """FLOP/s of a large bf16 matrix product."""
     import torch
 
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -203,7 +203,7 @@ def finished(rows: dict[str, Row], shape: Shape, config: Row, most: float | None
 
 
 def keep(result: Row, before: Row, names: list[str]) -> list[str]:
-    """Copies the shapes of an earlier result in which both loops ran; returns the shapes left to run."""
+    """Copies the shapes that both loops completed in an earlier result; returns the remaining shapes."""
     for name, rows in before["rows"].items():
         if all(variant in rows and not rows[variant]["failed"] for variant in (USUAL, OURS)):
             since = before.get("kept", {}).get(name, before["date"])

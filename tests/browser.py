@@ -1,4 +1,4 @@
-"""A real browser for the pages that we write."""
+"""A real browser for testing the HTML pages that unisono writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recipe with bugs of its own, for `tests/test_tracebacks.py`."""
+"""A recipe with deliberate bugs, for `tests/test_tracebacks.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unisono import Loss, Recipe
 
 
 class Broken(Exception):
-    """What the recipe raises."""
+    """The exception that the recipe raises."""
 
     def __init__(self, code: int) -> None:
         super().__init__(f"broken with code {code}")

@@ -1,4 +1,4 @@
-"""unisono as a user runs it: the real command in a process of its own, and what it left behind."""
+"""Runs unisono as a user does: the real command in a separate process."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from warm_python import WarmPython, is_possible
 TESTS = Path(__file__).resolve().parent
 TINY = f"{TESTS / 'tiny_recipe.py'}:Tiny"
 MARK = "UNISONO_TEST_MARK"
-PATIENCE_S = 240.0  # many times what a command takes: the machine may be busy with other work
+PATIENCE_S = 240.0  # much longer than any command takes, because the machine may be busy
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended and what it said."""
+    """The exit code and output of a command."""
 
     code: int
     out: str
@@ -31,7 +31,7 @@ class Ended:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """The environment of a command: the sources are found from any folder, and no GPU is there on any machine."""
+    """The environment of a command: it finds the sources from any folder, and sees no GPU on any machine."""
     paths = [str(TESTS.parent / "src"), os.environ.get("PYTHONPATH", "")]
     ours = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "COLUMNS": "100", "CUDA_VISIBLE_DEVICES": ""}
     return os.environ | ours | more
@@ -40,9 +40,9 @@ def environment(**more: str) -> dict[str, str]:
 def start(
     words: Iterable[object], *, cwd: Path, program: Sequence[str] = (sys.executable,), **more: str
 ) -> subprocess.Popen[str]:
-    """Starts python (`-m unisono …`, a file) in a session of its own, so that no signal of it reaches the tests.
+    """Starts python (`-m unisono …`, or a file) in its own session, so that its signals do not reach the tests.
 
-    Where a test cannot see the difference, the process is a fork of one that has imported torch: see `warm_python.py`.
+    If it makes no difference to the test, the process is forked from one that has imported torch: see `warm_python.py`.
     """
     arguments, env = [*program, *map(str, words)], environment(**more)
     return popen_of(arguments, env)(
@@ -58,13 +58,13 @@ def start(
 
 
 def popen_of(arguments: Sequence[str], env: Mapping[str, str]) -> type[subprocess.Popen[str]]:
-    """What starts this program in this environment; one that carries a mark is searched for in /proc."""
+    """The Popen class for this program; a marked program is not forked, because /proc would not show its mark."""
     is_python = arguments[0] == sys.executable and (arguments[1] == "-m" or arguments[1].endswith(".py"))
     return WarmPython if is_python and MARK not in env and is_possible(env) else subprocess.Popen
 
 
 def end(process: subprocess.Popen[str], seconds: float = PATIENCE_S) -> Ended:
-    """Waits for a started program; one that takes too long is killed and fails the test."""
+    """Waits for a started program; kills it and fails the test if it takes too long."""
     try:
         out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -75,12 +75,12 @@ def end(process: subprocess.Popen[str], seconds: float = PATIENCE_S) -> Ended:
 
 
 def unisono(*words: object, cwd: Path, seconds: float = PATIENCE_S, **more: str) -> Ended:
-    """Runs `python -m unisono` with these words."""
+    """Runs `python -m unisono` with these arguments."""
     return end(start(["-m", "unisono", *words], cwd=cwd, **more), seconds)
 
 
 def lines(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    """A run's metrics or events; a last line that is being written is left out."""
+    """A run's metrics or events, without a last line that is still being written."""
     file = folder / name
     if not file.exists():
         return []
@@ -88,14 +88,14 @@ def lines(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
 
 
 def losses(folder: Path) -> list[float]:
-    """The loss of each step, all steps in order and each once."""
+    """The loss of each step; checks that every step occurs once, in order."""
     found = [line for line in lines(folder) if "loss" in line]
     assert [line["step"] for line in found] == list(range(1, len(found) + 1))
     return [line["loss"] for line in found]
 
 
 def wait_until(condition: Callable[[], Any], what: str, seconds: float = 60) -> None:
-    """Waits for something to become true."""
+    """Waits until a condition is true."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
@@ -103,18 +103,18 @@ def wait_until(condition: Callable[[], Any], what: str, seconds: float = 60) -> 
 
 
 def mark() -> dict[str, str]:
-    """A variable by which everything that a command starts can be found again."""
+    """An environment variable that marks a command and all processes that it starts."""
     return {MARK: uuid.uuid4().hex}
 
 
 def marked(with_mark: dict[str, str], **also: str) -> list[int]:
-    """Living processes that carry the mark, and these variables too."""
+    """Living processes with this mark and these environment variables."""
     wanted = {f"{name}={value}".encode() for name, value in (with_mark | also).items()}
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if wanted <= set((process / "environ").read_bytes().split(b"\0")):
                 found.append(int(process.name))
-        except OSError:  # it ended while we looked, or is not ours to read
+        except OSError:  # the process has ended, or belongs to another user
             continue
     return found

@@ -1,9 +1,10 @@
-"""What every test can rely on: it does not run inside somebody's launcher, and it leaves no rank behind."""
+"""Ensures that no test runs inside another launcher's environment, and that no rank outlives the tests."""
 
 from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -19,20 +20,23 @@ LAUNCHER_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_", "OM
 
 
 def pytest_configure() -> None:
-    # Before any test module imports torch, which reads OMP_NUM_THREADS only once.
+    # Set before any test module imports torch, which reads OMP_NUM_THREADS only once.
     for name in list(os.environ):
         if name in LAUNCHER_VARIABLES or name.startswith(LAUNCHER_PREFIXES):
             del os.environ[name]
     os.environ["OMP_NUM_THREADS"] = "1"
-    # `nohup make test` ignores SIGHUP, `make test &` in a script SIGINT; everything a test starts would inherit that.
+    # Compiled code is kept from one test run to the next, but not among the user's own.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(tempfile.gettempdir(), f"unisono_tests_compile_{os.getuid()}"))
+    # `nohup make test` ignores SIGHUP, and `make test &` in a script ignores SIGINT; every process that a test starts
+    # would inherit that.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Inherited by everything a test starts. pytest-xdist's workers each set their own.
+    # Every process that a test starts inherits this. Each pytest-xdist worker sets its own.
     os.environ[RUN_MARK] = uuid.uuid4().hex
 
 
 def ranks_alive() -> dict[int, str]:
-    """Ranks started from this test run that still live: process id and command line."""
+    """Living ranks that this test run started: process id and command line."""
     mark = f"{RUN_MARK}={os.environ[RUN_MARK]}".encode()
     alive = {}
     for process in Path("/proc").glob("[0-9]*"):
@@ -41,7 +45,7 @@ def ranks_alive() -> dict[int, str]:
             is_rank = b"unisono.engine.start.rank" in command or is_fork(command, int(process.name))
             if is_rank and mark in (process / "environ").read_bytes().split(b"\0"):
                 alive[int(process.name)] = command.replace(b"\0", b" ").decode(errors="replace").strip()
-        except OSError:  # it ended while we looked, or is not ours to read
+        except OSError:  # the process has ended, or belongs to another user
             continue
     return alive
 

@@ -1,4 +1,4 @@
-"""Programs that some tests need and no Python package brings: SLURM, Open MPI."""
+"""Installs programs that some tests need and that are not Python packages: SLURM, Open MPI."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 
 def install(program: str, packages: list[str]) -> None:
-    """Installs Debian packages where the program is missing; a machine without apt skips, loudly."""
+    """Installs Debian packages if the program is missing; without apt, skips the test with a warning."""
     if shutil.which(program) is not None:
         return
     if shutil.which("apt-get") is None:

@@ -1,4 +1,4 @@
-"""Many runs in one set of rank processes, because starting a process costs seconds and a small run tenths of one.
+"""Many runs in one set of rank processes: starting a process takes seconds, a small run tenths of a second.
 
     runs = many_runs([
         Run("one", "one", world=1, max_steps=10),
@@ -29,7 +29,7 @@ from ranks import run_ranks
 
 @dataclass(frozen=True)
 class Copy:
-    """A run's folder as it is when only the checkpoint of `step` is left (and all it had written until then)."""
+    """A copy of a run's folder as it was at `step`, with only the checkpoint of that step."""
 
     source: str
     step: int
@@ -37,19 +37,19 @@ class Copy:
 
 @dataclass
 class Run:
-    """What to train; `settings` are those of `unisono.train`."""
+    """A run to train; `settings` are arguments of `unisono.train`."""
 
     name: str
     folder: str
     world: int
     settings: dict[str, Any] = field(default_factory=dict)
     copy: Copy | None = None
-    recipe: str = "Sentences"  # of recipes_for_tests, or one that comes with unisono
+    recipe: str = "Sentences"  # a recipe of recipes_for_tests, or one that ships with unisono
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run left behind: its folder, and what each rank returned or raised."""
+    """The result of a run: its folder, and what each rank returned or raised."""
 
     folder: Path
     record: Path
@@ -60,7 +60,7 @@ class Outcome:
         return self.by_rank[0]
 
     def lines(self) -> list[dict[str, Any]]:
-        """metrics.jsonl, as it stands."""
+        """All records of metrics.jsonl."""
         return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
 
     def steps(self) -> list[dict[str, Any]]:
@@ -95,7 +95,7 @@ class Outcome:
         return read_extra(self.checkpoint(step))["state"]
 
     def read_ids(self, micro_batches: int = 1, split: str = "train") -> list[list[int]]:
-        """For each step of this session, the ids of its samples in order of the ranks, stand-ins included."""
+        """For each step of this session, the ids of its samples in rank order, including dummies of idle ranks."""
         by_rank = []
         for rank in range(len(self.by_rank)):
             file = self.record / f"{split}.{rank}"
@@ -109,7 +109,7 @@ class Outcome:
 
 
 def many_runs(runs: Sequence[Run], root: Path, timeout_s: float = 280.0) -> dict[str, Outcome]:
-    """Trains all runs, in order, and returns what they left behind, by name."""
+    """Trains all runs in order and returns their outcomes by name."""
     assert len({run.name for run in runs}) == len(runs)
     args = {"runs": [asdict(run) for run in runs], "root": str(root)}
     nproc = max(run.world for run in runs)
@@ -130,9 +130,9 @@ def train_all(runs: list[dict[str, Any]], root: str) -> dict[str, dict[str, Any]
         if rank >= run["world"]:
             continue
         os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = os.environ["ROLE_WORLD_SIZE"] = str(run["world"])
-        os.environ["UNISONO_ATTEMPT"] = f"run{number}"  # a namespace of its own in the store
+        os.environ["UNISONO_ATTEMPT"] = f"run{number}"  # each run has its own namespace in the store
         folder = Path(root, run["folder"])
-        if run["copy"] is not None and rank == 0:  # the others wait for rank 0 before they look at a folder
+        if run["copy"] is not None and rank == 0:  # the other ranks wait for rank 0 before they read a folder
             _copy(Path(root, run["copy"]["source"]), folder, run["copy"]["step"])
         results[run["name"]] = _train(run["recipe"], folder, Path(root, "records", run["name"]), run["settings"])
     return results
@@ -150,7 +150,7 @@ def _train(recipe: str, folder: Path, record: Path, settings: Mapping[str, Any])
         noted = {"record": str(record)} if hasattr(kind.Config, "record") else {}
         result = unisono.train(kind, **{"output_dir": str(folder), **noted, **settings})
     except UnisonoError as error:
-        leave_process_group()  # a failed session stays in its group, as a peer may be gone; here all ranks fail alike
+        leave_process_group()  # a failed session does not leave by itself, because a peer may be gone
         return {"error": str(error), "exit_code": error.exit_code}
     return {"status": result.status, "step": result.step, "metrics": result.metrics}
 

@@ -1,7 +1,7 @@
-"""Machines on this machine: network namespaces joined by a cable that a test can pull.
+"""Simulated machines: network namespaces connected by virtual cables that a test can unplug.
 
 Each machine has its own interfaces, addresses and ports, and reaches the others only through its own cable to a switch.
-Root only. Everything disappears with the namespaces, the processes in them too.
+Needs root. Removing the namespaces also ends the processes in them.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ class Machine:
 
     @property
     def files(self) -> Path:
-        """What `ip netns exec` shows in this namespace instead of the files of the same name in /etc."""
+        """The folder whose files `ip netns exec` mounts over /etc in this namespace."""
         return Path("/etc/netns", self.name)
 
     def run(self, *words: object, cwd: Path, **more: str) -> subprocess.Popen[str]:
-        """Starts python with these words on this machine."""
+        """Starts python with these arguments on this machine."""
         inside = ("ip", "netns", "exec", self.name, sys.executable)
         return start(words, cwd=cwd, program=inside, GLOO_SOCKET_IFNAME="cable", **more)
 
     def pull_cable(self) -> None:
-        """Cuts it off: connections stay open and nothing arrives."""
+        """Disconnects the machine: connections stay open, but nothing arrives."""
         self._link("down")
 
     def plug_cable(self) -> None:
-        """Joins it again."""
+        """Reconnects the machine."""
         self._link("up")
 
     def kill_all(self) -> None:
-        """Everything that runs here dies at once, as when the power fails."""
+        """Kills all processes of the machine at once, as a power failure does."""
         for pid in _ip("netns", "pids", self.name).split():
             with suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
@@ -61,7 +61,7 @@ class Machine:
 
 @contextmanager
 def network(num_machines: int = 2) -> Iterator[list[Machine]]:
-    """Machines 10.99.0.1, 10.99.0.2, …, joined by a switch that is a namespace of its own."""
+    """Machines 10.99.0.1, 10.99.0.2, …, connected by a switch, which is also a namespace."""
     tag = f"unisono-{uuid.uuid4().hex[:6]}"
     switch = f"{tag}-switch"
     machines = [Machine(f"{tag}-{number}", f"10.99.0.{number + 1}") for number in range(num_machines)]
@@ -91,7 +91,7 @@ def network(num_machines: int = 2) -> Iterator[list[Machine]]:
 
 
 def _names(machines: list[Machine]) -> str:
-    """/etc/hosts: torch looks up the name of each address, as IPv4 and inside IPv6, and complains if there is none."""
+    """Contents of /etc/hosts: torch looks up the name of each IPv4 and IPv6 address, and warns if there is none."""
     named = [("127.0.0.1", "localhost"), *((each.address, f"machine{i}") for i, each in enumerate(machines))]
     return "::1 localhost\n" + "".join(f"{address} {name}\n::ffff:{address} {name}\n" for address, name in named)
 

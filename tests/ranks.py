@@ -28,11 +28,11 @@ from command_line import popen_of
 
 TESTS = Path(__file__).resolve().parent
 SOURCES = TESTS.parent / "src"
-LAST_WORDS_S = 2.0  # after the first failure the others get this long to say what they saw
+LAST_WORDS_S = 2.0  # seconds for the other ranks to report their errors after the first failure
 
 
 class RanksFailed(AssertionError):
-    """A rank raised, died or took too long; the message holds what the ranks wrote to stderr."""
+    """A rank raised, died or took too long; the message contains the stderr of all ranks."""
 
 
 def run_ranks(
@@ -76,7 +76,7 @@ def run_ranks(
 
 
 def rank_variables(rank: int, nproc: int, port: int) -> dict[str, str]:
-    """The environment of one rank, as torchrun on one machine would make it."""
+    """The environment of one rank, as torchrun on one machine would set it."""
     inherited = {name: text for name, text in os.environ.items() if not name.startswith("UNISONO_JOB")}
     inherited.setdefault("OMP_NUM_THREADS", "1")
     return inherited | {
@@ -139,4 +139,4 @@ if __name__ == "__main__":
     _run_one(Path(sys.argv[1]))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # a thread of gloo's that is still in C++ code would make python's own end abort
+    os._exit(0)  # a gloo thread that is still in C++ code would make Python abort on exit

@@ -2,7 +2,7 @@
 
 `Sentences` has everything that breaks "the same run" in practice: items of different length (so that counts differ from
 rank to rank), padding, noise that belongs to samples, augmentation by three random generators, repeated blocks. It can
-write down which samples enter a step, and be given samples that spoil one.
+record which samples enter a step, and can contain samples that make a step fail.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, embedding, gelu, scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset
 
 from unisono import Loss, Recipe
@@ -46,7 +49,7 @@ class SentenceData(Dataset[dict[str, Any]]):
 
 
 class Block(nn.Module):
-    """A transformer block that looks at the tokens a mask allows."""
+    """A transformer block with a mask over tokens."""
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
@@ -137,7 +140,7 @@ class Sentences(Recipe):
         total = cross_entropy(scores.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
         if self._has("nan", ids):
             total = total * float("nan")
-        if self._has("inf_gradient", ids):  # the root's slope at 0 is infinite
+        if self._has("inf_gradient", ids):  # the slope of a square root at 0 is infinite
             total = total + torch.sqrt(0 * next(model.parameters()).square().sum())
         if self._has("loud", ids):
             total = total * 1e6
@@ -181,13 +184,13 @@ class Sentences(Recipe):
 
 
 class SentencesByLoss(Sentences):
-    """The same, evaluated by its loss as recipes are that do not say how."""
+    """`Sentences` without evaluate(), so that it is evaluated by its loss."""
 
     evaluate = Recipe.evaluate
 
 
 class CountingReader(Reader):
-    """Counts its forward passes and keeps the mean of what it saw, in buffers as batch norm does."""
+    """Counts its forward passes and averages its inputs in buffers, like batch norm."""
 
     def __init__(self, width: int, num_blocks: int, dropout: float) -> None:
         super().__init__(width, num_blocks, dropout)
@@ -200,13 +203,13 @@ class CountingReader(Reader):
         if self.training:
             self.passes += 1
             latest = self.embedding(tokens).detach().mean((0, 1)).to(self.mean.dtype)
-            self.mean.data.lerp_(latest, 0.1)  # unseen by the tensor's version
-            self.latest = latest  # another tensor in the same place
+            self.mean.data.lerp_(latest, 0.1)  # does not change the tensor's version
+            self.latest = latest  # replaces the tensor
         return super().forward(tokens, real, jitter, shift) + self.mean.sum() * 0.01
 
 
 class SentencesWithBuffers(Sentences):
-    """The same with a model whose buffers change in every forward pass."""
+    """`Sentences` with a model whose buffers change in every forward pass."""
 
     def model(self) -> nn.Module:
         return CountingReader(self.config.width, self.config.num_blocks, self.config.dropout)
@@ -243,7 +246,7 @@ class Unused(Sentences):
 
 
 class SparseGradient(Sentences):
-    """A model that looks its embedding up by a function, with sparse gradients that no module shows."""
+    """A model whose functional embedding has sparse gradients, which no module reveals."""
 
     def model(self) -> nn.Module:
         model = super().model()
@@ -252,8 +255,31 @@ class SparseGradient(Sentences):
         return model
 
 
+class PartlyFrozen(Sentences):
+    """Trains one layer of each block; its ranks disagree on what is frozen until the engine makes them agree."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        _freeze(model)
+        with torch.no_grad():
+            model.blocks[0].up.weight += int(os.environ.get("RANK", "0"))
+        return model
+
+    def preview(self, model: nn.Module, step: int) -> Mapping[str, Any]:
+        tokens = torch.arange(6)[None]
+        weight = next(model.parameters())
+        scores = model(tokens, tokens >= 0, weight.new_zeros(1, 3), weight.new_zeros(self.config.width))
+        return {"scores.txt": str(scores.sum().item())}
+
+
+def _freeze(model: nn.Module) -> None:
+    for block in model.blocks:
+        block.requires_grad_(False)
+        block.out.requires_grad_(True)
+
+
 class Points(Dataset[Tensor]):
-    """Points in space, of which those at `bad` are not numbers."""
+    """Points in space; those at the indices `bad` are NaN."""
 
     def __init__(self, num_samples: int, bad: set[int]) -> None:
         self.points = torch.randn(num_samples, 3, generator=torch.Generator().manual_seed(1))
@@ -267,7 +293,7 @@ class Points(Dataset[Tensor]):
 
 
 class WithBatchNorm(Sentences):
-    """A model with batch norm on points; a point that is not a number spoils the statistics of its whole batch."""
+    """A model with batch norm on points; a NaN point corrupts the statistics of its whole batch."""
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
@@ -285,7 +311,7 @@ class WithBatchNorm(Sentences):
 
 
 class FromElsewhere:
-    """Weights that are asked for row by row; keeps count of them."""
+    """A source of weights that are read row by row; counts the rows."""
 
     def __init__(self, state: dict[str, Tensor]) -> None:
         self.state, self.asked = state, 0
@@ -297,7 +323,7 @@ class FromElsewhere:
 
 
 class SentencesFromElsewhere(Sentences):
-    """The same, with weights that come from elsewhere, some that are never trained and some that are never rounded."""
+    """`Sentences` with weights from an external source; some are never trained, and some stay in 32 bit."""
 
     def model(self) -> nn.Module:
         sizes = self.config.width, self.config.num_blocks, self.config.dropout
@@ -321,8 +347,83 @@ class SentencesFromElsewhere(Sentences):
         return super().loss(model, batch, noise)
 
 
+class PartlyFrozenFromElsewhere(SentencesFromElsewhere):
+    """The same, of which only one layer of each block is trained."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        _freeze(model)
+        return model
+
+
+class WithLora(nn.Module):
+    """A frozen linear layer and a trained product of two small matrices."""
+
+    def __init__(self, base_layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer.requires_grad_(False)
+        weight, rank = torch.Generator().manual_seed(base_layer.in_features), 3
+        self.down = nn.Parameter(torch.randn(rank, base_layer.in_features, generator=weight, dtype=torch.float32) / 8)
+        self.up = nn.Parameter(torch.randn(base_layer.out_features, rank, generator=weight, dtype=torch.float32) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + x @ self.down.T @ self.up.T
+
+
+class SentencesWithLora(Sentences):
+    """A LoRA on linear layers of each block; the frozen weights are made here, and so are in checkpoints."""
+
+    from_elsewhere = False
+
+    def model(self) -> nn.Module:
+        sizes = self.config.width, self.config.num_blocks, self.config.dropout
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)  # a pretrained model is the same in every precision
+        torch.manual_seed(5)
+        state = Reader(*sizes).state_dict()
+        torch.set_default_dtype(default)
+        with torch.device("meta"):
+            model = Reader(*sizes).requires_grad_(False)
+        if not self.from_elsewhere:
+            model.load_state_dict(state, assign=True)
+            model.requires_grad_(False)
+        names = {name: f"{name}.base_layer" for block in range(sizes[1]) for name in _in_block(block)}
+        for name in names:
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, WithLora(model.get_submodule(name)))
+        self.source = FromElsewhere({_renamed(name, names): tensor for name, tensor in state.items()})
+        return model
+
+
+class SentencesWithLoraFromElsewhere(SentencesWithLora):
+    """The same with frozen weights from elsewhere, which checkpoints do not contain."""
+
+    from_elsewhere = True
+
+    def weights(self, model: nn.Module) -> FromElsewhere:
+        return self.source
+
+    def full_precision(self, model: nn.Module) -> list[str]:
+        return [name for name, _ in model.named_parameters() if "norm" in name]
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor], noise: Any) -> Loss:
+        if self.config.record:
+            Path(self.config.record).mkdir(parents=True, exist_ok=True)
+            (Path(self.config.record) / f"asked.{os.environ.get('RANK', '0')}").write_text(str(self.source.asked))
+        return super().loss(model, batch, noise)
+
+
+def _in_block(block: int) -> list[str]:
+    return [f"blocks.{block}.{layer}" for layer in ("qkv", "up", "down")]
+
+
+def _renamed(name: str, layers: dict[str, str]) -> str:
+    layer, _, leaf = name.rpartition(".")
+    return f"{layers.get(layer, layer)}.{leaf}"
+
+
 class TiedReader(Reader):
-    """Its head has the weights of its embedding."""
+    """A model whose head shares the weights of its embedding."""
 
     def __init__(self, width: int, num_blocks: int, dropout: float) -> None:
         super().__init__(width, num_blocks, dropout)
@@ -330,7 +431,7 @@ class TiedReader(Reader):
 
 
 class TiedFromElsewhere(SentencesFromElsewhere):
-    """A model with a shared weight, all of whose weights come from elsewhere."""
+    """A model with a shared weight whose weights all come from an external source."""
 
     def model(self) -> nn.Module:
         sizes = self.config.width, self.config.num_blocks, self.config.dropout
@@ -340,7 +441,7 @@ class TiedFromElsewhere(SentencesFromElsewhere):
 
 
 class TiedHere(TiedFromElsewhere):
-    """The same with weights that model() makes itself."""
+    """The same with weights that model() initialises itself."""
 
     def model(self) -> nn.Module:
         return TiedReader(self.config.width, self.config.num_blocks, self.config.dropout)
@@ -352,7 +453,7 @@ class TiedHere(TiedFromElsewhere):
 
 
 class Graph(torch.autograd.Function):
-    """Passes a tensor on; lives as long as the graph it is in, and counts how many of them live at once."""
+    """An identity function that lives as long as its graph; counts how many are alive at once."""
 
     living = most = 0
 
@@ -375,7 +476,7 @@ class _Token:
 
 
 class PairsModel(Reader):
-    """One vector of each sentence: the mean over its tokens."""
+    """Maps each sentence to one vector: the mean over its tokens."""
 
     def embed(self, tokens: Tensor, real: Tensor, jitter: Tensor, shift: Tensor) -> Tensor:
         found = Graph.apply(self(tokens, real, jitter, shift))
@@ -399,14 +500,14 @@ class CountingPairsModel(PairsModel):
 
 
 class ShapedData(SentenceData):
-    """Sentences of one length are batched together."""
+    """Sentences with shapes: only sentences of equal length form a batch."""
 
     def shape(self, index: int) -> int:
         return len(self[index]["tokens"])
 
 
 class Pairs(Sentences):
-    """Contrastive: the two halves of a sentence find each other among all of the global batch."""
+    """A contrastive recipe: each half of a sentence must find the other half in the global batch."""
 
     @dataclass
     class Config(Sentences.Config):
@@ -448,6 +549,47 @@ class Pairs(Sentences):
         return Loss(total, len(scores), {"ids": rows["ids"].sum(), "even": rows["even"].sum()})
 
 
+class LargestTensor(TorchDispatchMode):
+    """Notes the size of the largest tensor that any operation returns, except embeddings of this width."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width, self.elements = width, 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        tensors = [each for each in tree_leaves(result) if isinstance(each, Tensor) and self.width not in each.shape]
+        self.elements = max([self.elements, *(each.numel() for each in tensors)])
+        return result
+
+
+class PairsByRows(Pairs):
+    """The same loss, for a range of rows at a time."""
+
+    @dataclass
+    class Config(Pairs.Config):
+        room: int = 0
+        """If set, rank 1 runs out of memory when it compares more rows at once."""
+
+    def couple_rows(self, rows: Mapping[str, Tensor], start: int, stop: int) -> Loss:
+        self._note("anchors", torch.arange(start, stop))
+        if 0 < self.config.room < stop - start and os.environ.get("RANK") == "1":
+            raise torch.OutOfMemoryError("out of memory")
+        with LargestTensor(rows["left"].shape[1]) as seen:
+            loss = self._part(rows, start, stop)
+        self._note("largest", torch.tensor([seen.elements]))
+        return loss
+
+    def _part(self, rows: Mapping[str, Tensor], start: int, stop: int) -> Loss:
+        mine = slice(start, stop)
+        right = torch.arange(start, stop)
+        hidden = (rows["ids"][mine, None] == rows["ids"][None]) & (right[:, None] != torch.arange(len(rows["ids"])))
+        there = (5 * rows["left"][mine] @ rows["right"].T).masked_fill(hidden, -torch.inf)
+        back = (5 * rows["right"][mine] @ rows["left"].T).masked_fill(hidden, -torch.inf)
+        total = cross_entropy(there, right, reduction="sum") + cross_entropy(back, right, reduction="sum")
+        return Loss(total, len(there), {"ids": rows["ids"][mine].sum(), "even": rows["even"][mine].sum()})
+
+
 class PairsWithBuffers(Pairs):
     """The same with a model whose buffer changes in every forward pass."""
 
@@ -480,3 +622,51 @@ class _Torn(Dataset[dict[str, Any]]):
 
 def _numbers(words: str) -> set[int]:
     return {int(word) for word in words.split(",") if word}
+
+
+class Layers(Recipe):
+    """Three matrices, whose operations can be counted by hand; a rank can be slow in its backward pass."""
+
+    SIZE = 16
+    OPERATIONS = 2 * SIZE * SIZE * (3 + 3 + 2)
+    """Per sample: three products forward, three for the weights' gradients, two for those of inputs."""
+
+    @dataclass
+    class Config:
+        slow_rank: int = -1
+        """The rank that sleeps in each backward pass."""
+        slow_s: float = 0.0
+        """Seconds of sleep."""
+        formula: float = 0.0
+        """Operations per sample that flops() returns, if any."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(nn.Linear(self.SIZE, self.SIZE), nn.Tanh()) for _ in range(3)))
+
+    def blocks(self, model: nn.Module) -> Any:
+        return list(model.children())
+
+    def dataset(self, split: str) -> Any:
+        samples = torch.randn(64, self.SIZE, generator=torch.Generator().manual_seed(0))
+        return list(samples) if split == "train" else None
+
+    def flops(self, batch: Any) -> float | None:
+        return self.config.formula * len(batch) if self.config.formula else None
+
+    def loss(self, model: nn.Module, batch: Tensor, noise: Any) -> Loss:
+        outputs = model(batch)
+        if self.config.slow_rank == int(os.environ.get("RANK", "0")):
+            outputs = _SlowBackward.apply(outputs, self.config.slow_s)
+        return Loss(outputs.square().sum(), len(batch))
+
+
+class _SlowBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return outputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        time.sleep(ctx.seconds)
+        return gradients[0], None

@@ -1,4 +1,4 @@
-"""Scripts of the examples: run as from a shell, imported as by another script beside them, checked."""
+"""Runs, imports and checks the scripts of the examples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from command_line import Ended, end, start
 
 @contextmanager
 def beside(folder: Path) -> Iterator[None]:
-    """Within it, the scripts of `folder` can be imported by their names; afterwards none of them is left.
+    """Inside the `with` block, the scripts of `folder` can be imported by name; they are unloaded at the end.
 
     Two folders of examples have scripts of the same name, and a module stays imported for all tests of a process.
     """
@@ -34,7 +34,7 @@ def beside(folder: Path) -> Iterator[None]:
 
 
 def begun(*words: object, cwd: Path, first: str = "", **more: str) -> subprocess.Popen[str]:
-    """Starts a program as from a shell in which the environment is active; programs in `first` come before others."""
+    """Starts a program as from a shell with the active environment; programs in the folder `first` take precedence."""
     path = os.pathsep.join([first, str(Path(sys.executable).parent), os.environ["PATH"]]).lstrip(":")
     program, *rest = map(str, words)
     return start(rest, cwd=cwd, program=[program], **{"PATH": path, "OMP_NUM_THREADS": "1", **more})
@@ -46,7 +46,7 @@ def command(*words: object, cwd: Path, seconds: float = 240, first: str = "", **
 
 
 def check_shell_script(script: Path) -> None:
-    """bash can read it, and a user can start it."""
+    """Checks that bash can parse the script and that it is executable."""
     subprocess.run(["bash", "-n", script], check=True)
     assert script.suffix == ".slurm" or os.access(script, os.X_OK)
     if shutil.which("shellcheck"):
@@ -54,9 +54,9 @@ def check_shell_script(script: Path) -> None:
 
 
 def check_batch_script(script: Path, program: str, last: str, tools: Path) -> None:
-    """A batch script starts one task per GPU, tells them before time runs out, and goes back into the queue.
+    """Checks that a batch script starts one task per GPU, signals them before the time limit, and requeues itself.
 
-    `last`: what a task is called with at the end; `tools`: a folder for what takes the place of SLURM.
+    `last` is the expected end of a task's arguments; `tools` is a folder for programs that replace SLURM's.
     """
     text = script.read_text()
     options = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?$", text, flags=re.MULTILINE))

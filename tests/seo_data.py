@@ -21,7 +21,7 @@ NUM_TOPICS, NUM_THINGS, NUM_NAMED = 12, 30, 3
 
 
 class Made(NamedTuple):
-    """One made page."""
+    """One synthetic page."""
 
     query: str
     page: str
@@ -36,7 +36,7 @@ def made(number: int, seed: int = 0) -> Made:
     random = _random(seed, number)
     topic = random.randint(NUM_TOPICS)
     things = random.choice(NUM_THINGS, NUM_NAMED, replace=False)
-    # Their endings differ, so that no word of a query is by chance one of its page.
+    # Queries and pages use different endings, so that they share no word by chance.
     asked = [_word(f"asked {topic} {thing}", "n") for thing in things]
     told = [_word(f"told {topic} {thing}", "s") for thing in things]
     good = random.randint(2)
@@ -75,7 +75,7 @@ def _jsonl(path: Path, rows: list[dict[str, str]]) -> Path:
 
 
 def _random(*keys: object) -> np.random.RandomState:
-    # RandomState's numbers are promised never to change, whatever the version of numpy.
+    # numpy guarantees that RandomState never changes its numbers.
     return np.random.RandomState(np.frombuffer(hashlib.sha256(repr(keys).encode()).digest(), np.uint32))
 
 

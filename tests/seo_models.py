@@ -18,7 +18,7 @@ TEXTS = [
 
 
 def decoder_folder(folder: Path, *, words: list[str] = TEXTS, positions: int = 64, width: int = 32) -> Path:
-    """GPT-2, small, with a tokenizer that has an end but no padding."""
+    """A small GPT-2 whose tokenizer has an end token but no pad token."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
@@ -52,7 +52,7 @@ def decoder_folder(folder: Path, *, words: list[str] = TEXTS, positions: int = 6
 
 
 def encoder_folder(folder: Path, *, layers: int = 2) -> Path:
-    """BERT, small, as transformers saves it: no word about pooling."""
+    """A small BERT as transformers saves it, without a pooling config."""
     import torch
     from transformers import BertConfig, BertModel
 

@@ -30,7 +30,7 @@ from debian_packages import install
 PACKAGES = ["slurm-wlm", "munge"]
 NODES = ("n0", "n1")
 # Settings that let it run in a container: processes are followed by their group and not by cgroups, tasks are not
-# bound to cores. A node has CPUs and GPUs that the machine may not have; nobody checks.
+# bound to cores. Nodes have CPUs and GPUs that the machine may not have, which SLURM does not check.
 CONF = """
 ClusterName=two
 SlurmctldHost={host}(127.0.0.1)
@@ -74,7 +74,7 @@ class Slurm:
         self.environ = {"SLURM_CONF": str(folder / "slurm.conf")}
 
     def run(self, *words: object, seconds: float = 60) -> Ended:
-        """Runs a command of SLURM's."""
+        """Runs one of SLURM's commands."""
         done = subprocess.run(
             [str(word) for word in words],
             env=environment(**self.environ),
@@ -98,7 +98,7 @@ class Slurm:
             time.sleep(0.2)
 
     def start_now(self, job: int) -> None:
-        """A requeued job waits for two minutes; this makes them pass."""
+        """Starts a requeued job now instead of after SLURM's delay of two minutes."""
         answer = self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
         assert answer.code == 0, answer.err
 
@@ -116,7 +116,7 @@ def slurm() -> Iterator[Slurm]:
     if os.geteuid() != 0:
         pytest.skip("NOT TESTED: a SLURM cluster of our own needs root")
     install("slurmctld", PACKAGES)
-    folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # short: the path of a socket has at most 107 characters
+    folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # short, because a socket's path has at most 107 characters
     cluster = Slurm(folder)
     try:
         start_daemons(cluster)
@@ -142,7 +142,8 @@ def start_daemons(cluster: Slurm) -> None:
         (folder / name).touch()
     (folder / "gres.conf").write_text(f"Name=gpu Type=a100 File={folder}/gpu[0-1]\n")
     version = tuple(int(part) for part in said("slurmctld", "-V").split()[-1].split(".")[:2])
-    # Newer ones look for cgroups unless told not to; older ones do not know the word, and v1 touches nothing here.
+    # Newer versions use cgroups unless this disables them; older ones do not know the setting, and v1 changes nothing
+    # here.
     plugin = "disabled" if version >= (23, 11) else "cgroup/v1"
     (folder / "cgroup.conf").write_text(f"CgroupPlugin={plugin}\n")
     files = {"key-file": "munge.key", "socket": "munge.sock", "pid-file": "munged.pid", "log-file": "munged.log"}
@@ -159,7 +160,7 @@ def start_daemons(cluster: Slurm) -> None:
 
 
 def begin(cluster: Slurm, *words: object) -> None:
-    ended = cluster.run(*words)  # a daemon goes to the background when it is up
+    ended = cluster.run(*words)  # a daemon moves to the background once it has started
     assert ended.code == 0, f"{words}: {ended.err}\n{cluster.logs()}"
 
 
@@ -179,7 +180,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def stop_daemons(folder: Path) -> None:
-    """Ends the daemons and whatever a node still runs, found by the folder in their command line or environment."""
+    """Ends the daemons and all jobs of the nodes, found by the folder in their command line or environment."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         deadline = time.monotonic() + 5
         while (alive := of_cluster(folder)) and time.monotonic() < deadline:

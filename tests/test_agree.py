@@ -1,4 +1,4 @@
-"""Ranks decide together: one small exchange, the same answer everywhere."""
+"""Ranks decide together: after one small exchange, all ranks have the same values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def agree_on_flags():
 
     world, agreement = _joined()
     flags = {"stop": float(world.rank == 1), "skip": 0, "step": 7 + world.rank, "large": 2**40 + world.rank}
-    if world.rank == 0:  # the order in which a rank puts its flags together must not matter
+    if world.rank == 0:  # the order of a rank's flags must not matter
         flags = dict(reversed(flags.items()))
     pending = agreement.start(flags)
     first, again = pending.read(), pending.read()
@@ -52,7 +52,7 @@ def agree_while_gradients_are_reduced():
     world, agreement = _joined()
     sums, flags, waited = [], [], []
     for step in range(30):
-        # Started in another order on each rank: with one group for both, the values would be mixed up.
+        # Started in a different order on each rank: with one group for both, the values would be mixed up.
         gradient = torch.full((1000,), float(step))
         if world.rank == 0:
             pending = agreement.start({"step": step})
@@ -125,7 +125,7 @@ def test_a_port_in_use_is_named_together_with_its_holder():
 
 
 def meet_with_different_restart_counts():
-    """As under torchrun on two machines after a crash on one: the counts differ, and old keys lie in the store."""
+    """As under torchrun on two machines after a crash on one: the counts differ, and the store contains old keys."""
     import torch
     import torch.distributed as dist
 

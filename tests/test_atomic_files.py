@@ -63,6 +63,6 @@ def test_a_folder_appears_with_everything_in_it(tmp_path: Path) -> None:
     with atomic_folder(folder) as temporary:
         (temporary / "a").write_text("a")
         assert not folder.exists()
-    with pytest.raises(OSError), atomic_folder(folder) as temporary:  # not empty: it stays
+    with pytest.raises(OSError), atomic_folder(folder) as temporary:  # the folder is not empty, so it stays
         (temporary / "b").write_text("b")
     assert os.listdir(tmp_path) == ["out"] and os.listdir(folder) == ["a"]

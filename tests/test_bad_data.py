@@ -62,7 +62,7 @@ def read(data: Dataset[Any], where: Cursor, workers: int = 0) -> list[MicroBatch
 
 
 def by_position(micros: list[MicroBatch]) -> dict[int, list[float]]:
-    """What each position gave, of the samples that count."""
+    """The sample at each position, without dummy samples."""
     found: dict[int, list[float]] = {}
     for micro in micros:
         assert len(micro.positions) == len(micro.data)
@@ -79,13 +79,13 @@ class WithBadSamples(SentenceData):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         if index in self.bad:
-            torch.rand(3)  # what it draws before it fails is nobody's business
+            torch.rand(3)  # random numbers drawn before the failure must not matter
             raise ValueError(f"sample {index} is damaged\n" + 1000 * "!")
         return super().__getitem__(index)
 
 
 class Flaky(SentenceData):
-    """Each sample can be read at the second try only, after it has drawn random numbers."""
+    """The first attempt to read a sample fails after drawing random numbers; the second succeeds."""
 
     def __init__(self) -> None:
         super().__init__(SAMPLES, augment=True)
@@ -121,7 +121,7 @@ class EndsItsWorker(SentenceData):
 
 
 class Hangs(SentenceData):
-    """Each process reads so many samples, and the next for ever."""
+    """Each process reads a few samples and hangs at the next one."""
 
     def __init__(self, after: int) -> None:
         super().__init__(SAMPLES, augment=True)
@@ -136,7 +136,7 @@ class Hangs(SentenceData):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("world", [1, 2])
-def test_bad_samples_are_left_out_and_named_and_nothing_else_changes(workers: int, world: int) -> None:
+def test_bad_samples_are_skipped_and_reported_and_nothing_else_changes(workers: int, world: int) -> None:
     sound = by_position(read(SentenceData(SAMPLES, augment=True), cursor()))
     micros = [m for rank in range(world) for m in read(WithBadSamples(4, 11), cursor(rank=rank, world=world), workers)]
     bad = [sample for micro in micros for sample in micro.bad]
@@ -169,7 +169,7 @@ def test_another_sample_replaces_a_micro_batch_without_readable_samples(workers:
     assert (list(second.positions), second.is_dummy, [s.position for s in second.bad]) == ([1], True, [2, 3])
     assert second.data == first.data and second.chunk.positions == range(2, 4)
     assert (list(third.positions), third.is_dummy, third.bad) == ([4, 5], False, ())
-    # A rank without a sample of its own does not report what it only tried.
+    # A rank without its own samples does not report a bad sample that it only tried to read.
     (idle,) = [m for rank in range(3) for m in read(data, cursor(end=2, rank=rank, world=3)) if m.chunk.is_dummy]
     assert (list(idle.positions), idle.is_dummy, idle.bad) == ([1], True, ())
 
@@ -183,13 +183,13 @@ def test_data_without_a_readable_sample_is_an_error_that_names_the_first(workers
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_error_of_collate_names_the_samples_and_is_no_bad_sample(workers: int) -> None:
+def test_an_error_in_collate_names_the_samples_and_is_not_a_bad_sample(workers: int) -> None:
     def collate(items: list[Any]) -> Any:
         raise KeyError("width")
 
     order = Order(SAMPLES, SEED)
     loader = open_loader(SentenceData(SAMPLES, augment=True), cursor(), workers, collate)
-    message = rf"collate\(\) failed on samples {order[0]}, {order[1]} \(positions from 0 on\): KeyError: 'width'"
+    message = rf"collate\(\) failed on samples {order[0]}, {order[1]} \(from position 0\): KeyError: 'width'"
     with closing(loader), pytest.raises(RuntimeError, match=message):
         next(loader)
 
@@ -209,7 +209,7 @@ def test_a_batch_that_cannot_leave_its_worker_is_an_error() -> None:
 
 @pytest.fixture
 def pinning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pinning as on a machine with a GPU; without one, memory only goes the same way."""
+    """Enables pinning as on a machine with a GPU; without a GPU, the same code runs without page-locked memory."""
     if torch.accelerator.is_available():
         return
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
@@ -219,18 +219,18 @@ def pinning(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def as_tensors(items: list[dict[str, Any]]) -> list[torch.Tensor]:
-    """A batch in shared memory, which has to be fetched from the worker while it lives."""
+    """A batch in shared memory, which has to be fetched while the worker is alive."""
     return [torch.cat([torch.tensor([float(item["id"])]), item["tokens"], item["jitter"]]) for item in items]
 
 
 def as_long_texts(items: list[dict[str, Any]]) -> list[str]:
-    """A batch that does not fit into the line: its worker is killed in the middle of sending it."""
+    """A batch that is larger than the pipe's buffer, so that its worker is killed while sending it."""
     return [str(item["id"]) * 400_000 + str(item["jitter"].tolist()) for item in items]
 
 
 @pytest.mark.parametrize("collate", [as_tensors, as_long_texts])
 @pytest.mark.parametrize("pin", [False, True])
-def test_killed_workers_are_replaced_and_every_sample_comes_once(
+def test_killed_workers_are_replaced_and_every_sample_is_read_once(
     collate: Callable[[list[Any]], Any], pin: bool, pinning: None
 ) -> None:
     data, told = SentenceData(SAMPLES, augment=True), list[str]()
@@ -241,7 +241,7 @@ def test_killed_workers_are_replaced_and_every_sample_comes_once(
         for number, micro in enumerate(loader):
             found.append((list(micro.positions), micro.data))
             if number % 5 == 2:
-                time.sleep(0.1)  # now both are ahead, and the line of as_long_texts is full
+                time.sleep(0.1)  # now both workers are ahead, and the pipe of as_long_texts is full
                 living = sorted(active_children(), key=lambda child: child.name)
                 living[number % len(living)].kill()
     assert [positions for positions, _ in found] == [positions for positions, _ in expected]
@@ -261,12 +261,12 @@ def test_a_sample_that_kills_every_worker_is_named() -> None:
     with closing(loader), pytest.raises(TrainingFailed, match=r"while it was reading sample 7 .* 3 workers in a row"):
         for micro in loader:
             found += micro.positions
-    assert found == list(range(position // 2 * 2))  # all before it, and nothing after
+    assert found == list(range(position // 2 * 2))  # everything before the bad sample, and nothing after it
     assert "while it was reading sample 7" in told[-1]
 
 
 def test_a_worker_that_is_killed_while_idle_is_replaced() -> None:
-    # Torch's own loaders leave a SIGCHLD handler behind that raises wherever the main thread is.
+    # Torch's own loaders install a SIGCHLD handler that raises at any line of the main thread.
     from torch.utils.data import DataLoader
 
     before, told = signal.getsignal(signal.SIGCHLD), list[str]()
@@ -315,7 +315,7 @@ def test_a_new_loader_takes_over_in_the_middle_with_other_micro_batches(workers:
     data = SentenceData(SAMPLES, augment=True)
     with closing(open_loader(data, cursor(micro_batch=4), workers)) as loader:
         found = [next(loader) for _ in range(4)]  # two steps of six samples
-        next(loader)  # out of memory: this step is to be done again
+        next(loader)  # out of memory: this step is repeated
     for start, micro_batch in ((12, 2), (30, 1)):
         end = 30 if start == 12 else 45
         with closing(open_loader(data, cursor(start=start, micro_batch=micro_batch), workers)) as loader:

@@ -24,7 +24,7 @@ TINY_FILE = TINY.rpartition(":")[0]
 LAST = "run/checkpoints/step_00000004"
 
 
-# ---- what a case may do to its folder beforehand ----
+# ---- preparations that a case may make in its folder ----
 
 
 def with_file(name: str, text: str) -> Callable[[Path, Path], None]:
@@ -65,7 +65,7 @@ def with_torn_run_json(place: Path, run: Path) -> None:
 
 @dataclass(frozen=True)
 class Mistake:
-    """A command line, and what the one line about it must say."""
+    """A command line, and the words that its one-line error must contain."""
 
     flags: str
     says: Sequence[str]
@@ -113,14 +113,14 @@ MISTAKES = {
         ["batch_size 2 x 2 devices x gradient_accumulation_steps 2 = 8 is not global_batch_size 7", "or use .* 8 with"],
     ),
     "two settings that exclude each other": Mistake(
-        "--static_graph --find_unused_parameters", ["static_graph and find_unused_parameters contradict", "leave one"]
+        "--static_graph --find_unused_parameters", ["static_graph and find_unused_parameters contradict", "remove one"]
     ),
     "several machines, half told": Mistake("--nnodes 2 --node_rank 0", ["nnodes", "also need rdzv_endpoint"]),
     "machine number too high": Mistake(
         "--nnodes 2 --node_rank 2 --rdzv_endpoint localhost:{port}", ["node_rank: expected 0 to 1, got 2"]
     ),
     # recipes
-    "no recipe": Mistake("", ["no recipe is given", "for instance"], recipe=""),
+    "no recipe": Mistake("", ["the recipe is missing", "for instance"], recipe=""),
     "recipe without a class": Mistake("", ["expected file.py:Class"], recipe=TINY_FILE),
     "recipe file that is not there": Mistake("", ["recipe file .*/none.py does not exist"], recipe="{place}/none.py:A"),
     "recipe file with a syntax error": Mistake(
@@ -175,11 +175,11 @@ MISTAKES = {
     ),
     "another effective batch": Mistake(
         "--output_dir {place}/run --global_batch_size 5",
-        ["global_batch_size 5 differs from this run's 4", "leave the flag out"],
+        ["global_batch_size 5 differs from this run's 4", "remove the flag"],
         before=with_run,
     ),
     "another seed": Mistake(
-        "--output_dir {place}/run --seed 7", ["seed 7 differs from this run's 0", "leave the flag out"], before=with_run
+        "--output_dir {place}/run --seed 7", ["seed 7 differs from this run's 0", "remove the flag"], before=with_run
     ),
     "folder below a file": Mistake(
         "--output_dir {place}/file/run",
@@ -269,7 +269,7 @@ def make(mistake: Mistake, place: Path, run: Path, port: int) -> Outcome:
         flags += ["--output_dir", str(place / "new")]
     recipe = [mistake.recipe.format(place=place)] if mistake.recipe else []
     before = contents(place)
-    # No bytecode: python itself would write it beside the recipe.
+    # Disables bytecode, which Python would write next to the recipe.
     environ = {"TMPDIR": str(place / "tmp"), "PYTHONDONTWRITEBYTECODE": "1", **mistake.environ}
     words = ["-m", "unisono", "train", *recipe, *flags]
     ended = end(start(words, cwd=place, program=mistake.program, **environ))
@@ -277,7 +277,7 @@ def make(mistake: Mistake, place: Path, run: Path, port: int) -> Outcome:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every folder and file below, with what is in it; but for the cache that importing torch makes."""
+    """All files and folders below a folder with their contents, except the cache that importing torch creates."""
     paths = [path for path in folder.rglob("*") if not path.name.startswith("torchinductor_")]
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b"" for path in paths}
 
@@ -305,16 +305,16 @@ def test_a_user_error_is_one_line_and_leaves_no_files(name: str, outcomes: dict[
 
 @pytest.mark.parametrize("name", [name for name in MISTAKES if "loss" not in name])
 def test_nothing_is_printed_before_the_user_error(name: str, outcomes: dict[str, Future[Outcome]]) -> None:
-    """Only a loss is found wanting after the banner, in the first step."""
+    """Only an invalid loss is detected after the banner, in the first step."""
     if MISTAKES[name].program is BELOW_A_READ_ONLY_MOUNT and not can_mount():
         pytest.skip("this user may not mount")
     assert outcomes[name].result().ended.err.count("\n") == 1
 
 
-# ---- not mistakes, but said once ----
+# ---- not errors, but reported once ----
 
 
-def test_a_data_set_smaller_than_a_batch_is_said_once(tmp_path: Path) -> None:
+def test_a_dataset_smaller_than_a_batch_is_reported_once(tmp_path: Path) -> None:
     ended = unisono(*("train", TINY, "--nproc", 2, "--num_samples", 3, "--output_dir", tmp_path / "run"), cwd=tmp_path)
     assert ended.code == 0, ended.err
     assert ended.err.count("the dataset has 3 samples, fewer than the effective batch of 8") == 1

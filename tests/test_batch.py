@@ -16,7 +16,7 @@ counts = st.integers(1, 16)
 
 
 def plan(*explicit: str, devices: int = 1, asked: int | None = None, stored: int | None = None, **fields: int):
-    """The plan for these fields; they count as set by the user unless `explicit` names which of them are."""
+    """The plan for these fields, all of which count as set by the user unless `explicit` lists those that are."""
     named = explicit or tuple(fields)
     return plan_batch(
         BatchSettings(**fields), named.__contains__, devices=devices, requested_devices=asked, stored=stored
@@ -30,14 +30,14 @@ def test_the_effective_batch_is_batch_size_times_devices_times_accumulation() ->
     assert plan(batch_size=8, gradient_accumulation_steps=4, devices=2).accumulation == 4
 
 
-def test_a_global_batch_size_is_taken_as_it_is_and_accumulation_follows() -> None:
+def test_accumulation_follows_from_the_global_batch_size() -> None:
     assert plan(batch_size=8, global_batch_size=64, devices=2) == BatchPlan(64, 8, 2)
     assert plan(batch_size=8, global_batch_size=64, devices=2).accumulation == 4
     assert plan(batch_size=8, global_batch_size=7, devices=3) == BatchPlan(7, 7, 3), "any number of ranks works"
     assert plan(batch_size=2, global_batch_size=7, devices=2).accumulation == 2
 
 
-def test_accumulation_without_a_batch_size_of_the_users_sets_the_micro_batch() -> None:
+def test_accumulation_without_an_explicit_batch_size_sets_the_micro_batch() -> None:
     found = plan(global_batch_size=64, gradient_accumulation_steps=4, devices=2)
     assert (found.micro_batch, found.accumulation) == (8, 4)
 
@@ -47,8 +47,8 @@ def test_flags_that_contradict_each_other_are_refused_with_numbers_that_work() -
     with pytest.raises(ConfigError) as refused:
         plan(devices=2, **flags)
     assert str(refused.value) == (
-        "batch_size 2 x 2 devices x gradient_accumulation_steps 2 = 8 is not global_batch_size 7; leave one of them "
-        "out, or use global_batch_size 8 with gradient_accumulation_steps 2"
+        "batch_size 2 x 2 devices x gradient_accumulation_steps 2 = 8 is not global_batch_size 7; remove one of them, "
+        "or use global_batch_size 8 with gradient_accumulation_steps 2"
     )
     with pytest.raises(ConfigError, match="batch_size 2 x 1 device x"):
         plan(**flags)
@@ -57,7 +57,7 @@ def test_flags_that_contradict_each_other_are_refused_with_numbers_that_work() -
 
 
 @given(batch_size=sizes, devices=counts, accumulation=counts, wanted=st.integers(1, 2000))
-def test_the_numbers_that_a_refusal_names_work(batch_size: int, devices: int, accumulation: int, wanted: int) -> None:
+def test_the_numbers_that_an_error_suggests_work(batch_size: int, devices: int, accumulation: int, wanted: int) -> None:
     flags = {"batch_size": batch_size, "gradient_accumulation_steps": accumulation, "global_batch_size": wanted}
     try:
         found = plan(devices=devices, **flags)
@@ -75,7 +75,7 @@ def test_the_numbers_that_a_refusal_names_work(batch_size: int, devices: int, ac
 
 
 @given(batch_size=sizes, accumulation=counts, asked=counts, found=counts)
-def test_fewer_devices_than_asked_for_keep_the_effective_batch(
+def test_fewer_devices_than_requested_keep_the_effective_batch(
     batch_size: int, accumulation: int, asked: int, found: int
 ) -> None:
     wanted = plan(batch_size=batch_size, gradient_accumulation_steps=accumulation, devices=asked)
@@ -87,7 +87,7 @@ def test_fewer_devices_than_asked_for_keep_the_effective_batch(
 @given(
     batch_size=sizes, accumulation=counts | st.none(), devices=counts, before=counts, batch_before=sizes, more=counts
 )
-def test_a_run_that_is_continued_keeps_its_effective_batch_on_any_number_of_devices(
+def test_a_resumed_run_keeps_its_effective_batch_on_any_number_of_devices(
     batch_size: int, accumulation: int | None, devices: int, before: int, batch_before: int, more: int
 ) -> None:
     stored = plan(batch_size=batch_before, gradient_accumulation_steps=more, devices=before).global_batch
@@ -97,15 +97,17 @@ def test_a_run_that_is_continued_keeps_its_effective_batch_on_any_number_of_devi
     assert found.micro_batch <= batch_size, "batch_size caps the micro-batch"
 
 
-def test_a_run_that_is_continued_refuses_another_global_batch_size_only_if_the_user_gave_it() -> None:
-    with pytest.raises(ConfigError, match=r"global_batch_size 5 differs from this run's 8; .* leave the flag out"):
+def test_a_resumed_run_rejects_another_global_batch_size_only_if_the_user_set_it() -> None:
+    with pytest.raises(ConfigError, match=r"global_batch_size 5 differs from this run's 8; .* remove the flag"):
         plan(global_batch_size=5, stored=8)
     assert plan("batch_size", global_batch_size=5, stored=8).global_batch == 8, "the recipe's default yields"
     assert plan(global_batch_size=8, stored=8).global_batch == 8
 
 
 @given(batch=st.integers(1, 500), micro=sizes, devices=counts)
-def test_the_plan_has_room_for_every_sample_and_no_micro_batch_too_many(batch: int, micro: int, devices: int) -> None:
+def test_the_plan_covers_every_sample_with_as_few_micro_batches_as_possible(
+    batch: int, micro: int, devices: int
+) -> None:
     found = BatchPlan(batch, min(micro, batch), devices)
     largest_share = -(-batch // devices)
     assert found.micro_batch * found.accumulation >= largest_share

@@ -1,4 +1,4 @@
-"""The benchmarks run, write down what they say they write, and compare loops that really do the same."""
+"""The benchmarks run, write the promised files, and compare loops that compute the same."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def fault_row(faults: int, tolerance: float, difference: float, ok: bool = True)
     return {"faults": faults, "tolerance": tolerance, "difference": difference, "ok": ok, "recoveries": recoveries}
 
 
-def test_the_benchmarks_page_tells_what_was_measured_about_faults_and_nothing_else(tmp_path: Path) -> None:
+def test_the_benchmarks_page_shows_the_measured_fault_results(tmp_path: Path) -> None:
     sys.path.insert(0, str(ROOT / "benchmarks"))
     try:
         from figures import survived
@@ -62,10 +62,10 @@ def memory() -> Any:
 
 
 @pytest.mark.parametrize("model", ["1.3B", "14B", "14B, LoRA of rank 32"])
-def test_memory_of_a_whole_wan_follows_from_two_of_its_depths(memory: Any, model: str) -> None:
-    """Cases of a machine that needs exactly so many bytes: weights, what blocks keep, and a block at work.
+def test_memory_of_a_whole_wan_is_extrapolated_from_two_depths(memory: Any, model: str) -> None:
+    """Cases of a simulated machine with a known memory use: weights, stored activations, and the current block.
 
-    Sharded models are held to what is really allocated, in the next test.
+    The next test compares sharded models with real allocations.
     """
     config = memory.config_of(model, 30, False)
     block, rest = memory.size(config)
@@ -99,8 +99,8 @@ def test_memory_of_a_whole_wan_follows_from_two_of_its_depths(memory: Any, model
 
 
 @pytest.mark.slow
-def test_memory_of_a_sharded_wan_is_what_is_allocated(memory: Any) -> None:
-    """Against steps of the real strategies on a Wan of a tenth of the width, with ranks that are not there."""
+def test_predicted_memory_of_a_sharded_wan_matches_real_allocations(memory: Any) -> None:
+    """Compares with steps of the real strategies on a Wan with a tenth of the width and simulated ranks."""
     from wan_fits import Whole
 
     def allocated(*words: object) -> float:
@@ -119,7 +119,7 @@ def test_memory_of_a_sharded_wan_is_what_is_allocated(memory: Any) -> None:
         assert whole.peak(shape, recompute, 8) == pytest.approx(allocated("fsdp", 6, recompute, frames), abs=0.7)
 
 
-def test_the_memory_table_is_what_follows_from_its_cases(memory: Any) -> None:
+def test_the_memory_table_matches_its_cases(memory: Any) -> None:
     result = json.loads((ROOT / "benchmarks" / "results" / "wan_memory.json").read_text())
     assert result["rows"] == memory.finished(result["cases"], False) and len(result["rows"]) == 16
     first = result["rows"][0] | {"none": 21.3, "every 2nd": 21.25}

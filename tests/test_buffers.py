@@ -23,7 +23,7 @@ def test_a_constant_buffer_is_recognised_even_if_forward_passes_are_repeated() -
     for step in range(6):
         backup.save()
         assert backup.num_copied == (2 if step < 3 else 1)
-        for _ in range(2):  # as a coupled loss does: once for the rows, once more for the gradient
+        for _ in range(2):  # two forward passes, as in a coupled loss: one for the rows, one for the gradient
             backup.rewind()
             model.count.add_(1)
         backup.find_constants()

@@ -16,14 +16,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import nn
 
 from ranks import run_ranks
 from unisono.checkpoint.commit import read_best
+from unisono.checkpoint.contents import describe
 from unisono.checkpoint.find import list_steps, newest_valid, read_extra, validate
-from unisono.checkpoint.load import describe, load, load_whole
+from unisono.checkpoint.load import load, load_whole
 from unisono.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from unisono.checkpoint.save import Best, Saver, SaveResult
+from unisono.checkpoint.shards import shard_name, write_shards
 
 IDENTITY = {"recipe": "my_file.py:MyRecipe", "seed": 0, "global_batch": 16}
 
@@ -140,10 +143,10 @@ def save_with_a_full_disk_on_rank_1(rank: int, world: int, folder: Path) -> list
     results = [save_now(saver, 1, state)]
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))  # Python ignores SIGXFSZ: a write fails with EFBIG
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))  # Python ignores SIGXFSZ: writes fail with EFBIG
     results.append(save_now(saver, 2, state))
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    dist.barrier()  # rank 0 cleans up after the others have learnt the outcome
+    dist.barrier()  # rank 0 cleans up after the other ranks know the outcome
     assert [path.name for path in folder.iterdir()] == ["step_00000001"]
     dist.barrier()
     results.append(save_now(saver, 3, state))
@@ -152,7 +155,7 @@ def save_with_a_full_disk_on_rank_1(rank: int, world: int, folder: Path) -> list
 
 def save_with_a_failing_copy_on_rank_1(rank: int, world: int, folder: Path) -> list[dict[str, Any]]:
     saver = make_saver(folder, rank, world)
-    device = "meta" if rank == 1 else "cpu"  # a tensor without data: rank 1 cannot copy its part
+    device = "meta" if rank == 1 else "cpu"  # a tensor without data, so that rank 1 cannot copy its part
     failed = save_now(saver, 1, {"model.a": torch.ones(4), "model.b": torch.ones(4, device=device)})
     differing = save_now(saver, 2, {"model.a": torch.ones(4 + rank)})
     return [as_json(result) for result in (failed, differing, save_now(saver, 3, {"model.a": torch.ones(4)}))]
@@ -182,7 +185,7 @@ class Ranks:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    """What two ranks saved and loaded, and what three ranks loaded after them; started once for all tests."""
+    """The results of saving and loading on two ranks, then loading on three; run once for all tests."""
     folder = tmp_path_factory.mktemp("ranks")
     assert save_now(make_saver(folder / "plain"), 5, trained(1)[1]).error is None
     two = run_ranks("on_two_ranks", __file__, 2, {"folder": str(folder)})
@@ -227,7 +230,7 @@ def test_replicated_state_of_every_kind_is_copied_and_written_once(ranks: Ranks)
     assert_equal(back, every_kind())
 
 
-def test_a_rank_that_cannot_write_fails_the_save_on_all_and_costs_nothing_else(ranks: Ranks) -> None:
+def test_a_rank_that_cannot_write_fails_the_save_on_all_ranks_and_nothing_else(ranks: Ranks) -> None:
     for good, failed, after in (results["full disk"] for results in ranks.two):
         assert good["error"] is None and after["error"] is None
         assert failed["path"] is None and "rank 1" in failed["error"] and "File too large" in failed["error"]
@@ -320,7 +323,7 @@ def test_a_damaged_checkpoint_is_skipped_with_the_reason(tmp_path: Path, damage:
     assert [path for path, _ in skipped] == [newer] and reason in skipped[0][1]
 
 
-def test_a_missing_shard_is_never_filled_with_whatever_was_there(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_missing_shard_is_never_filled_with_existing_values(ranks: Ranks, tmp_path: Path) -> None:
     path = shutil.copytree(ranks.folder / "sharded" / "step_00001000", tmp_path / "step_00001000")
     next(path.glob("shard-00001-*")).unlink()
     with pytest.raises(CheckpointError, match="is missing"):
@@ -358,7 +361,7 @@ def test_a_checkpoint_may_hold_only_tensors_that_are_named_as_unused(tmp_path: P
     assert torch.equal(target["model.a"], torch.ones(4))
 
 
-# --- the way of a save ---------------------------------------------------------------------------------------------
+# --- steps of a save ---------------------------------------------------------------------------------------------
 
 
 def test_training_after_save_does_not_change_what_is_written(tmp_path: Path) -> None:
@@ -400,7 +403,7 @@ def test_warming_up_for_one_state_does_not_spoil_another(tmp_path: Path) -> None
     }
 
 
-def test_the_benchmark_of_the_stall_runs_and_writes_down_what_it_found(tmp_path: Path) -> None:
+def test_the_save_stall_benchmark_runs_and_writes_its_results(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parent.parent
     words = ["--parameters", "1e5", "--device", "cpu", "--quick", "--folder", tmp_path, "--output", tmp_path / "out"]
     ended = subprocess.run(
@@ -418,7 +421,7 @@ def test_the_benchmark_of_the_stall_runs_and_writes_down_what_it_found(tmp_path:
     assert [path.name for path in tmp_path.iterdir()] == ["out"], "checkpoints were left behind"
 
 
-def test_pruning_keeps_the_newest_and_the_best_and_what_was_just_saved(tmp_path: Path) -> None:
+def test_pruning_keeps_the_newest_the_best_and_the_checkpoint_just_saved(tmp_path: Path) -> None:
     saver = make_saver(tmp_path, keep_last=2, asynchronous=False)
     (tmp_path / "step_00000000").mkdir()  # not a checkpoint of ours
     kept = []
@@ -428,7 +431,7 @@ def test_pruning_keeps_the_newest_and_the_best_and_what_was_just_saved(tmp_path:
         kept.append([step for step, _ in list_steps(tmp_path)][1:])
     assert kept == [[1], [1, 2], [2, 3], [2, 3, 4], [2, 4, 5]]
     assert read_best(tmp_path) == {"step": 2, "metric": "eval/loss", "value": 0.25}
-    assert save_now(saver, 1, {"model.a": torch.ones(1)}).error is None  # a run that went back to an earlier step
+    assert save_now(saver, 1, {"model.a": torch.ones(1)}).error is None  # a run that resumed from an earlier step
     assert [step for step, _ in list_steps(tmp_path)] == [0, 1, 2, 4, 5]
     (tmp_path / "best.json").write_text("{")
     result = save_now(saver, 6, {"model.a": torch.ones(1)})
@@ -458,7 +461,7 @@ def test_leftovers_of_a_killed_save_are_harmless_and_removed_by_the_next_commit(
     (leftover / "shard-00001-of-00002.safetensors").write_bytes(b"half")
     assert newest_valid(tmp_path, IDENTITY) == (None, [(leftover, "left behind by an interrupted save")])
     saver = make_saver(tmp_path)
-    newer = tmp_path / ".staging-step_00000009-ffffffff"  # appeared while we run: perhaps another run is alive
+    newer = tmp_path / ".staging-step_00000009-ffffffff"  # of another run, which may still be active
     newer.mkdir()
     assert save_now(saver, 9, {"model.a": torch.ones(1)}).error is None
     assert not leftover.exists() and newer.exists()
@@ -496,3 +499,24 @@ def test_a_state_without_tensors_is_saved_and_found(tmp_path: Path) -> None:
     found, _ = newest_valid(tmp_path, IDENTITY)
     assert found is not None and describe(found) == {}
     load(found, {}, group=None, world=1)
+
+
+def test_a_thousand_ranks_write_their_files_without_each_other(tmp_path: Path) -> None:
+    """One process plays them one after the other: a collective would have nobody to wait for, and fail here."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    world, folder = 1000, tmp_path
+    whole = torch.arange(3.0 * world).view(world, 3)
+    for rank in (*range(0, world, 37), world - 1):
+        dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+        try:
+            mesh, row = init_device_mesh("cpu", (world,)), whole[rank : rank + 1].clone()
+            part = DTensor.from_local(row, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
+            write_shards({"model.w": part}, folder, rank=rank, world=world)
+        finally:
+            dist.destroy_process_group()
+        with safe_open(folder / shard_name(rank, world), "pt") as file:
+            assert torch.equal(file.get_tensor("model.w"), row)
+            assert json.loads(file.metadata()["DCP_SHARDING_INFO"]) == {"model.w": {"saved_offsets": [rank, 0]}}

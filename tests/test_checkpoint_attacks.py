@@ -24,8 +24,9 @@ from command_line import TESTS, TINY, lines
 from command_line import unisono as command
 from tiny_recipe import Tiny
 from unisono.checkpoint.aside import remark_on_asides, set_aside_after
+from unisono.checkpoint.contents import describe
 from unisono.checkpoint.find import list_steps, newest_valid, validate
-from unisono.checkpoint.load import describe, load, load_whole
+from unisono.checkpoint.load import load, load_whole
 from unisono.checkpoint.manifest import CheckpointError, Manifest, hash_file, read_manifest
 from unisono.checkpoint.save import Saver
 from unisono.engine.resume import ChosenCheckpoint, find_checkpoint
@@ -55,7 +56,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def save(folder: Path, *steps: int, identity: dict[str, str] = IDENTITY) -> list[Path]:
-    """Checkpoints with a state like a real run's."""
+    """Saves checkpoints with a state like that of a real run."""
     saver = Saver(folder, rank=0, world=1, group=None, keep_last=0, asynchronous=False, identity=identity)
     for step in steps:
         extra = {"state": TrainState(4, step=step, samples=4 * step).to_json(), "optimizer": {}}
@@ -65,19 +66,19 @@ def save(folder: Path, *steps: int, identity: dict[str, str] = IDENTITY) -> list
 
 
 def reseal(path: Path, **changes: Any) -> None:
-    """Makes the manifest fit to the files that are there now: an attacker can do that too."""
+    """Updates the manifest to match the current files, as an attacker could do."""
     old = read_manifest(path)
     files = {file.name: hash_file(file) for file in path.iterdir() if file.name in old.files or file.suffix == ".bin"}
     fields = {"step": old.step, "world": old.world, "identity": old.identity, "files": files, **changes}
     (path / "manifest.json").write_text(json.dumps(Manifest(**fields).to_json()))
 
 
-# --- a run passes bad ones over, sets them aside and names them ------------------------------------------------------
+# --- a run skips, renames and reports bad checkpoints ------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of six steps that nothing happened to."""
+    """An undisturbed run of six steps."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     train(folder, max_steps=6)
     return folder
@@ -94,7 +95,7 @@ def test_bad_checkpoints_are_skipped_set_aside_and_named(
     shard = next(five.glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-1] + b"\x01")  # a flipped bit
     shutil.rmtree(four)
-    shutil.copytree(stranger / "checkpoints" / "step_00000004", four)  # whole, of the same recipe, of another run
+    shutil.copytree(stranger / "checkpoints" / "step_00000004", four)  # complete, but of another run of this recipe
     next(three.glob("*.safetensors")).unlink()
     before = {path.name: contents(path) for path in (five, four, three)}
     untouched = contents(two)
@@ -131,7 +132,7 @@ def test_a_named_checkpoint_that_is_bad_is_refused(tmp_path: Path, whole: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000003"]
 
 
-def test_what_is_set_aside_is_bad_or_later_and_never_overwritten(tmp_path: Path) -> None:
+def test_renamed_checkpoints_are_bad_or_later_and_never_overwritten(tmp_path: Path) -> None:
     _, _, good, bad, _ = save(tmp_path, 1, 2, 3, 4, 5)
     shard = next(bad.glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-1] + b"\x01")
@@ -159,7 +160,8 @@ def test_a_link_with_the_name_of_a_step_does_not_stop_its_save(tmp_path: Path) -
     assert validate(path) is None and (tmp_path / "step_00000004.bad-1").is_symlink()
 
 
-# --- who a checkpoint belongs to -------------------------------------------------------------------------------------
+# --- the run that a checkpoint belongs to
+# -------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_not_used(tmp_path: Path) -> None:
@@ -201,7 +203,7 @@ def test_a_run_keeps_its_id_and_a_lost_run_json_does_not_cost_its_checkpoints(tm
     assert json.loads((tmp_path / "branch" / "run.json").read_text())["id"] != first
 
 
-# --- a state that is whole and wrong ---------------------------------------------------------------------------------
+# --- intact files with a wrong state ---------------------------------------------------------------------------------
 
 
 def state_with(**changes: Any) -> Callable[[dict[str, Any]], Any]:
@@ -264,7 +266,7 @@ def test_a_state_with_valid_hashes_but_wrong_values_is_skipped_with_the_reason(t
         find_checkpoint(str(two), tmp_path, "Tiny")
 
 
-def test_a_state_may_lack_what_came_later() -> None:
+def test_a_state_may_lack_fields_of_later_versions() -> None:
     old = TrainState(4, step=2).to_json()
     for name in ("best", "last_metrics", "loss_scale"):
         del old[name]
@@ -272,11 +274,11 @@ def test_a_state_may_lack_what_came_later() -> None:
     assert TrainState.from_json(json.loads(json.dumps(TrainState(4, last_metrics={"loss": float("nan")}).to_json())))
 
 
-# --- tensors that are whole and wrong ---------------------------------------------------------------------------------
+# --- intact files with wrong tensors ---------------------------------------------------------------------------------
 
 
 def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    """Changes the tensors of a checkpoint, and lets header and hashes agree with that."""
+    """Changes the tensors of a checkpoint and updates header and hashes accordingly."""
     [shard] = path.glob("*.safetensors")
     tensors = load_file(shard)
     change(tensors)
@@ -286,7 +288,7 @@ def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Non
 
 
 def restate(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Changes the state of a checkpoint, and lets the hashes agree with that."""
+    """Changes the state of a checkpoint and updates the hashes accordingly."""
     file = path / "state.json"
     file.write_text(json.dumps(change(json.loads(file.read_text()))))
     reseal(path)
@@ -362,7 +364,7 @@ def test_two_ranks_agree_on_the_older_checkpoint(tmp_path: Path, whole: Path) ->
 
 
 @pytest.mark.parametrize("attack", ["shape", "missing", "text as slot"])
-def test_where_no_checkpoint_fits_the_model_was_changed_and_nothing_is_set_aside(
+def test_if_no_checkpoint_fits_the_model_has_changed_and_none_is_renamed(
     tmp_path: Path, whole: Path, attack: str
 ) -> None:
     run = Path(shutil.copytree(whole, tmp_path / "run"))
@@ -376,7 +378,7 @@ def test_where_no_checkpoint_fits_the_model_was_changed_and_nothing_is_set_aside
     assert sorted(os.listdir(run / "checkpoints")) == before
 
 
-def test_weights_that_are_not_finite_are_named_with_the_way_back(
+def test_non_finite_weights_are_reported_with_the_checkpoint_to_resume_from(
     tmp_path: Path, whole: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = Path(shutil.copytree(whole, tmp_path / "run"))
@@ -425,10 +427,10 @@ def test_a_shard_with_a_wrong_header_is_skipped_with_a_clear_reason(tmp_path: Pa
         load(two, {"model.a": torch.zeros(4)}, group=None, world=1)
 
 
-# --- what was set aside is not forgotten ------------------------------------------------------------------------------
+# --- renamed checkpoints are reported ------------------------------------------------------------------------------
 
 
-def test_what_was_set_aside_is_counted_at_each_start_with_the_command_that_removes_it(
+def test_renamed_checkpoints_are_counted_at_each_start_with_the_command_that_removes_them(
     tmp_path: Path, whole: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = Path(shutil.copytree(whole, tmp_path / "my run"))
@@ -461,7 +463,7 @@ def test_run_json_names_the_libraries_that_the_numbers_depend_on(whole: Path) ->
 
 
 class Bomb:
-    """Leaves a file when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -477,11 +479,11 @@ def plant(file: Path, mark: Path) -> None:
 
 def test_the_bomb_works(tmp_path: Path) -> None:
     plant(tmp_path / "bomb", tmp_path / "exploded")
-    pickle.loads((tmp_path / "bomb").read_bytes())  # the one place that does what we never do
+    pickle.loads((tmp_path / "bomb").read_bytes())  # the only place that unpickles anything
     assert (tmp_path / "exploded").exists()
 
 
-def test_pickles_beside_a_good_checkpoint_are_not_looked_at(tmp_path: Path, whole: Path) -> None:
+def test_pickles_next_to_a_good_checkpoint_are_ignored(tmp_path: Path, whole: Path) -> None:
     run, mark = Path(shutil.copytree(whole, tmp_path / "run")), tmp_path / "exploded"
     path = run / "checkpoints" / "step_00000006"
     for name in (".metadata", "__0_0.distcp", "pytorch_model.bin", "training_args.bin", "model.pt", "data.pkl"):
@@ -495,7 +497,7 @@ def test_pickles_beside_a_good_checkpoint_are_not_looked_at(tmp_path: Path, whol
 
 
 @pytest.mark.parametrize("what", ["pickle", "torch.save", "header of objects", "no header"])
-def test_a_shard_that_is_no_safetensors_file_is_skipped(tmp_path: Path, what: str) -> None:
+def test_a_shard_that_is_not_a_safetensors_file_is_skipped(tmp_path: Path, what: str) -> None:
     one, two = save(tmp_path / "checkpoints", 1, 2)
     shard, mark = next(two.glob("*.safetensors")), tmp_path / "exploded"
     if what == "pickle":
@@ -579,13 +581,14 @@ SAFE_YAML = {"_loader", "SafeLoader", "CSafeLoader"}
 
 
 def dangers(source: str) -> list[str]:
-    """What in a module could run code that stands in a file."""
+    """Calls in a module that could execute code from a file."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import | ast.ImportFrom):
             taken = [alias.name for alias in node.names]
             if isinstance(node, ast.ImportFrom):
-                # An exception's name is harmless. What our own processes send each other is not in a file.
+                # The name of an exception is harmless, and messages between unisono's own processes do not come from
+                # files.
                 taken = [f"{node.module}.{name}" for name in taken if name != "PicklingError"]
             found += [name for name in taken if name.split(".")[0] in FORBIDDEN]
         if isinstance(node, ast.Call):
@@ -594,7 +597,7 @@ def dangers(source: str) -> list[str]:
                 found.append(called)
             if called in ("np.load", "numpy.load"):
                 said = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-                found += [] if said.get("allow_pickle") == "False" else [called]  # its default has changed before
+                found += [] if said.get("allow_pickle") == "False" else [called]  # the default has changed before
             if called == "yaml.load":
                 loaders = [keyword.value for keyword in node.keywords if keyword.arg == "Loader"] + node.args[1:]
                 words = {ast.unparse(loader).removesuffix("()").removeprefix("yaml.") for loader in loaders}
@@ -616,7 +619,7 @@ def test_nothing_in_the_package_executes_the_contents_of_a_file() -> None:
 
 @contextmanager
 def small_disk(at: Path, size: str) -> Iterator[None]:
-    """A disk of its own (in memory) at a folder."""
+    """Mounts a small in-memory disk at a folder."""
     at.mkdir(parents=True, exist_ok=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(at)], check=True)
     try:

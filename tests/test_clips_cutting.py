@@ -1,4 +1,4 @@
-"""A cut shows what it should, from where to where it should, in step with its sound, whatever the video is like."""
+"""A cut has the right start and end, in sync with its sound, for every kind of video."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def made(
     times: Sequence[float] | None = None,
     codecs: tuple[str, str] = ("libx264", "aac"),
 ) -> Path:
-    """A real video: a square goes from left to right over a dim ground; at FLASH it is white, and a beep begins."""
+    """A real video: a square moves from left to right; at FLASH the frame is white and a beep begins."""
     width, height = size
     ground = np.random.default_rng(0).integers(20, 60, (height, width, 3), dtype=np.uint8)
     fast = {
@@ -91,7 +91,7 @@ def all_outside(at: np.ndarray, spans: Sequence[tuple[float, float]]) -> np.ndar
 
 @dataclass
 class Seen:
-    """What a player finds in a file."""
+    """The frames and sound that a player decodes from a file."""
 
     duration: float
     times: list[float]
@@ -130,7 +130,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 MOMENT = Moment(3.53, 6.81, 1.0)
 
 
-def test_exact_ends_are_exact_and_the_sound_is_in_step(plain: Path, tmp_path: Path) -> None:
+def test_exact_cuts_are_exact_and_in_sync_with_the_sound(plain: Path, tmp_path: Path) -> None:
     done = cut(plain, MOMENT, tmp_path / "a.mp4", exact=True)
     found = seen(done.path)
     assert abs(found.duration - MOMENT.seconds) < 1 / FPS
@@ -141,7 +141,7 @@ def test_exact_ends_are_exact_and_the_sound_is_in_step(plain: Path, tmp_path: Pa
     assert found.sound_seconds == pytest.approx(MOMENT.seconds, abs=0.03)
 
 
-def test_a_copy_begins_at_a_key_frame_says_so_and_changes_nothing(plain: Path, tmp_path: Path) -> None:
+def test_a_copy_begins_at_a_key_frame_reports_it_and_is_lossless(plain: Path, tmp_path: Path) -> None:
     done = cut(plain, MOMENT, tmp_path / "a.mp4")
     assert done.start == pytest.approx(2.0)  # every 50th frame is a key frame
     assert MOMENT.end <= done.end < MOMENT.end + 5 / FPS
@@ -154,7 +154,7 @@ def test_a_copy_begins_at_a_key_frame_says_so_and_changes_nothing(plain: Path, t
         assert (found.pictures[number] == whole.pictures[place]).all()
 
 
-def test_a_video_that_does_not_begin_at_zero_is_cut_at_the_same_places(tmp_path: Path) -> None:
+def test_a_video_whose_timestamps_do_not_begin_at_zero_is_cut_at_the_same_times(tmp_path: Path) -> None:
     video = made(tmp_path / "late.mkv", begin=3.0, sound_from=0.5, seconds=7)
     exact = seen(cut(video, Moment(4.0, 6.0, 1), tmp_path / "exact.mp4", exact=True).path)
     assert exact.flash == pytest.approx(1.0, abs=2e-3) and exact.beep == pytest.approx(exact.flash, abs=0.004)
@@ -163,21 +163,21 @@ def test_a_video_that_does_not_begin_at_zero_is_cut_at_the_same_places(tmp_path:
     assert copy.start == pytest.approx(4.0, abs=2e-3)
     assert found.flash == pytest.approx(1.0, abs=3e-3) and found.beep == pytest.approx(found.flash, abs=0.004)
     first = seen(cut(video, Moment(0.0, 2.0, 1), tmp_path / "first.mp4", exact=True).path)
-    assert first.sound_seconds == pytest.approx(2.0, abs=0.03)  # the silence before the sound begins is there
+    assert first.sound_seconds == pytest.approx(2.0, abs=0.03)  # includes the silence before the sound begins
 
 
-def test_frames_at_an_uneven_pace_keep_their_times(tmp_path: Path) -> None:
+def test_a_variable_frame_rate_keeps_the_times_of_frames(tmp_path: Path) -> None:
     times = [0.0, 0.04, 0.5, 3.0, 3.04, 4.9, FLASH, 5.04, 6.5, 7.5]
     video = made(tmp_path / "uneven.mkv", times=times)
     done = cut(video, Moment(2.0, 7.0, 1), tmp_path / "a.mp4", exact=True)
     found = seen(done.path)
     assert done.start == 2.0
-    assert found.times == pytest.approx([0, 1.0, 1.04, 2.9, 3.0, 3.04, 4.5], abs=1e-3)  # the first stood already
+    assert found.times == pytest.approx([0, 1.0, 1.04, 2.9, 3.0, 3.04, 4.5], abs=1e-3)  # the first was on screen before
     assert found.duration == pytest.approx(5.0, abs=0.04)
     assert found.flash == pytest.approx(3.0, abs=1e-3) and found.beep == pytest.approx(3.0, abs=0.004)
 
 
-def test_phones_videos_are_upright(tmp_path: Path) -> None:
+def test_videos_of_phones_are_rotated_upright(tmp_path: Path) -> None:
     video = made(tmp_path / "turned.mp4", rotate=90, seconds=3)
     whole = seen(video)
     assert whole.size == (160, 90)
@@ -196,7 +196,7 @@ def test_a_video_without_sound_gives_clips_without_sound(tmp_path: Path) -> None
         assert seen(done.path).duration == pytest.approx(done.end - done.start, abs=1 / FPS)
 
 
-def test_what_mp4_cannot_hold_is_encoded_or_refused_in_a_line(tmp_path: Path) -> None:
+def test_codecs_that_mp4_cannot_contain_are_re_encoded_or_rejected_in_one_line(tmp_path: Path) -> None:
     video = made(tmp_path / "old.avi", codecs=("msmpeg4v2", "mp2"), seconds=3)
     with pytest.raises(UserError, match="use --exact"):
         cut(video, Moment(1.0, 2.0, 1), tmp_path / "a.mp4")
@@ -206,14 +206,14 @@ def test_what_mp4_cannot_hold_is_encoded_or_refused_in_a_line(tmp_path: Path) ->
     )
 
 
-def test_odd_sizes_and_ends_behind_the_video_are_cut(tmp_path: Path) -> None:
+def test_odd_sizes_and_ends_after_the_video_are_cut(tmp_path: Path) -> None:
     video = made(tmp_path / "odd.mkv", size=(161, 91), seconds=3, codecs=("ffv1", "aac"))
     found = seen(cut(video, Moment(2.0, 9.0, 1), tmp_path / "a.mp4", exact=True).path)
     assert found.size == (90, 160) and found.duration == pytest.approx(1.0, abs=1 / FPS)
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_nothing_is_overwritten_and_nothing_half_made_is_left(exact: bool, plain: Path, tmp_path: Path) -> None:
+def test_nothing_is_overwritten_and_no_incomplete_file_is_left(exact: bool, plain: Path, tmp_path: Path) -> None:
     mine = tmp_path / "mine.mp4"
     mine.write_text("mine")
     link = tmp_path / "link.mp4"
@@ -228,7 +228,9 @@ def test_nothing_is_overwritten_and_nothing_half_made_is_left(exact: bool, plain
         cut(plain, Moment(9, 10, 1), tmp_path / "a.mp4", exact=exact)
 
 
-def test_a_file_that_appears_meanwhile_stays(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_appears_meanwhile_is_not_overwritten(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def slow(footage: Footage, moment: Moment, partial: Path, *_: Any) -> tuple[float, float]:
         partial.write_text("new")
         (tmp_path / "a.mp4").write_text("mine")
@@ -240,7 +242,7 @@ def test_a_file_that_appears_meanwhile_stays(plain: Path, tmp_path: Path, monkey
     assert (tmp_path / "a.mp4").read_text() == "mine" and os.listdir(tmp_path) == ["a.mp4"]
 
 
-def test_a_file_that_is_cut_off_is_cut_as_far_as_it_goes(plain: Path, tmp_path: Path) -> None:
+def test_a_truncated_file_is_cut_up_to_its_end(plain: Path, tmp_path: Path) -> None:
     half = tmp_path / "half.mkv"
     whole = made(tmp_path / "whole.mkv")
     half.write_bytes(whole.read_bytes()[: int(whole.stat().st_size * 0.6)])
@@ -250,7 +252,7 @@ def test_a_file_that_is_cut_off_is_cut_as_far_as_it_goes(plain: Path, tmp_path: 
         cut(tmp_path / "none.mp4", MOMENT, tmp_path / "b.mp4")
 
 
-def test_edges_are_found_where_they_are_in_the_file(tmp_path: Path) -> None:
+def test_edges_are_found_at_their_times_in_the_file(tmp_path: Path) -> None:
     video = made(tmp_path / "edges.mp4", cut_at=2.48, pauses=[(6.0, 6.4)])
     found = edges_around(video, [Moment(2.0, 6.6, 1)], 1.0)
     shot = [edge for edge in found if edge.kind == "shot"]
@@ -260,7 +262,7 @@ def test_edges_are_found_where_they_are_in_the_file(tmp_path: Path) -> None:
     assert edges_around(video, [Moment(3.8, 4.2, 1)], 0.5) == []
 
 
-def test_the_crop_follows_what_moves_without_shaking(plain: Path, tmp_path: Path) -> None:
+def test_the_crop_follows_the_motion_smoothly(plain: Path, tmp_path: Path) -> None:
     moment = Moment(1.0, 7.0, 1)
     crop = follow(plain, moment, 9 / 16)
     done = cut(plain, moment, tmp_path / "a.mp4", crop=crop)
@@ -269,13 +271,13 @@ def test_the_crop_follows_what_moves_without_shaking(plain: Path, tmp_path: Path
     assert found.beep == pytest.approx(found.flash, abs=0.004)
     for number in range(0, len(found.pictures), 10):
         columns = np.flatnonzero((np.abs(found.pictures[number][34:56].astype(int) - 140) < 12).mean(axis=0) > 0.8)
-        if found.pictures[number].mean() < 200:  # not in the flash
+        if found.pictures[number].mean() < 200:  # not during the flash
             assert len(columns) >= 18  # the square of 20 pixels is in the window
     speed = np.abs(np.diff(crop.centres) / np.diff(crop.times))
-    assert speed.max() < 0.4  # of the picture's width in a second; the square itself has 0.11
+    assert speed.max() < 0.4  # fraction of the frame width per second; the square moves at 0.11
 
 
-def test_the_crop_rests_where_nothing_moves_and_jumps_only_at_a_cut() -> None:
+def test_the_crop_stays_still_without_motion_and_jumps_only_at_a_cut() -> None:
     still = np.random.default_rng(0).integers(0, 255, (20, 36, 64, 3), dtype=np.uint8)
     still[:] = still[0]
     times = np.arange(20) / 8
@@ -290,7 +292,7 @@ def test_the_crop_rests_where_nothing_moves_and_jumps_only_at_a_cut() -> None:
     assert before.max() < 0.25 and after.min() > 0.75
 
 
-def test_crops_have_the_shape_that_was_asked_for() -> None:
+def test_crops_have_the_requested_aspect_ratio() -> None:
     nothing = np.zeros(0)
     assert Crop(9 / 16, nothing, nothing).size(1080, 1920) == (1080, 608)
     assert Crop(9 / 16, nothing, nothing).size(1920, 1080) == (1920, 1080)
@@ -304,7 +306,7 @@ def test_crops_have_the_shape_that_was_asked_for() -> None:
             parse_aspect(wrong)
 
 
-def test_sound_stands_where_its_time_puts_it(plain: Path) -> None:
+def test_sound_is_placed_by_its_timestamps(plain: Path) -> None:
     footage = Footage(plain)
     for start in (0.0, 1.234, 4.9):
         samples = np.concatenate([part[0] for part in footage.sound(start, 6.0, RATE, "mono")])
@@ -312,7 +314,7 @@ def test_sound_stands_where_its_time_puts_it(plain: Path) -> None:
         assert start + np.flatnonzero(np.abs(samples) > 0.3)[0] / RATE == pytest.approx(FLASH, abs=0.003)
 
 
-def test_the_frame_on_the_screen_is_found_from_anywhere(plain: Path) -> None:
+def test_the_frame_on_screen_is_found_after_any_seek(plain: Path) -> None:
     footage = Footage(plain)
     for start, first in ((0.0, 0.0), (0.05, 0.04), (3.53, 3.52), (FLASH, FLASH), (7.9, 7.88)):
         times = [time for time, _ in footage.frames(start, min(start + 0.2, 8.0))]

@@ -1,4 +1,4 @@
-"""Every video is extracted once, whole or not at all, and what cannot be used is named."""
+"""Every video is extracted once and atomically, and unusable files are reported."""
 
 from __future__ import annotations
 
@@ -76,11 +76,11 @@ def test_arrays_are_those_of_the_clips_and_memory_mapped(tmp_path: Path, films: 
             )
         else:
             assert not mel.any()
-        again = pickle.loads(pickle.dumps(each))  # as it goes to a worker
+        again = pickle.loads(pickle.dumps(each))  # as it is sent to a worker
         np.testing.assert_array_equal(again.array("frames"), frames)
 
 
-def test_videos_without_sound_work_and_that_is_said_once(tmp_path: Path, films: list[Video]) -> None:
+def test_videos_without_sound_work_and_are_reported_once(tmp_path: Path, films: list[Video]) -> None:
     extraction = filled(tmp_path, films)
     assert [each.has_sound for each in extraction.open()] == [False, True, True, True]
     assert extraction.remarks == ["1 of 4 videos have no sound: 0.mp4"]
@@ -105,7 +105,7 @@ def test_a_run_in_64_bit_extracts_the_same(tmp_path: Path, films: list[Video]) -
     assert content(tmp_path / "one") == content(tmp_path / "verify")
 
 
-def test_what_is_there_is_not_extracted_again_and_what_changed_is(tmp_path: Path, films: list[Video]) -> None:
+def test_only_changed_videos_are_extracted_again(tmp_path: Path, films: list[Video]) -> None:
     copies = [Video(each.name, tmp_path / each.name) for each in films[:2]]
     for copy, each in zip(copies, films, strict=False):
         assert copy.video is not None and each.video is not None
@@ -152,7 +152,9 @@ def extract_until_the_third(folder: Path, films: list[Video], reached: Connectio
     Extraction(folder, films, SETTINGS).fill(Work(folder))
 
 
-def test_a_killed_process_leaves_whole_videos_only_and_the_next_goes_on(tmp_path: Path, films: list[Video]) -> None:
+def test_a_killed_process_leaves_only_complete_videos_and_the_next_one_continues(
+    tmp_path: Path, films: list[Video]
+) -> None:
     cache = tmp_path / "cache"
     ours, theirs = multiprocessing.Pipe()
     fork = multiprocessing.get_context("fork")
@@ -181,7 +183,7 @@ def test_a_run_that_is_asked_to_stop_stops_between_two_blocks(tmp_path: Path, fi
     assert not list(tmp_path.glob(".*.part"))
 
 
-def test_broken_files_are_named_and_left_out_by_option(tmp_path: Path, films: list[Video]) -> None:
+def test_broken_files_are_reported_or_skipped_by_option(tmp_path: Path, films: list[Video]) -> None:
     (tmp_path / "text.mp4").write_text("no video")
     broken = Video("text.mp4", tmp_path / "text.mp4")
     said: list[str] = []
@@ -195,7 +197,7 @@ def test_broken_files_are_named_and_left_out_by_option(tmp_path: Path, films: li
         filled(tmp_path / "cache", [broken]).open(leave_out_bad=True)
 
 
-def test_a_video_that_is_cut_off_is_used_and_that_is_said(tmp_path: Path) -> None:
+def test_a_truncated_video_is_used_and_reported(tmp_path: Path) -> None:
     path = film(tmp_path / "a.mp4", [n * 37 % 200 for n in range(160)], muxer={"movflags": "faststart"})
     path.write_bytes(path.read_bytes()[: int(0.7 * path.stat().st_size)])
     extraction = filled(tmp_path / "cache", [Video("a.mp4", path)])
@@ -210,7 +212,7 @@ def test_a_video_with_several_queries_is_extracted_once(tmp_path: Path, films: l
     assert len(list(tmp_path.glob("*/facts.json"))) == 2
 
 
-def test_feature_files_are_kept_as_clips(tmp_path: Path) -> None:
+def test_feature_files_are_stored_as_clips(tmp_path: Path) -> None:
     rows = np.random.RandomState(0).standard_normal((5, 3)).astype(np.float32)
     np.save(tmp_path / "a.npy", rows)
     np.save(tmp_path / "b.npy", rows[:, :2])
@@ -225,7 +227,7 @@ def test_feature_files_are_kept_as_clips(tmp_path: Path) -> None:
         filled(tmp_path / "cache", sources).open()
 
 
-def test_a_function_of_the_users_is_called_with_blocks_of_clips(tmp_path: Path, films: list[Video]) -> None:
+def test_a_users_function_is_called_with_blocks_of_clips(tmp_path: Path, films: list[Video]) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
         "import numpy as np\n"
@@ -270,7 +272,7 @@ def test_a_vision_model_of_transformers_sees_each_clip(tmp_path: Path, films: li
         seen = each.array("features")
         assert seen.shape == (each.num_clips, 16) and seen.dtype == np.float16 and np.ptp(seen, axis=0).max() > 0
         np.testing.assert_array_equal(seen, other.array("features"))
-    # Weights that can run programs are not loaded.
+    # Weights that can execute code are not loaded.
     weights = next(folder.glob("*.safetensors"))
     torch.save({"x": torch.zeros(1)}, folder / "pytorch_model.bin")
     weights.unlink()
@@ -280,7 +282,7 @@ def test_a_vision_model_of_transformers_sees_each_clip(tmp_path: Path, films: li
         filled(tmp_path / "d", films[:1], ExtractSettings(features=f"transformers:{tmp_path / 'nowhere'}"))
 
 
-def test_the_columns_of_the_statistics_are_what_their_names_say() -> None:
+def test_the_columns_of_the_statistics_match_their_names() -> None:
     grey = np.full((8, 32, 32, 3), 100, np.uint8)
     silence = np.zeros(32_000, np.float32)
     none = spectra(silence, 16_000)
@@ -299,7 +301,7 @@ def test_the_columns_of_the_statistics_are_what_their_names_say() -> None:
     quiet, loud = (
         stats(grey, size * wave, spectra(size * wave, 16_000), 16_000)[STATS.index("loudness")] for size in (0.1, 1.0)
     )
-    assert float(loud - quiet) == pytest.approx(20 / 80, abs=2e-3)  # 20 dB of the 80 between silence and the loudest
+    assert float(loud - quiet) == pytest.approx(20 / 80, abs=2e-3)  # 20 dB of the 80 dB between silence and full scale
 
 
 def test_a_pure_tone_is_one_band_of_the_log_mel_and_silence_is_the_lowest_value() -> None:
@@ -357,7 +359,7 @@ for threads in (1, 4):
 
 
 def test_extraction_starts_no_threads_that_wait_for_each_other() -> None:
-    """Processor time of all threads: as much with four threads as with one, also where cores are shared."""
+    """The CPU time of all threads is the same with four threads as with one, even on shared cores."""
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     words = [sys.executable, "-c", _COUNTED]
     output = subprocess.run(words, capture_output=True, text=True, check=True, env=environment).stdout
@@ -365,7 +367,7 @@ def test_extraction_starts_no_threads_that_wait_for_each_other() -> None:
     assert four_threads < 2 * one_thread + 0.5, output
 
 
-def test_progress_says_how_much_there_is_and_how_long_it_took(tmp_path: Path, films: list[Video]) -> None:
+def test_progress_shows_the_total_and_the_duration(tmp_path: Path, films: list[Video]) -> None:
     said: list[str] = []
     filled(tmp_path, films, say=said.append)
     assert said[0] == "extracting features: 1 MB" and said[-1].startswith("extracting features: 1 MB in ")
@@ -378,7 +380,7 @@ def test_progress_counts_the_megabytes_of_unfinished_videos() -> None:
     assert (read.done, read.total) == (6, 8)
 
 
-def test_what_is_missing_of_a_damaged_video_is_said_before_training(tmp_path: Path) -> None:
+def test_damage_to_a_video_is_reported_before_training(tmp_path: Path) -> None:
     path = damaged(tmp_path / "a.mp4")
     extraction = filled(tmp_path / "cache", [Video("a.mp4", path)])
     (only,) = extraction.open()

@@ -1,4 +1,4 @@
-"""Labels in every form become a score for each clip, and every mistake in them is named with its line."""
+"""Labels in every format give a score for each clip, and every mistake in them is reported with its line."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_csv_gives_the_mean_score_of_each_clip_and_0_for_the_rest(tmp_path: Pa
     assert first.scores_for(5).dtype == np.float32
 
 
-def test_lines_may_stand_in_any_order_and_columns_too(tmp_path: Path) -> None:
+def test_lines_and_columns_may_be_in_any_order(tmp_path: Path) -> None:
     folder(tmp_path, "")
     (tmp_path / "labels.csv").write_bytes(
         "\ufeffScore,end,start,video,who\r\n1,8,6,a.mp4,x\r\n.5,6,4,a.mp4,y\r\n".encode()
@@ -56,25 +56,25 @@ def test_lines_may_stand_in_any_order_and_columns_too(tmp_path: Path) -> None:
     assert scores(only, 4) == [0, 0, 0.5, 1]
 
 
-def test_where_nobody_looked_there_is_no_score(tmp_path: Path) -> None:
+def test_unlabelled_parts_have_no_score(tmp_path: Path) -> None:
     (only,) = read_labels(folder(tmp_path, "a.mp4,2,5,\na.mp4,5,6,1\n"), 2.0)
     got = only.scores_for(4)
     assert got[0] == 0 and math.isnan(got[1]) and got[3] == 0
-    assert got[2] == 1  # of the half of it that was looked at
+    assert got[2] == 1  # mean over the labelled half of the clip
 
 
-def test_a_short_last_clip_counts_as_long_as_it_is(tmp_path: Path) -> None:
+def test_a_short_last_clip_counts_with_its_own_length(tmp_path: Path) -> None:
     (only,) = read_labels(folder(tmp_path, "a.mp4,4,4.5,1\n"), 2.0)
     assert scores(only, 3) == [0, 0, 0.25]
     assert scores(only, 3, duration=4.5) == [0, 0, 1]
 
 
-def test_times_may_be_written_as_clocks_show_them(tmp_path: Path) -> None:
+def test_times_may_be_written_as_hours_minutes_and_seconds(tmp_path: Path) -> None:
     (only,) = read_labels(folder(tmp_path, "a.mp4,1:02,0:01:04,1\n"), 2.0)
     assert only.segments[0].tolist() == [62, 64, 1]
 
 
-def test_scores_go_up_to_1_or_to_what_is_said(tmp_path: Path) -> None:
+def test_scores_go_up_to_1_or_to_highest_score(tmp_path: Path) -> None:
     path = folder(tmp_path, "a.mp4,0,2,1\na.mp4,2,4,87\n")
     refused(path, "labels.csv, line 3", "score 87", "--highest_score")
     (only,) = read_labels(path, 2.0, highest_score=100)
@@ -114,7 +114,7 @@ def test_a_link_that_leads_out_of_the_folder_is_refused(tmp_path: Path) -> None:
     assert [each.name for each in read_labels(inside, 2.0, follow_links=True)] == ["a.mp4", "link.mp4"]
 
 
-def test_labels_for_missing_videos_can_be_left_out_and_that_is_said(tmp_path: Path) -> None:
+def test_labels_of_missing_videos_can_be_skipped_with_a_note(tmp_path: Path) -> None:
     said: list[str] = []
     path = folder(tmp_path, "a.mp4,0,2,1\nc.mp4,0,2,1\nd.mp4,0,2,1\n")
     (only,) = read_labels(path, 2.0, leave_out_bad=True, remark=said.append)
@@ -122,7 +122,7 @@ def test_labels_for_missing_videos_can_be_left_out_and_that_is_said(tmp_path: Pa
     refused(folder(tmp_path / "none", "c.mp4,0,2,1\n", "a.mp4"), "c.mp4", leave_out_bad=True)
 
 
-def test_labels_behind_the_end_are_a_mistake_unless_the_video_is_cut_off(tmp_path: Path) -> None:
+def test_labels_after_the_end_are_an_error_unless_the_video_is_truncated(tmp_path: Path) -> None:
     (only,) = read_labels(folder(tmp_path, "a.mp4,0,2,1\na.mp4,12000,14000,1\n"), 2.0)  # milliseconds
     with pytest.raises(ConfigError, match="12000 to 14000 s"):
         only.scores_for(10)
@@ -139,7 +139,7 @@ def test_a_folder_without_labels_says_what_is_expected(tmp_path: Path) -> None:
     refused(tmp_path, "line 2", "UTF-8")
 
 
-def test_names_without_suffix_find_videos_and_features_beside_or_below(tmp_path: Path) -> None:
+def test_names_without_suffix_find_videos_and_features_in_the_folder_or_subfolders(tmp_path: Path) -> None:
     files = ("videos/j7_360.0_510.0.mp4", "features/j7_360.0_510.0.npy", "b.npz", "sub/c.MP4")
     path = folder(tmp_path, "j7_360.0_510.0,0,2,1\nb.npz,0,2,1\nsub/c.MP4,0,2,1\n", *files)
     first, second, third = read_labels(path, 2.0, feature_seconds=1.0)
@@ -169,7 +169,7 @@ def jsonl(tmp_path: Path, *entries: dict[str, Any]) -> Path:
     return tmp_path
 
 
-def test_qvhighlights_gives_the_mean_of_three_people_and_0_elsewhere(tmp_path: Path) -> None:
+def test_qvhighlights_gives_the_mean_of_three_annotators_and_0_elsewhere(tmp_path: Path) -> None:
     path = jsonl(tmp_path, query(), query(qid=8, query="a dog", relevant_clip_ids=[0], saliency_scores=[[0, 1, 2]]))
     first, second = read_labels(path, 2.0)
     assert scores(first, 5) == [0, 1, 0.75, 0, 0]
@@ -208,7 +208,7 @@ def test_each_mistake_in_a_jsonl_is_named_with_its_line(
     refused(jsonl(tmp_path, query(), query(**({"qid": 8} if changes else {}) | changes)), "val.jsonl, line 2", *words)
 
 
-def test_what_is_no_json_is_named_with_its_line(tmp_path: Path) -> None:
+def test_invalid_json_is_reported_with_its_line(tmp_path: Path) -> None:
     path = jsonl(tmp_path, query())
     with (path / "val.jsonl").open("a") as file:
         file.write("[1, 2\n")
@@ -240,7 +240,7 @@ def test_each_mistake_in_an_h5_is_named_with_its_video(tmp_path: Path) -> None:
     refused(hisum(tmp_path / "c.h5", one=(rows, [0, 0])), "c.h5, one", "(2,)")
     (tmp_path / "d.h5").write_text("no")
     refused(tmp_path / "d.h5", "d.h5", "HDF5")
-    with h5py.File(tmp_path / "e.h5", "w") as file:  # a link out of the file
+    with h5py.File(tmp_path / "e.h5", "w") as file:  # a link to another file
         file["one"] = h5py.ExternalLink(str(tmp_path / "a.h5"), "/one")
     refused(tmp_path / "e.h5", "e.h5", "another file")
 
@@ -254,16 +254,16 @@ def test_feature_files_of_every_kind_give_their_rows(tmp_path: Path) -> None:
         file["features"] = rows
     for name in ("a.npy", "b.npz", "c.npz", "d.h5"):
         np.testing.assert_array_equal(FeatureFile(tmp_path / name).clips(2.0), rows)
-    # Rows of 0.5 s in clips of 2 s: four each, and what is left in the last.
+    # Rows of 0.5 s in clips of 2 s: four per clip, and the rest in the last clip.
     halves = FeatureFile(tmp_path / "a.npy", seconds=0.5).clips(2.0)
     np.testing.assert_allclose(halves, [rows[:4].mean(0), rows[4:].mean(0)], rtol=1e-5)
-    # Rows of 3 s: the second clip has half of each.
+    # Rows of 3 s: the second clip overlaps both rows by half.
     longer = FeatureFile(tmp_path / "a.npy", seconds=3.0).clips(2.0)
     assert len(longer) == 11
     np.testing.assert_allclose(longer[1], rows[:2].mean(0), rtol=1e-5)
 
 
-def test_feature_files_run_nothing_and_are_checked(tmp_path: Path) -> None:
+def test_feature_files_execute_no_code_and_are_checked(tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> Any:
             return Path.touch, (tmp_path / "ran",)

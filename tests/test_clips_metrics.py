@@ -1,4 +1,4 @@
-"""The measures are the field's own: worked out by hand, with the benchmark's odd rules, and chance without skill."""
+"""The metrics match values computed by hand, follow the benchmark's rules, and give chance for random scores."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from unisono.recipes.clips.metrics.qvhighlights import main, qvhighlights
 from unisono.recipes.clips.metrics.retrieval import THRESHOLDS, average_precisions, moment_retrieval
 
 
-def test_average_precision_of_a_small_list_is_as_worked_out_by_hand() -> None:
-    # Found in the order 1 0 0 1 1: precision 1, 2/4 and 3/5 where a positive is found.
+def test_average_precision_of_a_small_list_matches_a_hand_calculation() -> None:
+    # Sorted by score: 1 0 0 1 1, so the precision at the positives is 1, 2/4 and 3/5.
     marks, scores = [1, 0, 0, 1, 1], [0.9, 0.8, 0.7, 0.6, 0.5]
     assert average_precision(marks, scores) == pytest.approx((1 + 2 / 4 + 3 / 5) / 3)
     # Interpolated: the best precision at that recall or a higher one, so 2/4 counts as 3/5.
     assert interpolated_average_precision(marks, scores) == pytest.approx((1 + 3 / 5 + 3 / 5) / 3)
 
 
-def test_order_in_the_list_decides_nothing() -> None:
+def test_the_order_of_the_list_does_not_matter() -> None:
     rng = np.random.default_rng(0)
     marks, scores = rng.random(50) < 0.3, rng.integers(0, 8, 50) / 8
     mixed = rng.permutation(50)
@@ -45,7 +45,7 @@ def test_order_in_the_list_decides_nothing() -> None:
         assert measure(marks[mixed], scores[mixed]) == measure(marks, scores)
 
 
-def test_clips_of_equal_score_are_found_together() -> None:
+def test_clips_of_equal_score_form_one_point() -> None:
     marks, scores = [1, 0, 1, 0], [0.9, 0.5, 0.5, 0.5]
     assert average_precision(marks, scores) == pytest.approx((1 + 2 / 4) / 2)
     # Three positives at one score are one point of the benchmark's curve, not three.
@@ -55,13 +55,13 @@ def test_clips_of_equal_score_are_found_together() -> None:
     assert interpolated_average_precision([1, 0, 0, 1], [0.3] * 4) == 0.5
 
 
-def test_nothing_or_everything_positive_is_what_the_benchmark_says() -> None:
+def test_no_or_only_positives_give_the_benchmarks_values() -> None:
     assert interpolated_average_precision([0, 0], [0.1, 0.2]) == 0
     assert interpolated_average_precision([1, 1], [0.1, 0.2]) == 1
     assert math.isnan(average_precision([0, 0], [0.1, 0.2]))
 
 
-def test_plain_average_precision_is_that_of_torchmetrics() -> None:
+def test_average_precision_equals_torchmetrics() -> None:
     torch = pytest.importorskip("torch")
     reference = pytest.importorskip("torchmetrics.functional.classification").binary_average_precision
     rng = np.random.default_rng(1)
@@ -71,7 +71,7 @@ def test_plain_average_precision_is_that_of_torchmetrics() -> None:
         assert average_precision(marks, scores) == pytest.approx(wanted, abs=1e-6)
 
 
-def test_random_scores_are_near_the_share_of_positives() -> None:
+def test_random_scores_give_about_the_fraction_of_positives() -> None:
     rng = np.random.default_rng(2)
     marks = np.arange(1000) % 5 == 0
     found = [(average_precision(marks, rng.random(1000)), hit_at_1(marks, rng.random(1000))) for _ in range(400)]
@@ -84,11 +84,11 @@ def test_the_first_of_equal_scores_is_the_hit() -> None:
     assert hit_at_1([0, 1], [0.5, 0.5]) == 0 and hit_at_1([1, 0], [0.5, 0.5]) == 1
 
 
-def test_rank_correlations_are_as_worked_out_by_hand() -> None:
-    # 6 pairs: (1,2) turned round, the other five in order.
+def test_rank_correlations_match_a_hand_calculation() -> None:
+    # Of 6 pairs, (1,2) is inverted and the other five are in order.
     assert kendall_tau([1, 2, 3, 4], [2, 1, 3, 4]) == pytest.approx((5 - 1) / 6)
     assert spearman_rho([1, 2, 3, 4], [2, 1, 3, 4]) == pytest.approx(1 - 6 * 2 / (4 * 15))
-    # One tie in the truth: 5 pairs left of it, all in order, so τ-b is 5 / √(5·6).
+    # One tie in the truth leaves 5 pairs, all in order, so τ-b is 5 / √(5·6).
     assert kendall_tau([1, 1, 2, 3], [1, 2, 3, 4]) == pytest.approx(5 / math.sqrt(30))
     assert spearman_rho([1, 1, 2, 3], [1, 2, 3, 4]) == pytest.approx(np.corrcoef([1.5, 1.5, 3, 4], [1, 2, 3, 4])[0, 1])
     assert kendall_tau([3, 2, 1], [1, 2, 3]) == spearman_rho([3, 2, 1], [1, 2, 3]) == -1
@@ -100,13 +100,13 @@ def test_rank_correlations_are_as_worked_out_by_hand() -> None:
 
 def test_segments_are_means_over_time() -> None:
     assert segment_means([1, 2, 3, 4, 5, 6, 7], 1.0).tolist() == [3, 6.5]
-    # Clips of 2 s in segments of 5 s: the third clip lies half in each.
+    # Clips of 2 s in segments of 5 s: half of the third clip lies in each segment.
     assert segment_means([0, 0, 1, 1, 1], 2.0) == pytest.approx([0.2, 1])
     assert segment_means([0, math.nan, 1, math.nan, math.nan, math.nan], 2.0)[0] == pytest.approx(1 / 3)
     assert math.isnan(segment_means([0, math.nan, 1, math.nan, math.nan, math.nan], 2.0)[2])
 
 
-def test_the_best_share_of_segments_is_what_is_looked_for() -> None:
+def test_the_positives_are_the_best_fraction_of_segments() -> None:
     truth = np.repeat([0.1, 0.9, 0.5, 0.8], 5)
     assert top_share_precision(truth, truth, 0.5, 1.0) == 1
     assert top_share_precision(truth, -truth, 0.5, 1.0) == pytest.approx((1 / 3 + 2 / 4) / 2)
@@ -126,7 +126,7 @@ def test_a_perfect_scorer_is_perfect_and_unlabelled_clips_do_not_count() -> None
     assert of_video(np.zeros(9), np.arange(9))["mAP"] != of_video(np.zeros(9), np.arange(9))["mAP"]  # NaN
 
 
-def test_a_model_that_has_lost_its_mind_is_measured_all_the_same() -> None:
+def test_non_finite_scores_are_ranked_last() -> None:
     truth = np.array([0, 1.0, 0, 0, 0, 0, 0, 0])
     measured = of_video(truth, np.full(8, math.nan))
     assert measured["mAP"] == 1 / 8 and measured["HIT@1"] == 0 and measured["kendall_tau"] == 0
@@ -158,7 +158,7 @@ def test_qvhighlights_by_hand() -> None:
     assert got == {"mAP": round(100 * (1 / 2 + 2 / 3 + 0) / 3, 2), "HIT@1": 0}
     assert qvhighlights({1: [0, 0, 1, 0, 0]}, {1: saliency})["HIT@1"] == 100  # one annotator is enough
     assert qvhighlights({1: [0, 0.5, 0.4]}, {1: saliency})["mAP"] == pytest.approx(66.67)  # missing scores are 0
-    # The highest score behind the video's end is a miss, and counts for nothing else.
+    # A highest score after the end of the video counts as a miss, and has no other effect.
     assert qvhighlights({1: [0, 0.5, 0.4, 0, 0, 9]}, {1: saliency}) == {"mAP": 66.67, "HIT@1": 0}
 
 
@@ -170,7 +170,7 @@ def test_the_evaluation_runs_alone_and_prints_json(tmp_path: Path) -> None:
     done = subprocess.run([*command, *words], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    # Query 1: 1, 1 and 0; query b: nobody said 4.
+    # Query 1: 1, 1 and 0; query b: no annotator gave 4.
     assert (found["mAP"], found["HIT@1"], found["num_queries"]) == (33.33, 50, 2)
     assert found["by_level"]["Fair"] == {"mAP": 100, "HIT@1": 100}
     refused = subprocess.run([*command, truth, "--ground_truth", truth], capture_output=True, text=True, cwd=tmp_path)
@@ -199,19 +199,19 @@ def test_moment_retrieval_by_hand() -> None:
     assert found["long_mAP"] == round(100 * (6 / 10 + 3 / 10) / 2, 2)
 
 
-def test_a_marked_window_is_found_once_and_ten_predictions_count() -> None:
+def test_a_labelled_window_matches_once_and_ten_predictions_count() -> None:
     marked = {1: windows((0, 10))}
     assert moment_retrieval({1: windows((0, 10, 0.9), (0, 10, 0.8))}, marked)["mAP"] == 100
     assert moment_retrieval({1: windows((50, 60, 0.9), (0, 10, 0.8))}, marked)["mAP"] == 50
     many = [(50.0 + place, 60.0, 0.1) for place in range(10)]
     assert moment_retrieval({1: windows(*many, (0, 10, 0.9))}, marked)["mAP"] == 0
-    assert moment_retrieval({1: windows(*many[:9], (0, 10, 0.9))}, marked)["mAP"] == 100  # by score, not by place
-    assert moment_retrieval({1: windows(*many[:9], (0, 10, 0.9))}, marked)["R1@0.5"] == 0  # by place, not by score
+    assert moment_retrieval({1: windows(*many[:9], (0, 10, 0.9))}, marked)["mAP"] == 100  # by score, not by position
+    assert moment_retrieval({1: windows(*many[:9], (0, 10, 0.9))}, marked)["R1@0.5"] == 0  # by position, not by score
     assert moment_retrieval({1: np.zeros((0, 3))}, marked)["mAP"] == 0
 
 
 def by_brute_force(predicted: np.ndarray, marked: np.ndarray, threshold: float) -> float:
-    """The area under the interpolated curve of precision over recall, second by second and point by point."""
+    """Brute force: the area under the interpolated precision-recall curve, computed second by second."""
     seconds = [set(range(round(start * 8), round(end * 8))) for start, end, *_ in marked]
     taken: set[int] = set()
     curve = [(0.0, 0.0)]
@@ -242,7 +242,7 @@ def test_moment_retrieval_is_the_area_under_the_interpolated_curve() -> None:
         assert average_precisions(predicted, marked).tolist() == pytest.approx(expected, abs=1e-12)
 
 
-def test_windows_are_evaluated_beside_scores_or_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_windows_are_evaluated_with_or_without_scores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     truth = written(tmp_path / "G", [{**query(1, [0], [[4, 4, 4]]), "relevant_windows": [[0, 2]]}])
     both = {**GOOD, "pred_relevant_windows": [[0, 2, 0.5]]}
     alone = {"qid": 1, "pred_relevant_windows": [[4, 6, 0.5], [0, 2, 0.4]]}
@@ -282,7 +282,7 @@ GOOD = {"qid": 1, "pred_saliency_scores": [0.5] * 5}
         ([GOOD], [{**query(1, [0], [[4, 4, 4]]), "qid": [1]}], "qid must be"),
     ],
 )
-def test_files_that_do_not_fit_are_refused_in_a_line(
+def test_mismatched_files_are_rejected_in_one_line(
     predictions: list[Any], truth: list[Any], said: str, tmp_path: Path
 ) -> None:
     words = ["--predictions", written(tmp_path / "P", predictions), "--ground-truth", written(tmp_path / "G", truth)]
@@ -291,7 +291,7 @@ def test_files_that_do_not_fit_are_refused_in_a_line(
     assert "\n" not in str(told.value)
 
 
-def test_what_is_no_jsonl_is_refused_in_a_line(tmp_path: Path) -> None:
+def test_files_that_are_not_jsonl_are_rejected_in_one_line(tmp_path: Path) -> None:
     truth = written(tmp_path / "G", [query(1, [0], [[4, 4, 4]])])
     for number, content in enumerate((b"{", b"\xff\xfe\x00", b"[" * 100_000)):
         (tmp_path / f"P{number}").write_bytes(json.dumps(GOOD).encode() + b"\n\n" + content)
@@ -304,7 +304,7 @@ def test_what_is_no_jsonl_is_refused_in_a_line(tmp_path: Path) -> None:
 NAMES = ("luma", "frame_difference", "loudness")
 
 
-def test_scorers_without_skill_say_what_they_go_by() -> None:
+def test_baselines_score_by_their_statistic() -> None:
     stats = np.array([[5, 0.1, 0], [5, 0.4, 0], [5, 0.2, 0], [5, 0.3, 0]], np.float16)
     by = {kind: baselines.scores(kind, stats, NAMES, video="a.mp4") for kind in baselines.KINDS}
     assert all(found.shape == (4,) and np.isfinite(found).all() for found in by.values())
@@ -318,7 +318,7 @@ def test_scorers_without_skill_say_what_they_go_by() -> None:
     )
 
 
-def test_random_scores_belong_to_the_video() -> None:
+def test_random_scores_depend_on_the_video_only() -> None:
     stats = np.zeros((1000, 3), np.float16)
     one, again, other = (baselines.scores("random", stats, NAMES, video=name) for name in ("a", "a", "b"))
     assert (one == again).all() and (one != other).any()

@@ -1,4 +1,4 @@
-"""The moments of a curve are the best ones, of allowed lengths, apart from each other, and always the same."""
+"""The chosen moments are the best ones, have allowed lengths, do not overlap, and are deterministic."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def test_peaks_become_moments_best_first() -> None:
     assert [moment.score for moment in found] == pytest.approx([0.9, 0.7])
 
 
-def test_a_short_peak_is_given_the_shortest_length_on_its_better_side() -> None:
+def test_a_short_peak_is_extended_to_the_shortest_length_on_its_better_side() -> None:
     scores = np.full(20, 0.1)
     scores[8:11] = [0.2, 1.0, 0.4]
     assert spans(pick(scores, 2.0, number=1, shortest=4)) == [(18, 22)]
-    assert spans(pick(scores, 2.0, number=1, shortest=5)) == [(16, 22)]  # whole clips: 6 seconds are the least above 5
+    assert spans(pick(scores, 2.0, number=1, shortest=5)) == [(16, 22)]  # whole clips: 6 s, the next length above 5 s
 
 
 def test_a_long_plateau_is_cut_at_the_longest_length() -> None:
@@ -57,14 +57,14 @@ def test_moments_keep_their_distance() -> None:
     assert min(b.start - a.end for a, b in pairwise(ordered)) >= 6
 
 
-def test_nothing_to_prefer_gives_the_shortest_ones_from_the_beginning() -> None:
+def test_equal_scores_give_the_shortest_moments_from_the_beginning() -> None:
     found = pick(np.full(50, 1 / 3), 2.0, number=3, shortest=6, gap=2)
     assert spans(found) == [(0, 6), (8, 14), (16, 22)]
 
 
-def test_the_best_moment_is_kept_however_few_are_asked_for() -> None:
+def test_the_best_moment_is_always_included() -> None:
     scores = np.full(60, 0.05)
-    scores[10:14] = [0.6, 0.99, 0.98, 0.6]  # the best core, which grows into a moment of a lower mean
+    scores[10:14] = [0.6, 0.99, 0.98, 0.6]  # the best core, which grows into a moment with a lower mean
     scores[30:32] = 0.97
     best, second = pick(scores, 2.0, number=2)[:2]
     assert (best.start, best.score) == (60, pytest.approx(0.97)) and second.start == 20
@@ -85,7 +85,7 @@ def test_fewer_moments_are_a_prefix_of_more(seed: int) -> None:
     )
 
 
-def test_rounding_decides_nothing() -> None:
+def test_rounding_does_not_decide_between_clips() -> None:
     noisy = 0.5 + 1e-9 * np.random.default_rng(0).random(50)
     assert spans(pick(noisy, 2.0, number=3)) == spans(pick(np.full(50, 0.5), 2.0, number=3))
 
@@ -113,7 +113,7 @@ def test_clips_without_a_score_are_in_no_moment() -> None:
     "wrong",
     [{"number": 0}, {"shortest": 0}, {"shortest": 9, "longest": 8}, {"gap": -1}, {"shortest": 4.5, "longest": 5}],
 )
-def test_lengths_that_cannot_be_are_refused(wrong: dict[str, float]) -> None:
+def test_impossible_lengths_are_rejected(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=r"expected|use --longest"):
         pick(np.ones(9), 2.0, **wrong)  # type: ignore[arg-type]
 
@@ -127,7 +127,7 @@ def test_lengths_that_cannot_be_are_refused(wrong: dict[str, float]) -> None:
     gap=st.sampled_from([0.0, 2.0, 5.0]),
     cut=st.floats(0, 1.9),
 )
-def test_whatever_the_scores_moments_are_allowed_ones(
+def test_moments_are_valid_for_any_scores(
     scores: list[float], number: int, shortest: float, longest: float, gap: float, cut: float
 ) -> None:
     duration = 2.0 * len(scores) - cut
@@ -145,7 +145,7 @@ def test_whatever_the_scores_moments_are_allowed_ones(
     assert all(later <= sooner + 2e-6 for sooner, later in pairwise(falling))
 
 
-def test_a_cut_is_found_at_its_frame_and_motion_is_none() -> None:
+def test_a_scene_cut_is_found_at_its_frame_and_motion_is_not_a_cut() -> None:
     rng = np.random.default_rng(0)
     one, two = (rng.integers(0, 255, (32, 48, 3), dtype=np.uint8) for _ in range(2))
     two //= 3
@@ -155,7 +155,7 @@ def test_a_cut_is_found_at_its_frame_and_motion_is_none() -> None:
     assert [(edge.kind, edge.time) for edge in found] == [("shot", 20 / 25)]
 
 
-def test_a_flash_is_no_cut() -> None:
+def test_a_flash_is_not_a_cut() -> None:
     still = np.random.default_rng(1).integers(0, 200, (32, 32, 3), dtype=np.uint8)
     frames = np.stack([still] * 30)
     frames[15] = 255
@@ -184,7 +184,7 @@ def test_snapping_keeps_moments_apart_and_of_allowed_length() -> None:
     found = snap([Moment(4, 10, 0.9), Moment(10.5, 14, 0.5)], edges, 2.0, shortest=3.5)
     assert not overlapping(found)
     assert all(moment.seconds >= 3.5 for moment in found)
-    # The better one moves as if it were alone, and the other makes room.
+    # The better moment moves freely, and the other is shortened.
     assert spans(snap([Moment(4, 10, 0.9), Moment(10.5, 14, 0.5)], [Edge(11.5, "shot", 1.0)], 2.0)) == [
         (4, 11.5),
         (11.5, 14),
@@ -193,13 +193,13 @@ def test_snapping_keeps_moments_apart_and_of_allowed_length() -> None:
     assert spans(found) == [(2, 9)]
 
 
-def test_a_short_moment_moves_behind_a_cut_as_a_whole() -> None:
+def test_a_short_moment_moves_to_a_cut_as_a_whole() -> None:
     cut = [Edge(11.96, "shot", 1.0)]
     assert spans(snap([Moment(10, 14, 0.9)], cut, 2.0, shortest=4)) == [(11.96, 15.96)]
     assert spans(snap([Moment(10, 14, 0.9)], cut, 2.0, shortest=4, duration=15)) == [(10, 14)]  # no room
     assert spans(snap([Moment(10, 13.9, 0.9)], cut, 2.0, shortest=3.9, duration=15)) == [(8.06, 11.96)]
     (moment,) = snap([Moment(10, 14, 0.9)], [*cut, Edge(13.5, "shot", 1.0)], 2.0, shortest=4)
-    assert moment.start == 11.96 and moment.seconds >= 4  # the start has its cut, and keeps it
+    assert moment.start == 11.96 and moment.seconds >= 4  # the start is already at a cut and stays there
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -1,4 +1,4 @@
-"""`unisono clips` leaves clips, a JSON file and a page that a browser plays, and a user's mistake is one line."""
+"""`unisono clips` writes clips, a JSON file and a page that works in a browser; a user error is one line."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def done(video: Path) -> Path:
     return video.parent / "out" / "a talk"
 
 
-def test_clips_are_the_best_moments_and_end_where_a_cut_is(done: Path) -> None:
+def test_clips_are_the_best_moments_and_end_at_cuts(done: Path) -> None:
     told = json.loads((done / "clips.json").read_text())
     assert told["video"] == "a talk.mp4" and told["duration"] == pytest.approx(20, abs=0.1)
     assert told["scores"] == [0.1, 0.2, 0.9, 0.8, 0.1, 0.1, 0.7, 0.75, 0.1, 0.0]
@@ -84,7 +84,7 @@ def test_clips_are_the_best_moments_and_end_where_a_cut_is(done: Path) -> None:
         assert seen(done / clip["file"]).duration == pytest.approx(clip["end"] - clip["start"], abs=1 / 25)
 
 
-def test_the_page_needs_nothing_but_the_files_beside_it(done: Path) -> None:
+def test_the_page_needs_only_the_files_next_to_it(done: Path) -> None:
     page = Page((done / "page.html").read_text())
     links = [a[name] for _, a in page.elements for name in ("src", "href") if name in a]
     outside = [link for link in links if not link.startswith("data:image/jpeg;base64,")]
@@ -96,7 +96,7 @@ def test_the_page_needs_nothing_but_the_files_beside_it(done: Path) -> None:
     assert not {tag for tag, _ in page.elements} & {"link", "iframe", "object", "base", "form"}
 
 
-def test_a_name_is_text_whatever_is_in_it(video: Path, tmp_path: Path) -> None:
+def test_names_are_escaped_on_the_page(video: Path, tmp_path: Path) -> None:
     odd = tmp_path / (ATTACK.replace("/", "") + "\n\udcff.mp4")
     shutil.copy(video, odd)
     out = tmp_path / "out"
@@ -120,7 +120,7 @@ def test_a_page_without_clips_or_scores_is_still_a_page(video: Path, tmp_path: P
     assert len(many.read_text()) < 200_000
 
 
-def test_a_copy_that_begins_early_says_so(video: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_copy_that_begins_early_is_reported(video: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [str(video), "--output_dir", str(tmp_path), "--num_clips", "1", "--snap", "0", "--no_page"]
     assert clips.main(words, lambda video: Judged(np.array([0.1, 0.9, 0.9, 0.1, 0.1]), 2.5)) == 0
     output = capsys.readouterr().out
@@ -131,12 +131,10 @@ def test_a_copy_that_begins_early_says_so(video: Path, tmp_path: Path, capsys: p
     cut = Cut(tmp_path / "x.mp4", 2.0, 7.5)
     page = write_page(tmp_path / "p.html", Footage(video), [0.5] * 8, 2.5, [(Moment(2.5, 7.5, 0.9), cut)])
     assert "The file is 5.5 s long: it starts at a key frame, 0.5 s before the clip" in page.read_text()
-    assert 'src="./x.mp4#t=0.500"' in page.read_text()  # where the player begins
+    assert 'src="./x.mp4#t=0.500"' in page.read_text()  # where the player starts
 
 
-def test_what_is_missing_of_a_damaged_video_is_said_written_and_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damage_to_a_video_is_printed_stored_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = damaged(tmp_path / "a.mp4")
 
     def really(video: Path) -> Judged:
@@ -156,7 +154,7 @@ def test_what_is_missing_of_a_damaged_video_is_said_written_and_shown(
     assert "Damaged (" in page.text and f"{written['damage']['frames_not_decoded']} of 160 frames" in page.text
 
 
-def test_a_video_in_which_nothing_stands_out_says_so(
+def test_a_video_in_which_nothing_stands_out_is_reported(
     video: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flat = Judged(np.linspace(0.00056, 0.00068, 10))
@@ -192,7 +190,7 @@ def test_a_clip_that_is_the_whole_video_is_explained(
 ) -> None:
     words = [str(video), "--output_dir", str(tmp_path), "--shortest", "100", "--longest", "200", "--no_page"]
     assert clips.main(words, scorer) == 0
-    expected = "the video has 20.0 s, less than --shortest 100: the only clip is the whole video"
+    expected = "the video is 20.0 s long, shorter than --shortest 100, so the whole video is one clip"
     assert expected in capsys.readouterr().err
 
 
@@ -210,7 +208,7 @@ def test_the_axis_of_scores_begins_at_zero() -> None:
 def test_a_crop_is_cut_upright(video: Path, tmp_path: Path) -> None:
     words = [str(video), "--output_dir", str(tmp_path), "--num_clips", "1", "--crop", "9:16", "--no-page"]
     assert clips.main(words, scorer) == 0
-    assert seen(next((tmp_path / "a talk").glob("*.mp4"))).size == (160, 90)  # of 160 by 90, scaled up
+    assert seen(next((tmp_path / "a talk").glob("*.mp4"))).size == (160, 90)  # of a 160 × 90 video, scaled up
     for height, size in ((0, (90, 50)), (320, (320, 180))):
         own = [*words[:2], str(tmp_path / str(height)), *words[3:], "--height", str(height)]
         assert clips.main(own, scorer) == 0
@@ -252,7 +250,7 @@ def test_a_mistake_is_one_line_and_nothing_is_written(
     assert os.listdir(tmp_path) == ["taken"] and os.listdir(taken / "a talk") == ["mine.txt"]
 
 
-def test_a_video_that_cannot_be_read_is_named_and_the_others_are_made(
+def test_an_unreadable_video_is_reported_and_the_others_are_processed(
     video: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken, good = tmp_path / "broken.mp4", tmp_path / "good.mp4"
@@ -276,7 +274,7 @@ def test_a_missing_video_does_not_stop_the_others(
     assert os.listdir(tmp_path / "out") == ["a talk"]
 
 
-def test_videos_of_one_name_get_a_folder_each_and_one_named_twice_is_used_once(
+def test_videos_with_equal_names_get_separate_folders_and_duplicates_are_used_once(
     video: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other, link = tmp_path / "a talk.mp4", tmp_path / "link.mp4"
@@ -290,7 +288,7 @@ def test_videos_of_one_name_get_a_folder_each_and_one_named_twice_is_used_once(
     assert sorted(os.listdir(tmp_path / "out")) == ["a talk", "a talk-2"]
 
 
-def test_a_video_that_mp4_cannot_hold_is_encoded_and_that_is_known_before_it_is_scored(
+def test_a_video_that_mp4_cannot_contain_is_re_encoded_and_reported_before_scoring(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     webm = made(tmp_path / "a.webm", codecs=("libvpx", "libopus"), seconds=8)
@@ -301,7 +299,7 @@ def test_a_video_that_mp4_cannot_hold_is_encoded_and_that_is_known_before_it_is_
     assert seen(tmp_path / "out/a" / clip["file"]).duration == pytest.approx(clip["end"] - clip["start"], abs=0.05)
 
 
-def test_a_long_video_shows_how_far_it_is(video: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_long_video_shows_progress(video: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     known = video.parent / "long.mp4"
     shutil.copy(video, known)
 
@@ -317,7 +315,7 @@ def test_a_long_video_shows_how_far_it_is(video: Path, tmp_path: Path, capsys: p
     assert "scoring long.mp4: 20 s of video" in told and "cutting long.mp4: 1 clip in" in told
 
 
-def test_junk_does_not_fill_up_the_clips(video: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_low_scoring_moments_are_not_cut(video: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scores = np.array([0.0026, 0.001, 0.001, 0.001, 0.996, 0.996, 0.001, 0.001, 0.0026, 0.0026])
     words = [str(video), "--output_dir", str(tmp_path), "--no_page", "--snap", "0"]
     assert clips.main(words, lambda video: Judged(scores)) == 0
@@ -332,7 +330,7 @@ def test_junk_does_not_fill_up_the_clips(video: Path, tmp_path: Path, capsys: py
     assert len(json.loads((tmp_path / "all/a talk/clips.json").read_text())["clips"]) == 3
 
 
-def test_the_floor_follows_what_the_run_gave_to_held_out_videos() -> None:
+def test_the_floor_follows_the_scores_of_held_out_videos() -> None:
     moments = [Moment(0, 4, 0.6), Moment(10, 14, 0.4), Moment(20, 24, 0.2)]
     kept, why = without_low(moments, Calibration(highlights=0.9, others=0.1))
     assert kept == moments[:2] and "highlights score 0.90 on average and other clips 0.10" in why and "0.30" in why
@@ -342,7 +340,7 @@ def test_the_floor_follows_what_the_run_gave_to_held_out_videos() -> None:
     assert without_low([], None) == ([], "")
 
 
-def test_the_calibration_is_that_of_the_step_that_judges(tmp_path: Path) -> None:
+def test_the_calibration_is_that_of_the_step_in_use(tmp_path: Path) -> None:
     lines = [
         {"step": 10, "eval/score_of_highlights": 0.4, "eval/score_of_others": 0.3},
         {"step": 15, "loss": 1.0},
@@ -385,7 +383,7 @@ def test_a_run_of_the_mirror_set_warns_of_other_videos(
     assert capsys.readouterr().err == ""
 
 
-def test_what_fails_half_way_leaves_nothing(video: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_half_way_leaves_no_files(video: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -395,14 +393,16 @@ def test_what_fails_half_way_leaves_nothing(video: Path, tmp_path: Path, monkeyp
     assert os.listdir(tmp_path) == []
 
 
-def test_a_run_that_is_none_is_refused(video: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_not_a_run_is_rejected(
+    video: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["clips", str(video), "--run", str(tmp_path), "--output_dir", str(tmp_path / "out")]) == 2
     assert "run.json" in capsys.readouterr().err and not (tmp_path / "out").exists()
     with pytest.raises(ConfigError, match="--device nonsense"):
         clips.main([str(video), "--run", str(tmp_path), "--output_dir", str(tmp_path / "o"), "--device", "nonsense"])
 
 
-def test_a_run_of_another_recipe_and_a_step_that_is_not_there_are_named(
+def test_runs_of_other_recipes_and_missing_steps_are_rejected_by_name(
     video: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["clips", str(video), "--run", str(tmp_path), "--output_dir", str(tmp_path / "out")]
@@ -447,7 +447,7 @@ def test_a_browser_plays_the_clips_and_the_keyboard_reaches_them(browser: Browse
         "return [v.videoWidth, v.videoHeight, v.error]; })()"
     )
     assert played == [160, 90, None]
-    # It must not come to the place by playing up to it.
+    # The player must seek to the position, not play up to it.
     browser.ask("document.getElementById('whole').play = async () => {}; document.getElementById('whole').focus()")
     for _ in range(20):
         browser.press("Tab")
@@ -456,7 +456,7 @@ def test_a_browser_plays_the_clips_and_the_keyboard_reaches_them(browser: Browse
     assert browser.ask("document.activeElement.getAttribute('aria-label')").startswith("Clip 1: 0:04 to 0:08")
     browser.press("Enter")
     browser.wait("document.getElementById('whole').currentTime == 4")
-    assert browser.ask("location.href") == address  # it was sought, not left
+    assert browser.ask("location.href") == address  # the player has seeked there
     browser.ask(
         "(() => { const s = document.querySelector('svg'), b = s.getBoundingClientRect(); s.dispatchEvent(new "
         "MouseEvent('click', {clientX: b.left + b.width * 0.5, clientY: b.bottom - 5, bubbles: true})); })()"
@@ -465,7 +465,7 @@ def test_a_browser_plays_the_clips_and_the_keyboard_reaches_them(browser: Browse
     asked = [e["params"]["request"]["url"] for e in browser.events if e["method"] == "Network.requestWillBeSent"]
     assert len(asked) > 3 and all(url.startswith((done.parent.parent.as_uri(), "data:")) for url in asked), asked
     wrong = [e["params"]["entry"]["text"] for e in browser.events if e["method"] == "Log.entryAdded"]
-    assert not wrong  # the page's own policy forbids nothing of it
+    assert not wrong  # the page's content security policy allows all of its content
 
 
 def test_a_browser_shows_a_copy_from_where_its_moment_begins(browser: Browser, video: Path, tmp_path: Path) -> None:
@@ -478,7 +478,7 @@ def test_a_browser_shows_a_copy_from_where_its_moment_begins(browser: Browser, v
     assert begins == pytest.approx(clip["start"] - clip["file_start"], abs=0.05) and begins > 0.4
 
 
-def test_the_page_has_a_dark_and_a_light_side_and_fits_a_phone(browser: Browser, done: Path) -> None:
+def test_the_page_has_a_dark_and_a_light_mode_and_fits_a_phone(browser: Browser, done: Path) -> None:
     browser("Page.navigate", url=(done / "page.html").as_uri())
     browser.wait("document.readyState == 'complete' && !!document.querySelector('.clips')")
     grounds = []
@@ -491,7 +491,7 @@ def test_the_page_has_a_dark_and_a_light_side_and_fits_a_phone(browser: Browser,
     letters = browser.ask(
         "[...document.querySelectorAll('svg text')].map(t => t.getBoundingClientRect().height).filter(h => h)"
     )
-    assert len(letters) >= 8 and min(letters) >= 12  # as large as anywhere
+    assert len(letters) >= 8 and min(letters) >= 12  # as large as on other pages
     ends = browser.ask(
         "[...document.querySelectorAll('.timeline g text')].map(t => t.getBoundingClientRect()).filter(b => b.width)"
         ".map(b => [b.left, b.right])"

@@ -64,7 +64,7 @@ def runs(root: Path) -> dict[str, Outcome]:
     return found
 
 
-def test_it_learns_what_no_statistic_tells(runs: dict[str, Outcome]) -> None:
+def test_it_learns_what_no_statistic_reveals(runs: dict[str, Outcome]) -> None:
     last = runs["one"].evaluations()[-1]
     assert last["eval/mAP"] >= 0.95
     for scorer in ("random", "centre", "earliest", "frame_difference", "loudness"):
@@ -85,7 +85,7 @@ def test_two_ranks_learn_like_one(name: str, runs: dict[str, Outcome]) -> None:
     assert runs[name].evaluations()[-1]["eval/mAP"] >= 0.95
 
 
-def test_long_videos_are_learned_from_in_windows(runs: dict[str, Outcome]) -> None:
+def test_long_videos_are_trained_on_in_windows(runs: dict[str, Outcome]) -> None:
     assert windows_of(12, 5) == [(0, 5), (2, 7), (4, 9), (6, 11), (7, 12)]
     assert windows_of(5, 5) == [(0, 5)]
     assert windows_of(3, 5) == [(0, 3)]
@@ -123,7 +123,7 @@ def test_a_video_without_sound_is_scored_from_the_features_that_training_reads(r
     assert not scored.has_sound
 
 
-def test_what_a_run_says_of_held_out_videos_is_written_for_qvhighlights_evaluation(
+def test_predictions_for_held_out_videos_are_written_in_the_qvhighlights_format(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told = {"duration": 24, "relevant_clip_ids": [1], "saliency_scores": [[4, 4, 4]]}
@@ -157,7 +157,7 @@ def test_a_run_on_features_from_files_says_how_to_cut_videos(root: Path) -> None
         score(recipe, model, root / "videos" / "train_0000.mp4", "cpu")
 
 
-def test_windows_that_overlap_say_one_thing() -> None:
+def test_logits_of_overlapping_windows_are_averaged() -> None:
     torch.manual_seed(0)
     model = Scorer({"stats": (3,)}, 16, 1, 2, 0.0).eval()
     inputs = {"stats": torch.randn(2, 30, 3)}
@@ -165,7 +165,7 @@ def test_windows_that_overlap_say_one_thing() -> None:
         whole, parts = logits_of(model, inputs, 64), logits_of(model, inputs, 10)
         torch.testing.assert_close(whole, model(inputs))
         assert parts.shape == whole.shape
-        model.blocks = torch.nn.ModuleList()  # now clips know nothing of each other, and windows cannot matter
+        model.blocks = torch.nn.ModuleList()  # now clips do not affect each other, so windows cannot matter
         torch.testing.assert_close(logits_of(model, inputs, 10), model(inputs))
         assert window_logits(model, model.encode(inputs)[:, :1], 10).shape == (2, 1)
 
@@ -220,12 +220,12 @@ def test_shuffling_keeps_each_videos_scores() -> None:
         ({"window": 1}, "at least 2"),
     ],
 )
-def test_what_cannot_be_is_refused(changes: dict[str, Any], expected: str) -> None:
+def test_invalid_settings_are_rejected(changes: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
         check_config(Config(**{"data_path": "mirror", **changes}))
 
 
-def test_all_labels_of_a_video_are_on_one_side(root: Path) -> None:
+def test_all_labels_of_a_video_are_in_one_split(root: Path) -> None:
     train, held_out = read_splits(Config(data_path=str(root / "videos"), num_eval=3), root, print)
     assert (len(train), len(held_out)) == (17, 3)
     assert not {each.name for each in train} & {each.name for each in held_out}
@@ -233,7 +233,7 @@ def test_all_labels_of_a_video_are_on_one_side(root: Path) -> None:
         read_splits(Config(data_path=str(root / "videos"), num_eval=20), root, print)
 
 
-def test_that_nothing_is_held_out_is_said(root: Path, tmp_path: Path) -> None:
+def test_a_run_without_held_out_videos_prints_a_note(root: Path, tmp_path: Path) -> None:
     lines = (root / "videos" / "labels.csv").read_text().splitlines()
     few = [line for line in lines if line.startswith(("video,", "train_0000", "train_0001", "train_0002"))]
     (tmp_path / "few.csv").write_text("\n".join(few) + "\n")

@@ -1,4 +1,4 @@
-"""The mirror set is what it says: real videos, the same every time, and no statistic tells highlights from decoys."""
+"""The mirror set consists of real videos, is deterministic, and no statistic distinguishes highlights from decoys."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from unisono.recipes.clips.video.clips import clips, facts
 
 
 def auc(left: NDArray[np.floating], right: NDArray[np.floating]) -> float:
-    """How often a value of the left is above one of the right."""
+    """The fraction of pairs in which the left value is larger."""
     difference = np.asarray(left, float)[:, None] - np.asarray(right, float)[None]
     return float(((difference > 0) + 0.5 * (difference == 0)).mean())
 
@@ -36,7 +36,7 @@ def mirror(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def table(folder: Path, num_videos: int, seed: int, pattern: str = "motion") -> tuple[NDArray[np.floating], ...]:
-    """The statistics of all clips as they come out of the files, and their kinds."""
+    """The statistics of all clips, extracted from the files, and their kinds."""
     rows, kinds = [], []
     for number in range(num_videos):
         for frames, sound in clips(folder / f"train_{number:04d}.mp4", 2.0, 8, (32, 32), 16_000):
@@ -61,25 +61,27 @@ def measured(mirror: Path) -> tuple[NDArray[np.floating], ...]:
     return table(mirror, 8, 3)
 
 
-def test_no_statistic_tells_highlights_from_decoys(measured: tuple[NDArray[np.floating], ...]) -> None:
+def test_no_statistic_distinguishes_highlights_from_decoys(measured: tuple[NDArray[np.floating], ...]) -> None:
     values, kinds = measured
     assert (kinds == HIGHLIGHT).sum() == (kinds == DECOY).sum() == 48
     for name in STATS:
         separation = auc(values[kinds == HIGHLIGHT, STATS.index(name)], values[kinds == DECOY, STATS.index(name)])
-        room = 0.05 if name in ("luma", "frame_difference", "loudness") else 0.1  # 48 pairs: chance alone is 0.06
+        room = 0.05 if name in ("luma", "frame_difference", "loudness") else 0.1  # 0.06 is chance with 48 pairs
         assert abs(separation - 0.5) < room, (name, separation)
 
 
-def test_motion_tells_both_from_calm_and_loudness_tells_nothing(measured: tuple[NDArray[np.floating], ...]) -> None:
-    # So that half of what a scorer by motion points at is right, and of one by loudness what chance makes right.
+def test_motion_distinguishes_calm_clips_and_loudness_distinguishes_nothing(
+    measured: tuple[NDArray[np.floating], ...],
+) -> None:
+    # So a scorer by motion is right half of the time, and one by loudness as often as chance.
     values, kinds = measured
     motion, loudness = (values[:, STATS.index(name)] for name in ("frame_difference", "loudness"))
     assert auc(motion[kinds != CALM], motion[kinds == CALM]) > 0.99
     assert 0.38 < auc(loudness[kinds != CALM], loudness[kinds == CALM]) < 0.62
 
 
-def test_the_direction_of_the_motion_tells_them_apart(mirror: Path) -> None:
-    """The pattern is there to be found: the angle by which the dot goes on, from the pictures in the files."""
+def test_the_direction_of_motion_distinguishes_highlights_from_decoys(mirror: Path) -> None:
+    """The pattern can be detected: the rotation angle of the dot, measured in the decoded frames."""
     x, y = np.meshgrid(*[np.arange(32) - 15.5] * 2)
     for number in range(3):
         kinds = plan(3, "train", number).kinds
@@ -112,11 +114,11 @@ def test_the_same_seed_gives_the_same_set_and_another_one_another(tmp_path: Path
     np.testing.assert_array_equal(sound_of(same), sound_of(again))
     assert not np.array_equal(same.kinds, plan(5, "train", 1).kinds)
     assert not np.array_equal(same.kinds, plan(5, "test", 2).kinds)
-    # As it is today, on every machine and with every numpy.
+    # Fixed values: the same on every machine and with every version of numpy.
     assert np.flatnonzero(plan(0, "train", 0).kinds == HIGHLIGHT).tolist() == [0, 13, 14, 19, 25, 29]
 
 
-def test_with_the_pattern_in_the_sound_only_the_sound_tells(tmp_path: Path) -> None:
+def test_with_the_pattern_in_the_sound_only_the_sound_distinguishes(tmp_path: Path) -> None:
     make(tmp_path / "s", 4, seed=2, pattern="sound")
     values, kinds = table(tmp_path / "s", 4, 2, "sound")
     for name in STATS:
@@ -131,13 +133,13 @@ def test_with_the_pattern_in_the_sound_only_the_sound_tells(tmp_path: Path) -> N
     assert auc(np.array(rising)[kinds == HIGHLIGHT], np.array(rising)[kinds == DECOY]) == 1.0
 
 
-def test_with_no_pattern_neither_motion_nor_sound_tells() -> None:
+def test_without_a_pattern_neither_motion_nor_sound_distinguishes() -> None:
     turned, swept = [], []
     for number in range(40):
         shown = plan(0, "train", number, pattern="none")
         highlights, decoys = shown.kinds == HIGHLIGHT, shown.kinds == DECOY
         assert np.abs(shown.turns[highlights | decoys]).min() >= 0.7 > np.abs(shown.turns[shown.kinds == CALM]).max()
-        assert sorted(shown.turns[highlights]) == sorted(-shown.turns[decoys])  # twins are mirror images all the same
+        assert sorted(shown.turns[highlights]) == sorted(-shown.turns[decoys])  # highlights mirror decoys
         turned += [*(shown.turns[highlights] > 0)]
         swept += [*(shown.sweeps[highlights] > 0)]
     assert 0.4 < np.mean(turned) < 0.6 and 0.4 < np.mean(swept) < 0.6
@@ -146,18 +148,18 @@ def test_with_no_pattern_neither_motion_nor_sound_tells() -> None:
 def test_noise_hides_the_dot() -> None:
     shown = plan(0, "train", 0)
     clear, light, heavy = (frames_of(shown, noise=noise).astype(float) for noise in (0.0, 0.05, 2.0))
-    assert np.std(light - clear) == pytest.approx(7, rel=0.05)  # 0.05 of 140, and the dot stays as it is
+    assert np.std(light - clear) == pytest.approx(7, rel=0.05)  # 0.05 of 140; the dot is unchanged
     ground = np.median(clear, axis=0)
     spread = np.std(heavy - ground)
     assert 25 < spread < 32
-    # Averaged over the frames of the same picture, the dot that is left: about a tenth of what it was.
+    # After averaging over frames with the same content, the contrast of the dot is about a tenth of before.
     dot = clear - ground
     left = float((dot * (heavy - ground)).sum() / (dot * dot).sum())
     assert left == pytest.approx(30 / (2 * 140), abs=0.03)
     np.testing.assert_array_equal(frames_of(shown, noise=2.0), heavy)
 
 
-def test_a_recipe_that_makes_its_videos_shows_how_many_are_done(tmp_path: Path) -> None:
+def test_generating_videos_shows_progress(tmp_path: Path) -> None:
     lines: list[str] = []
     make_mirror(Config(num_videos=4), tmp_path, Work(tmp_path, _say=lines.append))
     done = [line for line in lines if re.search(r": \d+( of \d+)? in ", line)]
@@ -167,7 +169,7 @@ def test_a_recipe_that_makes_its_videos_shows_how_many_are_done(tmp_path: Path) 
     assert lines == []  # everything exists
 
 
-def test_nothing_is_overwritten_and_mistakes_are_said(tmp_path: Path) -> None:
+def test_nothing_is_overwritten_and_mistakes_are_reported(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("mine")
     with pytest.raises(ConfigError, match="is not overwritten"):
         make(tmp_path, 1)

@@ -1,4 +1,4 @@
-"""Videos of every kind become clips of the right pictures and the right sound, in memory that does not grow."""
+"""Videos of every kind give clips with the right frames and sound, with constant memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from unisono.recipes.clips.video.clips import Reading, clips, facts, num_clips
 from unisono.recipes.common.bad_files import BadMedia
 
-CLOCKWISE = [0, 65536, 0, -65536, 0, 0, 0, 0, 1 << 30]  # what a phone that is held upright writes
+CLOCKWISE = [0, 65536, 0, -65536, 0, 0, 0, 0, 1 << 30]  # the rotation that a phone writes when it is held upright
 RATE = 8000
 
 
@@ -38,7 +38,7 @@ def film(
     sound_codec: str = "aac",
     block: int = 1024,
 ) -> Path:
-    """A video of grey pictures with a white upper quarter; `sound_at` are (time, first, last sample) that come then."""
+    """A video of grey frames with a white upper quarter; `sound_at` lists (time, first, last sample) of the sound."""
     with av.open(str(path), "w", options=muxer or {}) as container:
         stream = container.add_stream(codec, rate=fps, options={"threads": "1", "sc_threshold": "0"})
         stream.height, stream.width = size
@@ -70,12 +70,12 @@ def film(
 
 
 def damaged(path: Path) -> Path:
-    """A video of 40 s with sound; a part in its middle is overwritten, as a failing disk does it."""
+    """A video of 40 s with sound, with a part in its middle overwritten, as by a failing disk."""
     levels = [20 + number for number in range(160)]
     noise = np.random.RandomState(0).uniform(-0.5, 0.5, 40 * RATE).astype(np.float32)
     film(path, levels, sound=noise)
     content = bytearray(path.read_bytes())
-    # Each stream lies in one piece in what `film` writes, pictures first; so both get their share.
+    # `film` writes each stream contiguously, frames first, so both streams are damaged.
     with av.open(str(path)) as container:
         places = [(packet.stream.type, packet.pos) for packet in container.demux() if packet.pos is not None]
     for kind in ("video", "audio"):
@@ -97,7 +97,7 @@ def read(path: Path, seconds: float = 2.0, frames: int = 8, **settings: Any) -> 
 
 
 def levels_of(frames: NDArray[np.uint8]) -> list[int]:
-    """The greys of pictures [..., H, W, 3], below the white quarter."""
+    """The grey levels of frames [..., H, W, 3], below the white quarter."""
     low = frames[..., frames.shape[-3] // 2 :, :, :].astype(float).mean(axis=(-3, -2, -1))
     return [round(value) for value in low.flatten()]
 
@@ -106,7 +106,7 @@ def near(left: Sequence[int], right: Sequence[int]) -> bool:
     return len(left) == len(right) and all(abs(a - b) <= 3 for a, b in zip(left, right, strict=True))
 
 
-def test_clips_hold_the_pictures_in_order_and_the_last_clip_is_filled_up(tmp_path: Path) -> None:
+def test_clips_contain_the_frames_in_order_and_the_last_clip_is_padded(tmp_path: Path) -> None:
     levels = [20 + 8 * number for number in range(20)]  # 5 s
     reading, frames, sound = read(film(tmp_path / "a.mp4", levels))
     assert frames.shape == (3, 8, 16, 16, 3) and frames.dtype == np.uint8
@@ -128,15 +128,15 @@ def test_the_number_of_clips_is_the_duration_in_clips_rounded_up() -> None:
     ]
 
 
-def test_a_fast_video_gives_the_picture_on_the_screen_at_each_time(tmp_path: Path) -> None:
+def test_a_fast_video_gives_the_frame_on_screen_at_each_time(tmp_path: Path) -> None:
     levels = [20 + number * 37 % 200 for number in range(120)]
     _, frames, _ = read(film(tmp_path / "a.mp4", levels, fps=30), seconds=1.0, frames=4)
-    # After 0, 7.5, 15 and 22.5 pictures of each second; of those that are half over, it is still the one.
+    # After 0, 7.5, 15 and 22.5 frames of each second; halfway through a frame, that frame is still on screen.
     assert near(levels_of(frames), [levels[30 * clip + place] for clip in range(4) for place in (0, 7, 15, 22)])
 
 
 @pytest.mark.parametrize("name", ["a.mp4", "a.mkv"])
-def test_with_a_variable_frame_rate_a_picture_stays_until_the_next_one(tmp_path: Path, name: str) -> None:
+def test_with_a_variable_frame_rate_a_frame_stays_until_the_next_one(tmp_path: Path, name: str) -> None:
     times = [0.0, 0.1, 0.2, 1.6, 1.7, 3.9, 4.4, 4.5]
     levels = [20, 40, 60, 80, 100, 120, 140, 160]
     reading, frames, _ = read(film(tmp_path / name, levels, times=times))
@@ -145,22 +145,22 @@ def test_with_a_variable_frame_rate_a_picture_stays_until_the_next_one(tmp_path:
     assert 4.5 < reading.duration < 6
 
 
-def test_a_phone_held_upright_gives_upright_pictures(tmp_path: Path) -> None:
+def test_a_phone_held_upright_gives_upright_frames(tmp_path: Path) -> None:
     path = film(tmp_path / "a.mp4", [60] * 8, matrix=CLOCKWISE)
     told = facts(path)
     assert (told.height, told.width) == (48, 32)
     _, frames, _ = read(path, size=(24, 16))
     assert frames.shape[2:4] == (24, 16)
-    # The white upper quarter lies on the right when the picture is turned clockwise.
+    # The white upper quarter is on the right after rotating the frame clockwise.
     assert frames[0, 0, :, -3:].mean() > 220 and frames[0, 0, :, :8].mean() < 90
 
 
-def test_one_number_for_the_size_keeps_the_proportions(tmp_path: Path) -> None:
+def test_a_single_size_preserves_the_aspect_ratio(tmp_path: Path) -> None:
     _, frames, _ = read(film(tmp_path / "a.mp4", [60] * 8), size=20)
     assert frames.shape[2:4] == (20, 30)
 
 
-def test_flash_and_beep_arrive_together(tmp_path: Path) -> None:
+def test_flash_and_beep_are_in_sync(tmp_path: Path) -> None:
     levels, sound = [30] * 48, np.zeros(6 * RATE, np.float32)
     for at in (1.0, 3.5, 4.875):
         levels[round(at * 8)] = 230
@@ -168,7 +168,7 @@ def test_flash_and_beep_arrive_together(tmp_path: Path) -> None:
     for name, muxer in (("a.mp4", {}), ("a.mkv", {}), ("a.ts", {}), ("b.mp4", {"movflags": "faststart"})):
         path = film(tmp_path / name, levels, fps=8, sound=sound, muxer=muxer)
         reading, frames, heard = read(path, frames=16, rate=16_000)
-        assert reading.has_sound and len(frames) == 3  # also of a .ts, whose clock begins at 1.4 s
+        assert reading.has_sound and len(frames) == 3  # also for a .ts file, whose timestamps begin at 1.4 s
         flashes = [number / 8 for number, level in enumerate(levels_of(frames)) if level > 150]
         loud = np.abs(heard.reshape(-1)).reshape(-1, 160).max(1) > 0.2  # of 10 ms each
         beeps = [number / 100 for number in range(1, len(loud)) if loud[number] and not loud[number - 1]]
@@ -176,29 +176,29 @@ def test_flash_and_beep_arrive_together(tmp_path: Path) -> None:
         assert len(beeps) == 3 and all(abs(a - b) < 0.03 for a, b in zip(flashes, beeps, strict=True)), (name, beeps)
 
 
-def test_gaps_in_the_sound_are_silent_and_sound_that_begins_later_stays_there(tmp_path: Path) -> None:
+def test_gaps_in_the_sound_are_silent_and_late_sound_keeps_its_time(tmp_path: Path) -> None:
     parts = [(1.0, 0, RATE), (4.0, RATE, 2 * RATE)]
     path = film(tmp_path / "a.mkv", [60] * 24, sound=tone(2.0), sound_at=parts, sound_codec="pcm_s16le")
     _, _, heard = read(path, seconds=1.0)
     assert [bool(np.abs(clip).max() > 0.1) for clip in heard] == [False, True, False, False, True, False]
 
 
-def test_whole_milliseconds_tear_no_holes_into_sound(tmp_path: Path) -> None:
-    # Blocks of 127.6 ms, whose times such a file rounds.
+def test_rounded_timestamps_cause_no_gaps_in_the_sound(tmp_path: Path) -> None:
+    # Blocks of 127.6 ms, whose timestamps such a file rounds.
     path = film(tmp_path / "a.mkv", [60] * 16, sound=tone(4.0), sound_codec="pcm_s16le", block=1021)
     _, _, heard = read(path)
     assert np.abs(heard.reshape(-1) - tone(4.0)).max() < 1e-3
-    quiet = np.abs(heard.reshape(-1)).reshape(-1, 16).max(1) < 0.05  # 16 samples hold most of a wave
+    quiet = np.abs(heard.reshape(-1)).reshape(-1, 16).max(1) < 0.05  # 16 samples contain most of a wave
     assert not quiet[2:-2].any()
 
 
-def test_sound_that_goes_on_after_the_pictures_is_no_damage(tmp_path: Path) -> None:
+def test_sound_after_the_last_frame_is_not_damage(tmp_path: Path) -> None:
     path = film(tmp_path / "a.mkv", [60] * 16, sound=tone(9.0), sound_codec="pcm_s16le")
     reading, frames, _ = read(path)
     assert len(frames) == 2 and not reading.remark
 
 
-def test_a_file_of_sound_only_is_refused(tmp_path: Path) -> None:
+def test_a_file_with_sound_only_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "a.mp4"
     with av.open(str(path), "w") as container:
         stream = container.add_stream("aac", rate=RATE, layout="mono")
@@ -211,7 +211,7 @@ def test_a_file_of_sound_only_is_refused(tmp_path: Path) -> None:
         clips(path, 2.0, 8, (16, 16), RATE)
 
 
-def test_what_is_no_video_is_named_in_one_line(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_video_is_reported_in_one_line(tmp_path: Path) -> None:
     film(tmp_path / "real.mp4", [60] * 8)
     (tmp_path / "empty.mp4").write_bytes(b"")
     (tmp_path / "text.mp4").write_text("hello")
@@ -224,7 +224,7 @@ def test_what_is_no_video_is_named_in_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.mp4", "a.mkv"])
-def test_of_a_file_that_is_cut_off_what_is_readable_is_used_and_that_is_said(tmp_path: Path, name: str) -> None:
+def test_the_readable_part_of_a_truncated_file_is_used_and_reported(tmp_path: Path, name: str) -> None:
     levels = [20 + number for number in range(160)]  # 40 s
     noise = np.random.RandomState(0).uniform(-0.5, 0.5, 40 * RATE).astype(np.float32)
     muxer = {"movflags": "faststart"} if name.endswith("mp4") else {}
@@ -239,7 +239,7 @@ def test_of_a_file_that_is_cut_off_what_is_readable_is_used_and_that_is_said(tmp
     assert near(levels_of(frames)[: shown - 4], levels[: shown - 4])
 
 
-def test_a_damaged_place_costs_a_moment_and_not_the_rest(tmp_path: Path) -> None:
+def test_damage_in_one_place_does_not_affect_the_rest(tmp_path: Path) -> None:
     levels = [20 + number for number in range(160)]
     path = film(tmp_path / "a.mkv", levels)
     content = bytearray(path.read_bytes())
@@ -251,7 +251,7 @@ def test_a_damaged_place_costs_a_moment_and_not_the_rest(tmp_path: Path) -> None
     assert near(levels_of(frames)[-16:], levels[-16:])
 
 
-def test_what_cannot_be_decoded_is_counted_in_pictures_and_in_sound(tmp_path: Path) -> None:
+def test_undecodable_frames_and_sound_are_counted(tmp_path: Path) -> None:
     path = damaged(tmp_path / "a.mp4")
     reading, frames, heard = read(path)
     assert len(frames) == 20 and reading.duration == pytest.approx(40, abs=0.5)
@@ -264,12 +264,12 @@ def test_what_cannot_be_decoded_is_counted_in_pictures_and_in_sound(tmp_path: Pa
                 missing -= len(packet.decode())
     assert damage.frames_missing == missing > 10
     assert 5 < damage.sound_seconds_missing < 20 and damage.sound_seconds == pytest.approx(40, abs=0.5)
-    assert reading.has_sound and np.abs(heard[-1]).max() > 0.1  # what comes after the damage is heard
+    assert reading.has_sound and np.abs(heard[-1]).max() > 0.1  # the sound after the damage is decoded
     assert f"{missing} of 160 frames and {damage.sound_seconds_missing:.1f} of" in reading.remark
     assert str(path) in reading.remark and reading.remark.endswith("the rest is used")
 
 
-def test_one_picture_that_cannot_be_decoded_is_one(tmp_path: Path) -> None:
+def test_a_single_undecodable_frame_is_counted_once(tmp_path: Path) -> None:
     path = film(tmp_path / "a.mkv", [20 + number for number in range(160)])
     content = bytearray(path.read_bytes())
     middle = len(content) // 2
@@ -278,7 +278,7 @@ def test_one_picture_that_cannot_be_decoded_is_one(tmp_path: Path) -> None:
     assert "1 frame cannot be decoded" in read(path)[0].remark
 
 
-def test_a_file_without_its_table_of_contents_is_called_incomplete(tmp_path: Path) -> None:
+def test_a_file_without_its_index_is_reported_as_incomplete(tmp_path: Path) -> None:
     path = film(tmp_path / "a.mp4", [60] * 160)
     content = path.read_bytes()
     path.write_bytes(content[: len(content) // 2])

@@ -1,4 +1,4 @@
-"""Config: one value for every field, whatever it came from, and one clear line when it cannot be had."""
+"""Config: one value for every field, whatever its source, and a one-line error if it is invalid."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def error_of(kind: type[UserError] = ConfigError, classes: list[type] = BOTH, **
     return message
 
 
-# --- where values come from
+# --- sources of values
 
 
 def test_flags_win_over_the_file_over_the_recipe_over_the_defaults(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_with_values_changes_a_copy() -> None:
         first.with_values("launcher", mixed_precision="fp8")
 
 
-# --- what words mean
+# --- parsing of text
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_false_means_no_where_no_is_a_choice() -> None:
     assert resolve(BOTH, overrides={"mixed_precision": False}).values["mixed_precision"] == "no"
 
 
-# --- what goes wrong
+# --- errors
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_false_means_no_where_no_is_a_choice() -> None:
         ("--extra=a", "extra: a mapping can only be set in a config file, not with --extra"),
     ],
 )
-def test_a_wrong_flag_is_one_line_with_the_fix(words: str, message: str) -> None:
+def test_an_invalid_flag_is_one_line_with_the_fix(words: str, message: str) -> None:
     assert error_of(flags=words.split()) == message
 
 
@@ -271,9 +271,9 @@ def test_a_wrong_flag_is_one_line_with_the_fix(words: str, message: str) -> None
         ("batch_size: true", "batch_size: expected a whole number, got 'true' (from {file})"),
         ("batch_size:", "batch_size: expected a whole number, got None (from {file})"),
         ("betas: {a: 1}", "betas: expected 2 values (a number, a number), got {{'a': '1'}} (from {file})"),
-        ("seed: 1\nseed: 2", "config file {file}, line 2: the key 'seed' is given twice"),
-        ("extra:\n  a: 1\n  a: 2", "config file {file}, line 3: the key 'a' is given twice"),
-        ("num-epochs: 1\nnum_epochs: 2", "num_epochs is given twice in {file}, with a hyphen and with an underscore"),
+        ("seed: 1\nseed: 2", "config file {file}, line 2: the key 'seed' occurs twice"),
+        ("extra:\n  a: 1\n  a: 2", "config file {file}, line 3: the key 'a' occurs twice"),
+        ("num-epochs: 1\nnum_epochs: 2", "num_epochs is set twice in {file}, with a hyphen and with an underscore"),
         ("seed: 1\nsizes: [1,\nname: x", "config file {file}, line 3: "),
         ("seed: 1\nname: 'a\0b'", "config file {file}, line 2: the character '\\x00' is not allowed in YAML"),
         ("- 1", "config file {file} must hold a mapping of fields to values, such as `batch_size: 4`"),
@@ -282,7 +282,7 @@ def test_a_wrong_flag_is_one_line_with_the_fix(words: str, message: str) -> None
         ("extra: {a: .nan}", "extra: expected finite numbers, text, true, false, none, or lists and mappings"),
     ],
 )
-def test_a_wrong_yaml_file_is_one_line_with_the_place(tmp_path: Path, text: str, message: str) -> None:
+def test_an_invalid_yaml_file_is_one_line_with_the_location(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(text)
     assert error_of(file=file).startswith(message.format(file=file))
@@ -293,12 +293,12 @@ def test_a_wrong_yaml_file_is_one_line_with_the_place(tmp_path: Path, text: str,
     [
         ('{"seed": true}', "seed: expected a whole number, got True (from {file})"),
         ('{"seed": 1,\n}', "config file {file}, line 2: "),
-        ('{"seed": 1, "seed": 2}', "config file {file}, the key 'seed' is given twice"),
+        ('{"seed": 1, "seed": 2}', "config file {file}, the key 'seed' occurs twice"),
         ("[1]", "config file {file} must hold a mapping"),
         ("[" * 100_000, "config file {file} is nested too deeply"),
     ],
 )
-def test_a_wrong_json_file_is_one_line_with_the_place(tmp_path: Path, text: str, message: str) -> None:
+def test_an_invalid_json_file_is_one_line_with_the_location(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "config.json"
     file.write_text(text)
     assert error_of(file=file).startswith(message.format(file=file))
@@ -316,12 +316,15 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     assert error_of(file=tmp_path / "latin.yaml").endswith("is not UTF-8 text")
 
 
-def test_wrong_overrides_and_recipe_defaults_say_so() -> None:
+def test_errors_in_overrides_and_recipe_defaults_name_their_source() -> None:
     assert (
         error_of(overrides={"bach_size": 1})
-        == "unknown field bach_size in the given settings; did you mean batch_size?"
+        == "unknown field bach_size in the settings passed in Python; did you mean batch_size?"
     )
-    assert error_of(overrides={"seed": True}) == "seed: expected a whole number, got True (from the given settings)"
+    assert (
+        error_of(overrides={"seed": True})
+        == "seed: expected a whole number, got True (from the settings passed in Python)"
+    )
     message = error_of(RecipeError, recipe_defaults={"bach_size": 1})
     assert message == "unknown field bach_size in the recipe's defaults; did you mean batch_size?"
 
@@ -379,7 +382,7 @@ class Checked:
             raise ValueError("rate must be\nat most 1")
 
 
-def test_a_field_without_default_must_be_given() -> None:
+def test_a_field_without_a_default_is_required() -> None:
     assert error_of(classes=[Checked]) == "folder is required: a path; set it with --folder or in a config file"
     assert resolve([Checked], flags=["--folder", "a"]).build(Checked) == Checked(Path("a"))
     assert "--folder path  (required)" in help_text([Checked], {})
@@ -513,7 +516,7 @@ def test_json_keeps_values_and_sources(chosen: dict[str, Any]) -> None:
     assert repr(again) == repr(resolved)
 
 
-def test_printed_settings_load_again_and_say_where_they_came_from(tmp_path: Path) -> None:
+def test_printed_settings_load_again_and_name_their_sources(tmp_path: Path) -> None:
     resolved = resolve(BOTH, recipe_defaults={"batch_size": 3}, flags=["--output_dir", "runs/a", "--tf32"])
     printed = as_yaml(resolved)
     assert {"batch_size: 3  # recipe", "tf32: true  # flag", "seed: 0", "# Batch"} <= set(printed.splitlines())

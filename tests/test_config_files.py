@@ -1,4 +1,4 @@
-"""Config files as people have them: several of them, files that include others, and settings with other names."""
+"""Several config files, files that include others, and settings with aliases."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from unisono.settings import Settings
 
 
 class Words(Recipe):
-    """A recipe that knows settings under other names."""
+    """A recipe with aliases of settings."""
 
     defaults: ClassVar[Mapping[str, Any]] = {"batch_size": 2}
     aliases: ClassVar[Mapping[str, str]] = {"lr": "learning_rate", "train_batch_size": "batch_size", "broad": "wide"}
@@ -69,7 +69,7 @@ def refused(*files: Path, flags: list[str] | None = None, kind: type[Exception] 
 # --- several files
 
 
-def test_of_several_files_the_later_one_wins_and_flags_win_over_all(write: Any) -> None:
+def test_later_files_override_earlier_ones_and_flags_override_all(write: Any) -> None:
     files = [write("a.yaml", "seed: 1\nkeep_last: 1\nwidth: 1\n"), write("b.json", '{"seed": 2, "keep_last": 2}')]
     found = values(*files, flags=["--keep_last", "9"])
     assert (found["seed"], found["keep_last"], found["width"]) == (2, 9, 1)
@@ -101,21 +101,21 @@ def test_included_files_come_first_in_their_order_and_own_keys_win(write: Any) -
     assert (found["seed"], found["width"], found["keep_last"]) == (3, 2, 1)
 
 
-def test_an_include_is_found_beside_the_file_or_in_a_folder_above(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_include_is_found_in_the_files_folder_or_above(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     write("config/model/base.yaml", "width: 7\n")
     write("config/all.yaml", "seed: 7\n")
     file = write("config/model/wide.yaml", "include: [config/model/base.yaml, all.yaml]\n")
     assert (values(file)["width"], values(file)["seed"]) == (7, 7)
     write("config/model/beside.yaml", "include: base.yaml\n")
     assert values(Path("config/model/beside.yaml"))["width"] == 7
-    # From another folder too, where the include names the folder in which the file lies.
+    # Also from another folder, where the include names the folder of the file.
     place = file.resolve()
     place.write_text("include: config/model/base.yaml\n")
     monkeypatch.chdir(os.path.dirname(os.__file__))
     assert values(place)["width"] == 7
 
 
-def test_the_nearest_of_two_includes_is_taken(write: Any) -> None:
+def test_the_nearest_of_two_includes_is_used(write: Any) -> None:
     write("base.yaml", "width: 1\n")
     write("config/base.yaml", "width: 2\n")
     assert values(write("config/top.yaml", "include: base.yaml\n"))["width"] == 2
@@ -146,7 +146,7 @@ def test_an_include_does_not_leave_the_current_folder(write: Any, tmp_path: Path
     assert values(write("project/top.yaml", "include: secret.yaml\n"))["width"] == 9, "now the folder above is ours"
 
 
-def test_a_file_elsewhere_includes_only_what_lies_beside_or_below_it(write: Any, monkeypatch: Any) -> None:
+def test_a_file_elsewhere_includes_only_files_in_its_folder_or_below(write: Any, monkeypatch: Any) -> None:
     write("base.yaml", "width: 9\n")
     file = write("config/top.yaml", "include: base.yaml\n").resolve()
     write("here/x.yaml", "")
@@ -160,7 +160,7 @@ def test_a_file_elsewhere_includes_only_what_lies_beside_or_below_it(write: Any,
 
 
 @pytest.mark.parametrize("include", ["5: 6", "{a: b}", "[[a.yaml]]", '""', '"a\\0.yaml"'])
-def test_an_include_that_is_no_file_name_is_refused(write: Any, include: str) -> None:
+def test_an_include_that_is_not_a_file_name_is_rejected(write: Any, include: str) -> None:
     text = f"include:\n  {include}\n"
     assert "include: expected a file or a list of files" in refused(write("top.yaml", text))
 
@@ -179,7 +179,7 @@ def test_a_missing_include_and_too_many_are_refused(write: Any) -> None:
     assert "0.yaml includes more than 100 files" in refused(Path("0.yaml"))
 
 
-def test_an_error_names_the_included_file_that_holds_the_value(write: Any) -> None:
+def test_an_error_names_the_included_file_that_contains_the_value(write: Any) -> None:
     write("config/base.yaml", "keep_last: many\n")
     file = write("config/top.yaml", "include: base.yaml\n")
     assert refused(file) == "keep_last: expected a whole number, got 'many' (from config/base.yaml)"
@@ -199,7 +199,7 @@ def test_include_cannot_be_a_setting() -> None:
 # --- other names
 
 
-def test_another_name_works_in_a_file_as_a_flag_and_from_python(write: Any) -> None:
+def test_an_alias_works_in_a_file_as_a_flag_and_from_python(write: Any) -> None:
     assert values(write("a.yaml", "lr: 0.5\ntrain-batch-size: 64\n"))["learning_rate"] == 0.5
     assert values(Path("a.yaml"))["batch_size"] == 64
     assert values(Path("a.yaml"), flags=["--learning_rate", "2"])["learning_rate"] == 2
@@ -208,26 +208,25 @@ def test_another_name_works_in_a_file_as_a_flag_and_from_python(write: Any) -> N
     assert configure(Words, overrides={"lr": 4}).values["learning_rate"] == 4
 
 
-def test_what_is_printed_and_stored_has_our_names(write: Any) -> None:
+def test_printed_and_stored_configs_use_unisonos_names(write: Any) -> None:
     resolved = configure(Words, file=write("a.yaml", "lr: 0.5\n"), flags=["--train_batch_size", "7"])
     assert {"learning_rate: 0.5  # file", "batch_size: 7  # flag"} <= set(as_yaml(resolved).splitlines())
     stored = json.dumps(resolved.to_json())
     assert "train_batch_size" not in stored and '"lr"' not in stored
 
 
-def test_two_names_with_two_values_in_one_place_are_refused(write: Any) -> None:
+def test_two_names_of_one_setting_with_different_values_are_rejected(write: Any) -> None:
     file = write("a.yaml", "lr: 0.5\nlearning_rate: 0.25\n")
     assert refused(file) == (
-        "lr (0.5, from a.yaml) and learning_rate (0.25, from a.yaml) are two names of one setting; "
-        "leave one of them out"
+        "lr (0.5, from a.yaml) and learning_rate (0.25, from a.yaml) are names of the same setting; remove one"
     )
     assert "lr (1.0, from --lr) and learning_rate (2.0" in refused(flags=["--lr", "1", "--learning_rate", "2"])
     assert values(flags=["--lr", "1", "--learning_rate", "1.0"])["learning_rate"] == 1, "they agree"
-    with pytest.raises(ConfigError, match="two names of one setting"):
+    with pytest.raises(ConfigError, match="are names of the same setting"):
         configure(Words, overrides={"lr": 1, "learning_rate": 2})
 
 
-def test_another_name_in_a_later_place_wins(write: Any) -> None:
+def test_an_alias_in_a_later_source_wins(write: Any) -> None:
     write("base.yaml", "lr: 1\n")
     top = write("top.yaml", "include: base.yaml\nlearning_rate: 2\n")
     assert values(top)["learning_rate"] == 2
@@ -244,7 +243,7 @@ def test_an_error_about_a_value_uses_the_name_that_the_user_wrote(write: Any) ->
     assert refused(flags=["--train_batch_sise", "1"]).endswith("did you mean --train_batch_size?")
 
 
-def test_help_shows_the_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_shows_the_aliases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     lines = help_text([Settings, Words.Config], Words.defaults, Words.aliases).splitlines()
     assert "  --batch_size int  (default: 2, set by the recipe; also --train_batch_size)" in lines
@@ -254,11 +253,11 @@ def test_help_shows_the_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("aliases", "message"),
     [
-        ({"lr": "learning_rat"}, "lr is an alias of learning_rat, which is no setting; did you mean learning_rate?"),
+        ({"lr": "learning_rat"}, "lr is an alias of learning_rat, which is not a setting; did you mean learning_rate?"),
         ({"seed": "width"}, "seed cannot be an alias of width, it is a setting of RunSettings"),
     ],
 )
-def test_an_alias_of_no_setting_is_the_recipes_error(aliases: dict[str, str], message: str) -> None:
+def test_an_alias_of_an_unknown_setting_is_an_error_in_the_recipe(aliases: dict[str, str], message: str) -> None:
     with pytest.raises(RecipeError) as caught:
         resolve((Settings, Words.Config), aliases=aliases)
     assert message in str(caught.value)
@@ -272,7 +271,7 @@ def test_settings_by_name_win_over_a_config_from_python_under_any_name(monkeypat
     assert (seen[0]["learning_rate"], seen[0]["width"]) == (2, 5)
 
 
-def test_several_files_can_be_given_from_python(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_files_can_be_passed_from_python(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr("unisono.engine.start.run.start", lambda kind, resolved: seen.append(resolved.values))
     monkeypatch.setattr("unisono.engine.start.run.check_recipe", lambda kind: None)
@@ -291,7 +290,7 @@ def test_a_recipe_translates_and_rejects_keys_of_a_config_file(write: Any) -> No
     assert "unknown flag --breadth" in refused(flags=["--breadth", "1"])
 
 
-def test_each_file_is_translated_once_with_what_it_includes(write: Any) -> None:
+def test_each_file_is_translated_once_together_with_its_includes(write: Any) -> None:
     calls: list[tuple[dict[str, Any], str]] = []
 
     def translate(given: dict[str, Any], where: str) -> dict[str, Any]:

@@ -13,8 +13,9 @@ import torch
 
 import unisono
 from many_runs import Copy, Outcome, Run, identical, largest_difference, many_runs
-from recipes_for_tests import Pairs, SentenceData
+from recipes_for_tests import Pairs, PairsByRows, SentenceData, Sentences
 from unisono.checkpoint.load import load_whole
+from unisono.engine.start.registry import check_recipe
 from unisono.engine.step.accumulate import Attempt
 from unisono.engine.step.coupled import CoupledGradientAccumulator
 from unisono.errors import ConfigError, RecipeError
@@ -23,7 +24,7 @@ BATCH = 14
 EXACT = {
     "dtype": "float64",
     "global_batch_size": BATCH,
-    "num_samples": 33,  # an epoch ends inside a step
+    "num_samples": 33,  # an epoch ends in the middle of a step
     "max_steps": 5,
     "save_every": 2,
     "keep_last": 9,
@@ -37,6 +38,7 @@ LAYOUTS = {
     for strategy in (("single",) if ranks == 1 else ("ddp", "fsdp"))
 }
 ONE = "1 x 1"
+BY_ROWS = {f"{name} by rows": LAYOUTS[name] for name in ("1 x 1", "1 x 4", "2 x 1", "3 x 4", "3 x 1 by length fsdp")}
 TORN = {"torn": "4,9", "max_bad_samples": 9}
 
 
@@ -47,7 +49,7 @@ def settings(ranks: int, parts: int, by_length: bool, strategy: str) -> dict[str
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    """Every layout, and what can happen to one."""
+    """Runs with every layout, and with faults."""
     two = settings(2, 4, False, "ddp")
     wanted = [Run(name, name, layout[0], settings(*layout), recipe="Pairs") for name, layout in LAYOUTS.items()]
     one, few = settings(1, 4, False, "single"), {"num_samples": 2, "global_batch_size": 2}
@@ -66,6 +68,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
         "few samples on one": (1, settings(1, 1, False, "single") | few),
     }
     wanted += [Run(name, name, world, each, recipe="Pairs") for name, (world, each) in others.items()]
+    by_rows = {name: (layout[0], settings(*layout)) for name, layout in BY_ROWS.items()} | {
+        "by rows, no room": (2, settings(2, 1, False, "ddp") | {"room": 4}),
+        "by rows, not a number": (2, two | {"inject": "nan@rank1:step2"}),
+        "by rows, torn": (2, two | TORN),
+        "by rows, few samples": (3, settings(3, 1, False, "ddp") | few),
+    }
+    wanted += [Run(name, name, world, each, recipe="PairsByRows") for name, (world, each) in by_rows.items()]
     spoilt = two | {"inject": "nan@rank0:step2", "save_every": 1}
     wanted.append(Run("buffers", "buffers", 2, spoilt, recipe="PairsWithBuffers"))
     wanted.append(Run("went on", "went on", 3, settings(3, 1, False, "ddp"), Copy("2 x 4", 2), recipe="Pairs"))
@@ -83,7 +92,7 @@ def test_every_layout_is_the_same_run(name: str, runs: dict[str, Outcome]) -> No
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_only_one_micro_batch_keeps_its_graph(name: str, runs: dict[str, Outcome]) -> None:
-    """Each has two: of its left and its right end."""
+    """A micro-batch has two graphs, one for each half of the sentences."""
     for rank in range(LAYOUTS[name][0]):
         assert int((runs[name].record / f"graphs.{rank}").read_text()) == 2
 
@@ -101,13 +110,13 @@ def test_metrics_are_those_of_the_whole_batch(runs: dict[str, Outcome]) -> None:
 @pytest.mark.parametrize(
     "name", ["went on", "never guarded", "out of memory", "out of memory later", "static graph", "recomputed"]
 )
-def test_what_happens_to_a_run_does_not_change_it(name: str, runs: dict[str, Outcome]) -> None:
+def test_faults_do_not_change_a_run(name: str, runs: dict[str, Outcome]) -> None:
     assert runs[name].main.get("status") == "done", runs[name].main
     torch.testing.assert_close(runs[name].losses(), runs[ONE].losses(), rtol=0, atol=1e-10)
     assert largest_difference(runs[ONE].weights(), runs[name].weights()) < 1e-10
 
 
-def test_memory_ran_out_and_smaller_micro_batches_succeeded(runs: dict[str, Outcome]) -> None:
+def test_out_of_memory_is_recovered_with_smaller_micro_batches(runs: dict[str, Outcome]) -> None:
     assert len(runs["out of memory"].events("oom")) == len(runs["out of memory later"].events("oom")) == 1
 
 
@@ -128,15 +137,67 @@ def test_unreadable_samples_are_not_compared_with_others(runs: dict[str, Outcome
     assert (one.losses() - runs[ONE].losses()).abs().max() > 1e-3
 
 
-def test_rows_keep_their_type(tmp_path: Path) -> None:
-    """A truth that came as a number would be another one after `~`."""
+@pytest.mark.parametrize("name", [*BY_ROWS, "by rows, no room"])
+def test_ranks_that_share_the_comparison_train_like_one_that_does_it_whole(name: str, runs: dict[str, Outcome]) -> None:
+    whole, shared = runs[ONE], runs[name]
+    assert shared.main.get("status") == "done", shared.main
+    torch.testing.assert_close(shared.losses(), whole.losses(), rtol=0, atol=1e-10)
+    assert largest_difference(whole.weights(), shared.weights()) < 1e-10
+    assert [(line["ids"], line["even"]) for line in shared.steps()] == [
+        (line["ids"], line["even"]) for line in whole.steps()
+    ]
+
+
+@pytest.mark.parametrize("name", [name for name in BY_ROWS if "by length" not in name])
+def test_a_rank_compares_its_share_of_the_rows_one_micro_batch_at_a_time(name: str, runs: dict[str, Outcome]) -> None:
+    ranks, parts = LAYOUTS[name.removesuffix(" by rows")][:2]
+    compared, largest = [], 0
+    for rank in range(ranks):
+        ranges = [json.loads(line) for line in (runs[name].record / f"anchors.{rank}").read_text().splitlines()]
+        compared += [row for part in ranges[: len(ranges) // 5] for row in part]
+        sizes = (runs[name].record / f"largest.{rank}").read_text().splitlines()
+        largest = max([largest, *(json.loads(line)[0] for line in sizes)])
+    assert compared == list(range(BATCH))
+    assert largest == BATCH * -(-BATCH // (ranks * parts))
+
+
+def test_out_of_memory_in_a_comparison_makes_its_ranges_smaller(runs: dict[str, Outcome]) -> None:
+    assert len(runs["by rows, no room"].events("oom")) == 1
+    anchors = (runs["by rows, no room"].record / "anchors.1").read_text().splitlines()
+    assert [len(json.loads(line)) for line in anchors[:3]] == [7, 3, 4]
+
+
+def test_what_happens_to_a_shared_comparison_is_what_happens_to_a_whole_one(runs: dict[str, Outcome]) -> None:
+    assert [line["skipped"] for line in runs["by rows, not a number"].steps()] == [0, 1, 1, 1, 1]
+    for name, whole in {"by rows, torn": "torn 1", "by rows, few samples": "few samples on one"}.items():
+        torch.testing.assert_close(runs[name].losses(), runs[whole].losses(), rtol=0, atol=1e-10)
+        assert largest_difference(runs[whole].weights(), runs[name].weights()) < 1e-10
+
+
+def test_the_last_class_decides_which_of_both_methods_is_called() -> None:
+    """A class that overrides couple() of a recipe with couple_rows() would be ignored otherwise."""
+    assert PairsByRows(PairsByRows.Config()).couples_by_rows
+    assert not CouplesWhole(PairsByRows.Config()).couples_by_rows
+    assert not Pairs(Pairs.Config()).couples_by_rows and not Sentences(Sentences.Config()).couples_by_rows
+
+
+class CouplesWhole(PairsByRows):
+    """Has a loss of its own."""
+
+    def couple(self, rows: Any) -> Any:
+        loss = super().couple(rows)
+        return unisono.Loss(loss.total * 2, loss.count)
+
+
+def test_rows_keep_their_dtype(tmp_path: Path) -> None:
+    """If a boolean arrived as a number, `~` would give a wrong result."""
     AsGiven.found = {}
     unisono.train(AsGiven, batch_size=2, global_batch_size=4, max_steps=1, gpus="0", output_dir=str(tmp_path / "run"))
     assert AsGiven.found == {"even": torch.bool, "ids": torch.int64, "left": torch.float32, "right": torch.float32}
 
 
 class AsGiven(Pairs):
-    """Notes the types of rows."""
+    """Records the dtypes of rows."""
 
     found: ClassVar[dict[str, torch.dtype]] = {}
 
@@ -146,7 +207,7 @@ class AsGiven(Pairs):
 
 
 def test_out_of_memory_while_rows_are_exchanged_is_not_hidden() -> None:
-    """Others wait for this rank's rows: going on to the next question would leave them there."""
+    """The other ranks wait for this rank's rows; continuing to the next agreement would leave them waiting."""
     gradient = CoupledGradientAccumulator.__new__(CoupledGradientAccumulator)
 
     def runs_out(*arguments: Any) -> Any:
@@ -159,7 +220,7 @@ def test_out_of_memory_while_rows_are_exchanged_is_not_hidden() -> None:
 
 
 def test_dropout_is_the_same_in_both_passes(runs: dict[str, Outcome]) -> None:
-    """Otherwise the gradient would be of other rows than the loss; two runs of the same layout agree to the bit."""
+    """Otherwise gradient and loss would belong to different rows; two runs of the same layout are bit-identical."""
     once, again = runs["dropout once"], runs["dropout again"]
     assert identical(once.weights(), again.weights())
     assert (once.losses() - runs[ONE].losses()).abs().max() > 1e-3
@@ -172,8 +233,8 @@ def test_a_rank_without_samples_joins_in(runs: dict[str, Outcome]) -> None:
     assert largest_difference(one.weights(), few.weights()) < 1e-10
 
 
-def test_dropouts_gradient_is_that_of_the_loss(tmp_path: Path) -> None:
-    """A small step down the gradient lowers the loss of the same dropout by the gradient's square times the rate."""
+def test_gradients_with_dropout_match_the_loss(tmp_path: Path) -> None:
+    """With the same dropout, a small gradient step lowers the loss by the squared gradient norm times the rate."""
     common = {"global_batch_size": 12, "batch_size": 3, "num_samples": 12, "dropout": 0.4, "dtype": "float64"}
     common |= {"optimizer": "sgd", "beta1": 0.0, "weight_decay": 0.0, "grad_clip": 0.0, "lr_schedule": "constant"}
     common |= {"augment": False, "warmup_steps": 0, "gpus": "0", "noise": 0.0, "shuffle": False}
@@ -189,7 +250,7 @@ def test_dropouts_gradient_is_that_of_the_loss(tmp_path: Path) -> None:
 
 
 class SameDropout(Pairs):
-    """Begins with weights that were trained before."""
+    """Starts from trained weights."""
 
     begin_with: ClassVar[dict[str, torch.Tensor] | None] = None
 
@@ -207,7 +268,7 @@ class _Config(Pairs.Config):
 
 
 class Flawed(Pairs):
-    """A recipe of which something is wrong."""
+    """A recipe with one error."""
 
     Config = _Config
 
@@ -226,13 +287,13 @@ class Flawed(Pairs):
 
 
 class WithoutEmbed(Pairs):
-    """Has one of the two only."""
+    """Defines only one of embed() and couple()."""
 
     embed = unisono.Recipe.embed
 
 
 class Measured(Pairs):
-    """Evaluates nothing that it says how."""
+    """Has evaluation data but no evaluate()."""
 
     evaluate = unisono.Recipe.evaluate
 
@@ -255,9 +316,23 @@ def test_a_wrong_coupled_recipe_gets_a_clear_error(flaw: str, said: str, tmp_pat
         unisono.train(Flawed, flaw=flaw, batch_size=4, max_steps=1, gpus="0", output_dir=str(tmp_path / "run"))
 
 
-def test_embed_and_couple_come_together(tmp_path: Path) -> None:
+def test_embed_and_couple_must_be_defined_together(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"has no embed\(\)"):
         unisono.train(WithoutEmbed, max_steps=1, gpus="0", output_dir=str(tmp_path / "run"))
+
+
+def test_couple_rows_alone_is_enough_and_its_parameters_are_checked() -> None:
+    class OnlyRows(Sentences):
+        embed, couple_rows = Pairs.embed, PairsByRows.couple_rows
+
+    check_recipe(OnlyRows)
+
+    class OldParameters(OnlyRows):
+        def couple_rows(self, rows: Any) -> Any:  # type: ignore[override]
+            return None
+
+    with pytest.raises(RecipeError, match=r"define couple_rows\(self, rows, start, stop\)"):
+        check_recipe(OldParameters)
 
 
 def test_a_coupled_recipe_must_define_its_evaluation(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ class Waits(Fit):
 
 
 RECIPES = (Fit, FitOnDevice, Waits)
-# 29 samples, 4 times, in eights: fourteen steps of one shape and a last one of 4. The model has dropout.
+# 4 epochs of 29 samples in batches of 8: fourteen steps of one shape and a last step of 4. The model has dropout.
 RUN = {"num_epochs": 4, "global_batch_size": 8, "batch_size": 8, "deterministic": True, "strategy": "single"}
 RUN |= {"save_every": 1, "keep_last": 0, "eval_every": 5, "lr_schedule": "cosine", "warmup_steps": 3}
 # name -> recipe, world, settings
@@ -51,7 +51,7 @@ GRAPH = {"cuda_graph": True}
 
 
 def train_graphs(runs: list[dict[str, Any]], root: str) -> dict[str, Any]:
-    """In each rank: the runs, each with the number of times that a recording was replayed."""
+    """Runs in each rank: trains all runs; returns how often each replayed a recording."""
     import many_runs
     import recipes_for_tests
 
@@ -76,7 +76,7 @@ def train_graphs(runs: list[dict[str, Any]], root: str) -> dict[str, Any]:
 def outcomes(asked: Iterable[Run], root: Path) -> dict[str, Outcome]:
     asked = list(asked)
     args = {"runs": [asdict(run) for run in asked], "root": str(root)}
-    # The ranks share one GPU, also where there are more.
+    # The ranks share one GPU, even if there are more.
     results = run_ranks("train_graphs", __file__, 2, args, env={"CUDA_VISIBLE_DEVICES": "0"})
     return {
         run.name: Outcome(root / run.folder, root / run.name, [results[rank][run.name] for rank in range(run.world)])
@@ -119,12 +119,12 @@ def test_a_recorded_run_is_the_same_run_bit_by_bit(name: str, runs: dict[str, Ou
 
 @on_a_gpu
 @pytest.mark.parametrize("step", [2, 9])
-def test_a_recorded_run_goes_on_as_if_it_had_never_stopped(step: int, runs: dict[str, Outcome]) -> None:
+def test_a_recorded_run_resumes_as_if_it_had_never_stopped(step: int, runs: dict[str, Outcome]) -> None:
     same_bits(runs[f"recorded, on from {step}"], runs["data on the device"])
 
 
 @on_a_gpu
-def test_what_cannot_be_recorded_is_said(tmp_path: Path) -> None:
+def test_steps_that_cannot_be_recorded_are_reported(tmp_path: Path) -> None:
     asked = [
         Run("fsdp", "fsdp", 2, RUN | GRAPH | {"strategy": "fsdp"}, recipe="Fit"),
         Run("waits", "waits", 1, RUN | GRAPH, recipe="Waits"),
@@ -139,10 +139,10 @@ def test_what_cannot_be_recorded_is_said(tmp_path: Path) -> None:
     assert len(error.splitlines()) == 1
 
 
-def test_without_a_gpu_it_says_so_and_trains_as_usual(tmp_path: Path) -> None:
+def test_without_a_gpu_a_note_is_printed_and_training_runs_as_usual(tmp_path: Path) -> None:
     ended = command("train", TINY, "--cuda_graph", "--nproc", 1, "--output_dir", "run", cwd=tmp_path)
     assert ended.code == 0, ended.err
     assert ended.err.count("cuda_graph: there is no GPU here; steps run as usual") == 1
-    # In a process of its own too: CUDA, once it has been used in this one, cannot be hidden any more.
+    # Runs in a separate process, because CUDA cannot be hidden once this process has used it.
     assert command("train", TINY, "--nproc", 1, "--output_dir", "usual", cwd=tmp_path).code == 0
     assert losses(tmp_path / "run") == losses(tmp_path / "usual") and len(losses(tmp_path / "run")) == 4

@@ -26,7 +26,7 @@ SIZES = [1, 5]  # fewer than ranks, not divisible
 
 
 class Curves(Recipe):
-    """A line to fit, evaluated by curves whose true values are known."""
+    """Fits a line; evaluated by curves whose true values are known."""
 
     defaults = {"num_workers": 0, "log_every": 1, "tensorboard": False, "batch_size": 2, "eval_batch_size": 2}
 
@@ -55,7 +55,7 @@ class Curves(Recipe):
         found = {
             "curve": (points.sum(0), len(batch)),
             "of_one": (batch.double().sum()[None], torch.tensor([len(batch)])),
-            "by_point": ((points * late).sum(0), late.sum(0)),  # a count for each point; of one sample: none
+            "by_point": ((points * late).sum(0), late.sum(0)),  # one count per point; 0 in some batches
             "number": (batch.sum(), len(batch)),
             "noisy": (noise.uniform(LENGTH, dtype=torch.float64).sum(0), len(batch)),
         }
@@ -77,7 +77,7 @@ FLAWS: dict[str, Callable[[Tensor], dict[str, Any]]] = {
 
 
 def train_curves(runs: list[dict[str, Any]], root: str) -> dict[str, Any]:
-    """In each rank: the runs, with the recipe of this file."""
+    """Runs in each rank: trains the runs with the recipe of this file."""
     import many_runs
     import recipes_for_tests
 
@@ -98,7 +98,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     ]
     flaw = RUN | {"flaw": "another length in another batch", "eval_batch_size": 5}
     asked += [
-        # Each rank sees one batch, and only together do they find out that the curves differ.
+        # Each rank sees one batch; the difference between curves shows only across ranks.
         Run("flawed", "flawed", 2, flaw, recipe="Curves"),
         Run("best", "best", 2, RUN | {"best_metric": "eval/curve", "eval_every": 1, "max_steps": 2}, recipe="Curves"),
     ]
@@ -137,7 +137,7 @@ def test_the_best_checkpoint_is_not_chosen_by_a_curve(runs: dict[str, Outcome]) 
 
 
 @pytest.mark.parametrize("flaw", [flaw for flaw in FLAWS if flaw])
-def test_what_is_no_curve_is_refused_with_its_name(flaw: str, tmp_path: Path) -> None:
+def test_a_metric_that_is_not_a_curve_is_rejected_by_name(flaw: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"evaluate\(\): flawed ") as caught:
         unisono.train(Curves, **RUN, flaw=flaw, output_dir=str(tmp_path / "run"))  # type: ignore[arg-type]
     assert len(str(caught.value).splitlines()) == 1
@@ -204,7 +204,7 @@ def test_a_finished_run_that_is_started_again_holds_its_last_evaluation_once(tmp
 
 
 class Fails(Curves):
-    """Its second evaluation fails once, after the checkpoint of its step was saved."""
+    """The second evaluation fails once, after the checkpoint of its step was saved."""
 
     def evaluate(self, model: nn.Module, batch: Tensor, noise: Any) -> Mapping[str, Any]:
         if len(self.evaluations) == 1 and not Path(self.config.record).exists():  # type: ignore[arg-type]
@@ -213,7 +213,7 @@ class Fails(Curves):
         return super().evaluate(model, batch, noise)
 
 
-def test_an_evaluation_that_is_owed_is_done_once(tmp_path: Path) -> None:
+def test_an_evaluation_that_is_due_is_done_once(tmp_path: Path) -> None:
     settings = RUN | {"eval_every": 2, "save_every": 2, "max_steps": 6, "output_dir": str(tmp_path / "run")}
     settings |= {"record": str(tmp_path / "failed"), "async_save": False}
     with pytest.raises(TrainingFailed, match="not today"):
@@ -247,13 +247,13 @@ def test_step_0_is_evaluated_once_whatever_happens_later(tmp_path: Path) -> None
 
     unisono.train(Learning, **words, max_steps=5)
     assert [line["step"] for line in logged(tmp_path) if "eval/weight" in line] == [0, 2, 3, 4, 5]
-    shutil.rmtree(tmp_path / "checkpoints")  # as after a kill before the first checkpoint: from step 0 again
+    shutil.rmtree(tmp_path / "checkpoints")  # restarts at step 0, as after a kill before the first checkpoint
     unisono.train(Learning, **words, max_steps=2)
     assert [line["step"] for line in logged(tmp_path) if "eval/weight" in line] == [0, 2]
     assert "before training (step 0)" in write_report(tmp_path).read_text()
 
 
-def test_a_default_warm_up_takes_a_tenth_of_a_short_run_and_an_explicit_one_what_it_says(tmp_path: Path) -> None:
+def test_a_default_warm_up_is_shortened_to_a_tenth_of_a_short_run_and_an_explicit_one_is_not(tmp_path: Path) -> None:
     class Warm(Curves):
         defaults = {**Curves.defaults, "warmup_steps": 100, "learning_rate": 0.5, "eval_every": -1}
 

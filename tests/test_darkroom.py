@@ -51,7 +51,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class Recorded(Darkroom):
-    """The recipe as it is."""
+    """The unchanged recipe, recorded for comparison."""
 
     @dataclass
     class Config(Darkroom.Config):
@@ -60,7 +60,7 @@ class Recorded(Darkroom):
 
 
 def train_rooms(runs: list[dict[str, Any]], root: str) -> dict[str, Any]:
-    """In each rank: the runs."""
+    """Runs in each rank: trains the runs."""
     import many_runs
     import recipes_for_tests
 
@@ -101,13 +101,13 @@ def evaluated(outcome: Outcome) -> list[dict[str, Any]]:
 
 
 def same(one: Outcome, other: Outcome) -> None:
-    """To rounding the same losses and weights, and exactly the same games."""
+    """Checks that losses and weights agree up to rounding, and that the played episodes are identical."""
     torch.testing.assert_close(one.losses(), other.losses(), rtol=0, atol=1e-12)
     assert len(one.losses()) == STEPS
     assert largest_difference(one.weights(prefix=""), other.weights(prefix="")) < 1e-10
     for key in ("lr", "count", "samples", "accuracy"):
         assert [line[key] for line in one.steps()] == [line[key] for line in other.steps()], key
-    # What is drawn belongs to the task, not to the rank; sums of halves and quarters are exact in any order.
+    # Random numbers belong to the task, not to the rank; sums of halves and quarters are exact in any order.
     assert evaluated(one)[-1]["step"] == STEPS
     for mine, theirs in zip(evaluated(one), evaluated(other), strict=True):
         assert mine == {name: pytest.approx(value, abs=1e-15) for name, value in theirs.items()}
@@ -136,7 +136,7 @@ def test_the_loss_counts_every_position_or_one_per_context(runs: dict[str, Outco
 
 
 def test_the_schedule_ends_with_the_run_on_any_number_of_ranks(runs: dict[str, Outcome]) -> None:
-    """In the known code it runs as many times too fast as there are ranks, and rises again."""
+    """In other implementations, the schedule runs too fast by a factor of the number of ranks, and rises again."""
     cosine = [0.5 * (1 + math.cos(math.pi * step / 3)) for step in range(3)]
     for world in (1, 2):
         rates = [line["lr"] for line in runs[f"plain on {world}"].steps()]
@@ -185,12 +185,12 @@ TRAIN = ["-m", "unisono", "train", "darkroom", *(f"--{name}={value}" for name, v
 
 
 def blocks(folder: Path) -> dict[str, int]:
-    """The finished blocks, and when each was written."""
+    """The finished blocks with their modification times."""
     return {path.name: path.stat().st_mtime_ns for path in (folder / "prepared/histories").glob("tasks_*.hdf5")}
 
 
 def interrupted(cwd: Path, number: int, more: int) -> tuple[subprocess.Popen[str], dict[str, int]]:
-    """Starts the run and sends a signal when so many more blocks are there than before."""
+    """Starts the run and sends a signal once this many more blocks exist."""
     before = len(blocks(cwd / "run"))
     process = start([*TRAIN, "--output_dir", "run"], cwd=cwd)
     wait_until(lambda: len(blocks(cwd / "run")) >= before + more or process.poll() is not None, "a block")
@@ -198,6 +198,7 @@ def interrupted(cwd: Path, number: int, more: int) -> tuple[subprocess.Popen[str
     return process, blocks(cwd / "run")
 
 
+@pytest.mark.slow
 def test_stopping_or_killing_a_collection_loses_no_finished_block(tmp_path: Path) -> None:
     process, _ = interrupted(tmp_path, signal.SIGTERM, 1)
     stopped = end(process)
@@ -317,7 +318,7 @@ def test_tasks_that_are_not_played_are_not_in_the_table(tmp_path: Path) -> None:
     assert "unseen tasks" in table.read_text() and "train tasks" not in table.read_text()
 
 
-# --- what cannot be
+# --- invalid settings
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"n_transit": 7}, "n_transit: expected at least 8, got 7"),

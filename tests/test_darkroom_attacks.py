@@ -1,4 +1,4 @@
-"""What a hostile or careless user gives to darkroom, its config files and its report: one clear line, and no harm."""
+"""Hostile or careless input to darkroom, its config files and its report gives one clear line and does no harm."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ EVALUATE = TESTS.parent / "examples/darkroom/evaluate.py"
         ({"tf_n_embd": 65536}, "make a model of 17,"),
         ({"tf_n_inner": 10**30}, "tf_n_inner: expected at most"),
         ({"total_source_timesteps": 10**12}, "total_source_timesteps: expected at most"),
-        ({"total_source_timesteps": 2 * 10**9 // 2, "grid_size": 9}, "GiB of histories; expected at most 32"),
+        ({"total_source_timesteps": 2 * 10**9 // 2, "grid_size": 9}, "GiB for histories; the maximum is 32 GiB"),
         ({"eval_episodes": 10**30}, "eval_episodes: expected at most"),
         ({"eval_episodes": 10**5, "eval_repeats": 10**4}, "steps of each task per evaluation"),
         ({"source_lr": float("nan")}, "source_lr: expected a number above 0, got nan"),
@@ -111,7 +111,7 @@ def test_a_block_that_another_run_wrote_meanwhile_is_not_used(tmp_path: Path, mo
 
 
 def test_a_full_disk_is_an_error_of_one_line_and_leaves_no_file(tmp_path: Path) -> None:
-    # A limit on the size of a file fails where a full disk does, inside write().
+    # A file size limit fails like a full disk, inside write().
     program = (
         "import resource, signal, sys; from pathlib import Path; sys.path.insert(0, sys.argv[1])\n"
         "import test_darkroom_attacks as t; from unisono.errors import UserError\n"

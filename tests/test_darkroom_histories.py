@@ -1,4 +1,4 @@
-"""Histories on disk: what is written is read again, what is broken or hostile is refused, what is there is kept."""
+"""History files survive a round trip, damaged or hostile ones are rejected, and existing ones are never overwritten."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def write(path: Path, histories: Histories | None = None, room: Room = ROOM, see
 
 
 def known_file(path: Path, room: Room = ROOM, tasks: list[int] = TASKS) -> Path:
-    """A file as the known repositories write it: wide numbers, one more column, the reset state at episode ends."""
+    """A file as other implementations write it: wide integers, one more column, the reset state at episode ends."""
     histories = lived(room, tasks)
     with h5py.File(path, "w") as file:
         for index, task in enumerate(tasks):
@@ -119,7 +119,7 @@ def test_a_file_that_appears_during_the_write_is_not_overwritten(
 
 
 def test_a_failed_write_leaves_no_file(tmp_path: Path) -> None:
-    broken = replace(lived(), tasks=torch.tensor([3, 12, 12]))  # the third group cannot be made
+    broken = replace(lived(), tasks=torch.tensor([3, 12, 12]))  # creating the third group fails
     with pytest.raises(Exception, match="exist"):
         write(tmp_path / "histories.hdf5", broken)
     assert os.listdir(tmp_path) == []
@@ -258,11 +258,11 @@ def test_corrupted_bytes_never_cause_a_traceback(tmp_path: Path) -> None:
 
 
 def test_histories_of_another_environment_are_rejected(tmp_path: Path) -> None:
-    known = known_file(tmp_path / "known.hdf5")  # which does not say what room it is of
+    known = known_file(tmp_path / "known.hdf5")  # a file that does not record its environment
     for room in (Darkroom(5, 20), Darkroom(6, 10), DarkroomPermuted(5, 10)):
         with pytest.raises(UserError, match="is impossible"):
             read_histories(known, room, TASKS, 4, 50)
-    with h5py.File(known, "r+") as file:  # tasks in another order, as one of the repositories had them
+    with h5py.File(known, "r+") as file:  # tasks in the order of another implementation
         file.move("3", "x")
         file.move("12", "3")
         file.move("x", "12")
@@ -404,7 +404,7 @@ def test_a_kill_during_collection_loses_at_most_one_block(tmp_path: Path) -> Non
         process.wait()
     done = sorted(folder.glob("tasks_*.hdf5"))
     assert 2 <= len(done) < 8
-    for file in done:  # each one is whole
+    for file in done:  # each block is complete
         with h5py.File(file) as content:
             tasks = sorted(map(int, content))
         read_histories(file, Darkroom(), tasks, 30, 400)

@@ -1,4 +1,4 @@
-"""The transformer of darkroom: it never sees the future, remembers what it read, and takes x and y apart."""
+"""The transformer of darkroom: it is causal, its cache is exact, and it embeds x and y separately."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOM, BATCH, LENGTH = 5, 3, 12
 
 
 def reader(separators: bool = False, dropout: float = 0.0) -> HistoryTransformer:
-    """A small model with weights so large that everything it sees matters."""
+    """A small model with weights so large that every input affects the output."""
     torch.manual_seed(0)
     shape = Shape(ROOM, LENGTH, 16, 2, 2, 24, dropout=dropout, attention_dropout=dropout, separators=separators)
     model = HistoryTransformer(shape).double()
@@ -68,7 +68,7 @@ def test_every_part_of_the_first_token_reaches_the_last_one(column: str) -> None
 def test_logits_with_a_cache_equal_those_of_one_pass(separators: bool, first: int) -> None:
     model = reader(separators).eval()
     cache = model.new_cache(BATCH, torch.float64)
-    # Cleared, it knows nothing of what it held: the second history is as if it were the first.
+    # After clearing, the cache contains nothing of the first history.
     for seed in (1, 2):
         tokens = some_tokens(seed, separators)
         expected = model(tokens)

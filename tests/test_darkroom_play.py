@@ -1,4 +1,4 @@
-"""Playing with a cache is reading the whole context at every step, and that context is one of training."""
+"""A rollout with a cache equals recomputing the context at every step, and contexts are like those in training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HORIZON, EPISODES = 4, 7
 STEPS = HORIZON * EPISODES
 ROOM = Darkroom(3, HORIZON)
 TASKS = torch.tensor([0, 4, 5, 8])
-# Of what is played: contexts that hold 2 or 3 episodes or all, and regions of 1, 1.5 and 3 episodes.
+# Rollouts with contexts of 2, 3 or all episodes, and with regions of 1, 1.5 and 3 episodes.
 CONTEXTS: dict[str, Any] = {
     "two episodes": ("sliding", 8),
     "three episodes and a half": ("sliding", 14),
@@ -40,7 +40,7 @@ def context_of(name: str, horizon: int = HORIZON) -> SlidingContext | RegionCont
 
 
 def held(name: str, step: int, horizon: int = HORIZON) -> tuple[range, range | None]:
-    """Which steps the context holds when `step` is played: the older region (if there are regions) and the rest."""
+    """The steps in the context at `step`: the previous region (if there are regions) and the rest."""
     kind, size = CONTEXTS[name]
     if kind == "regions":
         begin = step // size * size
@@ -51,7 +51,7 @@ def held(name: str, step: int, horizon: int = HORIZON) -> tuple[range, range | N
 
 
 def tokens_at(name: str, step: int, cells: Tensor, actions: Tensor, rewards: Tensor, horizon: int = HORIZON) -> Tokens:
-    """The whole context at `step`, from all that was seen, done and earned ([rows, steps])."""
+    """The whole context at `step`, from the cells, actions and rewards so far ([rows, steps])."""
     rows = len(cells)
     current, older = held(name, step, horizon)
     first = current[0] if not older else older[0]
@@ -73,7 +73,7 @@ def tokens_at(name: str, step: int, cells: Tensor, actions: Tensor, rewards: Ten
 
 
 class Watching(nn.Module):
-    """Acts by a hash of everything in its context, and remembers what that was; it has no weights to be unsure of."""
+    """A model without weights whose action is a hash of its context; it records the context."""
 
     def __init__(self, separators: bool) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Watching(nn.Module):
 
 
 class Memory:
-    """What a Cache would hold, as tokens."""
+    """A cache that stores tokens."""
 
     def __init__(self) -> None:
         self.anew = False
@@ -102,7 +102,7 @@ class Memory:
 
     def clear(self) -> None:
         self.__init__()  # type: ignore[misc]
-        self.anew = True  # what comes next is read, not played
+        self.anew = True  # the following tokens fill the cache and are not a step
 
     def add(self, tokens: Tokens) -> None:
         for column, new in zip(self.columns, tokens, strict=True):
@@ -114,7 +114,7 @@ class Memory:
 
 
 def played_again(room: Room, tasks: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
-    """[rows, steps] what is seen and earned by these actions."""
+    """The cells and rewards [rows, steps] that these actions lead to."""
     cells, rewards = [], []
     for step in range(actions.shape[1]):
         if step % room.horizon == 0:
@@ -130,7 +130,7 @@ def test_the_context_is_right_at_every_step_of_a_rollout(name: str) -> None:
     model = Watching(separators="regions" in name)
     returns = play(model, ROOM, TASKS, chances_of(len(TASKS)), context_of(name))  # type: ignore[arg-type]
     assert len(model.contexts) == STEPS
-    # What was done at a step stands in the context of the next one; what was seen at a step is its last token.
+    # The action of a step is in the context of the next step; the cell of a step is its own last token.
     done = [context.actions[:, -1] for context in model.contexts[1:]]
     actions = torch.stack([*done, done[-1]], dim=1)
     cells, rewards = played_again(ROOM, TASKS, actions)
@@ -145,7 +145,7 @@ def test_the_context_is_right_at_every_step_of_a_rollout(name: str) -> None:
 
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_contexts_of_rollouts_equal_those_of_training(name: str) -> None:
-    """The known code trains on the state after a reset and plays with the true one; here both see the same."""
+    """Other implementations train on the state after a reset but play with the true state; here both are the same."""
     kind, size = CONTEXTS[name]
     model = Watching(separators=kind == "regions")
     play(model, ROOM, TASKS, chances_of(len(TASKS)), context_of(name))  # type: ignore[arg-type]
@@ -181,7 +181,7 @@ def random_reader(room: Room, separators: bool, context: int, seed: int = 0) -> 
 
 
 def heard(model: nn.Module) -> list[Tensor]:
-    """Where the logits of every step that is played will stand, [rows, actions] each."""
+    """Collects the logits [rows, actions] of every step that is played."""
     logits: list[Tensor] = []
 
     def note(_: nn.Module, inputs: tuple[Tokens, ...], output: Tensor) -> None:
@@ -196,7 +196,7 @@ def heard(model: nn.Module) -> list[Tensor]:
 def slowly(
     model: HistoryTransformer, room: Room, tasks: Tensor, chances: Tensor, name: str, greedy: bool
 ) -> tuple[Tensor, list[Tensor]]:
-    """Returns ([rows, episodes]) and logits of reading the whole context at every step, without a cache."""
+    """Returns [rows, episodes] and logits from recomputing the whole context at every step, without a cache."""
     cells, actions, rewards = (torch.zeros(chances.shape, dtype=torch.int64) for _ in range(3))
     all_logits = []
     for step in range(chances.shape[1]):
@@ -243,7 +243,7 @@ def test_rollouts_of_a_batch_equal_single_rollouts(name: str) -> None:
 def test_actions_are_sampled_with_the_probabilities_of_the_logits() -> None:
     probabilities = torch.tensor([0.1, 0.0, 0.45, 0.05, 0.4])
     number = 100_000
-    chances = (torch.arange(number) + 0.5) / number  # every part of [0, 1) once
+    chances = (torch.arange(number) + 0.5) / number  # evenly spaced numbers in [0, 1)
     drawn = sample(probabilities.log().expand(number, -1), chances)
     found = torch.bincount(drawn, minlength=NUM_ACTIONS) / number
     torch.testing.assert_close(found, probabilities, rtol=0, atol=3 / number)

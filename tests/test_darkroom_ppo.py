@@ -1,4 +1,4 @@
-"""PPO learners: they learn, alone and sharing a policy; their gradients are right; company does not change them."""
+"""PPO learners learn, independently or with a shared policy; gradients are right; batches do not change histories."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_hand_written_gradients_equal_those_of_autograd(entropy: float) -> None:
     cells, actions = torch.randint(25, (num, count)), torch.randint(5, (num, count))
     advantages, targets = torch.randn(num, count), torch.randn(num, count)
     now = learners.table()[0][torch.arange(num)[:, None], cells, actions]
-    before = now + 0.4 * torch.randn(num, count)  # far enough for clipping on both sides
+    before = now + 0.4 * torch.randn(num, count)  # large enough steps for clipping on both sides
 
     weights = [weight.clone().requires_grad_() for weight in learners.weights]
     loss = torch.tensor(0.0)

@@ -1,4 +1,4 @@
-"""The rooms are what the literature says, and the two ways in which they are written agree step by step."""
+"""The environments match the literature, and both implementations agree step by step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAMES = dict(zip(ROOMS, ENVIRONMENTS, strict=True))  # both in the order plain, 
 
 
 def returns_of(room: Room, tasks: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
-    """[batch] what the action sequences ([batch, steps]) earn."""
+    """The returns [batch] of action sequences [batch, steps]."""
     episode, total = room.begin(tasks), torch.zeros_like(tasks)
     for actions in sequences.T:
         episode, rewards = room.step(episode, actions)
@@ -52,12 +52,12 @@ def test_rooms_and_gymnasium_agree_step_by_step(name: str, size: int) -> None:
     room = ROOMS[name](size)
     batch = 60
     tasks = [dice.randrange(room.num_tasks) for _ in range(batch)]
-    if name == "dark_key_to_door":  # most pairs are apart and far: some that share a cell, lie close or at the start
+    if name == "dark_key_to_door":  # most pairs are far apart; these are close or share a cell
         near = [room.num_cells // 2 + offset for offset in (-size, -1, 0, 1, size)]
         tasks[:25] = [key * room.num_cells + door for key, door in itertools.product(near, near)]
     environments = [gymnasium.make(NAMES[name], task=task, size=size) for task in tasks]
     earned = 0.0
-    for skill in (0.0, 0.6, 0.95):  # a random walk alone would meet few rewards
+    for skill in (0.0, 0.6, 0.95):  # a random walk alone would find few rewards
         episode = room.begin(torch.tensor(tasks))
         seen = [environment.reset()[0].tolist() for environment in environments]
         for step in itertools.count(1):

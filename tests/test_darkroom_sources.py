@@ -1,4 +1,4 @@
-"""Source learners learn, each history by itself: what else is collected beside it does not matter."""
+"""Source learners learn, and a history does not depend on the other histories in its batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def returns(histories: Histories, room: Room) -> Tensor:
 
 
 def of_optimum(make: Callable[..., Source], room: Room, tasks: Tensor, num_steps: int = 1000) -> list[float]:
-    """Mean return of each episode as a part of the optimum, over 8 learners of each task."""
+    """Mean return of each episode as a fraction of the optimum, over 8 learners per task."""
     histories = run_learners(make, room, tasks, 8, num_steps, seed=5)
     earned = returns(histories, room).float().mean(dim=(0, 1))
     return (earned / room.optimum(tasks).float().mean()).tolist()
@@ -100,7 +100,7 @@ def test_most_steps_of_a_search_visit_a_new_cell() -> None:
     for cells, rewards in zip(histories.cells.flatten(0, 1), histories.rewards.flatten(0, 1), strict=True):
         arrived = int(rewards.nonzero()[0]) if rewards.any() else 80
         looked_at = cells[1 : arrived + 1].tolist()
-        # Corners may be left behind, and the way back to them leads over known cells.
+        # Corners may remain unvisited, and the way back to them leads over visited cells.
         assert len(set(looked_at)) >= 0.6 * len(looked_at)
 
 
@@ -108,14 +108,14 @@ def test_a_cell_without_the_key_may_still_be_the_door() -> None:
     room = DarkKeyToDoor(4, 30)
     tasks = torch.arange(room.num_tasks)
     last = returns(run_learners(lambda *a: Explorer(*a, noise=0.0), room, tasks, 1, 180, seed=4), room)[:, 0, -1]
-    assert torch.equal(last, room.optimum(tasks))  # doors beside the start were passed without the key many times
+    assert torch.equal(last, room.optimum(tasks))  # the agent passed doors near the start many times without the key
 
 
 def test_the_explorer_learns_what_every_action_does() -> None:
     room = DarkroomPermuted()
     earned = returns(run_learners(lambda *a: explorer(*a, noise=0.0), room, torch.arange(120), 2, 60, seed=4), room)
     assert (earned[:, :, 2] == 5).all()
-    assert (earned[:, :, 0] < 5).float().mean() > 0.5  # it did not know before
+    assert (earned[:, :, 0] < 5).float().mean() > 0.5  # the learner did not know it before
 
 
 @pytest.mark.parametrize("room_name", ROOMS)

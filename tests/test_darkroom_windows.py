@@ -1,4 +1,4 @@
-"""Contexts are exactly what the learners lived through: beside plain Python that cuts them sample by sample."""
+"""Contexts equal those of a plain Python reference that cuts them sample by sample."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ TASKS, STREAMS = [0, 4, 7], 2
 
 
 class Slot(NamedTuple):
-    """One token, and what is to be learned from it."""
+    """One token and its target."""
 
     cell: int
     action_before: int
     reward_before: int
     mark: int
-    action: int | None  # None: nothing is learned here
+    action: int | None  # None: this position does not count in the loss
 
 
 def lived(num_steps: int = STEPS) -> Histories:
@@ -72,7 +72,7 @@ def a_window(steps: list[tuple[int, int, int]], begin: int, length: int) -> list
 
 
 def two_regions(steps: list[tuple[int, int, int]], region: int, interval: int) -> list[Slot]:
-    """<mark> older region </mark> current region; the first region has no older one."""
+    """<mark> previous region </mark> current region; the first region has no previous one."""
     begin = region * interval
     older = steps[max(0, begin - interval) : begin]
     slots, before = [Slot(0, NO_ACTION, 0, 1, None)], (NO_ACTION, 0)
@@ -108,7 +108,7 @@ def test_windows_can_be_gathered_in_any_order() -> None:
 
 
 def test_the_end_of_an_episode_has_its_true_action_and_reward() -> None:
-    """The known code stores the reset state there and loses where the last action led."""
+    """Other implementations store the reset state there and lose the result of the last action."""
     histories = lived()
     windows = Windows.of(histories, HORIZON, STEPS)
     tokens, actions, _ = windows.gather(torch.arange(len(windows)))
@@ -160,7 +160,7 @@ def test_two_regions_equal_a_plain_python_reference(interval: int, skip: int) ->
 
 
 def test_the_usual_compressed_settings_give_contexts() -> None:
-    """240 transitions with regions of 80: the known code asks for a region of 240 and finds none."""
+    """240 transitions with regions of 80; other implementations look for a region of 240 and find none."""
     for interval in (80, 240):
         histories = run_learners(SOURCES["noise"], Darkroom(), torch.tensor([3]), 2, 1000, seed=0)
         assert len(TwoRegions.cut(histories, 20, interval)) == 2 * (1000 // interval)
@@ -177,7 +177,7 @@ def test_too_short_histories_are_rejected_with_the_name_of_the_setting() -> None
 
 
 class Scripted(torch.nn.Module):
-    """Says the same, whatever it reads."""
+    """Returns the same logits for any input."""
 
     def __init__(self, logits: torch.Tensor) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ def test_the_loss_ignores_positions_that_do_not_count(compressed: bool, position
     right = 20.0 * torch.nn.functional.one_hot(contexts.actions, 5)
     learned = torch.ones_like(contexts.actions, dtype=torch.bool) if contexts.learned is None else contexts.learned
     seen = torch.zeros_like(learned)
-    for position in range(40):  # other places each time
+    for position in range(40):  # different positions each time
         model = Scripted(torch.where(learned[..., None], right, -right))
         noise = Noise(0, torch.arange(len(windows)) + 1000 * position)
         loss = recipe.loss(model, contexts, noise)

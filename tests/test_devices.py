@@ -1,4 +1,4 @@
-"""Which GPUs to take: every `--gpus` value, CUDA_VISIBLE_DEVICES as CUDA reads it, and locks between real processes."""
+"""Choosing GPUs: every `--gpus` value, CUDA_VISIBLE_DEVICES as CUDA reads it, and locks between real processes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_auto_takes_every_free_gpu() -> None:
     assert taken(choice) == [2] and choice.requested == 1 and not choice.warnings
 
 
-def test_auto_takes_the_emptiest_with_a_warning_when_none_is_free() -> None:
+def test_auto_takes_the_gpu_with_most_free_memory_and_warns_when_none_is_free() -> None:
     choice = choose("auto", [gpu(0, 10), gpu(1, 30), gpu(2, 20)])
     assert taken(choice) == [1] and choice.requested == 1
     assert len(choice.warnings) == 1 and "GPU 1" in choice.warnings[0]
@@ -61,13 +61,13 @@ def test_auto_takes_the_emptiest_with_a_warning_when_none_is_free() -> None:
     assert taken(everything_locked) == [1] and len(everything_locked.warnings) == 1
 
 
-def test_a_count_takes_the_emptiest_in_pci_order() -> None:
+def test_a_count_takes_the_gpus_with_most_free_memory_in_pci_order() -> None:
     assert taken(choose("2", FOUR)) == [1, 3]
     assert taken(choose("2", FOUR, locked={FOUR[1].uuid})) == [2, 3]
     assert taken(choose("4", FOUR)) == [0, 1, 2, 3]
 
 
-def test_asking_for_more_than_there_are_gives_fewer_one_warning_and_remembers_the_number() -> None:
+def test_requesting_too_many_gpus_gives_fewer_with_one_warning_and_records_the_request() -> None:
     choice = choose("8", FOUR)
     assert taken(choice) == [0, 1, 2, 3] and choice.requested == 8
     assert len(choice.warnings) == 1 and "8" in choice.warnings[0] and "4" in choice.warnings[0]
@@ -95,19 +95,19 @@ def test_ids_are_taken_in_the_order_given_even_when_busy() -> None:
         ("1,,2", "is not all, auto"),
     ],
 )
-def test_a_request_that_cannot_be_met_is_refused_by_name(request_: str, names: str) -> None:
+def test_an_impossible_request_is_rejected_by_name(request_: str, names: str) -> None:
     with pytest.raises(UserError, match=names):
         choose(request_, FOUR)
 
 
-def test_hidden_gpus_keep_their_numbers_so_that_no_other_one_is_taken_by_mistake() -> None:
+def test_hidden_gpus_keep_their_numbers() -> None:
     visible = apply_mask("2,3", FOUR)
     assert taken(choose("2,", visible)) == [2]
     with pytest.raises(UserError, match="hidden by CUDA_VISIBLE_DEVICES; use one of 2, 3"):
         choose("0,", visible)
 
 
-def test_min_memory_leaves_out_full_gpus_and_says_when_none_is_left() -> None:
+def test_min_memory_skips_full_gpus_and_reports_if_none_is_left() -> None:
     assert taken(choose("all", FOUR, min_memory_gb=75)) == [1, 3]
     assert taken(choose("3", FOUR, min_memory_gb=75)) == [1, 3]
     with pytest.raises(UserError, match=r"min_memory_gb 90 .*80.0 GB on GPU 1"):
@@ -116,7 +116,7 @@ def test_min_memory_leaves_out_full_gpus_and_says_when_none_is_left() -> None:
         choose("0,1", FOUR, min_memory_gb=75)
 
 
-def test_zero_is_the_cpu_without_a_word_and_no_cuda_is_the_cpu_with_one_line() -> None:
+def test_zero_uses_the_cpu_silently_and_a_missing_gpu_uses_it_with_a_note() -> None:
     assert choose("0", FOUR) == Choice((), 0) == choose("0", [])
     for request, asked in (("auto", 0), ("all", 0), ("2", 2)):
         choice = choose(request, [])
@@ -200,7 +200,7 @@ def test_two_runs_started_together_take_different_gpus(tmp_path: Path) -> None:
             process.communicate()
 
 
-def test_a_killed_run_gives_its_gpus_back(tmp_path: Path) -> None:
+def test_a_killed_run_releases_its_gpus(tmp_path: Path) -> None:
     process = holder("auto", tmp_path)
     assert held_by(process) == [0, 1, 2, 3]
     process.kill()
@@ -211,7 +211,7 @@ def test_a_killed_run_gives_its_gpus_back(tmp_path: Path) -> None:
     assert locked_gpus(IDLE, tmp_path) == set()
 
 
-def test_explicit_ids_and_all_share_a_held_gpu_with_a_warning(tmp_path: Path) -> None:
+def test_explicit_ids_and_all_share_a_locked_gpu_with_a_warning(tmp_path: Path) -> None:
     process = holder("2,", tmp_path)
     try:
         assert held_by(process) == [2]
@@ -241,7 +241,7 @@ class NVMLError(Exception):
 
 
 def nvml_that_knows_little(*, starts: bool) -> types.ModuleType:
-    """A pynvml as on an odd card: it starts and counts, and every other query is unsupported."""
+    """A pynvml for an unusual card: it initialises and counts GPUs, but supports no other query."""
 
     def unsupported(*_: object) -> object:
         raise NVMLError("Not Supported")
@@ -268,7 +268,7 @@ def nvml_that_knows_little(*, starts: bool) -> types.ModuleType:
     return nvml
 
 
-def test_a_gpu_about_which_nvml_knows_little_is_still_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_with_few_supported_nvml_queries_is_still_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", nvml_that_knows_little(starts=True))
     gpus = visible_gpus({"CUDA_VISIBLE_DEVICES": "1"})
     assert gpus == [Gpu(1, "GPU-1", "unknown", 0, 0)]

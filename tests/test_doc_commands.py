@@ -47,7 +47,7 @@ NOT_RUN = {
     r"^accelerate config": "asks questions",
     r"--interactive": "asks questions: tests/test_examples_multi_gpu.py",
     r"^accelerate\b": "needs accelerate: tests/test_launchers.py and tests/test_examples_darkroom.py",
-    r"CUDA_VISIBLE_DEVICES|--gpus (all|\d)|--cuda_graph|--multi_gpu|--gpu_ids": "needs GPUs",
+    r"CUDA_VISIBLE_DEVICES|--gpus (all|\d)|--backend nccl|--cuda_graph|--multi_gpu|--gpu_ids": "needs GPUs",
     r"^python -m torch.distributed.launch": "a second form of torchrun: tests/test_launchers.py",
     r"Wan-AI/|\.safetensors|path/of|t5-small|minilm": "network: a pretrained model",
     r"my_videos|talk\.mp4|match\.mp4|FOLDER|val\.jsonl|P\.jsonl|runs/(mine|qv)\b|\bmovie\b": "the reader's own videos",
@@ -84,6 +84,7 @@ SLOW = (
     "docs/clusters.md",
     "docs/darkroom.md",
     "docs/faults.md",
+    "docs/own_model.md",
     "docs/verify.md",
     "docs/wan.md",
     "examples/own_model/README.md",
@@ -154,7 +155,8 @@ class MyDataset(torch.utils.data.TensorDataset):
     def __init__(self, split):
         super().__init__(torch.ones(128, 28, 28), torch.arange(128) % 10)
 """
-    return code.removeprefix("from __future__ import annotations\n") + data
+    adapter = next(block.text for block in blocks("docs/own_model.md") if "class MyAdapter" in block.text)
+    return code.removeprefix("from __future__ import annotations\n") + data + f"\n\n{adapter}"
 
 
 def test_commands_are_extracted_from_every_kind_of_block() -> None:
@@ -237,7 +239,7 @@ def test_the_flags_and_files_of_commands_that_are_not_run_exist(
     for command in commands(document):
         if command.startswith("cd "):
             monkeypatch.chdir(place / command.removeprefix("cd "))
-        if command.startswith("--"):  # flags of the command before
+        if command.startswith("--"):  # flags of the preceding command
             command = f"{last} {command}"
         elif "unisono train" in command:
             last = re.sub(r" --inject \S+", "", command)

@@ -1,4 +1,4 @@
-"""`unisono doctor` and `unisono gpus`: each fault is recognised, told with what to do, and decides the exit code."""
+"""`unisono doctor` and `unisono gpus`: each fault is detected, comes with advice, and sets the exit code."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def judge(machine: Machine) -> dict[str, Check]:
     return {check.name: check for check in (each(machine) for each in (*doctor.INSTALLED, *doctor.VISIBLE))}
 
 
-def test_a_healthy_gpu_machine_has_nothing_wrong() -> None:
+def test_a_healthy_gpu_machine_passes_all_checks() -> None:
     checks = judge(HEALTHY)
     assert {check.status for check in checks.values()} == {"ok"}
     assert "CUDA 13.0, NCCL 2.28.9" in checks["torch"].found and "H200" in checks["gpus"].found
@@ -60,9 +60,7 @@ def test_a_healthy_gpu_machine_has_nothing_wrong() -> None:
         (replace(HEALTHY, orphans=["71 python", "72 python"]), "orphans", "warn", "kill 71 72"),
     ],
 )
-def test_each_fault_is_recognised_alone_and_says_what_to_do(
-    machine: Machine, name: str, status: str, words: str
-) -> None:
+def test_each_fault_is_detected_and_comes_with_advice(machine: Machine, name: str, status: str, words: str) -> None:
     wrong = [check for check in judge(machine).values() if check.status != "ok"]
     assert [(check.name, check.status) for check in wrong] == [(name, status)]
     assert words in wrong[0].advice and "\n" not in wrong[0].advice
@@ -72,7 +70,7 @@ def test_a_newer_minor_cuda_than_the_drivers_is_fine() -> None:
     assert judge(replace(HEALTHY, cuda_build="13.1"))["cuda"].status == "ok"
 
 
-def test_an_absent_extra_is_no_fault() -> None:
+def test_a_missing_extra_is_not_a_fault() -> None:
     machine = replace(HEALTHY, packages={**PACKAGES, "torchmetrics": None}, optional={"torchmetrics": "metrics"})
     check = judge(machine)["packages"]
     assert check.status == "ok" and "unisono[metrics]" in check.found
@@ -83,7 +81,7 @@ def test_bad_launcher_variables_are_a_fault() -> None:
     assert check.status == "fail" and "RANK" in check.found and "torchrun" in check.advice
 
 
-def test_an_unwritable_output_folder_is_a_fault_and_nothing_is_left_in_a_writable_one(tmp_path: Path) -> None:
+def test_an_unwritable_output_folder_is_a_fault_and_no_file_is_left_in_a_writable_one(tmp_path: Path) -> None:
     assert doctor.check_output_dir(str(tmp_path / "runs" / "new")).status == "ok"
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").write_text("precious")
@@ -106,13 +104,13 @@ def test_only_ranks_without_a_launcher_are_orphans(tmp_path: Path) -> None:
     assert doctor.orphaned_ranks(tmp_path) == ["11 python -m unisono.engine.start.rank"]
 
 
-def test_ranks_of_a_launcher_that_is_process_one_of_a_container_are_no_orphans(tmp_path: Path) -> None:
+def test_ranks_of_a_launcher_with_process_id_1_are_not_orphans(tmp_path: Path) -> None:
     process(tmp_path, 1, 0, "python", "/usr/bin/unisono", "train")
     process(tmp_path, 11, 1, "python", "-m", "unisono.engine.start.rank")
     assert doctor.orphaned_ranks(tmp_path) == []
 
 
-def test_this_machine_is_examined_with_a_real_all_reduce(
+def test_this_machine_is_checked_with_a_real_all_reduce(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # two CPU ranks, on any machine
@@ -136,7 +134,7 @@ def test_a_broken_network_is_a_fault_with_the_ranks_own_reason(
     assert "nonexistent0" in output and "GLOO_SOCKET_IFNAME" in output
 
 
-def test_an_all_reduce_that_is_not_done_in_time_ends_and_names_who_waits() -> None:
+def test_an_all_reduce_that_times_out_names_the_waiting_ranks() -> None:
     with pytest.raises(TrainingFailed, match=r"not done after 0.3 s; still waiting: rank 0, 1"):
         allreduce.measure("gloo", 2, timeout_s=0.3)
 
@@ -154,7 +152,7 @@ def test_help_of_both_commands_does_not_import_torch() -> None:
         assert f"unisono {module}" in done.stdout and "--json" in done.stdout
 
 
-def test_gpus_without_a_gpu_says_so_and_what_to_check(
+def test_gpus_without_a_gpu_says_what_to_check(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpus, "visible_gpus", list)

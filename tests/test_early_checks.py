@@ -32,7 +32,7 @@ WRONG = {
 
 @pytest.mark.parametrize("command", [WAN, DISTILL], ids=["wan-flow", "wan-distill"])
 @pytest.mark.parametrize("flags", WRONG)
-def test_print_config_refuses_what_training_would_refuse(
+def test_print_config_rejects_what_training_would_reject(
     command: tuple[str, ...], flags: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*command, *flags.split(), "--print_config"]) == 2
@@ -70,7 +70,7 @@ def test_a_best_metric_without_held_out_data_is_refused(recipe: str, settings: d
 
 
 class Accurate(Tiny):
-    """Names of its metrics are known when the first loss is."""
+    """A recipe whose metric names are known only after the first loss."""
 
     def dataset(self, split: str):  # type: ignore[no-untyped-def]
         return super().dataset("train")
@@ -81,7 +81,7 @@ class Accurate(Tiny):
 
 
 class NowAndThen(Accurate):
-    """A metric with a count of its own that is 0 in some steps."""
+    """A recipe with a metric whose own count is 0 in some steps."""
 
     def loss(self, model, batch, noise):  # type: ignore[no-untyped-def]
         found = super().loss(model, batch, noise)
@@ -108,11 +108,11 @@ def few_settings(tmp_path: Path) -> Iterator[dict[str, object]]:
     yield {"output_dir": str(tmp_path / "run"), "gpus": "0", "max_steps": 50, "num_workers": 0}
 
 
-def test_an_own_recipe_learns_of_a_wrong_best_metric_in_its_first_step(few_settings: dict[str, object]) -> None:
+def test_a_users_recipe_with_a_wrong_best_metric_fails_in_its_first_step(few_settings: dict[str, object]) -> None:
     Busy.steps = 0
     with pytest.raises(ConfigError, match=r"eval/acc is not a metric of the evaluation \(eval/accuracy, eval/loss\)"):
         train(Busy, best_metric="eval/acc", **few_settings)
-    assert Busy.steps <= 2  # what a step has measured is read one step late
+    assert Busy.steps <= 2  # the metrics of a step are read one step late
     assert not Path(str(few_settings["output_dir"])).exists()
     assert "eval/accuracy" in train(Accurate, best_metric="eval/accuracy", **few_settings).metrics
 
@@ -120,7 +120,7 @@ def test_an_own_recipe_learns_of_a_wrong_best_metric_in_its_first_step(few_setti
 @pytest.mark.parametrize(
     ("name", "guess"), [("acc", "eval/accuracy"), ("eval/acuracy", "eval/accuracy"), ("eval/foo", "")]
 )
-def test_a_best_metric_like_no_other_gets_no_guess(name: str, guess: str) -> None:
+def test_a_best_metric_unlike_all_others_gets_no_suggestion(name: str, guess: str) -> None:
     with pytest.raises(ConfigError) as caught:
         _check_best_metric(name, ["colour", "accuracy", "loss"])
     assert str(caught.value).endswith(f"did you mean {guess}?" if guess else "(eval/accuracy, eval/colour, eval/loss)")
@@ -131,13 +131,13 @@ def test_a_best_metric_may_count_no_items_in_some_steps(few_settings: dict[str, 
     assert train(NowAndThen, best_metric="eval/accuracy", best_mode="max", **settings).metrics["eval/accuracy"] == 1.0
 
 
-def test_an_own_recipe_without_held_out_data_has_no_best_metric(few_settings: dict[str, object]) -> None:
+def test_a_users_recipe_without_held_out_data_has_no_best_metric(few_settings: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="there is no evaluation data"):
         train(Unheld, best_metric="eval/accuracy", **few_settings)
     assert not Path(str(few_settings["output_dir"])).exists()
 
 
-def test_an_unknown_optimizer_is_refused_before_data_are_prepared(few_settings: dict[str, object]) -> None:
+def test_an_unknown_optimizer_is_rejected_before_data_is_prepared(few_settings: dict[str, object]) -> None:
     class Preparing(Accurate):
         def prepare(self, work: Work) -> None:
             pytest.fail("work was done before the settings were checked")

@@ -112,5 +112,5 @@ def test_the_average_can_be_switched_on_and_off_later(runs: dict[str, Outcome]) 
     run = runs["on later"]
     assert [outcome.main.get("step") for outcome in (run, runs["off again"])] == [6, 7], run.main
     assert not run.weights(3, "ema.") and not run.weights(7, "ema.")
-    expected = average_by_hand(run, run.weights(3), range(4, 7), 0.8)  # it began at the weights as they were
+    expected = average_by_hand(run, run.weights(3), range(4, 7), 0.8)  # the average started from the current weights
     assert largest_difference(run.weights(6, "ema."), expected) < 1e-10

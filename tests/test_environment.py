@@ -1,4 +1,4 @@
-"""Who am I: each launcher is recognised, in order of precedence, and half-set variables are refused by name."""
+"""Each launcher is detected in order of precedence, and an incomplete set of variables is an error that names them."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_one_process_needs_no_more_than_rank_and_world_size() -> None:
     assert (world.launcher, world.size, world.local_size, world.num_nodes, world.is_main) == ("torchrun", 1, 1, 1, True)
 
 
-def test_slurm_step_meets_at_the_first_host_of_the_step_on_a_port_from_the_job_id() -> None:
+def test_a_slurm_step_uses_its_first_host_and_a_port_from_the_job_id() -> None:
     world = detect(SLURM)
     assert (world.launcher, world.rank, world.size) == ("slurm", 4, 5)
     assert (world.local_rank, world.local_size, world.node, world.num_nodes) == (0, 1, 2, 3)
@@ -106,7 +106,7 @@ def test_world_size_alone_is_harmless_in_a_step_only_when_it_agrees() -> None:
 
 def test_slurm_goes_before_pmi_but_mpirun_inside_slurm_is_mpi() -> None:
     assert detect({**SLURM, "PMI_RANK": "4", "PMI_SIZE": "5"}).launcher == "slurm"
-    # Two ranks below one daemon that srun started: SLURM_PROCID is the daemon's.
+    # Two ranks of one daemon that srun started: SLURM_PROCID belongs to the daemon.
     ranks = [detect({**SLURM, **OPEN_MPI, "OMPI_COMM_WORLD_RANK": str(rank)}).rank for rank in (0, 1)]
     assert ranks == [0, 1]
 
@@ -198,7 +198,7 @@ def started_by_accelerate(folder: Path, *flags: str) -> list[dict[str, object]]:
 
 
 def test_accelerate_launch_with_ranks_is_read_for_real(tmp_path: Path) -> None:
-    # A port of its own for this test's process, so that tests running side by side do not meet.
+    # Each test process has its own port, so that parallel tests do not collide.
     port = str(20000 + os.getpid() % 10000)
     worlds = started_by_accelerate(
         tmp_path, "--multi_gpu", "--num_processes", "2", "--mixed_precision", "bf16", "--main_process_port", port

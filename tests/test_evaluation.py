@@ -1,4 +1,4 @@
-"""Evaluation over the ranks: every sample once, exact sums and torchmetrics, and the best checkpoint is kept."""
+"""Evaluation over ranks: every sample once, exact sums and torchmetrics, and the best checkpoint is kept."""
 
 from __future__ import annotations
 
@@ -102,7 +102,8 @@ def test_every_sample_is_evaluated_once_and_no_rank_is_idle(
     run = runs[name_of(world, strategy, 7)]
     (read,) = run.read_ids(micro_batches={1: 4, 2: 2, 3: 2}[world], split="eval")  # of at most 2 samples
     assert sorted(Counter(read)) == list(range(7))
-    # Every rank computes as many batches; where one has none left it stands in, and that is not counted (above).
+    # Every rank computes the same number of batches; a rank without data computes a dummy batch, which does not count
+    # (above).
     calls = [len((run.record / f"eval.{rank}").read_text().splitlines()) for rank in range(world)]
     assert len(set(calls)) == 1 and len(read) - 7 <= world
 
@@ -128,7 +129,7 @@ def test_the_best_checkpoint_is_kept_besides_the_newest(runs: dict[str, Outcome]
     if name == "best min":
         assert runs[name].saved_steps() == sorted({best["step"], 6})
         assert runs[name].state()["best"] == {"metric": "eval/loss", "value": best["eval/loss"], "step": best["step"]}
-    else:  # it went on for 3 steps, on one rank, and still remembers
+    else:  # it continued for 3 steps on one rank and still knows the best step
         lines = runs["best max goes on"].evaluations()
         best = max(lines, key=lambda line: line["eval/loss"])
         assert best["step"] < 9
@@ -143,7 +144,7 @@ def test_an_unknown_best_metric_ends_the_run_and_lists_the_metrics(runs: dict[st
 
 
 class Torn(SentenceData):
-    """Data of which some samples cannot be read."""
+    """Data with some unreadable samples."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         if index in (1, 2):  # batches are 0; 1, 2; 3, 4; 5, 6
@@ -152,7 +153,7 @@ class Torn(SentenceData):
 
 
 class TornSentences(Sentences):
-    """Evaluated on data of which a whole batch, neither the first nor the last, cannot be read."""
+    """Evaluated on data in which one whole batch, neither the first nor the last, is unreadable."""
 
     def dataset(self, split: str) -> SentenceData | None:
         return Torn(7, False, first=1000) if split == "eval" else super().dataset(split)
@@ -161,7 +162,7 @@ class TornSentences(Sentences):
 def test_an_unreadable_batch_does_not_affect_the_metrics(tmp_path: Path) -> None:
     result = unisono.train(TornSentences, **RUN, max_bad_samples=2, output_dir=str(tmp_path / "run"))  # type: ignore[arg-type]
     assert result.metrics["eval/mean_id"] == (0 + 3 + 4 + 5 + 6) / 5
-    # One is added up by the engine, the other by torchmetrics, which had seen samples before the others stood in.
+    # The engine sums one metric; torchmetrics the other, which had seen samples before the dummy batch.
     assert result.metrics["eval/accuracy"] == pytest.approx(result.metrics["eval/right"], abs=1e-6)
 
 
@@ -169,7 +170,7 @@ def test_out_of_memory_in_an_evaluation_restarts_it_with_smaller_batches(runs: d
     run = runs["out of memory"]
     assert metrics_of(run) == pytest.approx(metrics_of(runs[name_of(2, "ddp", 7)]), abs=1e-6)
     calls = [json.loads(line) for line in (run.record / "eval.0").read_text().splitlines()]
-    assert [len(ids) for ids in calls] == [1, 2, 1, 1, 1, 1]  # its three; then again, one by one, and a stand-in
+    assert [len(ids) for ids in calls] == [1, 2, 1, 1, 1, 1]  # its three samples; then again one by one, and a dummy
 
 
 def test_an_evaluation_that_fails_at_the_end_leaves_the_last_checkpoint(tmp_path: Path) -> None:
@@ -177,7 +178,7 @@ def test_an_evaluation_that_fails_at_the_end_leaves_the_last_checkpoint(tmp_path
         "from torch import nn\n"
         "from tiny_recipe import Tiny\n"
         "class Fails(Tiny):\n"
-        "    def model(self): return nn.Sequential(nn.Linear(1, 2000000), nn.Linear(2000000, 1))\n"  # saved for a while
+        "    def model(self): return nn.Sequential(nn.Linear(1, 2000000), nn.Linear(2000000, 1))\n"  # kept temporarily
         "    def dataset(self, split): return super().dataset('train')\n"
         "    def evaluate(self, model, batch, noise): raise ValueError('no idea')\n"
     )

@@ -1,4 +1,4 @@
-"""examples/clips: what its README says, and the lines of the document that people know, run as they are written."""
+"""examples/clips: the commands of its README and of the original document run as written."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SMALL = ["--num_videos", "4", "--num_epochs", "1"]
 
 
 def block(kind: str, number: int) -> list[str]:
-    """The lines of a block of code in the README, without remarks."""
+    """The lines of a code block in the README, without comments."""
     found = re.findall(rf"^```{kind}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)[number]
     return [line for line in (each.split("  #")[0].rstrip() for each in found.splitlines()) if line]
 
@@ -44,11 +44,11 @@ def typed(line: str, cwd: Path, *more: str) -> Ended:
     return unisono(*words, *more, cwd=cwd, OMP_NUM_THREADS="1")
 
 
-def test_with_nothing_of_ones_own_the_readme_trains_and_cuts(tmp_path: Path) -> None:
+def test_the_readme_trains_and_cuts_on_the_built_in_dataset(tmp_path: Path) -> None:
     train, cut = block("bash", 1)
     ended = typed(train, tmp_path, *SMALL)
     assert ended.code == 0, ended.err
-    # The numbers in the README are those of the set in full.
+    # The numbers in the README are for the full dataset.
     ended = typed(cut.replace("120x32", "4x32"), tmp_path, "--num_clips", "2", "--device", "cpu")
     assert ended.code == 0, ended.err
     made = {path.name for path in (tmp_path / "clips/eval_0000").iterdir()}
@@ -58,7 +58,7 @@ def test_with_nothing_of_ones_own_the_readme_trains_and_cuts(tmp_path: Path) -> 
     assert all(abs(clip["file_start"] - clip["start"]) < 0.3 for clip in found["clips"])  # not at a key frame before
 
 
-def test_the_pages_say_how_long_the_built_in_set_takes() -> None:
+def test_the_pages_state_how_long_the_built_in_dataset_takes() -> None:
     rows = json.loads((ROOT / "benchmarks/results/clips_learning.json").read_text())["rows"]
     seconds = [row["wall_s"] for name, row in rows.items() if re.fullmatch(r"seed \d, 1 rank", name)]
     for page in (README, (ROOT / "docs/clips.md").read_text()):
@@ -68,7 +68,9 @@ def test_the_pages_say_how_long_the_built_in_set_takes() -> None:
 def test_the_page_names_the_defaults_of_the_built_in_set_and_those_of_other_videos() -> None:
     page = (ROOT / "docs/clips.md").read_text()
     own, others = (
-        page.split("has defaults of its own:")[1].split(". `--print_config`")[0].split("where your own videos get")
+        page.split("has defaults of its own:")[1]
+        .split(". `--print_config`")[0]
+        .split("For your own videos the defaults are")
     )
     told = dict(re.findall(r"`(\w+) (\S+)`", own))
     assert told and {name: str(value) for name, value in MIRROR_PRESETS.items() if name in told} == {
@@ -84,7 +86,7 @@ def test_the_page_says_when_nothing_stands_out() -> None:
     assert f"less than {LEAST_SPREAD:g} apart" in (ROOT / "docs/clips.md").read_text()
 
 
-def test_the_table_in_noise_is_that_of_its_numbers_and_no_row_of_it_has_failed() -> None:
+def test_the_noise_table_matches_its_results_and_no_row_has_failed() -> None:
     results = ROOT / "benchmarks/results/clips_harder"
     with beside(ROOT / "benchmarks"):
         benchmark = import_module("clips")
@@ -96,7 +98,7 @@ def test_the_table_in_noise_is_that_of_its_numbers_and_no_row_of_it_has_failed()
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which somebody has videos and the labels of the README."""
+    """A folder with a user's videos and the labels of the README."""
     place = tmp_path_factory.mktemp("own")
     videos = place / "my_videos"
     videos.mkdir()
@@ -107,7 +109,8 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def test_with_ones_own_videos_the_readme_trains_and_cuts(own: Path) -> None:
+@pytest.mark.slow
+def test_the_readme_trains_and_cuts_on_a_users_videos(own: Path) -> None:
     train, both, crop, report, _ = block("bash", 2)
     ended = typed(train, own, "--max_steps", "2", "--num_workers", "0", "--batch_size", "2", "--mixed_precision", "no")
     assert ended.code == 0, ended.err
@@ -121,12 +124,12 @@ def test_with_ones_own_videos_the_readme_trains_and_cuts(own: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_train_on_ones_own_videos_like_one(own: Path) -> None:
+def test_two_processes_train_on_a_users_videos_like_one(own: Path) -> None:
     ended = typed(block("bash", 2)[-1], own, "--steps", "2", "--batch_size", "2", "--num_workers", "0")
     assert ended.code == 0 and "Same run" in ended.out, ended.out + ended.err
 
 
-def test_the_labels_of_the_readme_are_a_table() -> None:
+def test_the_labels_in_the_readme_are_a_valid_table() -> None:
     rows = list(csv.DictReader(block("csv", 0)))
     assert {row["video"] for row in rows} == {"talk.mp4", "match.mp4"} and list(rows[0]) == [
         *("video", "start", "end", "score")
@@ -134,8 +137,8 @@ def test_the_labels_of_the_readme_are_a_table() -> None:
 
 
 @pytest.mark.parametrize("line", block("bash", 3))
-def test_every_command_for_ones_own_model_is_there(line: str) -> None:
-    """test_examples_multi_gpu.py runs them; here none is forgotten, and none is misspelt."""
+def test_every_command_for_a_users_model_is_in_the_readme(line: str) -> None:
+    """test_examples_multi_gpu.py runs the commands; this test checks that none is missing or misspelt."""
     program, *words = shlex.split(line)
     if program == "torchrun":
         assert words.pop(0) == "--nproc_per_node=2"
@@ -150,11 +153,11 @@ def test_two_processes_of_torchrun_run_the_examples(tmp_path: Path) -> None:
     words = ["-m", "torch.distributed.run", "--standalone", nproc, EXAMPLES / "multi_gpu_training_examples.py"]
     ended = end(start([*words, *numbers], cwd=tmp_path, OMP_NUM_THREADS="1"))
     assert ended.code == 0 and "Exception" not in ended.err, ended.err
-    assert re.findall(r"^\d", ended.out, re.MULTILINE) == numbers  # the main process alone talks
-    assert re.findall(r"^   0\.0000$", ended.out, re.MULTILINE) == ["   0.0000"]  # what was saved is what is loaded
+    assert re.findall(r"^\d", ended.out, re.MULTILINE) == numbers  # only the main process prints
+    assert re.findall(r"^   0\.0000$", ended.out, re.MULTILINE) == ["   0.0000"]  # loaded as it was saved
 
 
-def test_links_of_the_documents_lead_somewhere() -> None:
+def test_links_in_the_documents_are_valid() -> None:
     for page in (EXAMPLES / "README.md", EXAMPLES / "MULTI_GPU_TRAINING_GUIDE.md"):
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             assert (EXAMPLES / target).exists(), f"{page.name}: {target}"
@@ -169,7 +172,7 @@ def test_the_document_names_every_field_of_the_config() -> None:
     assert told["`batch_size`, `global_batch_size`, `gradient_accumulation_steps`"] == "32, –, 1"
 
 
-# --- the document that people know; what it calls are names of `multi_gpu_training`
+# --- the original document, which uses the names of `multi_gpu_training`
 
 
 @pytest.fixture
@@ -190,7 +193,7 @@ def test_gpu_management(known: ModuleType) -> None:
     assert set(optimal_gpus) <= {device["id"] for device in gpu_info["devices"]}
 
 
-def test_data_parallel_and_the_answer_to_a_lack_of_memory(known: ModuleType) -> None:
+def test_data_parallel_and_recovery_from_out_of_memory(known: ModuleType) -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(6 * 16 * 16, 4))
     optimizer, loss_fn = torch.optim.AdamW(model.parameters()), nn.CrossEntropyLoss()
     train_loader = DataLoader(squares(32), batch_size=16)
@@ -254,6 +257,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_distributed_training_from_a_script(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(f"import sys\nsys.path.insert(0, {str(EXAMPLES)!r})\n{DISTRIBUTED}")
     ended = end(start(["script.py"], cwd=tmp_path))

@@ -1,4 +1,4 @@
-"""examples/clips: the quick start and the seven examples of one's own model on many GPUs, run as they are."""
+"""examples/clips: the quick start and the seven multi-GPU examples run as written."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_each_of_the_seven_examples_runs(
     assert examples.main([number]) == 0
     said = capfd.readouterr().out
     value = float(re.findall(r"^   (\S+)$", said, re.MULTILINE)[-1])
-    if number == "6":  # the best one, taken up again, has the loss that it had
+    if number == "6":  # the best checkpoint, loaded again, has the same loss
         assert value < 1e-6
     else:
         assert 0 < value < 3
@@ -61,7 +61,7 @@ def test_each_of_the_seven_examples_runs(
     assert not list(tmp_path.iterdir())
 
 
-def test_the_blocks_of_the_guide_run_as_they_stand(
+def test_the_code_blocks_of_the_guide_run_as_written(
     examples: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -81,20 +81,20 @@ def test_an_example_prints_the_same_loss_each_time(examples: ModuleType, capsys:
     assert said[0] == said[1]
 
 
-def test_an_example_that_is_not_there_is_said_so(examples: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_example_is_reported(examples: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert examples.main(["8"]) == 2 and "no example 8" in capsys.readouterr().err
 
 
-def test_the_square_can_be_told_only_by_its_motion(quick_start: ModuleType) -> None:
+def test_only_motion_reveals_the_direction_of_the_square(quick_start: ModuleType) -> None:
     data = quick_start.MovingSquares(4096)
     clips, labels = zip(*(data[i] for i in range(200)), strict=True)
     assert len(set(labels)) == 4
     first, again = data[7], data[7]
     assert bool((first[0] == again[0]).all()) and first[1] == again[1]
-    assert abs(float(clips[0].mean()) - 16 / 256) < 0.1  # as bright whatever the direction
+    assert abs(float(clips[0].mean()) - 16 / 256) < 0.1  # the same brightness for every direction
 
 
-def test_asked_questions_end_in_a_file_and_a_command_that_trains(
+def test_interactive_setup_writes_a_config_file_and_prints_a_command_that_trains(
     quick_start: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     answer(monkeypatch, "0", "", "64", "0.01", "", "0", "2", "mine.yaml")
@@ -125,7 +125,7 @@ def test_asked_questions_end_in_a_file_and_a_command_that_trains(
         (("0", "", "", "", "fp32", "bf16"), "fp32: answer with no, fp16 or bf16"),
     ],
 )
-def test_an_answer_that_cannot_be_is_asked_for_again(
+def test_an_invalid_answer_is_asked_for_again(
     quick_start: ModuleType,
     answers: tuple[str, ...],
     words: str,
@@ -169,21 +169,19 @@ def test_the_benchmark_compares_several_devices_with_one(
     assert lines[3] == ["speed-up", "1.80,", "efficiency", "90%"]
 
 
-def test_check_says_what_is_there(quick_start: ModuleType, capfd: pytest.CaptureFixture[str]) -> None:
+def test_check_reports_the_installation(quick_start: ModuleType, capfd: pytest.CaptureFixture[str]) -> None:
     code = quick_start.main(["--check"])
     said = capfd.readouterr().out
     assert code in (0, 1) and "torch" in said and "GPU" in said.splitlines()[-1]
 
 
-def test_a_config_file_that_is_not_there_is_one_line(
-    quick_start: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_config_file_is_one_line(quick_start: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert quick_start.main(["--config", "none.yaml"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 @pytest.mark.slow
-def test_ten_epochs_tell_the_directions_apart(tmp_path: Path) -> None:
+def test_ten_epochs_learn_the_directions(tmp_path: Path) -> None:
     ended = end(start([EXAMPLES / "quick_start_multi_gpu.py", "--epochs", "10"], cwd=tmp_path), 240)
     found = re.search(r"(\d+)% of 128 unseen clips", ended.out)
     assert found is not None and int(found[1]) >= 95, ended.out + ended.err

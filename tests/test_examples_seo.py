@@ -1,4 +1,4 @@
-"""examples/seo: the imports, the usage examples and the check script, run as they are."""
+"""examples/seo: the imports, the usage examples and the check script run as written."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_original_module_name_exports_the_same_classes(scripts: dict[str, Mo
     assert all(getattr(module, name) is getattr(front, name) for name in module.__all__)
 
 
-def test_the_pages_have_both_labels_alike(scripts: dict[str, ModuleType]) -> None:
+def test_the_pages_have_both_labels_equally_often(scripts: dict[str, ModuleType]) -> None:
     texts, labels = scripts["multi_gpu_training"].read_pages()
     assert len(set(texts)) == len(texts) == 64 and sum(labels) == 32
 
@@ -49,6 +49,7 @@ def test_the_recipe_s_config_is_the_same_training_on_any_number_of_processes() -
     assert [plan.global_batch for plan in plans] == [8, 8, 8]
 
 
+@pytest.mark.slow
 def test_the_usage_examples_run_as_written_and_two_processes_train_like_one(
     scripts: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -72,7 +73,7 @@ def test_the_usage_examples_run_as_written_and_two_processes_train_like_one(
     assert abs(float(losses[0]) - float(losses[1])) < 2e-4
 
 
-def test_a_model_that_is_not_there_is_one_line(
+def test_a_missing_model_is_one_line(
     scripts: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -93,7 +94,7 @@ def test_the_check_script_passes_on_one_process(
     assert said.count(": PASS") == 8 and said.count(": SKIP") == 2
 
 
-def test_the_check_script_says_what_fails(
+def test_the_check_script_reports_what_fails(
     scripts: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checks = scripts["test_multi_gpu_training"]
@@ -124,7 +125,7 @@ def test_train_py_trains_the_recipe_on_the_pages(tmp_path: Path) -> None:
     assert refused.code == 2 and len(refused.err.splitlines()) == 1
 
 
-def test_what_the_readme_names_is_there() -> None:
+def test_everything_that_the_readme_names_exists() -> None:
     text = (EXAMPLES / "README.md").read_text()
     named = set(re.findall(r"[\w-]+\.(?:py|csv|yaml|slurm)\b", text))
     assert named and all((EXAMPLES / name).is_file() for name in named)

@@ -35,7 +35,7 @@ SMALL_STUDENT = dict(zip(KNOWN_KEYS, ("WanLiteStudent", 12, 1, 1, 16, 32, 16, 24
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the folder, so that nothing is left in ours."""
+    """A copy of the example folder, so that tests leave no files in the original."""
     place = tmp_path_factory.mktemp("examples") / "wan_distill"
     shutil.copytree(EXAMPLE, place, ignore=shutil.ignore_patterns("outputs", "runs", "__pycache__", ".pytest_cache"))
     return place
@@ -56,7 +56,7 @@ def small(example: Path) -> list[object]:
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """What the script makes of a command line, asked in an empty folder on a machine without GPUs."""
+    """How the script translates a command line, in an empty folder on a machine without GPUs."""
     monkeypatch.chdir(tmp_path)
     with beside(EXAMPLE):
         module = import_module("script_flags")
@@ -76,12 +76,12 @@ def launched(monkeypatch: pytest.MonkeyPatch, world: int, local_world: int) -> N
 
 
 def settings(script: ModuleType, *words: object) -> tuple[dict[str, Any], list[str]]:
-    """All settings that a command line comes to, and what is said about it."""
+    """All settings that a command line resolves to, and the notes about it."""
     completed, remarks = script.completed([str(word) for word in words])
     return script.resolve(completed).values, remarks
 
 
-# --- flags: each does what its name says, or a remark says what it does instead
+# --- flags: each does what its name says, or a note explains what it does instead
 
 REAL = ["--teacher_path", "somewhere", "--student_config", "mine.json", "--data_path", "mine.txt"]
 ACT = [
@@ -197,7 +197,7 @@ def test_under_a_launcher_multi_gpu_and_distributed_are_not_needed(
 
 def test_more_processes_than_gpus_are_refused(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     launched(monkeypatch, 8, 4)
-    settings(script, *REAL)  # on the CPU any number is right
+    settings(script, *REAL)  # on the CPU, any number of processes is fine
     with_gpus(script, monkeypatch, 2)
     with pytest.raises(script.ConfigError, match=r"started 4 processes, .* has 2 GPUs.*--nproc_per_node=2"):
         settings(script, *REAL)
@@ -205,7 +205,7 @@ def test_more_processes_than_gpus_are_refused(script: ModuleType, monkeypatch: p
     settings(script, *REAL)
 
 
-def test_samples_every_so_many_epochs_are_previews_every_so_many_steps(
+def test_a_sample_interval_in_epochs_becomes_a_preview_interval_in_steps(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("mine.txt").write_text("".join(f"prompt {number}\n" for number in range(50)))
@@ -246,7 +246,7 @@ REFUSED = {
     "--teacher_path t": "no prompts: pass --data_path",
     "--teacher_path t --data_path nowhere.txt --save_samples": "no such file",
     "--teacher_path teacher --sample_prompts": "--sample_prompts needs",
-    "--sample_prompts a|b c": "'a|b' cannot stand next to other prompts",
+    "--sample_prompts a|b c": "'a|b' cannot be one of several prompts",
     "--teacher_path t --data_path t --sample_interval 0": "expected a number of epochs",
     "--teacher_path t --data_path t --sample_interval 2 --preview_every 5": "use one",
     "--teacher_on_cpu --teacher_device_strategy gpu0": "contradict each other",
@@ -296,7 +296,7 @@ def test_a_script_is_valid_and_can_be_executed(script: str) -> None:
 def test_run_distillation_trains_and_generates_an_image(
     word: str, gpus: int, devices: str, example: Path, tmp_path: Path
 ) -> None:
-    python = tmp_path / "python"  # says how many GPUs there are, and how it is called
+    python = tmp_path / "python"  # a fake torchrun that reports the number of GPUs and its arguments
     python.write_text(f'#!/bin/bash\nif [ "$1" = -c ]; then echo {gpus}; else echo "$@"; fi\n')
     python.chmod(0o755)
     variables = {"TEACHER_PATH": "some/where", "OUTPUT_DIR": "there", "PROMPT": "a b"}
@@ -310,7 +310,7 @@ def test_run_distillation_trains_and_generates_an_image(
     assert command("./run_distillation.sh", "two", cwd=example, first=str(tmp_path)).code == 2
 
 
-def test_the_slurm_script_starts_one_task_per_gpu_and_goes_back_into_the_queue(example: Path, tmp_path: Path) -> None:
+def test_the_slurm_script_starts_one_task_per_gpu_and_requeues_itself(example: Path, tmp_path: Path) -> None:
     check_batch_script(
         example / "train_distillation.slurm", "train_distillation.py", "--output_dir outputs/slurm-7", tmp_path
     )
@@ -386,7 +386,7 @@ QUICKLY += ["--num_steps", 2, "--log_every", 1, "--no_torch_compile"]
 
 
 def trained(example: Path, folder: str, processes: int, batch: int) -> dict[str, Any]:
-    """What is known of a run of two steps."""
+    """Facts about a run of two steps."""
     record: dict[str, Any] = json.loads((example / folder / "run.json").read_text())
     assert [each["world"] for each in record["starts"]] == [processes]
     steps = [line for line in lines(example / folder) if "loss" in line]

@@ -33,7 +33,7 @@ LAUNCH = [*PYTHON, "-m", "torch.distributed.launch"]
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the folder, so that nothing is left in ours."""
+    """A copy of the example folder, so that tests leave no files in the original."""
     place = tmp_path_factory.mktemp("examples") / "wan_flow"
     left = ("runs", "dataset", "models", "checkpoints", "__pycache__", ".pytest_cache")
     shutil.copytree(EXAMPLE, place, ignore=shutil.ignore_patterns(*left))
@@ -42,19 +42,19 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """What the script makes of a command line, asked in an empty folder."""
+    """How the script translates a command line, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     with beside(EXAMPLE):
         yield import_module("script_flags")
 
 
 def settings(script: ModuleType, *words: object) -> tuple[dict[str, Any], str]:
-    """All settings that a command line comes to, and what is said about it."""
+    """All settings that a command line resolves to, and the notes about it."""
     completed, remarks = script.completed([str(word) for word in words])
     return script.resolve(completed).values, "; ".join(remarks)
 
 
-# --- flags: each does what its name says, or is refused with the reason
+# --- flags: each does what its name says, or is rejected with the reason
 
 ACT = [
     ("--dataset_path there", "dataset_path", "there"),
@@ -124,7 +124,7 @@ def test_a_mistake_ends_the_script_with_exit_code_2(example: Path) -> None:
     assert (ended.code, ended.out, ended.err.count("\n")) == (2, "", 1) and not (example / "runs").exists()
 
 
-# --- where nothing is said
+# --- defaults
 
 
 def test_without_a_model_a_tiny_one_trains_on_shapes_and_a_note_says_so(script: ModuleType) -> None:
@@ -210,7 +210,7 @@ def test_train_multigpu_passes_everything_on(words: str, gpus: str, nproc: int |
 
 
 def test_train_multigpu_uses_gpus_if_there_are_any(example: Path, tmp_path: Path) -> None:
-    python = tmp_path / "python"  # says that there are four, and how it is called
+    python = tmp_path / "python"  # a fake program that reports four GPUs and its arguments
     python.write_text('#!/bin/bash\nif [ "$1" = -c ]; then echo 4; else shift; echo "$@"; fi\n')
     python.chmod(0o755)
     for words, expected in {"2 --lr 1": "--gpus 2 --lr 1", "--lr 1": "--gpus all --lr 1"}.items():
@@ -223,7 +223,7 @@ def test_train_multigpu_refuses_an_invalid_number(word: str, example: Path) -> N
     assert ended.code == 2 and len(ended.err.splitlines()) == 1 and word in ended.err
 
 
-def test_the_slurm_script_starts_one_task_per_gpu_and_goes_back_into_the_queue(example: Path, tmp_path: Path) -> None:
+def test_the_slurm_script_starts_one_task_per_gpu_and_requeues_itself(example: Path, tmp_path: Path) -> None:
     check_batch_script(
         example / "train_flow_matching.slurm", "train_flow_matching.py", "--checkpoint_dir runs/slurm-7", tmp_path
     )

@@ -59,21 +59,22 @@ def exported(run: Path, folder: Path, *words: str) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def test_what_is_exported_is_as_readable_as_other_files(run: Path, tmp_path: Path) -> None:
+def test_exported_files_have_the_usual_permissions(run: Path, tmp_path: Path) -> None:
     exported(run, tmp_path / "a")
     (tmp_path / "usual").touch()
     assert (tmp_path / "a/model.safetensors").stat().st_mode == (tmp_path / "usual").stat().st_mode
 
 
-def test_the_average_is_exported_unless_the_weights_are_asked_for(run: Path, tmp_path: Path) -> None:
+def test_the_average_is_exported_unless_the_weights_are_requested(run: Path, tmp_path: Path) -> None:
     average = exported(run, tmp_path / "a")
     weights = exported(run, tmp_path / "b", "--weights", "model")
     assert not torch.equal(average["0.weight"], weights["0.weight"])
     assert torch.equal(average["1.running_mean"], weights["1.running_mean"])  # buffers are not averaged
     assert {"0.bias", "1.weight", "2.bias"} <= average.keys()
-    assert ("0.weight" in average) and ("2.weight" not in average)  # tied weights stand once
+    assert ("0.weight" in average) and ("2.weight" not in average)  # tied weights are stored once
 
 
+@pytest.mark.slow
 def test_a_step_and_the_best_can_be_exported(run: Path, tmp_path: Path) -> None:
     best = json.loads((run / "checkpoints" / "best.json").read_text())["step"]
     by_name = exported(run, tmp_path / "best", "--step", "best")

@@ -1,4 +1,4 @@
-"""Flags of other trainers: what people type out of habit is answered by what to write here, not by an absurd guess."""
+"""Flags of other trainers are answered with unisono's equivalent, not with an absurd guess."""
 
 from __future__ import annotations
 
@@ -27,7 +27,12 @@ def refused(recipe: str, *flags: str, **more: object) -> str:
         ("wan-flow", "--log_with", "every run writes metrics.jsonl and, with --tensorboard, TensorBoard files"),
         ("wan-flow", "--repeats", "every sample is used once per epoch; train longer with --num_epochs"),
         ("wan-flow", "--fp8_scaled", "weights in 8 or 4 bit are not supported; to train a model that does not fit"),
-        ("wan-flow", "--blocks_to_swap", "block swapping is not supported; to train a model that does not fit"),
+        ("wan-flow", "--blocks_to_swap", "here it is --blocks_on_host"),
+        (
+            "wan-flow",
+            "--offload_models",
+            "frozen weights of a LoRA run wait in page-locked host memory with --blocks_on",
+        ),
         ("wan-flow", "--use_8bit_adam", "use --optimizer adamw8bit"),
         ("wan-flow", "--num_train_epochs", "here it is --num_epochs"),
         ("wan-distill", "--timestep_sampling", "here it is --sigma_sampling"),
@@ -52,17 +57,18 @@ def test_a_key_of_another_trainer_in_a_config_file_is_answered_without_dashes(tm
     assert refused("darkroom", file=file) == f"unknown field num_train_epochs in {file}; here it is num_epochs"
     message = refused("wan-distill", overrides={"lora_rank": 4})
     assert message == (
-        "unknown field lora_rank in the given settings; lora_rank is a setting of wan-flow and seo, not of this recipe"
+        "unknown field lora_rank in the settings passed in Python; lora_rank is a setting of wan-flow and seo, "
+        "not of this recipe"
     )
 
 
 @pytest.mark.parametrize("flag", ["--wide_log", "--reprats", "--fp9_scales"])
-def test_nothing_is_guessed_for_a_flag_that_is_like_no_other(flag: str) -> None:
+def test_a_flag_unlike_all_others_gets_no_suggestion(flag: str) -> None:
     assert refused("wan-flow", flag, "3") == f"unknown flag {flag}; --help lists all flags"
 
 
 def test_an_answer_never_names_a_flag_that_the_recipe_does_not_have() -> None:
-    # How latents are cached and drawn is an answer for wan-flow, and would lead nowhere in darkroom.
+    # Answers about caching latents only make sense for wan-flow, not for darkroom.
     for flag in ("--cache_latents", "--sigmoid_scale", "--resolution"):
         named = set(re.findall(r"--(\w+)", refused("darkroom", flag, "3").partition(";")[2])) - {"help"}
         assert named <= set(configure(load_recipe("darkroom")).values)

@@ -1,4 +1,4 @@
-"""A disk that is full for a while costs a run only what could not be written meanwhile."""
+"""A temporarily full disk costs a run only the files that could not be written meanwhile."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ needs_mounts = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount
 
 @contextmanager
 def small_disk(at: Path, size: str) -> Iterator[None]:
-    """A disk of its own (in memory) at a folder; skips the test where mounting is not allowed."""
+    """Mounts a small in-memory disk at a folder; skips the test if mounting is not allowed."""
     at.mkdir(parents=True, exist_ok=True)
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(at)], capture_output=True)
     if mounted.returncode:
@@ -48,14 +48,14 @@ def fill_up(disk: Path) -> None:
 
 
 class Filling(Tiny):
-    """Fills the disk that its run is on, on the first rank, before one micro-batch, and frees it before another."""
+    """Rank 0 fills the run's disk before one micro-batch and frees it before a later one."""
 
     def loss(self, model: Any, batch: Any, noise: Any) -> Any:
         fill, free = map(int, os.environ["FULL_BETWEEN"].split())
         disk, saved = Path(os.environ["FULL_DISK"]), os.environ.get("FULL_AFTER")
         if os.environ.get("RANK", "0") == "0":
             if self.micro_batches == fill:
-                while saved and not Path(saved).exists():  # saving runs beside the steps
+                while saved and not Path(saved).exists():  # saves run in the background
                     time.sleep(0.01)
                 fill_up(disk)
             if self.micro_batches == free:
@@ -67,7 +67,7 @@ class Filling(Tiny):
 
 
 def curve(folder: Path) -> dict[int, float]:
-    """TensorBoard's curve of the loss, in which each step is once."""
+    """TensorBoard's loss curve; checks that each step occurs once."""
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     points = event_accumulator.EventAccumulator(str(folder / "tb")).Reload().Scalars("loss")
     assert len({point.step for point in points}) == len(points)
@@ -75,8 +75,8 @@ def curve(folder: Path) -> dict[int, float]:
 
 
 @needs_mounts
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_what_a_full_disk_held_up_is_written_when_there_is_room_again(tmp_path: Path, nproc: int) -> None:
+@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_records_delayed_by_a_full_disk_are_written_later(tmp_path: Path, nproc: int) -> None:
     disk, run = tmp_path / "disk", tmp_path / "disk" / "run"
     words = [
         "train",
@@ -107,6 +107,7 @@ def test_what_a_full_disk_held_up_is_written_when_there_is_room_again(tmp_path: 
     assert "Traceback" not in done.err
 
 
+@pytest.mark.slow
 @needs_mounts
 def test_a_disk_that_stays_full_loses_log_lines_and_not_the_run(tmp_path: Path) -> None:
     disk, run = tmp_path / "disk", tmp_path / "disk" / "run"
@@ -134,7 +135,7 @@ def test_a_best_checkpoint_that_cannot_be_marked_is_kept_marked_later_and_stops_
         return [step for step, _ in list_steps(tmp_path)]
 
     assert save(1) is None
-    (tmp_path / ".best.json.new").mkdir()  # in the way of the new file, as a full disk is
+    (tmp_path / ".best.json.new").mkdir()  # blocks the new file, like a full disk
     assert "best.json" in (save(2, Best("loss", 0.5)) or "")
     assert "best.json" in (save(3) or "") and read_best(tmp_path) is None
     assert steps() == [2, 3], "the best is kept, and older ones still make room"

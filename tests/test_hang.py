@@ -1,6 +1,6 @@
-"""A rank that hangs, or dies, is named with its step and its stack, and the run goes on; nobody waits for ever.
+"""A rank that hangs or dies is reported with its step and stack, the run continues, and no rank waits forever.
 
-Run as a program, this file is a rank that goes through the phases of a few steps without training.
+Run as a program, this file is a rank that reports the phases of a few steps without training.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STEPS = 6
 TRAIN = ["train", TINY, "--output_dir", "run", "--max_steps", STEPS, "--global_batch_size", 4, "--dtype", "float64"]
 
 
-# ---- who is to blame ----
+# ---- which rank caused the hang ----
 
 
 def status(rank: int, phase: str, step: int, index: int = 0, idle_s: float = 9.0, waits: bool = False) -> RankStatus:
@@ -45,11 +45,11 @@ def status(rank: int, phase: str, step: int, index: int = 0, idle_s: float = 9.0
     [
         ([status(0, "reduce", 7), status(1, "forward", 7), status(2, "reduce", 7)], 1),
         ([status(0, "forward", 8), status(1, "optimizer", 7)], 1),
-        ([status(0, "forward", 7, 4), status(1, "backward", 7, 2)], 1),  # of the micro-batch before
+        ([status(0, "forward", 7, 4), status(1, "backward", 7, 2)], 1),  # phase of the previous micro-batch
         ([status(0, "forward", 7, 1, waits=True), status(1, "forward", 7, 1)], 1),  # fsdp gathers in forward
-        ([status(0, "reduce", 7, 1), status(1, "backward", 7, 2)], 1),  # waits for what it has asked early
+        ([status(0, "reduce", 7, 1), status(1, "backward", 7, 2)], 1),  # waits for an exchange that it started early
         ([status(0, "evaluate", 7), status(1, "save", 7), status(2, "evaluate", 7, 3, waits=True)], 0),
-        ([status(0, "start", 0, 2), status(1, "prepare", 0, 1)], 1),  # the first has done its part
+        ([status(0, "start", 0, 2), status(1, "prepare", 0, 1)], 1),  # the first rank has finished its part
         ([status(0, "reduce", 7, idle_s=8.0), status(1, "reduce", 7, idle_s=9.0)], 1),  # a network that is gone
     ],
 )
@@ -80,12 +80,12 @@ def test_progress_counts_whatever_the_wall_clock_shows() -> None:
     assert tracker.update([Beat(0, "backward", 3, 2, time.time() - 1e6)])[0].idle_s == 0
 
 
-def test_a_watcher_that_was_stopped_does_not_blame_the_ranks_for_that_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_suspended_watcher_does_not_blame_the_ranks_for_its_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     moment = [100.0]
     monkeypatch.setattr(awake.time, "monotonic", lambda: moment[0])
     tracker, beat = ProgressTracker(), Beat(0, "forward", 3, 1, 0.0)
     assert tracker.update([beat])[0].idle_s == 0
-    for pause in (9.0, 1e6):  # Ctrl-Z; a job that was suspended for days
+    for pause in (9.0, 1e6):  # Ctrl-Z, or a job that was suspended for days
         before = tracker.clock.now
         moment[0] += pause
         assert tracker.update([beat], expected_s=0.1)[0].idle_s - before < 0.2
@@ -118,11 +118,11 @@ Current thread 0x02 (most recent call first):
     assert not is_in_collective(main_thread(dump.replace("torch/distributed", "mine")))
 
 
-# ---- under our launcher: ranks that only walk through the phases ----
+# ---- under unisono's launcher: ranks that only report phases ----
 
 
 def walk(job: Path, rank: int, attempt: int, faults: str) -> Outcome:
-    """Four steps in lockstep with the other rank, with faults as `--inject` makes them."""
+    """Four steps in lockstep with the other rank, with faults as injected by `--inject`."""
     heartbeat = Heartbeat(rank, job, Injector(parse(faults), rank, job / "memory"))
     with StopRequest("unisono", job) as stop:
         for step in (1, 2, 3, 4):
@@ -151,7 +151,7 @@ def never_start(job: Path, rank: int, attempt: int) -> Outcome:
 
 
 def run(tmp_path: Path, behaviour: Any, *args: str, **options: Any) -> tuple[int, list[tuple[str, dict[str, Any]]]]:
-    """The exit code, and the events."""
+    """Returns the exit code and the events."""
     from unisono.cluster.launch.launcher import launch
 
     events: list[tuple[str, dict[str, Any]]] = []
@@ -183,7 +183,7 @@ def test_a_hanging_rank_is_named_with_its_step_phase_and_stack(
     assert "in walk\n" in (kept / "rank0.txt").read_text() and "in _hang" not in (kept / "rank0.txt").read_text()
 
 
-def test_a_hang_that_comes_again_ends_the_run_when_restarts_are_used_up(
+def test_repeated_hangs_end_the_run_when_no_restarts_are_left(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     code, events = run(tmp_path, walk, "hang@rank0:step2:x2", max_restarts=1, limits=Limits(1, 30))
@@ -204,6 +204,7 @@ def test_a_stopped_process_is_named_although_it_writes_no_stack(
     assert "no stack: it is stopped (SIGSTOP" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_start_has_a_limit_of_its_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code, events = run(tmp_path, never_start, max_restarts=0, limits=Limits(0.1, 4))
     assert code == 3 and events[0][1]["phase"] == "start"
@@ -237,7 +238,8 @@ def test_a_signal_to_one_rank_is_a_request(tmp_path: Path, kind: str) -> None:
     assert outcomes.read_all(tmp_path / "job")[1].message == kind.upper()
 
 
-def test_ranks_that_only_wait_for_another_machine_are_given_more_time(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_ranks_that_only_wait_for_another_machine_get_more_time(tmp_path: Path) -> None:
     messages: list[str] = []
     monitor = HangMonitor(tmp_path, Limits(0.4, 30), tmp_path / "run", messages.append)
     heartbeat = Heartbeat(0, tmp_path)
@@ -255,7 +257,7 @@ def test_ranks_that_only_wait_for_another_machine_are_given_more_time(tmp_path: 
     )
 
 
-# ---- under a foreign launcher: the ranks look after themselves ----
+# ---- under another launcher: the ranks detect hangs themselves ----
 
 
 def hang_under_a_foreign_launcher(how: str, folder: str) -> None:
@@ -280,7 +282,7 @@ def hang_under_a_foreign_launcher(how: str, folder: str) -> None:
             dist.all_reduce(torch.ones(1))
 
 
-def test_ranks_under_a_foreign_launcher_name_the_one_that_hangs_and_end(tmp_path: Path) -> None:
+def test_ranks_under_another_launcher_report_the_hanging_rank_and_exit(tmp_path: Path) -> None:
     args = {"how": "sleep", "folder": str(tmp_path)}
     with pytest.raises(RanksFailed) as failed:
         run_ranks("hang_under_a_foreign_launcher", __file__, 2, args, timeout_s=60)
@@ -292,6 +294,7 @@ def test_ranks_under_a_foreign_launcher_name_the_one_that_hangs_and_end(tmp_path
     assert "all_reduce" in (kept / "rank0.txt").read_text() and "all_reduce" not in (kept / "rank1.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_silent_rank_is_the_suspect(tmp_path: Path) -> None:
     with pytest.raises(RanksFailed) as failed:
         run_ranks("hang_under_a_foreign_launcher", __file__, 2, {"how": "stop", "folder": str(tmp_path)}, timeout_s=60)
@@ -299,7 +302,7 @@ def test_a_silent_rank_is_the_suspect(tmp_path: Path) -> None:
     assert "rank 0: exit status 1" in output and "unisono: rank 1: no response for" in output, output
 
 
-# ---- the real thing ----
+# ---- real training runs ----
 
 
 @pytest.fixture(scope="module")
@@ -323,7 +326,7 @@ def test_training_continues_after_a_hang_with_the_same_losses(tmp_path: Path, un
 
 
 @pytest.mark.slow
-def test_torchrun_starts_again_after_a_hang(tmp_path: Path, undisturbed: list[float]) -> None:
+def test_torchrun_restarts_ranks_after_a_hang(tmp_path: Path, undisturbed: list[float]) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1"]
     words = ["--save_every", 2, "--inject", "hang@rank1:step5", "--hang_timeout", 4]
     ended = end(start([*torchrun, "-m", "unisono", *TRAIN, *words], cwd=tmp_path), 240)
@@ -333,6 +336,7 @@ def test_torchrun_starts_again_after_a_hang(tmp_path: Path, undisturbed: list[fl
     assert [event["rank"] for event in lines(tmp_path / "run", "events.jsonl") if event["kind"] == "hang"] == [1]
 
 
+@pytest.mark.slow
 def test_a_single_process_that_hangs_prints_its_stack_and_exits(tmp_path: Path) -> None:
     ended = unisono(*TRAIN, "--inject", "hang@step3", "--hang_timeout", 3, cwd=tmp_path)
     assert ended.code == 3, ended.err
@@ -341,6 +345,7 @@ def test_a_single_process_that_hangs_prints_its_stack_and_exits(tmp_path: Path) 
     assert (tmp_path / "run/stacks/step_00000003-attempt0/rank0.txt").exists()
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(tmp_path: Path, undisturbed: list[float]) -> None:
     words = [*TRAIN, "--nproc", 2, "--inject", "sigterm@rank1:step3"]
     ended, ours = unisono(*words, cwd=tmp_path, seconds=180), mark()
@@ -365,7 +370,7 @@ def test_a_steadily_slower_rank_is_named_once_a_minute_with_the_reason(monkeypat
         clock[0] += STEADY_S / 2
         warnings.append(stragglers.check(*each))
     hasty = StragglerDetector()
-    assert not any(hasty.check(*slow) for _ in range(10))  # many intervals, no time
+    assert not any(hasty.check(*slow) for _ in range(10))  # many intervals within no time
     assert [each is not None for each in warnings] == [False] * (2 + INTERVALS) + [True, False]
     assert warnings[5] is not None and (warnings[5].rank, warnings[5].slower_percent, warnings[5].reason) == (
         2,

@@ -57,18 +57,18 @@ with kept_heap(torch.device("cpu")):
 MIB = 2**20
 
 
-def test_on_the_cpu_memory_is_kept_while_a_run_computes_and_given_back_afterwards() -> None:
+def test_on_the_cpu_freed_memory_is_retained_during_a_run_and_returned_afterwards() -> None:
     ended = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, env=environment(), check=True)
     told = [[int(word) / MIB for word in line.split()] for line in ended.stdout.splitlines()]
     before, [first, *_, last], [large], [after], tensors = told
     assert max(before) < 64 and after < 32
-    assert 240 < first <= last < 1.1 * first  # what is there is used again
-    assert large < 1.1 * last  # and the largest pieces are the system's all the same
+    assert 240 < first <= last < 1.1 * first  # freed memory is reused
+    assert large < 1.1 * last  # the largest blocks still come from the system
     assert tensors[0] > 240 and tensors[-3] == tensors[-2] == tensors[-1] < 1.75 * tensors[0]
 
 
 @pytest.mark.parametrize(("device", "variables"), [("cuda", {}), ("cpu", {"MALLOC_TRIM_THRESHOLD_": "131072"})])
-def test_elsewhere_and_where_the_user_has_a_say_nothing_changes(
+def test_on_other_systems_or_with_user_settings_nothing_changes(
     device: str, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in variables.items():

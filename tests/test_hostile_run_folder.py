@@ -49,7 +49,7 @@ def train(folder: Path, **settings: object) -> None:
 
 def as_socket(path: Path) -> None:
     before = os.getcwd()
-    os.chdir(path.parent)  # a socket's path is short
+    os.chdir(path.parent)  # the path of a socket must be short
     with socket.socket(socket.AF_UNIX) as made:
         made.bind(path.name)
     os.chdir(before)
@@ -83,7 +83,7 @@ def test_nested_json_is_one_line_and_never_a_traceback(text: str, finished: Path
         if name in ("run.json", "checkpoints/best.json"):
             with pytest.raises(UserError, match=f"{name}.*nested too deeply"):
                 train(run)
-        else:  # only lines of a log, or a hint: the run is the same without it
+        else:  # only log lines or a hint are lost; the run is the same
             train(run)
 
 
@@ -101,7 +101,7 @@ def test_reading_json_raises_only_two_kinds_of_error(tmp_path: Path) -> None:
         read_json(tmp_path / "huge")
 
 
-def test_a_log_file_may_be_made_but_a_pipe_is_not_written_to(tmp_path: Path) -> None:
+def test_a_log_file_may_be_created_but_a_pipe_is_not_written_to(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(NotRegular):
         open_regular(tmp_path / "pipe", os.O_RDWR | os.O_APPEND | os.O_CREAT)
@@ -111,7 +111,7 @@ def test_a_log_file_may_be_made_but_a_pipe_is_not_written_to(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "link"])
-def test_a_draft_replaces_whatever_has_its_name(kind: str, finished: Path, tmp_path: Path) -> None:
+def test_a_temporary_file_replaces_any_file_with_its_name(kind: str, finished: Path, tmp_path: Path) -> None:
     run, precious = tmp_path / "run", tmp_path / "precious"
     shutil.copytree(finished, run)
     precious.write_text("mine")
@@ -127,7 +127,7 @@ def test_a_draft_replaces_whatever_has_its_name(kind: str, finished: Path, tmp_p
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_preview_replaces_whatever_has_its_name(kind: str, tmp_path: Path) -> None:
+def test_a_preview_replaces_any_file_with_its_name(kind: str, tmp_path: Path) -> None:
     KINDS[kind](tmp_path / "step_00000001_hello.txt")
     (path,) = write_previews({"hello.txt": "hello"}, tmp_path, 1)
     assert path.read_text() == "hello"
@@ -144,8 +144,8 @@ def test_a_run_whose_folder_is_gone_writes_a_new_one(leave: Callable[[Path], Non
     folder.open({"id": "1", "recipe": "Tiny"})
     folder.metrics({"step": 1})
     leave(folder.path)
-    folder.metrics({"step": 2})  # waits: nothing has made the folder again
-    (folder.path / "checkpoints").mkdir(parents=True)  # as a save does
+    folder.metrics({"step": 2})  # the record waits, because the folder does not exist yet
+    (folder.path / "checkpoints").mkdir(parents=True)  # recreates the folder, as a save does
     folder.event("save", step=2)
     folder.metrics({"step": 3})
     folder.close()
@@ -154,7 +154,7 @@ def test_a_run_whose_folder_is_gone_writes_a_new_one(leave: Callable[[Path], Non
     assert [parse_json(line)["step"] for line in (folder.path / "metrics.jsonl").read_text().splitlines()] == [2, 3]
 
 
-def test_numbers_in_run_json_that_cannot_be_are_damage(finished: Path, tmp_path: Path) -> None:
+def test_impossible_numbers_in_run_json_count_as_damage(finished: Path, tmp_path: Path) -> None:
     for number, (name, value) in enumerate([("global_batch", -5), ("global_batch", 2**70), ("config", [1])]):
         run = tmp_path / str(number)
         shutil.copytree(finished, run)

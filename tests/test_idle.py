@@ -1,4 +1,4 @@
-"""A GPU that waits for the host is noticed, and what helps is said once."""
+"""unisono detects a GPU that waits for the host, and prints advice once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unisono.observe.gpu_idle import STEPS, GpuIdleDetector
 
 
 def told(waited: float, data: float = 0.0, intervals: int = 2, **options: Any) -> list[str]:
-    """What is said in some intervals of enough steps, of which a part found the GPU waiting."""
+    """The advice after several intervals in which the GPU waited in a fraction of the steps."""
     idle, found = GpuIdleDetector(**{"can_use_cuda_graph": True, **options}), []
     for _ in range(intervals):
         for number in range(STEPS):
@@ -56,7 +56,7 @@ class Event:
 
 
 @pytest.mark.parametrize(("event", "waited"), [(Event(done=True), True), (Event(done=False), False), (None, False)])
-def test_a_result_that_has_arrived_means_that_the_gpu_waited(event: Any, waited: bool) -> None:
-    unread = _Unread(0, 1, 0.1, ["total"], None, torch.ones(1), event)  # type: ignore[arg-type]
+def test_a_finished_result_means_that_the_gpu_waited(event: Any, waited: bool) -> None:
+    unread = _Unread(0, 1, 0.1, ["total"], None, None, torch.ones(1), event)  # type: ignore[arg-type]
     assert unread.has_arrived is waited
     assert unread.read() == {"total": 1.0}

@@ -1,6 +1,6 @@
-"""The launcher: restarts what a restart can help, stops when asked, leaves nobody behind.
+"""The launcher restarts ranks if that can help, stops on request, and leaves no process behind.
 
-Run as a program, this file is the rank that the tests launch (or a launcher of its own, which a test can kill).
+Run as a program, this file is the rank that the tests launch (or a separate launcher that a test can kill).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from unisono.errors import UserError
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 SOURCES = Path(__file__).resolve().parents[1] / "src"
 
-# ---- what ranks do ----
+# ---- behaviours of ranks ----
 
 
 def be_done(job, rank, attempt):
@@ -58,7 +58,7 @@ def end_without_a_word(job, rank, attempt):
 
 
 def die_while_the_other_computes(job, rank, attempt):
-    """The survivor is deep in C, as in a collective: no python handler could run there."""
+    """The survivor is inside C code, as in a collective, where no Python signal handler can run."""
     if attempt == 0:
         if rank == 1:
             with StopRequest("unisono", job):
@@ -110,7 +110,7 @@ def never_stop(job, rank, attempt):
 
 
 class SlowItems:
-    """A worker that waits for its second item notices nothing of its rank's death by itself."""
+    """A dataset whose worker blocks at its second item, so that it cannot notice its rank's death."""
 
     def __len__(self):
         return 10
@@ -147,7 +147,7 @@ def run(behaviour, job, *args, nproc=2, environ=None, **options):
 
 
 def start_launcher(behaviour, job, *args, **options):
-    """A launcher in a process of its own."""
+    """Starts a launcher in a separate process."""
     call = json.dumps({"command": command_for(behaviour, job, *args), "job_folder": str(job), **options})
     environ = os.environ | {"PYTHONPATH": str(SOURCES)}
     return subprocess.Popen([sys.executable, __file__, "launcher", call], env=environ, start_new_session=True)
@@ -192,7 +192,7 @@ def test_the_worst_outcome_decides_the_exit_code():
     assert outcomes.exit_code([], []) == 3
 
 
-def test_the_first_cause_is_not_the_echo_of_a_peers_death():
+def test_the_first_cause_is_not_a_consequence_of_a_peers_death():
     echo = Outcome("crashed", "[gloo] Connection closed by peer [127.0.0.1]:1234", 0, time=1.0)
     cause = Outcome("crashed", "IndexError: list index out of range", 1, step=4, time=2.0)
     later = Outcome("crashed", "KeyError: 'x'", 2, time=3.0)
@@ -202,7 +202,7 @@ def test_the_first_cause_is_not_the_echo_of_a_peers_death():
     assert cause.describe() == "rank 1, step 4: IndexError: list index out of range"
 
 
-def test_outcomes_are_read_as_they_were_written_and_set_aside_by_attempt(tmp_path):
+def test_outcomes_survive_a_round_trip_and_are_renamed_per_attempt(tmp_path):
     written = [Outcome("crashed", "what", rank, 12, "Traceback …") for rank in (2, 10)]
     for outcome in reversed(written):
         outcomes.write(tmp_path, outcome)
@@ -245,7 +245,7 @@ def test_a_rank_that_leaves_no_outcome_counts_as_failed(tmp_path, capfd):
     assert re.fullmatch(r"unisono: rank [01]: exited with status 0 without an outcome\n", output)  # whoever was first
 
 
-def test_a_survivor_deep_in_a_computation_does_not_hold_up_the_restart(tmp_path, capfd):
+def test_a_survivor_inside_c_code_does_not_delay_the_restart(tmp_path, capfd):
     restarts = []
     start = time.monotonic()
     assert run(die_while_the_other_computes, tmp_path, record_event=lambda *event: restarts.append(event)) == 0
@@ -375,7 +375,7 @@ def test_nohup_keeps_a_run_alive():
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_signal_that_came_before_torch_was_there_is_not_forgotten():
+def test_a_signal_before_torch_is_imported_is_not_lost():
     program = (
         "import os, signal; from unisono.cluster.signals import *; note_signals_early(); "
         "os.kill(os.getpid(), signal.SIGTERM)\nwith StopRequest('plain') as stop: print(stop.requested)"
@@ -388,7 +388,7 @@ def test_a_signal_that_came_before_torch_was_there_is_not_forgotten():
 def test_a_second_ctrl_c_stops_a_single_process_at_once():
     with StopRequest("plain") as stop:
         os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)  # what a wrapper passes on a moment later is the same press
+        os.kill(os.getpid(), signal.SIGINT)  # a signal that a wrapper forwards a moment later is the same request
         assert stop.requested == "SIGINT"
         time.sleep(0.3)
         with pytest.raises(KeyboardInterrupt):
@@ -408,7 +408,7 @@ def test_off_the_main_thread_no_handler_is_installed():
     assert handlers == [(before, None)]
 
 
-# ---- claims about being left alone ----
+# ---- claims about orphaned processes ----
 
 
 def test_nothing_outlives_a_launcher_killed_with_kill_9(tmp_path):

@@ -1,4 +1,4 @@
-"""The same run whoever starts it, with real launchers; and nobody is left behind when one of them dies."""
+"""Every real launcher gives the same run, and no rank survives when a launcher dies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EXACT = ["--dtype", "float64"]
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of the run on one rank, started by hand."""
+    """The losses of the run on one rank, without a launcher."""
     place = tmp_path_factory.mktemp("one_rank")
     ended = end(start([*TRAIN, *EXACT], cwd=place))
     assert ended.code == 0, ended.err
@@ -51,7 +51,7 @@ def test_under_torchrun(tmp_path: Path, one_rank: list[float]) -> None:
 
 @pytest.mark.parametrize("options", [[], pytest.param(["--use_env"], marks=pytest.mark.slow)])
 def test_under_torch_distributed_launch(options: list[str], tmp_path: Path, one_rank: list[float]) -> None:
-    """Without --use_env it adds --local-rank=N to the words of the program."""
+    """Without --use_env it adds --local-rank=N to the program's arguments."""
     program = Path(tmp_path, "train.py")
     program.write_text("import sys\nfrom unisono.cli.main import main\nprint(sys.argv[1])\nsys.exit(main())\n")
     with socket.socket() as probe:
@@ -69,11 +69,12 @@ def test_under_mpirun(tmp_path: Path, one_rank: list[float]) -> None:
     is_the_same_run(ended, tmp_path / "run", "mpi", 2, one_rank)
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_run_stopped_by_a_signal_to_mpirun_can_continue(
     number: signal.Signals, tmp_path: Path, one_rank: list[float]
 ) -> None:
-    """mpirun passes SIGUSR1 on at once. At SIGTERM it waits for a second, passes it on, and kills after another."""
+    """mpirun forwards SIGUSR1 at once. It forwards SIGTERM after a second, and kills the ranks a second later."""
     hold, ours, run = tmp_path / "hold", mark(), tmp_path / "run"
     hold.write_text("2 after 2")
     words = [*TRAIN, *EXACT, "--save_every", 0 if number == signal.SIGUSR1 else 1]
@@ -112,7 +113,7 @@ def test_no_rank_waits_for_a_killed_rank_of_mpirun(tmp_path: Path, one_rank: lis
 
 
 def mpirun(ranks: int) -> list[str]:
-    """Debian's Open MPI, installed where it is missing."""
+    """Debian's Open MPI, installed if it is missing."""
     if os.geteuid() != 0 and shutil.which("mpirun") is None:
         pytest.skip("NOT TESTED: mpirun is not installed, and installing it needs root")
     install("mpirun", ["openmpi-bin"])
@@ -121,7 +122,7 @@ def mpirun(ranks: int) -> list[str]:
 
 
 def goes_on(place: Path, expected: list[float]) -> None:
-    """The same command once more, in one process, ends the run as if nothing had happened."""
+    """Runs the same command again in one process; the run must end as if undisturbed."""
     ended = end(start([*TRAIN, *EXACT], cwd=place))
     assert ended.code == 0, ended.err
     assert losses(place / "run") == pytest.approx(expected, rel=1e-10)
@@ -131,6 +132,7 @@ def goes_on(place: Path, expected: list[float]) -> None:
 ACCELERATE = ["-m", "accelerate.commands.accelerate_cli", "launch"]
 
 
+@pytest.mark.slow
 def test_under_accelerate_with_a_flag_that_wins_over_its_mixed_precision(tmp_path: Path, one_rank: list[float]) -> None:
     options = ["--multi_gpu", "--num_processes", 2, "--mixed_precision", "bf16", "--main_process_port", 0]
     words = [*ACCELERATE, *options, *TRAIN, *EXACT, "--mixed_precision", "no"]
@@ -149,7 +151,8 @@ def test_under_accelerate_with_a_config_file(tmp_path: Path, one_rank: list[floa
     is_the_same_run(end(start(words, cwd=tmp_path)), tmp_path / "run", "accelerate", 2, one_rank)
 
 
-def test_accelerate_hands_over_its_mixed_precision_also_where_it_starts_one_process_without_ranks(
+@pytest.mark.slow
+def test_accelerate_passes_its_mixed_precision_even_to_a_single_process(
     tmp_path: Path,
 ) -> None:
     options = ["--cpu", "--num_processes", 2, "--mixed_precision", "bf16"]
@@ -175,7 +178,7 @@ def test_on_two_machines_with_our_own_launcher(tmp_path: Path, one_rank: list[fl
         for machine in machines:
             machine.kill()
     assert [each.code for each in ended] == [0, 0], ended
-    [main, other] = sorted(ended, key=lambda each: len(each.err), reverse=True)  # rank 0 is on either
+    [main, other] = sorted(ended, key=lambda each: len(each.err), reverse=True)  # rank 0 may be on either machine
     assert other.err == ""
     is_the_same_run(main, tmp_path / "run", "unisono", 2, one_rank)
     assert "processes         2 on 2 machines" in main.err
@@ -234,6 +237,6 @@ def test_a_killed_rank_is_restarted_and_the_run_is_the_same(tmp_path: Path, one_
     assert starts[1]["why"] == "resumed from step_00000002, restart 1"
 
 
-def test_one_process_gets_a_launcher_where_the_user_asks_for_restarts(tmp_path: Path, one_rank: list[float]) -> None:
+def test_one_process_gets_a_launcher_if_the_user_requests_restarts(tmp_path: Path, one_rank: list[float]) -> None:
     ended = unisono(*TRAIN[2:], *EXACT, "--max_restarts", 1, cwd=tmp_path)
     is_the_same_run(ended, tmp_path / "run", "unisono", 1, one_rank)

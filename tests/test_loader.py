@@ -104,7 +104,7 @@ def test_an_item_is_the_same_on_any_rank_in_any_micro_batch() -> None:
         assert epochs[0][number] != epochs[1][number] != epochs[2][number] != epochs[0][number]
 
 
-def test_what_training_draws_does_not_change_the_items() -> None:
+def test_random_numbers_drawn_in_training_do_not_change_the_items() -> None:
     torch.manual_seed(1)
     first = read(cursor())
     torch.manual_seed(2), random.seed(5), np.random.seed(7)
@@ -139,7 +139,7 @@ class Page:
     number: int
 
 
-def test_a_batch_is_placed_through_any_nesting() -> None:
+def test_a_nested_batch_is_moved_to_the_device() -> None:
     x, i = torch.ones(2), torch.arange(2)
     batch = {"list": [x, i], "pair": Pair(x, "text"), "page": Page(x, 3), "tuple": (i, None), "plain": 1.5}
     found = to_device(batch, torch.device("meta"), torch.float64)
@@ -168,16 +168,16 @@ def test_a_large_batch_is_copied_while_the_gpu_computes_and_stays_as_long_as_it_
         read = []
         for batch in batches:
             with torch.cuda.stream(prefetch.stream):
-                torch.cuda._sleep(10**5)  # the copy comes late: who reads it must wait for it
+                torch.cuda._sleep(10**5)  # the copy is late, so its reader must wait for it
             placed = to_device({"x": batch}, device)["x"]
-            torch.cuda._sleep(asleep)  # and who reads it comes later than the next copy
+            torch.cuda._sleep(asleep)  # and its reader runs after the next copy
             read.append(placed.mean())
             del placed
         return torch.stack(read)
 
     for asleep in (1, 10**6):
         assert read_all(asleep).tolist() == [float(i) for i in range(20)]
-    torch.cuda.synchronize()  # all kernels are loaded, for which the GPU waits
+    torch.cuda.synchronize()  # loads all kernels, for which the GPU waits
     torch.cuda._sleep(2 * 10**9)
     sleeping, copied = torch.cuda.Event(), torch.cuda.Event()
     sleeping.record()

@@ -1,4 +1,4 @@
-"""unisono.multi_gpu: one's own model, data and loop, on one device and on several, with the same result."""
+"""unisono.multi_gpu: a user's own model, data and loop give the same result on one device and on several."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def by_hand(epochs: int) -> list[float]:
 # --- one device
 
 
-def test_an_epoch_is_what_a_hand_written_loop_does() -> None:
+def test_an_epoch_equals_a_hand_written_loop() -> None:
     with make(config()) as trainer:
         assert losses(trainer, 3) == pytest.approx(by_hand(3), abs=1e-12)
         assert trainer.strategy == "single" and trainer.world_size == 1
@@ -170,7 +170,7 @@ def test_an_epoch_is_what_a_hand_written_loop_does() -> None:
         {"settings": {**EXACT, "inject": "oom@rank0:step2,oom@rank0:step5"}},
     ],
 )
-def test_micro_batches_workers_and_a_lack_of_memory_do_not_change_the_run(how: dict[str, Any]) -> None:
+def test_micro_batches_workers_and_out_of_memory_do_not_change_the_run(how: dict[str, Any]) -> None:
     with make(config(output_dir="run", **how)) as trainer:
         assert losses(trainer, 2) == pytest.approx(by_hand(2), abs=1e-12)
     events = Path("run/events.jsonl").read_text()
@@ -178,7 +178,7 @@ def test_micro_batches_workers_and_a_lack_of_memory_do_not_change_the_run(how: d
     cleanup_distributed_training()
 
 
-def test_the_known_classes_take_loaders_data_sets_and_objects() -> None:
+def test_the_trainers_accept_loaders_datasets_and_objects() -> None:
     train, val = create_datasets()
     model = create_model()
     optimizer = sgd(model.parameters())
@@ -198,7 +198,7 @@ def test_the_known_classes_take_loaders_data_sets_and_objects() -> None:
     )
     expected = by_hand(2)
     assert losses(trainer, 2) == pytest.approx(expected, abs=1e-12)
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05) and optimizer.state  # it is the user's own
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05) and optimizer.state  # the user's own optimizer object
     assert trainer.get_memory_stats()["cpu"]["total"] > 2**30
     stats = trainer.get_performance_stats()
     assert stats["samples"] == 2 * NUM and stats["samples_per_second"] > 0 and stats["steps"] == 8
@@ -213,7 +213,7 @@ def test_the_known_classes_take_loaders_data_sets_and_objects() -> None:
     cleanup_distributed_training()
 
 
-def test_in_the_order_of_the_data_where_the_loader_does_not_shuffle() -> None:
+def test_a_loader_without_shuffling_keeps_the_order_of_the_data() -> None:
     class Noted(Dataset[Any]):
         def __init__(self) -> None:
             self.read: list[int] = []
@@ -262,7 +262,7 @@ def test_a_mean_over_micro_batches_is_the_mean_over_the_batch(loss_fn: Any) -> N
     assert found[0] == pytest.approx(found[1], abs=1e-12)
 
 
-def test_torch_s_mean_over_weighted_targets_is_what_is_reported() -> None:
+def test_the_reported_loss_is_torchs_mean_over_weighted_targets() -> None:
     loss_fn = nn.CrossEntropyLoss(weight=WEIGHTS.double())
     x, y = create_datasets()[1].tensors  # type: ignore[attr-defined]
     with make(config(batch_size=3), loss_fn=loss_fn) as trainer:
@@ -271,7 +271,7 @@ def test_torch_s_mean_over_weighted_targets_is_what_is_reported() -> None:
 
 
 class Gives(nn.Module):
-    """Takes its inputs by name and computes its loss itself, as models of transformers do."""
+    """A model that takes named inputs and computes its own loss, like those of transformers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -302,7 +302,7 @@ def test_a_model_in_double_precision_is_trained_in_it(capfd: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_model_in_16_bit_is_trained_in_32_and_that_is_said(
+def test_a_model_in_16_bit_is_trained_in_32_bit_with_a_note(
     dtype: torch.dtype, capfd: pytest.CaptureFixture[str]
 ) -> None:
     plain = config(settings={"tensorboard": False})
@@ -332,23 +332,23 @@ def test_a_loader_that_drops_its_last_batch_does_so(shuffle: bool, workers: int)
             trainer.train_epoch(epoch)
         assert trainer.get_performance_stats()["steps"] == 8 * (NUM // BATCH)
     assert [len(batch) for batch in seen] == [BATCH] * 8 * (NUM // BATCH)
-    for epoch in range(8):  # no sample twice in an epoch
+    for epoch in range(8):  # no sample occurs twice in an epoch
         rows = torch.cat(seen[epoch * 3 : (epoch + 1) * 3])
         assert len(torch.unique(rows, dim=0)) == 18
     x = torch.stack([data[index][0] for index in range(NUM)])
-    if shuffle:  # others are left out each time
+    if shuffle:  # different samples are dropped each time
         assert len(torch.unique(torch.cat(seen), dim=0)) == NUM
     else:
         assert torch.equal(torch.cat(seen[:3]), x[:18]) and torch.equal(torch.cat(seen[3:6]), x[:18])
 
 
-def test_dropping_all_there_is_is_refused() -> None:
+def test_dropping_all_samples_is_rejected() -> None:
     loader = DataLoader(create_datasets()[0], batch_size=64, drop_last=True)
     with pytest.raises(ConfigError, match="the dataset has only 20 samples and the batch size is 64"):
         DataParallelTrainer(create_model(), config(global_batch_size=None), loader)
 
 
-def test_a_smaller_batch_size_in_the_config_is_taken_up_and_the_run_stays_the_same(
+def test_a_smaller_batch_size_in_the_config_takes_effect_and_the_run_stays_the_same(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     seen: list[int] = []
@@ -357,7 +357,7 @@ def test_a_smaller_batch_size_in_the_config_is_taken_up_and_the_run_stays_the_sa
         first = losses(trainer, 1)
         assert max(seen) == BATCH
         capfd.readouterr()
-        mine.batch_size //= 2  # as loops do that ran out of memory
+        mine.batch_size //= 2  # as users' loops do after running out of memory
         seen.clear()
         rest = [trainer.train_epoch(1)["train_loss"]]
         assert max(seen) == BATCH // 2
@@ -375,7 +375,7 @@ def test_a_smaller_batch_size_in_the_config_is_taken_up_and_the_run_stays_the_sa
     assert "effective batch stays 6" in told
 
 
-def test_batches_by_name_and_models_with_a_loss_of_their_own() -> None:
+def test_named_batches_and_models_with_their_own_loss() -> None:
     torch.manual_seed(0)
     model = Gives()
     with MultiGPUTrainingManager(config()).create_trainer(copy.deepcopy(model), Named(), Named()) as trainer:
@@ -388,7 +388,7 @@ def test_batches_by_name_and_models_with_a_loss_of_their_own() -> None:
         assert trainer.validate(0)["val_loss"] == pytest.approx(own, abs=1e-12)
 
 
-def test_numbers_that_are_no_classes_are_fitted_by_least_squares() -> None:
+def test_floating_point_targets_are_fitted_by_least_squares() -> None:
     x = torch.randn(12, 3)
     model = nn.Linear(3, 1)
     data = TensorDataset(x, x.sum(1, keepdim=True))
@@ -400,7 +400,7 @@ def test_numbers_that_are_no_classes_are_fitted_by_least_squares() -> None:
 # --- optimizers and schedulers
 
 
-def test_a_scheduler_of_steps_is_stepped_after_every_step() -> None:
+def test_a_step_scheduler_is_stepped_after_every_step() -> None:
     seen: list[float] = []
 
     def linear(optimizer: torch.optim.Optimizer) -> Any:
@@ -414,7 +414,7 @@ def test_a_scheduler_of_steps_is_stepped_after_every_step() -> None:
     assert seen == pytest.approx([0.2, 0.1, 0.2 / 3, 0.05])
 
 
-def test_a_scheduler_with_a_function_of_the_script_s_goes_on_after_a_checkpoint() -> None:
+def test_a_scheduler_with_a_users_function_continues_after_a_checkpoint() -> None:
     def linear(optimizer: torch.optim.Optimizer) -> Any:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch))
 
@@ -465,7 +465,7 @@ def test_settings_that_a_named_optimizer_replaces_are_errors() -> None:
 @pytest.mark.parametrize(
     "optimizer", [Adafactor, lambda model: LowBitAdamW(model.parameters(), bits=8, lr=0.05)], ids=["class", "instance"]
 )
-def test_our_optimizers_learn_of_the_shards(optimizer: Any) -> None:
+def test_optimizers_of_unisono_get_the_shards(optimizer: Any) -> None:
     model = create_model()
     optimizer = optimizer if isinstance(optimizer, type) else optimizer(model)
     manager = MultiGPUTrainingManager(config(strategy="sharded", num_gpus=0, learning_rate=0.05))
@@ -479,7 +479,7 @@ def test_our_optimizers_learn_of_the_shards(optimizer: Any) -> None:
 # --- checkpoints
 
 
-def test_a_save_after_going_back_replaces_the_checkpoint_of_the_same_step() -> None:
+def test_a_save_after_load_checkpoint_replaces_the_checkpoint_of_the_same_step() -> None:
     model = create_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
 
@@ -502,7 +502,7 @@ def test_a_save_after_going_back_replaces_the_checkpoint_of_the_same_step() -> N
     assert [path.name for path in Path("second").iterdir()] == ["step_00000008"]
 
 
-def test_the_loop_of_the_guide_keeps_the_best_and_takes_it_up_again() -> None:
+def test_the_loop_of_the_guide_saves_the_best_model_and_resumes_from_it() -> None:
     manager = MultiGPUTrainingManager(config(batch_size=32))
     trainer = manager.create_trainer(create_model(), *create_datasets(), optimizer=sgd, learning_rate=0.1)
     best_loss, best_epoch = float("inf"), -1
@@ -517,7 +517,7 @@ def test_the_loop_of_the_guide_keeps_the_best_and_takes_it_up_again() -> None:
     assert trainer.load_checkpoint("best_model.pth") == best_epoch
     assert trainer.validate(9)["val_loss"] == pytest.approx(best_loss, abs=1e-12)
     files = sorted(path.name for path in Path("best_model.pth").rglob("*") if path.is_file())
-    assert files == ["manifest.json", "shard-00001-of-00001.safetensors", "state.json"]  # one, and nothing pickled
+    assert files == ["manifest.json", "shard-00001-of-00001.safetensors", "state.json"]  # one, without pickle
     weights = load_weights("best_model.pth")
     assert set(weights) == set(create_model().state_dict())
     trainer.close()
@@ -535,7 +535,7 @@ def test_train_returns_when_its_last_checkpoint_is_on_disk(monkeypatch: pytest.M
         assert load_weights("run")
 
 
-def test_progress_is_that_of_the_whole_run_where_its_length_is_known(capfd: pytest.CaptureFixture[str]) -> None:
+def test_progress_covers_the_whole_run_if_its_length_is_known(capfd: pytest.CaptureFixture[str]) -> None:
     steps = -(-NUM // BATCH)
     with make(config(settings={**EXACT, "log_every": 1})) as trainer:
         trainer.train(3, save_path=None)
@@ -548,13 +548,13 @@ def test_progress_is_that_of_the_whole_run_where_its_length_is_known(capfd: pyte
         assert f"step {steps}/{steps}" in told and " left in this epoch" in told, "a loop of one's own may go on"
 
 
-def test_the_banner_tells_the_steps_of_an_epoch(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_banner_shows_the_steps_of_an_epoch(capsys: pytest.CaptureFixture[str]) -> None:
     with make(config()):
         said = " ".join("".join(capsys.readouterr()).split())
     assert f"steps {-(-NUM // BATCH)} in an epoch" in said
 
 
-def test_attention_leaves_out_cudnn_where_batches_are_put_together_in_a_way_of_ones_own() -> None:
+def test_attention_avoids_cudnn_with_a_custom_collate_function() -> None:
     enabled = torch.backends.cuda.cudnn_sdp_enabled
     seen = set()
 
@@ -570,20 +570,31 @@ def test_attention_leaves_out_cudnn_where_batches_are_put_together_in_a_way_of_o
         assert seen == {expected} and enabled() == before  # type: ignore[no-untyped-call]
 
 
-def test_a_checkpoint_goes_on_in_another_trainer_as_if_nothing_had_happened() -> None:
+def test_another_trainer_continues_from_a_checkpoint_exactly() -> None:
     with make(config()) as trainer:
         losses(trainer, 1)
         trainer.save_checkpoint(0, "one")
-    with make(config(batch_size=2, global_batch_size=None)) as other:  # of another batch: it keeps the run's
+    with make(config(batch_size=2, global_batch_size=None)) as other:  # another batch size, but the run keeps its own
         assert other.load_checkpoint("one") == 0
         assert losses(other, 2, first=1) == pytest.approx(by_hand(3)[2:], abs=1e-12)
         other.save_checkpoint(2, "one")
-        assert len(list(Path("one").glob("step_*"))) == 2  # the other run's is not this one's to delete
+        assert len(list(Path("one").glob("step_*"))) == 2  # a checkpoint of another run must not be deleted
         other.load_checkpoint("one")
         assert other.get_performance_stats()["steps"] == 12
 
 
-def test_the_checkpoints_of_a_run_are_no_place_for_another_one() -> None:
+def test_a_checkpoint_that_does_not_fit_leaves_the_optimizer_as_it_was() -> None:
+    wider = nn.Sequential(create_model(), nn.Identity())  # the same weights under other names
+    with MultiGPUTrainingManager(config()).create_trainer(wider, *create_datasets(), optimizer=sgd) as other:
+        other.save_checkpoint(-1, "other_model")  # before its optimizer has any state
+    with make(config()) as trainer:
+        losses(trainer, 1)
+        with pytest.raises(UserError, match="does not match this run"):
+            trainer.load_checkpoint("other_model")
+        assert losses(trainer, 1, first=1) == pytest.approx(by_hand(2)[2:], abs=1e-12)
+
+
+def test_a_checkpoint_cannot_be_saved_into_another_runs_folder() -> None:
     with make(config(output_dir="run")) as trainer:
         losses(trainer, 2)
     before = sorted(path.name for path in Path("run/checkpoints").glob("step_*"))
@@ -593,7 +604,7 @@ def test_the_checkpoints_of_a_run_are_no_place_for_another_one() -> None:
     assert before and sorted(path.name for path in Path("run/checkpoints").glob("step_*")) == before
 
 
-def test_a_checkpoint_of_the_very_beginning_begins_again() -> None:
+def test_a_checkpoint_from_before_training_restarts_from_the_beginning() -> None:
     with make(config()) as trainer:
         trainer.save_checkpoint(-1, "beginning")
         losses(trainer, 2)
@@ -601,7 +612,7 @@ def test_a_checkpoint_of_the_very_beginning_begins_again() -> None:
         assert losses(trainer, 2) == pytest.approx(by_hand(2), abs=1e-12)
 
 
-def test_a_run_that_goes_on_repeats_no_epoch() -> None:
+def test_a_resumed_run_of_a_users_loop_repeats_no_epoch() -> None:
     with make(config(output_dir="run")) as trainer:
         first = losses(trainer, 2)
     with make(config(output_dir="run")) as trainer:
@@ -611,7 +622,7 @@ def test_a_run_that_goes_on_repeats_no_epoch() -> None:
 
 
 def test_the_best_of_an_earlier_start_stays_the_best(capfd: pytest.CaptureFixture[str]) -> None:
-    """The loop of the guide, started again: its best loss is infinite then, and all weights are later ones."""
+    """The loop of the guide after a restart: its best loss is infinite again, and all weights are newer."""
 
     def loop(epochs: int, place: str = "best_model.pth") -> list[float]:
         found, best = [], float("inf")
@@ -636,10 +647,10 @@ def test_the_best_of_an_earlier_start_stays_the_best(capfd: pytest.CaptureFixtur
         assert trainer.validate(9)["val_loss"] == pytest.approx(first[0], abs=1e-12)
     capfd.readouterr()
     loop(4, "another.pth")
-    assert "epoch 0 was trained by an earlier start" in capfd.readouterr().err and not Path("another.pth").exists()
+    assert "an earlier start trained epoch 0" in capfd.readouterr().err and not Path("another.pth").exists()
 
 
-def test_train_names_no_checkpoint_that_is_not_there() -> None:
+def test_train_returns_no_checkpoint_that_does_not_exist() -> None:
     def trained(epochs: int) -> Any:
         with make(config(output_dir="run"), optimizer=growing) as trainer:
             return trainer.train(epochs, save_path=".")["checkpoint"]
@@ -650,11 +661,11 @@ def test_train_names_no_checkpoint_that_is_not_there() -> None:
 
 
 def growing(parameters: Any) -> torch.optim.Optimizer:
-    """Climbs: each epoch is worse than the one before."""
+    """A loss that gets worse in every epoch."""
     return torch.optim.SGD(parameters, lr=0.5, maximize=True)
 
 
-def test_a_checkpoint_tells_the_last_epoch_that_was_done_or_what_it_was_saved_with() -> None:
+def test_a_checkpoint_returns_the_last_completed_epoch_or_the_saved_number() -> None:
     with make(config(output_dir="run")) as trainer:
         losses(trainer, 1)
         trainer.save_checkpoint(0, "first.pth")
@@ -666,7 +677,7 @@ def test_a_checkpoint_tells_the_last_epoch_that_was_done_or_what_it_was_saved_wi
     assert found == [0, 2, 0, 1, 30]
 
 
-def test_an_epoch_that_is_trained_once_more_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_epoch_that_is_trained_again_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
     with make(config(output_dir="run")) as trainer:
         losses(trainer, 2, first=1)
     with make(config()) as trainer:
@@ -734,7 +745,7 @@ for epoch in range(4):
 """
 
 
-def test_a_signal_between_epochs_ends_with_a_checkpoint_and_the_next_start_goes_on() -> None:
+def test_a_signal_between_epochs_saves_and_the_next_start_continues() -> None:
     Path("script.py").write_text(SIGNALLED)
     first = command_line.end(command_line.start(["script.py", "signal"], cwd=Path.cwd()))
     assert first.code == 75, first.err
@@ -742,10 +753,10 @@ def test_a_signal_between_epochs_ends_with_a_checkpoint_and_the_next_start_goes_
     second = command_line.end(command_line.start(["script.py", "go on"], cwd=Path.cwd()))
     assert second.code == 0 and second.out.endswith("epoch 3\n"), second.err
     steps = [json.loads(line)["step"] for line in Path("run/metrics.jsonl").read_text().splitlines()]
-    assert max(steps) == 8  # two in each of four epochs, none of them twice
+    assert max(steps) == 8  # two steps in each of four epochs, none twice
 
 
-def test_a_signal_between_calls_leaves_what_is_the_user_s_alone() -> None:
+def test_a_signal_between_calls_leaves_the_users_handlers_alone() -> None:
     caught: list[int] = []
     with BetweenCalls(StopRequest("plain"), lambda: True):
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -770,7 +781,7 @@ def test_a_signal_while_a_checkpoint_is_saved_stops_after_it(monkeypatch: pytest
     assert stopped.value.code == 75 and list(Path("mine").glob("step_*"))
 
 
-def test_nothing_of_the_user_s_is_overwritten() -> None:
+def test_no_file_of_the_user_is_overwritten() -> None:
     Path("best_model.pth").write_bytes(b"years of work")
     Path("folder").mkdir()
     Path("folder/notes.txt").write_text("mine")
@@ -785,7 +796,7 @@ def test_nothing_of_the_user_s_is_overwritten() -> None:
     assert Path("best_model.pth").read_bytes() == b"years of work"
 
 
-def test_a_checkpoint_s_story_may_say_anything_and_does_no_harm() -> None:
+def test_damaged_epoch_logs_in_a_checkpoint_do_no_harm() -> None:
     with make(config()) as trainer:
         trainer.train_epoch(0)
         recipe = trainer._recipe
@@ -805,7 +816,7 @@ def test_a_checkpoint_s_story_may_say_anything_and_does_no_harm() -> None:
     ("fields", "message"),
     [
         ({"lr": 0.1}, "it is learning_rate here"),
-        ({"sampler": None}, "the order of samples is what makes runs the same"),
+        ({"sampler": None}, "the sample order is the same on any number of GPUs"),
         ({"max_bad_samples": 3}, r'settings=\{"max_bad_samples": …\}'),
     ],
 )
@@ -832,7 +843,7 @@ def test_a_scheduler_that_would_do_nothing_is_refused(scheduler: Any, message: s
         make(config(), scheduler=scheduler)
 
 
-def test_a_batch_without_a_target_is_answered_before_the_model_sees_it() -> None:
+def test_a_batch_without_a_target_is_rejected_before_the_forward_pass() -> None:
     data = [{"x": torch.randn(3), "answer": torch.tensor(1)} for _ in range(8)]
     manager = MultiGPUTrainingManager(config())
     loss = nn.functional.cross_entropy
@@ -841,7 +852,7 @@ def test_a_batch_without_a_target_is_answered_before_the_model_sees_it() -> None
         trainer.train_epoch(0)
 
 
-def test_data_that_cannot_be_read_by_number_are_refused() -> None:
+def test_data_without_indexing_is_rejected() -> None:
     class Stream(IterableDataset[Any]):
         def __iter__(self) -> Any:
             return iter(())
@@ -850,22 +861,22 @@ def test_data_that_cannot_be_read_by_number_are_refused() -> None:
         MultiGPUTrainingManager(config()).create_trainer(create_model(), Stream())
 
 
-def test_a_batch_larger_than_the_data_is_no_reason_for_a_remark(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_batch_larger_than_the_data_gives_no_remark(capfd: pytest.CaptureFixture[str]) -> None:
     with make(config(global_batch_size=4 * NUM)) as trainer:
         trainer.train_epoch(0)
         assert trainer.get_performance_stats()["samples"] == NUM
     assert "continues into the next epoch" not in capfd.readouterr().err
 
 
-def test_a_field_that_there_is_not_is_answered_with_the_nearest() -> None:
+def test_an_unknown_field_suggests_the_nearest() -> None:
     with pytest.raises(ConfigError, match="unknown field batchsize of MultiGPUConfig; did you mean batch_size"):
         MultiGPUConfig(batchsize=3)  # type: ignore[call-arg]
     whole = config(batch_size=3)
     assert pickle.loads(pickle.dumps(copy.deepcopy(whole))) == whole
-    assert "batch_size" in inspect.signature(MultiGPUConfig).parameters  # what a notebook shows
+    assert "batch_size" in inspect.signature(MultiGPUConfig).parameters  # as a notebook shows it
 
 
-def test_every_known_field_is_there_with_its_known_default() -> None:
+def test_every_field_of_the_original_module_exists_with_its_default() -> None:
     found = MultiGPUConfig()
     assert {name: getattr(found, name) for name in KNOWN} == KNOWN
 
@@ -886,7 +897,7 @@ def test_every_known_field_is_there_with_its_known_default() -> None:
         ({"settings": {"gpus": "2"}}, "num_gpus or gpu_ids"),
     ],
 )
-def test_what_cannot_act_is_refused_with_the_reason(fields: dict[str, Any], words: str) -> None:
+def test_fields_without_effect_are_rejected_with_the_reason(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
         MultiGPUConfig(**fields)
     assert "\n" not in str(caught.value)
@@ -895,7 +906,7 @@ def test_what_cannot_act_is_refused_with_the_reason(fields: dict[str, Any], word
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"optimizer": sgd([nn.Parameter(torch.zeros(1))])}, "not the model's"),
+        ({"optimizer": sgd([nn.Parameter(torch.zeros(1))])}, "weights of another model"),
         ({"optimizer": 3}, "optimizer: expected"),
         ({"scheduler": 3}, "scheduler: expected"),
         ({"loss_fn": nn.CrossEntropyLoss}, r"CrossEntropyLoss\(\)"),
@@ -904,7 +915,7 @@ def test_what_cannot_act_is_refused_with_the_reason(fields: dict[str, Any], word
         ({"mixed_precision": "int4"}, "mixed_precision"),
     ],
 )
-def test_what_cannot_be_trained_with_is_refused_before_anything_is_written(more: dict[str, Any], words: str) -> None:
+def test_unusable_arguments_are_rejected_before_anything_is_written(more: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         make(config(), **more)
     assert not list(Path.cwd().iterdir())
@@ -923,13 +934,13 @@ def test_data_that_cannot_be_ordered_is_refused() -> None:
         MultiGPUTrainingManager().train(1)
 
 
-def test_training_that_cannot_go_on_raises_what_loops_catch() -> None:
+def test_training_that_cannot_continue_raises_a_runtime_error() -> None:
     with pytest.raises(RuntimeError) as caught, make(config(), loss_fn=lambda out, y: out.sum() * float("nan")) as it:
         it.train_epoch(0)
     assert isinstance(caught.value, TrainingError) and "learning_rate" in str(caught.value)
 
 
-def test_a_config_file_holds_the_fields(tmp_path: Path) -> None:
+def test_a_config_file_contains_the_fields_of_the_config(tmp_path: Path) -> None:
     (tmp_path / "it.yaml").write_text("batch_size: 4\nstrategy: single\n")
     assert MultiGPUConfig.from_file(tmp_path / "it.yaml").batch_size == 4
     (tmp_path / "it.yaml").write_text("batchsize: 4\n")
@@ -947,7 +958,7 @@ TWO_GPUS = [
 ]
 
 
-def test_gpus_are_described_and_the_emptiest_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_described_and_those_with_most_free_memory_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert get_gpu_info() == {"count": 0, "devices": [], "memory": {}, "capabilities": {}}
     assert select_optimal_gpus(num_gpus=4, min_memory_gb=8.0) == []
     monkeypatch.setattr("unisono.multi_gpu.gpus.visible_gpus", lambda: TWO_GPUS)
@@ -967,7 +978,7 @@ def test_which_gpus_a_process_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert all_of_them.strategy == "dp" and all_of_them.requested == 3 and "torchrun" in all_of_them.remarks[0]
     assert all_of_them.environ is not None
     assert all_of_them.environ["CUDA_VISIBLE_DEVICES"] == "GPU-0,GPU-1,GPU-2"
-    del all_of_them  # lets go of them
+    del all_of_them  # releases the GPUs
     two = take_devices(MultiGPUConfig(gpu_ids=[0, 2]), "dp", plain)
     assert two.environ is not None and two.environ["CUDA_VISIBLE_DEVICES"] == "GPU-0,GPU-2"
     del two
@@ -989,14 +1000,14 @@ def test_which_gpus_a_process_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         take_devices(MultiGPUConfig(min_memory_gb=90), "auto", plain)
 
 
-def test_a_gpu_that_is_not_there_is_refused_and_a_number_of_them_keeps_the_batch() -> None:
-    with pytest.raises(ConfigError, match="there is no GPU here"):
+def test_a_missing_gpu_id_is_rejected_and_a_missing_number_keeps_the_batch() -> None:
+    with pytest.raises(ConfigError, match="this machine has no GPU"):
         make(config(gpu_ids=[0]))
     with make(config(num_gpus=4, batch_size=2, global_batch_size=None)) as trainer:
         assert trainer.get_performance_stats()["global_batch_size"] == 8
 
 
-def test_the_banner_says_what_becomes_of_a_strategy_and_of_devices_that_are_not_there(
+def test_the_banner_explains_missing_devices_and_the_chosen_strategy(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     train, _ = create_datasets()
@@ -1005,15 +1016,15 @@ def test_the_banner_says_what_becomes_of_a_strategy_and_of_devices_that_are_not_
         assert trainer.get_performance_stats()["global_batch_size"] == BATCH
     said = "".join(capsys.readouterr())
     assert "single (dp on one device is single)" in said and "as requested" not in said
-    assert f"one CPU: a step still takes {BATCH} samples" in said and "accumulation keeps" not in said
+    assert f"only the CPU; a step still takes {BATCH} samples" in said and "accumulation keeps" not in said
     with make(settings):
-        assert "one CPU: accumulation keeps the effective batch" in "".join(capsys.readouterr())
+        assert "only the CPU; accumulation keeps the effective batch" in "".join(capsys.readouterr())
 
 
 def test_the_batch_size_that_fits_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     model, (data, _) = create_model(), create_datasets()
     before = copy.deepcopy(model.state_dict())
-    # Of a sample the graph keeps its 3 inputs, 8 values of the middle layer and 2 logarithms (float32), and its class.
+    # Per sample, the graph stores its 3 inputs, 8 hidden values and 2 log probabilities (float32), and its class.
     for megabytes in (1, 2):
         monkeypatch.setattr("unisono.multi_gpu.benchmark.free_host_memory", lambda free=megabytes * 10**6: free)
         size = get_optimal_batch_size(model, dataset=data, loss_fn=nn.CrossEntropyLoss(), max_batch_size=10**6)
@@ -1021,7 +1032,7 @@ def test_the_batch_size_that_fits_is_measured(monkeypatch: pytest.MonkeyPatch) -
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(weight.grad is None for weight in model.parameters())
     assert get_optimal_batch_size(model, dataset=data, max_batch_size=16) == 16
-    assert get_optimal_batch_size(model, 0, memory_per_sample=1e-4) == 9  # 1 MB free to use, 0.1 MB each, less weights
+    assert get_optimal_batch_size(model, 0, memory_per_sample=1e-4) == 9  # 1 MB minus weights, 0.1 MB each
     with pytest.raises(ConfigError, match="memory_per_sample"):
         get_optimal_batch_size(model, memory_per_sample=0)
 
@@ -1038,7 +1049,7 @@ def test_a_benchmark_leaves_the_model_and_the_folder_alone() -> None:
     assert not list(Path.cwd().iterdir())
 
 
-def test_a_benchmark_of_one_process_says_that_it_measures_one_device(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_benchmark_of_one_process_reports_that_it_measures_one_device(capsys: pytest.CaptureFixture[str]) -> None:
     model, (data, _) = create_model(), create_datasets()
     found = benchmark_multi_gpu_performance(model, data, config(world_size=2), steps=2, warmup_steps=1)
     assert found["num_devices"] == 1 and found["devices_asked_for"] == 2
@@ -1050,7 +1061,7 @@ def test_a_benchmark_of_one_process_says_that_it_measures_one_device(capsys: pyt
 
 
 def everything_on_two_ranks(folder: str, port: int) -> dict[str, Any]:
-    """Runs in each rank: by hand without a launcher first, then with what a launcher says."""
+    """Runs in each rank: first without a launcher, then with a launcher's variables."""
     os.chdir(folder)
     rank = int(os.environ["RANK"])
     told = {
@@ -1066,7 +1077,7 @@ def everything_on_two_ranks(folder: str, port: int) -> dict[str, Any]:
     cleanup_distributed_training()
     found["clean"] = "RANK" not in os.environ and not torch.distributed.is_initialized()
     os.environ.update(told)
-    torch.manual_seed(rank)  # ranks that begin with weights of their own
+    torch.manual_seed(rank)  # each rank starts with different weights
     model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
     if rank == 0:
         model.load_state_dict(create_model().state_dict())
@@ -1121,7 +1132,7 @@ def test_two_ranks_train_like_one_device_whatever_the_strategy() -> None:
         assert found["stats"] == ["distributed", 2, 2]
         assert "a_file.pth is a file" in found["refused"]
         assert found["devices"] == [2, 1] and found["speeds"] == both[0]["speeds"]
-    with make(config()) as trainer:  # what two ranks have saved in parts, on one device
+    with make(config()) as trainer:  # a checkpoint sharded over two ranks, loaded on one device
         assert trainer.load_checkpoint("sharded.pth") == 2
         assert trainer.validate(2)["val_loss"] == pytest.approx(expected[5], abs=1e-12)
 
@@ -1153,7 +1164,7 @@ def test_functions_that_other_processes_cannot_import_train_on_one_device(capsys
         launch_multi_gpu_training(create_model, create_datasets, settings, epochs=0)
 
 
-def test_asking_for_gpus_does_not_wait_for_torch() -> None:
+def test_listing_gpus_does_not_import_torch() -> None:
     code = "import sys; from unisono.multi_gpu import get_gpu_info, MultiGPUConfig; get_gpu_info(); MultiGPUConfig(); "
     result = subprocess.run([sys.executable, "-c", code + "sys.exit('torch' in sys.modules)"], check=False)
     assert result.returncode == 0
@@ -1192,7 +1203,7 @@ def test_a_gpu_trains_like_the_cpu(strategy: str, real_gpus: None) -> None:
 
 
 @on_a_gpu
-def test_the_largest_batch_that_fits_a_gpu_is_found_by_trying(real_gpus: None) -> None:
+def test_the_largest_batch_that_fits_a_gpu_is_found_by_trials(real_gpus: None) -> None:
     torch.cuda.set_per_process_memory_fraction(0.02)
     try:
         wide = nn.Sequential(nn.Linear(3, 2**18), nn.Tanh(), nn.Linear(2**18, 2))
@@ -1208,7 +1219,7 @@ def test_the_largest_batch_that_fits_a_gpu_is_found_by_trying(real_gpus: None) -
 
 @on_a_gpu
 def test_every_name_works_on_a_gpu(real_gpus: None) -> None:
-    """What people type, on one GPU: the same losses as in plain PyTorch."""
+    """Every strategy name gives the losses of plain PyTorch on one GPU."""
     assert select_optimal_gpus(num_gpus=1, min_memory_gb=0.1) == [0]
     settings, expected = config(num_gpus=1, min_memory_gb=0.1, global_batch_size=None), by_hand(3)
     train, val = create_datasets()

@@ -1,4 +1,4 @@
-"""Several machines: one run over all of them, and it goes on when one leaves, is cut off, or joins."""
+"""A run on several machines continues when one leaves, is disconnected, or joins."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TWO_EACH = ["--batch_size", 2]  # the effective batch is 4 on two machines
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of the run on one machine that nothing happens to."""
+    """The losses of an undisturbed run on one machine."""
     place = tmp_path_factory.mktemp("undisturbed")
     ended = end(start([*TRAIN, "--batch_size", 4], cwd=place))
     assert ended.code == 0, ended.err
@@ -44,33 +44,33 @@ def machines() -> Iterator[list[Machine]]:
 
 
 class Run:
-    """A run over two machines in a folder that both see."""
+    """A run on two machines in a shared folder."""
 
     def __init__(self, folder: Path, machines: list[Machine]) -> None:
         self.folder, self.machines = folder, machines
         self.hold = folder / "hold"
-        self.hold.write_text("1")  # until a test removes it, steps take long enough for things to happen
+        self.hold.write_text("1")  # slows down steps until a test removes it
 
     def launch(self, number: int, nnodes: str, *more: object) -> subprocess.Popen[str]:
-        """Our launcher on one of the machines."""
+        """Starts unisono's launcher on one of the machines."""
         machine = self.machines[number]
         meet = ["--nnodes", nnodes, "--node_rank", number, "--rdzv_endpoint", f"{self.machines[0].address}:{PORT}"]
         words = [*TRAIN, *TWO_EACH, "--nproc", 1, *meet, "--save_every", 2, *more]
         return machine.run(*words, cwd=self.folder, **{HOLD: str(self.hold)})
 
     def torchrun(self, number: int, nnodes: str, *more: object) -> subprocess.Popen[str]:
-        """torchrun on one of the machines."""
+        """Starts torchrun on one of the machines."""
         address = self.machines[number].address
         meet = ["--nnodes", nnodes, "--rdzv_backend", "c10d", "--rdzv_endpoint", f"{self.machines[0].address}:{PORT}"]
         meet += ["--rdzv_id", "test", "--local_addr", address, "--rdzv_conf", f"is_host={number == 0}"]
         words = ["-m", "torch.distributed.run", "--nproc_per_node", 1, "--max_restarts", 9, *meet]
         words += [*TRAIN, *TWO_EACH, "--save_every", 2, *more]
-        # Otherwise a machine that joins looks for an address that torchrun announces in the first round only.
+        # Otherwise a joining machine looks for an address that torchrun announces only in the first round.
         way_out = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if ":" in nnodes else {}
         return self.machines[number].run(*words, cwd=self.folder, **{HOLD: str(self.hold)}, **way_out)
 
     def wait_for_steps(self, count: int, world: int, *processes: subprocess.Popen[str], seconds: float = 90) -> None:
-        """Waits until so many more steps are done by so many ranks."""
+        """Waits until this many ranks have done this many more steps."""
         after = max((line["step"] for line in lines(self.folder / "run")), default=0)
 
         def done() -> bool:
@@ -91,7 +91,7 @@ class Run:
         return starts
 
     def worlds(self) -> list[object]:
-        """How many ranks each start had."""
+        """The number of ranks of each start."""
         return [each["world"] for each in self.starts()]
 
 
@@ -119,7 +119,8 @@ def test_two_machines_train_like_one(tmp_path: Path, machines: list[Machine], un
     assert losses(tmp_path / "run") == pytest.approx(undisturbed, rel=1e-10)
 
 
-def test_a_machine_that_dies_is_done_without_and_joins_again(
+@pytest.mark.slow
+def test_a_run_continues_without_a_dead_machine_which_can_rejoin(
     tmp_path: Path, machines: list[Machine], undisturbed: list[float]
 ) -> None:
     run = Run(tmp_path, machines)
@@ -144,7 +145,7 @@ def test_a_machine_that_dies_is_done_without_and_joins_again(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("nnodes", ["1:2", "2"])
-def test_a_machine_that_is_cut_off_comes_back(
+def test_a_disconnected_machine_comes_back(
     tmp_path: Path, machines: list[Machine], undisturbed: list[float], nnodes: str
 ) -> None:
     run = Run(tmp_path, machines)
@@ -166,7 +167,7 @@ def test_a_machine_that_is_cut_off_comes_back(
 
 
 @pytest.mark.slow
-def test_a_machine_cut_off_under_torchrun_is_started_again(
+def test_a_disconnected_machine_under_torchrun_is_restarted(
     tmp_path: Path, machines: list[Machine], undisturbed: list[float]
 ) -> None:
     run = Run(tmp_path, machines)
@@ -189,7 +190,7 @@ def test_a_machine_cut_off_under_torchrun_is_started_again(
 
 
 def check_in(folders: list[str]) -> str:
-    """A rank, on a machine of its own, whose run writes to a folder of its own or a shared one."""
+    """A rank on its own machine, whose run writes to its own folder or to a shared one."""
     import torch
 
     from unisono.cluster.agree import Agreement

@@ -60,7 +60,7 @@ def test_normal_numbers_have_mean_0_variance_1_and_normal_tails() -> None:
     assert abs((x**3).mean()) < 0.02 and abs((x**4).mean() - 3) < 0.05
     for bound, outside in ((1, 0.31731), (2, 0.04550), (3, 0.00270)):
         assert float((x.abs() > bound).double().mean()) == pytest.approx(outside, rel=0.06)
-    assert abs(x.mean(0)).max() < 0.17 and abs(x.mean(1)).max() < 0.17  # no row or column apart: 5 sigma
+    assert abs(x.mean(0)).max() < 0.17 and abs(x.mean(1)).max() < 0.17  # no row or column deviates by more than 5 sigma
 
 
 def test_uniform_numbers_fill_the_unit_interval_evenly() -> None:

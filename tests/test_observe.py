@@ -1,4 +1,4 @@
-"""What a run shows and writes down."""
+"""The run folder, banner, trackers and timings of a run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def jsonl(path: Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def nothing_can_be_written() -> Iterator[None]:
-    """No file of this process may grow: to whoever writes, that is a full disk in other words."""
+    """Forbids files of this process to grow, which acts like a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
     try:
@@ -74,7 +74,7 @@ def test_nothing_is_written_before_the_folder_is_opened_and_everything_after(tmp
     assert sorted(file.name for file in folder.path.glob("[!.]*")) == ["events.jsonl", "metrics.jsonl", "run.json"]
 
 
-def test_a_folder_that_is_never_opened_holds_on_to_little(tmp_path: Path) -> None:
+def test_a_folder_that_is_never_opened_uses_little_memory(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     for step in range(5000):
         folder.metrics({"step": step})
@@ -106,7 +106,7 @@ def test_a_resumed_run_keeps_its_history_and_shows_its_newest_config(tmp_path: P
     ]
 
 
-def test_numbers_that_json_does_not_know_are_written_as_text(tmp_path: Path) -> None:
+def test_nan_and_infinity_are_written_as_text(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.open({**RECORD, "config": {"grad_clip": float("inf"), "data": Path("a/b")}})
     folder.metrics({"step": 1, "loss": float("nan"), "per_rank": [float("inf"), -float("inf"), 1.5]})
@@ -131,7 +131,7 @@ def test_rewind_leaves_each_step_once_and_survives_garbage(tmp_path: Path) -> No
 
     again = RunFolder(tmp_path)
     again.rewind_metrics(4)
-    assert len((tmp_path / "metrics.jsonl").read_bytes().splitlines()) > 8  # the folder is not open: nothing changed
+    assert len((tmp_path / "metrics.jsonl").read_bytes().splitlines()) > 8  # the folder is not open, so nothing changed
     again.metrics({"step": 5, "loss": 2.0})
     again.open(RECORD)
     again.metrics({"step": 6, "loss": 2.0})
@@ -170,7 +170,7 @@ for number in range(300):
     assert sorted(event["rank"] for event in events) == [0] * 300 + [1] * 300 + [2] * 300
 
 
-def test_a_killed_run_has_written_every_line_it_noted(tmp_path: Path) -> None:
+def test_a_killed_run_has_written_every_recorded_line(tmp_path: Path) -> None:
     code = """
 import sys, time
 from unisono.observe.folder import RunFolder
@@ -261,7 +261,7 @@ def test_a_damaged_run_json_is_a_user_error(tmp_path: Path, text: str) -> None:
     assert (tmp_path / "run.json").read_bytes() == text.encode("latin-1")
 
 
-def test_no_run_is_none(tmp_path: Path) -> None:
+def test_reading_a_folder_without_a_run_returns_none(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert RunFolder.read(tmp_path) is None
     assert RunFolder.read(tmp_path / "missing") is None
@@ -381,7 +381,7 @@ def test_without_tensorboard_there_is_a_warning_and_no_tracker(
 ) -> None:
     assert open_trackers(ObserveSettings(tensorboard=False), tmp_path, step=0) == []
     assert not caplog.records
-    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)  # an import of it: ImportError
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)  # importing it raises ImportError
     assert open_trackers(ObserveSettings(), tmp_path, step=0) == []
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert list(tmp_path.iterdir()) == []
@@ -391,7 +391,7 @@ def test_without_tensorboard_there_is_a_warning_and_no_tracker(
 
 
 class Clock:
-    """The meter's clock, which only moves when it is told to."""
+    """A clock for the meter that the test advances."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
@@ -403,11 +403,11 @@ class Clock:
 
 def test_the_meter_measures_the_phases_without_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, meter = Clock(monkeypatch), Meter()
-    clock.wait(0.2)  # before the first phase: no part of any step
+    clock.wait(0.2)  # before the first phase, so not part of any step
     for _ in range(4):
         with meter.phase("data"):
             clock.wait(0.01)
-        clock.wait(0.002)  # part of the step, and of no phase
+        clock.wait(0.002)  # part of the step, but not of a phase
         with meter.phase("step"), meter.phase("forward"):
             clock.wait(0.02)
     with meter.phase("aside"):

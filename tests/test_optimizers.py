@@ -77,7 +77,7 @@ def test_which_optimizers_need_whole_weights() -> None:
 
 
 class Own(Sentences):
-    """Brings an optimizer of its own."""
+    """A recipe with its own optimizer."""
 
     make: ClassVar[Any] = None
 
@@ -86,7 +86,7 @@ class Own(Sentences):
 
 
 class OwnMuon(Sentences):
-    """Brings Muon for its matrices."""
+    """A recipe that uses Muon for its matrices."""
 
     def optimizer(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Any:
         return torch.optim.Muon([pair for pair in parameters if pair[1].dim() == 2])
@@ -117,7 +117,7 @@ def test_an_optimizer_that_does_not_train_the_model_is_refused(make: Any, told: 
     assert not (tmp_path / "run").exists()
 
 
-def test_weights_that_the_optimizer_leaves_out_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_missing_from_the_optimizer_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done = train_own(lambda given: torch.optim.SGD(given[1:], lr=0.1), tmp_path, save_every=1)
     assert "the optimizer leaves out 1 of " in (said := capsys.readouterr().err) and "embedding.weight" in said
     before, after = weights(done.folder, 1), weights(done.folder, 2)
@@ -133,7 +133,7 @@ def test_an_optimizer_in_the_settings_that_has_no_effect_is_noted(
 
 def test_the_state_of_another_optimizer_class_is_refused(tmp_path: Path) -> None:
     train_own(lambda pairs: torch.optim.AdamW(pairs, lr=0.1), tmp_path)
-    with pytest.raises(UserError, match="state of the optimizer AdamW, and this run uses RMSprop; use AdamW again"):
+    with pytest.raises(UserError, match="state of the optimizer AdamW, but this run uses RMSprop; use AdamW again"):
         train_own(lambda pairs: torch.optim.RMSprop(pairs, lr=0.1), tmp_path, max_steps=3)
     assert train_own(lambda pairs: torch.optim.AdamW(pairs, lr=0.1), tmp_path, max_steps=3).step == 3
 
@@ -156,7 +156,7 @@ def test_an_optimizer_for_whole_weights_is_refused_on_shards_and_trains_alike_on
 
 
 class OwnRate(Sentences):
-    """Says its learning rate itself."""
+    """A recipe that sets its learning rate itself."""
 
     defaults: ClassVar[dict[str, Any]] = {**Sentences.defaults, "optimizer": "sgd", "beta1": 0.0, "weight_decay": 0.0}
     rates: ClassVar[list[Any]] = []
@@ -199,7 +199,7 @@ def test_a_recipes_own_learning_rate_is_not_rounded_twice() -> None:
 
 
 @pytest.mark.parametrize("rate", [-1.0, float("nan"), "fast", [0.1], [0.1, 0.2, 0.3]])
-def test_a_learning_rate_that_is_none_is_refused(rate: Any, tmp_path: Path) -> None:
+def test_an_invalid_learning_rate_is_rejected(rate: Any, tmp_path: Path) -> None:
     OwnRate.rates = [rate]
     with pytest.raises(RecipeError, match=r"learning_rate\(\) returned"):
         unisono.train(OwnRate, batch_size=4, gpus="0", max_steps=1, output_dir=str(tmp_path / "run"))

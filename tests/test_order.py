@@ -1,4 +1,4 @@
-"""The sample order is a pure function: complete in every epoch, fast at any size, divided without remainder."""
+"""The sample order is a pure function: complete in every epoch, fast at any size, and divided among ranks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_shuffled_epoch_looks_random() -> None:
     chi_square = ((np.bincount(first, minlength=size) - expected) ** 2 / expected).sum()
     assert chi_square < 63 + 5 * (2 * 63) ** 0.5
     neighbours = np.diff(Order(5000, 3).indices(np.arange(5000)))
-    assert (neighbours == 1).sum() < 10  # about one pair in a random order
+    assert (neighbours == 1).sum() < 10  # a random order has about one such pair
 
 
 def test_unshuffled_order_is_that_of_the_dataset() -> None:

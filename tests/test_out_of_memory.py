@@ -13,6 +13,7 @@ from torch import nn
 
 from command_line import TINY, lines, losses, unisono
 from many_runs import Copy, Outcome, Run, identical, largest_difference, many_runs
+from recipes_for_tests import Sentences
 from tiny_recipe import Tiny
 from unisono import Loss, train
 from unisono.engine.batch import BatchPlan
@@ -99,7 +100,7 @@ def test_the_same_samples_are_repeated_in_smaller_micro_batches(runs: dict[str, 
 def test_a_replay_is_bit_for_bit_a_run_that_was_small_from_the_start(
     runs: dict[str, Outcome], before: str, after: str
 ) -> None:
-    assert identical(runs[before].weights(), runs[after].weights())  # with dropout: random numbers were as before too
+    assert identical(runs[before].weights(), runs[after].weights())  # with dropout: random state was restored
     assert runs[before].losses().tolist() == runs[after].losses().tolist()
 
 
@@ -112,7 +113,7 @@ def test_buffers_are_as_before_the_attempt(runs: dict[str, Outcome]) -> None:
     assert runs["buffers"].weights()["passes"] == 2 * 6  # two micro-batches in each of six steps
 
 
-def test_a_run_keeps_the_size_that_fits(runs: dict[str, Outcome]) -> None:
+def test_a_run_keeps_the_micro_batch_size_that_fits(runs: dict[str, Outcome]) -> None:
     run = runs["gone on"]
     assert run.main["step"] == 8
     assert run.state()["micro_batch"] == 3
@@ -120,7 +121,7 @@ def test_a_run_keeps_the_size_that_fits(runs: dict[str, Outcome]) -> None:
     assert max(len(ids) for ids in read) == 3
 
 
-def test_when_not_even_one_sample_fits_all_ranks_say_so_with_numbers(runs: dict[str, Outcome]) -> None:
+def test_if_not_even_one_sample_fits_all_ranks_report_the_missing_memory(runs: dict[str, Outcome]) -> None:
     for ended in runs["too big"].by_rank:
         assert ended["exit_code"] == 3
         assert "even one sample does not fit on rank 1" in ended["error"]
@@ -164,15 +165,27 @@ def test_the_size_rises_only_with_auto_and_less_often_after_each_failure(tmp_pat
 
 
 def test_a_size_that_made_a_restart_necessary_is_not_tried_again_at_once(tmp_path: Path) -> None:
-    # The checkpoint knows a size that fitted; the attempt after it ran out of memory where only a restart helps.
+    # The checkpoint stores a size that fits; the attempt after it ran out of memory where only a restart helps.
     state = TrainState(64, step=900, micro_batch=16, memory_step=100)
     sizing = MicroBatchSizer(BatchPlan(64, 8, 1), state, tmp_path, may_rise=True, largest=64)
     assert (state.micro_batch, state.memory_failures, state.memory_step) == (8, 1, 900)
     assert not sizing.rise()
-    # More ranks have smaller shares: nothing learnt about memory.
+    # More ranks have smaller shares, so this says nothing about memory.
     state = TrainState(64, step=900, micro_batch=16, memory_step=100)
     MicroBatchSizer(BatchPlan(64, 8, 8), state, tmp_path, may_rise=True, largest=64)
     assert (state.micro_batch, state.memory_failures) == (16, 0)
+
+
+def test_a_restart_is_free_only_if_the_next_attempt_begins_with_a_smaller_size(tmp_path: Path) -> None:
+    state = TrainState(64, step=900, micro_batch=8, memory_step=100)
+    sizing = MicroBatchSizer(BatchPlan(64, 8, 1), state, tmp_path, may_rise=True, largest=64)
+    assert sizing.rise() and sizing.leave_for_next_attempt(64) == 8
+    assert not sizing.is_new_to_next_attempt(8)  # it would rise to 16 again, and run out of memory again, forever
+    sizing = MicroBatchSizer(BatchPlan(64, 8, 1), state, tmp_path, may_rise=True, largest=64)
+    assert sizing.leave_for_next_attempt(64) == 4
+    assert sizing.is_new_to_next_attempt(4)
+    (tmp_path / "memory.json").unlink()
+    assert not sizing.is_new_to_next_attempt(4)
 
 
 def test_auto_finds_no_size_again_that_made_a_restart_necessary(tmp_path: Path) -> None:
@@ -183,11 +196,11 @@ def test_auto_finds_no_size_again_that_made_a_restart_necessary(tmp_path: Path) 
 
 
 class Canary:
-    """Lives as long as the graph that it is tied to."""
+    """An object that lives as long as the graph that it is part of."""
 
 
 class Watched(Tiny):
-    """Says whether the activations of its last forward pass are still there."""
+    """Reports whether the activations of the last forward pass are still alive."""
 
     canary: Any = None
 
@@ -215,8 +228,8 @@ def test_activations_are_gone_before_the_cache_is_emptied(
     assert alive and not any(alive)
 
 
-def test_smaller_is_really_smaller() -> None:
-    assert smaller(32, share=5) == 3  # 32 was never reached: half of what was tried
+def test_smaller_micro_batches_use_less_memory() -> None:
+    assert smaller(32, share=5) == 3  # 32 was never tried, so half of the largest size that was
     assert smaller(4, share=100) == 2
     assert smaller(8, share=1) is None
 
@@ -229,7 +242,7 @@ def test_what_counts_as_out_of_memory() -> None:
 
 
 class Waiting(nn.Module):
-    """A strategy that waits for others, as far as the guard can see."""
+    """A strategy that, for the guard, waits for other ranks."""
 
     collective = guardable = True
 
@@ -257,7 +270,7 @@ def test_each_new_shape_is_guarded_for_some_steps() -> None:
     assert [step(8, 2), step(4, 2), step(8, 2), step(8, 2)] == [True, False, True, False]
 
 
-def test_the_guard_ends_where_shapes_never_come_twice() -> None:
+def test_the_guard_ends_if_shapes_never_repeat() -> None:
     guard = Guard(Waiting(), guard_steps=2)  # type: ignore[arg-type]
     wanted = []
     for number in range(1, 400):
@@ -277,7 +290,7 @@ RESTARTED = ["train", TINY, "--nproc", 2, "--max_steps", 8, "--save_every", 3]
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of a run that nothing happens to."""
+    """The losses of an undisturbed run."""
     folder: Path = tmp_path_factory.mktemp("calm")
     assert unisono(*RESTARTED, "--output_dir", "plain", cwd=folder).code == 0
     return losses(folder / "plain")
@@ -288,7 +301,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     [
         (["--inject", "oom@rank1:step6:backward", "--guard_steps", 2], "step 6"),
         pytest.param(["--inject", "oom@rank1:step6:reduce"], "step 6", marks=pytest.mark.slow),
-        (["--inject", "oom@rank1:step6:optimizer"], "in the optimizer"),
+        pytest.param(["--inject", "oom@rank1:step6:optimizer"], "in the optimizer", marks=pytest.mark.slow),
         (["--inject", "oom@rank0:step6:forward", "--strategy", "fsdp"], "step 6"),
     ],
     ids=["fast path", "reduce", "optimizer", "fsdp"],
@@ -298,7 +311,7 @@ def test_if_only_a_restart_helps_it_uses_a_smaller_size(
 ) -> None:
     ended = unisono(*RESTARTED, "--output_dir", "run", *flags, cwd=tmp_path)
     assert ended.code == 0, ended.err
-    assert where in ended.err and "restarting all ranks from the last checkpoint (1 of 3)" in ended.err
+    assert where in ended.err and "restarting all ranks from the last checkpoint (not counted)" in ended.err
     assert losses(tmp_path / "run") == pytest.approx(calm, rel=1e-5)
     (event,) = [event for event in lines(tmp_path / "run", "events.jsonl") if event["kind"] == "oom"]
     assert not event["in_place"] and event["micro_batch"] == 2
@@ -308,8 +321,31 @@ def test_if_only_a_restart_helps_it_uses_a_smaller_size(
 def test_a_single_process_restarts_itself(tmp_path: Path) -> None:
     run = ["train", TINY, "--nproc", 1, "--max_steps", 8, "--save_every", 3, "--output_dir", "run"]
     ended = unisono(*run, "--inject", "oom@rank0:step5:optimizer", cwd=tmp_path)
-    assert ended.code == 0 and "restarting from the last checkpoint (1 of 3)" in ended.err
+    assert ended.code == 0 and "restarting from the last checkpoint (not counted)" in ended.err
     assert len(losses(tmp_path / "run")) == 8
+
+
+@pytest.mark.parametrize("times", [2, pytest.param(10, marks=pytest.mark.slow)])
+def test_restarts_for_memory_do_not_use_up_the_others(tmp_path: Path, times: int) -> None:
+    run = ["train", TINY, "--nproc", 2, "--strategy", "fsdp", "--max_steps", 4, "--save_every", 2, "--max_restarts", 1]
+    run += ["--global_batch_size", 2048, "--batch_size", 1024, "--output_dir", "run"]
+    # Rank 1 runs out of memory several times in step 3, with half the size each time; later rank 0 dies.
+    faults = f"oom@rank1:step3:forward:x{times},kill@rank0:step4"
+    ended = unisono(*run, "--inject", faults, cwd=tmp_path, seconds=240)
+    assert ended.code == 0, ended.err
+    events = lines(tmp_path / "run", "events.jsonl")
+    sizes = [event["micro_batch"] for event in events if event["kind"] == "oom"]
+    assert sizes == [1024 // 2**number for number in range(1, times + 1)]
+    restarts = [event for event in events if event["kind"] == "restart"]
+    assert [event.get("counted", True) for event in restarts] == [False] * times + [True]
+    assert "restarting all ranks from the last checkpoint (1 of 1)" in ended.err
+    assert len(losses(tmp_path / "run")) == 4
+
+
+def test_no_restart_is_allowed_after_running_out_of_memory_either(tmp_path: Path) -> None:
+    run = ["train", TINY, "--nproc", 2, "--strategy", "fsdp", "--max_steps", 4, "--max_restarts", 0]
+    ended = unisono(*run, "--output_dir", "run", "--inject", "oom@rank1:step2", cwd=tmp_path)
+    assert ended.code == 3 and "restarting" not in ended.err
 
 
 def test_faults_are_read_or_refused() -> None:
@@ -341,3 +377,47 @@ def test_a_fault_of_the_preparation_happens_although_no_step_has_begun(tmp_path:
     with pytest.raises(RuntimeError, match="injected"):
         injector.at("prepare", 0)
     injector.at("prepare", 0)  # once
+
+
+class Cramped(Sentences):
+    """Rank 1 has memory for two sentences at once."""
+
+    def loss(self, model: Any, batch: dict[str, torch.Tensor], noise: Any) -> Loss:
+        import torch.distributed as dist
+
+        if dist.get_rank() == 1 and len(batch["ids"]) > 2:
+            raise torch.OutOfMemoryError("out of memory: three sentences")
+        return super().loss(model, batch, noise)
+
+
+def test_micro_batch_auto_finds_the_size_under_fsdp_without_a_restart(tmp_path: Path) -> None:
+    settings = {"strategy": "fsdp", "dtype": "float64", "batch_size": 6, "max_steps": 3, "num_samples": 15}
+    cramped = f"{Path(__file__)}:Cramped"
+    runs = many_runs(
+        [
+            Run("roomy", "roomy", 2, settings),
+            Run("cramped", "cramped", 2, settings | {"micro_batch": "auto"}, recipe=cramped),
+            Run(
+                "hsdp", "hsdp", 4, settings | {"micro_batch": "auto", "batch_size": 3, "shard_size": 2}, recipe=cramped
+            ),
+        ],
+        tmp_path,
+    )
+    for name in ("cramped", "hsdp"):
+        assert runs[name].state()["micro_batch"] == 2
+        assert not runs[name].events("oom") and not runs[name].events("restart")
+        assert float((runs[name].losses() - runs["roomy"].losses()).abs().max()) < 1e-10
+
+
+@pytest.mark.parametrize(("room", "size", "tried"), [(8, 8, [8]), (3, 2, [8, 4, 2]), (0, 1, [8, 4, 2])])
+def test_a_size_that_does_not_fit_is_halved_by_trial(room: int, size: int, tried: list[int], tmp_path: Path) -> None:
+    sizes = []
+
+    def try_out(plan: BatchPlan) -> None:
+        sizes.append(plan.micro_batch)
+        if plan.micro_batch > room:
+            raise OutOfMemoryTogether("too much")
+
+    sizer = MicroBatchSizer(BatchPlan(16, 8, 2), TrainState(16), tmp_path, may_rise=False, largest=8)
+    assert sizer.fit(try_out) == (size < 8)
+    assert (sizer.plan.micro_batch, sizes) == (size, tried)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from unisono.errors import RecipeError
-from unisono.parallel import blocks
-from unisono.parallel.blocks import compile_blocks, recompute_activations, repeated_blocks
+from unisono.parallel.blocks import repeated
+from unisono.parallel.blocks.repeated import compile_blocks, recompute_activations, repeated_blocks
 from unisono.parallel.materialize import materialize
 from unisono.planning.choose import Demand, choose_strategy
 
@@ -44,7 +44,7 @@ def test_several_devices_are_ddp_where_everything_fits_and_fsdp_where_it_does_no
     strategy, why = choose_strategy(ranks=2, demand=demand(10 * GIB), device_memory=80 * GIB)
     assert strategy == "ddp" and "40.0 GiB of 80.0 GiB per device" in why and "leaves room for activations" in why
     strategy, why = choose_strategy(ranks=2, demand=demand(15 * GIB), device_memory=80 * GIB)
-    assert strategy == "fsdp" and "60.0 GiB, too much for 80.0 GiB per device" in why
+    assert strategy == "fsdp" and "60.0 GiB, which leaves too little of 80.0 GiB per device" in why
     assert choose_strategy(ranks=2, demand=demand(11 * GIB), device_memory=80 * GIB)[0] == "ddp"
     assert choose_strategy(ranks=2, demand=demand(11 * GIB, ema=True), device_memory=80 * GIB)[0] == "fsdp"
 
@@ -75,7 +75,7 @@ class Block(nn.Module):
 
 
 class Stacked(nn.Module):
-    """Blocks in a list, small heads in another, and a big embedding outside."""
+    """A model with blocks in one list, small heads in another, and a large embedding outside."""
 
     def __init__(self, depth: int = 3) -> None:
         super().__init__()
@@ -142,15 +142,15 @@ class OwnFunctions(Block):
         return Squared.apply(super().forward(x))  # type: ignore[no-any-return,no-untyped-call]
 
 
-blocks.has_autograd_functions(OwnFunctions)
+repeated.has_autograd_functions(OwnFunctions)
 
 
 @pytest.fixture
 def compiled_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """How often what torch.compile was given is called; it computes as it is."""
+    """Replaces torch.compile by a wrapper that counts calls."""
     calls, compile = list[int](), torch.compile
-    blocks._recomputing.cache_clear()
-    blocks._compiled.cache_clear()
+    repeated._recomputing.cache_clear()
+    repeated._compiled.cache_clear()
 
     def noting(function: Any, **options: Any) -> Any:
         compiled = compile(function, **{**options, "backend": "eager"})
@@ -163,8 +163,8 @@ def compiled_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     monkeypatch.setattr(torch, "compile", noting)
     yield calls
-    blocks._recomputing.cache_clear()
-    blocks._compiled.cache_clear()
+    repeated._recomputing.cache_clear()
+    repeated._compiled.cache_clear()
 
 
 def pair(kind: type[nn.Module]) -> tuple[nn.Sequential, nn.Sequential]:
@@ -187,7 +187,7 @@ def assert_trains_alike(plain: nn.Module, saving: nn.Module) -> None:
 def test_blocks_with_autograd_functions_are_compiled_first_and_recomputed_from_outside(
     kind: type[nn.Module], calls: int, compiled_calls: list[int]
 ) -> None:
-    """Or the compiler decides what is kept: up to torch 2.11 all that such functions save."""
+    """Otherwise the compiler would keep all tensors that such functions save (up to torch 2.11)."""
     plain, saving = pair(kind)
     for block in repeated_blocks(saving):
         recompute_activations(block)
@@ -203,7 +203,7 @@ def test_blocks_with_autograd_functions_are_compiled_first_and_recomputed_from_o
 def test_recomputing_what_is_recomputed_already_changes_nothing(
     kind: type[nn.Module], compiled_calls: list[int]
 ) -> None:
-    """Two trainers of one model, one after the other."""
+    """Two trainers use the same model one after the other."""
     plain, saving = pair(kind)
     for _ in range(2):
         for block in repeated_blocks(saving):
@@ -219,7 +219,7 @@ def test_a_layer_that_is_used_several_times_is_one_block() -> None:
     assert repeated_blocks(nn.Sequential(layer, other, layer)) == [layer, other]
 
 
-# ---- first weights ----
+# ---- initial weights ----
 
 
 def on_meta(*names: str) -> nn.ModuleDict:
@@ -240,7 +240,7 @@ def test_weights_from_meta_depend_on_name_and_seed_and_not_on_order() -> None:
     assert not any(parameter.is_meta for parameter in forwards.parameters())
 
 
-def test_a_part_that_is_already_there_stays_as_it_is() -> None:
+def test_an_initialised_part_is_not_changed() -> None:
     model = on_meta("a")
     model["mine"] = nn.Linear(3, 2)
     before = model["mine"].weight.detach().clone()

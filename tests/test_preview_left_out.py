@@ -52,7 +52,7 @@ def recipe(tmp_path: Path) -> str:
     return f"{tmp_path / 'drawn.py'}:Drawn"
 
 
-def test_the_run_goes_on_without_the_preview(recipe: str, tmp_path: Path) -> None:
+def test_the_run_continues_without_the_preview(recipe: str, tmp_path: Path) -> None:
     done = unisono("train", recipe, "--nproc", 1, "--fails", "drawing", "--output_dir", "run", cwd=tmp_path)
     assert done.code == 0, done.err
     assert done.err.count("preview skipped, rank 0 ran out of memory: CUDA out of memory. Tried to allocate") == 3
@@ -70,11 +70,11 @@ def test_previews_are_in_tensorboard_too(recipe: str, tmp_path: Path) -> None:
     assert [shown.step for shown in events.Tensors("previews/seen")] == [1, 2, 3]
 
 
-def test_the_run_goes_on_when_a_preview_cannot_be_written(recipe: str, tmp_path: Path) -> None:
+def test_the_run_continues_if_a_preview_cannot_be_written(recipe: str, tmp_path: Path) -> None:
     words = ["train", recipe, "--output_dir", "run", "--preview_every", 2]
     done = unisono(*words, "--max_steps", 1, cwd=tmp_path)
     assert done.code == 0, done.err
-    (tmp_path / "run/previews/step_00000002_seen.txt").mkdir(parents=True)  # where a file cannot be
+    (tmp_path / "run/previews/step_00000002_seen.txt").mkdir(parents=True)  # blocks the path of a file
     done = unisono(*words, "--nproc", 2, "--max_steps", 4, cwd=tmp_path)
     assert done.code == 0 and "Traceback" not in done.err, done.err
     assert done.err.count("step 2: preview skipped, because it cannot be written: [Errno 21] Is a directory") == 1
@@ -83,14 +83,15 @@ def test_the_run_goes_on_when_a_preview_cannot_be_written(recipe: str, tmp_path:
     assert (tmp_path / "run/previews/step_00000004_seen.txt").read_text() and len(losses(tmp_path / "run")) == 4
 
 
-def test_a_picture_that_its_kind_of_file_cannot_hold_is_a_mistake_of_the_recipe(recipe: str, tmp_path: Path) -> None:
+def test_an_image_that_its_file_format_cannot_store_is_an_error_in_the_recipe(recipe: str, tmp_path: Path) -> None:
     done = unisono("train", recipe, "--fails", "format", "--output_dir", "run", "--max_restarts", 0, cwd=tmp_path)
     assert done.code == 3 and "cannot write mode RGBA as JPEG" in done.err, done.err
     assert "preview skipped" not in done.err
 
 
-def test_a_sharded_run_starts_again_once_and_then_without_previews(recipe: str, tmp_path: Path) -> None:
-    """A rank that fails leaves the others inside a forward pass, and every further preview would do so again."""
+@pytest.mark.slow
+def test_a_sharded_run_restarts_once_and_then_skips_previews(recipe: str, tmp_path: Path) -> None:
+    """A rank that fails leaves the others in a forward pass, and every further preview would do the same."""
     words = ["train", recipe, "--nproc", 2, "--strategy", "fsdp", "--output_dir", "run"]
     done = unisono(*words, "--fails", "drawing", cwd=tmp_path)
     assert done.code == 0, done.err

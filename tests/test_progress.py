@@ -1,4 +1,4 @@
-"""How far a run and its preparation are: a bar on a terminal, lines elsewhere."""
+"""Progress of training and of preparation: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -256,14 +256,14 @@ with progress("encoding", 10) as advance:
     [
         (6.0, 1003, "about 1h40m for the 1,000 remaining steps, at 6 s each"),
         (0.25, 100_000, "about 6h56m for the 99,987 remaining steps, at 0.25 s each"),
-        (6.0, 50, None),  # five minutes: the progress line says it
-        (6.0, 2**62, None),  # a loop of the user's decides
+        (6.0, 50, None),  # five minutes: the progress line is enough
+        (6.0, 2**62, None),  # the user's own loop decides the length
     ],
 )
 def test_a_long_run_prints_its_estimated_duration_once(seconds: float, total: int, said: str | None) -> None:
     now = [100.0]
     forecast, lines = Forecast(lambda: now[0]), []
-    now[0] += 1000.0  # preparing, and the first step, count nothing
+    now[0] += 1000.0  # preparation and the first step do not count
     for step in range(1, 40):
         lines += [line for line in [forecast.step(step, total)] if line]
         now[0] += seconds

@@ -1,4 +1,4 @@
-"""What the project promises about itself: sizes, links, file names in the docs, CI, and a fast `--help`."""
+"""House rules: file sizes, links, file names in the docs, CI, and a fast `--help`."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_help_takes_less_than_half_a_second() -> None:
         result = run_python(COMMAND, "--help")
         seconds.append(time.perf_counter() - start)
         assert result.returncode == 0 and result.stdout, result.stderr
-    assert min(seconds) < 0.5  # the others had to share the machine
+    assert min(seconds) < 0.5  # the other processes had to share the machine
 
 
 def test_pages_show_the_figures_that_were_measured() -> None:
@@ -181,7 +181,7 @@ def test_pages_show_the_figures_that_were_measured() -> None:
 
 
 def test_a_broken_pipe_of_a_run_is_a_failure() -> None:
-    """It may be a connection to another rank; one of stdout is no error (test_cli)."""
+    """It may be a connection to another rank; a broken stdout is not an error (test_cli)."""
     broken = (
         "from unisono.cli import main as m\nimport sys\ndef broken(words): raise BrokenPipeError\nm._run = broken\n"
     )

@@ -138,7 +138,7 @@ class NegativeLength:
 
 
 class Odd(Tiny):
-    """A recipe of which one thing is wrong."""
+    """A recipe with one error."""
 
     what: ClassVar[str] = ""
 
@@ -190,7 +190,7 @@ def train_odd(what: str, tmp_path: Path, **settings: Any) -> unisono.Result:
         ("pair", r"loss\(\): three has 3 parts; give a sum, or \(sum, count\)"),
     ],
 )
-def test_what_cannot_be_trained_is_refused_before_anything_is_written(what: str, told: str, tmp_path: Path) -> None:
+def test_untrainable_models_are_rejected_before_anything_is_written(what: str, told: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=told) as caught:
         train_odd(what, tmp_path)
     assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()
@@ -205,7 +205,7 @@ def test_weights_that_fsdp_cannot_shard_are_refused(what: str, told: str, tmp_pa
 
 def test_a_value_of_remember_is_checked_by_the_save_that_stores_it(tmp_path: Path) -> None:
     class ForgetsJson(Tiny):
-        """Returns JSON when it is asked first, and something else to the save of the second step."""
+        """remember() returns JSON at first, and something else for the save of the second step."""
 
         num_calls = 0
 
@@ -237,7 +237,7 @@ def test_a_mean_instead_of_a_sum_is_noted_once(tmp_path: Path, capsys: pytest.Ca
 
 
 class CouplesToMean(Pairs):
-    """The loss of a whole global batch may be its mean."""
+    """A recipe whose coupled loss is the mean of the global batch."""
 
     def couple(self, rows: Any) -> Loss:
         found = super().couple(rows)
@@ -245,13 +245,13 @@ class CouplesToMean(Pairs):
 
 
 class CouplesInVain(Pairs):
-    """Its loss does not fit into memory."""
+    """A recipe whose coupled loss does not fit into memory."""
 
     def couple(self, rows: Any) -> Loss:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
-def test_a_loss_of_a_whole_batch_that_does_not_fit_is_told_from_a_sample_that_does_not(tmp_path: Path) -> None:
+def test_a_coupled_loss_that_does_not_fit_is_distinguished_from_a_sample_that_does_not(tmp_path: Path) -> None:
     with pytest.raises(TrainingFailed, match=r"the loss of a whole global batch .4 samples. does not fit") as caught:
         unisono.train(CouplesInVain, batch_size=2, global_batch_size=4, gpus="0", output_dir=str(tmp_path / "run"))
     assert "global_batch_size" in str(caught.value) and "one sample does not fit" not in str(caught.value)
@@ -300,7 +300,7 @@ def test_flags_that_give_the_same_batch_are_not_noted() -> None:
     assert overruled(settings, lambda name: False, 1, 4) == []
 
 
-def test_a_sample_is_tried_again_after_a_pause_that_grows() -> None:
+def test_a_sample_is_retried_after_a_growing_pause() -> None:
     import time
 
     class Flaky:
@@ -322,7 +322,7 @@ def test_a_sample_is_tried_again_after_a_pause_that_grows() -> None:
     assert pauses[0] >= 0.1 and pauses[1] >= 0.2 and pauses[2] >= 0.4 and pauses[3] >= 0.1
 
 
-def test_a_batch_whose_names_the_model_does_not_take_is_told_so() -> None:
+def test_a_batch_with_names_that_the_model_does_not_accept_is_rejected() -> None:
     class Line(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""Which steps are recorded as CUDA graphs, and that replays lose nothing; a fake recorder replaces the GPU."""
+"""Which steps are recorded as CUDA graphs, and that replays are correct; a fake recorder replaces the GPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Recorder:
     """Replays a Captured by calling its function again, with the inputs and into the output of the recording."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.ending: Exception | None = None  # what leaving a recording raises
+        self.ending: Exception | None = None  # the exception raised at the end of a recording
         self.captured: GraphedFunction
         self.replays = self.recordings = 0
         monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: self)
@@ -85,7 +85,7 @@ def test_numbers_in_a_batch_are_never_those_of_the_recording(recorder: Recorder)
     assert recorder.replays == 4  # of those with 1
 
 
-def test_what_cannot_be_copied_into_a_recording_is_refused(recorder: Recorder) -> None:
+def test_inputs_that_cannot_be_copied_into_a_recording_are_rejected(recorder: Recorder) -> None:
     captured = recorder.of(total)
     with pytest.raises(
         TrainingFailed, match="the batch holds a object, and a recorded step would only ever see the first"
@@ -134,7 +134,7 @@ def test_the_first_cause_of_a_failed_recording_is_reported(
 
 
 class Net(nn.Module):
-    """Has a weight that nothing uses, two whose gradients autograd makes one tensor, and a counter."""
+    """A model with an unused weight, two weights whose gradients share one tensor, and a counter."""
 
     calls: Tensor
     table: Tensor
@@ -160,7 +160,7 @@ def test_fixed_gradients_do_not_share_memory_and_unused_weights_get_none() -> No
     model = strategy.model
     assert isinstance(model, Net)
     assert strategy.fix_gradient_addresses() and not strategy.has_fixed_gradients
-    strategy.clear_gradients()  # of a step that failed early
+    strategy.clear_gradients()  # from a step that failed early
     assert not strategy.has_fixed_gradients
     places = []
     for step in range(4):
@@ -183,7 +183,7 @@ def test_buffers_that_a_replay_changed_are_still_restored() -> None:
     guard = Guard(strategy, -1)
     for _ in range(4):
         guard.buffers.save()
-        model.calls.data.add_(1)  # as recorded kernels do it: the version stands still
+        model.calls.data.add_(1)  # like recorded kernels, this does not change the tensor's version
         guard.count_step(guarded=False)
     guard.buffers.save()
     assert guard.buffers.num_copied == 1, "a table need not be kept again"
@@ -192,7 +192,7 @@ def test_buffers_that_a_replay_changed_are_still_restored() -> None:
     assert model.calls.item() == 4
 
 
-def test_a_tensor_is_an_ordinary_data_set() -> None:
+def test_a_tensor_is_an_ordinary_dataset() -> None:
     assert not is_resident(torch.zeros(3, 2))
 
 
@@ -216,7 +216,7 @@ def test_recomputed_activations_are_not_recorded() -> None:
     )
     placement = Placement(torch.device("cuda"), 0, 1, [CPU], None)
     with pytest.raises(ConfigError, match="cuda_graph cannot record activation_checkpointing"):
-        build_components(Tiny(Tiny.Config()), settings, placement, BatchPlan(8, 8, 1))
+        build_components(Tiny(Tiny.Config()), settings, placement, BatchPlan(8, 8, 1), Agreement(alone=True))
 
 
 class Averaging(nn.Module):
@@ -244,7 +244,8 @@ def test_a_buffer_that_is_assigned_stays_where_recorded_kernels_read_it() -> Non
     settings = Settings(parallel=ParallelSettings(strategy="single"))
     placement = Placement(CPU, 0, 1, [CPU], None)
     components = replace(
-        build_components(Averages(Averages.Config()), settings, placement, BatchPlan(2, 2, 1)), captures=True
+        build_components(Averages(Averages.Config()), settings, placement, BatchPlan(2, 2, 1), Agreement(alone=True)),
+        captures=True,
     )
     gradient = GradientAccumulator(components, settings, Agreement(alone=True), Heartbeat())
     gradient._names = ["total", "count"]
@@ -267,12 +268,16 @@ def test_ddp_fixes_gradients_only_in_its_buckets(settings: dict[str, Any], guard
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_copies_that_data_parallel_makes_are_not_compiled(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They would all compute with the weights of the first one, which the compiled code belongs to."""
+    """They would all use the weights of the first one, which the compiled code belongs to."""
     compiled: list[Any] = []
     monkeypatch.setattr("unisono.engine.build.components.compile_blocks", lambda *given: compiled.append(given))
     settings = Settings(precision=PrecisionSettings(compile=True), parallel=ParallelSettings(strategy="single"))
     components = build_components(
-        Tiny(Tiny.Config()), settings, Placement(CPU, 0, 1, [CPU] * devices, None), BatchPlan(8, 8, 1)
+        Tiny(Tiny.Config()),
+        settings,
+        Placement(CPU, 0, 1, [CPU] * devices, None),
+        BatchPlan(8, 8, 1),
+        Agreement(alone=True),
     )
     assert len(compiled) == (devices == 1)
     assert any("model copies cannot be compiled" in remark for remark in components.remarks) == (devices > 1)

@@ -26,7 +26,7 @@ from unisono.errors import UserError
 
 
 class Machines:
-    """Launchers of several machines, all on this one."""
+    """The launchers of several simulated machines."""
 
     def __init__(self) -> None:
         with socket.socket() as probe:
@@ -44,7 +44,7 @@ class Machines:
         return made
 
     def join(self, *machines: RendezvousClient) -> list[Round]:
-        """All of them at once."""
+        """All launchers join at once."""
         return [each.result(20) for each in [self.begin(machine) for machine in machines]]
 
     def begin(self, machine: RendezvousClient) -> Future[Round]:
@@ -86,7 +86,7 @@ def test_a_run_begins_with_fewer_machines_than_it_may_have(machines: Machines) -
     assert first.machines == [[0, 1]]
 
 
-def test_for_a_machine_that_joins_the_others_save_first(machines: Machines) -> None:
+def test_when_a_machine_joins_the_others_save_first(machines: Machines) -> None:
     host, late = machines.make(0), machines.make(1)
     machines.join(host)
     waiting = machines.begin(late)
@@ -98,7 +98,7 @@ def test_for_a_machine_that_joins_the_others_save_first(machines: Machines) -> N
     assert second.describe_change() == "machine 1 joined: continuing from the last checkpoint with 2 machines, 3 ranks"
 
 
-def test_a_machine_that_leaves_is_detected_at_once_and_counts_as_no_restart(machines: Machines) -> None:
+def test_a_machine_that_leaves_is_detected_at_once_and_is_not_a_restart(machines: Machines) -> None:
     host, other = machines.make(0, max_restarts=0), machines.make(1)
     machines.join(host, other)
     other.shutdown()
@@ -135,6 +135,7 @@ while input():
 """
 
 
+@pytest.mark.slow
 def test_a_launcher_suspended_longer_than_the_silence_limit_continues() -> None:
     launcher = subprocess.Popen(
         [sys.executable, "-c", STOPPED_LAUNCHER],
@@ -152,12 +153,12 @@ def test_a_launcher_suspended_longer_than_the_silence_limit_continues() -> None:
 
     try:
         assert launcher.stdout.readline() == "met\n"
-        time.sleep(1.0)  # both ends of the connection wait for the other's next word
+        time.sleep(1.0)  # both ends of the connection wait for the other's next message
         os.kill(launcher.pid, signal.SIGSTOP)
         time.sleep(3.0)
         os.kill(launcher.pid, signal.SIGCONT)
         asked = []
-        while len(asked) < 20:  # also for as long as a silence would take from now on
+        while len(asked) < 20:  # also for the length of the silence limit from now on
             asked.append(group_changed())
             time.sleep(0.1)
         assert not any(asked), "it took its own pause for the other side's silence"
@@ -166,7 +167,7 @@ def test_a_launcher_suspended_longer_than_the_silence_limit_continues() -> None:
         launcher.wait()
 
 
-def test_a_death_makes_all_machines_regroup_and_counts_until_there_were_too_many(machines: Machines) -> None:
+def test_a_death_makes_all_machines_regroup_until_no_restart_is_left(machines: Machines) -> None:
     host, other = machines.make(0, max_restarts=1), machines.make(1)
     machines.join(host, other)
     for _ in range(2):
@@ -195,7 +196,7 @@ def test_when_all_machines_have_finished_none_waits(machines: Machines) -> None:
     assert not first.is_alive()
 
 
-def test_a_number_can_be_taken_once(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_number_can_be_used_once(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
     host, other = machines.make(0), machines.make(1)
     machines.join(host, other)
     monkeypatch.setattr(client, "SILENCE_S", 0.5)

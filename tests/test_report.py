@@ -1,4 +1,4 @@
-"""`unisono report` tells a run from its folder alone: all of it, nothing but it, and whatever state it is in."""
+"""`unisono report` shows a run from its folder alone, completely and in any state."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ATTACK = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'><svg
 
 
 class Page(HTMLParser):
-    """What a browser finds on a page: elements, what hangs on them, and the text outside scripts and styles."""
+    """The elements of a page, their attributes, and the text outside scripts and styles."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -59,13 +59,13 @@ class Page(HTMLParser):
         return [attributes for name, attributes in self.elements if name == tag]
 
     def lines(self) -> dict[str, dict[str, Any]]:
-        """Everything that is drawn: name -> x and y of the last line of that name."""
+        """All drawn lines: name -> x and y of the last line with that name."""
         found = (json.loads(a["data-values"] or "") for a in self.all("g") if "data-values" in a)
         return {line["name"]: line for line in found}
 
 
 def made(folder: Path, metrics: list[Any] = (), events: list[Any] = (), **record: Any) -> Path:  # type: ignore[assignment]
-    """A run's folder with these lines in it."""
+    """A run folder with these records."""
     run = RunFolder(folder)
     run.open({"id": "1", "recipe": "Made", **record})
     for event in events:
@@ -82,7 +82,7 @@ def report(folder: Path) -> Page:
 
 @pytest.fixture(scope="module")
 def survivor(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A real run of two ranks, one of which was killed and one of which saw a loss that is not a number."""
+    """A real run of two ranks, with one kill and one NaN loss."""
     folder = tmp_path_factory.mktemp("report")
     faults = "kill@rank1:step7,nan@rank0:step9"
     words = ["--nproc", "2", "--max_steps", "12", "--save_every", "3", "--no_async_save", "--output_dir", "run"]
@@ -110,7 +110,7 @@ def test_the_report_of_a_killed_run_shows_the_whole_history(survivor: Path) -> N
     assert re.search(r"faults survived 2 1 restart", said)
     assert "checkpoints saved" in said and "save_every 3 1000 flag" in said
     assert said.index("Changed from the defaults") < said.index("Settings of the recipe")
-    assert page.lines()["training"]["x"] == [1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12]  # 9 was no number
+    assert page.lines()["training"]["x"] == [1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12]  # the value at step 9 was not a number
     titles = {a["id"] for a in page.all("title") + page.all("desc") if "id" in a}
     charts = [a for a in page.all("svg") if a.get("role") == "img"]
     assert len(charts) >= 4
@@ -132,7 +132,7 @@ def test_the_report_shows_a_kill_of_the_whole_run_and_its_restart(tmp_path: Path
     assert "log_every 1 " not in page.split("At their defaults")[0], "a recipe's default is a default"
 
 
-def test_a_page_needs_nothing_from_outside(survivor: Path, tmp_path: Path) -> None:
+def test_a_page_needs_no_other_files(survivor: Path, tmp_path: Path) -> None:
     text = write_report(survivor, tmp_path / "page.html").read_text()
     assert not re.search(r"https?://|@import|url\(|//[a-z]+\.", re.sub(r"<script>.*</script>", "", text, flags=re.S))
     for tag, attributes in Page(text).elements:
@@ -142,7 +142,7 @@ def test_a_page_needs_nothing_from_outside(survivor: Path, tmp_path: Path) -> No
     assert "default-src 'none'" in text and "prefers-color-scheme: dark" in text
 
 
-def test_nothing_in_a_run_becomes_part_of_the_page(tmp_path: Path) -> None:
+def test_text_of_a_run_is_escaped_on_the_page(tmp_path: Path) -> None:
     bad = {ATTACK: ATTACK, "nested": [{ATTACK: ATTACK}]}
     start = dict.fromkeys(("time", "world", "strategy", "launcher", "why", "from_step"), ATTACK)
     folder = made(
@@ -160,7 +160,7 @@ def test_nothing_in_a_run_becomes_part_of_the_page(tmp_path: Path) -> None:
     assert len(page.all("script")) == 1
     assert all(not name.startswith("on") for _, attributes in page.elements for name in attributes)
     assert all((a["src"] or "").startswith("data:image/svg+xml;base64,") for a in page.all("img"))
-    assert page.text.count("alert(1)") >= 10  # it is there, as text
+    assert page.text.count("alert(1)") >= 10  # it appears as text
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_nothing_in_a_run_becomes_part_of_the_page(tmp_path: Path) -> None:
     ["", "[]", "{}", "{", "null", '"run"', "\x00" * 99, "[" * 100_000],
     ids=["empty", "list", "nothing", "half", "null", "text", "zeros", "deep"],
 )
-def test_a_folder_that_is_no_run_is_refused_in_one_line(
+def test_a_folder_without_a_run_is_rejected_in_one_line(
     content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run.json").write_text(content)
@@ -178,13 +178,13 @@ def test_a_folder_that_is_no_run_is_refused_in_one_line(
     assert os.listdir(tmp_path) == ["run.json"]
 
 
-def test_a_folder_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_folder_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path / "none")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     assert not os.listdir(tmp_path)
 
 
-def test_only_a_report_is_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_a_report_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = made(tmp_path / "run", [{"step": 1, "loss": 1.0}])
     mine = tmp_path / "mine.html"
     mine.write_text("<!doctype html><title>mine</title>")
@@ -272,7 +272,7 @@ def test_evaluation_and_training_share_a_chart(tmp_path: Path) -> None:
     assert page.lines()["evaluation"]["y"] == [0.25]
 
 
-def test_what_is_measured_beside_a_metric_is_drawn_beside_it(tmp_path: Path) -> None:
+def test_baselines_of_a_metric_are_drawn_next_to_it(tmp_path: Path) -> None:
     figures = {"MRR@10_bm25": 0.5, "MRR@10_best_of_all": 0.9, "MRR@10": 0.75, "MRR@10_best": 0.8, "MRR": 0.1}
     figures |= {"rank_MRR": 0.2}
     lines = [{"step": step, **{f"eval/{name}": v * step for name, v in figures.items()}} for step in (1, 2)]
@@ -284,7 +284,7 @@ def test_what_is_measured_beside_a_metric_is_drawn_beside_it(tmp_path: Path) -> 
 
 def test_the_same_quantities_of_several_groups_share_a_chart_each(tmp_path: Path) -> None:
     names = [f"eval/{group}_{what}" for group in ("train", "unseen") for what in ("return", "solved")]
-    names += ["eval/flow_loss", "eval/velocity_loss"]  # one quantity: these may be two things
+    names += ["eval/flow_loss", "eval/velocity_loss"]  # these may be two different quantities
     page = report(made(tmp_path, [{"step": step, **dict.fromkeys(names, 0.5 * step)} for step in (1, 2)]))
     titles = re.findall(r"<h3>(.*?)</h3>", (tmp_path / "report.html").read_text())
     assert titles == ["return", "solved", "flow_loss", "velocity_loss"]

@@ -26,7 +26,7 @@ NUM_SAMPLES, NUM_EVAL = 29, 7
 
 
 class Points(NamedTuple):
-    """A batch, or one sample without its first dimension."""
+    """A batch of points, or a single point without the first dimension."""
 
     x: Tensor
     y: Tensor
@@ -49,7 +49,7 @@ class Ordinary(Dataset[Points]):
 
 
 class OnDevice(Ordinary):
-    """The same points, gathered on the device, which they have to be brought to first."""
+    """The same points as a resident dataset."""
 
     device: torch.device | None = None
 
@@ -64,7 +64,7 @@ class OnDevice(Ordinary):
 
 
 class Fit(Recipe):
-    """Fits the points; how many items a sample counts differs from sample to sample."""
+    """Fits the points; samples have different counts."""
 
     defaults = {"num_workers": 0, "tensorboard": False, "log_every": 1, "learning_rate": 1e-2}
     data: type[Ordinary] = Ordinary
@@ -93,7 +93,7 @@ class FitOnDevice(Fit):
 
 
 def train_both(runs: list[dict[str, Any]], root: str) -> dict[str, Any]:
-    """In each rank: the runs, with the recipes of this file."""
+    """Runs in each rank: trains the runs with the recipes of this file."""
     import many_runs
     import recipes_for_tests
 

@@ -17,7 +17,7 @@ from recipes_for_tests import SentenceData
 from tiny_recipe import Tiny
 from unisono.data.order import Order
 
-# 3 epochs of 15 in steps of 4: batches cross the epochs' borders, and the last one is a single sample.
+# 3 epochs of 15 samples in steps of 4: batches cross epochs, and the last one is a single sample.
 STEPS, NUM_SAMPLES, EPOCHS = 12, 15, 3
 RUN = {
     "global_batch_size": 4,
@@ -33,8 +33,8 @@ RUN = {
 }
 ONE, DDP, FSDP = {"strategy": "single"}, {"strategy": "ddp"}, {"strategy": "fsdp"}
 DOUBLE = {"dtype": "float64"}
-# name -> (world, settings) of a run that never stops and of its continuations, and after which steps these begin. Each
-# step after which a run can stop in between all strategies: test_every_step_index_between_all_strategies.
+# name -> (world, settings) of an uninterrupted run and of its continuations, and the steps after which these begin.
+# test_every_step_index_between_all_strategies stops after every step, between all strategies.
 SAME_WORLD = {
     "1 rank": (1, ONE, range(1, STEPS)),
     "2 ranks ddp": (2, DDP | {"dropout": 0.2}, range(1, STEPS)),
@@ -55,7 +55,7 @@ OPTIMIZERS = ["sgd", "adam", "rmsprop", "nadam"]
 
 
 def order_of_steps(first_step: int) -> list[list[int]]:
-    """The samples of steps first_step + 1 to 12, worked out from the order alone."""
+    """The samples of steps first_step + 1 to 12, computed from the order alone."""
     order = Order(NUM_SAMPLES, 0)
     end = NUM_SAMPLES * EPOCHS
     return [[order[p] for p in range(step * 4, min(step * 4 + 4, end))] for step in range(first_step, STEPS)]
@@ -69,7 +69,7 @@ def check_continuation(run: Outcome, whole: Outcome, step: int) -> None:
     assert run.main.get("status") == "done" and run.main["step"] == STEPS, run.main
     read, expected = run.read_ids(), order_of_steps(step)
     assert read[:-1] == expected[:-1]  # element by element
-    assert set(read[-1]) == set(expected[-1])  # ranks without a sample stand in with the last one
+    assert set(read[-1]) == set(expected[-1])  # ranks without a sample compute the last one as a dummy
     assert [line["step"] for line in run.lines()] == list(range(1, STEPS + 1))
     for key in ("samples", "count", "lr", "ids", "squares"):
         assert [line[key] for line in run.steps()] == [line[key] for line in whole.steps()], key
@@ -238,26 +238,26 @@ def test_a_start_without_a_folder_says_that_the_same_run_could_continue(
         return " ".join(capfd.readouterr().err.split())
 
     def is_told(words: str) -> bool:
-        return "is the same run, unfinished" in words
+        return "is an unfinished run with the same settings" in words
 
     assert not is_told(first := said())
     assert "done after step 4; to export its weights: unisono export runs/tiny-20260101-000000 FOLDER" in first
-    assert not is_told(said())  # that one is done
+    assert not is_told(said())  # that run is done
     events = Path("runs/tiny-20260101-000001/events.jsonl")
     events.write_text("".join(line for line in events.read_text().splitlines(True) if '"done"' not in line))
     one = "runs/tiny-20260101-000001"
-    assert f"{one} is the same run, unfinished; to continue it: --output_dir {one}" in said()
+    assert f"{one} is an unfinished run with the same settings; to continue it: --output_dir {one}" in said()
     shutil.rmtree("runs/tiny-20260101-000002")
     assert not is_told(said(max_steps=6))  # another run
     assert not is_told(said(output_dir="elsewhere")) and not is_told(said(resume="never"))
     shutil.rmtree("runs/tiny-20260101-000004")
     lock = os.open(one, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    assert not is_told(said())  # it is under way
+    assert not is_told(said())  # that run is active
     os.close(lock)
     shutil.rmtree("runs/tiny-20260101-000005")
     Path(one, "run.json").write_text("{")
-    assert not is_told(said())  # and nobody asked for a damaged one
+    assert not is_told(said())  # and a damaged run is ignored
 
 
 def test_slow_phases_are_announced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: Any) -> None:
@@ -279,7 +279,7 @@ def test_a_run_that_is_too_short_for_its_warm_up_says_so(tmp_path: Path, capfd: 
         unisono.train(Tiny, nproc=1, output_dir=str(tmp_path / folder), **settings)
         return " ".join(capfd.readouterr().err.split())
 
-    assert "max_steps 999 is not reached: num_epochs 1 is " in said("short", max_steps=999, num_epochs=1)
+    assert "max_steps 999 is not reached: num_epochs 1 ends after " in said("short", max_steps=999, num_epochs=1)
     assert "warmup_steps 30: the run has 20 steps and never reaches its learning rate; use --warmup_steps 2" in said(
         max_steps=20, warmup_steps=30
     )

@@ -20,7 +20,7 @@ from unisono.errors import UserError
 from unisono.recipes.darkroom.recipe import Darkroom
 from unisono.settings import Settings
 
-# Settings that may change within a run, by the reason why that harms nothing. All others must be in Recipe.fixed.
+# Settings that may change within a run, by the reason why that is harmless. All others must be in Recipe.fixed.
 FREE: dict[str, dict[str, str]] = {
     "darkroom": {
         "the objective": "loss_positions label_smoothing",
@@ -69,7 +69,7 @@ FREE_OF_THE_ENGINE = {
     "a limit": "max_bad_samples",
     "when, and at what size, held-out data is evaluated": "eval_every eval_first eval_batch_size preview_every",
     "what is kept": "best_metric best_mode save_every keep_last async_save",
-    "what is written": "log_every log_group_norms tensorboard",
+    "what is written": "log_every log_group_norms peak_tflops tensorboard",
 }
 HAS_ITS_OWN_CHECK = {"seed"}
 
@@ -123,7 +123,7 @@ def test_samples_that_were_trained_on_never_count_as_unseen(
     given = ["--output_dir", str(darkroom_run), "--max_steps", "2", "--gpus", "0", f"--{name}", str(value)]
     assert main(["train", "darkroom", *given]) == 2
     [line] = capfd.readouterr().err.splitlines()
-    assert f"{name} {value} differs from this run's {SMALL.get(name, 0)}" in line and "leave the flag out" in line
+    assert f"{name} {value} differs from this run's {SMALL.get(name, 0)}" in line and "remove the flag" in line
     assert files_of(darkroom_run) == before, "exit 2: nothing was written"
 
 
@@ -145,11 +145,11 @@ def test_the_data_of_a_wan_run_cannot_change_when_it_is_resumed(
         given = ["--output_dir", str(folder), "--max_steps", "2", "--gpus", "0", f"--{name}", str(value)]
         assert main(["train", "wan-flow", *given]) == 2
         [line] = capfd.readouterr().err.splitlines()
-        assert f"{name} {value} differs from this run's " in line and "leave the flag out" in line
+        assert f"{name} {value} differs from this run's " in line and "remove the flag" in line
         assert files_of(folder) == before, "exit 2: nothing was written"
 
 
-def test_a_config_file_with_another_value_is_answered_with_the_flag_that_continues(
+def test_a_changed_value_in_a_config_file_is_answered_with_the_flag_that_continues(
     darkroom_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "room.yaml").write_text("grid_size: 5\n")
@@ -234,7 +234,7 @@ def test_data_that_was_moved_is_found_under_its_new_path(
     moved = (tmp_path / "numbers.txt").rename(tmp_path / "moved" / "numbers.txt")
     other = tmp_path / "other.txt"
     other.write_text("9 8 7 6 5 4 3 2")
-    with pytest.raises(UserError, match=r"data_path .*if the data was moved, give a path that ends in numbers.txt"):
+    with pytest.raises(UserError, match=r"data_path .*if the data was moved, pass a path that ends in numbers.txt"):
         unisono.train(Lines, {"data_path": str(other)}, **lines_run)
     assert unisono.train(Lines, {"data_path": str(moved)}, **lines_run).step == 2
     assert f"data_path {tmp_path / 'numbers.txt'} → {moved}" in capfd.readouterr().err
@@ -265,6 +265,6 @@ def test_a_branch_in_a_new_folder_is_not_told_to_start_a_new_folder(
     own = {name: value for name, value in changed.items() if name == "every"}
     branch = lines_run | {"output_dir": str(tmp_path / "branch"), "resume": lines_run["output_dir"]}
     branch |= {name: value for name, value in changed.items() if name == "seed"}
-    with pytest.raises(UserError, match=r"or leave out --resume$"):
+    with pytest.raises(UserError, match=r"or remove --resume$"):
         unisono.train(Lines, own, **branch)
     assert not (tmp_path / "branch").exists()

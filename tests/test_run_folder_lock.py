@@ -56,7 +56,7 @@ def let_go(process: subprocess.Popen[str]) -> None:
     assert process.returncode == 0
 
 
-def test_of_many_starts_into_a_new_folder_one_gets_it(tmp_path: Path) -> None:
+def test_only_one_of_many_starts_gets_a_new_folder(tmp_path: Path) -> None:
     path = tmp_path / "runs" / "new"
     for _ in range(3):
         starts = [holder(path) for _ in range(6)]
@@ -66,7 +66,7 @@ def test_of_many_starts_into_a_new_folder_one_gets_it(tmp_path: Path) -> None:
         assert sorted(answers) == ["held"] + 5 * ["refused"]
 
 
-def test_what_was_made_for_the_lock_is_removed_and_a_users_folder_is_not(tmp_path: Path) -> None:
+def test_folders_created_for_the_lock_are_removed_and_a_users_folder_is_not(tmp_path: Path) -> None:
     for path, stays in ((tmp_path / "a" / "b" / "c", False), (tmp_path / "mine", True)):
         if stays:
             path.mkdir()
@@ -99,12 +99,12 @@ def test_a_killed_launcher_does_not_block_the_folder_but_its_rank_does(tmp_path:
     assert os.listdir(tmp_path) == []
 
 
-def test_a_forked_process_neither_keeps_the_lock_nor_gives_it_up(tmp_path: Path) -> None:
+def test_a_forked_process_neither_holds_the_lock_nor_releases_it(tmp_path: Path) -> None:
     lock = FolderLock(tmp_path / "run")
     lock.take()
     asked, answer = os.pipe()
     child = os.fork()
-    if child == 0:  # as a pool that a recipe has made, or code that unwinds the stack it was forked with
+    if child == 0:  # like a recipe's process pool, or code that unwinds the stack after a fork
         lock.release()
         os.close(answer)
         os._exit(0)
@@ -113,7 +113,7 @@ def test_a_forked_process_neither_keeps_the_lock_nor_gives_it_up(tmp_path: Path)
     sleeper = os.fork()
     if sleeper == 0:
         os.close(answer)
-        os.read(asked, 1)  # until the test is over
+        os.read(asked, 1)  # stays alive until the end of the test
         os._exit(0)
     lock.release()
     try:
@@ -126,15 +126,15 @@ def test_a_forked_process_neither_keeps_the_lock_nor_gives_it_up(tmp_path: Path)
 def test_folders_of_a_start_without_a_name_are_never_shared(tmp_path: Path) -> None:
     made = [FolderLock.of_new_folder(tmp_path / "runs" / "tiny-1") for _ in range(3)]
     assert [lock.path.name for lock in made] == ["tiny-1", "tiny-1-2", "tiny-1-3"]
-    for lock in reversed(made):  # the first one has made runs/, and removes it when it is empty
+    for lock in reversed(made):  # the first lock created runs/, and removes it when it is empty
         lock.release()
     assert os.listdir(tmp_path) == []
 
 
-def test_a_lock_that_another_machine_holds_is_waited_for(
+def test_a_run_waits_for_a_lock_that_another_machine_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On NFS a folder is locked within a machine only, and the locks of a crashed machine stay for 90 s."""
+    """On NFS, folder locks work only within one machine, and the locks of a crashed machine stay for 90 s."""
     elsewhere = os.open(tmp_path / ".lock", os.O_RDWR | os.O_CREAT)
     locks.fcntl.flock(elsewhere, locks.fcntl.LOCK_SH)
     monkeypatch.setattr(locks, "_WAIT_S", 0.1)
@@ -152,6 +152,7 @@ def test_a_lock_that_another_machine_holds_is_waited_for(
 # ---- runs ----
 
 
+@pytest.mark.slow
 def test_a_second_start_cannot_take_over_a_run_that_has_no_step_yet(tmp_path: Path) -> None:
     hold = tmp_path / "hold"
     hold.write_text("100")
@@ -205,6 +206,7 @@ class Wanders(Tiny):
 """
 
 
+@pytest.mark.slow
 def test_a_recipe_may_change_the_current_folder(tmp_path: Path) -> None:
     (tmp_path / "data" / "deeper").mkdir(parents=True)
     (tmp_path / "wanders.py").write_text(WANDERS)

@@ -55,7 +55,7 @@ def cut_up(world: int, strategy: str, accumulation: int) -> str:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    """All runs of this module, by name; those in float32 end with a question mark."""
+    """All runs of this module, by name; names of float32 runs end with a question mark."""
     root: Path = tmp_path_factory.mktemp("same_run")
     asked: dict[str, tuple[int, dict[str, object]]] = {
         "one device": (1, WHOLE),
@@ -103,7 +103,7 @@ def test_ranks_and_accumulation_train_like_one_device(
     run = runs[cut_up(world, strategy, accumulation)]
     assert_same(run, runs["one device"])
     assert largest_difference(run.weights(prefix="ema."), runs["one device"].weights(prefix="ema.")) < 1e-10
-    # It really was cut up: in every step each rank computed so many micro-batches of its share.
+    # The batch really was split: in every step, each rank computed this many micro-batches.
     for rank in range(world):
         calls = (run.record / f"train.{rank}").read_text().splitlines()
         assert len(calls) == STEPS * accumulation

@@ -39,7 +39,7 @@ OPERATIONS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.scan
 
 
 def die_at_operation(number: int) -> None:
-    """Kills this process just before so many more operations on files."""
+    """Kills this process just before its n-th file operation from now."""
     left = iter(range(number))
 
     def hook(event: str, arguments: object) -> None:
@@ -50,7 +50,7 @@ def die_at_operation(number: int) -> None:
 
 
 def save_until_killed(folder: Path, told: int, operation: int | None) -> None:
-    """Saves one step after another, each filled with its number, and says of each when it is safe."""
+    """Saves one step after another, each filled with its number, and reports each completed save."""
     found, _ = newest_valid(folder, IDENTITY)
     step = 0 if found is None else int(read_extra(found)["step"])
     saver = make_saver(folder)
@@ -70,7 +70,7 @@ def save_until_killed(folder: Path, told: int, operation: int | None) -> None:
 
 
 def kill_one(folder: Path, operation: int | None, rng: random.Random) -> bool:
-    """Forks a saving process, kills it, and looks at what it left; False if it came to its end before."""
+    """Forks a saving process, kills it, and checks its files; returns False if it ended before the kill."""
     ours, theirs = os.pipe()
     child = os.fork()
     if child == 0:
@@ -80,7 +80,7 @@ def kill_one(folder: Path, operation: int | None, rng: random.Random) -> bool:
         finally:
             os._exit(1)
     os.close(theirs)
-    first = os.read(ours, 8)  # one save is done: from here on it is somewhere in the next ones
+    first = os.read(ours, 8)  # one save is complete: the kill will hit a later one
     if operation is None:
         time.sleep(rng.uniform(0, 0.06))
         os.kill(child, signal.SIGKILL)
@@ -114,7 +114,7 @@ def kill_again_and_again(folder: Path) -> None:
 def test_a_kill_at_any_instant_leaves_a_complete_and_correct_checkpoint(tmp_path: Path) -> None:
     script = f"import sys; sys.path[:0] = [{str(Path(__file__).parent)!r}]; import test_save_kills as t; "
     script += f"from pathlib import Path; t.kill_again_and_again(Path({str(tmp_path)!r}))"
-    # A process of its own, because it forks: this one may have threads.
+    # Runs in a separate process, because it forks and this one may have threads.
     ended = subprocess.run(
         [sys.executable, "-c", script], env=environment(), capture_output=True, text=True, timeout=240, check=False
     )
@@ -138,7 +138,7 @@ def fail_in_each_phase(folder: str) -> list[list[Any]]:
             for step in (1, 2, 3):
                 saver.save(step, {"model.a": torch.full((4,), float(step)), "model.b": torch.ones(3)}, {})
                 results += saver.wait()
-            dist.barrier()  # rank 0 clears up after the others have learnt the outcome
+            dist.barrier()  # rank 0 cleans up after the other ranks know the outcome
             found.append([name, [(r.step, r.path is not None, r.error) for r in results]])
     return found
 
@@ -173,7 +173,7 @@ def check_end(run: Path, whole: Path) -> None:
     checkpoints = run / "checkpoints"
     assert [line["loss"] for line in lines(run)] == [line["loss"] for line in lines(whole)]
     names, expected = set(os.listdir(checkpoints)), set(os.listdir(whole / "checkpoints"))
-    # Killed between the last commit and the deletion of the oldest one, that one is still there.
+    # After a kill between the last commit and the deletion of the oldest checkpoint, that checkpoint still exists.
     assert expected <= names and len(names - expected) <= 1, names
     assert len(list_steps(checkpoints)) == len(names), "something was left behind"
     for _, path in list_steps(whole / "checkpoints"):
@@ -187,8 +187,9 @@ def kill(rank: int, step: int, phase: str) -> str:
     return f"kill-during-save@rank{rank}:step{step}:{phase}"
 
 
+@pytest.mark.slow
 def test_ranks_killed_while_saving_end_with_the_same_bits(tmp_path: Path) -> None:
-    # The second dies in the last save, when the others have nothing left to do but to wait for it.
+    # Rank 1 dies in the last save, while the others only wait for it.
     faults = [kill(0, 4, "save-commit"), kill(1, 8, "save-write")]
     check_end(train(tmp_path, "killed", 2, faults), train(tmp_path, "whole", 2, []))
 

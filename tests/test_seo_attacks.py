@@ -1,4 +1,4 @@
-"""seo against what people (and sites) really give it: one clear line for each, and never a wait without end."""
+"""seo with the input that users and sites really provide: one clear line for each problem, and no endless wait."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from unisono.settings import Settings
         ("data_path", ""),
     ],
 )
-def test_settings_that_nothing_can_be_trained_with_are_refused_by_name(name: str, value: Any) -> None:
+def test_unusable_settings_are_rejected_by_name(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"^{name}: expected"):
         Seo(Config(**{"data_path": "x.csv", name: value}))
 
@@ -70,16 +70,16 @@ def test_settings_that_nothing_can_be_trained_with_are_refused_by_name(name: str
     ],
 )
 def test_a_setting_of_another_task_is_refused(settings: dict[str, Any], told: str) -> None:
-    recipe = Seo(Config(data_path="data.csv", **settings))  # as `unisono export` makes it
+    recipe = Seo(Config(data_path="data.csv", **settings))  # as `unisono export` writes it
     with pytest.raises(ConfigError, match=f"^{told}"):
         recipe.check_settings(Settings())
 
 
-def test_every_setting_of_one_task_is_there() -> None:
+def test_every_task_specific_setting_exists() -> None:
     assert set(FOR) <= {field.name for field in fields(Config)}
 
 
-def test_what_is_not_a_number_is_within_no_bounds() -> None:
+def test_nan_is_out_of_range() -> None:
     settings = SimpleNamespace(size=float("nan"))
     with pytest.raises(ConfigError):
         check_range(settings, {"size": 0}, {})
@@ -108,15 +108,13 @@ def _prepared(folder: Path, rows: list[tuple[str, str, str]], **more: Any) -> Bi
     ],
     ids=["one row", "one query", "one page"],
 )
-def test_data_without_a_wrong_page_is_refused_unless_negatives_are_used(
-    tmp_path: Path, rows: list[tuple[str, str, str]]
-) -> None:
+def test_data_without_negatives_is_rejected(tmp_path: Path, rows: list[tuple[str, str, str]]) -> None:
     with pytest.raises(ConfigError, match="so there are no negatives"):
         _prepared(tmp_path, rows)
     _prepared(tmp_path, rows, num_negatives=1)
 
 
-def test_one_query_a_step_has_nothing_to_be_compared_with(tmp_path: Path) -> None:
+def test_one_query_per_step_has_no_negatives(tmp_path: Path) -> None:
     task = _prepared(tmp_path, [(f"query {number}", f"page {number}", "another") for number in range(5)])
     with pytest.raises(ConfigError, match="batch_size 1"):
         task.start_remark(1)
@@ -124,7 +122,7 @@ def test_one_query_a_step_has_nothing_to_be_compared_with(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe"], ids=["empty", "cut", "garbage"])
-def test_damaged_lines_beside_are_measured_anew(tmp_path: Path, content: bytes) -> None:
+def test_damaged_baselines_are_measured_again(tmp_path: Path, content: bytes) -> None:
     rows = [(f"query {number}", f"page {number}", "another") for number in range(40)]
     file = _prepared(tmp_path, rows).folder / "lines_beside.json"
     kept = json.loads(file.read_bytes())["found"]
@@ -134,7 +132,7 @@ def test_damaged_lines_beside_are_measured_anew(tmp_path: Path, content: bytes) 
 
 
 @pytest.mark.parametrize("name", ["tokens.npy", "starts.npy"])
-def test_tokens_of_the_right_size_that_are_something_else_are_called_damaged(tmp_path: Path, name: str) -> None:
+def test_tokens_of_the_right_size_with_wrong_content_are_damaged(tmp_path: Path, name: str) -> None:
     place = fill_texts(tmp_path, lambda: ["a", "b"], lambda texts: [[1, 2, 3] for _ in texts], "f" * 32, Work(tmp_path))
     assert len(open_texts(place)) == 2
     for content in (b"x" * (place / name).stat().st_size, _with_another_shape(place / name)):
@@ -148,7 +146,7 @@ def _with_another_shape(path: Path) -> bytes:
     return path.read_bytes().replace(f"({len(array)},)".encode(), f"({len(array) - 1},)".encode())
 
 
-def test_a_word_without_end_is_learned_from_in_no_time() -> None:
+def test_tokenizer_training_is_fast_on_an_endless_word() -> None:
     begun = time.monotonic()
     tokenizer = train_tokenizer(["some words", "data:image/png;base64," + "iVBORw0KGgo" * 30_000, "w" * 300_000])
     assert time.monotonic() - begun < 10
@@ -163,7 +161,7 @@ def test_a_word_without_end_is_learned_from_in_no_time() -> None:
         (["1.5", "1.5", "1.5"], "all 3 labels are 1.5;"),
     ],
 )
-def test_numbers_that_cannot_be_computed_with_are_refused(tmp_path: Path, labels: list[str], told: str) -> None:
+def test_non_finite_and_huge_labels_are_rejected(tmp_path: Path, labels: list[str], told: str) -> None:
     table = tmp_path / "table.csv"
     table.write_text("text,label\n" + "".join(f"page {number},{label}\n" for number, label in enumerate(labels)))
     with pytest.raises(ConfigError, match=told):
@@ -182,7 +180,7 @@ def test_long_fields_are_read_and_other_readers_keep_their_limit(tmp_path: Path)
 
 
 @pytest.mark.parametrize("between", [" ", "/", '="1" ', '="1"'])
-def test_a_tag_of_a_hundred_thousand_attributes_is_left_alone(between: str) -> None:
+def test_a_tag_with_a_hundred_thousand_attributes_is_not_parsed(between: str) -> None:
     begun = time.monotonic()
     page = parse_page(f'<p>text<a x=">" {between.join(f"a{number}" for number in range(100_000))}>link</a>', "a.html")
     assert page.problems == ["not HTML: a tag has over 5,000 parts"]
@@ -197,7 +195,7 @@ def test_long_attributes_and_unclosed_quotes_are_read_as_before() -> None:
     assert time.monotonic() - begun < 10
 
 
-def test_a_link_to_itself_is_no_page(tmp_path: Path) -> None:
+def test_a_link_to_itself_is_not_a_page(tmp_path: Path) -> None:
     (tmp_path / "page.html").write_text("<p>text")
     (tmp_path / "loop.html").symlink_to("loop.html")
     (tmp_path / "nowhere.html").symlink_to("not_there.html")
@@ -205,7 +203,7 @@ def test_a_link_to_itself_is_no_page(tmp_path: Path) -> None:
     assert "loop.html" not in Tree(tmp_path)
 
 
-def test_a_list_of_files_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_of_files_has_a_size_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unisono.recipes.seo.data.site._MAX_BYTES", 1000)
     (tmp_path / "page.html").write_text("<p>text")
     (tmp_path / "list.txt").write_text("page.html\n" * 200)
@@ -217,7 +215,7 @@ def test_a_list_of_files_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("mode", [5, [{}], {"a": 1}])
-def test_a_pooling_that_is_none_is_told_as_such(tmp_path: Path, mode: Any) -> None:
+def test_an_invalid_pooling_is_reported(tmp_path: Path, mode: Any) -> None:
     (tmp_path / "1_Pooling").mkdir()
     (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": mode}))
     (tmp_path / "modules.json").write_text(json.dumps([{"type": "x.Pooling", "path": "1_Pooling"}]))

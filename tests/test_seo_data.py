@@ -1,4 +1,4 @@
-"""Queries, pages and labels are read in every form that people have, and every mistake in them is one clear line."""
+"""Queries, pages and labels are read in all common formats, and every mistake in them is one clear line."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def texts(stream: Iterator[tuple[int, str]]) -> list[str]:
 
 
 def in_words(ranking: Ranking) -> tuple[set[tuple[str, str, float]], set[tuple[str, str]]]:
-    """What answers what, and what does not, by the texts themselves."""
+    """The texts of queries with their positives and negatives."""
     queries, pages = texts(ranking.queries()), texts(ranking.pages())
     return (
         {
@@ -99,7 +99,7 @@ def test_a_beir_folder_has_the_queries_that_its_split_judges(tmp_path: Path, end
     assert list(ranking.positives.queries) == [0, 1]
     assert ranking.has_split("train") and ranking.has_split("test")
     assert in_words(read_ranking(folder, "test"))[0] == {("query 2", "seven", 1.0)}
-    assert read_ranking(folder, "test").page_files == ranking.page_files  # their tokens are kept once
+    assert read_ranking(folder, "test").page_files == ranking.page_files  # their tokens are stored once
 
 
 def test_a_missing_split_is_named(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_missing_split_is_named(tmp_path: Path) -> None:
     refused(lambda: read_ranking(folder, "test"), "no test split", "train.tsv")
 
 
-def test_judgements_of_unknown_ids_are_named_or_left_out(tmp_path: Path) -> None:
+def test_judgements_of_unknown_ids_are_reported_or_skipped(tmp_path: Path) -> None:
     folder, said = beir(tmp_path, "q1\ta\t1\nq1\tzebra\t1\nq9\ta\t1\nq2\tnobody\t1\n"), list[str]()
     refused(lambda: read_ranking(folder), "train.tsv, line 3", "'zebra'", "corpus.jsonl", "--leave_out_bad")
     ranking = read_ranking(folder, leave_out_bad=True, remark=said.append)
@@ -116,14 +116,14 @@ def test_judgements_of_unknown_ids_are_named_or_left_out(tmp_path: Path) -> None
     assert any("skipped 3" in line and "'zebra'" in line for line in said)
 
 
-def test_a_query_without_positives_is_named_or_left_out(tmp_path: Path) -> None:
+def test_a_query_without_positives_is_reported_or_skipped(tmp_path: Path) -> None:
     folder, said = beir(tmp_path, "q1\ta\t1\nq3\tb\t0\n"), list[str]()
     refused(lambda: read_ranking(folder), "query without positives", "'q3'")
     assert texts(read_ranking(folder, leave_out_bad=True, remark=said.append).queries()) == ["query 1"]
     assert any("'q3'" in line for line in said)
 
 
-def test_duplicate_ids_and_empty_pages_are_named_or_left_out(tmp_path: Path) -> None:
+def test_duplicate_ids_and_empty_pages_are_reported_or_skipped(tmp_path: Path) -> None:
     folder = beir(tmp_path, "q1\ta\t1\nq2\tc\t1\n")
     rows = [
         {"_id": "a", "text": "one"},
@@ -180,7 +180,7 @@ ROWS = ({("q", "yes", 1.0), ("r", "no", 1.0)}, {("q", "no"), ("q", "never")})
         ("t.jsonl.gz", '{"query":"q","pos":["yes"],"neg":["no","never"]}\n{"query":"r","pos":["no"],"neg":[]}\n'),
     ],
 )
-def test_tables_of_queries_and_pages_mean_the_same_in_every_form(tmp_path: Path, name: str, content: str) -> None:
+def test_tables_of_queries_and_pages_are_equivalent_in_every_format(tmp_path: Path, name: str, content: str) -> None:
     ranking = read_ranking(write(tmp_path / name, content))
     assert in_words(ranking) == ROWS
     assert (ranking.num_queries, ranking.num_pages) == (2, 3)
@@ -207,7 +207,7 @@ def test_a_page_that_answers_is_never_a_negative_of_the_same_query(tmp_path: Pat
         ("t.csv", "query,positive\nq,p\n ,p\n", ["t.csv, line 3", "query is empty"]),
         ("t.csv", "query,positive\nq,\n", ["t.csv, line 2", "query without positives"]),
         ("t.csv", "query,positive\nq,a, b\n", ["t.csv, line 2", "3 fields"]),
-        ("t.csv", 'query,positive\n"a\nb",c\nq,"open\n', ["t.csv, line 4", "not proper CSV"]),
+        ("t.csv", 'query,positive\n"a\nb",c\nq,"open\n', ["t.csv, line 4", "invalid CSV"]),
         ("t.csv", "", ["no query"]),
         ("t.jsonl", '{"query":"q","positive":"p"}\n{"query":\n', ["t.jsonl, line 2", "not JSON"]),
         ("t.jsonl", '{"query":"q","positive":[]}\n', ["t.jsonl, line 1", "query without positives"]),
@@ -229,7 +229,7 @@ def test_mistakes_in_tables_are_named_with_their_line(
     refused(lambda: read_ranking(path), name, *words)
 
 
-def test_bad_rows_are_left_out_and_counted(tmp_path: Path) -> None:
+def test_bad_rows_are_skipped_and_counted(tmp_path: Path) -> None:
     said: list[str] = []
     path = write(tmp_path / "t.jsonl", 'broken\n{"query":"q","positive":"p"}\n{"query":"","positive":"p"}\n')
     assert in_words(read_ranking(path, leave_out_bad=True, remark=said.append))[0] == {("q", "p", 1.0)}
@@ -238,7 +238,7 @@ def test_bad_rows_are_left_out_and_counted(tmp_path: Path) -> None:
     assert in_words(read_ranking(path, leave_out_bad=True))[0] == {("r", "s", 1.0)}
 
 
-def test_what_is_not_there_is_one_line(tmp_path: Path) -> None:
+def test_missing_files_are_one_line(tmp_path: Path) -> None:
     refused(lambda: read_ranking(tmp_path / "no.csv"), "no.csv", "no such file")
     refused(lambda: read_ranking(tmp_path), "no files", "BEIR")
     cut = gzip.compress(b"query,positive\n" + b"q,p\n" * 10_000)[:-20]
@@ -253,7 +253,7 @@ def test_a_file_that_changes_while_it_is_used_is_noticed(tmp_path: Path) -> None
     refused(lambda: list(ranking.pages()), "changed while it was being read")
 
 
-def test_fields_may_be_huge_and_hold_line_ends(tmp_path: Path) -> None:
+def test_fields_may_be_huge_and_contain_line_breaks(tmp_path: Path) -> None:
     page = "a long page\n" * 100_000
     path = write(tmp_path / "t.csv", f'query,positive\n"one\n""two""","{page}"\nr,s\n')
     ranking = read_ranking(path)
@@ -320,7 +320,7 @@ def test_labels_that_cannot_be_learned_from_are_refused(tmp_path: Path, content:
     refused(lambda: read_labelled(path), "l.csv", *words)
 
 
-def test_bad_labels_are_left_out_and_counted(tmp_path: Path) -> None:
+def test_bad_labels_are_skipped_and_counted(tmp_path: Path) -> None:
     said: list[str] = []
     path = write(tmp_path / "l.csv", "text,label\na,1.5\nb,n/a\nc,2.25\n,3\nd,inf\n")
     kept = read_labelled(path, leave_out_bad=True, remark=said.append)
@@ -410,7 +410,7 @@ def test_pages_are_read_in_any_encoding(content: bytes, encoding: str) -> None:
         (b"<div>" * 9000 + b"deep", "deep: truncated"),
     ],
 )
-def test_what_is_wrong_with_a_page_is_said_and_never_raised(content: bytes, problem: str) -> None:
+def test_defects_of_a_page_are_reported_and_never_raised(content: bytes, problem: str) -> None:
     page = parse_page(content, "a.html")
     assert any(problem in each for each in page.problems), page.problems
 
@@ -460,7 +460,7 @@ def test_the_pages_of_a_folder_come_in_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", ["", ".gz"])
-def test_addresses_of_a_sitemap_are_files_beside_it(tmp_path: Path, end: str) -> None:
+def test_urls_of_a_sitemap_are_files_next_to_it(tmp_path: Path, end: str) -> None:
     a_site(tmp_path)
     asked = ["https://x.org/", "https://x.org/blog/post%20one.html?a=1#b", "https://x.org/blog/", "about.htm"]
     asked += ["https://x.org/about", "https://x.org/mirror.html", "https://x.org/"]
@@ -483,7 +483,7 @@ def test_a_list_of_files_is_a_site(tmp_path: Path) -> None:
     assert [name for name, _ in pages_of(path)] == ["index.html", "blog/post one.html", "https://x.org/about"]
 
 
-def test_pages_that_are_listed_and_not_there_are_named_or_left_out(tmp_path: Path) -> None:
+def test_missing_listed_pages_are_reported_or_skipped(tmp_path: Path) -> None:
     path, said = write(a_site(tmp_path) / "list.txt", "index.html\ngone.html\n"), list[str]()
     refused(lambda: pages_of(path), "list.txt, line 2", "'gone.html'")
     assert [name for name, _ in pages_of(path, leave_out_bad=True, remark=said.append)] == ["index.html"]
@@ -534,7 +534,7 @@ def tokens(folder: Path) -> list[list[int]]:
 
 
 @pytest.mark.usefixtures("small_blocks")
-def test_tokens_come_back_as_they_were(tmp_path: Path) -> None:
+def test_tokens_survive_a_round_trip(tmp_path: Path) -> None:
     all_texts = some_texts()
     place = fill_texts(tmp_path, lambda: all_texts, by_letters, "f", Work(tmp_path))
     kept = open_texts(place)
@@ -551,7 +551,7 @@ def test_tokens_come_back_as_they_were(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small_blocks")
-def test_two_processes_leave_the_same_bytes_as_one_and_each_does_its_share(tmp_path: Path) -> None:
+def test_two_processes_write_the_same_bytes_as_one_and_share_the_work(tmp_path: Path) -> None:
     all_texts, calls = some_texts(), list[int]()
     meeting, said = threading.Barrier(2), [None, None]
 
@@ -581,7 +581,7 @@ def test_two_processes_leave_the_same_bytes_as_one_and_each_does_its_share(tmp_p
 
 
 @pytest.mark.usefixtures("small_blocks")
-def test_other_fingerprints_are_other_tokens_and_the_same_one_is_not_computed_again(tmp_path: Path) -> None:
+def test_tokens_are_recomputed_only_if_the_fingerprint_changes(tmp_path: Path) -> None:
     first = fill_texts(tmp_path, some_texts, by_letters, "a", Work(tmp_path))
     other = fill_texts(tmp_path, lambda: ["other"], by_letters, "b", Work(tmp_path))
     assert first != other and tokens(first) == by_letters(some_texts()) and tokens(other) == by_letters(["other"])
@@ -595,7 +595,7 @@ def test_other_fingerprints_are_other_tokens_and_the_same_one_is_not_computed_ag
 
 
 @pytest.mark.usefixtures("small_blocks")
-def test_damaged_tokens_are_made_anew(tmp_path: Path) -> None:
+def test_damaged_tokens_are_recomputed(tmp_path: Path) -> None:
     place = fill_texts(tmp_path, some_texts, by_letters, "a", Work(tmp_path))
     with (place / "tokens.npy").open("r+b") as file:
         file.truncate(500)
@@ -630,7 +630,7 @@ def filling(folder: Path, seconds: float) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
-def test_a_killed_fill_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_killed_fill_continues_where_it_stopped(tmp_path: Path) -> None:
     process = filling(tmp_path, 0.5)
     deadline = time.monotonic() + 60
     while len(list(tmp_path.glob("*/block-*"))) < 3 and time.monotonic() < deadline:
@@ -652,7 +652,7 @@ def test_two_runs_that_fill_the_same_folder_at_once_do_not_disturb_each_other(tm
 
 
 @pytest.mark.usefixtures("small_blocks")
-def test_a_fill_that_is_asked_to_stop_leaves_what_it_has(tmp_path: Path) -> None:
+def test_a_fill_that_is_asked_to_stop_keeps_its_finished_blocks(tmp_path: Path) -> None:
     asked = iter([False, False, *[True] * 20])
     place = fill_texts(tmp_path, some_texts, by_letters, "f", Work(tmp_path, _asked_to_stop=lambda: next(asked)))
     assert len(list(place.glob("block-*"))) == 2 and not (place / "texts.json").exists()
@@ -697,7 +697,7 @@ def test_a_real_tokenizer_cuts_and_counts(tmp_path: Path) -> None:
     assert plain(["a b a b b", " "]) == [[4, 5, 4, 5], [0]] and plain.num_cut == 1
 
 
-def test_fingerprints_tell_files_and_settings_apart(tmp_path: Path) -> None:
+def test_fingerprints_distinguish_files_and_settings(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", "x")
     first = fingerprint_of([path], "tokenizer", 256)
     assert fingerprint_of([path], "tokenizer", 256) == first
@@ -714,7 +714,7 @@ TRANSLATION = "Package: {0}\nDescription-md5: 0\nDescription-en: {1}\n {2}\n .\n
 
 
 def apt_get(folder: Path, lists: dict[str, str], code: int = 0) -> Path:
-    """A program of that name that leaves these lists, and what it was called with."""
+    """A fake apt-get that writes these lists, and the arguments of its calls."""
     program = write(
         folder / "bin/apt-get",
         f"""#!{sys.executable}
@@ -760,22 +760,22 @@ def test_debian_packages_become_queries_and_pages(tmp_path: Path, monkeypatch: p
     assert words[-1] == "update" and str(tmp_path / "cache") in options["Dir::State::lists"]
     assert str(tmp_path / "cache") in options["Dir::Cache"]
     assert "#clear APT::Update::Post-Invoke;" in config
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == [debian.KEPT]
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [debian.PACKAGES_FILE]
 
-    monkeypatch.setenv("PATH", "")  # kept: no apt is needed
+    monkeypatch.setenv("PATH", "")  # stored, so apt is not needed
     ranking = debian.read_debian(tmp_path / "cache", work=Work(tmp_path))
     assert in_words(ranking)[0] == {(each.synopsis, each.body, 1.0) for each in found}
     assert ranking.sections is not None and sorted(ranking.sections.tolist()) == [0, 1]
     hard = texts(debian.read_debian(tmp_path / "cache", hard=True).pages())[1]
     assert "files" not in hard and "VIEWER" not in hard and " of " not in hard and "great many kinds and shows" in hard
     assert hard.endswith("\nIt is written in zview.")
-    (tmp_path / "cache" / debian.KEPT).write_bytes(b"\x1f\x8bbroken")
-    refused(lambda: debian.packages(tmp_path / "cache"), debian.KEPT, "damaged")
+    (tmp_path / "cache" / debian.PACKAGES_FILE).write_bytes(b"\x1f\x8bbroken")
+    refused(lambda: debian.packages(tmp_path / "cache"), debian.PACKAGES_FILE, "damaged")
 
 
 def test_without_apt_or_its_sources_there_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    refused(lambda: debian.packages(tmp_path / "cache"), "apt-get is not installed", debian.KEPT)
+    refused(lambda: debian.packages(tmp_path / "cache"), "apt-get is not installed", debian.PACKAGES_FILE)
     monkeypatch.setenv("PATH", str(apt_get(tmp_path, {}, 100)))
     refused(lambda: debian.packages(tmp_path / "cache"), "could not be reached")
     assert list((tmp_path / "cache").iterdir()) == []

@@ -15,13 +15,13 @@ from unisono.recipes.seo.data.ranking_sets.debian import packages
 pytestmark = pytest.mark.skipif(shutil.which("apt-get") is None, reason="the descriptions come from apt-get")
 
 
-@pytest.mark.slow  # with tiny models and made data: test_seo_rank.py, test_a_trained_model_finds_what_words_do_not
+@pytest.mark.slow  # test_a_trained_model_finds_what_words_do_not is the quick version
 def test_minilm_learns_from_a_few_hundred_packages(tmp_path: Path) -> None:
     try:
         found = packages(tmp_path / "apt")
     except ConfigError as error:
         pytest.skip(f"apt-get has no descriptions here: {error}")
-    # Of one section: they are alike, and there is something to learn. Pages are cut short to be quick.
+    # All from one section, so that they are similar and there is something to learn; pages are truncated for speed.
     perl = [package for package in found if package.section == "perl"][:500]
     rows = [json.dumps({"query": each.synopsis, "positive": each.body}) + "\n" for each in perl]
     (tmp_path / "pairs.jsonl").write_text("".join(rows))

@@ -88,7 +88,7 @@ def losses(result: dict[str, Any]) -> list[float]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> AdvancedLLMSEOEngine:
-    """An engine that has learned to tell cooking from selling."""
+    """An engine trained to distinguish cooking from selling."""
     before = Path.cwd()
     os.chdir(tmp_path_factory.mktemp("trained"))
     try:
@@ -135,7 +135,7 @@ def test_every_field_and_method_of_the_original_document_exists() -> None:
         ({"label": "words"}, "label: expected"),
         ({"settings": 3}, "settings: expected a dict"),
         ({"batchsize": 3}, "unknown field batchsize of SEOConfig; did you mean batch_size"),
-        ({"use_diffusion": False}, "unknown field use_diffusion of SEOConfig"),  # it never had an effect
+        ({"use_diffusion": False}, "unknown field use_diffusion of SEOConfig"),  # this field never had an effect
         ({"settings": {"activation_checkpointing": True}}, "has its own field here, gradient_checkpointing"),
     ],
 )
@@ -355,7 +355,7 @@ def test_the_schedule_counts_optimizer_steps(name: str) -> None:
     engine = AdvancedLLMSEOEngine(config(lr_scheduler=name, output_dir="run", save_checkpoints=False))
     engine.train_with_early_stopping(*loaders(engine))
     rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
-    left = np.array([4, 3, 2, 1]) / 4  # of the four steps after warm-up
+    left = np.array([4, 3, 2, 1]) / 4  # loss of the four steps after warm-up
     decay = {"constant": np.ones(4), "linear": left, "cosine": (1 + np.cos(np.pi * (1 - left))) / 2}[name]
     assert [row["lr"] / 1e-3 for row in rows if "lr" in row] == pytest.approx([0.5, 1, *decay])
 
@@ -624,7 +624,7 @@ def test_a_change_that_lowers_the_score_is_listed_and_not_kept(trained: Advanced
     assert unscored["optimized_content"] == PAGE and unscored["improvement"] is None and unscored["changes"]
     assert "not trained yet" in unscored["scored_by"]
     learned = trained.optimize_content(PAGE, ["rye bread"])
-    assert learned["improvement"] >= -1e-6 and learned["scored_by"] == "the trained score of this engine"
+    assert learned["improvement"] >= -1e-6 and learned["scored_by"] == "the classifier trained by this engine"
 
 
 # Two real ranks -------------------------------------------------------------------------------------------------------
@@ -689,7 +689,7 @@ def train_on_two_ranks(folder: str, port: int) -> dict[str, Any]:
     hand = AdvancedLLMSEOEngine(config(**by_hand, save_checkpoints=False))
     result["by hand"] = losses(hand.train_with_early_stopping(*hand.create_distributed_dataloaders(TEXTS, LABELS)))
     hand.cleanup_multi_gpu()
-    os.environ.update(launcher)  # where the test looks for them
+    os.environ.update(launcher)  # where the test expects them
     return result
 
 
@@ -709,7 +709,7 @@ def test_two_ranks_train_evaluate_and_save_like_one_device() -> None:
             assert result[name] == pytest.approx(expected, abs=1e-12), name
         assert result["evaluated"] == pytest.approx(expected[-1], abs=1e-6)
         assert result["folds"] == pytest.approx(folds, abs=1e-6)
-        assert result["continued"] == pytest.approx(after, abs=1e-12)  # from the checkpoint of one device
+        assert result["continued"] == pytest.approx(after, abs=1e-12)  # continues from the checkpoint of one device
         assert result["status"] == ["distributed", 2, rank, True, "gloo"] and result["batch"] == 6
         assert result["wrapped"] == "DistributedDataParallel" and result["requested"] == 4
         assert result["clean"] == [False, False]

@@ -1,4 +1,4 @@
-"""Models of the recipe seo: loaded by name, trained in part or whole, written for others, opened for use."""
+"""Models of the recipe seo: loading by name, training with and without LoRA, exporting, and inference."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_minilm_embeds_as_sentence_transformers_does() -> None:
     assert largest(embedded(encoder, tokenizer, [*TEXTS, LONG], 256), theirs) < 1e-5
 
 
-def test_each_pooling_looks_at_the_tokens_it_should() -> None:
+def test_each_pooling_uses_the_right_tokens() -> None:
     vectors, mask = torch.randn(2, 4, 3), torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])
     assert torch.equal(pool(vectors, mask, "cls"), vectors[:, 0])
     assert torch.equal(pool(vectors, mask, "last"), torch.stack([vectors[0, 2], vectors[1, 0]]))
@@ -94,13 +94,13 @@ def test_padding_does_not_change_a_vector(tmp_path: Path, make: Any) -> None:
     assert torch.allclose(together.norm(dim=1), torch.ones(len(TEXTS)))
 
 
-def test_batches_are_as_wide_as_few_kernels_like_and_never_attend_to_nothing() -> None:
+def test_batches_are_padded_to_a_multiple_and_never_fully_masked() -> None:
     ids, mask = pad([np.array([5, 6, 7]), np.array([], dtype=np.int32)], 9)
     assert ids.tolist() == [[5, 6, 7, 9, 9, 9, 9, 9], [9] * 8]
     assert mask.sum(1).tolist() == [3, 1]
 
 
-def test_a_decoder_pools_its_last_token_and_an_encoder_the_mean_unless_told(tmp_path: Path) -> None:
+def test_a_decoder_pools_its_last_token_and_an_encoder_the_mean_by_default(tmp_path: Path) -> None:
     assert loaded(decoder_folder(tmp_path / "decoder"))[0].pooling == "last"
     assert loaded(encoder_folder(tmp_path / "encoder"))[0].pooling == "mean"
     assert loaded(tmp_path / "encoder", pooling="cls")[0].pooling == "cls"
@@ -112,7 +112,7 @@ def test_vectors_in_double_precision_stay_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lora_rank", [0, 2])
-def test_whatever_is_trained_gets_a_gradient(tmp_path: Path, lora_rank: int) -> None:
+def test_every_trained_weight_gets_a_gradient(tmp_path: Path, lora_rank: int) -> None:
     encoder, tokenizer = loaded(encoder_folder(tmp_path), lora_rank=lora_rank)
     rows = [np.array(row) for row in Tokenize(tokenizer, 64)(TEXTS)]
     (encoder(*pad(rows, tokenizer.pad_token_id)) * torch.randn(len(TEXTS), 32)).sum().backward()
@@ -121,12 +121,12 @@ def test_whatever_is_trained_gets_a_gradient(tmp_path: Path, lora_rank: int) -> 
     assert [name for name, weight in trained.items() if weight.grad is None] == []
 
 
-# Written for others ------------------------------------------------------------------------------------------------
+# Export -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [encoder_folder, decoder_folder])
 @pytest.mark.parametrize("lora_rank", [0, 2])
-def test_what_is_written_embeds_the_same_in_sentence_transformers_and_transformers(
+def test_an_exported_model_embeds_the_same_in_sentence_transformers_and_transformers(
     tmp_path: Path, make: Any, lora_rank: int
 ) -> None:
     from transformers import AutoModel, AutoTokenizer
@@ -147,7 +147,7 @@ def test_what_is_written_embeds_the_same_in_sentence_transformers_and_transforme
         vectors = again(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).last_hidden_state
     theirs = torch.nn.functional.normalize(pool(vectors, batch["attention_mask"], encoder.pooling), dim=-1)
     assert largest(theirs, ours) < 1e-5
-    assert largest(embedded(*loaded(out), [*TEXTS, LONG]), ours) < 1e-5  # and is trained on from there
+    assert largest(embedded(*loaded(out), [*TEXTS, LONG]), ours) < 1e-5  # and training continues from there
     assert loaded(out)[0].pooling == encoder.pooling
 
 
@@ -168,7 +168,7 @@ def test_the_lora_by_itself_gives_the_same_vectors_on_its_base(tmp_path: Path) -
 
 def test_a_written_tokenizer_cuts_nothing_by_itself(tmp_path: Path) -> None:
     encoder, tokenizer = loaded(encoder_folder(tmp_path / "base"))
-    Tokenize(tokenizer, 8)([LONG])  # which the library remembers
+    Tokenize(tokenizer, 8)([LONG])  # which the tokenizer stores
     write_sentence_transformer(encoder, tokenizer, tmp_path / "out", 64)
     assert json.loads((tmp_path / "out" / "tokenizer.json").read_text())["truncation"] is None
 
@@ -228,7 +228,7 @@ def test_a_written_classifier_keeps_the_names_of_its_classes(tmp_path: Path) -> 
     assert torch.allclose(scorer.scores([LONG])[0], found[-1], atol=1e-6)
 
 
-# Tokenizers, heads and what is new ---------------------------------------------------------------------------------
+# Tokenizers, heads and new weights ---------------------------------------------------------------------------------
 
 
 def test_a_tokenizer_without_padding_gets_one_and_the_model_stays_as_large(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_a_tokenizer_without_padding_gets_one_and_the_model_stays_as_large(tmp_p
     ids, mask = pad(rows, tokenizer.pad_token_id)
     with torch.no_grad():
         together = model(input_ids=ids, attention_mask=mask).logits
-        for row, logits in zip(rows, together, strict=True):  # the head looks at each text's own last token
+        for row, logits in zip(rows, together, strict=True):  # the head uses the last token of each text
             alone = model(input_ids=torch.from_numpy(row)[None]).logits[0]
             assert torch.allclose(alone, logits, atol=1e-6)
 
@@ -299,7 +299,7 @@ def test_the_tokenizer_of_a_tiny_model_is_trained_once_and_found_again(tmp_path:
         load_tokenizer("tiny", None, tmp_path / "elsewhere")
 
 
-def test_a_tiny_model_reads_as_much_as_it_is_asked_to(tmp_path: Path) -> None:
+def test_a_tiny_model_reads_max_length_tokens(tmp_path: Path) -> None:
     tokenizer = load_tokenizer("tiny", lambda: TEXTS, tmp_path)
     encoder = load_encoder(Config(model_name="tiny", max_length=1000), tokenizer)
     assert (most_tokens(encoder) or 0) >= 1000
@@ -339,7 +339,7 @@ def test_a_lora_with_a_head_trains_the_head_too_and_is_merged_with_it(tmp_path: 
         assert largest(again(input_ids=ids, attention_mask=mask).logits, ours) < 1e-5
 
 
-def test_layers_that_are_not_there_get_no_lora(tmp_path: Path) -> None:
+def test_unknown_lora_targets_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"lora_targets: there is no layer 'q_proj'; this model's blocks have dense"):
         loaded(encoder_folder(tmp_path), lora_rank=2, lora_targets="query, q_proj")
 
@@ -412,14 +412,14 @@ def _modules(*kinds: str, path: str = "", pooling: dict[str, Any] | None = None)
         (lambda folder: (folder / "tokenizer.json").write_text("{}"), "its tokenizer cannot be loaded"),
     ],
 )
-def test_a_folder_that_cannot_be_used_is_told_in_one_line(tmp_path: Path, spoil: Any, told: str) -> None:
+def test_an_unusable_folder_is_reported_in_one_line(tmp_path: Path, spoil: Any, told: str) -> None:
     spoil(encoder_folder(tmp_path / "model"))
     with pytest.raises(ConfigError, match=told) as caught:
         loaded(tmp_path / "model")
     assert "\n" not in str(caught.value)
 
 
-def test_another_pooling_than_a_folder_has_can_be_asked_for(tmp_path: Path) -> None:
+def test_the_pooling_of_a_folder_can_be_overridden(tmp_path: Path) -> None:
     _modules("Transformer", pooling={"pooling_mode": "max"})(encoder_folder(tmp_path / "model"))
     assert loaded(tmp_path / "model", pooling="mean")[0].pooling == "mean"
 
@@ -432,7 +432,7 @@ def test_another_pooling_than_a_folder_has_can_be_asked_for(tmp_path: Path) -> N
         ("no such: name", "there is no such folder, and it is not a valid hub id"),
     ],
 )
-def test_a_model_that_is_not_there_is_told_in_one_line(name: str, told: str) -> None:
+def test_a_missing_model_is_reported_in_one_line(name: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         locate(name)
 
@@ -475,10 +475,10 @@ def test_models_that_cannot_do_the_task_say_so(tmp_path: Path) -> None:
         load_writer(Config(), load_tokenizer("minilm", None, tmp_path))
 
 
-# Opened for use ----------------------------------------------------------------------------------------------------
+# Inference ------------------------------------------------------------------------------------------------------
 
 
-def test_a_ranker_gives_the_same_however_texts_come(tmp_path: Path) -> None:
+def test_a_ranker_does_not_depend_on_the_batching_of_texts(tmp_path: Path) -> None:
     ranker = open_ranker(encoder_folder(tmp_path))
     texts = [*TEXTS, LONG, *TEXTS[::-1]]
     whole = ranker.embed(texts)
@@ -496,7 +496,7 @@ def test_minilm_ranks_the_page_that_answers_first() -> None:
     assert open_ranker("minilm").scores(["fast web server"], pages).argmax().item() == 1
 
 
-def test_what_is_no_scorer_is_not_opened_as_one(tmp_path: Path) -> None:
+def test_a_model_without_a_classification_head_is_not_a_scorer(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="neither a run of the task score nor a model with a classification head"):
         open_scorer(encoder_folder(tmp_path))
 
@@ -535,4 +535,4 @@ def test_a_run_scores_as_the_folder_it_is_exported_to_with_its_calibration(tmp_p
     ours = open_scorer(run).scores(TEXTS)
     assert largest(ours, open_scorer(out).scores(TEXTS)) < 1e-6
     assert ours.shape == (5,)
-    assert 100 <= float(ours.min()) <= float(ours.max()) <= 120  # in the labels' own unit
+    assert 100 <= float(ours.min()) <= float(ours.max()) <= 120  # in the unit of the labels

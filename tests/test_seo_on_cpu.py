@@ -1,4 +1,4 @@
-"""The recipe seo without a GPU: a length that a person waits for, and the memory of a small micro-batch."""
+"""The recipe seo without a GPU: a short run by default, with a small micro-batch to save memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def lengths(*flags: str) -> dict[str, Any]:
         (("--micro_batch", "64"), {"max_steps": 120, "num_epochs": 3, "micro_batch": 64}),
     ],
 )
-def test_how_long_and_how_much_at_once_without_a_gpu(
+def test_length_and_micro_batch_without_a_gpu(
     monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], expected: dict[str, Any]
 ) -> None:
     monkeypatch.setattr("unisono.devices.visible_gpus", list)
@@ -48,12 +48,12 @@ def test_with_a_gpu_the_default_is_three_epochs(monkeypatch: pytest.MonkeyPatch)
     assert lengths("--gpus", "0")["max_steps"] == lengths("--nproc", "2")["max_steps"] == 120
 
 
-def test_a_run_says_that_it_is_shorter_and_nothing_about_steps_that_nobody_asked_for(
+def test_a_run_reports_that_it_is_shortened_unless_the_user_sets_its_length(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     rows = [f"question {number},the answer to it is number {number}" for number in range(12)]
     (tmp_path / "pairs.csv").write_text("\n".join(["query,positive", *rows]))
-    model = encoder_folder(tmp_path / "model")  # minilm's place; it takes far longer to load
+    model = encoder_folder(tmp_path / "model")  # replaces minilm, which takes far longer to load
     told: dict[str, Any] = {"data_path": str(tmp_path / "pairs.csv"), "gpus": "0", "num_workers": 0, "batch_size": 4}
     told |= {
         "model_name": str(model),

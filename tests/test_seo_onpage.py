@@ -1,4 +1,4 @@
-"""The rules over a page find what is wrong and nothing else, and pages that repeat each other are found."""
+"""Page rules find exactly the defects of a page, and duplicate pages are detected."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_good_page_fails_nothing_and_a_passed_check_has_no_advice() -> None:
         ("<h1>", "</b><h1>", "HTML", "end tags without a start tag"),
     ],
 )
-def test_each_fault_fails_its_own_check_and_says_what_to_do(old: str, new: str, name: str, found: str) -> None:
+def test_each_defect_fails_its_own_check_with_advice(old: str, new: str, name: str, found: str) -> None:
     assert old in GOOD
     check = checks_of(GOOD.replace(old, new))[name]
     assert check.failed and found in check.found and check.advice
@@ -97,9 +97,9 @@ def test_a_page_of_ten_thousand_faults_is_still_one_short_line() -> None:
     assert check.failed and len(check.found) < 500
 
 
-def test_keywords_are_found_by_whole_words_wherever_they_stand() -> None:
+def test_keywords_match_whole_words_anywhere() -> None:
     check = checks_of(GOOD, "Growing TOMATOES")["keyword: Growing TOMATOES"]
-    assert check.failed  # `Tomatoes` alone is in the h1, and `growing` nowhere else
+    assert check.failed  # only `Tomatoes` is in the h1, and `growing` is nowhere else
     assert check.found == "in title; not in description, h1, first 100 words; 0 times, 0.0 % of the words"
     assert checks_of(GOOD, "tomatoes")["keyword: tomatoes"].passed
     assert checks_of(GOOD, "tomato")["keyword: tomato"].failed  # no stemming
@@ -129,7 +129,7 @@ def test_terse_english_without_small_words_is_still_english() -> None:
     assert next(check for check in check_text(terse) if check.name == "readability").passed is not None
 
 
-def test_a_keyword_said_too_often_is_called_repetition() -> None:
+def test_a_keyword_used_too_often_is_reported_as_repetition() -> None:
     stuffed = GOOD.replace(PROSE, "Tomatoes are tomatoes and so tomatoes. " * 30)
     assert "less often" in checks_of(stuffed, "tomatoes")["keyword: tomatoes"].advice
 
@@ -142,7 +142,7 @@ def test_readability_is_flesch_by_hand_and_only_for_english() -> None:
     german = checks_of(GOOD.replace(PROSE, hard).replace('lang="en"', 'lang="de"'))["readability"]
     assert german.passed is None and not german.failed and "for English" in german.found and "'de'" in german.found
     assert checks_of(GOOD.replace('lang="en"', 'lang="en-GB"'))["readability"].passed
-    # A menu is no prose: it does not make a hard page easy.
+    # A menu is not prose, so it does not make a difficult page look easy.
     menu = "".join(f"<li>Item {number}</li>" for number in range(300))
     assert checks_of(GOOD.replace(PROSE, hard + f"</p><ul>{menu}</ul><p>"))["readability"].failed
 
@@ -182,7 +182,7 @@ def test_a_plain_text_has_checks_too() -> None:
     assert [check.passed for check in check_text("")] == [False, None]
 
 
-def test_links_within_the_site_are_looked_for_and_others_are_not(tmp_path: Path) -> None:
+def test_links_within_the_site_are_checked_and_others_are_not(tmp_path: Path) -> None:
     (tmp_path / "site" / "blog").mkdir(parents=True)
     (tmp_path / "outside.html").write_text(GOOD)
     for name in ("about.html", "blog/index.html", "ä b.html"):
@@ -197,7 +197,7 @@ def test_links_within_the_site_are_looked_for_and_others_are_not(tmp_path: Path)
     gone = ["gone.html", "/gone/", "/..%2foutside.html", "/%2e%2e/outside.html", "a%00b", "x" * 999]
     assert {link: exists(link) for link in gone} == dict.fromkeys(gone, False)
     elsewhere = ["https://a.example/", "//a.example/x", "mailto:a@b.example", "#top", "?page=2", "tel:1", "data:,x"]
-    # What lies above the folder is not looked for: it may be there or not.
+    # Files above the folder are not checked: they may exist or not.
     elsewhere += ["../../outside.html", "../../gone.html", "..%2f..%2foutside.html", "../%2e%2e/gone.html"]
     assert {link: exists(link) for link in elsewhere} == dict.fromkeys(elsewhere, None)
     links = Page("a", links=["/about.html", "gone.html", "https://a.example/"])
@@ -205,11 +205,11 @@ def test_links_within_the_site_are_looked_for_and_others_are_not(tmp_path: Path)
     assert check.failed and check.found == "target missing: gone.html"
 
 
-def test_pages_that_repeat_each_other_are_found() -> None:
+def test_duplicate_pages_are_found() -> None:
     duplicates = Duplicates()
     texts = [prose(300, 1), prose(300, 2), prose(300, 1).upper(), prose(300, 3)]
     texts.append(texts[1].replace(" soil ", " ", 3))  # a few words differ
-    texts.append(texts[1][: len(texts[1]) // 2] + prose(150, 9))  # half of it is another text
+    texts.append(texts[1][: len(texts[1]) // 2] + prose(150, 9))  # half of the text is different
     for number, text in enumerate(texts):
         title = "The same" if number in (0, 3) else f"Title {number}"
         title, description = title.upper() if number else title, "D" if number < 2 else ""
@@ -224,7 +224,7 @@ def test_pages_that_name_the_same_canonical_address_are_no_duplicates() -> None:
     duplicates = Duplicates()
     for canonical in ("https://a.example/1", "https://a.example/1", None, ""):
         duplicates.add(Page("x", title="T", text=prose(100, 1), canonical=canonical))
-    assert duplicates.same_titles() == duplicates.same_texts() == [[0, 2, 3]]  # the second is declared to be the first
+    assert duplicates.same_titles() == duplicates.same_texts() == [[0, 2, 3]]  # page 1 declares page 0 as canonical
 
 
 def test_empty_pages_are_not_duplicates_of_each_other() -> None:
@@ -234,9 +234,9 @@ def test_empty_pages_are_not_duplicates_of_each_other() -> None:
     assert (duplicates.same_titles(), duplicates.same_texts(), duplicates.near_duplicates()) == ([], [], [])
 
 
-def test_the_share_of_two_texts_is_measured_about_right() -> None:
+def test_the_similarity_of_two_texts_is_estimated_closely() -> None:
     first = [f"word{number}" for number in range(1000)]
-    for changed in (50, 100):  # at one end: so many runs of five words are other ones
+    for changed in (50, 100):  # at one end, which changes this many five-word shingles
         duplicates = Duplicates()
         duplicates.add(Page("a", text=" ".join(first)))
         duplicates.add(Page("b", text=" ".join([*first[changed:], *(f"other{number}" for number in range(changed))])))

@@ -1,4 +1,4 @@
-"""seo: texts one after the other, without padding, become the vectors that they become with it."""
+"""seo: packed texts without padding give the same vectors as padded texts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from unisono import train
 from unisono.engine.build.device import switches
 from unisono.engine.export import export_run
 from unisono.errors import ConfigError
-from unisono.parallel.blocks import recompute_activations
+from unisono.parallel.blocks.repeated import recompute_activations
 from unisono.recipes.clips.recipe import Clips
 from unisono.recipes.seo.models import packing
 from unisono.recipes.seo.models.encoder import Encoder
@@ -46,7 +46,7 @@ def encoder(family: str, pooling: Any = "mean", **changed: Any) -> Encoder:
 
 
 def texts() -> list[Any]:
-    """One has the padding's token in it, one has no token at all."""
+    """One text contains the pad token, one has no tokens at all."""
     drawn = np.random.default_rng(0)
     found = [drawn.integers(2, 60, length) for length in (5, 1, 40, 7, 7, 22, 0)]
     found[2][[3, 30]] = 1
@@ -67,7 +67,7 @@ def step(model: Encoder, laid_out: Any) -> tuple[Tensor, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
-def test_vectors_and_gradients_are_those_of_padded_texts(family: str, pooling: str) -> None:
+def test_packed_vectors_and_gradients_equal_those_of_padded_texts(family: str, pooling: str) -> None:
     model = encoder(family, pooling).double()
     vectors, gradients = step(model, grouped(texts(), 1, 2))
     assert read_packed(model.backbone) is None
@@ -111,7 +111,7 @@ def test_dropout_is_drawn_and_drawn_again_when_activations_are_recomputed() -> N
     assert all(torch.equal(our_gradients[name], gradient) for name, gradient in gradients.items())
 
 
-def test_other_models_are_told_why_not(tmp_path: Path) -> None:
+def test_unsupported_models_are_reported_with_the_reason(tmp_path: Path) -> None:
     pairs = write_ranking(tmp_path / "pairs.jsonl", 60)
     common: dict[str, Any] = {"data_path": str(pairs), "num_workers": 0, "nproc": 1, "max_steps": 1, "batch_size": 4}
     common |= {"tensorboard": False, "max_length": 40, "query_length": 16, "padding": "none"}
@@ -126,12 +126,12 @@ def test_other_models_are_told_why_not(tmp_path: Path) -> None:
         model = encoder("Bert", **changed).backbone
         assert said in (read_packed(model) or "") and model.config._attn_implementation == "sdpa"
     model = encoder("Bert").backbone
-    model.set_attn_implementation = lambda name: None  # what it comes to where transformers only warns
+    model.set_attn_implementation = lambda name: None  # the result if transformers only warns
     assert read_packed(model) == "transformers cannot change the model's attention"
 
 
 def test_a_run_without_padding_leaves_a_usual_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also with a LoRA, whose model is wrapped. It is opened where packing is impossible, too."""
+    """Also with a LoRA, whose model is wrapped. The exported model also works where packing is impossible."""
     pairs = write_ranking(tmp_path / "pairs.jsonl", 60)
     common: dict[str, Any] = {"data_path": str(pairs), "num_workers": 0, "nproc": 1, "max_steps": 2, "batch_size": 8}
     common |= {"model_name": str(encoder_folder(tmp_path / "base")), "tensorboard": False, "max_length": 40}
@@ -176,10 +176,10 @@ def test_auto_packs_where_there_is_flash_attention(
     found = in_a_worker.collate(items)["texts"]
     assert isinstance(found, Packed) is packs
     if packs:
-        assert found.places.max() == 37 and found.places.min() == -1  # of 40 tokens two are not counted
+        assert found.places.max() == 37 and found.places.min() == -1  # two of the 40 tokens do not count
 
 
-def test_a_model_that_cannot_is_padded_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_cannot_be_packed_is_padded_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unisono.recipes.seo.models.load.load_encoder", lambda *_: encoder("Bert", hidden_size=24))
     monkeypatch.setattr(rank.BiEncoder, "tokenizer", None)
     monkeypatch.setattr(rank.BiEncoder, "_most_negatives", 0)
@@ -189,7 +189,7 @@ def test_a_model_that_cannot_is_padded_and_says_why(monkeypatch: pytest.MonkeyPa
     assert not recipe.task.packs and "head width is 6" in recipe.remarks[0]  # type: ignore[attr-defined]
 
 
-def test_with_many_shapes_attention_leaves_out_cudnn_for_as_long_as_the_run() -> None:
+def test_with_many_shapes_attention_avoids_cudnn_during_the_run() -> None:
     assert Seo.many_shapes and Clips.many_shapes
     enabled = torch.backends.cuda.cudnn_sdp_enabled
     before = enabled()
@@ -205,7 +205,7 @@ def test_with_many_shapes_attention_leaves_out_cudnn_for_as_long_as_the_run() ->
     ("pooling", "dtype"), [("mean", torch.bfloat16), ("cls", torch.float16), ("last", torch.bfloat16)]
 )
 def test_flash_attention_on_a_gpu_agrees_to_rounding(family: str, pooling: str, dtype: torch.dtype) -> None:
-    """As far from the exact vectors and gradients as padded texts in 16 bit are; twice the same to the bit."""
+    """Errors are no larger than those of padded texts in 16 bit; two runs are bit-identical."""
     model, device = encoder(family, pooling).cuda(), torch.device("cuda")
     exact, exact_gradients = step(model, grouped(texts(), 1, 2).on(device))
     read_packed(model.backbone)

@@ -1,4 +1,4 @@
-"""seo, task rank: who is compared with whom, on any number of ranks; what a run leaves behind."""
+"""seo, task rank: which queries and pages are compared, on any number of ranks, and the results of a run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from unisono.checkpoint.load import load_whole
 from unisono.engine.export import export_run, load_trained
 from unisono.engine.recipe import Work
 from unisono.errors import ConfigError
-from unisono.recipes.seo.data.ranking_sets.debian import KEPT
+from unisono.recipes.seo.data.ranking_sets.debian import PACKAGES_FILE
 from unisono.recipes.seo.data.ranking_sets.ranking import read_ranking
 from unisono.recipes.seo.models.groups import _cut, grouped
 from unisono.recipes.seo.recipe import Seo
@@ -75,28 +75,29 @@ def test_texts_of_few_lengths_are_cut_where_padding_costs_least(number: int) -> 
     assert sum((stop - start) * int(lengths[stop - 1]) for start, stop in parts if stop > start) == min(areas)
 
 
-def test_a_large_batch_is_cut_in_no_time() -> None:
+def test_grouping_a_large_batch_is_fast() -> None:
     lengths = np.sort(np.random.default_rng(0).integers(5, 256, 8192))
     began = time.process_time()
     assert len(_cut(lengths, 4)) == 4
-    assert time.process_time() - began < 0.5  # 6 s where each pair of texts is looked at
+    assert time.process_time() - began < 0.5  # takes 6 s if each pair of texts is compared
 
 
 @pytest.mark.parametrize("number", [1, 3, 9])
-def test_texts_come_back_in_their_order(number: int) -> None:
+def test_grouped_texts_are_returned_in_their_order(number: int) -> None:
     texts = [np.full(length, length, dtype=np.int32) for length in (5, 90, 3, 17, 60, 9)]
     groups = grouped(texts, 0, number)
-    assert len(groups.ids) == number  # always, also with fewer texts: a sharded model gathers for each
+    assert len(groups.ids) == number  # always, even with fewer texts: a sharded model gathers per group
     found = groups.through(lambda ids, mask: (ids * mask).sum(1) / mask.sum(1))
     assert found.tolist() == [5, 90, 3, 17, 60, 9]
 
 
-# Who belongs to whom ------------------------------------------------------------------------------------------------
+# Positives and negatives
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def table(tmp_path: Path) -> Path:
-    """Ten queries; the third has two pages and the fourth two hard negatives, of which one is the first's page."""
+    """Ten queries; the third has two pages, the fourth two hard negatives, one of which is the first query's page."""
     rows: list[dict[str, Any]] = [{"query": f"q{number}", "positive": f"page {number}"} for number in range(10)]
     rows.append({"query": "q2", "positive": "another page 2"})
     rows[3]["negative"] = ["page 0", "wrong page 3"]
@@ -105,7 +106,7 @@ def table(tmp_path: Path) -> Path:
     return file
 
 
-def test_held_out_queries_are_nobodys_lesson(table: Path, tmp_path: Path) -> None:
+def test_held_out_queries_are_not_trained_on(table: Path, tmp_path: Path) -> None:
     data = read_ranking(table)
     train, held_out = hold_out(match(data), 3, None, "it")
     assert not set(train.queries.tolist()) & set(held_out.queries.tolist())
@@ -118,7 +119,7 @@ def test_held_out_queries_are_nobodys_lesson(table: Path, tmp_path: Path) -> Non
         hold_out(match(data), 10, None, "it")
 
 
-def test_candidates_are_the_pages_that_belong_and_others(table: Path) -> None:
+def test_candidates_are_the_relevant_pages_and_others(table: Path) -> None:
     whole = match(read_ranking(table))
     _, held_out = hold_out(whole, 2, 5, "it")
     assert len(held_out.candidates) == 5 and set(held_out.relevant.tolist()) <= set(held_out.candidates.tolist())
@@ -133,7 +134,7 @@ class Letters(list[Any]):
         return np.array([len(each) for each in self])
 
 
-def test_a_pair_brings_its_negatives_and_all_pages_that_are_right_for_it(table: Path) -> None:
+def test_a_pair_contains_its_negatives_and_all_relevant_pages(table: Path) -> None:
     data = read_ranking(table)
     pages = Letters(np.array([number, 7]) for number in range(data.num_pages))
     queries = Letters(np.array([number]) for number in range(data.num_queries))
@@ -145,7 +146,7 @@ def test_a_pair_brings_its_negatives_and_all_pages_that_are_right_for_it(table: 
     assert len(by_query[2]) == 2 and all(
         set(pair.relevant.tolist()) == {*by_query[2][0].relevant} for pair in by_query[2]
     )
-    assert [len(tokens) for tokens in by_query[3][0].negatives] == [2, 2, 0]  # two of them, and nothing
+    assert [len(tokens) for tokens in by_query[3][0].negatives] == [2, 2, 0]  # two negatives, and an empty one
     assert [len(tokens) for tokens in by_query[5][0].negatives] == [0, 0, 0]
     for pair in (by_query[3][0], by_query[5][0]):
         there = [int(tokens[0]) if len(tokens) else -2 for tokens in pair.negatives]
@@ -177,14 +178,14 @@ def by_hand(given: dict[str, torch.Tensor], wrong: dict[int, list[torch.Tensor]]
     return total
 
 
-def test_each_query_looks_for_its_page_among_all() -> None:
+def test_each_query_is_compared_with_all_pages() -> None:
     given = rows()
     wrong = {place: [given["page"][other] for other in range(4) if other != place] for place in range(4)}
     loss = contrastive(given, 20.0)
     assert loss.count == 4 and float(loss.total) == pytest.approx(by_hand(given, wrong), rel=1e-12)
 
 
-def test_hard_negatives_are_everybodys() -> None:
+def test_hard_negatives_are_shared_by_all_queries() -> None:
     given = rows(negatives=2)
     hard = list(given["negative"].flatten(0, 1))
     wrong = {place: [given["page"][other] for other in range(4) if other != place] + hard for place in range(4)}
@@ -192,21 +193,21 @@ def test_hard_negatives_are_everybodys() -> None:
 
 
 @pytest.mark.parametrize("same", ["page", "query", "judged", "negative", "known", "nothing"])
-def test_what_is_right_is_no_wrong_answer(same: str) -> None:
+def test_relevant_pages_are_not_used_as_negatives(same: str) -> None:
     given = rows(negatives=1)
     hard = list(given["negative"].flatten(0, 1))
     wrong = {place: [given["page"][other] for other in range(4) if other != place] + hard for place in range(4)}
-    if same == "page":  # 0 and 2 have the same page
+    if same == "page":  # queries 0 and 2 have the same page
         given["page_keys"][2] = given["page_keys"][0]
     elif same == "query":
         given["query_keys"][2] = given["query_keys"][0]
-    elif same == "judged":  # the page of 2 is right for 0, too
+    elif same == "judged":  # the page of query 2 is also relevant for query 0
         given["relevant"] = torch.tensor([[0, 2], [1, -1], [2, -1], [3, -1]])
-    elif same == "negative":  # the negative of 3 is the page of 0
+    elif same == "negative":  # the negative of query 3 is the page of query 0
         given["negative_keys"][3] = given["page_keys"][0]
-    elif same == "known":  # the negative of 3 is another page that is right for 0
+    elif same == "known":  # the negative of query 3 is another page that is relevant for query 0
         given["relevant"] = torch.tensor([[0, 903], [1, -1], [2, -1], [3, -1]])
-    else:  # 3 has no negative: what fills its place is nobody's
+    else:  # query 3 has no negative; the padding must not count
         given["negative_keys"][3] = -1
     if same in ("page", "query", "judged"):
         wrong[0] = [given["page"][1], given["page"][3], *hard]
@@ -219,11 +220,26 @@ def test_what_is_right_is_no_wrong_answer(same: str) -> None:
     assert float(contrastive(given, 20.0).total) == pytest.approx(by_hand(given, wrong), rel=1e-12)
 
 
-def test_pages_can_look_for_their_query_too() -> None:
+def test_the_loss_can_be_symmetric() -> None:
     given = rows()
     turned = given | {"query": given["page"], "page": given["query"]}
     one, other = (float(contrastive(each, 20.0).total) for each in (given, turned))
     assert float(contrastive(given, 20.0, both_ways=True).total) == pytest.approx((one + other) / 2, rel=1e-12)
+
+
+@pytest.mark.parametrize("both_ways", [False, True])
+def test_the_losses_of_ranges_of_queries_add_up(both_ways: bool) -> None:
+    """Also their gradients. A page that is relevant for a query hides it one way only, so both masks are needed."""
+    given = rows(size=7, negatives=2)
+    given["relevant"] = torch.tensor([[0, 2], [1, 5], [2, -1], [3, -1], [4, 0], [5, -1], [6, 1]])
+    vectors = [given[name].requires_grad_() for name in ("query", "page", "negative")]
+    whole = contrastive(given, 20.0, both_ways=both_ways)
+    expected = torch.autograd.grad(whole.total, vectors)
+    parts = [contrastive(given, 20.0, both_ways=both_ways, anchors=slice(*ends)) for ends in [(0, 3), (3, 4), (4, 7)]]
+    assert sum(part.total.item() for part in parts) == pytest.approx(whole.total.item(), rel=1e-14)
+    assert sum(part.count for part in parts) == whole.count == 7
+    assert sum(part.metrics["first_right"] for part in parts) == whole.metrics["first_right"]
+    torch.testing.assert_close(torch.autograd.grad(sum(part.total for part in parts), vectors), expected)
 
 
 def test_equal_texts_have_equal_keys_and_others_have_not() -> None:
@@ -233,7 +249,7 @@ def test_equal_texts_have_equal_keys_and_others_have_not() -> None:
 
 
 def test_many_known_pages_take_no_more_memory_than_the_scores() -> None:
-    """As many bytes as a mask has entries: [queries, pages], not [queries, known, pages]."""
+    """Memory for a mask of [queries, pages], not of [queries, relevant, pages]."""
     size, known = 512, 32
     columns = torch.arange(size * known).view(size, known)
     most = 0
@@ -251,7 +267,7 @@ def test_many_known_pages_take_no_more_memory_than_the_scores() -> None:
     assert torch.equal(found, torch.eye(size, dtype=torch.bool).flip(1)) and most <= size * size
 
 
-# What is prepared ---------------------------------------------------------------------------------------------------
+# Preparation ---------------------------------------------------------------------------------------------------
 
 
 def prepared(folder: Path, **settings: Any) -> Any:
@@ -261,7 +277,7 @@ def prepared(folder: Path, **settings: Any) -> Any:
 
 
 def write_beir(folder: Path, queries: list[str], splits: dict[str, list[int]]) -> Path:
-    """A BEIR folder in which query number n asks for page number n."""
+    """A BEIR folder in which page n answers query n."""
     (folder / "qrels").mkdir(parents=True)
     pages = [{"_id": f"p{place}", "title": "", "text": f"all about {place}"} for place in range(len(queries))]
     asked = [{"_id": f"q{place}", "text": text} for place, text in enumerate(queries)]
@@ -274,7 +290,7 @@ def write_beir(folder: Path, queries: list[str], splits: dict[str, list[int]]) -
 
 
 def test_a_held_out_query_is_not_learned_under_another_id(tmp_path: Path) -> None:
-    texts = [f"query {place % 29}" for place in range(40)]  # eleven of them twice
+    texts = [f"query {place % 29}" for place in range(40)]  # eleven of the queries occur twice
     data = write_beir(tmp_path / "data", texts, {"train": list(range(40))})
     task = prepared(tmp_path, data_path=str(data), num_eval=20)
     train, held_out = ({texts[number] for number in task.matching(side).queries} for side in ("train", "eval"))
@@ -282,7 +298,7 @@ def test_a_held_out_query_is_not_learned_under_another_id(tmp_path: Path) -> Non
     assert any("excluded from training" in remark for remark in task.remarks)
 
 
-def test_queries_that_are_learned_and_evaluated_are_told_of(tmp_path: Path) -> None:
+def test_queries_in_both_splits_are_reported(tmp_path: Path) -> None:
     texts = [f"query {place % 30}" for place in range(40)]
     data = write_beir(tmp_path / "data", texts, {"train": list(range(30)), "test": list(range(27, 33))})
     task = prepared(tmp_path, data_path=str(data))
@@ -302,8 +318,8 @@ def test_a_damaged_test_split_is_not_replaced_by_the_training_data(tmp_path: Pat
     assert len(prepared(tmp_path, data_path=str(data), eval_data_path=str(data)).matching("eval").queries) == 30
 
 
-def test_lines_beside_are_those_of_what_is_held_out_now(table: Path, tmp_path: Path) -> None:
-    """A run that goes on with another number of held-out queries, or of pages to put in order."""
+def test_baselines_belong_to_the_current_held_out_set(table: Path, tmp_path: Path) -> None:
+    """A run that resumes with another number of held-out queries or candidate pages."""
     for settings in ({"num_eval": 2}, {"num_eval": 4}, {"num_eval": 4, "rerank": 3}):
         told = {"data_path": str(table), "method": "cross", "num_candidates": 8, **settings}
         task, other = prepared(tmp_path, **told), prepared(tmp_path / str(len(settings)), **told)
@@ -321,7 +337,7 @@ def test_hard_candidates_are_of_one_section_however_many_there_are(tmp_path: Pat
     ]
     lines = "".join(json.dumps(package) + "\n" for package in packages_)
     (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / KEPT).write_bytes(gzip.compress(lines.encode()))
+    (tmp_path / "cache" / PACKAGES_FILE).write_bytes(gzip.compress(lines.encode()))
     told: dict[str, Any] = {"data_path": "debian", "hard_candidates": True, "cache_dir": str(tmp_path / "cache")}
     for num_candidates, found in ((None, 5), (30, 30), (50, 40)):
         task = prepared(tmp_path, **told, num_eval=5, num_candidates=num_candidates)
@@ -329,7 +345,7 @@ def test_hard_candidates_are_of_one_section_however_many_there_are(tmp_path: Pat
         assert len(sections) == found and set(sections) == {"net"}
 
 
-def test_negatives_that_the_data_does_not_have_are_not_promised(table: Path, tmp_path: Path) -> None:
+def test_missing_negatives_are_not_announced(table: Path, tmp_path: Path) -> None:
     task = prepared(tmp_path, data_path=str(table), num_negatives=5, num_eval=1)
     assert task.num_negatives == 2 and "its page and 14 negatives" in task.start_remark(5)
     lines = [line for line in table.read_text().splitlines() if "negative" not in line]
@@ -339,13 +355,13 @@ def test_negatives_that_the_data_does_not_have_are_not_promised(table: Path, tmp
     assert task.num_negatives == 0 and "the data has no hard negatives" in task.start_remark(5)
 
 
-def test_negatives_that_the_data_has_are_told_of_when_nobody_asks_for_them(table: Path, tmp_path: Path) -> None:
+def test_unused_negatives_in_the_data_are_reported(table: Path, tmp_path: Path) -> None:
     task = prepared(tmp_path, data_path=str(table), num_negatives=0)
     assert task.num_negatives == 0 and "use --num_negatives 2 to add them" in task.start_remark(5)
 
 
 @pytest.mark.parametrize(("total", "number"), [(4, 0), (60, 12), (250, 50), (999, 50), (3000, 150), (10**6, 1000)])
-def test_of_few_queries_more_are_held_out(total: int, number: int) -> None:
+def test_small_datasets_hold_out_a_larger_fraction(total: int, number: int) -> None:
     assert default_num_eval(total) == number
     assert [bool(few_held_out_remarks(each, "queries")) for each in (0, 29, 30)] == [True, True, False]
 
@@ -362,7 +378,7 @@ def test_pages_are_ranked_in_full_precision_also_in_mixed(pairs: Path, tmp_path:
             task.evaluate(model, batch, None)
     exact, rough = seen
     assert rough.dtype == torch.float32 and torch.allclose(exact, rough, atol=0.05)
-    assert len(rough.unique()) > 0.9 * rough.numel()  # cosines of 8 bits: a few hundred different ones
+    assert len(rough.unique()) > 0.9 * rough.numel()  # 8-bit cosines: only a few hundred distinct values
 
 
 # Whole runs ---------------------------------------------------------------------------------------------------------
@@ -370,7 +386,7 @@ def test_pages_are_ranked_in_full_precision_also_in_mixed(pairs: Path, tmp_path:
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Made text: queries and pages use other words for the same things."""
+    """Synthetic texts: queries and pages use different words for the same things."""
     return write_ranking(tmp_path_factory.mktemp("made") / "pairs.jsonl", 400)
 
 
@@ -415,7 +431,8 @@ def test_any_ranks_micro_batches_and_groups_are_the_same_run(one: str, other: st
     } <= set(a)
 
 
-def test_an_evaluation_that_reads_together_takes_no_more_at_once_than_a_step(pairs: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_cross_encoder_evaluates_no_more_pairs_at_once_than_a_step_trains(pairs: Path, tmp_path: Path) -> None:
     words = ["train", "seo", "--data_path", pairs, "--model_name", "tiny", "--method", "cross", "--num_eval", "110"]
     words += ["--rerank", "100", "--max_steps", "1", "--num_workers", "0", "--output_dir", "run"]
     ended = unisono(*map(str, words), cwd=tmp_path)
@@ -426,7 +443,7 @@ def test_an_evaluation_that_reads_together_takes_no_more_at_once_than_a_step(pai
 
 @pytest.mark.slow
 def test_a_trained_model_finds_what_words_do_not(tmp_path: Path) -> None:
-    """From the command line, with two processes, and into a folder that sentence-transformers loads."""
+    """From the command line with two processes, exported to a folder that sentence-transformers loads."""
     pairs = write_ranking(tmp_path / "pairs.jsonl", 1200)
     words = ["train", "seo", "--data_path", pairs, "--model_name", "tiny", "--nproc", "2", "--batch_size", "32"]
     words += ["--max_steps", "60", "--learning_rate", "2e-3", "--num_eval", "40", "--num_workers", "0"]
@@ -447,8 +464,8 @@ def test_a_trained_model_finds_what_words_do_not(tmp_path: Path) -> None:
     torch.testing.assert_close(open_ranker(tmp_path / "run").embed(texts), theirs, rtol=0, atol=1e-5)
 
 
-def test_a_loras_checkpoints_leave_out_what_lies_in_the_models_folder(pairs: Path, tmp_path: Path) -> None:
-    """In 3 steps, and in 2 and 1, also as a cross-encoder with a head of its own; beside other weights not at all."""
+def test_a_loras_checkpoints_do_not_contain_base_weights(pairs: Path, tmp_path: Path) -> None:
+    """In 3 steps, or 2 and 1 with a resume, also as a cross-encoder with a new head; rejects other base weights."""
     base = encoder_folder(tmp_path / "base")
     common: dict[str, Any] = {"data_path": str(pairs), "model_name": str(base), "cache_dir": str(tmp_path / "cache")}
     common |= {
@@ -522,7 +539,7 @@ def test_two_texts_are_joined_as_the_tokenizer_would(pairs: Path, tmp_path: Path
         (["--data_path", "pairs.jsonl", "--rerank", "101"], "rerank: expected at most 100"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(words: list[str], said: str, pairs: Path, tmp_path: Path) -> None:
+def test_invalid_settings_are_rejected_in_one_line(words: list[str], said: str, pairs: Path, tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").write_bytes(pairs.read_bytes())
     ended = unisono("train", "seo", *words, "--output_dir", "run", "--max_steps", "1", cwd=tmp_path)
     assert ended.code == 2 and said in ended.err and "Traceback" not in ended.err, ended.err

@@ -1,4 +1,4 @@
-"""Rankings are measured as the field measures them, the same over any number of ranks, beside what plain words find."""
+"""Ranking metrics follow the field's definitions, do not depend on the number of ranks, and come with baselines."""
 
 from __future__ import annotations
 
@@ -41,21 +41,22 @@ def random_case(seed: int, num_queries: int = 30, num_pages: int = 400) -> tuple
         query: {int(page): float(rng.integers(1, 4)) for page in rng.choice(num_pages, rng.integers(1, 20), False)}
         for query in range(num_queries)
     }
-    for query, grades in judged.items():  # some of them are found
+    for query, grades in judged.items():  # some of the relevant pages are found
         scores[query, list(grades)[:3]] += 3
     return scores, judged
 
 
-def test_a_small_ranking_is_as_worked_out_by_hand() -> None:
-    # Pages in order: 2, 0, 1, 3. Query 0 finds page 0 second; query 1 finds 3 (grade 1) last and 2 (grade 3) first.
+def test_a_small_ranking_matches_a_hand_calculation() -> None:
+    # Ranking: 2, 0, 1, 3. For query 0, page 0 is second; for query 1, page 3 (grade 1) is last and page 2 (grade 3)
+    # first.
     found = measured([[0.8, 0.5, 0.9, 0.1]] * 2, {0: {0: 1}, 1: {2: 3, 3: 1}}, keep=10)
     assert found["MRR@10"] == pytest.approx((1 / 2 + 1) / 2)
-    # Gains are the grades themselves, and the best order is 3, 1.
+    # The gains are the grades, and the ideal order is 3, 1.
     ideal = 3 + 1 / math.log2(3)
     assert found["NDCG@10"] == pytest.approx((1 / math.log2(3) + (3 + 1 / math.log2(5)) / ideal) / 2)
     assert found["Recall@1"] == pytest.approx((0 + 1 / 2) / 2)
     assert found["Recall@10"] == 1
-    assert "Recall@100" not in found  # ten kept pages cannot say
+    assert "Recall@100" not in found  # unknown if only ten pages are kept
 
 
 def test_a_page_below_the_kept_ones_counts_as_missed() -> None:
@@ -70,12 +71,12 @@ def test_queries_without_a_relevant_page_are_not_in_the_mean() -> None:
     assert measured([[1.0, 0.0]], {}) == {}
 
 
-def test_a_page_scored_nan_is_not_found() -> None:
+def test_a_page_with_a_nan_score_is_ignored() -> None:
     assert measured([[math.nan, 0.0, -math.inf]], {0: {0: 1}})["Recall@100"] == 0
     assert measured([[math.nan, 0.0, -math.inf]], {0: {2: 1}})["MRR@10"] == 1 / 2
 
 
-def test_figures_are_those_of_sentence_transformers() -> None:
+def test_metrics_equal_those_of_sentence_transformers() -> None:
     evaluation = pytest.importorskip("sentence_transformers.evaluation")
     scores, judged = random_case(3)
     binary = {query: dict.fromkeys(grades, 1.0) for query, grades in judged.items()}
@@ -103,7 +104,7 @@ def test_figures_are_those_of_sentence_transformers() -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_any_number_of_ranks_and_any_order_of_pages_gives_the_same_figures(tied: bool) -> None:
+def test_any_number_of_ranks_and_any_order_of_pages_gives_the_same_metrics(tied: bool) -> None:
     scores, judged = random_case(4)
     if tied:
         scores = scores.round()  # hundreds of pages share a score
@@ -115,7 +116,7 @@ def test_any_number_of_ranks_and_any_order_of_pages_gives_the_same_figures(tied:
         for number, batch in enumerate(np.array_split(rng.permutation(scores.shape[1]), 23)):
             pages = torch.from_numpy(batch)
             parts[number % ranks].update(scores[:, pages], pages)
-        merged = pickle.loads(pickle.dumps(parts[-1]))  # as it comes from another rank
+        merged = pickle.loads(pickle.dumps(parts[-1]))  # as received from another rank
         for part in parts[:-1]:
             merged.merge_state(copy.deepcopy(part).cpu())
         assert torch.equal(merged.pages(), whole.pages())
@@ -128,7 +129,7 @@ def test_a_tie_is_no_advantage_for_the_pages_that_come_first() -> None:
     judged = {query: {query: 1.0} for query in range(num_queries)}
     by_luck = by_chance(judged, num_pages)["MRR@10"]
     assert measured([[0.5] * num_pages] * num_queries, judged)["MRR@10"] < by_luck + 0.03
-    assert sum(1 / place for place in range(1, 11)) / num_queries > by_luck + 0.05  # what page numbers would give
+    assert sum(1 / place for place in range(1, 11)) / num_queries > by_luck + 0.05  # with ties broken by page number
 
 
 def test_pairs_of_query_and_page_may_come_one_by_one() -> None:
@@ -173,7 +174,7 @@ def test_tfidf_is_the_cosine_of_scikit_learn(sublinear: bool) -> None:
         np.testing.assert_allclose(ours.scores(query), wanted, atol=1e-6)
 
 
-def test_bm25_is_as_worked_out_by_hand() -> None:
+def test_bm25_matches_a_hand_calculation() -> None:
     found = BM25(PAGES, k1=0.9, b=0.4).scores("chess chess unknown")
     lengths = [len(words_of(page)) for page in PAGES]
     idf = math.log(1 + (7 - 3 + 0.5) / (3 + 0.5))
@@ -197,7 +198,7 @@ def test_words_find_pages_that_share_them_and_chance_does_not() -> None:
     assert found["tfidf"]["MRR@10"] > 0.9
     assert found["bm25"]["MRR@10"] > 0.9
     assert found["random"]["MRR@10"] == pytest.approx(sum(1 / place for place in range(1, 11)) / 500)
-    # What shares no word is not found, however few pages there are.
+    # A page that shares no word with the query is never found, however few pages there are.
     assert baselines(["nowhere"], ["some words"], {0: {0: 1.0}})["bm25"]["MRR@10"] == 0
 
 
@@ -220,7 +221,7 @@ def test_baselines_in_blocks_shared_over_ranks_are_those_of_one_block(monkeypatc
 
 
 def two_ranks(queries: list[str], pages: list[str], judged: dict[int, dict[int, float]]) -> dict[str, dict[str, float]]:
-    """baselines() on two ranks that take turns: what a rank would gather is asked of the other one first."""
+    """Runs baselines() on two simulated ranks that take turns, each computed before the other gathers its result."""
     said: list[list[bytes]] = [[], []]
 
     class Ended(Exception):
@@ -248,7 +249,7 @@ def two_ranks(queries: list[str], pages: list[str], judged: dict[int, dict[int, 
     return first
 
 
-def test_a_stop_ends_the_baselines_without_figures() -> None:
+def test_a_stop_request_ends_the_baselines_without_results() -> None:
     queries, pages, judged = made(60)
     assert baselines(queries, pages, judged, Work(Path(), _asked_to_stop=lambda: True)) == {}
 

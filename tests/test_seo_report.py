@@ -1,4 +1,4 @@
-"""`unisono seo` leaves a page that a browser shows and a JSON file, fetches nothing unasked, refuses in one line."""
+"""`unisono seo` writes a page for a browser and a JSON file, fetches only on request, and fails in one line."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def site(tmp_path: Path) -> Path:
 
 
 def said_by(arguments: Sequence[str | Path], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line of a refusal."""
+    """The one-line error of a command."""
     assert main(["seo", *map(str, arguments)]) == 2
     told = capsys.readouterr()
     assert told.out == "" and told.err.count("\n") == 1, told
@@ -85,7 +85,7 @@ def failed(report: dict[str, Any], page: str) -> dict[str, str]:
     return {check["name"]: check["found"] for check in found["checks"] if check["passed"] is False}
 
 
-def test_without_a_run_it_reports_what_rules_find_and_says_so(
+def test_without_a_run_the_report_contains_only_rule_based_checks(
     site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
@@ -109,7 +109,7 @@ def test_without_a_run_it_reports_what_rules_find_and_says_so(
     assert report["duplicates"] == [{"what": "same text", "share": 1.0, "pages": ["frost.html", "notes/copy.html"]}]
 
 
-def test_queries_without_a_run_are_answered_by_words_and_said_to_be(site: Path, tmp_path: Path) -> None:
+def test_queries_without_a_run_are_ranked_by_bm25_and_the_report_says_so(site: Path, tmp_path: Path) -> None:
     queries = tmp_path / "queries.txt"
     queries.write_text("water for tomatoes\n\ncompost heap\nzebra\ncompost heap\n")
     assert main(["seo", str(site), "--output", str(tmp_path / "out"), "--queries", str(queries)]) == 0
@@ -122,7 +122,7 @@ def test_queries_without_a_run_are_answered_by_words_and_said_to_be(site: Path, 
     assert best[0]["query"] == "compost heap"
 
 
-def test_a_ranking_model_gives_each_query_its_pages_beside_the_places_by_words(site: Path, tmp_path: Path) -> None:
+def test_a_ranking_model_ranks_the_pages_of_each_query_next_to_bm25_ranks(site: Path, tmp_path: Path) -> None:
     def rank(queries: Sequence[str], texts: Sequence[str]) -> np.ndarray:
         return np.array(
             [[float("frost" in text.lower()) - 0.1 * number for text in texts] for number in range(len(queries))]
@@ -135,10 +135,10 @@ def test_a_ranking_model_gives_each_query_its_pages_beside_the_places_by_words(s
     report = report_of(tmp_path / "out")
     assert report["ranked_by"] == "a model"
     first = report["queries"][0]["pages"][0]
-    assert first == {"page": "frost.html", "score": 1.0, "place_by_words": None}  # it does not say `sun`
+    assert first == {"page": "frost.html", "score": 1.0, "place_by_words": None}  # it does not contain `sun`
     by_page = {page["page"]: page for page in report["queries"][1]["pages"]}
     assert by_page["tomatoes.html"]["place_by_words"] == 1
-    assert "notes/paper.html" not in by_page  # what has no text is not ranked
+    assert "notes/paper.html" not in by_page  # pages without text are not ranked
     [best] = [page["best_queries"] for page in report["pages"] if page["page"] == "frost.html"]
     assert [each["query"] for each in best] == ["sun", "water"]
 
@@ -241,7 +241,7 @@ def test_blocks_do_not_change_the_order() -> None:
         assert found == np.argsort(-scores[:, 3], kind="stable")[:3].tolist()
 
 
-def test_what_comes_from_a_page_is_only_ever_text(site: Path, tmp_path: Path) -> None:
+def test_content_of_pages_is_escaped_in_the_report(site: Path, tmp_path: Path) -> None:
     odd = site / "a'\"><script>alert(3)<\n\udcff.html"
     odd.write_text(html(ATTACK, "Odd names. " * 60, f'<a href="{ATTACK.replace(chr(34), "")}">x</a>'))
     (tmp_path / "q.txt").write_text(f"{ATTACK}\n")
@@ -265,7 +265,7 @@ def test_what_comes_from_a_page_is_only_ever_text(site: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("by_file", [False, True])
 def test_a_keyword_is_checked_on_its_own_page_only(tmp_path: Path, by_file: bool) -> None:
-    """On the page that fits it best, or on the page that a file assigns it to."""
+    """On the page that matches it best, or on the page that a file assigns to it."""
     site = tmp_path / "kettles"
     site.mkdir()
     for name in ("descale", "buy", "repair"):
@@ -290,7 +290,7 @@ def test_a_keyword_is_checked_on_its_own_page_only(tmp_path: Path, by_file: bool
     assert ("--keywords names gone.html" if by_file else "“toaster”: no page contains any of its words") in said
 
 
-def test_a_site_that_cannot_be_reached_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreachable_site_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # and does not listen
         address = f"http://127.0.0.1:{closed.getsockname()[1]}/"
@@ -299,7 +299,7 @@ def test_a_site_that_cannot_be_reached_is_no_success(tmp_path: Path, capsys: pyt
     assert not (tmp_path / "out").exists()
 
 
-def test_an_address_that_is_none_is_not_a_link(tmp_path: Path) -> None:
+def test_an_invalid_url_is_not_a_link(tmp_path: Path) -> None:
     pages = [PageFindings("a", "javascript:alert(1)"), PageFindings("b", "https://a.example/?a=1&b='\"><x>")]
     page = Page(write_report(tmp_path, Findings("s", pages)).read_text())
     assert [link["href"] for link in page.all("a")] == ["https://a.example/?a=1&b=%27%22%3E%3Cx%3E"]
@@ -312,7 +312,9 @@ def test_a_large_site_makes_a_page_of_bounded_size(tmp_path: Path) -> None:
     assert len(report_of(tmp_path)["pages"]) == 6000
 
 
-def test_nothing_is_overwritten_unless_asked(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_overwritten_without_the_flag(
+    site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "report.json").write_text("mine")
@@ -323,7 +325,7 @@ def test_nothing_is_overwritten_unless_asked(site: Path, tmp_path: Path, capsys:
     assert report_of(out)["site"] == "garden" and (out / "other.txt").read_text() == "mine too"
 
 
-def test_a_report_among_the_pages_is_no_page(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_among_the_pages_is_skipped(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(site)
     assert main(["seo", "."]) == 0 and main(["seo", ".", "--overwrite"]) == 0
     assert len(report_of(site / "seo" / "garden")["pages"]) == 6
@@ -381,7 +383,7 @@ def test_help_comes_without_torch() -> None:
 
 
 class Web:
-    """A small web server, and what was asked of it."""
+    """A small web server that records its requests."""
 
     def __init__(self) -> None:
         asked: list[str] = []
@@ -432,7 +434,7 @@ class Web:
                 pass
 
             def handle(self) -> None:
-                with suppress(OSError):  # who asked has read enough
+                with suppress(OSError):  # the client has closed the connection
                     super().handle()
 
         self.asked = asked
@@ -460,10 +462,10 @@ def test_a_page_without_content_is_refused_with_the_reason(tmp_path: Path, capsy
     assert "a.html: the page cannot be read: empty; no report was written" in one
     (tmp_path / "b.html").write_text("")
     several = said_by([tmp_path, "--output", tmp_path / "out"], capsys)
-    assert "none of its 2 pages could be read; the first: empty; no report was written" in several
+    assert "none of the 2 pages can be read; the first one: empty; no report was written" in several
 
 
-def test_addresses_are_fetched_only_when_asked_and_it_is_said(
+def test_urls_are_fetched_only_on_request_and_reported(
     web: Web, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     listed = tmp_path / "urls.txt"
@@ -471,9 +473,9 @@ def test_addresses_are_fetched_only_when_asked_and_it_is_said(
     out = tmp_path / "out"
     assert "pass --fetch" in said_by([listed, "--output", out], capsys)
     assert web.asked == []
-    # In a file, an address of the local network is not yet one that the user has named.
+    # A local address that is only listed in a file does not count as named by the user.
     refused = said_by([listed, "--fetch", "--output", tmp_path / "refused"], capsys)
-    assert "none of its 2 pages could be read; the first" in refused and "--private_host" in refused
+    assert "none of the 2 pages can be read; the first one" in refused and "--private_host" in refused
     assert web.asked == [] and not (tmp_path / "refused").exists()
     assert main(["seo", str(listed), "--fetch", "--private-host", "127.0.0.1", "--output", str(out)]) == 0
     assert "bytes from 127.0.0.1" in capsys.readouterr().out and web.asked == ["/page", "/gone"]
@@ -502,12 +504,12 @@ def test_a_sitemap_from_the_web_names_pages_of_its_own_host_only(web: Web, tmp_p
         ("/slow", "not finished after 1 s"),
     ],
 )
-def test_what_cannot_be_fetched_says_why(web: Web, path: str, said: str) -> None:
+def test_pages_that_cannot_be_fetched_are_reported_with_the_reason(web: Web, path: str, said: str) -> None:
     with pytest.raises(Unreadable, match=said):
         Fetcher(["127.0.0.1", "localhost"], seconds=1, max_bytes=200_000).get(web.address + path)
 
 
-def test_redirects_on_the_same_host_are_followed_and_the_servers_encoding_is_taken(web: Web) -> None:
+def test_redirects_on_the_same_host_are_followed_and_the_servers_encoding_is_used(web: Web) -> None:
     fetcher = Fetcher(["127.0.0.1"])
     assert b"Page /page" in fetcher.get(f"{web.address}/moved")  # type: ignore[operator]
     assert fetcher.get(f"{web.address}/latin") == "<title>Café</title><p>x"
@@ -556,7 +558,7 @@ def test_a_name_that_leads_into_the_local_network_is_refused(web: Web, monkeypat
     assert web.asked == []
 
 
-def test_a_proxy_of_the_environment_is_not_asked(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proxy_of_the_environment_is_not_used(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", web.address)
     with pytest.raises(Unreadable):
         Fetcher().get("http://10.255.255.1/")
@@ -568,7 +570,7 @@ def test_a_proxy_of_the_environment_is_not_asked(web: Web, monkeypatch: pytest.M
 
 @pytest.fixture(scope="module")
 def shown(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Browser:
-    """A browser that shows the report of a site with scores and queries."""
+    """A browser showing the report of a site with scores and queries."""
     folder = tmp_path_factory.mktemp("shown")
     (folder / "queries.txt").write_text(f"water for tomatoes\n{ATTACK}\n")
     words = [
@@ -598,7 +600,7 @@ def type_in(browser: Browser, what: str, value: str, event: str) -> None:
     browser.ask(f"document.querySelector('{what}').dispatchEvent(new Event('{event}'))")
 
 
-def test_a_browser_shows_it_asks_for_nothing_and_runs_nothing_foreign(shown: Browser) -> None:
+def test_a_browser_shows_the_report_without_requests_or_foreign_scripts(shown: Browser) -> None:
     asked = [e["params"]["request"]["url"] for e in shown.events if e["method"] == "Network.requestWillBeSent"]
     assert len(asked) == 1 and asked[0].endswith("report.html")
     wrong = [e["params"] for e in shown.events if e["method"] in ("Log.entryAdded", "Runtime.exceptionThrown")]
@@ -647,7 +649,7 @@ def test_pages_are_filtered_by_a_failed_check_and_by_words(shown: Browser) -> No
     assert len(shown.ask(NAMES)) == 6
 
 
-def test_it_has_a_dark_side_and_fits_a_phone(shown: Browser) -> None:
+def test_the_report_has_a_dark_mode_and_fits_a_phone(shown: Browser) -> None:
     grounds = []
     for scheme in ("light", "dark"):
         shown("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])

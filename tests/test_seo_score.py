@@ -1,4 +1,4 @@
-"""A score is learned from labels only, measured beside scorers without skill, and means what it says."""
+"""A score is learned only from labels, compared with baselines, and calibrated."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def test_a_constant_prediction_has_no_rank_correlation() -> None:
     assert number_metrics(np.zeros(5), np.arange(5.0)) == {"Spearman": 0, "RMSE": pytest.approx(np.sqrt(6))}
 
 
-def test_calibration_error_is_as_worked_out_by_hand() -> None:
+def test_calibration_error_matches_a_hand_calculation() -> None:
     probabilities = np.array([[0.9, 0.1], [0.9, 0.1], [0.35, 0.65], [0.3, 0.7]])
     labels = np.array([0, 1, 1, 1])
-    # 0.9 twice and right once; 0.65 and 0.7 are in ranges of their own, and right.
+    # 0.9 occurs twice and is right once; 0.65 and 0.7 are in separate ranges, and right.
     wanted = (2 * abs(0.9 - 0.5) + 0.35 + 0.3) / 4
     assert calibrating.expected_calibration_error(probabilities, labels) == pytest.approx(wanted)
     rows = calibrating.reliability(probabilities, labels)
@@ -96,7 +96,7 @@ def test_metrics_are_the_same_over_any_number_of_ranks() -> None:
     assert not whole.update_called
 
 
-def test_length_alone_is_credited_with_what_length_explains_and_no_more() -> None:
+def test_the_length_baseline_learns_what_length_explains() -> None:
     rng = np.random.default_rng(3)
     lengths, other = rng.integers(10, 1000, 2000), rng.integers(10, 1000, 1000)
     long, chance = (lengths > 300).astype(int), rng.integers(0, 2, 2000)
@@ -140,13 +140,13 @@ def test_temperature_is_the_one_with_the_least_log_loss() -> None:
     assert fit_temperature(np.zeros((30, 2)), np.arange(30) % 2) == 1
 
 
-def test_a_model_that_is_always_right_is_not_made_certain() -> None:
+def test_a_model_that_is_always_right_does_not_become_certain() -> None:
     labels = np.arange(100) % 2
     found = fit(np.eye(2)[labels] * 3, labels, Calibration(names=["a", "b"]))
     assert 0.95 < found.probabilities(np.array([[3.0, 0.0]]))[0, 0] < 0.99
 
 
-def test_isotonic_curve_takes_a_lean_out_of_numbers() -> None:
+def test_the_isotonic_curve_removes_a_bias() -> None:
     rng = np.random.default_rng(6)
     outputs = rng.standard_normal(1000)
     labels = 100 + 20 * np.tanh(2 * outputs) + rng.standard_normal(1000)
@@ -154,16 +154,16 @@ def test_isotonic_curve_takes_a_lean_out_of_numbers() -> None:
     assert found.measured["RMSE_calibrated"] < 2 < found.measured["RMSE"]
 
 
-def test_too_few_pages_and_pages_in_turn_are_no_trouble() -> None:
+def test_calibration_handles_few_pages_and_alternating_labels() -> None:
     plain = Calibration(names=["a", "b"])
     logits = np.tile([[0.0, 4.0], [4.0, 0.0]], (50, 1))
-    labels = np.arange(100) % 2  # in turn: every other page would be of one class
+    labels = np.arange(100) % 2  # alternating labels: every other page has the same class
     assert fit(logits[:30], labels[:30], plain) is plain
-    assert fit(logits, labels, plain).temperature > 5  # always wrong: the hotter the better
+    assert fit(logits, labels, plain).temperature > 5  # always wrong, so a higher temperature is always better
     assert fit(np.full((100, 2), np.nan), labels, plain) is plain
 
 
-def test_calibration_comes_back_from_its_file_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
+def test_calibration_survives_a_round_trip_and_a_damaged_file_is_rejected(tmp_path: Path) -> None:
     assert Calibration.read(tmp_path) is None
     logits, labels = overconfident(200, factor=2)
     found = fit(logits, labels, Calibration(names=["a", "b", "c"]))
@@ -188,7 +188,7 @@ def test_calibration_comes_back_from_its_file_and_a_damaged_one_is_refused(tmp_p
 
 
 def write_pages(file: Path, number: int, kind: str, seed: int = 0) -> Path:
-    """Pages whose label follows from their words: three good ones or three bad ones, or how many good ones."""
+    """Pages whose label depends on their words: three good or three bad ones, or the number of good ones."""
     rng = np.random.default_rng(seed)
     with file.open("w", newline="", encoding="utf-8") as out:
         writer = csv.writer(out)
@@ -241,7 +241,7 @@ def classes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Score, torch.nn.M
     return task, trained(task, 30), folder
 
 
-def test_classes_are_learned_and_beat_scorers_that_have_not_read(classes: Any) -> None:
+def test_classes_are_learned_and_beat_the_baselines(classes: Any) -> None:
     task, model, _ = classes
     found = evaluated(task, model)
     assert found["AUC"] > 0.97
@@ -250,11 +250,11 @@ def test_classes_are_learned_and_beat_scorers_that_have_not_read(classes: Any) -
     assert "ECE_calibrated" in found
 
 
-def test_an_exported_classifier_loads_and_says_the_same(classes: Any, tmp_path: Path) -> None:
+def test_an_exported_classifier_loads_with_the_same_outputs(classes: Any, tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     task, model, folder = classes
-    # As `unisono export` does it: from what the run has left, without the data.
+    # As in `unisono export`: from the run folder, without the data.
     again = Score(task.config)
     again.folder = folder / "prepared"
     again.export(model, tmp_path / "out")
@@ -295,7 +295,7 @@ def test_loss_is_a_sum_that_padding_does_not_change(classes: Any) -> None:
     assert int(whole.metrics["accuracy"]) == sum(int(loss.metrics["accuracy"]) for loss in single)
 
 
-def test_two_ranks_measure_what_one_process_measures(tmp_path: Path) -> None:
+def test_two_ranks_give_the_metrics_of_one_process(tmp_path: Path) -> None:
     file = write_pages(tmp_path / "pages.csv", 200, "number")
     words = ["train", "seo", "--task", "score", "--model_name", "tiny", "--data_path", file, "--num_eval", 51]
     words += ["--nproc", 2, "--global_batch_size", 16, "--max_steps", 3, "--num_workers", 0, "--eval_batch_size", 8]
@@ -321,7 +321,7 @@ def test_pages_of_similar_length_come_together(classes: Any) -> None:
     assert longest - max(len(data[index]["ids"]) for index in range(8)) < 8
 
 
-def test_numbers_are_learned_in_a_unit_of_their_own_and_come_back_in_the_users(tmp_path: Path) -> None:
+def test_numbers_are_standardised_for_training_and_returned_in_the_labels_unit(tmp_path: Path) -> None:
     task = prepared(tmp_path, data_path=str(write_pages(tmp_path / "pages.csv", 700, "number")), num_eval=120)
     kept = json.loads((tmp_path / "prepared" / "calibration.json").read_text())
     assert kept["mean"] == pytest.approx(115.5, abs=1.5) and kept["std"] == pytest.approx(11, abs=1)
@@ -338,7 +338,7 @@ def test_numbers_are_learned_in_a_unit_of_their_own_and_come_back_in_the_users(t
     assert json.loads((tmp_path / "out" / "config.json").read_text())["problem_type"] == "regression"
 
 
-def test_held_out_pages_are_not_learned_from_even_where_a_text_comes_twice(tmp_path: Path) -> None:
+def test_held_out_pages_are_not_trained_on_even_if_a_text_occurs_twice(tmp_path: Path) -> None:
     file = write_pages(tmp_path / "pages.csv", 60, "class")
     rows = file.read_text().splitlines()
     file.write_text("\n".join([*rows, *rows[1:], *rows[1:]]) + "\n")
@@ -366,7 +366,7 @@ def test_other_data_to_evaluate_with_has_the_same_classes(tmp_path: Path) -> Non
         prepared(tmp_path, data_path=str(train), eval_data_path=str(strange))
 
 
-def test_pages_that_are_learned_and_evaluated_are_told_of(tmp_path: Path) -> None:
+def test_pages_in_both_splits_are_reported(tmp_path: Path) -> None:
     data = write_pages(tmp_path / "pages.csv", 60, "class")
     task = prepared(tmp_path, data_path=str(data), eval_data_path=str(data))
     assert "60 of 60 evaluation pages also occur in the training data" in task.remarks
@@ -389,7 +389,7 @@ def test_long_pages_are_cut_and_counted(tmp_path: Path) -> None:
         ({"num_eval": 59}, None, "all remaining labels are the same"),
     ],
 )
-def test_what_cannot_be_learned_from_is_refused(tmp_path: Path, settings: Any, content: str | None, told: str) -> None:
+def test_unusable_training_data_is_rejected(tmp_path: Path, settings: Any, content: str | None, told: str) -> None:
     file = write_pages(tmp_path / "pages.csv", 60, "class")
     if content is not None:
         file.write_text(content)
@@ -398,7 +398,7 @@ def test_what_cannot_be_learned_from_is_refused(tmp_path: Path, settings: Any, c
     assert not list((tmp_path / "prepared").iterdir())
 
 
-def test_a_run_does_not_go_on_with_other_classes(tmp_path: Path) -> None:
+def test_a_run_does_not_resume_with_other_classes(tmp_path: Path) -> None:
     file = write_pages(tmp_path / "pages.csv", 60, "class")
     prepared(tmp_path, data_path=str(file))
     prepared(tmp_path, data_path=str(file))

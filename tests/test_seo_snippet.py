@@ -1,4 +1,4 @@
-"""The task snippet: a page becomes its title or description, measured beside the page's first sentence."""
+"""The task snippet: writes a page's title or description, compared with the page's first sentence."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def one_thread() -> None:
 
 
 def pages(folder: Path, number: int = 32) -> Path:
-    """Pages whose titles name what they are about and where."""
+    """Pages whose titles name their topic and place."""
     rows = [
         {
             "text": f"Welcome, {number % 9} times. This page is about {thing} in {place}. "
@@ -96,7 +96,7 @@ def test_the_longest_common_sequence_is_that_of_all_subsets() -> None:
         assert longest_common(first, second) == max(len(some) for some in ours & theirs)
 
 
-def test_numbers_that_the_page_does_not_have_are_invented() -> None:
+def test_numbers_that_are_not_on_the_page_count_as_invented() -> None:
     page = "Since 1998 it has 3.5 million users and 12 offices."
     assert copied_numbers("3.5 million users since 1998", page) == (2, 2)
     assert copied_numbers("5 million users since 1999", page) == (0, 2)
@@ -112,7 +112,7 @@ def test_the_lead_is_the_first_sentence() -> None:
     assert cut("abcdefgh", 3) == "abc"
 
 
-def test_a_snippet_is_judged_beside_the_lead() -> None:
+def test_a_snippet_is_compared_with_the_lead() -> None:
     found = text_metrics("Apples of Rome", "Apples grow in Rome since 1900. More.", "Apples of Rome", "title")
     assert found["rouge_l"] == (1.0, 1)
     assert 0 < found["rouge_l_lead"][0] < 1
@@ -121,7 +121,7 @@ def test_a_snippet_is_judged_beside_the_lead() -> None:
     assert found["numbers_copied_lead"] == (1, 1)
     assert text_metrics("x" * 61, "Page.", "Page", "title")["fits"] == (0.0, 1)
     assert text_metrics("x" * 61, "Page.", "Page", "description")["fits"] == (1.0, 1)
-    assert text_metrics("", "Page.", "Page", "title")["fits"] == (0.0, 1)  # nothing does not fit
+    assert text_metrics("", "Page.", "Page", "title")["fits"] == (0.0, 1)  # an empty text fits
 
 
 # The loss ----------------------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def test_held_out_pages_are_not_learned_from(tmp_path: Path) -> None:
     assert written == [true for _, true in task._held_out]
 
 
-def test_a_page_that_comes_twice_is_not_held_out_and_learned_from(tmp_path: Path) -> None:
+def test_identical_pages_are_in_the_same_split(tmp_path: Path) -> None:
     lines = [{"text": f"page {number % 16} is about many things", "title": f"title {number}"} for number in range(32)]
     (tmp_path / "twice.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     task = Snippet(
@@ -195,10 +195,10 @@ def test_a_page_that_comes_twice_is_not_held_out_and_learned_from(tmp_path: Path
     assert not sides[0] & sides[1] and len(held_out) == 10
 
 
-def test_a_rank_that_is_asked_to_stop_does_not_leave_others_waiting(tmp_path: Path) -> None:
-    """Whenever one of two is told to stop, both leave at the same question."""
+def test_a_stop_request_to_one_rank_does_not_leave_others_waiting(tmp_path: Path) -> None:
+    """Whichever rank receives the stop request, both ranks stop at the same point."""
     data = pages(tmp_path)
-    for when in (5, 4, 3, 2, 1):  # the first one is told when it has looked so often
+    for when in (5, 4, 3, 2, 1):  # the first rank receives the request after this many checks
         ended = in_two_threads(data, tmp_path / f"stopped{when}", when)
         assert ended == ["stops", "stops"], (when, ended)
     assert in_two_threads(data, tmp_path / "goes on", 99) == ["goes on", "goes on"]
@@ -236,18 +236,18 @@ def in_two_threads(data: Path, folder: Path, when: int) -> list[Any]:
     return ended
 
 
-def test_two_processes_prepare_what_one_does(tmp_path: Path) -> None:
+def test_two_processes_prepare_the_same_files_as_one(tmp_path: Path) -> None:
     one = prepared(tmp_path)
     pages_ = [list(one._pages[number]) for number in range(len(one._pages))]
     other = Snippet(one.config)
-    other.folder = one.folder  # a second start finds everything there
+    other.folder = one.folder  # a second start finds everything prepared
     before = sorted(path.stat().st_mtime_ns for path in one.folder.rglob("*") if path.is_file())
     other.prepare(Work(other.folder))
     assert [list(other._pages[number]) for number in range(len(other._pages))] == pages_
     assert sorted(path.stat().st_mtime_ns for path in one.folder.rglob("*") if path.is_file()) == before
 
 
-def test_pages_of_nearly_equal_length_come_together_and_what_is_cut_is_told(tmp_path: Path) -> None:
+def test_pages_of_similar_length_are_batched_and_truncation_is_reported(tmp_path: Path) -> None:
     task = prepared(tmp_path, max_length=24, target_length=3)
     data = task.dataset("train")
     assert {data.shape(number) for number in range(len(data))} == {64}
@@ -272,7 +272,7 @@ def test_too_many_held_out_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [both_folder, decoder_folder])
-def test_writing_in_batches_gives_what_transformers_generates_for_each(tmp_path: Path, make: Any) -> None:
+def test_batched_generation_equals_single_calls_of_transformers(tmp_path: Path, make: Any) -> None:
     task = prepared(tmp_path, make(tmp_path / "model"))
     model: Any = trained(task, 6)
     own = model.generation_config
@@ -299,14 +299,14 @@ def test_a_model_that_has_learned_writes_better_than_the_lead(tmp_path: Path, ki
     means = {name: float(total) / float(count) for name, (total, count) in found.items()}
     assert means["rouge_l"] > means["rouge_l_lead"] + 0.3
     assert means["fits"] == 1
-    assert "numbers_copied" not in found  # there are none in it: no share of nothing
+    assert "numbers_copied" not in found  # the text has no numbers, so there is no fraction
     assert found["rouge_l"][1] == 4
     shown = task.preview(model, 1)
     assert shown is not None
     assert task._held_out[0][1] in shown["titles.txt"]
 
 
-def test_an_evaluation_counts_each_written_page_once_however_it_is_cut(tmp_path: Path) -> None:
+def test_an_evaluation_counts_each_generated_text_once(tmp_path: Path) -> None:
     task = prepared(tmp_path)
     model, data = task.model().eval(), task.dataset("eval")
     task.before_evaluation(model)
@@ -318,7 +318,7 @@ def test_an_evaluation_counts_each_written_page_once_however_it_is_cut(tmp_path:
         assert float(count) == sum(float(part[name][1]) for part in parts if name in part)
 
 
-def test_what_the_tiny_model_has_learned_is_called_as_usual(tmp_path: Path) -> None:
+def test_an_exported_tiny_model_works_with_the_usual_calls(tmp_path: Path) -> None:
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
     task = prepared(tmp_path, "tiny")
@@ -329,7 +329,7 @@ def test_what_the_tiny_model_has_learned_is_called_as_usual(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("lora_rank", [0, 2])
-def test_what_is_exported_writes_the_same_in_transformers(tmp_path: Path, lora_rank: int) -> None:
+def test_an_exported_model_generates_the_same_in_transformers(tmp_path: Path, lora_rank: int) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     task = prepared(tmp_path, decoder_folder(tmp_path / "model"), lora_rank=lora_rank)

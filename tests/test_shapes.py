@@ -36,11 +36,11 @@ from unisono.errors import RecipeError
 from unisono.settings import DataSettings
 
 CPU = torch.device("cpu")
-SIZES = [(1, 2, 2), (1, 2, 4), (3, 2, 4)]  # two kinds of pictures and a film: frames, height, width
+SIZES = [(1, 2, 2), (1, 2, 4), (3, 2, 4)]  # two image shapes and a video shape: frames, height, width
 
 
 class Films(Dataset[dict[str, Any]]):
-    """Item i: numbers in one of three sizes, and a little randomness that depends on when it is read."""
+    """Item i: numbers in one of three shapes, with randomness that depends on the position in the stream."""
 
     def __init__(self, num_samples: int, first: int = 0) -> None:
         self.num_samples, self.first = num_samples, first
@@ -58,14 +58,14 @@ class Films(Dataset[dict[str, Any]]):
 
 
 class MixedFilms(Films):
-    """The same; says which of them are alike."""
+    """The same data with shapes."""
 
     def shape(self, index: int) -> Hashable:
         return self.size(index)
 
 
 class Mixer(nn.Module):
-    """Every place of a film looks at all others."""
+    """Attention over all positions of a video."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Denoiser(nn.Module):
 
 
 class Mixed(Recipe):
-    """Removes noise from films of several sizes; `collate` can only stack what is alike."""
+    """Denoises videos of several sizes; `collate` can only stack samples of equal shape."""
 
     defaults = {"num_workers": 0, "tensorboard": False, "log_every": 1, "learning_rate": 1e-2}
     data: type[Films] = MixedFilms
@@ -126,7 +126,7 @@ class Mixed(Recipe):
 
 
 class OneByOne(Mixed):
-    """The same films in micro-batches of one: nothing is known of shapes."""
+    """The same videos in micro-batches of one sample, without shapes."""
 
     data = Films
 
@@ -138,7 +138,7 @@ def _loss(model: nn.Module, batch: Mapping[str, Tensor], noise: Any) -> Loss:
 
 
 class Cut:
-    """Which samples are alike, and what they cost, as a test says."""
+    """A dataset with the shapes and costs that a test sets."""
 
     def __init__(self, shapes: list[Hashable], costs: Mapping[Hashable, float] | None = None) -> None:
         self.shapes, self.costs = shapes, costs
@@ -149,7 +149,7 @@ class Cut:
         return self.shapes[index]
 
     def cursors(self, world: int, micro_batch: int, **more: Any) -> list[Cursor]:
-        """All ranks' cursors, in the data's own order and in one global batch, unless said otherwise."""
+        """The cursors of all ranks, by default in dataset order and with one global batch."""
         size = len(self.shapes)
         order = more.pop("order", Order(size, 0, shuffle=False))
         kind = more.pop("kind", Cursor)
@@ -218,7 +218,7 @@ def test_data_of_one_shape_is_split_as_if_it_had_none(
 
 
 def sizes_by_turn(data: Cut, world: int, micro_batch: int) -> list[list[str]]:
-    """For each turn, what the ranks compute: 2f are two films, p a picture, - a stand-in."""
+    """For each turn, what the ranks compute: 2f is two videos, p an image, - a dummy."""
     found = []
     for turn in zip(*data.chunks(world, micro_batch), strict=True):
         words = ["-" if chunk.is_dummy else f"{len(chunk.positions)}{chunk.shape}" for chunk in turn]
@@ -229,10 +229,10 @@ def sizes_by_turn(data: Cut, world: int, micro_batch: int) -> list[list[str]]:
 @pytest.mark.parametrize(
     ("samples", "world", "micro_batch", "expected"),
     [
-        ("ffpp", 2, 2, [["1f", "1f"], ["1p", "1p"]]),  # not two films here while there are two pictures
+        ("ffpp", 2, 2, [["1f", "1f"], ["1p", "1p"]]),  # not two videos on one rank while the others have images
         ("ffpp", 1, 2, [["2f"], ["2p"]]),
         ("fpfp", 4, 1, [["1f", "1f", "1p", "1p"]]),
-        ("pppppf", 2, 5, [["1f", "5p"]]),  # a film takes longer than five pictures anyway
+        ("pppppf", 2, 5, [["1f", "5p"]]),  # a video takes longer than five images anyway
         ("ffffpppp", 2, 4, [["2f", "2f"], ["2p", "2p"]]),
         ("fp", 3, 4, [["-", "1f", "1p"]]),
         ("ppppppppfff", 2, 4, [["1f", "2f"], ["4p", "4p"]]),
@@ -329,10 +329,10 @@ def test_a_trial_takes_the_costliest_micro_batch_of_the_whole_data() -> None:
     assert tried(8) == [([10, 15], "f")] * 2
     assert tried(2, end=13) == [([10], "f")] * 2
     assert tried(4, end=15) == [([11, 12, 13, 14], "q")] * 2  # more than the one film
-    assert tried(2, mixed=False, end=10)[:2] == [([0, 1], "p"), ([4, 5], "p")]  # all alike: simply what comes next
+    assert tried(2, mixed=False, end=10)[:2] == [([0, 1], "p"), ([4, 5], "p")]  # one shape: simply the next samples
 
 
-def test_half_of_what_was_really_tried_comes_next_when_memory_runs_out() -> None:
+def test_out_of_memory_halves_the_size_that_was_really_tried() -> None:
     costs = {"p": 1.0, "f": 20.0}
 
     def at_once(samples: str, world: int, micro_batch: int) -> int:
@@ -340,8 +340,8 @@ def test_half_of_what_was_really_tried_comes_next_when_memory_runs_out() -> None
         assert len(found) == 1
         return found.pop()
 
-    assert at_once("ffpppppppp", 1, 8) == 2  # the two films, not the eight pictures
-    assert at_once("fppp", 1, 8) == 3  # a film alone cannot be cut
+    assert at_once("ffpppppppp", 1, 8) == 2  # the two videos, not the eight images
+    assert at_once("fppp", 1, 8) == 3  # a single video cannot be split
     assert at_once("fp", 1, 8) == 1
     assert at_once("pppppp", 2, 8) == 3 and at_once("pppppp", 2, 2) == 2
 
@@ -409,7 +409,7 @@ def test_a_worker_that_replaces_a_dead_one_continues_in_the_middle_of_the_step(t
 
 
 class Unsure(MixedFilms):
-    """Does not know the shape of one sample."""
+    """A dataset that raises for the shape of one sample."""
 
     def shape(self, index: int) -> Hashable:
         if index == ORDER[16]:  # in the third global batch
@@ -430,7 +430,7 @@ def test_a_shape_that_raises_is_an_error_where_it_is_needed(workers: int) -> Non
 
 
 class Torn(MixedFilms):
-    """None of the large films can be read."""
+    """A dataset whose large videos are unreadable."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         if self.size(index) == SIZES[2]:
@@ -449,7 +449,7 @@ def test_the_cheapest_sample_replaces_an_unreadable_micro_batch() -> None:
 
 
 class FilmsOnDevice(MixedFilms):
-    """Gathers films of one size."""
+    """A resident dataset that gathers videos of equal shape."""
 
     def to(self, device: torch.device) -> FilmsOnDevice:
         return self
@@ -478,7 +478,7 @@ NUM, STEPS = 12, 4  # two epochs in three steps of 7 samples, across the epochs'
 RUN = {"global_batch_size": 7, "num_epochs": 2, "num_samples": NUM, "num_eval": 9, "dtype": "float64"}
 PLACES = [(1, "single"), (2, "ddp"), (2, "fsdp"), (3, "ddp"), (3, "fsdp")]
 WAYS = [(world, strategy, size) for world, strategy in PLACES for size in (1, 2, 4)]
-# name -> world, settings; each in place or by smaller pieces, never another result
+# name -> world, settings; recovery in place or with smaller micro-batches never changes the result
 DISTURBED: dict[str, tuple[int, dict[str, Any]]] = {
     "forward": (2, {"strategy": "ddp", "inject": "oom@rank1:step2:forward"}),
     "backward": (2, {"strategy": "ddp", "inject": "oom@rank0:step3:backward", "num_workers": 2}),
@@ -489,7 +489,7 @@ RESUMED = [1, 2]  # in the middle of either epoch
 
 
 def train_mixed(runs: list[dict[str, Any]], root: str) -> dict[str, Any]:
-    """In each rank: the runs, with the recipes of this file."""
+    """Runs in each rank: trains the runs with the recipes of this file."""
     import many_runs
     import recipes_for_tests
 

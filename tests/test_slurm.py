@@ -18,7 +18,7 @@ from command_line import TINY, Ended, end, lines, losses, mark, marked, start, u
 from tiny_recipe import HOLD
 from unisono.cli.slurm import main as slurm_command
 from unisono.cluster.outcome import Outcome, write
-from unisono.cluster.slurm.script import EXIT_AGAIN, BatchJob, script, seconds_of
+from unisono.cluster.slurm.script import EXIT_AGAIN, EXIT_SMALLER, BatchJob, script, seconds_of
 from unisono.engine.start.srun import judge
 from unisono.errors import ConfigError, UserError
 
@@ -34,7 +34,7 @@ TWO_NODES = ["--nodes", 2, "--ntasks-per-node", 1]
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of the run that nobody disturbed, in one process."""
+    """The losses of an undisturbed run in one process."""
     place = tmp_path_factory.mktemp("one_rank")
     ended = unisono("train", *TRAIN, "--output_dir", "run", cwd=place)
     assert ended.code == 0, ended.err
@@ -58,7 +58,7 @@ def kinds(run: Path) -> list[str]:
     return [event["kind"] for event in lines(run, "events.jsonl")]
 
 
-# --- with the real thing
+# --- with a real cluster
 
 
 def test_srun_over_two_nodes_is_the_same_run(slurm: Slurm, tmp_path: Path, one_rank: list[float]) -> None:
@@ -95,18 +95,19 @@ def test_submit_and_follow_a_job_whose_rank_is_killed(slurm: Slurm, tmp_path: Pa
     assert losses(run) == pytest.approx(one_rank, rel=1e-10)
     assert "completed" in ended.out and f"step {STEPS} of {STEPS}" in ended.out and "restart: attempt 1" in ended.out
     [restart] = [event for event in lines(run, "events.jsonl") if event["kind"] == "restart"]
-    # On a busy machine SLURM ends the other one before it has written down why it stopped.
+    # On a busy machine, SLURM may kill the other rank before it has written its outcome.
     assert restart["cause"].startswith(
         ("rank 1 died without an error message", "ranks 0, 1 died without an error message")
     )
     starts = json.loads((run / "run.json").read_text())["starts"]
     assert [(each["launcher"], each["world"]) for each in starts] == [("slurm", 2)] * 2
-    assert starts[1]["from_step"] in (2, 4)  # the save of step 4 may still have been on its way
+    assert starts[1]["from_step"] in (2, 4)  # the save of step 4 may have been in progress
     assert "restarting all ranks from the last checkpoint (1 of 3)" in log(place)
     assert "Traceback" not in log(place), "the survivor's complaint about its peer helps nobody"
     assert not (run / ".slurm").exists()
 
 
+@pytest.mark.slow
 def test_a_signal_saves_and_requeues_and_the_run_continues_by_itself(
     slurm: Slurm, tmp_path: Path, one_rank: list[float]
 ) -> None:
@@ -163,7 +164,7 @@ def test_a_real_time_limit_requeues_and_the_loss_curve_does_not_show_it(
     slurm.wait_for(job, "PENDING", seconds=150)
     assert kinds(run)[-1] == "stopped" and 0 < len(lines(run)) < STEPS
     hold.unlink()
-    slurm.wait_for(job, "COMPLETED", seconds=240)  # by itself: two minutes later
+    slurm.wait_for(job, "COMPLETED", seconds=240)  # requeued automatically, two minutes later
     assert losses(run) == pytest.approx(one_rank, rel=1e-10)
 
 
@@ -220,7 +221,7 @@ def job(**more: Any) -> BatchJob:
         ("job_name", "a/b", "job_name: expected"),
         ("job_name", "%x", "job_name: expected"),
         ("gpus_per_node", "many", "gpus_per_node: expected"),
-        ("gpus_per_node", "4", "ntasks_per_node 1: there is one task for each of the 4 GPUs"),
+        ("gpus_per_node", "4", "ntasks_per_node 1: a node has one task per GPU (4)"),
         ("ntasks_per_node", None, "gpus_per_node: set the number of GPUs"),
         ("nodes", 0, "nodes: expected at least 1"),
         ("cpus_per_task", 0, "cpus_per_task: expected at least 1"),
@@ -252,7 +253,7 @@ def test_time_limits_as_slurm_reads_them(time: str, seconds: int) -> None:
     assert seconds_of(time) == seconds
 
 
-def test_every_word_reaches_the_program_as_it_was_given(tmp_path: Path) -> None:
+def test_every_argument_reaches_the_program_unchanged(tmp_path: Path) -> None:
     strange = ["a b", "$HOME", "`id`", "it's", '"', "*", "\\", "--x=ü"]
     text = script(job(train=strange, environ={"STRANGE": "'$(id)'"}, output_dir="my $run"))
     fake = tmp_path / "srun"
@@ -263,7 +264,7 @@ def test_every_word_reaches_the_program_as_it_was_given(tmp_path: Path) -> None:
     assert (tmp_path / "words").read_text().splitlines() == ["'$(id)'", "train", *strange]
 
 
-def test_the_script_asks_for_what_was_wanted() -> None:
+def test_the_script_requests_the_given_resources() -> None:
     text = script(
         job(
             nodes=2,
@@ -287,7 +288,7 @@ def command(*words: object, cwd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert slurm_command([str(word) for word in words]) == 0
 
 
-def test_a_script_is_not_written_over_and_keeps_its_run_folder(
+def test_a_script_is_not_overwritten_and_keeps_its_run_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [TINY, "--nodes", 2, "--gpus-per-node", 8, "--batch-size", 2]
@@ -319,9 +320,9 @@ def test_a_script_is_not_written_over_and_keeps_its_run_folder(
         (["--nproc", 2], "nproc: under SLURM srun starts the ranks; use --ntasks-per-node instead"),
         (["--nodes", "two"], "--nodes: expected a whole number, got 'two'"),
         (["--nodes"], "--nodes: expected one argument"),
-        (["--nodes", 1, "--nodes", 2], "--nodes: is given twice"),
-        (["--resume", "never"], "resume: never would refuse to continue after a requeue"),
-        (["--strategy", "dp"], "strategy dp is for one process, and this job has 4"),
+        (["--nodes", 1, "--nodes", 2], "--nodes: is set twice"),
+        (["--resume", "never"], "resume: never would prevent the job from continuing"),
+        (["--strategy", "dp"], "strategy dp is for one process, but this job has 4 ranks"),
         (["--env", "HOME"], "env: expected NAME=VALUE, got 'HOME'"),
         (["--global_batch_size", 6, "--batch_size", 4, "--gradient_accumulation_steps", 1], "is not global_batch_size"),
     ],
@@ -345,7 +346,7 @@ def test_submit_without_slurm_is_a_user_error(tmp_path: Path, monkeypatch: pytes
         command(TINY, "--gpus-per-node", 1, "--submit", cwd=tmp_path, monkeypatch=monkeypatch)
 
 
-# --- what the script makes of the ends of the ranks
+# --- how the script reacts to the ranks' outcomes
 
 
 @pytest.mark.parametrize(
@@ -353,16 +354,17 @@ def test_submit_without_slurm_is_a_user_error(tmp_path: Path, monkeypatch: pytes
     [
         ([], 0, 0, 0),
         ([], 127, 0, 127),  # no python there
-        ([], 143, 0, EXIT_AGAIN),  # killed, and the others by srun
+        ([], 143, 0, EXIT_AGAIN),  # one rank was killed, and srun killed the others
         ([], 143, 3, 3),
-        ([("stopped", "")], 143, 0, 75),  # the other one was already on its way out
+        ([("stopped", "")], 143, 0, 75),  # the other rank was already exiting
         ([("stopped", ""), ("stopped", "")], 75, 3, 75),
-        ([("done", "")], 139, 0, 0),  # the other one fell over its own feet at the very end
+        ([("done", "")], 139, 0, 0),  # the other rank crashed while exiting
         ([("user_error", "no such file"), ("crashed", "connection closed by peer")], 143, 0, 2),
         ([("crashed", "connection closed by peer"), ("failed", "11 steps in a row")], 143, 0, 3),
         ([("crashed", "connection closed by peer")], 143, 1, EXIT_AGAIN),
         ([("crashed", "RuntimeError: boo"), ("crashed", "connection closed by peer")], 143, 2, EXIT_AGAIN),
         ([("crashed", "RuntimeError: boo")], 143, 3, 3),
+        ([("out_of_memory", "out of memory"), ("crashed", "connection closed by peer")], 143, 3, EXIT_SMALLER),
     ],
 )
 def test_the_script_restarts_requeues_or_stops(
@@ -370,17 +372,17 @@ def test_the_script_restarts_requeues_or_stops(
 ) -> None:
     run, folder = tmp_path / "run", tmp_path / "run/.slurm/1.0.0"
     folder.mkdir(parents=True)
-    (run / "events.jsonl").write_text("")  # a step was trained since the folder was made
+    (run / "events.jsonl").write_text("")  # a step was trained after the folder was created
     os.utime(run / ".slurm", (0, 0))
     for rank, (kind, message) in enumerate(outcomes):
         write(folder, Outcome(kind, message, rank))
     assert judge(folder, run, code, attempt, 3) == decision
 
 
-def test_what_fails_before_the_first_step_is_not_tried_again(tmp_path: Path) -> None:
+def test_failures_before_the_first_step_are_not_retried(tmp_path: Path) -> None:
     run, folder = tmp_path / "run", tmp_path / "run/.slurm/1.0.0"
     (run / ".slurm").mkdir(parents=True)
-    (run / "events.jsonl").write_text("")  # of an earlier start
+    (run / "events.jsonl").write_text("")  # events of an earlier start
     folder.mkdir()
     write(folder, Outcome("crashed", "RuntimeError: boo", 0))
     assert judge(folder, run, 143, 0, 3) == 3

@@ -82,11 +82,11 @@ def test_a_gpu_that_was_not_requested_is_not_named_in_an_error() -> None:
     assert choose("4", []).warnings == ("no CUDA device for --gpus 4: training on the CPU",)
 
 
-# ---- what stays behind ----
+# ---- leftover files ----
 
 
 class Prepares(Tiny):
-    """Fails while it prepares."""
+    """A recipe whose prepare() fails."""
 
     kind: type[BaseException] = ValueError
     leaves = False
@@ -106,7 +106,7 @@ def test_a_prepare_that_fails_leaves_no_empty_folder(kind: type[BaseException], 
     assert not any(tmp_path.iterdir())
 
 
-def test_what_prepare_has_finished_stays_and_so_does_a_folder_that_was_there(tmp_path: Path) -> None:
+def test_finished_work_of_prepare_and_existing_folders_stay(tmp_path: Path) -> None:
     recipe = type("Prepares", (Prepares,), {"leaves": True, "__module__": __name__})
     with pytest.raises(ValueError, match="half-way"):
         unisono.train(recipe, output_dir=str(tmp_path / "run"), gpus="0")

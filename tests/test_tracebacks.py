@@ -72,7 +72,8 @@ def test_chains_and_recursions_fit_on_one_screen_too(tmp_path: Path, capsys: pyt
     assert "in run_session" in kept_file([kept]).read_text()
 
 
-def test_of_several_ranks_one_is_shown_under_our_launcher_and_under_torchrun(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_only_one_rank_prints_its_traceback_under_any_launcher(tmp_path: Path) -> None:
     done = unisono("train", BUGGY, "--nproc", "2", "--output_dir", "a", "--max_restarts", "0", cwd=tmp_path)
     assert done.code == 3
     lines = shown_traceback(done.err)
@@ -101,7 +102,7 @@ def test_the_exception_itself_reaches_the_caller_of_train(tmp_path: Path) -> Non
     kept_file([path]).unlink()
 
 
-def test_a_bug_of_ours_shows_every_frame() -> None:
+def test_a_bug_in_unisono_shows_every_frame() -> None:
     try:
         share_of("rank", 2, 0, 8)  # type: ignore[arg-type]
     except TypeError as error:
@@ -128,7 +129,7 @@ def test_a_call_that_our_torch_function_mode_forwards_belongs_to_the_recipe() ->
     class WithWrongShapes(Buggy):
         def model(self) -> nn.Module:
             model = super().model()
-            torch.cat([torch.zeros(2, 3), torch.zeros(4, 5)])  # the mode that checks allocations is active in model()
+            torch.cat([torch.zeros(2, 3), torch.zeros(4, 5)])  # a torch-function mode is active in model()
             return model
 
     with pytest.raises(RuntimeError, match="Sizes of tensors must match") as caught:

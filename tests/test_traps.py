@@ -18,8 +18,8 @@ from unisono.checkpoint.load import load_whole
 from unisono.data.loader import to_device
 from unisono.errors import RecipeError, UserError
 from unisono.observe.folder import RunFolder
-from unisono.parallel import blocks
-from unisono.parallel.blocks import recompute_activations
+from unisono.parallel.blocks import repeated
+from unisono.parallel.blocks.repeated import recompute_activations
 from unisono.parallel.materialize import materialize
 from unisono.parallel.strategy import cast_weights
 
@@ -89,7 +89,7 @@ def test_the_best_checkpoint_does_not_swap_weights_and_average(folder: Path) -> 
         assert all(torch.equal(expected[name], found[name]) for name in expected), prefix
 
 
-def test_going_back_sets_later_checkpoints_aside_and_going_on_stays_on_the_new_branch(folder: Path) -> None:
+def test_resuming_from_an_earlier_step_renames_later_checkpoints_and_continues_on_the_new_branch(folder: Path) -> None:
     flags = ["--save_every", "2", "--keep_last", "0", "--eval_every", "-1"]
     assert train(folder, "back", "--max_steps", "6", *flags).code == 0
     checkpoints = folder / "back/checkpoints"
@@ -97,7 +97,7 @@ def test_going_back_sets_later_checkpoints_aside_and_going_on_stays_on_the_new_b
     again = ["--resume", checkpoints / "step_00000002", "--learning_rate", "0.5"]
     assert train(folder, "back", "--max_steps", "4", *flags, *again).code == 0
     assert (checkpoints / "step_00000006.later-1").is_dir() and not (checkpoints / "step_00000006").exists()
-    ended = train(folder, "back", "--max_steps", "6", *flags, *again)  # the same command again goes on
+    ended = train(folder, "back", "--max_steps", "6", *flags, *again)  # the same command continues
     assert ended.code == 0 and "has already continued from" in ended.err
     assert [start["from_step"] for start in json.loads((folder / "back/run.json").read_text())["starts"]] == [0, 2, 4]
     new = load_whole(checkpoints / "step_00000006", "model.")
@@ -128,7 +128,7 @@ def test_a_closed_stream_changes_neither_the_run_nor_its_exit_code(
     assert len(lines(folder / run)) == (0 if code else 3)
 
 
-def test_odd_folders_are_refused_before_anything_begins(folder: Path) -> None:
+def test_unusable_folders_are_rejected_before_anything_begins(folder: Path) -> None:
     home = folder / "home"
     home.mkdir()
     settings = folder / "home.yaml"
@@ -173,7 +173,7 @@ def test_metrics_that_change_their_names_are_a_mistake_and_no_hang(folder: Path,
     assert ended.code == 2 and "metrics" in ended.err and "keep their names" in ended.err
 
 
-def test_what_a_recipe_draws_while_it_is_built_is_the_same_at_every_start(folder: Path) -> None:
+def test_random_numbers_drawn_while_a_recipe_is_built_are_the_same_at_every_start(folder: Path) -> None:
     for name in ("first", "second"):
         assert train(folder, name, "--max_steps", "2", "--eval_every", "-1").code == 0
     first, second = ([line["loss"] for line in lines(folder / name)] for name in ("first", "second"))
@@ -190,7 +190,7 @@ def test_batch_norm_resumes_to_the_bit_on_two_ranks(folder: Path) -> None:
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
-def test_a_plain_bug_before_the_first_step_is_not_tried_again(folder: Path) -> None:
+def test_a_bug_before_the_first_step_is_not_retried(folder: Path) -> None:
     ended = train(folder, "bug", "--nproc", "2", "--max_steps", "4", "--fail_at", "1")
     assert ended.code == 3 and "a plain bug" in ended.err and "restarting" not in ended.err
     assert not (folder / "bug").exists()
@@ -221,7 +221,7 @@ def test_blocks_of_a_kind_share_one_class_so_that_one_compilation_serves_all() -
 
 
 class Named(nn.Module):
-    """A block whose inputs come by name, one of them by a name that checkpoint has too."""
+    """A block with named inputs, one of which has the name of an argument of `checkpoint`."""
 
     def forward(self, x: torch.Tensor, *, early_stop: float = 1.0, mask: torch.Tensor | None = None) -> torch.Tensor:
         return x * early_stop if mask is None else x * mask * early_stop
@@ -238,14 +238,14 @@ def test_recomputed_blocks_get_their_keyword_arguments(compiled: bool, monkeypat
     assert said.tolist() == [3.0, 0.0, 6.0] and x.grad is not None and x.grad.tolist() == [3.0, 0.0, 6.0]
     assert block(x, early_stop=2.0).tolist() == [2.0, 2.0, 2.0] and block(x=x).tolist() == [1.0, 1.0, 1.0]
     seen: list[Any] = []
-    plain = blocks.checkpoint
+    plain = repeated.checkpoint
 
     def looking(function: Any, *given: Any, **more: Any) -> Any:
         seen.append(([each for each in given if isinstance(each, torch.Tensor)], more))
         return plain(function, *given, **more)
 
-    if not compiled:  # by the devices of what has no name, it knows whose random state to keep
-        monkeypatch.setattr(blocks, "checkpoint", looking)
+    if not compiled:  # `checkpoint` finds the devices whose random state to save from the positional inputs
+        monkeypatch.setattr(repeated, "checkpoint", looking)
         block(x=x, mask=mask)
         assert len(seen[0][0]) == 2 and seen[0][1] == {"use_reentrant": False}
 

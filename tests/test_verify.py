@@ -52,7 +52,7 @@ def warm() -> Iterator[WarmRanks]:
 
 @pytest.fixture
 def run_verify(warm: WarmRanks, monkeypatch: pytest.MonkeyPatch) -> Verify:
-    """`unisono verify` without the start of its processes, which all these tests share."""
+    """Runs `unisono verify` with warm processes that all these tests share."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
@@ -94,7 +94,7 @@ def test_an_invariant_recipe_is_the_same_run_on_one_and_two_ranks(tmp_path: Path
 def test_a_recipe_that_depends_on_the_micro_batch_is_found_with_its_first_weight(
     run_verify: Verify, recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also with one rank only, where micro-batches are all that can differ."""
+    """Also with one rank, where only micro-batches can differ."""
     verdict = run_verify(recipe, "--batch_size", "10", ranks=(1,))
     assert [(a.role, a.same) for a in verdict.results] == [("reference", True), ("repeat", True), ("variant", False)]
     code, text = conclusion(verdict, capsys)
@@ -108,7 +108,7 @@ def test_with_one_rank_there_is_always_a_second_way_of_splitting_the_batch(run_v
         first, second = variants(plan, uneven_batch(batch, (1,)))
         assert first.micro_batches == 1 < second.micro_batches
         assert uneven_batch(batch, (1,)) % second.micro_batches, "equal parts would hide a loss that is a mean"
-        assert batch == 1 or len(variants(plan, batch)) == 2  # a global batch that the user has named stays
+        assert batch == 1 or len(variants(plan, batch)) == 2  # a global batch that the user set stays
     with pytest.raises(ConfigError, match="nothing to compare; use --ranks 1,2 or a larger batch"):
         run_verify("Honest", "--global_batch_size", "1", ranks=(1,))
     assert len(run_verify("Honest", "--global_batch_size", "2", ranks=(1, 1)).results) == 3
@@ -154,7 +154,7 @@ def test_the_advice_never_offers_the_precision_in_use(run_verify: Verify, capsys
 
 
 def test_weights_without_a_gradient_may_drift_in_float32_and_others_may_not(run_verify: Verify) -> None:
-    """Key biases: Adam makes whole steps of rounding errors, which no loss notices."""
+    """Key biases: Adam turns rounding errors into full steps, which do not affect the loss."""
     verdict = run_verify("LanguageModel", ranks=(1,), precision="float32", steps=5)
     result = verdict.results[-1]
     assert result.differences is not None
@@ -173,8 +173,9 @@ def test_a_run_that_crashes_is_shown_with_its_reason(run_verify: Verify) -> None
     kept.unlink()
 
 
+@pytest.mark.slow
 def test_a_variant_that_fails_does_not_end_the_others(run_verify: Verify, capsys: pytest.CaptureFixture[str]) -> None:
-    """Neither one that raises, nor one that hangs, nor one that ends its process."""
+    """Whether it raises, hangs or ends its process."""
     for recipe, flags, failed, reason in (
         ("CrashesOnTwoRanks", (), [False, False, False, True, True], "rank 1, step 1: ValueError: the loss is broken"),
         ("ExitsSilently", (), [False, False, False, True, True], "rank 1, step 1: exited with status 0"),
@@ -289,7 +290,7 @@ def test_a_run_that_failed_releases_its_gpus(tmp_path: Path, monkeypatch: pytest
     for _ in range(2):
         with pytest.raises(VariantFailed) as caught:
             runner.run(Variant(1, "single", 4, 1))
-        failures.append(caught.value)  # as the verdict keeps it, with its traceback
+        failures.append(caught.value)  # as the verdict stores it, with its traceback
 
 
 @pytest.mark.parametrize("flag", [["--strategy", "fsdp"], ["--strategy=fsdp"]])

@@ -44,7 +44,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def model(saved: Path, tmp_path: Path) -> Path:
-    """A copy of a model, to be spoilt."""
+    """A copy of a model for the test to damage."""
     return Path(shutil.copytree(saved / "2.1", tmp_path / "model"))
 
 

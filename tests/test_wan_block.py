@@ -1,4 +1,4 @@
-"""Our Wan block computes what diffusers' does: outputs, gradients, names; with adapters, recomputed and compiled."""
+"""unisono's Wan block equals diffusers' in outputs, gradients and names; also with LoRA, recomputed and compiled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from unisono.parallel.blocks import recompute_activations
+from unisono.parallel.blocks.repeated import recompute_activations
 from unisono.recipes.wan.models.kernels import attention, fused
 from unisono.recipes.wan.models.kernels import block as our_block
 from unisono.recipes.wan.models.kernels.attention import use
@@ -20,11 +20,11 @@ from unisono.recipes.wan.models.kernels.block import make_fast
 from unisono.recipes.wan.models.lora import TARGETS, add_lora
 from wan_models import SMALL, model
 
-CLOSE = 1e-5  # relative, of each gradient: sums in another order
+CLOSE = 1e-5  # relative tolerance of each gradient, because sums have a different order
 
 
 def fast_copy(plain: Any, together: bool = False) -> Any:
-    """`together`: q, k and v as they are computed where weights must be copied to another type; exact nevertheless."""
+    """`together` computes q, k and v as if weights had to be cast to another dtype, but exactly."""
     fast = copy.deepcopy(plain)
     for block in fast.blocks:
         make_fast(block, ("cpu",))
@@ -60,7 +60,7 @@ def assert_same(fast: Any, plain: Any, timestep: Tensor, close: float = CLOSE, d
 
 def plain_model(**changed: Any) -> Any:
     made = model({**SMALL, "num_attention_heads": 3, **changed})
-    with torch.no_grad():  # as they are made, many are 0 or 1, and much would not show
+    with torch.no_grad():  # initially many weights are 0 or 1, which would hide errors
         for parameter in made.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape))
     return made
@@ -101,7 +101,7 @@ def test_outputs_and_gradients_are_those_of_diffusers(monkeypatch: pytest.Monkey
     products, compute = [], fused._Linear.apply
 
     def noted(*given: Any) -> Any:
-        products.append(len(given[1]) // given[1].shape[-1])  # how many layers there are in it
+        products.append(len(given[1]) // given[1].shape[-1])  # number of layers in the block
         return compute(*given)
 
     monkeypatch.setattr(fused._Linear, "apply", noted)
@@ -112,7 +112,7 @@ def test_outputs_and_gradients_are_those_of_diffusers(monkeypatch: pytest.Monkey
 
 
 def test_no_copy_of_the_weights_is_kept_if_none_is_needed() -> None:
-    """Or fsdp would let go of its weights after the forward pass, and they would be there all the same."""
+    """Otherwise fsdp would free its weights after the forward pass while the copy stays in memory."""
     made = fast_copy(plain_model()).to(torch.bfloat16)
     own = {part.untyped_storage().data_ptr() for part in made.parameters()}
     inner = made.blocks[0].attn1.to_q.weight.shape[0]
@@ -154,7 +154,7 @@ def test_a_lora_trains_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     add_lora(plain, 2, None, TARGETS)
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
-            if "lora_B" in name:  # which begins at zero, and hides what reaches lora_A
+            if "lora_B" in name:  # which starts at zero and would hide the gradient of lora_A
                 parameter.normal_()
     fast = fast_copy(plain)
     assert_same(fast, plain, LEVELS)
@@ -207,7 +207,7 @@ def test_on_a_cpu_nothing_changes_to_the_bit() -> None:
 
 
 def in_pieces(value: Any) -> Any:
-    """The same tensor laid out another way, as attention's backward pass leaves it on some machines."""
+    """The same tensor with another memory layout, as attention's backward pass returns it on some machines."""
     if isinstance(value, list):
         return list(map(in_pieces, value))
     return value.mT.contiguous().mT if isinstance(value, Tensor) and value.ndim > 1 else value
@@ -215,7 +215,7 @@ def in_pieces(value: Any) -> Any:
 
 @pytest.mark.parametrize("lay", [lambda value: value, in_pieces])
 def test_the_operations_declare_the_right_output_shapes(lay: Any) -> None:
-    """What torch.compile relies on: shapes, and how they lie in memory."""
+    """torch.compile relies on declared shapes and memory layouts."""
     from unisono.recipes.wan.models.kernels import operations
 
     def random(*shape: int) -> Tensor:
@@ -224,7 +224,7 @@ def test_the_operations_declare_the_right_output_shapes(lay: Any) -> None:
     x, o, weight, row = random(2, 5, 24), random(2, 5, 24), random(2, 24), random(10)
     angles = (random(5, 12), random(5, 12))
     cases = list(product((3, 2, 1), (2, 1), (angles, (None, None))))
-    cases = [case for case in cases if case[0] - case[1] in (0, 1)]  # at most one part that nothing is done to
+    cases = [case for case in cases if case[0] - case[1] in (0, 1)]  # at most one part is not processed
     inputs: dict[str, list[tuple[Any, ...]]] = {
         "norm": [(x, o, weight, weight, weight, 1e-6), (x, None, None, weight, weight, 1e-6)],
         "norm_backward": [
@@ -257,7 +257,7 @@ def test_queries_in_pieces_see_the_same_keys() -> None:
 
     weight = torch.randn(1, 4800, 3, 4, dtype=torch.float64)
     gradients = []
-    for numbers in ((), (7, 8)):  # 7 is no part of 4800
+    for numbers in ((), (7, 8)):  # 7 does not divide 4800
         parts = our_block._in_pieces(split, numbers)
         assert len(parts[0]) == (8 if numbers else 1)
         gradients.append(torch.autograd.grad((attention(parts) * weight).sum(), split))
@@ -292,7 +292,7 @@ def test_a_block_with_queries_in_pieces_computes_the_same(monkeypatch: pytest.Mo
 
 
 def test_queries_are_split_if_a_gpu_would_be_idle_otherwise() -> None:
-    """By what was measured on 132 multiprocessors: 12 heads with 512 keys keep 48 of them busy, 24 heads 96."""
+    """As measured on 132 multiprocessors: 12 heads with 512 keys keep 48 of them busy, 24 heads keep 96 busy."""
     assert our_block._pieces(12, 512, 132)[:2] == (5, 8)
     assert our_block._pieces(40, 512, 132)[:2] == (3, 4)
     assert our_block._pieces(24, 512, 132) == ()

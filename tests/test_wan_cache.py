@@ -94,7 +94,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory, text_encoder: TextEnc
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """Two stills, two videos (9 frames, and 7, of which 5 are used), four captions of which two are equal."""
+    """Two images, two videos (9 frames, and 7 of which 5 are used), and four captions, two of them equal."""
     from PIL import Image
 
     folder = tmp_path / "data"
@@ -110,7 +110,7 @@ def data(tmp_path: Path) -> Path:
 
 
 class Counted:
-    """Stands for the two models: knows how often each was loaded, and what was computed."""
+    """Replaces the two models; counts how often each was loaded and what it computed."""
 
     def __init__(self, text_encoder: TextEncoder, latents: WanVae) -> None:
         self.text_encoder, self.latents = text_encoder, latents
@@ -185,7 +185,7 @@ def test_rows_are_those_of_the_pipeline_to_the_bit(text_encoder: TextEncoder, pi
 
 
 def test_the_rows_of_a_caption_do_not_depend_on_the_others(text_encoder: TextEncoder) -> None:
-    with torch.autocast("cpu", torch.bfloat16):  # nor on what the run computes in
+    with torch.autocast("cpu", torch.bfloat16):  # nor on the precision of the run
         together = text_encoder.encode(CAPTIONS, LENGTH)
     for caption, rows in zip(CAPTIONS, together, strict=True):
         assert torch.equal(text_encoder.encode([caption], LENGTH)[0], rows)
@@ -221,7 +221,7 @@ def test_a_model_that_cannot_be_loaded_gives_a_one_line_error(model_folder: Path
     vae = tmp_path / "vae"
     vae.mkdir()
     (vae / "config.json").write_bytes((model_folder / "vae/config.json").read_bytes())
-    torch.save({"weight": torch.zeros(1)}, vae / "diffusion_pytorch_model.bin")  # a pickle is no weights to us
+    torch.save({"weight": torch.zeros(1)}, vae / "diffusion_pytorch_model.bin")  # pickles are not accepted as weights
     with pytest.raises(ConfigError, match=r"vae cannot be loaded \(.*complete copy") as refusal:
         WanVae.load(vae)
     assert "\n" not in str(refusal.value)
@@ -247,7 +247,7 @@ def test_missing_weights_are_not_initialised_randomly(
         save_file(tensors, file, {"format": "pt"})
         with pytest.raises(ConfigError, match=f"{part} lacks 1 of the weights of .* such as {name};"):
             load()
-    assert capfd.readouterr().err == ""  # the error is all there is to say
+    assert capfd.readouterr().err == ""  # only the error is printed
 
 
 # Latents
@@ -362,7 +362,7 @@ def test_only_changed_entries_are_recomputed(tmp_path: Path, data: Path, models:
     assert again() == ([], 1)
     other = Cache(folder, read_sources(data), settings_of(models)).open()
     assert not torch.equal(other[0]["latent"].flatten(), before.flatten())
-    os.utime(data / "c.mp4", ns=(1, 1))  # as long as before, and perhaps another video
+    os.utime(data / "c.mp4", ns=(1, 1))  # the same length, but perhaps another video
     assert again() == ([], 1)
     (data / "b.txt").write_text("green")
     assert again() == (["green"], 0)
@@ -490,7 +490,7 @@ def test_bad_files_are_reported_or_skipped(tmp_path: Path, data: Path, models: C
     measured = SampleSizes(tmp_path / "cache", read_sources(data), CROP, models.latents.geometry)
     measured.fill(Work(tmp_path))
     assert [source.name for source in measured.open(leave_out_bad=True).sources] == ["b", "d"]
-    # A mended file is tried again, and so is one that could not be read for another reason.
+    # A repaired file is tried again, and so is one that could not be read for another reason.
     (data / "a.png").write_bytes((data / "b.png").read_bytes())
     assert [s.name for s in filled(tmp_path / "cache", data, models).open(leave_out_bad=True).sources] == [
         "a",

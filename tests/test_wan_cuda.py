@@ -11,7 +11,7 @@ from diffusers import WanTransformer3DModel
 
 import unisono
 from many_runs import Run, many_runs
-from unisono.parallel.blocks import compile_blocks
+from unisono.parallel.blocks.repeated import compile_blocks
 from unisono.recipes.wan.models.kernels.attention import use
 from unisono.recipes.wan.models.kernels.block import use_fast_blocks
 from wan_models import save_data, save_pipelines
@@ -51,7 +51,7 @@ def assert_same(compiled: dict[str, torch.Tensor], eager: dict[str, torch.Tensor
 @SHAPES
 @pytest.mark.parametrize("fast", [True, False], ids=["ours", "diffusers"])
 def test_compiled_gradients_are_the_eager_ones(latent: tuple[int, ...], batch: int, fast: bool) -> None:
-    """Sums over 7,800 tokens came out as garbage before (pytorch#193061)."""
+    """Without the fix, sums over 7,800 tokens were garbage (pytorch#193061)."""
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = WanTransformer3DModel(**BLOCKS)

@@ -11,7 +11,7 @@ import pytest
 from unisono.errors import ConfigError
 from unisono.recipes.wan.data.sources import Source, read_sources
 
-# Nothing here opens a video: any bytes will do.
+# These tests open no video, so any bytes will do.
 
 
 def put(root: Path, name: str, content: str | bytes = b"film") -> Path:
@@ -156,7 +156,7 @@ def test_precomputed_files_replace_video_and_caption(tmp_path: Path) -> None:
     put(tmp_path, "film.mp4")
     for name in ("all", "latent", "neither"):
         put(tmp_path, f"{name}.latent.safetensors")
-    for name in ("all", "film", "neither", "stray"):  # a stray one is of no sample
+    for name in ("all", "film", "neither", "stray"):  # a stray file belongs to no sample
         put(tmp_path, f"{name}.safetensors")
     put(tmp_path, "latent.txt", "latent")
 
@@ -220,7 +220,7 @@ def test_a_folder_without_captions_is_refused(clips: Path) -> None:
     refusal(clips, "none of 2 samples has a caption", "a.txt next to a.mp4", leave_out_bad=True)
 
 
-def test_a_video_without_caption_is_named_and_by_option_left_out(clips: Path) -> None:
+def test_a_video_without_a_caption_is_reported_or_skipped_by_option(clips: Path) -> None:
     put(clips, "a.txt", "x")
     refusal(clips, "b.mp4: has no caption", "b.txt", "--leave_out_bad")
     for number in range(5):
@@ -280,7 +280,7 @@ def test_a_bad_list_is_refused_with_the_place_in_it(clips: Path, table: str, con
     refusal(clips, str(clips), *expected)
 
 
-def test_bad_samples_of_a_list_are_left_out_by_option(clips: Path) -> None:
+def test_bad_samples_of_a_list_are_skipped_by_option(clips: Path) -> None:
     put(clips, "metadata.csv", "video,prompt\ngone.mp4,x\na.mp4,y\n")
     messages: list[str] = []
     assert pairs(read_sources(clips, leave_out_bad=True, report=messages.append)) == [("a", "y")]
@@ -289,7 +289,7 @@ def test_bad_samples_of_a_list_are_left_out_by_option(clips: Path) -> None:
     refusal(clips, "no such file", leave_out_bad=True)
 
 
-def test_text_that_is_no_text_or_too_long_is_the_fault_of_its_sample(clips: Path) -> None:
+def test_a_caption_that_is_not_text_or_too_long_is_reported_for_its_sample(clips: Path) -> None:
     put(clips, "a.txt", b"caf\xe9")
     put(clips, "b.txt", "x" * 300_000)
     put(clips, "c.png")
@@ -309,7 +309,7 @@ def test_a_latent_that_may_be_of_two_files_is_refused(clips: Path) -> None:
     refusal(clips, "a.latent.safetensors could belong to a.mp4 or a.png")
 
 
-def test_a_name_that_is_no_unicode_is_the_fault_of_its_sample(clips: Path) -> None:
+def test_a_name_that_is_not_unicode_is_reported_for_its_sample(clips: Path) -> None:
     for name in (b"caf\xe9\n\x1b[2J.mp4", b"caf\xe9\n\x1b[2J.txt"):
         (clips / os.fsdecode(name)).write_bytes(b"x")
     for name in CLIPS:
@@ -336,7 +336,7 @@ def test_a_list_cannot_name_a_file_outside_its_folder(tmp_path: Path, path: str)
 
 
 @pytest.mark.parametrize("path", ["links/outside.mp4", "b\0.mp4", ".", "https://x.org/a.mp4"])
-def test_what_is_no_file_of_the_folder_is_not_there(tmp_path: Path, path: str) -> None:
+def test_files_outside_the_folder_do_not_exist_for_a_dataset(tmp_path: Path, path: str) -> None:
     folder = tmp_path / "data"
     put(folder, "a.mp4")
     put(tmp_path, "outside.mp4")
@@ -378,17 +378,17 @@ def test_the_cache_of_the_hub_is_a_data_folder_though_it_is_made_of_links(tmp_pa
     assert pairs(read_sources(folder)) == [("a", "a cat")]
 
 
-def test_links_to_folders_are_not_followed_and_said(tmp_path: Path) -> None:
+def test_links_to_folders_are_not_followed_and_reported(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     put(folder, "a.mp4")
     put(folder, "a.txt", "x")
-    (folder / "again").symlink_to(".")  # a walk that follows it never ends
+    (folder / "again").symlink_to(".")  # following this link would never end
     messages: list[str] = []
     assert len(read_sources(folder, report=messages.append)) == 1
     assert messages == ["skipped links to folders: again"]
 
 
-def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+def test_reading_a_pipe_does_not_block(tmp_path: Path) -> None:
     put(tmp_path, "a.mp4")
     os.mkfifo(tmp_path / "a.txt")
     refusal(tmp_path, "none of 1 samples has a caption")

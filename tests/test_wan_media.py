@@ -25,7 +25,7 @@ from unisono.recipes.wan.data.decode import MediaFacts, opened
 from unisono.recipes.wan.data.media import Fit, fit, from_unit, probe, read, to_unit, window
 from unisono.recipes.wan.data.render import grid, labelled, write_video
 
-CLOCKWISE = [0, 65536, 0, -65536, 0, 0, 0, 0, 1 << 30]  # what a phone that is held upright writes
+CLOCKWISE = [0, 65536, 0, -65536, 0, 0, 0, 0, 1 << 30]  # the rotation that a phone writes when it is held upright
 
 
 def video(
@@ -42,7 +42,7 @@ def video(
     muxer: dict[str, str] | None = None,
     **stream_settings: Any,
 ) -> Path:
-    """A video whose frame i is a grey of 10 + step × i with a white upper quarter; `times` are in 1/90000 s."""
+    """A video whose frame i has the grey level 10 + step × i and a white upper quarter; `times` are in 1/90000 s."""
     with av.open(str(path), "w", options=muxer or {}) as container:
         stream = container.add_stream(codec, rate=fps, options={"threads": "1", "sc_threshold": "0"})
         stream.height, stream.width = size
@@ -65,7 +65,7 @@ def video(
 
 
 def numbers(frames: torch.Tensor, step: int = 4) -> list[int]:
-    """Which frames of `video` these are."""
+    """The numbers of these frames in `video`."""
     low = frames[:, frames.shape[1] // 2 :].float().mean(dim=(1, 2, 3))
     return [round((value - 10) / step) for value in low.tolist()]
 
@@ -75,7 +75,7 @@ def everything(path: Path) -> Fit:
     return Fit(facts.frames, facts.height, facts.width)
 
 
-# ---- what a sample is cut to
+# ---- size and window of a sample
 
 
 def test_windows_have_4k_plus_1_frames_and_at_least_one() -> None:
@@ -95,12 +95,12 @@ def cut(facts: MediaFacts, **settings: Any) -> Fit:
         (480, 832, 0, (480, 832)),
         (490, 847, 0, (480, 832)),  # rounded down
         (960, 1664, 480 * 832, (480, 832)),
-        (2464, 7392, 672 * 2016, (672, 2016)),  # where the root is not exact
+        (2464, 7392, 672 * 2016, (672, 2016)),  # the square root is not exact
         (100, 160, 1000, (16, 32)),
         (1080, 1920, 480 * 832, (464, 832)),
         (300, 200, 480 * 832, (288, 192)),  # never enlarged
-        (10, 300, 0, (16, 288)),  # but to one multiple
-        (10, 100_000, 16 * 64, (16, 64)),  # and not longer than allowed then
+        (10, 300, 0, (16, 288)),  # except for one multiple
+        (10, 100_000, 16 * 64, (16, 64)),  # and no longer than allowed
         (160, 1600, 16 * 160, (16, 160)),
     ],
 )
@@ -111,7 +111,7 @@ def test_a_sample_keeps_its_proportions_within_the_pixels(
     assert cut(MediaFacts(1, width, height, 0), max_pixels=max_pixels) == Fit(1, *reversed(expected))
 
 
-def test_a_given_size_is_taken_exactly_or_refused_with_the_nearest() -> None:
+def test_an_explicit_size_is_used_exactly_or_rejected_with_the_nearest() -> None:
     facts = MediaFacts(100, 50, 50, 16)
     assert cut(facts, height=480, width=832) == Fit(81, 480, 832)
     for settings, expected in (
@@ -129,7 +129,7 @@ def test_a_given_size_is_taken_exactly_or_refused_with_the_nearest() -> None:
 
 
 def test_frames_per_second_decide_how_many_frames_there_are() -> None:
-    facts = MediaFacts(81, 16, 16, 30.0)  # 2.7 s: 43 frames at 16
+    facts = MediaFacts(81, 16, 16, 30.0)  # 2.7 s are 43 frames at 16 fps
     assert [cut(facts, fps=fps).frames for fps in (0, 16, 29.97, 30, 60)] == [81, 41, 81, 81, 81]
     assert cut(facts, fps=60, num_frames=500).frames == 161
     assert cut(facts, fps=0.1).frames == 1
@@ -149,7 +149,7 @@ def test_frames_per_second_decide_how_many_frames_there_are() -> None:
         ("a.avi", "mjpeg", "yuvj420p", {}),
         ("a.webm", "libvpx-vp9", "yuv420p", {}),
         ("in pieces.mp4", "libx264", "yuv420p", {"movflags": "frag_keyframe+empty_moov"}),
-        ("live.mkv", "libx264", "yuv420p", {"live": "1"}),  # the header knows no length
+        ("live.mkv", "libx264", "yuv420p", {"live": "1"}),  # the header contains no length
         ("http:a.mp4", "libx264", "yuv420p", {}),
     ],
 )
@@ -190,12 +190,12 @@ def test_a_turned_video_is_shown_upright(tmp_path: Path) -> None:
 def test_pixels_that_are_not_square_are_made_square(tmp_path: Path) -> None:
     path = video(tmp_path / "a.mp4", 1, sample_aspect_ratio=Fraction(2, 1))
     assert probe(path) == MediaFacts(1, 32, 96, 16)
-    frame = read(path, Fit(1, 16, 96), fps=0)[0]  # covers the width, and half the height is cut away
+    frame = read(path, Fit(1, 16, 96), fps=0)[0]  # covers the width; half of the height is cropped
     assert frame.shape == (16, 96, 3) and frame[:2].max() < 20
     path = video(tmp_path / "b.mp4", 1, sample_aspect_ratio=Fraction(2, 1), matrix=CLOCKWISE)
     assert probe(path) == MediaFacts(1, 48, 16, 16)
     frame = read(path, Fit(1, 24, 16), fps=0)[0]
-    assert frame[:, -3:].min() > 240 and frame[:, :-6].max() < 20  # nothing of the width is cut away
+    assert frame[:, -3:].min() > 240 and frame[:, :-6].max() < 20  # the width is not cropped
 
 
 def test_the_colours_of_large_videos_are_those_of_their_standard(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_the_colours_of_large_videos_are_those_of_their_standard(tmp_path: Path)
 
 @pytest.mark.parametrize("gop", [1, 12, 100])
 def test_a_window_in_the_middle_is_what_it_would_be_without_seeking(tmp_path: Path, gop: int) -> None:
-    path = video(tmp_path / "a.mp4", 60, gop=gop)  # the middle is 27 frames in: beyond a second
+    path = video(tmp_path / "a.mp4", 60, gop=gop)  # the middle is 27 frames from the start, more than a second
     assert numbers(read(path, Fit(5, 32, 48), fps=0, start="middle")) == [27, 28, 29, 30, 31]
     assert numbers(read(path, Fit(5, 32, 48), fps=8, start="middle")) == [24, 26, 28, 30, 32]
     assert numbers(read(path, Fit(5, 32, 48), fps=0)) == [0, 1, 2, 3, 4]
@@ -257,7 +257,7 @@ def test_a_video_cut_without_encoding_has_the_frames_that_it_shows(
     with av.open(str(whole)) as source, av.open(str(part), "w") as target:
         copy = target.add_stream_from_template(source.streams.video[0])
         for packet in source.demux(video=0):
-            # Shown from frame 14 on. Frame 10 is a key frame, which those behind it need; so is frame 20.
+            # Displayed from frame 14 on. Frame 10 is a key frame, which the following frames need; so is frame 20.
             if packet.dts is not None and packet.pts >= times[kept_from]:
                 packet.stream, packet.pts, packet.dts = copy, packet.pts - times[14], packet.dts - times[14]
                 target.mux(packet)
@@ -305,7 +305,7 @@ def test_every_way_to_store_a_pixel_becomes_8_bit_rgb(tmp_path: Path) -> None:
 
 def test_a_photo_is_turned_as_its_camera_says(tmp_path: Path) -> None:
     pixels = np.zeros((8, 16, 3), np.uint8)
-    pixels[:, :8] = 255  # white on the left, and 6 means: turn it clockwise
+    pixels[:, :8] = 255  # white on the left; orientation 6 means rotate clockwise
     exif = Image.Exif()
     exif[0x0112] = 6
     path = saved_image(tmp_path / "a.png", Image.fromarray(pixels), exif=exif)
@@ -315,7 +315,7 @@ def test_a_photo_is_turned_as_its_camera_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["gif", "webp"])
 def test_an_animation_is_a_video(tmp_path: Path, kind: str) -> None:
     images = [Image.new("RGB", (20, 12), (10 + 4 * number,) * 3) for number in range(6)]
-    # Lossless, or neighbours become equal and are stored as one.
+    # Lossless, because otherwise equal neighbours would be merged.
     settings = {"lossless": True} if kind == "webp" else {}
     path = tmp_path / f"a.{kind}"
     images[0].save(path, save_all=True, append_images=images[1:], duration=[100, 100, 300, 100, 100, 100], **settings)
@@ -328,7 +328,7 @@ def test_an_animation_is_a_video(tmp_path: Path, kind: str) -> None:
 def test_the_middle_is_cut_out_and_shrunk_without_aliasing(tmp_path: Path) -> None:
     pixels = np.zeros((60, 180, 3), np.uint8)
     pixels[:, :60, 0] = pixels[:, 60:120, 1] = pixels[:, 120:, 2] = 200
-    pixels[::4, 60:120, 1] = pixels[3::4, 60:120, 1] = 100  # lines that a picture of a quarter of the size cannot show
+    pixels[::4, 60:120, 1] = pixels[3::4, 60:120, 1] = 100  # lines too fine for an image of a quarter of the size
     Image.fromarray(pixels).save(tmp_path / "a.png")
     pixels_read = read(tmp_path / "a.png", Fit(1, 15, 15), fps=0)[0, 2:-2, 2:-2].int()
     assert (pixels_read - torch.tensor([0, 150, 0])).abs().max() <= 6
@@ -351,7 +351,7 @@ def refused(path: Path, *parts: str, fit: Fit | None = None) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mp4", "avi", "mov", "mkv", "webm", "gif", "png", "jpg", "jpeg", "webp", "bmp"])
-def test_what_is_no_image_and_no_video_is_named(tmp_path: Path, kind: str) -> None:
+def test_files_that_are_neither_images_nor_videos_are_reported(tmp_path: Path, kind: str) -> None:
     path = tmp_path / f"a.{kind}"
     refused(path, "there is no such file")
     path.write_bytes(b"")
@@ -379,7 +379,7 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     Image.effect_noise((64, 64), 50).save(tmp_path / "a.png")
     (tmp_path / "a.png").write_bytes((tmp_path / "a.png").read_bytes()[:-500])
     refused(tmp_path / "a.png", "cannot be read as an image")
-    # A format without a table has fewer frames then, and what is left of it is used.
+    # A truncated file of a format without an index has fewer frames, which are used.
     path = video(tmp_path / "a.mkv", 20, codec="mjpeg", pixels="yuvj420p")
     path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
     left = probe(path).frames
@@ -387,7 +387,7 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     assert numbers(read(path, everything(path), fps=0)) == list(range(left))
 
 
-def test_a_video_that_is_not_what_it_was_is_named(tmp_path: Path) -> None:
+def test_a_video_that_changed_is_reported(tmp_path: Path) -> None:
     refused(video(tmp_path / "a.mp4", 5), "has 5 frames, 9 were expected", fit=Fit(9, 32, 48))
 
 
@@ -407,7 +407,7 @@ def test_sound_without_a_video_is_named(tmp_path: Path, with_cover: bool) -> Non
     refused(tmp_path / "a.mp4", "has no video stream")
 
 
-def test_a_small_file_cannot_ask_for_all_the_memory(tmp_path: Path) -> None:
+def test_a_small_file_cannot_exhaust_memory(tmp_path: Path) -> None:
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
@@ -463,7 +463,7 @@ def test_damaged_bytes_give_frames_or_a_bad_file_and_nothing_else(tmp_path: Path
     assert outcomes == {"frames", "bad"}
 
 
-def test_a_bad_file_can_be_told_across_processes() -> None:
+def test_a_bad_file_error_can_be_sent_between_processes() -> None:
     error = pickle.loads(pickle.dumps(BadMedia(Path("a\n\x1b.mp4"), "is empty")))
     assert isinstance(error, BadMedia) and str(error) == r"a\n\x1b.mp4: is empty" and error.path == Path("a\n\x1b.mp4")
 
@@ -480,7 +480,7 @@ def test_frames_become_numbers_from_minus_one_to_one_and_back() -> None:
     assert torch.equal(from_unit(unit.bfloat16() * 9)[0, 0, 0], torch.tensor([0, 0, 0], dtype=torch.uint8))
 
 
-def test_a_written_video_is_read_again_and_never_written_over(tmp_path: Path) -> None:
+def test_a_written_video_can_be_read_and_is_never_overwritten(tmp_path: Path) -> None:
     frames = torch.stack([torch.full((33, 31, 3), 10 + 20 * number, dtype=torch.uint8) for number in range(9)])
     write_video(frames, tmp_path / "a.mp4", 24)
     assert probe(tmp_path / "a.mp4") == MediaFacts(9, 34, 32, 24)

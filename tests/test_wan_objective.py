@@ -40,7 +40,7 @@ def small(seed: int = 0) -> WanTransformer3DModel:
 
 @pytest.mark.parametrize("sigma", [0.001, 0.1, 0.37, 0.5, 0.875, 0.999, 1.0])
 def test_one_step_of_diffusers_scheduler_leads_from_noise_to_data(sigma: float) -> None:
-    """With the velocity we teach, the scheduler that samples arrives at the data: no sign or scale is wrong."""
+    """With the target velocity, diffusers' scheduler arrives at the data, so no sign or scale is wrong."""
     data, noise = torch.randn(2, 4, 1, 4, 4).double(), torch.randn(2, 4, 1, 4, 4).double()
     scheduler = FlowMatchEulerDiscreteScheduler(shift=1.0)
     scheduler.set_timesteps(sigmas=[sigma])  # set_timesteps(1) would only ever test sigma 1
@@ -88,7 +88,7 @@ def test_an_expert_draws_inside_its_range_and_piles_nothing_onto_the_boundary(
     assert mine.min() >= low and mine.max() <= high
     assert mine.unique().numel() == 20_000  # clamping would make thousands of them equal
     everything = levels.quantile((torch.arange(400_000, dtype=torch.float64) + 0.5) / 400_000)
-    inside = everything[(everything > low) & (everything < high)]  # the same density, cut out
+    inside = everything[(everything > low) & (everything < high)]  # the same density, restricted to the range
     for share in (0.1, 0.5, 0.9):
         assert mine.quantile(share).item() == pytest.approx(inside.quantile(share).item(), abs=2e-3)
 
@@ -117,7 +117,7 @@ def test_each_sample_goes_to_the_expert_of_its_noise_level() -> None:
 
 
 def test_an_expert_without_samples_still_has_gradients() -> None:
-    """Otherwise ranks would not meet in its collectives."""
+    """Otherwise ranks would wait for each other in its collectives."""
     experts = Experts({"transformer": small(1), "transformer_2": small(2)}, 0.875)
     experts(torch.randn(2, 4, 1, 4, 4), torch.tensor([0.9, 0.95]), torch.randn(2, 6, 16)).square().sum().backward()
     idle = [parameter.grad for parameter in experts.transformer_2.parameters()]
@@ -126,7 +126,7 @@ def test_an_expert_without_samples_still_has_gradients() -> None:
 
 
 class Says(nn.Module):
-    """A model whose answers are known."""
+    """A model with known outputs."""
 
     config = type("Config", (), {"patch_size": (1, 2, 2)})
 
@@ -182,7 +182,7 @@ def test_a_given_first_frame_has_no_noise_no_time_and_no_loss() -> None:
 
     flow = FlowLoss(NoiseLevels(), 0.0, 1.0, first_frame=1.0)
     answer = torch.zeros(2, 4, 3, 4, 6)
-    answer[:, :, 0] = 1e6  # whatever it says of the frame that it was given
+    answer[:, :, 0] = 1e6  # whatever it predicts for the given first frame
     there = flow.loss(Says(answer), latent, torch.zeros(2, 6, 16), torch.zeros(()), Noise(0, torch.arange(2)))
     answer[:, :, 0] = 0
     same = flow.loss(Says(answer), latent, torch.zeros(2, 6, 16), torch.zeros(()), Noise(0, torch.arange(2)))
@@ -197,7 +197,7 @@ def test_tokens_with_times_of_their_own_are_what_the_model_takes() -> None:
     torch.testing.assert_close(model(latent, times, text, return_dict=False)[0], together, rtol=1e-4, atol=1e-5)
 
 
-def test_evaluation_asks_at_fixed_noise_levels() -> None:
+def test_evaluation_uses_fixed_noise_levels() -> None:
     flow, latent = FlowLoss(NoiseLevels(shift=3.0), 0.0, 1.0), torch.randn(3, 4, 1, 4, 4)
     model = Experts({"transformer": small()}, None)
     text = torch.zeros(3, 6, 16)
@@ -278,13 +278,13 @@ def test_sampling_with_a_perfect_model_arrives_at_the_data() -> None:
         arrived = sample(model, torch.randn(2, 4, 1, 4, 4), text, euler(3.0), steps=12, guidance=guidance)
         torch.testing.assert_close(arrived, data, rtol=0, atol=1e-3)
     above = sample(model, torch.randn(2, 4, 1, 4, 4), text, euler(3.0), steps=12, guidance=1.0, low=0.875)
-    torch.testing.assert_close(above, data, rtol=0, atol=1e-3)  # says where it was going
+    torch.testing.assert_close(above, data, rtol=0, atol=1e-3)  # predicts the direction
     hidden = noised(data, torch.randn_like(data), torch.tensor([0.875] * 2))
     below = sample(model, hidden, text, euler(3.0), steps=12, guidance=1.0, high=0.875)
     assert (below - data).norm() < 0.05 * data.norm()
 
 
-def test_guidance_goes_further_from_what_has_no_caption() -> None:
+def test_guidance_moves_away_from_the_unconditional_output() -> None:
     class Reader(nn.Module):
         def forward(self, noisy: Tensor, times: Tensor, text: Tensor, return_dict: bool) -> tuple[Tensor]:
             return (torch.ones_like(noisy) * text.mean((1, 2)).view(-1, 1, 1, 1, 1),)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import unisono
 from unisono.engine.recipe import Work
 from unisono.errors import ConfigError
-from unisono.parallel.blocks import compile_blocks
+from unisono.parallel.blocks.repeated import compile_blocks
 from unisono.recipes.wan.models.experts import Experts
 from unisono.recipes.wan.models.kernels.attention import can_compute
 from unisono.recipes.wan.sample import euler, sample
@@ -37,7 +37,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_previews_compute_in_the_training_dtype(root: Path, tmp_path: Path) -> None:
-    """The frozen weights beside a LoRA are 16 bit, and took no 32-bit input."""
+    """The frozen weights of a LoRA run are 16 bit and rejected 32-bit inputs."""
     values = {"model_path": str(root / "2.1"), "dataset_path": str(root / "data"), "lora_rank": 2}
     unisono.train("wan-flow", nproc=1, output_dir=str(tmp_path), **{**COMMON, **values, "mixed_precision": "bf16"})
     assert (tmp_path / "previews" / "step_00000001_samples.png").exists()
@@ -45,7 +45,7 @@ def test_previews_compute_in_the_training_dtype(root: Path, tmp_path: Path) -> N
 
 @pytest.fixture
 def precomputed(tmp_path: Path) -> Path:
-    """Latents and embeddings, as somebody else computed them."""
+    """Precomputed latents and embeddings."""
     folder = tmp_path / "precomputed"
     folder.mkdir()
     for number in range(4):
@@ -55,7 +55,7 @@ def precomputed(tmp_path: Path) -> Path:
     return folder
 
 
-def test_without_a_vae_there_are_no_previews_and_training_goes_on(
+def test_without_a_vae_there_are_no_previews_and_training_continues(
     root: Path, precomputed: Path, tmp_path: Path
 ) -> None:
     values = {"model_path": str(root / "2.1" / "transformer"), "dataset_path": str(precomputed)}
@@ -73,7 +73,7 @@ def recipe(root: Path, model: Path | str, **changes: Any) -> WanFlow:
 
 
 def test_the_empty_captions_embedding_keeps_its_address(root: Path, tmp_path: Path) -> None:
-    """A recorded step reads from there each time, and a preview asks for it on another device in between."""
+    """A recorded step reads from this address, while previews need the embedding on another device in between."""
     made = recipe(root, root / "2.1")
     made.prepare(Work(tmp_path))
     first = made.without_caption(torch.zeros(24, 32))

@@ -48,7 +48,7 @@ def saved(transformer: nn.Module, folder: Path) -> Weights:
 
 
 def inherited(weights: Weights, plan: PruningPlan, config: Mapping[str, Any]) -> Any:
-    """The student as the engine makes it."""
+    """The student as the engine builds it."""
     student = Experts({"transformer": build_meta(config)}, None)
     fill(student, PrunedWeights(lambda: (weights, plan)))
     return student.transformer
@@ -67,7 +67,7 @@ def velocity(transformer: Any) -> Tensor:
 
 
 def refused(action: Callable[[], object], *words: str) -> None:
-    """The action is the user's mistake, told in one line with these words."""
+    """Checks that the action raises a one-line user error that contains these words."""
     with pytest.raises(ConfigError) as caught:
         action()
     assert "\n" not in str(caught.value)
@@ -98,14 +98,14 @@ def test_the_known_keys_describe_a_wan_transformer(tmp_path: Path) -> None:
     )
 
 
-def test_what_diffusers_keys_leave_out_is_the_teachers(tmp_path: Path) -> None:
+def test_missing_diffusers_keys_are_taken_from_the_teacher(tmp_path: Path) -> None:
     values = {"_class_name": "WanTransformer3DModel", "num_layers": 2, "eps": 1e-5, "patch_size": [1, 2, 2]}
     student = student_of(described(tmp_path, values), TEACHER, 8)
     assert {**TEACHER, "num_layers": 2, "eps": 1e-5}.items() <= student.config.items()
     assert build(student.config).config.num_layers == 2
 
 
-def test_a_student_larger_than_its_teacher_is_remarked_and_made(tmp_path: Path) -> None:
+def test_a_student_larger_than_its_teacher_is_built_with_a_note(tmp_path: Path) -> None:
     student = student_of(described(tmp_path, {"num_layers": 9}), TEACHER, 8)
     assert student.config["num_layers"] == 9
     assert f"{num_weights(student.config):,}" in student.remarks[-1] and "more than its teacher" in student.remarks[-1]
@@ -147,11 +147,11 @@ def test_weights_are_counted_without_being_made() -> None:
         ([1], ("JSON object",)),
     ],
 )
-def test_a_description_that_cannot_be_met_is_refused(values: Any, words: tuple[str, ...], tmp_path: Path) -> None:
+def test_an_impossible_description_is_rejected(values: Any, words: tuple[str, ...], tmp_path: Path) -> None:
     refused(lambda: student_of(described(tmp_path, values), CONFIGS["1.3b"], 8), "student.json", *words)
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_missing_file_is_rejected(tmp_path: Path) -> None:
     refused(lambda: student_of(str(tmp_path / "none.json"), TEACHER, 8), "none.json", "no such file")
 
 
@@ -170,7 +170,7 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
         ("1,2,4", 3, [1, 2, 4]),
     ],
 )
-def test_layers_are_chosen_as_told(layers: str, count: int, expected: list[int], tmp_path: Path) -> None:
+def test_layers_are_chosen_as_configured(layers: str, count: int, expected: list[int], tmp_path: Path) -> None:
     teacher, config = model(TEACHER), {**TEACHER, "num_layers": count}
     weights = saved(teacher, tmp_path)
     pruning = plan(weights, TEACHER, config, layers, [0.1, 0.9, 0.2, 0.3, 0.4])
@@ -197,7 +197,7 @@ def test_layers_are_chosen_as_told(layers: str, count: int, expected: list[int],
         ("importance", [float("nan")] * 5, "finite"),
     ],
 )
-def test_layers_that_cannot_be_had_are_refused(
+def test_unavailable_layers_are_rejected(
     layers: str, importance: list[float] | None, word: str, tmp_path: Path
 ) -> None:
     weights = saved(model(TEACHER), tmp_path)
@@ -253,7 +253,7 @@ PLACES["modulation"] += PLACES["channels"].repeat(6)
 
 
 def units(name: str, dimensions: int) -> list[str | None]:
-    """What the dimensions of a weight are, said once more and in another way than in the code under test."""
+    """The dimensions of a weight, derived independently of the code under test."""
     layer = name.split(".")[-2:][0]
     if ".attn" in name:
         source = "text" if ".attn2.to_k" in name or ".attn2.to_v" in name else "channels"
@@ -270,9 +270,9 @@ def units(name: str, dimensions: int) -> list[str | None]:
 
 @torch.no_grad()
 def a_model_and_a_wide_one_that_says_the_same() -> tuple[Any, Any]:
-    """The wide one has the model inside of it; its other units say nothing, whatever is read of them."""
+    """The wide model contains the small one; its other units are silent."""
     inner, outer = model(INNER, seed=1), model(OUTER, seed=2)
-    # A norm over channels subtracts their mean; with silent ones between them it is another one, unless it is 0.
+    # A norm over channels subtracts their mean; silent channels change that mean unless it is 0.
     for layer in [inner.patch_embedding, *(block.attn1.to_out[0] for block in inner.blocks)]:
         layer.weight -= layer.weight.mean(0)
         layer.bias -= layer.bias.mean()
@@ -285,13 +285,13 @@ def a_model_and_a_wide_one_that_says_the_same() -> tuple[Any, Any]:
         block.scale_shift_table[:, [2, 5]] = torch.tensor([0.7, 0.4])[:, None]
     inner.condition_embedder.time_proj.weight[gates] = inner.condition_embedder.time_proj.weight[gates].mean(0)
     inner.condition_embedder.time_proj.bias[gates] = 0.3
-    # The time is added to the last norm's shift and scale alike: only if it is small, both fit at another width.
+    # The time embedding is added to the last norm's shift and scale: both fit at another width only if it is small.
     for weight in inner.condition_embedder.time_embedder.linear_2.parameters():
         weight.mul_(1e-6)
     wide, scales = dict(outer.named_parameters()), torch.tensor([1, 4]) * 24
     for name, weight in inner.named_parameters():
         value, target = weight.clone(), wide[name]
-        # Half of the units are silent: the mean square over all is half of that over the others.
+        # Half of the units are silent, so the mean square over all units is half of that over the others.
         if name.endswith("scale_shift_table"):
             rows = [1, 4] if "blocks" in name else [1]
             value[:, rows] = (1 + value[:, rows]) * 0.5**0.5 - 1
@@ -318,7 +318,7 @@ def a_model_and_a_wide_one_that_says_the_same() -> tuple[Any, Any]:
 
 def test_a_narrower_student_finds_the_model_inside_its_teacher(tmp_path: Path) -> None:
     inner, outer = a_model_and_a_wide_one_that_says_the_same()
-    torch.testing.assert_close(velocity(outer), velocity(inner), rtol=1e-4, atol=1e-4)  # the norms' eps weighs double
+    torch.testing.assert_close(velocity(outer), velocity(inner), rtol=1e-4, atol=1e-4)  # eps has twice the effect
     pruning = plan(weights := saved(outer, tmp_path), OUTER, INNER)
     assert pruning.kept["channels"] == PLACES["channels"].tolist()
     assert pruning.kept["1.attn2"] == PLACES["heads"].tolist() and pruning.kept["0.ffn"] == PLACES["neurons"].tolist()
@@ -381,7 +381,7 @@ def test_whole_heads_are_taken_and_the_strongest_ones(tmp_path: Path) -> None:
         assert pruning.kept[f"{layer}.attn1"] == [*range(12, 24), *range(36, 48)]
 
 
-def test_attention_with_other_heads_begins_fresh_and_silent(tmp_path: Path) -> None:
+def test_attention_with_other_heads_starts_random_with_zero_output(tmp_path: Path) -> None:
     config = {**TEACHER, "num_attention_heads": 8, "attention_head_dim": 6}
     weights = saved(teacher := model(TEACHER), tmp_path)
     pruning = plan(weights, TEACHER, config, seed=3)
@@ -408,7 +408,9 @@ def test_attention_with_other_heads_begins_fresh_and_silent(tmp_path: Path) -> N
         ({"in_channels": 8}, ("in_channels 8",)),
     ],
 )
-def test_what_cannot_be_inherited_is_refused(other: dict[str, Any], words: tuple[str, ...], tmp_path: Path) -> None:
+def test_weights_that_cannot_be_inherited_are_rejected(
+    other: dict[str, Any], words: tuple[str, ...], tmp_path: Path
+) -> None:
     teacher = student_of(None, TEACHER, 8).config | {"num_layers": 5}
     weights = saved(model(TEACHER), tmp_path)
     refused(lambda: plan(weights, teacher, {**teacher, **other}), *words)
@@ -417,7 +419,7 @@ def test_what_cannot_be_inherited_is_refused(other: dict[str, Any], words: tuple
 # Fresh
 
 
-def test_a_fresh_student_says_nothing_yet_and_is_the_same_everywhere() -> None:
+def test_a_fresh_student_outputs_zero_and_is_the_same_everywhere() -> None:
     one, other = model(TEACHER, seed=1), model(TEACHER, seed=2)
     initialise_randomly(one, 7), initialise_randomly(other, 7)
     assert not velocity(one).any()

@@ -73,7 +73,7 @@ def test_a_clip_moves_the_way_its_caption_says() -> None:
     directions = set()
     for i in range(len(drawings)):
         item = drawings[i]
-        colourful = item["frames"].amax(0) - item["frames"].amin(0)  # [frames, y, x]; grey has none
+        colourful = item["frames"].amax(0) - item["frames"].amin(0)  # [frames, y, x]; 0 for grey
         weight = colourful.sum((1, 2))
         x, y = (colourful.sum(1) * steps).sum(1) / weight, (colourful.sum(2) * steps).sum(1) / weight
         way = torch.stack([x[-1] - x[0], y[-1] - y[0]])
@@ -83,14 +83,14 @@ def test_a_clip_moves_the_way_its_caption_says() -> None:
     assert directions == set(DIRECTIONS)
 
 
-def test_one_thing_is_said_in_several_ways() -> None:
+def test_captions_have_several_phrasings() -> None:
     drawings = Shapes(100 * PAIRS)
     wordings = {drawings.plan(i).caption for i in range(0, len(drawings), PAIRS)}
     assert len(wordings) == 4 and all("red" in wording and "circle" in wording for wording in wordings)
 
 
 @pytest.mark.parametrize("wrong", [{"num_samples": 0}, {"num_frames": 4}, {"num_frames": 0}, {"size": 8}, {"size": 33}])
-def test_a_set_that_cannot_be_drawn_is_refused(wrong: dict[str, int]) -> None:
+def test_an_impossible_dataset_is_rejected(wrong: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="expected"):
         Shapes(**{"num_samples": 1, **wrong})
 

@@ -38,7 +38,7 @@ def test_a_file_that_is_larger_than_memory_is_read_by_rows(tmp_path: Path) -> No
     entry = {"dtype": "BF16", "shape": [rows, 32], "data_offsets": [0, rows * 64]}
     header = json.dumps({"patch_embedding.weight": entry}).encode()
     start = 8 + len(header)
-    with open(file, "wb") as out:  # 64 GiB, almost all of it a hole that takes no room on the disk
+    with open(file, "wb") as out:  # 64 GiB, almost entirely a hole that takes no disk space
         out.write(len(header).to_bytes(8, "little") + header)
         out.truncate(start + rows * 64)
         os.pwrite(out.fileno(), torch.ones(32, dtype=torch.bfloat16).view(torch.uint8).numpy(), start + rows // 2 * 64)

@@ -1,6 +1,6 @@
 """The smallest recipe that still trains: for tests of everything around the training.
 
-torch is imported only where it is used, so that a mistake found before training is found in a fraction of a second.
+torch is imported only where it is used, so that errors before training are reported in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ test itself is. A file that is gone, or says another thing, is noticed at once.
 
 
 def hold(micro_batches: int) -> None:
-    """Waits as the file says, if there is one; so many micro-batches were computed before."""
+    """Waits if the file exists, as it says; the argument is the number of micro-batches computed so far."""
     began, path = time.monotonic(), os.environ.get(HOLD)
     while path and Path(path).exists():
-        with suppress(FileNotFoundError, ValueError):  # it has just gone, or is being written
+        with suppress(FileNotFoundError, ValueError):  # the file was just removed, or is being written
             seconds, _, after = Path(path).read_text().partition(" after ")
             if time.monotonic() - began >= float(seconds) or micro_batches < int(after or 0):
                 return
@@ -72,18 +72,18 @@ class Tiny(Recipe):
 
 
 class Sibling(Tiny):
-    """Another recipe, whose runs and checkpoints are not Tiny's."""
+    """Another recipe, with its own runs and checkpoints."""
 
 
 class WithAnotherLoss(Tiny):
-    """Its loss has the parameters of another trainer's."""
+    """A recipe whose loss() has the signature of another trainer."""
 
     def loss(self, model: Any, batch: Any) -> Any:  # type: ignore[override]
         return model(batch)
 
 
 class WithoutLoss(Recipe):
-    """Lacks the method that every recipe needs."""
+    """A recipe without loss()."""
 
     def model(self) -> Any:
         from torch import nn

@@ -1,4 +1,4 @@
-"""Recipes for `tests/test_verify.py`: honest ones, and one for each way of not being the same run."""
+"""Recipes for `tests/test_verify.py`: correct ones, and one for each way in which runs can differ."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Empty(Honest):
 
 
 class LeavesTraces(Honest):
-    """Changes what a process has only once, and fails where it finds the traces of an earlier run."""
+    """Changes global state of its process, and fails if it finds changes of an earlier run."""
 
     def model(self) -> nn.Module:
         global MODELS_BUILT
@@ -147,7 +147,7 @@ class Attention(nn.Module):
 
 
 class LanguageModel(Recipe):
-    """Softmax does not see key biases: their gradient is zero, or what rounding makes of it."""
+    """Softmax ignores key biases, so their gradient is zero up to rounding."""
 
     defaults = {"batch_size": 8, "learning_rate": 3e-2, "num_workers": 0}
 

@@ -1,6 +1,7 @@
-"""Memory of a step of a Wan with a tenth of 14B's width: every allocation is counted, nothing is sent anywhere.
+"""Memory of a step of a Wan with a tenth of 14B's width: counts every allocation, without communication.
 
-python wan_memory_of.py single|fsdp BLOCKS none|all FRAMES    prints GiB of the real width: a hundred times its own
+python wan_memory_of.py single|fsdp BLOCKS none|all FRAMES    prints GiB at the real width: a hundred times the measured
+value
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from unisono.engine.step.optimizer_wrapper import OptimizerWrapper
 from unisono.parallel import fsdp
-from unisono.parallel.blocks import recompute_activations
+from unisono.parallel.blocks.repeated import recompute_activations
 from unisono.parallel.fsdp import FSDP
 from unisono.parallel.single import Single
 from unisono.parallel.strategy import Placement, cast_weights
@@ -35,12 +36,12 @@ WORLD = 8
 
 
 def fill(tensor: Any, *_: Any, **__: Any) -> Any:
-    """Instead of drawing, which takes longer than all else."""
+    """Replaces random initialisation, which takes longer than everything else."""
     return tensor.data.fill_(1e-3)
 
 
 def main(strategy: str, blocks: int, recompute: str, frames: int) -> float:
-    """GiB at the fullest moment of the second step."""
+    """Peak GiB of the second step."""
     torch.nn.init.kaiming_uniform_ = torch.nn.init.uniform_ = fill  # type: ignore[assignment]
     transformer: Any = WanTransformer3DModel(**dict(CONFIGS["14b"]) | TENTH | {"num_layers": blocks})
     keep_time_embedding_in_float32(transformer)
@@ -54,7 +55,7 @@ def main(strategy: str, blocks: int, recompute: str, frames: int) -> float:
     world = WORLD if strategy == "fsdp" else 1
     if world > 1:
         dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
-        # As on a GPU; a CPU gathers in 32 bit.
+        # Gathers in 16 bit as on a GPU; on the CPU it would be 32 bit.
         fsdp.MixedPrecisionPolicy = lambda **_: MixedPrecisionPolicy(  # type: ignore[misc,assignment]
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
@@ -62,7 +63,7 @@ def main(strategy: str, blocks: int, recompute: str, frames: int) -> float:
     kind = FSDP if world > 1 else Single
     made: Any = kind(model, list(transformer.blocks), placement, ParallelSettings(), exact)
     optimizer = OptimizerWrapper(made.parameters, OptimSettings(), lambda _: None, 1.0)
-    # A tenth of the tokens of 480 x 832: 156 of a latent frame.
+    # A tenth of the tokens of 480 x 832: 156 per latent frame.
     noisy, text = torch.randn(1, 16, 1 + (frames - 1) // 4, 24, 26), torch.randn(1, 51, 410).bfloat16()
 
     def loss(_: Any, noisy: Any, text: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Small real Wan models and data, as people have them: in diffusers' folders, with images, videos and captions."""
+"""Small real Wan models in diffusers' layout, and a dataset of images, videos and captions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SMALL: dict[str, Any] = {
 
 
 def parts(channels: int = 16) -> PipelineParts:
-    """All of a pipeline but the transformer; 48 channels is TI2V-5B's kind."""
+    """All parts of a pipeline except the transformer; 48 channels as in TI2V-5B."""
     pieces = ["<pad>", "</s>", "<unk>", "▁", "▁a", "▁red", "▁ball", *"abcdefghijklmnopqrstuvwxyz"]
     tokenizer = T5TokenizerFast(vocab=[(piece, -1.0) for piece in pieces], extra_ids=0, model_max_length=24)
     text = UMT5Config(vocab_size=len(pieces), d_model=32, d_kv=8, d_ff=37, num_layers=1, num_heads=4)

@@ -1,10 +1,10 @@
-"""Python processes that start at once: forks of a process that has imported torch already.
+"""Python processes that start at once, because they are forked from one that has already imported torch.
 
 Starting python and importing torch and its compiler takes about 3 s of processor time, a run of a test a fraction of
 one. `WarmPython` is a `subprocess.Popen` for commands such as `python -m unisono train …` or `python script.py`: the
-process is a fork of a server that has imported torch and nothing of unisono's. What it starts by `subprocess` with the
-same python (the ranks of a launcher) is forked too. Each is a process of its own, with its own session, environment,
-signals and exit code, and imports unisono and the recipe anew.
+process is a fork of a server that has imported torch and nothing of unisono's. Processes that it starts through
+`subprocess` with the same Python (the ranks of a launcher) are forked too. Each process has its own session,
+environment, signals and exit code, and imports unisono and the recipe itself.
 
 A fork differs from a new process in three ways, and a test for which one of them matters uses `subprocess` itself:
 /proc shows the server's command line and environment, all forks of a server order sets of strings alike (the hash
@@ -46,7 +46,7 @@ _IMPORTED = (
     "jinja2",
     "tqdm",
 )
-# What processes of a recipe import besides, by a word in their command or in the name of the test file.
+# Additional imports for a recipe's processes, by a word in their command or in the name of the test file.
 _IMPORTED_TOO = {
     "wan": (
         "diffusers.models.transformers.transformer_wan",
@@ -64,7 +64,7 @@ _IMPORTED_TOO = {
 }
 RUN_MARK = "UNISONO_TEST_RUN"
 """Variable of everything that a run of the tests starts; see `conftest.py`."""
-# Variables that python or a library reads when it is loaded.
+# Environment variables that Python or a library reads when it is loaded.
 _READ_AT_START: tuple[str, ...] = (
     "PYTHON",
     "LC_",
@@ -77,16 +77,16 @@ _READ_AT_START: tuple[str, ...] = (
     "TRANSFORMERS_",
     "MPL",
 )
-if Path("/proc/driver/nvidia").exists():  # a server that has looked for GPUs cannot show them to its forks
+if Path("/proc/driver/nvidia").exists():  # forks of a server that has queried GPUs cannot use them
     _READ_AT_START += ("CUDA_",)
 _environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # of the server
 _MAX_REQUEST = 1 << 20
 
 
 class WarmPython(subprocess.Popen[str]):
-    """A process as `subprocess.Popen` starts it, forked from the server of this process."""
+    """A replacement for `subprocess.Popen` that forks processes from a server."""
 
-    _exit_status: int  # file descriptor from which the server's two lines come: the process id, the wait status
+    _exit_status: int  # file descriptor for the server's two lines: the process id and the wait status
 
     def _execute_child(self, args: Sequence[str], *rest: Any) -> None:
         (_, _, _, _, cwd, env, _, _, _, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *_) = rest
@@ -116,7 +116,7 @@ class WarmPython(subprocess.Popen[str]):
         return text.decode()
 
     def _try_wait(self, wait_flags: int) -> tuple[int, int]:
-        """What `os.waitpid` would answer if the process were a child of this one."""
+        """The result that `os.waitpid` would give if the process were a child of this one."""
         if wait_flags & os.WNOHANG and not _can_be_read(self._exit_status):
             return 0, 0
         status = int(self._line())
@@ -132,7 +132,7 @@ class WarmPython(subprocess.Popen[str]):
 
 
 def is_possible(env: Mapping[str, str]) -> bool:
-    """Whether a fork is the same as a new process in this environment."""
+    """Whether a fork behaves like a new process in this environment."""
     differing = {name for name in {*env, *_environment} if env.get(name) != _environment.get(name)}
     return not any(name.startswith(_READ_AT_START) for name in differing - {"PYTHONPATH"})
 
@@ -191,7 +191,7 @@ def _can_be_read(fd: int) -> bool:
 
 
 def _serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """Forks a process for each request. Returns the request in the fork, and None in the server when it is to end."""
+    """Forks a process for each request. Returns the request in the fork, and None in the server at its end."""
     _import(_IMPORTED)
     running: dict[int, int] = {}  # process id -> where its wait status is written
     for note, wake in _ended_children():
@@ -234,7 +234,7 @@ def _import(modules: Sequence[str]) -> None:
             import_module(module)
     if missing:
         gc.collect()
-        gc.freeze()  # or each fork would copy what a collection touches
+        gc.freeze()  # otherwise each fork would copy all pages that garbage collection touches
 
 
 def _ended_children() -> Iterator[tuple[int, int]]:
@@ -251,7 +251,7 @@ def _ended_children() -> Iterator[tuple[int, int]]:
 
 
 def _become(arguments: Sequence[str], cwd: str, env: Mapping[str, str], streams: Sequence[int]) -> None:
-    """Makes a fork what a new process of python with these arguments is before it runs anything."""
+    """Gives a fork the state of a new Python process with these arguments."""
     for number, fd in enumerate(streams):
         if fd >= 0:
             os.dup2(fd, number)
@@ -269,7 +269,7 @@ def _become(arguments: Sequence[str], cwd: str, env: Mapping[str, str], streams:
     import numpy as np
     import torch
 
-    np.random.seed()  # python's own generator does this by itself after a fork
+    np.random.seed()  # Python's own generator reseeds itself after a fork
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
     subprocess.Popen._execute_child = _fork_or_execute  # type: ignore[attr-defined]
 
@@ -318,7 +318,7 @@ def _fork_or_execute(popen: subprocess.Popen[Any], args: Any, *rest: Any) -> Non
 
 
 def _be_a_child(arguments: list[str], cwd: str, env: dict[str, str], streams: list[int]) -> NoReturn:
-    """Runs a program in a fork of a program that is in the middle of something, and never returns to that."""
+    """Runs a program in a fork of a running program, and never returns to that program."""
     status = 1
     try:
         atexit._clear()

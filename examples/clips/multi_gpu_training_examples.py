@@ -98,7 +98,7 @@ def example_2_distributed(folder: Path) -> float:
     """One process per GPU, or two on the CPU; one call starts them all unless torchrun already has."""
     world_size = int(os.environ.get("WORLD_SIZE", torch.cuda.device_count() or 2))
     config = MultiGPUConfig(strategy="distributed", batch_size=8, num_workers=0, output_dir=str(folder / "run"))
-    found = launch_distributed_training(
+    result = launch_distributed_training(
         rank=int(os.environ.get("RANK", 0)),
         world_size=world_size,
         model_fn=create_model,
@@ -108,26 +108,26 @@ def example_2_distributed(folder: Path) -> float:
         save_path=folder / "checkpoints",
         learning_rate=LEARNING_RATE,
     )
-    say("   loss " + " -> ".join(f"{epoch['val_loss']:.2f}" for epoch in found["history"]))
-    return float(found["best_loss"])
+    say("   loss " + " -> ".join(f"{epoch['val_loss']:.2f}" for epoch in result["history"]))
+    return float(result["best_loss"])
 
 
 def example_3_automatic_strategy(folder: Path) -> float:
     """Automatic choice: one device, all GPUs of this process, or distributed under torchrun."""
     manager = MultiGPUTrainingManager(MultiGPUConfig(batch_size=16, num_workers=0, output_dir=str(folder / "run")))
     with manager.create_trainer(VideoClassificationModel(width=4), *create_datasets(), learning_rate=LEARNING_RATE):
-        found = manager.train(epochs=5, save_path=folder / "checkpoints")
-        say("   loss " + " -> ".join(f"{epoch['val_loss']:.2f}" for epoch in found["history"]))
+        result = manager.train(epochs=5, save_path=folder / "checkpoints")
+        say("   loss " + " -> ".join(f"{epoch['val_loss']:.2f}" for epoch in result["history"]))
         say(f"   strategy {manager.get_performance_stats()['strategy']}")
-    return float(found["best_loss"])
+    return float(result["best_loss"])
 
 
 def example_4_benchmark(folder: Path) -> float:
     """Throughput on all devices and on one."""
     config = MultiGPUConfig(batch_size=16, num_workers=0)
-    found = benchmark_multi_gpu_performance(create_model(), Stripes(64), config, steps=4, warmup_steps=1)
-    say(f"   {found['samples_per_second']:.0f} samples/s, {found['speedup']:.2f} times one device")
-    return float(found["training_time"])
+    speed = benchmark_multi_gpu_performance(create_model(), Stripes(64), config, steps=4, warmup_steps=1)
+    say(f"   {speed['samples_per_second']:.0f} samples/s, {speed['speedup']:.2f} times one device")
+    return float(speed["training_time"])
 
 
 def example_5_memory(folder: Path) -> float:

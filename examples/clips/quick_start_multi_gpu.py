@@ -74,7 +74,7 @@ class VideoClassificationModel(nn.Module):
         )  # fmt: skip
 
     def forward(self, clips: Tensor) -> Tensor:
-        """A score for each direction."""
+        """Returns a score for each direction."""
         scores: Tensor = self.layers(clips)
         return scores
 

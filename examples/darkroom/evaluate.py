@@ -26,7 +26,7 @@ def main() -> None:
     options = parser.parse_args()
     trained, model, weights_used = load_trained(options.run, step="best")
     if not isinstance(trained, Darkroom):
-        raise UserError(f"{options.run} is a run of {type(trained).__name__}, not of darkroom; give another folder")
+        raise UserError(f"{options.run} is a run of {type(trained).__name__}, not of darkroom; pass another folder")
     config = replace(
         trained.config, eval_episodes=options.episodes, eval_repeats=options.repeats, greedy=options.greedy
     )

@@ -60,7 +60,7 @@ def pipeline_folder(path: Path) -> Path:
     folder = path / "exported" / checkpoint.name
     if not folder.is_dir():
         unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
-        with redirect_stderr(io.StringIO()):  # its hint would name a temporary folder
+        with redirect_stderr(io.StringIO()):  # suppresses a hint that would name a temporary folder
             export_run(path, unfinished, step=str(step))
         unfinished.rename(folder)
     return folder
@@ -76,7 +76,7 @@ def sample_arguments(folder: Path) -> dict[str, int]:
 
 
 def generate(folder: Path, prompt: str, call: dict[str, int], seed: int, device: str | None) -> Any:
-    """[frames, height, width, 3] in 0 to 1."""
+    """Generates frames [frames, height, width, 3] with values from 0 to 1."""
     import torch
     from diffusers import AutoencoderKLWan, WanPipeline
 

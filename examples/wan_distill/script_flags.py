@@ -73,7 +73,7 @@ Flags of the original script:
 
 
 def resolve(arguments: Sequence[str]) -> Resolved:
-    """All settings that arguments of `unisono train wan-distill` result in."""
+    """Resolves arguments of `unisono train wan-distill` to all settings."""
     return script_arguments.resolve_settings(WanDistill, arguments)
 
 
@@ -136,7 +136,7 @@ def _joined(prompts: list[str]) -> str:
         raise ConfigError("--sample_prompts needs one or more prompts, each in quotes")
     if len(prompts) > 1 and (odd := [prompt for prompt in prompts if "|" in prompt or prompt.endswith(".txt")]):
         raise ConfigError(
-            f"--sample_prompts: {odd[0]!r} cannot stand next to other prompts; pass prompts without |, or one .txt file"
+            f"--sample_prompts: {odd[0]!r} cannot be one of several prompts; pass prompts without |, or one .txt file"
         )
     return "|".join(prompts)
 

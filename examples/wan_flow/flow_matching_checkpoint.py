@@ -34,7 +34,7 @@ def write_checkpoint(
     optimizer: Mapping[str, Any],
     counts: Mapping[str, int],
 ) -> None:
-    """Writes a new folder, which gets its name only when it is complete."""
+    """Writes a new checkpoint folder atomically."""
     if folder.exists():
         raise ConfigError(f"{folder} already exists and is not overwritten; choose another name")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ def write_checkpoint(
 
 
 def read_checkpoint(folder: Path, device: str) -> Saved:
-    """Reads what `write_checkpoint` wrote; an incomplete folder is an error."""
+    """Reads a checkpoint that `write_checkpoint` wrote; an incomplete folder is an error."""
     if folder.is_file():
         raise ConfigError(f"{folder} is a file; checkpoints are folders, and files of torch.save are not supported")
     try:

@@ -81,7 +81,7 @@ class FlowMatchingTrainer:
         self.ema = Ema(parameters, EmaSettings(ema_decay=ema_decay)) if ema_decay else None
 
     def sample_timesteps(self, batch_size: int) -> Tensor:
-        """[batch] noise levels in 0..1."""
+        """Samples noise levels [batch] between 0 and 1."""
         quantile = self._draws(batch_size).uniform(dtype=torch.float64)
         return self.levels.quantile(quantile).to(self._weight_type)
 
@@ -112,7 +112,7 @@ class FlowMatchingTrainer:
 
         Returns means over all processes.
         """
-        self._noise = None  # random numbers drawn by the user do not change the step
+        self._noise = None  # makes the step independent of random numbers that the user draws
         self.model.train()
         videos, texts = (tensor.to(self.device, self._weight_type) for tensor in (videos, texts))
         latents = videos
@@ -123,7 +123,7 @@ class FlowMatchingTrainer:
         metrics["loss"].backward()  # type: ignore[no-untyped-call]
         weights = self.optimizer.param_groups[0]["params"]
         norm = torch.nn.utils.clip_grad_norm_(weights, self.grad_clip or float("inf"))
-        if norm.isfinite():  # the same on all ranks: the norm of the averaged gradient
+        if norm.isfinite():  # the norm of the averaged gradient is the same on all ranks
             self.optimizer.step()
             self.update_ema()
         self.global_step += 1
@@ -189,7 +189,8 @@ class FlowMatchingTrainer:
     def _draws(self, batch_size: int) -> Noise:
         """Random numbers for the samples of this batch.
 
-        They depend on a sample's position among those of all processes, which a DistributedSampler assigns in turn.
+        They depend on a sample's position among the samples of all processes, which a DistributedSampler assigns in
+        turn.
         """
         if self._noise is None or self._noise[0] != batch_size:
             mine = self.samples + self.rank + self.world_size * torch.arange(batch_size, device=self.device)

@@ -23,7 +23,7 @@ DATASET = Path("dataset")
 MODEL_SETTINGS = {"shift": 5}  # usual for TI2V-5B
 WITHOUT_TEXT_ENCODER = {"caption_dropout": 0, "guidance": 1}  # both need the embedding of an empty caption
 NUM_EPOCHS = 100
-TINY_SIDE = 32  # pixels; the size that the tiny model is made for
+TINY_SIDE = 32  # in pixels: the image size of the tiny model
 
 REFUSED = {
     "use_8bit_adam": "use --optimizer adamw8bit; --strategy fsdp also shards the optimizer state over the GPUs",
@@ -43,7 +43,7 @@ _DTYPES = {"fp32": "no", "fp16": "fp16", "bf16": "bf16"}
 
 
 def resolve(arguments: Sequence[str]) -> Resolved:
-    """All settings that arguments of `unisono train wan-flow` result in."""
+    """Resolves arguments of `unisono train wan-flow` to all settings."""
     return script_arguments.resolve_settings(WanFlow, arguments)
 
 
@@ -88,7 +88,7 @@ def _default_model(resolved: Resolved) -> tuple[list[str], list[str]]:
 
 
 def _effective_batch(resolved: Resolved) -> int:
-    """Samples per step as far as the command line determines them."""
+    """The number of samples per step, if the command line determines it."""
     if resolved.explicit("global_batch_size") or resolved.explicit("gradient_accumulation_steps"):
         return int(TINY["batch_size"])
     processes = os.environ.get("WORLD_SIZE") or resolved.values["nproc"] or 1

@@ -1,4 +1,4 @@
-"""Files and folders that appear complete or not at all.
+"""Writes files and folders atomically: they appear complete or not at all.
 
 The content goes to a temporary name in the same folder, and a rename gives it its real name. A process that dies in
 between leaves at most a hidden temporary file; a reader never sees half a file.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 def temporary_name(path: Path) -> Path:
-    """A hidden name beside `path` that no other writer uses."""
+    """A hidden name next to `path` that no other writer uses."""
     return path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}.part")
 
 
@@ -25,15 +25,15 @@ def atomic_file(
 ) -> Iterator[Path]:
     """Yields a temporary path to write to, and renames it to `path` when the block ends without an exception.
 
-    With `overwrite=False` a `path` that exists by then is a FileExistsError and does not change. `durable` flushes the
-    file and its name to permanent storage, so that both survive a power cut. `one_writer` promises that no other
-    process writes `path` at the same time: the temporary name is then fixed, and a killed writer leaves at most one.
+    With `overwrite=False`, an existing `path` raises FileExistsError and does not change. `durable` flushes the file
+    and its name to permanent storage, so that both survive a power cut. `one_writer` promises that no other process
+    writes `path` at the same time: the temporary name is then fixed, so killed writers leave at most one file behind.
     """
     temporary = path.with_name(f".{path.name}.new") if one_writer else temporary_name(path)
     try:
         if one_writer:
             with suppress(FileNotFoundError):
-                os.unlink(temporary)  # a link left there would redirect the writing, a FIFO would block it
+                os.unlink(temporary)  # a leftover symbolic link would redirect the write, and a FIFO would block it
         yield temporary
         if durable:
             _sync(temporary)
@@ -44,7 +44,7 @@ def atomic_file(
         if durable:
             sync_folder(path.parent)
     finally:
-        with suppress(OSError):  # renamed by now, or never created
+        with suppress(OSError):  # already renamed, or never created
             os.unlink(temporary)
 
 
@@ -60,7 +60,7 @@ def write_atomically(
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yields a temporary folder beside `path`, and renames it to `path` when the block ends without an exception.
+    """Yields a temporary folder next to `path`, and renames it to `path` when the block ends without an exception.
 
     The rename replaces an empty folder and nothing else. Relative links that lead out of the folder stay valid.
     """

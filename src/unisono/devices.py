@@ -1,6 +1,6 @@
 """Lists the GPUs of this machine, chooses the ones for a run, and locks them.
 
-GPUs are identified by UUID: an index means one thing to nvidia-smi and another to CUDA under CUDA_VISIBLE_DEVICES. NVML
+GPUs are identified by UUID, because nvidia-smi and CUDA (with CUDA_VISIBLE_DEVICES) may number them differently. NVML
 lists GPUs without creating a CUDA context, so nothing here imports torch. The choice is a pure function of a list of
 GPUs; a lock file per GPU keeps two runs that start at the same time from choosing the same one.
 """
@@ -40,13 +40,13 @@ class Gpu:
     """One GPU as NVML describes it; a value that NVML does not report is 0, None or empty."""
 
     index: int
-    """Number in PCI order, as nvidia-smi counts."""
+    """Number in PCI order, as in nvidia-smi."""
     uuid: str
     name: str
     total_bytes: int
     free_bytes: int
     utilization: int | None = None
-    """Percent of the last second in which a kernel was running."""
+    """Percentage of the last second in which a kernel was running."""
     processes: tuple[GpuProcess, ...] = ()
     pci_bus_id: str = ""
     links: tuple[str, ...] = ()
@@ -67,13 +67,13 @@ class Choice:
 
     gpus: tuple[Gpu, ...]
     requested: int
-    """Number of GPUs that the user requested, which may be more than there are; 0 if the CPU is acceptable."""
+    """Number of GPUs that the user requested, which may exceed the number available; 0 if the CPU is acceptable."""
     warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Driver:
-    """The NVIDIA driver and the newest CUDA version it can run."""
+    """The NVIDIA driver, and the newest CUDA version that it supports."""
 
     version: str
     cuda: tuple[int, int]
@@ -116,7 +116,7 @@ def _names(entry: str, gpu: Gpu) -> bool:
 
 
 @contextmanager
-def _nvml() -> Iterator[Any]:
+def open_nvml() -> Iterator[Any]:
     """Yields NVML, or None if the library, the driver or the permission is missing."""
     try:
         import pynvml
@@ -134,35 +134,35 @@ def _nvml() -> Iterator[Any]:
 
 def read_gpus() -> list[Gpu]:
     """Returns every GPU of the machine in PCI order; an empty list without an NVIDIA driver."""
-    with _nvml() as nvml:
+    with open_nvml() as nvml:
         if nvml is None:
             return []
-        count = _query(nvml, 0, nvml.nvmlDeviceGetCount)
-        handles = [_query(nvml, None, nvml.nvmlDeviceGetHandleByIndex, index) for index in range(count)]
+        count = query_nvml(nvml, 0, nvml.nvmlDeviceGetCount)
+        handles = [query_nvml(nvml, None, nvml.nvmlDeviceGetHandleByIndex, index) for index in range(count)]
         gpus = [_read(nvml, handle, index) for index, handle in enumerate(handles) if handle is not None]
     return [gpu for gpu in gpus if gpu.uuid]
 
 
 def read_driver() -> Driver | None:
     """Returns the driver's version, or None without a driver."""
-    with _nvml() as nvml:
+    with open_nvml() as nvml:
         if nvml is None:
             return None
-        cuda = _query(nvml, 0, nvml.nvmlSystemGetCudaDriverVersion_v2)
-        version = _text(_query(nvml, "unknown", nvml.nvmlSystemGetDriverVersion))
+        cuda = query_nvml(nvml, 0, nvml.nvmlSystemGetCudaDriverVersion_v2)
+        version = _text(query_nvml(nvml, "unknown", nvml.nvmlSystemGetDriverVersion))
         return Driver(version, (cuda // 1000, cuda % 1000 // 10))
 
 
 def _mig_slice(uuid: str, index: int) -> Gpu:
     """Describes a MIG slice, which NVML finds only by its UUID; CUDA accepts it even if NVML does not know it."""
-    with _nvml() as nvml:
-        handle = None if nvml is None else _query(nvml, None, nvml.nvmlDeviceGetHandleByUUID, uuid)
+    with open_nvml() as nvml:
+        handle = None if nvml is None else query_nvml(nvml, None, nvml.nvmlDeviceGetHandleByUUID, uuid)
         if handle is None:
             return Gpu(index=index, uuid=uuid, name="MIG slice", total_bytes=0, free_bytes=0)
         return replace(_read(nvml, handle, index), uuid=uuid)
 
 
-def _query(nvml: Any, default: T, query: Callable[..., T], *arguments: Any) -> T:
+def query_nvml(nvml: Any, default: T, query: Callable[..., T], *arguments: Any) -> T:
     """Runs one NVML query; any query may be unsupported on some card, driver or container."""
     try:
         return query(*arguments)
@@ -171,40 +171,42 @@ def _query(nvml: Any, default: T, query: Callable[..., T], *arguments: Any) -> T
 
 
 def _text(value: str | bytes) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else value  # bytes before nvidia-ml-py 11.500
+    return value.decode(errors="replace") if isinstance(value, bytes) else value  # bytes in nvidia-ml-py < 11.500
 
 
 def _read(nvml: Any, handle: Any, index: int) -> Gpu:
-    memory = _query(nvml, None, nvml.nvmlDeviceGetMemoryInfo, handle)
-    load = _query(nvml, None, nvml.nvmlDeviceGetUtilizationRates, handle)
-    pci = _query(nvml, None, nvml.nvmlDeviceGetPciInfo, handle)
-    running: list[Any] = _query(nvml, [], nvml.nvmlDeviceGetComputeRunningProcesses, handle)
+    memory = query_nvml(nvml, None, nvml.nvmlDeviceGetMemoryInfo, handle)
+    load = query_nvml(nvml, None, nvml.nvmlDeviceGetUtilizationRates, handle)
+    pci = query_nvml(nvml, None, nvml.nvmlDeviceGetPciInfo, handle)
+    running: list[Any] = query_nvml(nvml, [], nvml.nvmlDeviceGetComputeRunningProcesses, handle)
     return Gpu(
         index=index,
-        uuid=_text(_query(nvml, "", nvml.nvmlDeviceGetUUID, handle)),
-        name=_text(_query(nvml, "unknown", nvml.nvmlDeviceGetName, handle)),
+        uuid=_text(query_nvml(nvml, "", nvml.nvmlDeviceGetUUID, handle)),
+        name=_text(query_nvml(nvml, "unknown", nvml.nvmlDeviceGetName, handle)),
         total_bytes=int(memory.total) if memory else 0,
         free_bytes=int(memory.free) if memory else 0,
         utilization=int(load.gpu) if load else None,
         processes=tuple(
             # usedGpuMemory is None under WSL and in some containers
-            GpuProcess(p.pid, int(p.usedGpuMemory or 0), _text(_query(nvml, "", nvml.nvmlSystemGetProcessName, p.pid)))
+            GpuProcess(
+                p.pid, int(p.usedGpuMemory or 0), _text(query_nvml(nvml, "", nvml.nvmlSystemGetProcessName, p.pid))
+            )
             for p in running
         ),
         pci_bus_id=_text(pci.busId) if pci else "",
         links=_links(nvml, handle),
-        capability=".".join(map(str, _query(nvml, (), nvml.nvmlDeviceGetCudaComputeCapability, handle))),
+        capability=".".join(map(str, query_nvml(nvml, (), nvml.nvmlDeviceGetCudaComputeCapability, handle))),
     )
 
 
 def _links(nvml: Any, handle: Any) -> tuple[str, ...]:
     links = []
-    nvlinks = [_query(nvml, 0, nvml.nvmlDeviceGetNvLinkState, handle, i) for i in range(nvml.NVML_NVLINK_MAX_LINKS)]
+    nvlinks = [query_nvml(nvml, 0, nvml.nvmlDeviceGetNvLinkState, handle, i) for i in range(nvml.NVML_NVLINK_MAX_LINKS)]
     if any(nvlinks):
         links.append(f"NVLink x{sum(nvlinks)}")
     # The maximum, not the current value: an idle GPU reduces its link to generation 1.
-    generation = _query(nvml, 0, nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle)
-    width = _query(nvml, 0, nvml.nvmlDeviceGetMaxPcieLinkWidth, handle)
+    generation = query_nvml(nvml, 0, nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle)
+    width = query_nvml(nvml, 0, nvml.nvmlDeviceGetMaxPcieLinkWidth, handle)
     if generation:
         links.append(f"PCIe {generation} x{width}")
     return tuple(links)
@@ -228,7 +230,7 @@ def choose(
             "--gpus 0 trains on the CPU"
         )
     if not gpus:
-        # Some wrapper scripts always pass 1: do not quote a flag that the user has not typed.
+        # Some wrapper scripts always pass 1, so the message does not quote a flag that the user may not have typed.
         named = "" if request in ("auto", "1") else f" for --gpus {request}"
         return Choice((), count or 0, (f"no CUDA device{named}: training on the CPU",))
     if ids is not None:
@@ -264,7 +266,7 @@ def choose(
 
 
 def _ids(request: str) -> list[str]:
-    """Splits "0,2" or "3," into ids (a single id needs its comma, or it would be a count); a UUID is an id too."""
+    """Splits "0,2" or "3," into ids (without its comma, a single id would be a count); a UUID is an id too."""
     ids = [part.strip() for part in request.removesuffix(",").split(",")]
     if not all(re.fullmatch("[0-9]{1,9}", each) or each.startswith(("GPU-", "MIG-")) for each in ids):
         raise UserError(f"gpus {request!r} is not all, auto, a count such as 2, or ids such as 0,2 (a single id: 3,)")
@@ -315,7 +317,7 @@ class GpuLock:
         self._files: dict[str, int] = {}
 
     def acquire(self, uuid: str) -> bool:
-        """Locks the GPU and returns True, or returns False if another run has locked it; never waits."""
+        """Locks the GPU and returns True, or returns False at once if another run has locked it."""
         if uuid in self._files:
             return True
         try:
@@ -350,11 +352,12 @@ class GpuLock:
     def _open(self, uuid: str) -> int:
         path = self.path(uuid)
         try:
-            # First without O_CREAT: in a sticky folder Linux refuses it on another user's file (protected_regular).
+            # Tries without O_CREAT first: in a sticky folder, Linux refuses it for another user's file
+            # (protected_regular).
             return os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         except FileNotFoundError:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-            os.fchmod(file, 0o644)  # despite the umask: other users must be able to open it
+            os.fchmod(file, 0o644)  # overrides the umask, because other users must be able to open the file
             return file
 
 

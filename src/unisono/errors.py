@@ -1,4 +1,4 @@
-"""Exceptions for the user, and exit codes.
+"""Exceptions whose messages are for the user, and exit codes.
 
 A `UnisonoError` ends the command with one line on stderr and its exit code. Any other exception that escapes is a bug,
 in unisono or in a recipe, and shows a traceback (`unisono.tracebacks`).
@@ -12,17 +12,17 @@ from typing import NoReturn
 
 EXIT_DONE = 0
 EXIT_DIFFERENCE = 1  # `verify` or `doctor` found a problem
-EXIT_DIED = 1  # of a single rank, as after a traceback: its launcher restarts all ranks
+EXIT_DIED = 1  # a single rank crashed, as after a traceback; its launcher restarts all ranks
 EXIT_USER_ERROR = 2
 EXIT_FAILED = 3
-EXIT_STOPPED = 75  # stopped by a signal, with a checkpoint; EX_TEMPFAIL: the same command continues the run
+EXIT_STOPPED = 75  # stopped by a signal, with a checkpoint (EX_TEMPFAIL); the same command continues the run
 
 
 class UnisonoError(Exception):
-    """An error whose message is meant for the user and whose traceback is not."""
+    """An error whose message, but not its traceback, is meant for the user."""
 
     exit_code = EXIT_FAILED
-    already_printed = False  # whether the user has seen the message
+    already_printed = False  # whether the message has been shown to the user
 
 
 class UserError(UnisonoError):
@@ -47,6 +47,13 @@ class TryAgain(UnisonoError):
     """This attempt failed; the next one starts from the last checkpoint and does something differently."""
 
     exit_code = EXIT_DIED
+
+
+class TrySmaller(TryAgain):
+    """This attempt ran out of memory; the next one uses a smaller micro-batch. It does not count as a restart.
+
+    The size is stored and shrinks each time, down to one sample, so there are only a few such attempts.
+    """
 
 
 def run_as_program(main: Callable[[], int]) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Fault injection in the real processes, for users who want to test a setup and for this project's own tests.
+"""Injects faults into the real processes, for users who test a setup and for unisono's own tests.
 
 `--inject "kill@rank1:step7"` kills rank 1 while it computes step 7. Separate several faults by commas; each has the
 form
@@ -39,7 +39,7 @@ _KINDS = {
     "segfault": "the rank reads address 0",
     "exit": "the rank exits without an outcome",
     "error": "the rank raises an exception",
-    "sigterm": "the rank gets SIGTERM; also sigint and sigusr1",
+    "sigterm": "the rank receives SIGTERM (also: sigint, sigusr1)",
     "sigint": "",
     "sigusr1": "",
     "oom": "the rank runs out of memory",
@@ -49,7 +49,7 @@ _KINDS = {
     "kill-worker": "one of the rank's loader workers is killed",
     "kill-during-save": "the rank kills itself while it saves",
     "disk-full": "the disk is full while the rank saves",
-    "corrupt-save": "a bit of what the rank saved is flipped afterwards",
+    "corrupt-save": "one bit of the rank's saved files is flipped",
 }
 _PART = re.compile(
     r"rank(?P<rank>\d{1,9})|step(?P<step>\d{1,12})|x(?P<times>[1-9]\d{0,3})|(?P<seconds>\d{1,6}(?:\.\d{1,6})?)s"
@@ -68,11 +68,11 @@ class Fault:
     phase: str
     seconds: float
     times: int
-    text: str  # as the user wrote it
+    text: str  # the fault as the user wrote it
 
     @property
     def of_save(self) -> bool:
-        """Whether it happens in the first save at or after its step."""
+        """Whether the fault happens during a save: the first one at or after its step."""
         return self.phase in SAVE_PHASES
 
 
@@ -98,10 +98,10 @@ def _parse_one(text: str) -> Fault:
     if phase not in allowed:
         raise ConfigError(f"inject: {text!r} has no phase {phase!r}; for {kind} use {', '.join(allowed)}")
     if kind == "nan" and phase != "forward":
-        raise ConfigError(f"inject: {text!r}: a loss is computed in forward; leave the phase out")
+        raise ConfigError(f"inject: {text!r}: the loss is always computed in forward; remove the phase")
     if "seconds" in fields and kind not in ("hang", "slow"):
-        raise ConfigError(f"inject: {text!r}: only hang and slow have a duration; leave {fields['seconds']}s out")
-    if phase == "prepare":  # which has no step
+        raise ConfigError(f"inject: {text!r}: only hang and slow have a duration; remove {fields['seconds']}s")
+    if phase == "prepare":  # `prepare` has no step
         fields["step"] = "0"
     elif int(fields.get("step", 0)) < 1:
         raise ConfigError(f"inject: {text!r} needs a step, counted from 1, for instance {kind}@rank0:step7")
@@ -126,7 +126,7 @@ class Injector:
         memory: Path | None = None,
         record: Callable[[Fault, int], None] | None = None,
     ) -> None:
-        """`memory` is the folder that records past faults; `record` is called just before a fault happens."""
+        """`memory` is the folder that records past faults; the injector calls `record` just before a fault."""
         self._faults = [fault for fault in faults if fault.rank in (None, rank)]
         self._rank, self._memory, self._record = rank, memory, record
 
@@ -139,7 +139,7 @@ class Injector:
     def makes_loss_nan(self, step: int) -> bool:
         """Whether this rank's loss in `step` has to become NaN."""
         due = [fault for fault in self._faults if fault.kind == "nan" and fault.step == step]
-        return any([self._claim(fault, step) for fault in due])  # claims all of them, not only the first
+        return any([self._claim(fault, step) for fault in due])  # claims all matching faults, not only the first
 
     def _due(self, fault: Fault, step: int) -> bool:
         if fault.phase == "prepare":  # `prepare` runs before any step, so the step number does not matter

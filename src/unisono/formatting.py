@@ -7,11 +7,11 @@ import math
 from unisono.errors import UnisonoError
 
 LONGEST_MESSAGE = 2_000
-"""Characters of an exception's message that are shown; some libraries put whole tensors into their messages."""
+"""Maximum length of an exception's message; some libraries put whole tensors into their messages."""
 
 
 def format_number(value: float, digits: int = 4) -> str:
-    """A number in few characters, rounded to at least `digits` significant digits: 0.00713, 12,840, 512 M, 3.2e-05."""
+    """A number in few characters, with at least `digits` significant digits: 0.00713, 12,840, 512 M, 3.2e-05."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     if value == int(value) and abs(value) < 1e7:
@@ -30,17 +30,17 @@ def _fixed(value: float, digits: int) -> str:
 
 
 def _without_zeros(text: str) -> str:
-    """Drops the zeros at the end of the decimals; those of a whole number are part of its value."""
+    """Drops trailing zeros after the decimal point; zeros of a whole number are part of its value."""
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def format_rate(rate: float) -> str:
-    """A rate with three significant digits at most: 0.25, 3.1, 812, 1,200."""
+    """A rate with at most three significant digits: 0.25, 3.1, 812, 1,200."""
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def format_count(count: int, thing: str) -> str:
-    """A count with its noun, which `thing` gives in the singular: 1 rank, 2 ranks, 1,200 queries."""
+    """A count with its noun; `thing` is the singular: 1 rank, 2 ranks, 1,200 queries."""
     return f"{count:,} {plural(thing, count)}"
 
 
@@ -84,7 +84,7 @@ def format_clock(seconds: float) -> str:
 
 
 def describe_exception(error: BaseException, *, bare: tuple[type[BaseException], ...] = (UnisonoError,)) -> str:
-    """An exception in one line; without the class's name for the classes in `bare`."""
+    """An exception in one line, with its class name unless the class is in `bare`."""
     try:
         text = " ".join(str(error).split())
     except Exception:  # its __str__ fails

@@ -1,6 +1,6 @@
-"""Opens regular files only, and parses JSON safely: anybody may have changed the small files of a run folder.
+"""Opens regular files only, and parses JSON safely, because anybody may have changed the files of a run folder.
 
-Opening a FIFO blocks until somebody writes to it, opening a device may have side effects, and deeply nested JSON
+Opening a FIFO blocks until a process writes to it, opening a device may have side effects, and deeply nested JSON
 exhausts Python's stack, in the parser or later. Here each of these is an OSError or a ValueError with a one-line
 message, so callers need to handle only these two.
 """
@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 LARGEST_JSON = 64 * 2**20
-"""Bytes. Our own files are a thousand times smaller; a larger one would only fill the memory."""
+"""In bytes. unisono's own files are a thousand times smaller; a larger file would only fill the memory."""
 
 DEEPEST_JSON = 100
-"""Levels of nested lists and objects; ours have fewer than ten."""
+"""Maximum depth of nested lists and objects; unisono's own files have fewer than ten levels."""
 
 _KINDS: list[tuple[Callable[[int], bool], str]] = [
     (stat.S_ISDIR, "a folder"),

@@ -46,8 +46,8 @@ class LaunchSettings:
     """Number of CPU ranks to start. Together with gpus: number of ranks on those GPUs (ranks share a GPU if there are more ranks than GPUs)."""
     max_ranks_per_core: int = 8
     """Largest number of ranks per CPU core that nproc may ask for. Raise it to start more; each rank needs a few hundred MiB."""
-    backend: Literal["auto", "gloo"] = "auto"
-    """Communication backend. auto: NCCL between GPUs, gloo otherwise; gloo: also between GPUs (slower; use it where NCCL fails)."""
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """Communication backend. auto: NCCL between GPUs, gloo between CPU ranks and between ranks that share a GPU; gloo: also between GPUs (slower; use it where NCCL fails); nccl: also between ranks that share a GPU (very slow; for tests of NCCL on one GPU)."""
     min_memory_gb: float = 0.0
     """Free memory in GB that a GPU must have for gpus auto or a count to choose it."""
     nnodes: int | str = 1
@@ -68,8 +68,8 @@ class LaunchSettings:
 class ParallelSettings:
     """Strategy"""
 
-    strategy: Literal["auto", "single", "dp", "ddp", "fsdp"] = "auto"
-    """Parallel strategy. auto: single on one device, ddp if everything fits on each device, fsdp otherwise."""
+    strategy: Literal["auto", "single", "dp", "ddp", "fsdp", "hsdp"] = "auto"
+    """Parallel strategy. auto: single on one device, ddp if everything fits on each device, fsdp otherwise. hsdp: fsdp within each machine (see shard_size)."""
     find_unused_parameters: bool = False
     """Allow trained parameters that the loss does not use, which unisono rejects by default. ddp searches for them in every step, which is slower."""
     static_graph: bool = False
@@ -82,10 +82,18 @@ class ParallelSettings:
     """ddp: broadcast buffers (batch norm statistics) from rank 0 before each step."""
     sync_batch_norm: bool = False
     """Compute batch norm statistics over the micro-batches of all ranks instead of each rank's own. Needs GPUs."""
+    shard_size: int | Literal["auto", "node", "all"] = "auto"
+    """fsdp: number of consecutive ranks that hold one copy of the weights together; the other ranks hold further copies (HSDP). A smaller number needs more memory and less communication between machines. node: the ranks of a machine; all: one copy in all; auto: node if there are several machines and a copy fits into one, all otherwise."""
     fsdp_cpu_offload: bool = False
     """fsdp: keep shards, gradients and optimizer state in host memory, for a model that does not fit on the GPUs (slower)."""
+    context_parallel: int = 1
+    """Number of consecutive ranks that carry one sample together, each with a part of its tokens, for samples whose activations do not fit on one GPU. It must divide the number of ranks. The effective batch counts each group once. The recipe must support it (wan-flow and wan-distill do)."""
+    blocks_on_host: int | Literal["auto"] = 0
+    """Number of repeated blocks whose frozen weights wait in host memory and are copied to the GPU just before they are needed (single and ddp; see docs/small_cards.md). Two of them are on the GPU at any time, so it saves memory from 3 on. It does not change the result. auto: as few as possible."""
     fsdp_reshard_after_forward: bool = True
-    """fsdp: free gathered weights after the forward pass and gather them again for backward (less memory, more traffic)."""
+    """fsdp: free a block's gathered weights after its forward pass and gather them again for backward (less memory, more traffic). Weights outside of blocks stay gathered until backward in any case."""
+    fsdp_sync: Literal["every", "last"] = "every"
+    """fsdp: when ranks sum gradients. every: after each micro-batch, so that each rank stores only its shards; last: once per step, which needs less communication and the memory of one whole gradient per rank."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +101,7 @@ class BatchSettings:
     """Batch"""
 
     batch_size: int = 8
-    """Samples per GPU and micro-batch. The effective batch is batch_size × GPUs × gradient_accumulation_steps."""
+    """Samples per GPU and micro-batch. The effective batch is batch_size × GPUs × gradient_accumulation_steps; GPUs that carry a sample together (context_parallel) count as one."""
     global_batch_size: int | None = None
     """Samples per optimizer step across all GPUs. Set it to make a run independent of the number of GPUs: gradient accumulation follows from it."""
     gradient_accumulation_steps: int | None = None
@@ -112,14 +120,16 @@ class PrecisionSettings:
     """Compute in 16-bit precision with 32-bit weights: faster, with less memory. bf16 needs Ampere or newer GPUs; fp16 uses loss scaling."""
     dtype: Literal["float32", "float64"] = "float32"
     """Data type of weights, gradients and optimizer state. float64 is meant for verification."""
+    base_precision: Literal["auto", "bf16", "fp8", "int8", "nf4"] = "auto"
+    """Storage format of the frozen linear layers in repeated blocks: the base of a LoRA, a teacher. fp8 and int8 take 1 byte per weight, nf4 about half a byte; trained weights stay as they are. auto: the type of the computation. It cannot change within a run."""
     tf32: bool = False
     """Allow TensorFloat-32 for 32-bit matrix products and convolutions on the GPU: faster, with less precision."""
     compile: bool = False
     """Apply torch.compile to each repeated block of the model (to the whole model if it has none). The first steps take longer."""
     cuda_graph: bool = False
     """Record a step as a CUDA graph and replay it. Helps small models that are limited by kernel launches. Supports single and ddp and inputs of one shape; Python code in loss() runs only once, during recording."""
-    activation_checkpointing: bool = False
-    """Recompute each repeated block in backward instead of storing its activations: less memory, about a third more computation."""
+    activation_checkpointing: bool | Literal["selective"] = False
+    """Recompute each repeated block in backward instead of storing its activations: less memory, about a third more computation. selective: also store the results of attention and of every second matrix product, which are expensive to recompute."""
     recompute_every: int = 1
     """With activation_checkpointing: recompute only every n-th block. The others store their activations, which is faster and needs more memory."""
 
@@ -231,6 +241,8 @@ class ObserveSettings:
     """Number of steps between lines in metrics.jsonl and in the trackers."""
     log_group_norms: bool = False
     """Also log the gradient norm of each parameter group of the optimizer, as grad_norm/NAME or grad_norm/NUMBER."""
+    peak_tflops: float | None = None
+    """Rate of one device in TFLOP/s that counts as 100 % model FLOPs utilization (`mfu`). Default: the data sheet's rate of dense matrix products in the precision of the run, on known GPUs; without a rate, `mfu` is left out."""
     tensorboard: bool = True
     """Write TensorBoard files to tb/ in the run folder."""
 

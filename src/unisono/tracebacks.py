@@ -1,8 +1,9 @@
 """Formats tracebacks: short for a bug in a recipe, complete for a bug in unisono.
 
 The traceback of a bug in a recipe's loss contains dozens of frames of unisono and torch, which do not help. Users see
-the frames of their own code, our last frame before them, and the frame that raised; the full traceback goes to a file.
-If the innermost frame outside of libraries is ours, it is our bug, and users see everything.
+the frames of their own code, unisono's last frame before them, and the frame that raised; the full traceback goes to a
+file. If the innermost frame outside of libraries is unisono's, it is a bug in unisono, and users see the full
+traceback.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _FORWARDING = ("__torch_function__", "__torch_dispatch__")
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank knows about the exception that ends it."""
+    """Facts about the exception that ends a rank."""
 
     rank: int
     is_first: bool
@@ -55,7 +56,7 @@ def report_of(error: BaseException) -> Report | None:
 
 
 def owner_of(filename: str) -> Owner:
-    """Whose code a file contains."""
+    """Who owns the code in a file: the user, unisono or a library."""
     path = os.path.abspath(filename)
     if path.startswith(_HERE):
         return "unisono"
@@ -80,12 +81,12 @@ def location(error: BaseException) -> str:
 
 
 def format_short(error: BaseException) -> str:
-    """The traceback for users: short for a bug in their code, complete for ours."""
+    """The traceback for users: short for a bug in their code, complete for a bug in unisono."""
     if not is_in_user_code(error):
         return truncate_lines(format_full(error))
     exception = traceback.TracebackException.from_exception(error)
     for each in _chain(exception):
-        each.stack[:] = _kept(list(each.stack), [owner_of(frame.filename) for frame in each.stack])
+        each.stack[:] = _frames_to_show(list(each.stack), [owner_of(frame.filename) for frame in each.stack])
     return truncate_lines("".join(exception.format()), 25)
 
 
@@ -103,14 +104,16 @@ def prune(error: BaseException) -> None:
         seen.add(id(current))
         entries = list(_entries(current.__traceback__))
         pruned: TracebackType | None = None
-        for entry in reversed(_kept(entries, [owner_of(each.tb_frame.f_code.co_filename) for each in entries])):
+        for entry in reversed(
+            _frames_to_show(entries, [owner_of(each.tb_frame.f_code.co_filename) for each in entries])
+        ):
             pruned = TracebackType(pruned, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
         current.__traceback__ = pruned
         current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
 
 
 def save(error: BaseException, run_folder: Path | None, name: str) -> Path | None:
-    """Writes the full traceback to a file, in the run folder if it holds a run; None if that fails."""
+    """Writes the full traceback to a file, in the run folder if that contains a run; returns None on failure."""
     text = format_full(error)
     with suppress(OSError):
         if run_folder is not None and (run_folder / "run.json").exists():
@@ -127,7 +130,7 @@ def save(error: BaseException, run_folder: Path | None, name: str) -> Path | Non
 
 
 def save_if_unreported(error: BaseException) -> None:
-    """Saves the full traceback of a bug in user code, and notes the path, if no rank has done so."""
+    """Saves the full traceback of a bug in user code and records the path, unless another rank has done so."""
     if report_of(error) is None and isinstance(error, Exception) and is_in_user_code(error):
         path = save(error, None, "")
         if path is not None:
@@ -142,8 +145,8 @@ def truncate_lines(text: str, half: int = 50) -> str:
     return "\n".join(lines)
 
 
-def _kept(frames: Sequence[Frame], owners: Sequence[Owner]) -> list[Frame]:
-    """The frames of user code, our last frame before them, and the innermost frame."""
+def _frames_to_show(frames: Sequence[Frame], owners: Sequence[Owner]) -> list[Frame]:
+    """The frames of user code, unisono's last frame before them, and the innermost frame."""
     in_user_code = [i for i, owner in enumerate(owners) if owner == "user"]
     if not in_user_code:
         return list(frames)
@@ -155,7 +158,7 @@ def _kept(frames: Sequence[Frame], owners: Sequence[Owner]) -> list[Frame]:
 
 
 def _owner_of_entry(entry: TracebackType) -> Owner:
-    """Whose code an entry is; our torch-function modes count as library code, because they only forward calls."""
+    """The owner of an entry's code; unisono's torch-function modes count as library code: they only forward calls."""
     code = entry.tb_frame.f_code
     if code.co_name in _FORWARDING:
         return "library"
@@ -163,7 +166,7 @@ def _owner_of_entry(entry: TracebackType) -> Owner:
 
 
 def _chain(exception: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
-    """The exception, its cause or context, and so on."""
+    """The exception, its cause or context, the cause of that, and so on."""
     current: traceback.TracebackException | None = exception
     while current is not None:
         yield current

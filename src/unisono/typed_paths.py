@@ -14,19 +14,19 @@ from collections.abc import Mapping
 from unisono.errors import UserError
 
 _start_folder: list[str] = []  # the folder in which the user started the program, if known
-_typed: dict[str, str] = {}  # absolute path -> as the user typed it
+_typed: dict[str, str] = {}  # absolute path -> the path as the user typed it
 
 
 def note_start_folder() -> None:
     """Makes the current folder the base of relative paths; called before any code of a recipe runs."""
     try:
         _start_folder[:] = [os.getcwd()]
-    except FileNotFoundError:  # it was removed; only relative paths need it
+    except FileNotFoundError:  # the folder was removed; only relative paths need it
         _start_folder.clear()
 
 
 def absolute(path: str) -> str:
-    """The absolute path; `as_typed` will show it as it was typed."""
+    """The absolute form of a path; `as_typed` will show it as the user typed it."""
     path = os.path.expanduser(path)
     if os.path.isabs(path):
         return path
@@ -40,7 +40,7 @@ def absolute(path: str) -> str:
 
 
 def as_typed(text: object) -> str:
-    """A text for the user, in which paths appear as the user typed them."""
+    """Replaces absolute paths in a text by the paths as the user typed them."""
     result = str(text)
     for full, typed in _typed.items():
         if full in result:  # a whole path, or the beginning of one, but not /runs/a in /runs/a2
@@ -49,7 +49,7 @@ def as_typed(text: object) -> str:
 
 
 def for_caller(path: str | os.PathLike[str]) -> str:
-    """A path to return to Python code: as it was typed, unless the current folder has changed since."""
+    """A path to return to Python code: as the user typed it, unless the current folder has changed since."""
     full = os.fspath(path)
     typed = _typed.get(full, full)
     return typed if os.path.abspath(typed) == full else full
@@ -61,5 +61,5 @@ def all_typed() -> Mapping[str, str]:
 
 
 def adopt_typed(typed: Mapping[str, str]) -> None:
-    """Adopts what `all_typed` returned in the process that started this one."""
+    """Adopts the result of `all_typed` in the process that started this one."""
     _typed.update(typed)

@@ -61,10 +61,33 @@ def leftovers_until(step: int, paths: Iterable[Path]) -> list[Path]:
     return [path for match, path in matches if match and int(match.group(1)) <= step]
 
 
-def validate(path: Path, *, deep: bool = True, identity: Mapping[str, Any] | None = None) -> str | None:
+Damage = Callable[[Path, Mapping[str, FileEntry]], str | None]
+"""Why one of the files in a checkpoint's folder is not the one that was saved; None if all of them are."""
+
+
+def hash_all(path: Path, files: Mapping[str, FileEntry]) -> str | None:
+    """Hashes the files of a checkpoint in this process; the reason names the first that differs."""
+    # hashlib releases the GIL, so threads hash several shards at once.
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        reasons = pool.map(lambda name: why_damaged(path / name, files[name]), files)
+        return next((reason for reason in reasons if reason is not None), None)
+
+
+def why_damaged(file: Path, entry: FileEntry) -> str | None:
+    """Why a file is not the one that was saved; None if it is. Reads all of it."""
+    try:
+        return None if hash_file(file) == entry else f"the hash of {file.name} differs from the manifest's"
+    except OSError as error:
+        return f"{file.name} cannot be read ({error})"
+
+
+def validate(
+    path: Path, *, deep: bool = True, identity: Mapping[str, Any] | None = None, damage: Damage = hash_all
+) -> str | None:
     """Why a checkpoint must not be loaded, or None if it is complete; `deep` reads and hashes all of its files.
 
-    With `identity`, it must belong to the same recipe and, if both name one, to the same run.
+    With `identity`, it must belong to the same recipe and, if both name one, to the same run. `damage` does the
+    hashing.
     """
     if not path.is_dir():
         return "not a folder" if os.path.lexists(path) else "no such folder"
@@ -90,7 +113,7 @@ def validate(path: Path, *, deep: bool = True, identity: Mapping[str, Any] | Non
     for name in names:
         if name.endswith(SHARD_SUFFIX) and name not in manifest.files:
             return f"{name} is not in the manifest"
-    return _check_hashes(path, manifest.files) if deep else None
+    return damage(path, manifest.files) if deep else None
 
 
 def newest_valid(
@@ -98,6 +121,7 @@ def newest_valid(
     identity: Mapping[str, Any],
     why_unusable: Callable[[Path], str | None] = lambda path: None,
     before: int | None = None,
+    damage: Damage = hash_all,
 ) -> tuple[Path | None, list[tuple[Path, str]]]:
     """The newest complete checkpoint of this run, and (path, reason) of everything skipped before it.
 
@@ -107,7 +131,7 @@ def newest_valid(
     for step, path in reversed(list_steps(folder)):
         if before is not None and step >= before:
             continue
-        reason = validate(path, identity=identity) or why_unusable(path)
+        reason = validate(path, identity=identity, damage=damage) or why_unusable(path)
         if reason is None:
             return path, skipped
         skipped.append((path, reason))
@@ -144,15 +168,3 @@ def _check_size(file: Path, entry: FileEntry) -> str | None:
         change = "shorter" if size < entry.bytes else "longer"
         return f"{file.name} is {abs(size - entry.bytes)} bytes {change} than the manifest says"
     return None
-
-
-def _check_hashes(path: Path, files: Mapping[str, FileEntry]) -> str | None:
-    def check(name: str) -> str | None:
-        try:
-            return None if hash_file(path / name) == files[name] else f"the hash of {name} differs from the manifest's"
-        except OSError as error:
-            return f"{name} cannot be read ({error})"
-
-    # hashlib releases the GIL, so threads hash several shards at once.
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        return next((reason for reason in pool.map(check, files) if reason is not None), None)

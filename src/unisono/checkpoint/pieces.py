@@ -1,9 +1,13 @@
-"""Which part of which tensor each shard file holds, and a reader of these parts for PyTorch's load planner."""
+"""A reader of the parts of tensors in shard files for PyTorch's load planner.
+
+It opens only the files that hold something of what this rank loads.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections import defaultdict
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -17,77 +21,21 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from unisono.checkpoint.all_ranks import describe_failure
-from unisono.checkpoint.manifest import SHARD_SUFFIX, CheckpointError
-from unisono.checkpoint.shards import SHARDING_INFO
-from unisono.checkpoint.tensor_file import BadTensorFile, TensorFile
-from unisono.plain_files import parse_json
+from unisono.checkpoint.contents import Contents, whole_shape
+from unisono.checkpoint.tensor_file import TensorFile
 
-
-@dataclass(frozen=True)
-class Piece:
-    """A part of a tensor: the file that holds it, its offsets in the tensor, and its size."""
-
-    file: TensorFile
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
-def pieces_of(path: Path) -> dict[str, list[Piece]]:
-    """The pieces of each tensor of a checkpoint, from the headers of its shards; CheckpointError if one is damaged."""
-    pieces: dict[str, list[Piece]] = {}
-    for shard in sorted(path.glob(f"*{SHARD_SUFFIX}")):
-        try:
-            file = TensorFile(shard)
-            offsets = _offsets_in(file)
-            for name, entry in file.entries.items():
-                file.dtype(name)  # raises on a type that PyTorch does not have
-                of_tensor = pieces.setdefault(name, [])
-                of_tensor.append(Piece(file, offsets.get(name, (0,) * len(entry.shape)), entry.shape))
-                if len(of_tensor[0].sizes) != len(entry.shape):
-                    first = of_tensor[0].file.path.name
-                    raise BadTensorFile(f"{name!r} does not have the same number of dimensions as in {first}")
-        except (OSError, BadTensorFile) as error:
-            reason = str(error) if isinstance(error, BadTensorFile) else describe_failure(error)
-            raise CheckpointError(f"{shard} cannot be read ({reason}); use another checkpoint") from None
-    return pieces
-
-
-def whole_shape(pieces: Sequence[Piece]) -> tuple[int, ...]:
-    """The shape of the tensor that consists of these pieces."""
-    ends = [[a + b for a, b in zip(piece.offsets, piece.sizes, strict=True)] for piece in pieces]
-    return tuple(max(dimension) for dimension in zip(*ends, strict=True))
-
-
-def _offsets_in(file: TensorFile) -> dict[str, tuple[int, ...]]:
-    """The offsets of each part in its tensor; empty for a file that holds whole tensors."""
-    text = file.metadata.get(SHARDING_INFO)
-    if text is None:
-        return {}
-    try:
-        header = parse_json(text)
-    except ValueError:
-        raise BadTensorFile(f"its {SHARDING_INFO} is not JSON") from None
-    offsets_by_name = {}
-    for name, entry in file.entries.items():
-        part: Any = header.get(name) if isinstance(header, dict) else None
-        offsets: Any = part.get("saved_offsets") if isinstance(part, dict) else None
-        is_list = isinstance(offsets, list) and len(offsets) == len(entry.shape)
-        if not is_list or not all(type(number) is int and 0 <= number < 2**62 for number in offsets):
-            raise BadTensorFile(f"its {SHARDING_INFO} lacks the offsets of {name!r}")
-        offsets_by_name[name] = tuple(offsets)
-    return offsets_by_name
+_BYTES_AT_ONCE = 8 * 2**20
 
 
 class ShardReader(HuggingFaceStorageReader):
     """PyTorch's safetensors reader, but with checked headers, and without mapping files into memory."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(str(path))
-        self._pieces = pieces_of(path)
+    def __init__(self, contents: Contents) -> None:
+        super().__init__(str(contents.path))
+        self._pieces = contents.pieces
 
     def read_metadata(self) -> Metadata:
         """The contents of the checkpoint, for the planner."""
@@ -101,19 +49,32 @@ class ShardReader(HuggingFaceStorageReader):
         return Metadata(tensors, storage_data=files, storage_meta=StorageMeta(load_id=self.load_id))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fills the tensors of a load plan."""
+        """Fills the tensors of a load plan, one file after the other."""
+        by_file: dict[Path, list[ReadItem]] = defaultdict(list)
         for item in plan.items:
-            file: TensorFile = self.storage_data[item.storage_index]
-            target = planner.resolve_tensor(item).detach()
-            target.copy_(_read(file, item.storage_index.fqn, item.storage_offsets, item.lengths))
-            planner.commit_tensor(item, target)
+            by_file[self.storage_data[item.storage_index].path].append(item)
+        for items in by_file.values():
+            source: TensorFile = self.storage_data[items[0].storage_index]
+            with source.open() as file:
+                for item in items:
+                    target = planner.resolve_tensor(item).detach()
+                    _read_into(target, source, file, item)
+                    planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
 
-def _read(file: TensorFile, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+def _read_into(target: torch.Tensor, source: TensorFile, file: FileIO, item: ReadItem) -> None:
+    """Copies a part of a tensor to its place, some rows at a time: host memory need not hold more than that."""
+    name, offsets, lengths = item.storage_index.fqn, item.storage_offsets, item.lengths
     if not offsets:
-        return file.tensor(name)
-    rows = file.rows(name, offsets[0], offsets[0] + lengths[0])
-    return rows[(slice(None), *(slice(a, a + b) for a, b in zip(offsets[1:], lengths[1:], strict=True)))]
+        target.copy_(source.tensor(name, file))
+        return
+    row = source.entries[name].shape[1:]
+    at_once = max(1, _BYTES_AT_ONCE // max(1, math.prod(row) * source.dtype(name).itemsize))
+    columns = tuple(slice(start, start + length) for start, length in zip(offsets[1:], lengths[1:], strict=True))
+    for start in range(0, lengths[0], at_once):
+        stop = min(start + at_once, lengths[0])
+        rows = source.rows(name, offsets[0] + start, offsets[0] + stop, file)
+        target[start:stop].copy_(rows[(slice(None), *columns)])

@@ -19,12 +19,11 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from unisono.checkpoint.all_ranks import RanksFailed, describe_failure, on_all_ranks
 from unisono.checkpoint.commit import begin, check_shard, commit, discard, prune, write_best
+from unisono.checkpoint.contents import describe
 from unisono.checkpoint.find import leftovers, leftovers_until, step_folder, validate
-from unisono.checkpoint.load import describe
 from unisono.checkpoint.manifest import FileEntry, read_manifest
 from unisono.checkpoint.shards import shard_name, write_shards
 from unisono.checkpoint.snapshot import Snapshot, State, check_names, fingerprint, shapes_of
@@ -92,8 +91,7 @@ class Saver:
         self._rank, self._world, self._group = rank, world, group
         self._keep_last, self._asynchronous, self._identity = keep_last, asynchronous, dict(identity)
         self._injector, self._replaces = injector or Injector(), replaces
-        mesh = None if group is None else DeviceMesh.from_group(group, "cpu")
-        self._snapshot = Snapshot(rank, world, mesh)
+        self._snapshot = Snapshot(rank, world)
         # Only what exists before our first save: later leftovers could belong to a run that is still alive.
         self._leftovers = leftovers(folder) if rank == 0 else []
         self._unmarked: tuple[int, Best] | None = None  # the best checkpoint, while best.json could not be written
@@ -236,7 +234,7 @@ class Saver:
         def before() -> None:
             self._injector.at("save-write", attempt.step)
 
-        write_shards(attempt.parts, staging, rank=self._rank, world=self._world, group=self._group, before=before)
+        write_shards(attempt.parts, staging, rank=self._rank, world=self._world, before=before)
 
     def _check_shard(self, attempt: _Attempt, staging: Path) -> dict[str, FileEntry]:
         self._injector.at("save-check", attempt.step)

@@ -1,7 +1,8 @@
 """Copies to host memory what this rank writes to a checkpoint, between two training steps.
 
 Training can then change its tensors while a thread writes the copy. A tensor that every rank holds (ddp) is copied and
-written by one rank only, so N ranks need the host memory of one copy. Buffers are reused by the next save. For tensors
+written by one rank only, and a shard that several ranks hold (hsdp) by one of them, so N ranks need the host memory of
+one copy. Buffers are reused by the next save. For tensors
 on a GPU they are page-locked, and `warm_up` allocates them in advance.
 """
 
@@ -17,20 +18,23 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from unisono.parallel.shard_mesh import on_host
+
 State = Mapping[str, torch.Tensor]
 """Tensors by name ("model.<name>", "ema.<name>", "optimizer.<name>.<slot>"): plain tensors are equal on every rank,
-DTensors are sharded across all ranks."""
+DTensors are sharded across all ranks, or across groups of ranks that hold the same shards."""
 
+_SMALL = 2**20  # bytes
 _WRAPPER = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp[^.]*)(\.|$)")
 
 
 class Snapshot:
     """Copies this rank's part of a state; each copy overwrites the previous one."""
 
-    def __init__(self, rank: int, world: int, mesh: DeviceMesh | None) -> None:
+    def __init__(self, rank: int, world: int) -> None:
         self._rank = rank
         self._world = world
-        self._mesh = mesh
+        self._host_meshes: dict[DeviceMesh, DeviceMesh] = {}
         self._buffers: dict[str, torch.Tensor] = {}
         self._warming: threading.Thread | None = None
 
@@ -72,10 +76,12 @@ class Snapshot:
 
     def _share(self, state: State) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """What this rank writes: (name, tensor, local part)."""
-        writers = writer_of_each(state, self._world)
+        writers, replicas = writer_of_each(state, self._world), replica_of_each(state, self._world)
         for name, tensor in state.items():
             local = _local(tensor.detach())
             if writers.get(name, self._rank) != self._rank:
+                continue
+            if name in replicas and replicas[name] != _replica(tensor)[0]:
                 continue
             if name in writers or local.numel() > 0:  # the last shards of an uneven split may be empty
                 yield name, tensor.detach(), local
@@ -97,15 +103,16 @@ class Snapshot:
         return buffer
 
     def _as_shard(self, buffer: torch.Tensor, original: torch.Tensor) -> DTensor:
-        assert isinstance(original, DTensor) and self._mesh is not None
-        if original.device_mesh.ndim != 1 or original.device_mesh.size() != self._world:
-            raise ValueError(
-                f"a sharded tensor must be sharded over all {self._world} ranks, not over {original.device_mesh}"
-            )
+        assert isinstance(original, DTensor)
+        mesh = original.device_mesh
+        if mesh.size() != self._world:
+            raise ValueError(f"a sharded tensor must be on all {self._world} ranks, not on {mesh}")
+        if mesh not in self._host_meshes:
+            self._host_meshes[mesh] = on_host(mesh)
         # Without shape and stride, DTensor assumes local size x ranks, which is wrong for uneven shards.
         return DTensor.from_local(
             buffer,
-            self._mesh,
+            self._host_meshes[mesh],
             original.placements,
             run_check=False,
             shape=original.shape,
@@ -114,15 +121,46 @@ class Snapshot:
 
 
 def writer_of_each(state: State, world: int) -> dict[str, int]:
-    """The rank that writes each tensor that all ranks hold: largest first, to the rank with the fewest bytes so far."""
-    whole = {name: tensor for name, tensor in state.items() if not _is_sharded(tensor, world)}
-    load = [0] * world
-    writers: dict[str, int] = {}
-    for name in sorted(whole, key=lambda name: (-whole[name].numel() * whole[name].element_size(), name)):
-        writer = load.index(min(load))
-        writers[name] = writer
-        load[writer] += max(1, whole[name].numel() * whole[name].element_size())
+    """The rank that writes each tensor that all ranks hold.
+
+    Largest first, to the rank with the fewest bytes so far. But of a sharded state, rank 0 writes the small ones (an
+    optimizer has some for each weight): a rank that resumes then needs its own file and rank 0's, not those of all.
+    """
+    sizes = {
+        name: max(1, tensor.numel() * tensor.element_size())
+        for name, tensor in state.items()
+        if not _is_sharded(tensor, world)
+    }
+    has_shards = len(sizes) < len(state)
+    writers = {name: 0 for name, size in sizes.items() if has_shards and size <= _SMALL}
+    load = [sum(sizes[name] for name in writers), *[0] * (world - 1)]
+    for name in sorted(sizes.keys() - writers.keys(), key=lambda name: (-sizes[name], name)):
+        writers[name] = load.index(min(load))
+        load[writers[name]] += sizes[name]
     return writers
+
+
+def replica_of_each(state: State, world: int) -> dict[str, int]:
+    """The replica that writes each sharded tensor, if there are several: largest first, to the one with the fewest
+    bytes so far."""
+    shards = {name: tensor for name, tensor in state.items() if _is_sharded(tensor, world)}
+    num_replicas = max((_replica(tensor)[1] for tensor in shards.values()), default=1)
+    load, replicas = [0] * num_replicas, {}
+    for name in sorted(shards, key=lambda name: (-shards[name].numel() * shards[name].element_size(), name)):
+        replicas[name] = load.index(min(load))
+        load[replicas[name]] += shards[name].numel() * shards[name].element_size()
+    return replicas
+
+
+def _replica(tensor: torch.Tensor) -> tuple[int, int]:
+    """The number of the replica that this rank holds of a sharded tensor, and how many there are."""
+    assert isinstance(tensor, DTensor)
+    number, count = 0, 1
+    for dimension, placement in enumerate(tensor.placements):
+        if not isinstance(placement, Shard):
+            size = tensor.device_mesh.size(dimension)
+            number, count = number * size + tensor.device_mesh.get_local_rank(dimension), count * size
+    return number, count
 
 
 def shapes_of(state: State) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

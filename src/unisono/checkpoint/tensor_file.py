@@ -62,11 +62,16 @@ class TensorFile:
         """Reads and checks the header; raises BadTensorFile or OSError if that fails."""
         self.path = Path(path)
         with self._open() as file:
-            info = self._info = os.fstat(file.fileno())
+            info = os.fstat(file.fileno())
             header, begin = _read_header(file.fileno(), info.st_size)
+        self._size, self._identity = info.st_size, _identity(info)
         self.metadata = _metadata(header.pop("__metadata__", {}))
         self.entries = {name: _entry(name, fields, begin) for name, fields in header.items()}
         _check_ranges(self.entries, begin, info.st_size)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What other ranks get, so that they need not read the header; inode numbers may differ between machines."""
+        return vars(self) | {"_identity": None}
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype of a tensor."""
@@ -75,38 +80,48 @@ class TensorFile:
             raise BadTensorFile(f"{name!r} has dtype {self.entries[name].dtype}, which unisono cannot read")
         return dtype
 
-    def tensor(self, name: str) -> Tensor:
-        """A whole tensor."""
+    def tensor(self, name: str, file: FileIO | None = None) -> Tensor:
+        """A whole tensor; `file` is the result of `open` if the caller reads several tensors."""
         entry = self.entries[name]
-        return self._read(name, entry.shape, entry.start)
+        return self._read(name, entry.shape, entry.start, file)
 
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
+    def rows(self, name: str, start: int, stop: int, file: FileIO | None = None) -> Tensor:
         """The rows start..stop-1 of a tensor's first dimension; reads nothing else."""
         entry = self.entries[name]
         if not entry.shape:
             raise BadTensorFile(f"{name!r} is a scalar and has no rows")
         start, stop, _ = slice(start, stop).indices(entry.shape[0])
         row = math.prod(entry.shape[1:]) * self.dtype(name).itemsize
-        return self._read(name, (max(0, stop - start), *entry.shape[1:]), entry.start + start * row)
+        return self._read(name, (max(0, stop - start), *entry.shape[1:]), entry.start + start * row, file)
 
-    def _read(self, name: str, shape: tuple[int, ...], start: int) -> Tensor:
+    def open(self) -> FileIO:
+        """Opens the file to read several tensors; BadTensorFile if it is not the one whose header was read."""
+        file = self._open()
+        info = os.fstat(file.fileno())
+        is_same = _identity(info) == self._identity if self._identity else info.st_size == self._size
+        if not is_same:
+            file.close()
+            raise BadTensorFile("it was replaced while it was being read")
+        return file
+
+    def _read(self, name: str, shape: tuple[int, ...], start: int, file: FileIO | None) -> Tensor:
+        if file is None:
+            with self.open() as own_file:
+                return self._read(name, shape, start, own_file)
         tensor = torch.empty(shape, dtype=self.dtype(name))
         if not tensor.numel():
             return tensor
         target: Any = tensor.reshape(-1).view(torch.uint8).numpy()
         buffer = memoryview(target)
-        with self._open() as file:
-            if _identity(os.fstat(file.fileno())) != _identity(self._info):
-                raise BadTensorFile("it was replaced while it was being read")
-            while buffer:
-                count = os.preadv(file.fileno(), [buffer[:_AT_ONCE]], start)
-                if count == 0:
-                    raise BadTensorFile(f"it ends inside {name!r}")
-                buffer, start = buffer[count:], start + count
+        while buffer:
+            count = os.preadv(file.fileno(), [buffer[:_AT_ONCE]], start)
+            if count == 0:
+                raise BadTensorFile(f"it ends inside {name!r}")
+            buffer, start = buffer[count:], start + count
         return tensor
 
     def _open(self) -> FileIO:
-        # Opened for each read: a checkpoint has one file per rank, and a process may keep only about 1,000 files open.
+        # Not kept open: a checkpoint has one file per rank, and a process may keep only about 1,000 files open.
         try:
             return open_regular(self.path)
         except NotRegular as error:

@@ -1,1 +1,1 @@
-"""The commands of `unisono`, one file each: parses arguments, calls the engine, prints, and sets the exit code."""
+"""The commands of `unisono`, one file each: they parse arguments, call the engine and print results."""

@@ -1,8 +1,8 @@
 """Command-line parsing, the same for every command.
 
-argparse with four conventions: a flag may be written with hyphens or underscores; flags cannot be abbreviated; an
-error is one line that suggests the nearest flag (exit code 2); `train`, `verify` and `slurm` pass flags that are not
-their own on to the settings of the recipe.
+argparse with four conventions: a flag may be written with hyphens or underscores; flags cannot be abbreviated; an error
+is one line that suggests the nearest flag (exit code 2); `train`, `verify` and `slurm` treat all flags except their own
+as settings of the run.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any, NamedTuple, NoReturn
 from unisono.errors import ConfigError, UserError
 
 _SIMILAR = 0.7
-_VERY_SIMILAR = 0.85  # a flag that is no setting and this close to one of the command's own is a typo
+_VERY_SIMILAR = 0.85  # a flag that is not a setting and is this similar to one of the command's own flags is a typo
 
 
 class Parser(argparse.ArgumentParser):
     """The parser of one command."""
 
     def __init__(self, command: str, description: str, **options: Any) -> None:
-        self._spellings: dict[str, str] = {}  # with underscores -> as declared
+        self._spellings: dict[str, str] = {}  # the name with underscores -> the name as declared
         self._command = command
         super().__init__(prog=f"unisono {command}", description=description, allow_abbrev=False, **options)
 
@@ -44,11 +44,11 @@ class Parser(argparse.ArgumentParser):
             "the run has one (default: auto)",
         )
         self.add_argument(
-            "--recipe", metavar="FILE.PY:CLASS", help="where the recipe is now, if it has moved since the run"
+            "--recipe", metavar="FILE.PY:CLASS", help="location of the recipe, if it has moved since the run"
         )
 
     def error(self, message: str) -> NoReturn:
-        """Raises a ConfigError of one line, where argparse would print the usage and exit."""
+        """Raises a one-line ConfigError; argparse would print the usage and exit."""
         raise ConfigError(f"{message.removeprefix('argument ')}; see unisono {self._command} --help")
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
@@ -69,7 +69,7 @@ class Parser(argparse.ArgumentParser):
         return self.parse_known_args([self._as_declared(argument) for argument in argv])
 
     def reject_typos(self, flags: Sequence[str]) -> None:
-        """Raises ConfigError for a flag that is no setting but close to one of this command's own."""
+        """Raises ConfigError for a flag that is not a setting but similar to one of this command's own flags."""
         from unisono.config.fields import fields_by_name
         from unisono.settings import Settings
 
@@ -102,7 +102,7 @@ class StoreOnce(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         if getattr(namespace, self.dest) != self.default:
-            raise argparse.ArgumentError(self, "is given twice")
+            raise argparse.ArgumentError(self, "is set twice")
         setattr(namespace, self.dest, values)
 
 
@@ -144,7 +144,7 @@ class TrainingParser(Parser):
         self.reject_typos(flags)
         if not has_recipe and not options.help:
             command = f"unisono {self._command}"
-            raise UserError(f"{self._command}: no recipe is given; for instance: {command} my_file.py:MyRecipe")
+            raise UserError(f"{self._command}: the recipe is missing; for instance: {command} my_file.py:MyRecipe")
         return TrainingCommand(argv[0] if has_recipe else "", options.config, flags, options)
 
 

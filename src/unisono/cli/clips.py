@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from unisono.recipes.clips.trained import VideoScorer
     from unisono.recipes.clips.video.footage import Footage
 
-_LONG_S = 120  # seconds; progress on longer videos is also shown without a terminal
+_LONG_S = 120  # in seconds; for longer videos, progress is shown even without a terminal
 
 
 def main(argv: list[str], scorer: Callable[[Path], Any] | VideoScorer | None = None) -> int:
-    """Runs the command; a caller that passes a scorer needs no run."""
+    """Runs the command; a caller may pass a scorer instead of a run."""
     options = _options(argv, needs_run=scorer is None)
     from unisono.recipes.clips.page.output_folders import output_folders
 
@@ -51,7 +51,7 @@ def main(argv: list[str], scorer: Callable[[Path], Any] | VideoScorer | None = N
         except UserError as error:
             if len(options.videos) == 1:
                 raise
-            failed += 1  # go on with the other videos
+            failed += 1  # continue with the other videos
             print(f"unisono: {error}", file=sys.stderr)
     if failed:
         print(f"unisono: {failed} of {len(options.videos)} videos failed, for the reasons above", file=sys.stderr)
@@ -66,7 +66,7 @@ def _options(argv: list[str], *, needs_run: bool) -> argparse.Namespace:
     )
     parser.add_argument("videos", type=Path, nargs="+", metavar="VIDEO", help="videos to cut")
     parser.add_argument(
-        "--run", type=Path, metavar="RUN", required=needs_run, help="run folder of a trained recipe `clips`"
+        "--run", type=Path, metavar="RUN", required=needs_run, help="folder of a trained run of the recipe `clips`"
     )
     parser.add_argument(
         "--output_dir", type=Path, metavar="FOLDER", default=Path("clips"), help="output folder (default: clips)"
@@ -152,7 +152,7 @@ def _scorer(options: argparse.Namespace, scorer: Callable[[Path], Any] | VideoSc
 
 
 def _check_run(options: argparse.Namespace) -> None:
-    """Refuses a run of another recipe, and a step that the run does not have, before anything is loaded."""
+    """Rejects a run of another recipe, or a step that the run does not have, before anything is loaded."""
     from unisono.checkpoint.find import is_step, list_steps
     from unisono.engine.start.registry import BUILT_IN
     from unisono.observe.folder import RunFolder

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def usable_device(name: str) -> torch.device:
-    """Returns the torch device of that name after a test allocation; `auto` is the first GPU, or the CPU."""
+    """Returns the torch device with this name, after a test allocation; `auto` is the first GPU, or the CPU."""
     import torch
 
     try:

@@ -55,12 +55,12 @@ class Check:
 
 @dataclass(frozen=True)
 class Machine:
-    """Facts about this machine, on which the checks are based."""
+    """Facts about this machine that the checks evaluate."""
 
     packages: Mapping[str, str | None] = field(default_factory=dict)
     """Version of each package that unisono uses; None if it is not installed."""
     optional: Mapping[str, str] = field(default_factory=dict)
-    """Packages that only an extra needs -> the extra."""
+    """Optional packages, and the extra that needs each of them."""
     torch_error: str = ""
     cuda_build: str | None = None
     cuda_works: bool = False
@@ -278,7 +278,7 @@ def check_launcher(environ: Mapping[str, str] = os.environ) -> Check:
 
 
 def check_output_dir(output_dir: str) -> Check:
-    """Checks that a run can write there, with an unnamed temporary file in the nearest folder that exists."""
+    """Checks that a run can write to this folder, with a temporary file in the nearest existing parent."""
     path = Path(output_dir).absolute()
     nearest = next(folder for folder in (path, *path.parents) if folder.exists())
     try:

@@ -26,7 +26,7 @@ def follow(job: int, run: Path, total_steps: int | None) -> int:
     try:
         while True:
             state = job_state(job)
-            description = "ended; SLURM no longer knows how" if state is None else state.describe()
+            description = "ended; SLURM no longer has its exit code" if state is None else state.describe()
             is_over = state is None or state.is_over
             run_log.print_new(final=is_over)
             if description != previous:
@@ -49,7 +49,7 @@ def _exit_code(state: JobState | None, last_event: str) -> int:
 
 
 class _RunLog:
-    """Prints what the job adds to the run's events and metrics."""
+    """Prints events and metrics as the job appends them to the run's files."""
 
     def __init__(self, run: Path, total_steps: int | None) -> None:
         self._total_steps = total_steps
@@ -59,7 +59,7 @@ class _RunLog:
         self.last_event = ""
 
     def print_new(self, *, final: bool) -> None:
-        """Prints new events, and the newest step if the last one was printed some time ago or this is the end."""
+        """Prints new events, and the newest step if it is due or the job has ended."""
         for event in self._events.new_records():
             self.last_event = str(event.get("kind", ""))
             if self.last_event not in _HIDDEN_EVENTS:

@@ -1,4 +1,4 @@
-"""`unisono COMMAND …`: runs the command's module and turns its end into an exit code."""
+"""`unisono COMMAND …`: runs the command's module and returns its exit code."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs a command and returns the exit code; a user error is one line on stderr."""
     argv = sys.argv[1:] if arguments is None else arguments
     if argv[:1] == ["train"] and not _only_prints(argv):
-        return _exit_code(argv) or EXIT_DONE  # training survives a broken stdout, which belongs to the recipe
+        return _exit_code(argv) or EXIT_DONE  # stdout belongs to the recipe, and training continues if it breaks
     with watched_stdout() as output:
         code = _exit_code(argv, output)
         if output is None:
@@ -63,7 +63,7 @@ def _only_prints(argv: list[str]) -> bool:
 
 
 def _exit_code_without_stdout(argv: list[str], code: int | None, output: Output) -> int:
-    """Returns the exit code of a command whose stdout failed; `code` is None if that interrupted the command."""
+    """Returns the exit code of a command whose stdout failed; `code` is None if the failure interrupted the command."""
     output.discard_rest()
     assert output.failure is not None
     if isinstance(output.failure, BrokenPipeError):  # the reader closed the pipe: unisono train --help | head

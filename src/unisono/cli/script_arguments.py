@@ -1,4 +1,4 @@
-"""For scripts in examples/ that accept the flags of an original script and pass the rest to `unisono train`."""
+"""Helps the scripts in examples/ to accept the flags of an original script and pass the rest to `unisono train`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ArgumentReader:
 
 
 def flag_name(argument: str) -> str:
-    """Returns the name of a flag, with underscores; empty for an argument that is no flag."""
+    """Returns the name of a flag, with underscores; empty if the argument is not a flag."""
     is_flag = argument.startswith("--")
     return argument.partition("=")[0].removeprefix("--").replace("-", "_") if is_flag else ""
 

@@ -1,4 +1,4 @@
-"""`unisono seo SITE [--run RUN]`: reports on a site by rules and, with a trained run, by learned scores."""
+"""`unisono seo SITE [--run RUN]`: reports on a site, by fixed rules and by the scores of a trained run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str], model: Model | None = None) -> int:
-    """Runs the command; a caller that passes a model needs no run."""
+    """Runs the command; a caller may pass a model instead of a run."""
     options = _options(argv)
     queries = _queries(options.queries) if options.queries else []
     from unisono.formatting import format_count
@@ -77,13 +77,13 @@ def _options(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="folder to write to (default: seo/NAME)")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier report in that folder")
-    parser.add_argument("--fetch", action="store_true", help="fetch web addresses: SITE, or those that SITE lists")
+    parser.add_argument("--fetch", action="store_true", help="fetch from the web: SITE, or the URLs that it lists")
     parser.add_argument(
         "--private_host",
         action="append",
         default=[],
         metavar="HOST",
-        help="allow --fetch to connect to this host of the local network; repeatable",
+        help="allow --fetch to connect to this host in the local network; repeatable",
     )
     parser.add_argument(
         "--most_pages", type=int, metavar="N", help="read at most this many pages (default: all; 1,000 with --fetch)"
@@ -105,7 +105,7 @@ def _file_name(name: str) -> str:
 
 
 def _check_output(folder: Path, overwrite: bool) -> None:
-    """Raises ConfigError for an unusable output folder, before the site is read, which may take an hour."""
+    """Raises ConfigError for an unusable output folder before reading the site, which may take an hour."""
     from unisono.recipes.seo.site.report import FILES
 
     for path in (folder, *folder.parents):
@@ -120,7 +120,7 @@ def _check_reached(name: str, findings: Findings) -> None:
     """Raises ConfigError for a site without a readable page, because an empty report would look like a result."""
     if findings.pages and all(page.unreadable for page in findings.pages):
         count = len(findings.pages)
-        which = "the page cannot be read" if count == 1 else f"none of its {count:,} pages could be read; the first"
+        which = "the page cannot be read" if count == 1 else f"none of the {count:,} pages can be read; the first one"
         raise ConfigError(one_line(f"{name}: {which}: {findings.pages[0].unreadable}; no report was written"))
 
 

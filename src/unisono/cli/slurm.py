@@ -126,10 +126,10 @@ def _check(kind: type[Recipe], resolved: Resolved) -> None:
     for name, instead in _SRUN_DECIDES.items():
         if resolved.explicit(name):
             raise ConfigError(f"{name}: under SLURM srun starts the ranks; use --{instead.replace('_', '-')} instead")
-    check_run(kind, resolved)  # now, and not when the job has waited for hours in a queue
+    check_run(kind, resolved)  # checks now, and not after the job has waited in a queue for hours
     if settings.run.resume == "never":
         raise ConfigError(
-            "resume: never would refuse to continue after a requeue; leave it out and use a new output_dir"
+            "resume: never would prevent the job from continuing after a requeue; remove it and use a new output_dir"
         )
 
 
@@ -140,7 +140,7 @@ def _job(options: argparse.Namespace, resolved: Resolved, recipe: str, training:
         if (value := getattr(options, field.name, None)) is not None
     }
     job_name = resources.pop("job_name", "") or _plain(recipe.rpartition(":")[2] or recipe).lower()
-    # Chosen when the script is written, so that a requeued job, or the same script submitted again, continues in it.
+    # Chosen when the script is written, so that a requeued job, or the same script submitted again, continues this run.
     output = resolved.values["output_dir"] or f"runs/{job_name}-{time.strftime('%Y%m%d-%H%M%S')}"
     output_flag = () if resolved.explicit("output_dir") else (f"--output_dir={output}",)
     job = BatchJob(
@@ -158,7 +158,7 @@ def _job(options: argparse.Namespace, resolved: Resolved, recipe: str, training:
     strategy = resolved.values["strategy"]
     if strategy in ("single", "dp") and job.ranks > 1:
         raise ConfigError(
-            f"strategy {strategy} is for one process, and this job has {job.ranks}; use ddp, fsdp or auto"
+            f"strategy {strategy} is for one process, but this job has {job.ranks} ranks; use ddp, fsdp or auto"
         )
     return job
 
@@ -171,7 +171,7 @@ def _variable(text: str) -> tuple[str, str]:
 
 
 def _plain(name: str) -> str:
-    """Returns the name with all characters replaced that are not allowed in the name of a file or job."""
+    """Replaces all characters that are not allowed in the name of a file or job."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).lstrip("-.") or "run"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Output:
-    """Wraps a stream and remembers its failure, to tell it from an OSError that has another origin."""
+    """Wraps a stream and records its failure, to distinguish it from other OSErrors."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream

@@ -37,10 +37,10 @@ def parser() -> TrainingParser:
 
 
 def main(argv: list[str]) -> int:
-    """Runs the command; 0 done, 75 stopped by a signal with a checkpoint."""
+    """Runs the command; returns 0 when done, or 75 if a signal stopped the run with a checkpoint."""
     note_start_folder()
     if not {"RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"} & os.environ.keys():
-        stop_before_start()  # importing torch takes seconds
+        stop_before_start()  # before importing torch, which takes seconds
     return with_outcome(lambda: _train(argv))
 
 

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 _DESCRIPTION = """Prove that a recipe trains the same on 1 and on N ranks.
 
 Trains the same few steps on each number of ranks, with one and with several micro-batches, under each strategy, and
-compares losses, metrics and weights with the first of these runs, the reference. The reference runs twice, to tell a
-recipe that never repeats itself from one that depends on the number of ranks. Dropout is off, because each rank draws
-its own. On a machine with fewer GPUs than ranks, several ranks share a GPU.
+compares losses, metrics and weights with the first of these runs, the reference. The reference runs twice, to
+distinguish a recipe that is not repeatable from one that depends on the number of ranks. Dropout is off, because each
+rank draws its own. On a machine with fewer GPUs than ranks, several ranks share a GPU.
 
 Every setting of `unisono train` is also a flag here: --gpus 0 verifies on the CPU, and --eval_every -1 skips the
 evaluation at the end of each run and the comparison of its metrics.
@@ -33,7 +33,7 @@ Exit codes: 0 all runs are the same, 1 a run differs, 2 user error, 3 a run fail
 
 def _parser() -> TrainingParser:
     parser = TrainingParser(
-        "verify", "RECIPE [--ranks 1,2] [--steps 5] [--strategies ddp,fsdp] [settings]", _DESCRIPTION
+        "verify", "RECIPE [--ranks 1,2] [--steps 5] [--strategies ddp,fsdp,hsdp] [settings]", _DESCRIPTION
     )
     parser.add_argument(
         "--ranks",
@@ -47,7 +47,8 @@ def _parser() -> TrainingParser:
         "--strategies",
         default="ddp",
         metavar="S,S",
-        help="strategies for more than one rank: ddp, fsdp or ddp,fsdp (default: ddp)",
+        help="strategies for more than one rank: ddp, fsdp, hsdp, or several of them. hsdp is fsdp with the largest "
+        "shard_size that gives several copies of the weights, or with --shard_size (default: ddp)",
     )
     parser.add_argument(
         "--precision",
@@ -60,7 +61,7 @@ def _parser() -> TrainingParser:
 
 
 def main(argv: list[str]) -> int:
-    """Runs the command; 1 when a run differs, 3 when one failed."""
+    """Runs the command; returns 1 if a run differs, 3 if a run failed."""
     parser = _parser()
     recipe, config, flags, options = parser.parse_training(argv)
     if options.help:
@@ -74,14 +75,16 @@ def main(argv: list[str]) -> int:
         raise ConfigError(
             f"--ranks {max(ranks)}: one process per rank is too many for this machine; use at most {most}"
         )
-    # At least two, because the reference is repeated in another process. They import torch while this one does.
+    # At least two processes, because the reference is repeated in another one. They import torch while this process
+    # does.
     with WarmRanks(COMMAND, max(2, *ranks)) as warm:
         kind = load_recipe(recipe)
         resolved = configure(kind, file=config, flags=flags)
         from unisono.engine.verification.verify import VariantFailed, VerifyPlan, verify
 
         precision = options.precision or kind.verify_precision
-        plan = VerifyPlan(ranks, steps, tuple(options.strategies.split(",")), precision)
+        context = max(1, resolved.values["context_parallel"])  # verify() rejects others
+        plan = VerifyPlan(ranks, steps, tuple(options.strategies.split(",")), precision, context)
         try:
             verdict = verify(recipe, resolved, plan, lambda text: print(text, file=sys.stderr, flush=True), warm)
         except VariantFailed as error:
@@ -138,7 +141,7 @@ def print_verdict(verdict: Verdict, plan: VerifyPlan) -> int:
 
 def _cells(result: VariantResult) -> list[str]:
     variant, differences = result.variant, result.differences
-    cells = [str(variant.ranks), variant.strategy, f"{variant.micro_batches} x {variant.micro_batch}"]
+    cells = [str(variant.ranks), variant.layout, f"{variant.micro_batches} x {variant.micro_batch}"]
     if differences is None:
         return [*cells, "", "", "", "FAILED"]
     gaps = (differences.loss, differences.metric, differences.weight)
@@ -149,7 +152,7 @@ def _cells(result: VariantResult) -> list[str]:
 
 
 def _why(result: VariantResult, results: Sequence[VariantResult], plan: VerifyPlan) -> str:
-    """Describes what differs, and the possible causes, the likeliest first."""
+    """Describes what differs and the possible causes, most likely first."""
     assert result.differences is not None
     differences = result.differences.describe()
     if result.role == "repeat":

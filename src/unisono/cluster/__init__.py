@@ -1,4 +1,4 @@
-"""Processes and machines: who this process is, how ranks are started and restarted, how they agree, how they stop.
+"""Processes and machines: detects this process's rank, starts and restarts ranks, lets them agree, and stops them.
 
 The path of a run through this package: `environment.py` finds out which launcher started this process; `launch/` starts
 ranks and restarts them; `rendezvous/` brings the launchers of several machines together; in each rank
@@ -8,6 +8,6 @@ the same decision, and `outcome.py` records how the rank ended. `hangs/` finds r
 
 `lifetime.py` makes ranks die with their launcher, `awake_clock.py` measures time without suspensions, `ports.py` names
 the process that uses a port, `shared_folder.py` checks that all machines see one output folder, `allreduce.py` is the
-test of `unisono doctor`, and `own_loop.py` is for training loops that users write themselves. Nothing in this package
-knows what training is.
+communication test of `unisono doctor`, and `own_loop.py` is for training loops that users write themselves. Nothing in
+this package knows what training is.
 """

@@ -42,7 +42,7 @@ class Agreement:
     """Exchanges values between ranks. Collective: every rank creates it and calls each method at the same point."""
 
     def __init__(self, timeout: timedelta = COLLECTIVE_TIMEOUT, *, alone: bool = False) -> None:
-        """`timeout` limits how long a rank waits for the others; with `alone`, this rank never exchanges anything."""
+        """`timeout` limits how long a rank waits for the others; if `alone` is set, it exchanges nothing."""
         self._group: dist.ProcessGroup | None = None
         if not alone and dist.is_initialized() and dist.get_world_size() > 1:
             self._group = dist.new_group(backend="gloo", timeout=timeout)
@@ -65,6 +65,14 @@ class Agreement:
             return [value]
         values: list[T | None] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(values, value, group=self._group)
+        return values  # type: ignore[return-value]  # every entry is filled now
+
+    def gather(self, value: T) -> list[T] | None:
+        """Returns the values of all ranks, by rank, on rank 0 and None elsewhere. All ranks must call it."""
+        if self._group is None:
+            return [value]
+        values: list[T | None] | None = [None] * self._group.size() if self._group.rank() == 0 else None
+        dist.gather_object(value, values, dst=0, group=self._group)
         return values  # type: ignore[return-value]  # all filled now
 
     def broadcast(self, value: T) -> T:

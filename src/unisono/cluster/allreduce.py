@@ -1,8 +1,8 @@
 """Tests and times a real all-reduce between real processes, before a run needs it (`unisono doctor`).
 
 `measure` starts the ranks as `python -m unisono.cluster.allreduce ...`. They rendezvous through a file, which needs no
-free port, all-reduce known numbers, check the sum, and rank 0 writes the timings. A failure becomes one line: the error
-of the rank that failed, or which ranks were still waiting at the timeout.
+free port. They all-reduce known numbers and check the sum, and rank 0 writes the timings. A failure becomes one line:
+the error of the rank that failed, or which ranks were still waiting at the timeout.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A clock that counts only the time in which its owner was running.
 
-Ctrl-Z, SIGSTOP, a frozen container or a suspended job stops the process that watches as well as those that it watches.
-With an ordinary clock, the watcher would count its own pause as silence of the others and kill healthy ranks.
+Ctrl-Z, SIGSTOP, a frozen container or a suspended job stops the watching process together with the ranks that it
+watches. With an ordinary clock, the watcher would mistake its own pause for silence of the ranks and kill healthy ones.
 """
 
 from __future__ import annotations

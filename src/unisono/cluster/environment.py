@@ -29,7 +29,7 @@ ROUND = "UNISONO_ROUND"
 
 @dataclass(frozen=True)
 class World:
-    """This process among all processes of the run."""
+    """The position of this process among all processes of the run."""
 
     launcher: str
     rank: int = 0
@@ -43,11 +43,11 @@ class World:
     """Port of the ranks' TCPStore; 0 means any free one (a single process only)."""
     restart_count: int = 0
     started_before: bool = False
-    """Whether the launcher has started ranks of this run before: after a death, or because machines joined or left."""
+    """Whether the launcher restarted the ranks, after a death or because machines joined or left."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """The environment variables that this was read from."""
+    """The environment variables that these values were read from."""
     mixed_precision: str | None = None
-    """The value that `accelerate launch` passed (it always passes one, "no" by default)."""
+    """The mixed precision that `accelerate launch` passed (it always passes one, "no" by default)."""
     accumulation: int | None = None
     """Micro-batches per step that `accelerate launch` passed, if more than 1."""
 
@@ -89,7 +89,7 @@ class Environment(ABC):
 
 
 class Torchrun(Environment):
-    """torchrun, and what sets the same variables: `accelerate launch` and unisono's own launcher."""
+    """torchrun, and launchers that set the same variables: `accelerate launch` and unisono's own."""
 
     name = "torchrun"
 
@@ -127,7 +127,7 @@ class Torchrun(Environment):
 
 
 class SlurmStep(Environment):
-    """A task of `srun` with several tasks. A step of one task is plain: it may start ranks of its own."""
+    """A task of an `srun` step with several tasks. A step with one task counts as plain: it may start ranks itself."""
 
     name = "slurm"
 

@@ -1,7 +1,7 @@
-"""Makes sure that no process of a run outlives the one that started it, even after kill -9.
+"""Ensures that no process of a run outlives its parent, even after kill -9.
 
 A process asks the kernel to kill it when its parent dies. A rank does so before it imports torch, which takes seconds
-in which it could be orphaned; a loader worker does so as soon as it starts. Linux only; a no-op on other systems.
+in which its launcher may die; a loader worker does so as soon as it starts. Linux only; a no-op on other systems.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def die_with_parent() -> None:
         return
     before = os.getppid()
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        return  # some sandboxes forbid it; the launcher still kills its ranks when it can
+        return  # some sandboxes forbid this call; the launcher still kills its ranks when it can
     # The kernel sends no signal for a parent that died before the call above.
     parent = _expected_parent()
     now = os.getppid()
@@ -43,20 +43,20 @@ def die_with_parent() -> None:
 
 
 def flush_streams() -> None:
-    """Flushes stdout and stderr if they are still open."""
+    """Flushes stdout and stderr if they are open."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):  # AttributeError: closed before python began
             stream.flush()
 
 
 def end_process(status: int) -> NoReturn:
-    """Ends this process with `status`, even if a thread would keep it alive or make it crash while it exits.
+    """Ends this process with `status`, even if a thread would keep it alive or crash it on exit.
 
     Python waits forever for a thread that is not a daemon; a thread that is still in C++ code (an interrupted save)
     makes the interpreter abort.
     """
     flush_streams()
-    if threading.active_count() == 1 and "torch" not in sys.modules:  # torch has threads that python does not count
+    if threading.active_count() == 1 and "torch" not in sys.modules:  # torch's threads are not in Python's count
         sys.exit(status)
     atexit._run_exitfuncs()
     os._exit(status)

@@ -1,4 +1,4 @@
-"""How a rank ended: done, stopped, user error, failed or crashed.
+"""How a rank ended: done, stopped, user error, failed, crashed or out of memory.
 
 Each rank writes its outcome to `outcome_rank<r>.json` in the job folder before it exits (`write`; the caller is
 `engine/start/rank.py`). It exits with status 0 after a good end, also after a stop, because torch's elastic agent
@@ -26,12 +26,13 @@ from unisono.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USER_ERROR
 from unisono.formatting import LONGEST_MESSAGE, shorten_middle
 from unisono.tracebacks import truncate_lines
 
-Kind = Literal["done", "stopped", "user_error", "failed", "crashed"]
+Kind = Literal["done", "stopped", "user_error", "failed", "crashed", "out_of_memory"]
 
 _EXIT_CODES: dict[Kind, int] = {
     "user_error": EXIT_USER_ERROR,
     "failed": EXIT_FAILED,
     "crashed": EXIT_FAILED,
+    "out_of_memory": EXIT_FAILED,
     "stopped": EXIT_STOPPED,
     "done": EXIT_DONE,
 }  # in order of precedence
@@ -51,7 +52,7 @@ class Outcome:
     """How one rank ended.
 
     `done` and `stopped` (by a signal, with a checkpoint) are good ends; `user_error` and `failed` end the run; after
-    `crashed` the launcher restarts all ranks from the last checkpoint.
+    `crashed` and `out_of_memory` the launcher restarts all ranks from the last checkpoint.
     """
 
     kind: Kind
@@ -71,6 +72,11 @@ class Outcome:
     def is_final(self) -> bool:
         """Whether another attempt would end the same way."""
         return self.kind in ("user_error", "failed")
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether a restart after it counts towards max_restarts; not if the next attempt needs less memory."""
+        return self.kind != "out_of_memory"
 
     @property
     def blames_a_peer(self) -> bool:

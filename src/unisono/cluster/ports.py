@@ -16,7 +16,7 @@ def require_free(port: int, setting: str) -> None:
     families = [socket.AF_INET] + ([socket.AF_INET6] if socket.has_ipv6 else [])
     for family in families:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
-            # As the store's server does: a port with connections in TIME_WAIT only is free.
+            # Sets the same option as the store's server, so that a port with only TIME_WAIT connections counts as free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(("", port))

@@ -1,7 +1,7 @@
 """Creates torch's process group for this rank and destroys it again.
 
-Collectives on CUDA tensors use NCCL, those on CPU tensors use gloo. If two ranks share a GPU, which NCCL refuses, all
-collectives use gloo. A run of one process has no group.
+Collectives on CUDA tensors use NCCL, those on CPU tensors use gloo. If two ranks share a GPU, all collectives use gloo
+unless the user asks for NCCL (`backend.py`). A run of one process has no group.
 
 Ranks find each other's addresses through a TCPStore. Under an elastic agent the store outlives a restart, and the
 restarted ranks would read the addresses of dead ones (pytorch#135712). So each attempt uses its own key prefix.
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from unisono.cluster.backend import Backend, GroupBackend, choose_backend
 from unisono.cluster.ports import port_in_use
 from unisono.errors import UserError
 
@@ -40,20 +41,26 @@ _hosted: list[TCPStore] = []  # keeps the server alive until rank 0 exits: other
 
 
 def join_process_group(
-    world: World, device: torch.device, *, alone: bool = False, timeout_s: float = 600.0, gloo: bool = False
-) -> None:
-    """Creates the process group of the run; returns when all ranks have joined.
+    world: World, device: torch.device, *, alone: bool = False, timeout_s: float = 600.0, backend: Backend = "auto"
+) -> GroupBackend:
+    """Creates the process group of the run; returns how its ranks communicate when all of them have joined.
 
     A run of one process creates none unless `alone` is set (ddp and fsdp need one). `timeout_s` limits how long a rank
-    waits for the others to join; collectives have their own timeout (`COLLECTIVE_TIMEOUT`). With `gloo`, NCCL is not
-    used between GPUs either.
+    waits for the others to join; collectives have their own timeout (`COLLECTIVE_TIMEOUT`).
     """
     global _attempt
+    on_gpu = device.type == "cuda"
+
+    def chosen(gpus_are_shared: bool) -> GroupBackend:
+        return choose_backend(
+            backend, on_gpu=on_gpu, gpus_are_shared=gpus_are_shared, rank=world.rank, num_nodes=world.num_nodes
+        )
+
+    choice = chosen(gpus_are_shared=False)  # raises before this rank waits for the others
     if world.size == 1:
         if alone:
-            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not gloo else "gloo"
-            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-        return
+            dist.init_process_group(choice.name, store=HashStore(), rank=0, world_size=1)
+        return choice
     timeout = timedelta(seconds=timeout_s)
     agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = _store(world, timeout, host=world.rank == 0 and not agent_hosts)
@@ -66,22 +73,27 @@ def join_process_group(
             name = _agree_on_attempt_name(store, world, timeout_s) if agent_hosts else "attempt"
     _attempt = name
     own_store = PrefixStore(name, store)
-    nccl = device.type == "cuda" and not gloo and not _gpus_are_shared(own_store, world, device)
+    if choice.uses_nccl:
+        choice = chosen(_gpus_are_shared(own_store, world, device))
+    os.environ.update(choice.forced)  # NCCL reads them when it creates its first communicator
+    for variable, value in choice.defaults.items():
+        os.environ.setdefault(variable, value)
     dist.init_process_group(
-        backend="cpu:gloo,cuda:nccl" if nccl else "gloo",
+        backend=choice.name,
         store=own_store,
         rank=world.rank,
         world_size=world.size,
         timeout=COLLECTIVE_TIMEOUT,
-        device_id=device if nccl else None,
+        device_id=device if choice.uses_nccl else None,
     )
+    return choice
 
 
 def leave_process_group(*, together: bool = False) -> None:
     """Destroys the process group if there is one; never raises, because nothing depends on the group by then.
 
-    With `together`, a rank waits here until all ranks have arrived. srun and mpirun kill the remaining ranks as soon as
-    one exits with a code other than 0, such as the 75 of a rank that stopped with a checkpoint.
+    If `together` is set, a rank waits here until all ranks have arrived. srun and mpirun kill the remaining ranks as
+    soon as one exits with a code other than 0, such as the 75 of a rank that stopped with a checkpoint.
     """
     if dist.is_initialized():
         with contextlib.suppress(Exception):
@@ -106,8 +118,8 @@ def open_store(world: World, name: str, timeout_s: float) -> Store:
 
 
 def _gpus_are_shared(store: Store, world: World, device: torch.device) -> bool:
-    """Whether two ranks use the same GPU, which NCCL refuses. All ranks get the same answer."""
-    # By UUID: where a scheduler shows each rank only one GPU, every rank calls its own cuda:0.
+    """Whether two ranks use the same GPU. All ranks get the same answer."""
+    # Compares UUIDs: if a scheduler shows each rank only one GPU, every rank's GPU is cuda:0.
     store.set(f"gpu/{world.rank}", str(torch.cuda.get_device_properties(device).uuid))
     uuids = store.multi_get([f"gpu/{rank}" for rank in range(world.size)])
     return len(set(uuids)) < world.size

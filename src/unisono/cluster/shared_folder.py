@@ -1,4 +1,4 @@
-"""Checks before training that all machines see the same output folder, so that the first save cannot fail."""
+"""Checks before training that all machines see the same output folder; otherwise the first save would fail."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unisono.cluster.agree import Agreement
 from unisono.cluster.environment import World
 from unisono.errors import UserError
 
-_VISIBLE_S = 10.0  # a network file system may show a new file a little later
+_VISIBLE_S = 10.0  # seconds; a network file system may show a new file with a delay
 
 
 def check_shared(path: str | Path, world: World, agreement: Agreement, timeout_s: float = _VISIBLE_S) -> None:
@@ -34,7 +34,7 @@ def check_shared(path: str | Path, world: World, agreement: Agreement, timeout_s
             pass  # creating the run folder will raise a better error
     try:
         where = agreement.broadcast(where)
-        # Relative to this machine's path: the same folder may be mounted under another name here.
+        # Uses this machine's own path: the same folder may be mounted under another name here.
         sees = where is None or _becomes_visible([target, *target.parents][where[0]] / where[1], timeout_s)
         blind = [machine for machine, visible in agreement.all_gather((world.node, sees)) if not visible]
     finally:

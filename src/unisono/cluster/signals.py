@@ -1,4 +1,4 @@
-"""How a rank receives a request to stop.
+"""Receives requests to stop, in each rank.
 
 Signal handlers only set a flag. The training loop reads it at the point of a step where all ranks agree, so a request
 to one rank stops all of them at the same step, with a checkpoint. SIGINT, SIGTERM, SIGUSR1 and SIGHUP (unless it is
@@ -6,7 +6,7 @@ ignored, as under nohup) are requests, regardless of the sender and of the launc
 
 - Under unisono's launcher the request also arrives as the file `stop` in the job folder, which a thread of each rank
   polls. Each rank leads its own session, so Ctrl-C and a scheduler's signal may reach only the launcher. The launcher
-  never sends SIGTERM; it stops ranks that are in the way of a restart with SIGKILL.
+  never sends SIGTERM; before a restart, it kills the remaining ranks with SIGKILL.
 - In a single process a second Ctrl-C stops it at once.
 """
 
@@ -28,7 +28,7 @@ STOP_FILE = "stop"
 """Name of the file in the job folder that asks the ranks to stop; it contains the name of the signal."""
 
 SAME_PRESS_S = 0.25
-"""Signals closer together than this are one request: wrappers such as `uv run` forward what the terminal also sent."""
+"""Seconds; signals closer together are one request: wrappers such as `uv run` repeat what the terminal sent."""
 
 _POLL_S = 0.2
 before_exit: list[Callable[[], None]] = []
@@ -38,20 +38,20 @@ _early: list[str] = []  # names of the signals that `note_signals_early` has rec
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Returns the signals that ask a run to stop; without SIGHUP where it is ignored, as under nohup."""
+    """Returns the signals that ask a run to stop; without SIGHUP if it is ignored, as under nohup."""
     names = [name for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name)]
     signals = [signal.Signals[name] for name in names]
     return [each for each in signals if each.name != "SIGHUP" or signal.getsignal(each) is not signal.SIG_IGN]
 
 
 def note_signals_early() -> None:
-    """Remembers stop signals for a later `StopRequest`; call it before importing torch, which takes seconds."""
+    """Records stop signals for a later `StopRequest`; call it before importing torch, which takes seconds."""
     for signum in stop_signals():
         signal.signal(signum, lambda number, frame: _early.append(signal.Signals(number).name))
 
 
 def stop_before_start() -> None:
-    """Makes a stop signal end this process at once, for the time before ranks run: there is nothing to save."""
+    """Makes a stop signal end this process at once, as long as no ranks run and there is nothing to save."""
 
     def end(number: int, frame: FrameType | None) -> None:
         os.write(2, f"unisono: {signal.Signals(number).name}: stopped before any rank was started\n".encode())
@@ -69,13 +69,13 @@ def stop_before_start() -> None:
 def handling_stop_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Installs `handler` for the stop signals, and restores the previous handlers at the end."""
     previous: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():  # python allows handlers only there
+    if threading.current_thread() is threading.main_thread():  # Python allows signal handlers only in the main thread
         previous = {signum: signal.signal(signum, handler) for signum in stop_signals()}
     try:
         yield
     finally:
         for signum, old in previous.items():
-            # None: installed from C, python cannot restore it
+            # None: the handler was installed from C, and Python cannot restore it
             signal.signal(signum, signal.SIG_DFL if old is None else old)
 
 
@@ -133,7 +133,7 @@ class StopRequest:
 
 
 class BetweenCalls:
-    """Handles stop signals while the user's own code runs, between two calls of a run that this code drives.
+    """Handles stop signals while the user's own code runs, between two calls of the trainer.
 
     Enter it before a `StopRequest`, which takes over during each call and restores these handlers afterwards. It
     handles only signals that would end the process: Ctrl-C still raises KeyboardInterrupt, and the user's own handlers

@@ -1,7 +1,7 @@
 """Typed configuration: defaults < the recipe's defaults < YAML or JSON files < flags.
 
-Fields are declared once, as dataclasses, and form one flat namespace for users. The type of a field parses its text, so
-the same text means the same value on the command line and in a file.
+Fields are declared once, as dataclasses, and form one flat namespace for users. A field's type parses its text, so the
+same text gives the same value on the command line and in a file.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from unisono.errors import ConfigError
 
 
 class _InitSignature:
-    """The signature that `help` and notebooks show: that of __init__, not of the general __new__."""
+    """Makes `help` and notebooks show the signature of __init__ instead of the generic __new__."""
 
     def __get__(self, instance: object, owner: type[Any]) -> Signature:
         full = signature(owner.__init__)
@@ -21,12 +21,12 @@ class _InitSignature:
 
 
 class ConfigClass:
-    """Base of config dataclasses in the Python API: conversion from and to dictionaries and files, checked names."""
+    """Base class of config dataclasses in the Python API: converts from and to dictionaries and files, checks names."""
 
     __signature__ = _InitSignature()
 
     def __new__(cls, *arguments: Any, **values: Any) -> Self:
-        # Before the dataclass's own __init__, whose TypeError suggests no valid name.
+        # Checks before the dataclass's own __init__, whose TypeError suggests no valid name.
         cls._check_names(values)
         return super().__new__(cls)
 

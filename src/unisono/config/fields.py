@@ -1,7 +1,7 @@
 """The settings of a run, read from dataclasses.
 
-A field is declared once: name, type and default in a dataclass, and its documentation as the string literal below it.
-A dataclass inside a dataclass is a group; its fields are on the same level as all others.
+A field is declared once: name, type and default in a dataclass, and its documentation as the string literal below it. A
+dataclass inside a dataclass is a group for --help; users set its fields like all others, without a prefix.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Field:
 
     @property
     def required(self) -> bool:
-        """Whether there is no default."""
+        """Whether the field has no default."""
         return self.default is MISSING
 
 
@@ -67,7 +67,7 @@ def with_aliases(fields: Mapping[str, Field], aliases: Mapping[str, str]) -> dic
     for alias, name in aliases.items():
         if name not in fields:
             raise RecipeError(
-                f"aliases: {alias} is an alias of {name}, which is no setting{did_you_mean(name, list(fields))}"
+                f"aliases: {alias} is an alias of {name}, which is not a setting{did_you_mean(name, list(fields))}"
             )
         if alias in fields:
             raise RecipeError(
@@ -132,7 +132,7 @@ def _hints(cls: type) -> dict[str, Any]:
 def _title(cls: type) -> str:
     owner, _, _ = cls.__qualname__.rpartition(".")
     if cls.__name__ == "Config" and owner and not owner.endswith("<locals>"):
-        return owner.rpartition(".")[2]  # MyRecipe.Config: users know it as MyRecipe
+        return owner.rpartition(".")[2]  # users know MyRecipe.Config as MyRecipe
     doc = (vars(cls).get("__doc__") or "").strip()
     # dataclasses uses the signature as the docstring of a class without one.
     return cls.__name__ if not doc or doc.startswith(f"{cls.__name__}(") else doc.splitlines()[0].rstrip(".")
@@ -153,7 +153,7 @@ def _docs(cls: type) -> dict[str, str]:
 
 @lru_cache
 def _docs_in(source: str) -> dict[str, dict[str, str]]:
-    """Returns class -> field -> documentation, parsing each file once; inspect.getsource(cls) would for each class."""
+    """Returns class -> field -> documentation; parses each file once, unlike inspect.getsource(cls) per class."""
     docs: dict[str, dict[str, str]] = {}
 
     def visit(node: ast.AST, path: str) -> None:

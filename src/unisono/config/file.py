@@ -1,7 +1,7 @@
 """Reads config files (YAML or JSON) and writes YAML.
 
-Unquoted scalars become `RawText`, and the field's type parses them later; only null, lists and mappings keep their YAML
-meaning. A duplicate key is an error, because YAML readers disagree about which one counts.
+Unquoted scalars become `RawText`, which the field's type parses later; only null, lists and mappings keep their YAML
+meaning. A duplicate key is an error, because YAML readers disagree about which value counts.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _read_json(text: str) -> Any:
         content: dict[str, Any] = {}
         for key, value in pairs:
             if key in content:
-                raise ValueError(f"the key {key!r} is given twice")
+                raise ValueError(f"the key {key!r} occurs twice")
             content[key] = value
         return content
 
@@ -155,7 +155,7 @@ def _loader() -> Any:
                 if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
                     if key.value in keys:
                         raise yaml.MarkedYAMLError(
-                            problem=f"the key {key.value!r} is given twice", problem_mark=key.start_mark
+                            problem=f"the key {key.value!r} occurs twice", problem_mark=key.start_mark
                         )
                     keys.add(key.value)
             return super().construct_mapping(node, deep)
@@ -190,7 +190,7 @@ def _dumper() -> Any:
 
 
 class _Quoted(str):
-    """Text that is written in quotes, so that it is not read as an unquoted scalar."""
+    """Text that is written in quotes, so that reading it back does not give an unquoted scalar."""
 
 
 def _quoted(value: Any) -> Any:

@@ -13,7 +13,7 @@ from unisono.config.values import RawText, describe, did_you_mean, shown, takes
 from unisono.errors import ConfigError
 
 SIMILAR = 0.7
-"""How similar a name must be to an unknown one to be suggested; `log_with` is not a typo for `width`."""
+"""How similar a known name must be to an unknown one to be suggested; `log_with` is not a typo for `width`."""
 
 Explain = Callable[[str, Mapping[str, Field], str], str]
 """Returns the end of the error for an unknown name, or "": (name, fields, "--" for a flag) -> "; use …"."""
@@ -51,7 +51,7 @@ def _value(field: Field, values: list[str] | None, remaining: list[str]) -> Any:
 
 
 def _take_values(field: Field, remaining: list[str]) -> list[str]:
-    """Takes the values of the flag off the command line. An argument with one dash is a value (-3)."""
+    """Consumes the values of the flag. An argument with a single dash is a value (-3)."""
     many = takes(field.annotation, list, tuple)
     values: list[str] = []
     while remaining and not remaining[-1].startswith("--") and (many or not values):

@@ -1,4 +1,4 @@
-"""Flags of other trainers, each with the setting of unisono that does the same, or with what to do instead.
+"""Flags of other trainers, each with unisono's equivalent setting or with advice what to do instead.
 
 The names are those of HF Trainer and the diffusers examples, accelerate, Lightning, kohya's sd-scripts and
 musubi-tuner, and DiffSynth-Studio, as spelled in their argument parsers.
@@ -27,6 +27,7 @@ _RENAMED: dict[str, tuple[str, ...]] = {
     "optimizer": ("optim", "optimizer_type", "customized_optimizer"),
     "mixed_precision": ("precision", "amp"),
     "compile": ("torch_compile", "dynamo_backend"),
+    "blocks_on_host": ("blocks_to_swap",),
     "tf32": ("allow_tf32",),
     "activation_checkpointing": ("gradient_checkpointing", "use_gradient_checkpointing", "use_checkpoint"),
     "num_workers": (
@@ -80,13 +81,13 @@ _SIZES = "samples keep their proportions (--max_pixels), or all have one size (-
 _DEEPSPEED = "DeepSpeed is not supported; --strategy fsdp shards weights, gradients and optimizer state"
 _STATE = "every checkpoint holds optimizer state and position in the data; run the same command again to resume"
 _BY_STEPS = "evaluations, previews and checkpoints are counted in steps (--eval_every, --preview_every, --save_every)"
-_HUB = "nothing is uploaded; `unisono export` writes a folder that you can upload"
+_HUB = "unisono does not upload anything; `unisono export` writes a folder that you can upload"
 _REPEATS = "every sample is used once per epoch; train longer with --num_epochs or --max_steps"
 
 _ANSWERS: dict[str, tuple[str, ...]] = {
-    # our answer: their flags
-    "block swapping is not supported; " + _SHARDS: (
-        *("blocks_to_swap", "use_pinned_memory_for_block_swap", "offload_inactive_dit", "offload_models"),
+    # unisono's answer, and the flags that get it
+    "frozen weights of a LoRA run wait in page-locked host memory with --blocks_on_host; " + _SHARDS: (
+        *("use_pinned_memory_for_block_swap", "offload_inactive_dit", "offload_models"),
         *("enable_model_cpu_offload", "cpu_offload_split_threshold", "img_in_txt_in_offloading"),
     ),
     "use --optimizer adamw8bit": ("use_8bit_adam", "use_8bit_optimizer"),
@@ -111,11 +112,11 @@ _ANSWERS: dict[str, tuple[str, ...]] = {
         *("use_fsdp", "fsdp", "fsdp_config", "fsdp_sharding_strategy", "fsdp_auto_wrap_policy", "fsdp_version"),
         *("fsdp_transformer_layer_cls_to_wrap", "fsdp_state_dict_type"),
     ),
-    "several GPUs are used without a flag (--gpus chooses them)": ("multi_gpu", "distributed", "use_ddp"),
+    "unisono uses several GPUs without a flag (--gpus chooses them)": ("multi_gpu", "distributed", "use_ddp"),
     "the GPU is chosen by --gpus; --gpus 0 trains on the CPU": ("use_cpu", "no_cuda", "cpu", "device"),
     "write --mixed_precision bf16": ("bf16", "full_bf16"),
     "write --mixed_precision fp16": ("fp16", "full_fp16"),
-    "weights are float32 (--dtype) and computing is 16 bit (--mixed_precision)": ("dit_dtype", "torch_dtype"),
+    "weights are float32 (--dtype), and the computation is in 16 bit (--mixed_precision)": ("dit_dtype", "torch_dtype"),
     "the warm-up is counted in steps: --warmup_steps": ("warmup_ratio",),
     "use --ema_decay; 0 turns the moving average off": ("use_ema", "ema", "ema_model"),
     "use --lr_scaling linear": ("scale_lr",),
@@ -127,7 +128,7 @@ _ANSWERS: dict[str, tuple[str, ...]] = {
         *("evaluation_strategy", "logging_strategy", "sample_at_first", "validation_epochs", "save_last_n_epochs"),
     ),
     _HUB: ("push_to_hub", "hub_model_id", "hub_token", "huggingface_repo_id"),
-    "a run's folder is its name: --output_dir": ("output_name", "save_model_as", "save_precision", "training_comment"),
+    "name the run by its folder: --output_dir": ("output_name", "save_model_as", "save_precision", "training_comment"),
     "put the settings into a YAML file and pass it with --config": ("dataset_config", "config_file", "sample_config"),
     "the model is defined by the files in --model_path": (
         "task",
@@ -137,15 +138,15 @@ _ANSWERS: dict[str, tuple[str, ...]] = {
     ),
     "a LoRA is trained with --lora_rank": ("network_module", "network_args", "use_lora", "network_train_unet_only"),
     "all trained weights have one --learning_rate": ("text_encoder_lr", "train_text_encoder"),
-    "the optimizer's numbers are --learning_rate, --weight_decay, --beta1, --beta2 and --epsilon": ("optimizer_args",),
+    "set the optimizer by --learning_rate, --weight_decay, --beta1, --beta2 and --epsilon": ("optimizer_args",),
     "noise levels are sampled according to --sigma_sampling, --logit_mean, --logit_std, --mode_scale and --shift": (
         *("sigmoid_scale", "min_timestep", "max_timestep", "num_timestep_buckets", "preserve_distribution_shape"),
         *("min_snr_gamma", "snr_gamma", "noise_offset"),
     ),
-    "captions are read from name.txt beside each file in --dataset_path, or from a metadata file there": (
+    "captions are read from name.txt next to each file in --dataset_path, or from a metadata file there": (
         *("caption_extension", "caption_column", "dataset_metadata_path", "data_file_keys", "instance_prompt"),
     ),
-    "workers run until the end of the run": ("persistent_data_loader_workers", "dataloader_persistent_workers"),
+    "workers stay alive until the run ends": ("persistent_data_loader_workers", "dataloader_persistent_workers"),
     "offloading activations is not supported; --activation_checkpointing recomputes them": (
         *("gradient_checkpointing_cpu_offload", "use_gradient_checkpointing_offload"),
     ),
@@ -157,9 +158,9 @@ _ANSWERS: dict[str, tuple[str, ...]] = {
 _COMMAND_FLAGS = ("config", "step")  # flags of `unisono train` and `unisono export` that are not settings
 
 FOREIGN: dict[str, str] = {theirs: ours for ours, names in _RENAMED.items() for theirs in names}
-"""Flag of another trainer -> the setting here that does the same."""
+"""Flags of other trainers, and the equivalent setting."""
 ANSWERS: dict[str, str] = {theirs: answer for answer, names in _ANSWERS.items() for theirs in names}
-"""Flag of another trainer -> what to do here instead, where no setting does the same."""
+"""Flags of other trainers without an equivalent setting, and what to do instead."""
 
 
 def foreign_answer(

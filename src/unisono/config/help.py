@@ -46,6 +46,9 @@ def flag_text(field: Field) -> str:
         return f"--{field.name} [true|false]"
     if field.annotation is bool:
         return f"--[no_]{field.name}"
+    if bool in (kinds := members(field.annotation)):
+        others = "|".join(_type(kind) for kind in kinds if kind not in (bool, NoneType))
+        return f"--[no_]{field.name} [{others}]"
     return f"--{field.name} {_type(field.annotation)}"
 
 

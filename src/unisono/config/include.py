@@ -3,7 +3,7 @@
 An include is searched for in the folder of the file that names it and then in the folders above, because users write
 paths relative to the project: in config/model/wide.yaml, `include: config/model/base.yaml` means the file in the same
 folder. An include cannot lead out of the project: it must not be an absolute path, nor leave the current folder. (For a
-config file outside the current folder, the project is the folder whose path starts like the include.)
+config file outside the current folder, the project is the parent folder that contains the included path.)
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class Entry:
     """A key of a config file."""
 
     key: Any
-    """As written in the file."""
+    """The key as written in the file."""
     value: Any
     place: str
-    """The file that contains it."""
+    """The file that contains the key."""
     order: int
-    """Later files win."""
+    """Entries of later files have a higher order and win."""
 
 
 def read_with_includes(path: Path) -> dict[str, Entry]:
-    """Returns the keys of a file and of those it includes, with underscores for hyphens; its own keys win."""
+    """Returns the keys of a file and its includes, with underscores for hyphens; the file's own keys win."""
     entries: dict[str, Entry] = {}
     read: list[Path] = []
     _read(path, (), read, entries)
@@ -53,7 +53,7 @@ def _read(path: Path, chain: tuple[Path, ...], read: list[Path], entries: dict[s
             raise ConfigError(f"config file {path} includes itself: {cycle}; remove one of these includes")
         _read(included, chain, read, entries)
     read.append(real)
-    if len(read) > _MOST_FILES:  # files that include each other twice are read 2 x 2 x 2 ... times
+    if len(read) > _MOST_FILES:  # a chain of files that each include the next one twice is read 2 x 2 x 2 ... times
         raise ConfigError(f"config file {chain[0]} includes more than {_MOST_FILES} files; include each of them once")
     place = str(path) if len(chain) == 1 else _short(real)
     for name, (key, value) in _by_name(content, place).items():
@@ -66,7 +66,7 @@ def _by_name(content: Mapping[Any, Any], place: str) -> dict[str, tuple[Any, Any
     for key, value in content.items():
         name = str(key).replace("-", "_")
         if name in named:
-            raise ConfigError(f"{name} is given twice in {place}, with a hyphen and with an underscore")
+            raise ConfigError(f"{name} is set twice in {place}, with a hyphen and with an underscore")
         if name != INCLUDE:
             named[name] = (key, value)
     return named

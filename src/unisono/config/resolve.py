@@ -1,4 +1,4 @@
-"""Resolves every setting to one value from all its possible sources, and remembers the source."""
+"""Resolves every setting to one value from all possible sources, and records the source."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Resolved:
         return self.sources[name] in ("file", "flag")
 
     def with_values(self, source: str, /, **changes: Any) -> Resolved:
-        """Returns a copy with other values of these fields, from this source."""
+        """Returns a copy with these values, which have this source."""
         return self._layer(source, _assignments(changes, self.fields, source))
 
     def to_json(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class Resolved:
             if old.order == new.order and old.name != new.name and old_value != value:
                 raise ConfigError(
                     f"{old.name} ({shown(jsonable(old_value))}, from {old.origin}) and {new.name} "
-                    f"({shown(jsonable(value))}, from {new.origin}) are two names of one setting; leave one of them out"
+                    f"({shown(jsonable(value))}, from {new.origin}) are names of the same setting; remove one"
                 )
             if old.order <= new.order:
                 applied[field] = new, value
@@ -121,7 +121,7 @@ def resolve(
 ) -> Resolved:
     """Resolves every field of the dataclasses: defaults < recipe_defaults < file < flags < overrides.
 
-    Of several files the later ones win. `overrides` are the settings that a Python caller passes in place of flags.
+    Later files override earlier ones. `overrides` are the settings that a Python caller passes in place of flags.
     `aliases` are further names of fields, valid in all of these. `translate` converts the keys of a file to fields;
     `file_keys` are the names and types of keys that only `translate` understands, which are flags too. `explain`
     returns the end of the error message for an unknown name.
@@ -134,14 +134,14 @@ def resolve(
     for path in [file] if isinstance(file, Path) else file or ():
         before, in_file = resolved, list(_from_file(path, names, translate, explain))
         resolved = resolved._layer("file", in_file, aliases)
-        # A file that repeats a default (a printed config contains all of them) does not set it explicitly.
+        # A default value in a file does not count as set explicitly: a printed config contains all defaults.
         changed = {aliases.get(each.name, each.name) for each in in_file}
         unchanged = {n for n in changed & before.values.keys() if before.values[n] == resolved.values[n]}
         sources = resolved.sources | {name: before.sources[name] for name in unchanged}
         resolved = dataclasses.replace(resolved, sources=sources)
     typed = [_Assignment(name, value, f"--{name}") for name, value in parse_flags(flags, flag_names, explain)]
     resolved = resolved._layer("flag", _translated(typed, names, translate, "the command line"), aliases)
-    place = "the given settings"
+    place = "the settings passed in Python"
     passed = _assignments(overrides or _EMPTY, flag_names, place, explain)
     return resolved._layer("flag", _translated(passed, names, translate, place), aliases)._complete()
 
@@ -182,7 +182,7 @@ def _as_fields(keys: Mapping[str, Any]) -> dict[str, Field]:
 def _translated(
     assignments: list[_Assignment], names: Mapping[str, Field], translate: Translate | None, place: str
 ) -> list[_Assignment]:
-    """Translates the keys that are no fields; an assignment to the field itself wins over a translated one."""
+    """Translates keys that are not fields; an assignment to the field itself wins over a translated one."""
     foreign = {each.name: each.value for each in assignments if each.name not in names}
     if not foreign or translate is None:
         return assignments
@@ -200,7 +200,7 @@ def _assignments(
     for key, value in values.items():
         name = _check_known(key, value, names, place, explain)
         if name in assignments:
-            raise ConfigError(f"{name} is given twice in {place}, with a hyphen and with an underscore")
+            raise ConfigError(f"{name} is set twice in {place}, with a hyphen and with an underscore")
         assignments[name] = _Assignment(name, value, place)
     return list(assignments.values())
 

@@ -1,8 +1,8 @@
 """Converts a value to the type of its field.
 
 YAML guesses the type of an unquoted scalar (`no` is False, `1e-4` is text, `12:30:45` is a number, `1.10` is 1.1), and
-a shell passes only text. Here the field's type decides: unquoted scalars and command-line arguments arrive as `RawText`
-and are parsed by the type; values that already have a type are only checked. `coerce` reads back what `jsonable` wrote.
+a shell passes only text. Here the field's type decides: it parses unquoted scalars and command-line arguments, which
+arrive as `RawText`; values that already have a type are only checked. `coerce` reads back what `jsonable` wrote.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def coerce(annotation: Any, value: Any) -> Any:
 
 
 def jsonable(value: Any) -> Any:
-    """Returns the value in types that JSON and YAML share; infinity and NaN, which strict JSON lacks, become text."""
+    """Converts a value to types that JSON and YAML share; infinity and NaN, which strict JSON lacks, become text."""
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, Path):
@@ -105,7 +105,7 @@ def text_is_ambiguous(annotation: Any) -> bool:
 
 
 def choices_of(annotation: Any) -> list[str]:
-    """Returns the spellings that a Literal or Enum allows; empty for other types."""
+    """Returns the texts that a Literal or Enum accepts; empty for other types."""
     choices: list[str] = []
     for member in members(annotation):
         if _kind(member) is Literal:
@@ -121,7 +121,8 @@ def describe(annotation: Any) -> str:
     if kind is Union:
         return " or ".join(describe(member) for member in sorted(args, key=lambda member: member is types.NoneType))
     if kind in (Literal, Enum):
-        return "one of " + ", ".join(choices_of(annotation))
+        choices = choices_of(annotation)
+        return f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]
     if kind is tuple and args and args[-1] is not Ellipsis:
         return f"{len(args)} values ({', '.join(describe(arg) for arg in args)})"
     if kind in (list, tuple):
@@ -192,7 +193,7 @@ def _read_bool(value: Any) -> bool:
 
 def _read_str(value: Any) -> str:
     if isinstance(value, str):
-        return str.__str__(value)  # the value, not the name, of an Enum with text values
+        return str.__str__(value)  # for an Enum with text values, the value instead of the name
     # In Python users write `gpus=2` and `output_dir=Path(...)`.
     if isinstance(value, os.PathLike) or (isinstance(value, int) and not isinstance(value, bool)):
         return str(value)

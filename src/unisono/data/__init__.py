@@ -1,1 +1,1 @@
-"""From positions in the sample stream to micro-batches: sample order, loading, noise."""
+"""Turns positions in the sample stream into micro-batches: sample order, loading, noise."""

@@ -1,9 +1,9 @@
 """Random bits as a pure function of a key and a counter.
 
-Everything random about a sample comes from here: its position in the order and its noise. There is no state to save, to
-seed per rank or to advance. The functions are plain integer tensor operations, so CPU and CUDA give the same bits
-(torch's own generators do not), and they can be compiled and captured. The integer functions use operators only and
-also accept int64 numpy arrays: for the few positions of a batch, numpy is ten times faster.
+Everything random about a sample comes from here: its position in the order and its noise. There is no generator state
+to save, seed or advance. The functions are plain integer tensor operations, so CPU and CUDA give the same bits (torch's
+own generators do not), and they can be compiled and captured. The integer functions use operators only and also accept
+int64 numpy arrays: for the few positions of a batch, numpy is ten times faster.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def random_bits(key: Tensor | int, counter: Tensor) -> Tensor:
 
 
 def key_of(*parts: int) -> int:
-    """A 64-bit key from several integers, on the host."""
+    """Combines several integers into a 64-bit key, on the host."""
     key = 0
     for part in parts:
         key = (key + part + 1) * _GOLDEN & ((1 << 64) - 1)
@@ -75,7 +75,7 @@ def key_of(*parts: int) -> int:
 
 
 def keys_for(key: int, values: Integers) -> Integers:
-    """One derived key for each value."""
+    """Derives one key for each value."""
     return mix(values * _GOLDEN_S + key) ^ _SECOND_S  # type: ignore[no-any-return]
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from unisono.data.order import Strides, num_micro_batches, share_of, split
 from unisono.data.shapes import Group, Shapes, deal
 
-_SEARCHED = 2**18  # number of positions in which a trial looks for the most expensive samples
+_SEARCHED = 2**18  # number of positions among which a trial looks for the most expensive samples
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Chunk:
     positions: Sequence[int]  # a range, unless its global batch has samples of several shapes
     last: bool  # of its step
     is_dummy: bool  # no sample is left for this rank, so it computes another rank's sample with weight 0
-    global_batch: Sequence[int]  # all positions of its step, in the order in which they replace unreadable samples
-    shape: Hashable = None  # of its samples, if the dataset has shapes
+    global_batch: Sequence[int]  # all positions of the step, in the order in which they replace unreadable samples
+    shape: Hashable = None  # shape of its samples, if the dataset has shapes
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Cursor:
     micro_batch: int
     rank: int
     world: int
-    shapes: Shapes | None = None  # if only samples of the same shape can form a batch
+    shapes: Shapes | None = None  # set if only samples of the same shape can form a batch
     epoch: int | None = None  # samples per epoch, if no step may continue into the next epoch
 
     def chunks(self) -> Iterator[Chunk]:
@@ -68,7 +68,7 @@ class Cursor:
         return [] if self.shapes is None else self.shapes.groups(whole)
 
     def _alike(self, whole: range, groups: Sequence[Group]) -> Iterator[Chunk]:
-        """Micro-batches of samples of one shape: contiguous shares."""
+        """Micro-batches for datasets whose samples have one shape: contiguous slices."""
         shape = groups[0].shape if groups else None
         parts = num_micro_batches(len(whole), self.world, self.micro_batch)
         share = share_of(self.rank, self.world, whole.start, len(whole))
@@ -93,7 +93,7 @@ class TrialCursor(Cursor):
     """The micro-batches of a trial that checks whether they fit into memory."""
 
     def chunks(self) -> Iterator[Chunk]:
-        """The most expensive micro-batch, twice, if samples differ in shape; otherwise the next micro-batches."""
+        """Yields the most expensive micro-batch twice if samples differ in shape; otherwise the next micro-batches."""
         groups: Sequence[Group] = ()
         if self.shapes is not None:
             stop = self.start + min(self.shapes.order.num_samples, _SEARCHED)
@@ -103,5 +103,5 @@ class TrialCursor(Cursor):
             return
         costliest = max((group.part(0, self.micro_batch) for group in groups), key=lambda group: group.cost)
         whole = self._step_at(self.start)
-        for last in (False, True):  # the second one needs more memory: the gradients of the first exist
+        for last in (False, True):  # the second one needs more memory, because the gradients of the first exist
             yield Chunk(costliest.positions, last, False, whole, costliest.shape)

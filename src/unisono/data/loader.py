@@ -29,17 +29,17 @@ __all__ = ["BadSample", "Chunk", "Cursor", "Loader", "MicroBatch", "positions_te
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A chunk and its data, without the samples that could not be read."""
+    """A chunk and its data, without unreadable samples."""
 
     chunk: Chunk
     data: Any
-    positions: Sequence[int]  # of the samples in `data`, in order
+    positions: Sequence[int]  # positions of the samples in `data`, in order
     is_dummy: bool  # `data` is another micro-batch's sample and counts with weight 0
-    bad: tuple[BadSample, ...] = ()  # of the chunk itself, so that each occurs once across micro-batches and ranks
+    bad: tuple[BadSample, ...] = ()  # bad samples of this chunk; each occurs once across micro-batches and ranks
 
 
 class Loader:
-    """This rank's micro-batches, prefetched by workers."""
+    """Yields this rank's micro-batches, which workers prefetch."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Loader:
         pin: bool,
         on_worker_death: Callable[[str], None] | None = None,
     ) -> None:
-        """Calls `on_worker_death` with a description if a worker has died and another one replaces it."""
+        """Calls `on_worker_death` with a description when it replaces a worker that died."""
         self._chunks = cursor.chunks()
         self._reader = ChunkReader(dataset, collate, order, settings.max_bad_samples)
         self._pin = pin and settings.pin_memory and torch.accelerator.is_available()
@@ -104,7 +104,7 @@ def to_device(data: Any, device: torch.device, floating: torch.dtype | None = No
 
 def positions_tensor(positions: Sequence[int], device: torch.device) -> Tensor:
     """The positions of a micro-batch as a tensor on the device."""
-    if isinstance(positions, range):  # computed on the device, which needs no copy
+    if isinstance(positions, range):  # computed on the device, without a copy
         return torch.arange(positions.start, positions.stop, device=device)
     tensor = torch.tensor(positions)
     # A copy from pageable memory would synchronize with the device.

@@ -1,7 +1,7 @@
 """Random numbers per sample.
 
 A row of a draw is a function of (seed, position of the sample in the stream, number of the draw) only: not of the rank,
-the micro-batch or the device. So a sample gets the same noise wherever and however often it is computed.
+the micro-batch or the device. So a sample gets the same noise on every rank and device, and each time it is computed.
 """
 
 from __future__ import annotations

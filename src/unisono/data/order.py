@@ -26,7 +26,7 @@ class Order:
     seed: int
     shuffle: bool = True
     data_size: int | None = None
-    """Size of the dataset, if an epoch omits some samples (different ones each time); None if it omits none."""
+    """Size of the dataset if epochs omit some samples (different ones each time); None if they omit none."""
 
     def __getitem__(self, position: int) -> int:
         """The dataset index of the sample at `position`."""
@@ -74,7 +74,7 @@ def _permute(offsets: Integers, size: int, keys: Integers) -> Integers:
 
 @dataclass(frozen=True)
 class Strides:
-    """The number of samples per step: a global batch, or fewer in the last step of an epoch if steps end with it."""
+    """Samples per step: a global batch, or fewer in the last step of an epoch if steps may not cross epochs."""
 
     global_batch: int
     epoch: int | None = None

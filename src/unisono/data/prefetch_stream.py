@@ -1,8 +1,8 @@
 """Copies the next batch to a GPU on a separate CUDA stream, while the GPU computes.
 
 The host launches kernels ahead of the GPU. A copy on the compute stream would wait for all kernels launched before it;
-a copy on a separate stream runs at the same time. A batch's memory can be reused only once the GPU has read it. To hold
-at most three batches on the GPU, a third batch in flight is copied on the compute stream instead.
+a copy on a separate stream runs at the same time. A batch's memory can be reused only once the GPU has read it. To
+limit the GPU to three batches, a third batch in flight is copied on the compute stream instead.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-_LARGE = 2**20  # bytes; for less, switching streams costs more than the copy
+_LARGE = 2**20  # in bytes; for smaller tensors, switching streams costs more than the copy
 
 
 def is_worth_prefetching(leaf: Tensor, device: torch.device) -> bool:
@@ -27,12 +27,12 @@ class PrefetchStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._read: torch.cuda.Event | None = None  # recorded once all kernels that read earlier batches were launched
+        self._read: torch.cuda.Event | None = None  # recorded after the last kernel that reads an earlier batch
         self._is_free = True
 
     @classmethod
     def on(cls, device: torch.device) -> PrefetchStream:
-        """The stream of this device, at the beginning of a new batch."""
+        """Returns the stream of this device; call it at the beginning of each batch."""
         index = torch.cuda.current_device() if device.index is None else device.index
         prefetch = _stream_of(torch.device("cuda", index))
         prefetch._begin()
@@ -51,7 +51,7 @@ class PrefetchStream:
             copied = leaf.to(self._device, dtype, non_blocking=True)
         using = torch.cuda.current_stream(self._device)
         using.wait_stream(self.stream)
-        copied.record_stream(using)  # or the allocator would reuse its memory while the compute stream still reads it
+        copied.record_stream(using)  # so that the allocator does not reuse its memory while it is being read
         return copied
 
 

@@ -25,11 +25,11 @@ from unisono.data.seeding import seed_everything
 from unisono.errors import RecipeError, UnisonoError
 from unisono.formatting import shorten
 
-_LOOK_AHEAD = 1024  # positions whose indices one numpy call computes, to amortize the overhead of the call
-_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0  # pause before the second attempt
-_MOST_PAUSES_S = 3.0  # in total since the last readable sample: beyond that, waiting does not help
+_LOOK_AHEAD = 1024  # number of positions whose indices one numpy call computes, to amortize the overhead of the call
+_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0  # seconds before the second attempt
+_MOST_PAUSES_S = 3.0  # total seconds since the last readable sample; waiting longer does not help
 _ERROR_LENGTH, _TRACEBACK_LINES = 300, 12
-_MIN_SUBSTITUTES = 64  # samples to try before the whole dataset counts as unreadable
+_MIN_SUBSTITUTES = 64  # number of samples to try before the whole dataset counts as unreadable
 _NOT_THE_SAMPLES_FAULT = (MemoryError, torch.OutOfMemoryError)
 
 
@@ -54,7 +54,7 @@ class ReadChunk(NamedTuple):
     """The result of reading a chunk."""
 
     data: Any
-    positions: Sequence[int]  # of the samples in `data`, in order
+    positions: Sequence[int]  # positions of the samples in `data`, in order
     is_dummy: bool
     bad: tuple[BadSample, ...]
 
@@ -73,7 +73,7 @@ class ChunkReader:
         self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any], order: Order, max_bad_samples: int = 0
     ) -> None:
         self.dataset, self.collate, self.order = dataset, collate, order
-        # One failure more than max_bad_samples ends the run anyway.
+        # One more failure than max_bad_samples ends the run anyway.
         self._most_failures = max(_MIN_SUBSTITUTES, max_bad_samples + 1)
         self._cached_indices: tuple[int, list[int]] = (0, [])  # first position, and the indices from that position on
         self._pauses = 0.0, 0  # seconds and number of pauses since the last readable sample
@@ -85,8 +85,8 @@ class ChunkReader:
     def __call__(self, chunk: Chunk) -> ReadChunk:
         """Reads a chunk without its bad samples.
 
-        If none is left, another sample of the same global batch is used with weight 0. Only the chunk to which a bad
-        sample belongs reports it, so each is counted once across micro-batches and ranks.
+        If no readable sample is left, another sample of the same global batch replaces them with weight 0. Only the
+        chunk of a bad sample reports it, so each is counted once across micro-batches and ranks.
         """
         if chunk.is_dummy:
             return self._substitute(chunk, ())
@@ -117,7 +117,7 @@ class ChunkReader:
         except _NOT_THE_SAMPLES_FAULT:
             raise
         except Exception:
-            pass  # try again outside of this block: the error's traceback keeps the memory of the first attempt alive
+            pass  # retry outside of this block: the error's traceback keeps the first attempt's memory alive
         self._pause()
         try:
             return self._good(self._item(position))
@@ -178,7 +178,7 @@ class ChunkReader:
             raise
         except Exception as error:
             samples = ", ".join(str(self.index(position)) for position in positions[:32])
-            which = f"samples {samples}{', …' if len(positions) > 32 else ''} (positions from {positions[0]} on)"
+            which = f"samples {samples}{', …' if len(positions) > 32 else ''} (from position {positions[0]})"
             if isinstance(error, _NOT_THE_SAMPLES_FAULT):
                 error.add_note(f"while collating {which}")
                 raise

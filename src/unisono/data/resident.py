@@ -32,7 +32,7 @@ class Resident(Protocol):
         """The number of samples."""
 
     def to(self, device: torch.device) -> Resident:
-        """The data on `device`."""
+        """Returns the data on `device`."""
 
     def gather(self, indices: Tensor) -> Any:
         """The samples at `indices` ([batch], int64, on the data's device) as a batch."""
@@ -52,15 +52,15 @@ class Rows:
         """The shape of the samples, if the dataset has several."""
 
     def to(self, *_: Any, **__: Any) -> Rows:
-        """Returns itself: it is already on the device."""
+        """Returns itself, because the samples are already on the device."""
         return self
 
     def with_indices(self, indices: Tensor) -> Rows:
-        """Other samples of the same dataset."""
+        """Returns other samples of the same dataset."""
         return Rows(self._data, indices, self.shape)
 
     def batch(self) -> Any:
-        """The samples."""
+        """Gathers the samples."""
         return self._data.gather(self.indices)
 
 

@@ -14,7 +14,7 @@ def seed_everything(key: int, devices: Iterable[torch.device] = ()) -> None:
     seed = key & 0x7FFFFFFFFFFFFFFF
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed also seeds every device: 100 times slower
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed every device, which is 100 times slower
     for device in devices:
         if device.type == "cuda":
             torch.cuda.default_generators[device.index].manual_seed(seed)

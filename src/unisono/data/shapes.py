@@ -1,4 +1,4 @@
-"""Micro-batches of samples of one shape, for a dataset with samples of several shapes.
+"""Forms micro-batches of equal shape from a dataset with samples of several shapes.
 
 The samples of a global batch are grouped by shape, and the groups are split into micro-batches and assigned to ranks.
 No sample moves to another global batch, and positions keep their seeds and noise. The assignment is a pure function of
@@ -37,7 +37,7 @@ class Shaped(Protocol):
 
 
 def is_shaped(data: Any) -> TypeIs[Shaped]:
-    """Whether a dataset has samples of several shapes; a tensor can be a dataset too, but its `shape` is no method."""
+    """Whether a dataset has samples of several shapes; a tensor does not count, because its `shape` is not callable."""
     return callable(getattr(data, "shape", None))
 
 
@@ -105,12 +105,12 @@ def deal(groups: Sequence[Group], world: int, micro_batch: int) -> list[list[Gro
     micro-batch, plus an overhead. With as few turns as possible, some ranks would compute videos while others have only
     images and wait; a few more turns, in which all ranks compute videos, are often faster.
     """
-    overhead = min(group.each for group in groups)  # of a turn: kernel launches, gathering weights (a rough guess)
+    overhead = min(group.each for group in groups)  # kernel launches and gathering weights in each turn: a rough guess
     parts = [-(-len(group.positions) // micro_batch) for group in groups]
     costliest_first = sorted(range(len(groups)), key=lambda number: -_largest(groups[number], parts[number]))
     best, least = list[Group](), math.inf
     for number in (None, *costliest_first[:_MOST_SPREAD]):
-        if number is not None:  # from now on, spread this group across all ranks
+        if number is not None:  # spread this group across all ranks from now on
             parts[number] = min(-(-parts[number] // world) * world, len(groups[number].positions))
         pieces = _split(groups, parts, world)
         turns = [piece.cost for piece in pieces[::world]]

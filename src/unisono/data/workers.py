@@ -1,4 +1,4 @@
-"""Loader workers: processes that prefetch a rank's chunks, and may die.
+"""Loader workers: processes that prefetch a rank's chunks, and are replaced if they die.
 
 torch's DataLoader cannot be used here. Its workers share one queue with locks: if the system kills a worker in the
 middle of a message, or while it holds a lock, the training process waits forever, both in `next` and in shutting down.
@@ -39,8 +39,8 @@ from unisono.data.cursor import Chunk, Cursor
 from unisono.data.reading import ChunkReader, ReadChunk, Stopped
 from unisono.errors import RecipeError, TrainingFailed, UnisonoError
 
-_MAX_DEATHS = 3  # in a row, for the same chunk
-_GRACE_S = 1.0  # time for a worker to finish its current sample when the loader closes
+_MAX_DEATHS = 3  # consecutive deaths of workers at the same chunk
+_GRACE_S = 1.0  # seconds for a worker to finish its current sample when the loader closes
 _HINTS: dict[int | None, str] = {
     -signal.SIGKILL: " (by the system, if memory ran out)",
     -signal.SIGBUS: " (shared memory may be full: /dev/shm)",
@@ -80,7 +80,7 @@ class Workers:
             self._pinning = _Pinning(self._workers, 0)
 
     def take(self, chunk: Chunk) -> ReadChunk:
-        """The data of `chunk`, the next one of the cursor."""
+        """Returns the data of `chunk`, which must be the next chunk of the cursor."""
         turn = self._taken % self._num_workers
         result = self._wait_for(turn, chunk)
         self._workers[turn].delivered(self._prefetch)
@@ -130,7 +130,7 @@ class Workers:
             self._pinning.join()  # the thread has ended because the worker died
         self._workers[turn].release()
         cursor = replace(self._cursor, start=min(chunk.global_batch))
-        # It prefetches nothing at first: if it dies again, this chunk is the cause and not a later one.
+        # The new worker prefetches nothing at first: if it dies too, this chunk is the cause and not a later one.
         self._workers[turn] = _Worker(turn, self._num_workers, self._reader, cursor, self._taken_of_step, ahead=1)
         if self._pinning is not None:
             self._pinning = _Pinning(self._workers, turn)
@@ -162,7 +162,7 @@ class _Worker:
                 "objects that cannot be pickled in the first call of Dataset[i]"
             ) from error
         finally:
-            theirs.close()  # only the worker holds this end now, so that its death closes the pipe
+            theirs.close()  # now only the worker holds this end, so its death closes the pipe
         self._allow(ahead)
 
     def receive(self) -> Any:
@@ -175,7 +175,7 @@ class _Worker:
             message = self._pipe.recv_bytes()
         except (EOFError, OSError) as error:
             if isinstance(error, TimeoutError):
-                raise  # from a signal handler, not from the pipe
+                raise  # raised by a signal handler, not by the pipe
             raise _WorkerDied(self._describe_death()) from error
         try:
             return ForkingPickler.loads(message)
@@ -204,7 +204,7 @@ class _Worker:
         self._pipe.close()
 
     def _allow(self, chunks: int) -> None:
-        with suppress(OSError):  # a dead worker is noticed when its next chunk is needed
+        with suppress(OSError):  # the death of a worker is noticed when its next chunk is needed
             self._pipe.send_bytes(str(chunks).encode())
 
     def _is_alive(self) -> bool:
@@ -214,7 +214,7 @@ class _Worker:
         return self._process.is_alive()
 
     def _describe_death(self) -> str:
-        if self._is_alive():  # it has closed its pipe and cannot send any more
+        if self._is_alive():  # it has closed its pipe and cannot send anything more
             self._process.kill()
             self._process.join()
         code = self._process.exitcode
@@ -253,7 +253,7 @@ class _Pinning:
 
     def _run(self, turns: Iterator[_Worker], device: int) -> None:
         try:
-            torch.set_num_threads(1)  # for this thread: copying must not compete with training for cores
+            torch.set_num_threads(1)  # only for this thread: copying must not compete with training for cores
             torch.accelerator.set_device_index(device)
             for worker in turns:
                 self._arrived.put(_pinned(worker.receive()))
@@ -265,7 +265,7 @@ class _Pinning:
 
 @dataclass(frozen=True)
 class _Ended:
-    """Why a thread ended; not the exception itself, whose frames would hold a batch and a dead worker."""
+    """Why a thread ended; not the exception itself, whose frames would keep a batch and a dead worker in memory."""
 
     error: type[Exception]
     text: str
@@ -287,7 +287,7 @@ def _work(
     stop: Any,
     now: Any,
 ) -> None:
-    """The worker process: reads every `num_workers`-th chunk from number `first` on, as far as it is allowed to."""
+    """Runs in the worker process: reads every `num_workers`-th chunk, beginning with number `first`, as allowed."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the rank's own handler would only set a flag
     start_loader_worker(number)
     torch.set_num_threads(1)

@@ -13,7 +13,7 @@ from unisono.data.order import num_micro_batches
 from unisono.errors import ConfigError
 from unisono.settings import LARGEST_BATCH, BatchSettings
 
-_SMALL_BATCH = 2**20  # samples; below this, a step is quick even if it reads the dataset many times
+_SMALL_BATCH = 2**20  # number of samples; smaller steps are quick even if they read the dataset many times
 _MOST_PASSES = 16
 
 
@@ -77,7 +77,7 @@ def _plan(
         if global_batch is not None and explicit("global_batch_size") and global_batch != stored:
             raise ConfigError(
                 f"global_batch_size {global_batch} differs from this run's {stored}; a run keeps its effective batch: "
-                "leave the flag out, or start a new output_dir"
+                "remove the flag, or use a new output_dir"
             )
         return BatchPlan(stored, min(size, stored), devices)
     if global_batch is None:
@@ -86,8 +86,8 @@ def _plan(
         nearest = size * requested * max(1, round(global_batch / (size * requested)))
         raise ConfigError(
             f"batch_size {size} x {requested} device{'s' * (requested > 1)} x gradient_accumulation_steps "
-            f"{accumulation} = {size * requested * accumulation} is not global_batch_size {global_batch}; leave one of "
-            f"them out, or use global_batch_size {nearest} with gradient_accumulation_steps "
+            f"{accumulation} = {size * requested * accumulation} is not global_batch_size {global_batch}; remove one "
+            f"of them, or use global_batch_size {nearest} with gradient_accumulation_steps "
             f"{nearest // (size * requested)}"
         )
     if accumulation is not None and not explicit("batch_size"):
@@ -100,20 +100,22 @@ def overruled(settings: BatchSettings, explicit: Callable[[str], bool], devices:
     size, accumulation = settings.batch_size, settings.gradient_accumulation_steps
     if stored is None or size * devices * (accumulation or 1) == stored:
         return []
-    kept = f"this run keeps its effective batch of {stored} samples"
+    reminder = f"this run keeps its effective batch of {stored} samples"
     remarks = []
     if explicit("batch_size"):
-        remarks.append(f"{kept}: batch_size {size} only limits the micro-batch per device")
+        remarks.append(f"{reminder}: batch_size {size} only limits the micro-batch per device")
     if explicit("gradient_accumulation_steps"):
-        remarks.append(f"{kept}: gradient_accumulation_steps {accumulation} is ignored; the effective batch is fixed")
+        remarks.append(
+            f"{reminder}: gradient_accumulation_steps {accumulation} is ignored; the effective batch is fixed"
+        )
     return remarks
 
 
 def with_micro_batch(plan: BatchPlan, requested: int | str | None, known_to_fit: int, *, on_gpu: bool) -> BatchPlan:
-    """The plan with the micro-batch in the settings (`requested`), limited to the size `known_to_fit` (0: unknown)."""
+    """The plan with the micro-batch of the settings (`requested`), limited to the size `known_to_fit` (0: unknown)."""
     size = plan.micro_batch
     if isinstance(requested, int):
         size = requested
-    elif requested == "auto" and on_gpu:  # on a CPU, the system kills a process that runs out of memory
+    elif requested == "auto" and on_gpu:  # on the CPU, the system would kill a process that runs out of memory
         size = plan.share
     return replace(plan, micro_batch=min(size, plan.share, known_to_fit or size))

@@ -17,6 +17,7 @@ from unisono.settings import LARGEST_BATCH, LaunchSettings, Settings
 _BATCH = ("batch_size", "global_batch_size", "gradient_accumulation_steps", "eval_batch_size", "micro_batch")
 _AT_LEAST_ONE = (
     "nproc",
+    "context_parallel",
     "max_ranks_per_core",
     "log_every",
     "max_steps",
@@ -40,14 +41,15 @@ _AT_LEAST_ZERO = (
     "start_timeout",
     "max_bad_samples",
     "epsilon",
+    "blocks_on_host",
 )
 _COMMON_OPTIMIZERS = ("adamw", "adam", "sgd")
 _FRACTIONS = ("ema_decay", "min_lr_ratio", "wsd_decay_ratio")
 
 
-_MOST_WORKERS = 1024  # per rank; each is a process, and more would only fill the memory
+_MOST_WORKERS = 1024  # per rank; each worker is a process, and more would only fill the memory
 _LARGEST = 2**40
-"""Upper limit of steps, samples and seconds: positions in the sample stream then fit into 64 bits."""
+"""Upper limit for numbers of steps, samples and seconds, so that positions in the sample stream fit into 64 bits."""
 
 
 def check_run(recipe_class: type[Recipe], resolved: Resolved) -> None:
@@ -60,15 +62,23 @@ def check_run(recipe_class: type[Recipe], resolved: Resolved) -> None:
 def check_with_recipe(recipe: Recipe, settings: Settings, resolved: Resolved) -> None:
     """Rejects settings that the recipe does not support, an unknown optimizer and an unknown best_metric."""
     recipe.check_settings(settings)
+    if settings.parallel.context_parallel > 1 and (recipe.coupled or not recipe.supports_context_parallel):
+        reason = "compares samples with each other" if recipe.coupled else "does not say how to divide a sample"
+        raise ConfigError(
+            f"context_parallel {settings.parallel.context_parallel}: {type(recipe).__name__} {reason}; "
+            "remove context_parallel (docs/own_model.md shows how a recipe supports it)"
+        )
+    if settings.precision.base_precision != "auto" and recipe.has_frozen_weights is False:
+        raise nothing_frozen(settings.precision.base_precision)
     if settings.optim.optimizer.lower() not in _COMMON_OPTIMIZERS:
-        from unisono.engine.step.make_optimizer import named_optimizer  # imports torch, which takes seconds
+        from unisono.engine.step.make_optimizer import named_optimizer  # imported here, because torch takes seconds
 
         named_optimizer(settings.optim.optimizer)
     best_metric = settings.eval.best_metric
     if best_metric is None:
         return
     if resolved.explicit("best_metric") and settings.eval.eval_every < 0:
-        raise ConfigError(f"best_metric {best_metric}: with eval_every -1 nothing is evaluated; leave one of them out")
+        raise ConfigError(f"best_metric {best_metric}: with eval_every -1 nothing is evaluated; remove one of them")
     names = recipe.metric_names()
     if names is not None:
         check_held_out(names or None, settings, resolved)
@@ -76,12 +86,20 @@ def check_with_recipe(recipe: Recipe, settings: Settings, resolved: Resolved) ->
         _check_best_metric(best_metric, names)
 
 
+def nothing_frozen(base_precision: str) -> ConfigError:
+    """The error for a base precision in a run that trains all weights."""
+    return ConfigError(
+        f"base_precision {base_precision}: this run has no frozen linear layers; train a LoRA, freeze weights, or "
+        "remove base_precision"
+    )
+
+
 def check_held_out(held_out: object | None, settings: Settings, resolved: Resolved) -> None:
     """Rejects a best_metric that the user set if there is no evaluation data (None) to measure it on."""
     if held_out is None and settings.eval.best_metric is not None and resolved.explicit("best_metric"):
         raise ConfigError(
             f"best_metric {settings.eval.best_metric}: there is no evaluation data; hold out some samples, or "
-            "leave the flag out"
+            "remove the flag"
         )
 
 
@@ -119,7 +137,7 @@ def check_settings(settings: Settings) -> None:
                 least = f"at least {low}" if expected.startswith(f"{low} to ") and values[name] < low else expected
                 raise ConfigError(f"{name}: expected {least}, got {shown(values[name])}")
     if settings.run.output_dir == "":
-        raise ConfigError("output_dir: expected a folder, got nothing")
+        raise ConfigError("output_dir: expected a folder, got an empty text")
     if settings.ema.ema_decay == 1:
         raise ConfigError("ema_decay: with 1 the average would never change; use for instance 0.999")
     parse(settings.run.inject)
@@ -133,22 +151,64 @@ def check_settings(settings: Settings) -> None:
     if settings.optim.optimizer.lower() == "schedule_free_adamw":
         if settings.optim.lr_schedule != "constant":
             raise ConfigError(
-                "optimizer schedule_free_adamw replaces a schedule; leave lr_schedule out (warmup_steps may stay)"
+                "optimizer schedule_free_adamw replaces a schedule; remove lr_schedule (warmup_steps may stay)"
             )
         if settings.ema.ema_decay > 0:
             raise ConfigError("optimizer schedule_free_adamw averages the weights itself; use ema_decay 0")
         if settings.optim.beta1 == 0:
             raise ConfigError("optimizer schedule_free_adamw interpolates with beta1, which must be above 0; use 0.9")
-    if settings.parallel.strategy == "fsdp" and settings.parallel.find_unused_parameters:
+    strategy, shard_size = settings.parallel.strategy, settings.parallel.shard_size
+    if isinstance(shard_size, int) and shard_size < 1:
+        raise ConfigError(f"shard_size: expected at least 1, or node or all, got {shard_size}")
+    if shard_size != "auto" and strategy not in ("auto", "fsdp", "hsdp"):
+        raise ConfigError(
+            f"shard_size {shard_size} needs fsdp, and strategy {strategy} shards nothing; remove one of them"
+        )
+    if settings.parallel.blocks_on_host != 0:
+        _check_blocks_on_host(settings)
+    if strategy in ("fsdp", "hsdp") and settings.parallel.find_unused_parameters:
         raise ConfigError("find_unused_parameters needs ddp; fsdp uses every weight in every step on every rank")
+    if settings.parallel.context_parallel > 1:
+        _check_context_settings(settings)
     if settings.parallel.static_graph and settings.parallel.find_unused_parameters:
-        raise ConfigError("static_graph and find_unused_parameters contradict each other; leave one of them out")
+        raise ConfigError("static_graph and find_unused_parameters contradict each other; remove one of them")
+
+
+def _check_blocks_on_host(settings: Settings) -> None:
+    strategy, shard_size = settings.parallel.strategy, settings.parallel.shard_size
+    if strategy in ("fsdp", "hsdp", "dp"):
+        instead = "" if strategy == "dp" else "; use fsdp_cpu_offload"
+        raise ConfigError(f"blocks_on_host works with strategy single and ddp, not with {strategy}{instead}")
+    if shard_size != "auto":
+        raise ConfigError(f"blocks_on_host works without fsdp, and shard_size {shard_size} needs it; remove one")
+
+
+def _check_context_settings(settings: Settings) -> None:
+    size, strategy = settings.parallel.context_parallel, settings.parallel.strategy
+    if strategy in ("single", "dp"):
+        raise ConfigError(f"context_parallel {size} needs one process per GPU; use --strategy ddp or fsdp, or auto")
+    if settings.precision.cuda_graph:
+        raise ConfigError(
+            f"context_parallel {size}: a forward pass that waits for other ranks cannot be recorded; remove cuda_graph"
+        )
+
+
+def check_context(size: int, ranks: int) -> None:
+    """Rejects a context_parallel that does not divide the number of ranks."""
+    if ranks % size == 0:
+        return
+    divisors = [str(number) for number in range(1, ranks + 1) if ranks % number == 0]
+    multiples = [str(number) for number in (ranks // size * size, -(-ranks // size) * size) if number]
+    raise ConfigError(
+        f"context_parallel {size} does not divide {ranks} rank{'s' * (ranks > 1)}; use a context_parallel of "
+        f"{' or '.join(divisors)}, or {' or '.join(multiples)} ranks"
+    )
 
 
 def machines(settings: LaunchSettings) -> tuple[int, int]:
     """The minimum and maximum number of machines of a run: nnodes is "2" or "1:4"."""
     fewest, _, most = str(settings.nnodes).partition(":")
-    # At most nine digits: Python rejects to convert thousands of them.
+    # Limits the number of digits, because Python refuses to convert thousands of them.
     if not all(re.fullmatch("0*[1-9][0-9]{0,8}", text) for text in (fewest, most or fewest)):
         got = shown(str(settings.nnodes))
         raise ConfigError(f"nnodes: expected a number of machines such as 2, or 1:4 for 1 to 4, got {got}")

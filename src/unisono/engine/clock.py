@@ -9,7 +9,7 @@ from unisono.errors import ConfigError
 
 
 class Clock:
-    """The step that is being computed, the same on every rank and in all its micro-batches.
+    """The number of the step being computed; the same on every rank and in every micro-batch.
 
     A step that is repeated after running out of memory, recomputed in the backward pass, or computed after a resume
     reads the same numbers.
@@ -37,7 +37,7 @@ class Clock:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """A context in which reading the clock is an error: a CUDA graph would replay the current value forever."""
+        """A context in which reading the clock raises an error: a CUDA graph would replay the current value forever."""
         self._recorded = True
         try:
             yield
@@ -47,6 +47,6 @@ class Clock:
     def _check(self) -> None:
         if self._recorded:
             raise ConfigError(
-                "cuda_graph: loss() reads the clock, and a recorded step would keep the first value; leave "
-                "--cuda_graph out"
+                "cuda_graph: loss() reads the clock, and a recorded step would keep the first value; remove "
+                "--cuda_graph"
             )

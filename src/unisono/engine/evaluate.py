@@ -43,8 +43,8 @@ class Evaluation:
         assert dataset is not None
         if recipe.coupled and type(recipe).evaluate is Recipe.evaluate:
             raise RecipeError(
-                f"{type(recipe).__name__} has evaluation data, but its coupled loss needs all samples and each rank "
-                'evaluates only a share; define evaluate(), or return None from dataset("eval")'
+                f"{type(recipe).__name__} has evaluation data, but its loss compares all samples, and each rank "
+                'evaluates only some of them; define evaluate(), or return None from dataset("eval")'
             )
         self._recipe, self._strategy, self._settings = recipe, strategy, settings
         self._dataset = dataset.to(strategy.placement.device) if is_resident(dataset) else dataset
@@ -90,7 +90,7 @@ class Evaluation:
             if exchange is not None and exchange.read()["stop"]:  # started one batch ago, so it does not wait
                 return False, True
             exchange = self._agreement.start({"stop": self._rank.is_asked_to_stop})
-            bad += micro.bad
+            bad += micro.bad if self._strategy.placement.counts else ()
             if failure is None:
                 failure = self._over_batch(micro, step, sums, metrics)
             else:
@@ -114,18 +114,20 @@ class Evaluation:
         floating = torch.float64 if self._settings.precision.dtype == "float64" else None
         try:
             self._heartbeat.at("evaluate", step)
-            recipe = _with_copied_metrics(self._recipe) if micro.is_dummy else self._recipe
+            counts = not micro.is_dummy and self._strategy.placement.counts
+            recipe = self._recipe if counts else _with_copied_metrics(self._recipe)
             data = to_device(gathered(micro.data), device, floating)
             positions = positions_tensor(micro.positions, device)
             returned = self._strategy.infer(partial(self._evaluate, recipe), data, positions)
-            self._add(returned, sums, metrics, weight=0.0 if micro.is_dummy else 1.0)
+            self._add(returned, sums, metrics, weight=1.0 if counts else 0.0)
             return None
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             failure = in_one_line(error)
             error.__traceback__ = None  # its frames hold activations
-        if self._strategy.sharded or self._batch == 1:
+        waits_for_others = self._strategy.sharded or self._strategy.placement.context > 1
+        if waits_for_others or self._batch == 1:
             remedy = "use a smaller eval_batch_size" if self._batch > 1 else "even one sample does not fit"
             raise TrainingFailed(
                 f"step {step}: out of memory in the evaluation, with {self._batch} at once: {failure}; {remedy}; "
@@ -158,8 +160,8 @@ class Evaluation:
             end=size,
             global_batch=size if shapes is None else min(size, _GROUPED),
             micro_batch=self._batch,
-            rank=placement.rank,
-            world=placement.world,
+            rank=placement.data_rank,
+            world=placement.data_world,
             shapes=shapes,
         )
         if is_resident(self._dataset):
@@ -178,7 +180,7 @@ class Evaluation:
             )
         for name, value in returned.items():
             if _is_metric(value):
-                if weight:  # the metrics of a dummy batch are copies
+                if weight:  # other metrics are copies
                     metrics[name] = value
                 continue
             if not isinstance(value, tuple) or len(value) != 2:
@@ -217,7 +219,7 @@ class Evaluation:
         whole: dict[str, Any] = {}
         for part in self._agreement.all_gather(mine):
             for name, metric in part.items():
-                metric.sync_on_compute = False
+                metric.sync_on_compute = metric._to_sync = False  # compute() reads the second, a copy of the first
                 if name in whole:
                     whole[name].merge_state(metric)
                 else:
@@ -236,7 +238,7 @@ def _other_length(name: str, *shapes: torch.Size) -> str:
 
 
 def _with_copied_metrics(recipe: Recipe) -> Recipe:
-    """The recipe with copies of its metrics: updates by a dummy batch go to the copies and are dropped."""
+    """The recipe with copies of its metrics: updates by a batch that does not count go to the copies."""
     copied = copy.copy(recipe)
     for name, value in vars(recipe).items():
         if next(_metrics_in(value), None) is not None:

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from unisono.checkpoint.all_ranks import RanksFailed
 from unisono.checkpoint.commit import read_best
+from unisono.checkpoint.contents import describe
 from unisono.checkpoint.find import is_step, list_steps, newest_valid, step_folder, validate
-from unisono.checkpoint.load import describe, load_whole
+from unisono.checkpoint.load import load_whole
 from unisono.checkpoint.manifest import CheckpointError
 from unisono.checkpoint.tensor_file import BadTensorFile
 from unisono.engine.recipe import Recipe
@@ -28,9 +29,10 @@ from unisono.errors import UserError
 from unisono.observe.folder import RunFolder
 from unisono.parallel.materialize import Weights, fill, materialize
 from unisono.parallel.strategy import cast_weights
+from unisono.quantize.layers import SCALES, check_names, dequantize, quantize
 from unisono.settings import Settings
 
-_MOST_RETRIES_S = 60.0  # how long to retry while the run deletes checkpoints before they can be read
+_MOST_RETRIES_S = 60.0  # seconds to retry if the run deletes checkpoints before they can be read
 
 
 def export_run(
@@ -38,7 +40,7 @@ def export_run(
 ) -> str:
     """Exports a run's checkpoint to `folder`; returns a description of the weights it wrote.
 
-    `reference` names the recipe; the default is the one in run.json.
+    `reference` names the recipe; by default, run.json names it.
     """
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file; export to a folder")
@@ -73,7 +75,7 @@ def _all_or_nothing(folder: Path) -> Iterator[None]:
 
 
 def _make_readable(folder: Path) -> None:
-    """Gives safetensors files, which the library makes readable by their owner only, the usual permissions."""
+    """Gives safetensors files the usual permissions; the library makes them readable only by their owner."""
     os.umask(umask := os.umask(0))
     for file in folder.rglob("*.safetensors"):
         file.chmod(0o666 & ~umask)
@@ -89,7 +91,7 @@ def load_trained(
 ) -> tuple[Recipe, nn.Module, str]:
     """The recipe and the trained model of a run, on the CPU, and a description of the weights.
 
-    With `keep_dtype` a model that was trained in float64 stays in it; otherwise it has the types that the recipe chose.
+    If `keep_dtype` is set, a model that was trained in float64 stays float64; otherwise it has the recipe's dtypes.
     """
     record = RunFolder.read(run)
     if record is None:
@@ -98,10 +100,10 @@ def load_trained(
     if not all(isinstance(record.get(name), dict) for name in ("config", "sources")):
         raise UserError(f"{run}: run.json lacks the settings of the run; it is damaged")
     resolved = settings_in(record, (Settings, recipe_class.Config))
-    # Read the checkpoint before building the model, which may take long: a run that is still training may delete it.
+    # Reads the checkpoint before it builds the model, which may take long: a run that is still training may delete it.
     checkpoint, state, is_average = _read_checkpoint(run, step, {"recipe": record["recipe"]}, weights)
     recipe = recipe_class(resolved.build(recipe_class.Config))
-    recipe.prepared = run / "prepared"
+    recipe.prepared, recipe.base_precision = run / "prepared", resolved.values["base_precision"]
     model = recipe.model()
     initial = recipe.weights(model)
     if initial is None:
@@ -110,8 +112,13 @@ def load_trained(
         fill(model, _SavedWeights(state, initial))
     if keep_dtype and resolved.values["dtype"] == "float64":
         cast_weights(model, torch.float64)
+    # Layers that the run converted have no weight in its files, so the checkpoint stores their codes.
+    converted = [name.removesuffix(f".{SCALES}") for name in state if name.endswith(f".{SCALES}")]
+    if recipe.base_precision != "auto":
+        quantize(model, check_names(model, converted, str(checkpoint)), recipe.base_precision)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     _load_state(model, state, not_saved=set() if initial is None else frozen)
+    dequantize(model, torch.float64 if keep_dtype and resolved.values["dtype"] == "float64" else torch.float32)
     return recipe, model.eval(), f"{'averaged ' if is_average else ''}weights of {checkpoint.name}"
 
 
@@ -130,7 +137,7 @@ def _read_checkpoint(
         try:
             checkpoint = _find(run, step, identity)
             state, is_average = _weights_of(checkpoint, weights)
-            if checkpoint.is_dir():  # it was not deleted while it was being read
+            if checkpoint.is_dir():  # the checkpoint still exists, so it was read completely
                 return checkpoint, state, is_average
             failure: Exception = CheckpointError(f"{checkpoint} was deleted while it was being read")
         except (UserError, RanksFailed, BadTensorFile, OSError) as error:
@@ -156,13 +163,13 @@ def _weights_of(checkpoint: Path, weights: str) -> tuple[dict[str, Tensor], bool
 
 
 class _SavedWeights:
-    """The weights in a checkpoint, and the initial weights of those that it does not store."""
+    """The weights in a checkpoint; weights that it does not store have their initial values."""
 
     def __init__(self, state: Mapping[str, Tensor], initial: Weights) -> None:
         self._state, self._initial = state, initial
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """The rows start..stop-1 of a weight."""
+        """The rows from start to stop - 1 of a weight."""
         saved = self._state.get(name)
         return self._initial.rows(name, start, stop) if saved is None else saved[start:stop]
 
@@ -172,7 +179,7 @@ def _recipe_in(record: dict[str, Any], run: Path) -> str:
     reference = record.get("recipe_from")
     if not isinstance(reference, str):
         raise UserError(f"{run}: run.json does not name the file of {record['recipe']}; pass --recipe file.py:Class")
-    # run.json is data: it may name a recipe of the user, but must not bring its own code.
+    # run.json is untrusted data: it may name a recipe of the user, but must not point to code in the run folder.
     if any(path.resolve().is_relative_to(run.resolve()) for path in _module_paths(reference.rpartition(":")[0])):
         raise UserError(
             f"{run}: its run.json names a recipe inside the run folder ({reference}); pass --recipe file.py:Class if "

@@ -74,8 +74,8 @@ class Feed:
             end=self._end,
             global_batch=plan.global_batch,
             micro_batch=plan.micro_batch * len(placement.devices),
-            rank=placement.rank,
-            world=placement.world,
+            rank=placement.data_rank,
+            world=placement.data_world,
             shapes=self._shapes,
             epoch=self._order.num_samples if self._recipe.whole_epochs else None,
         )

@@ -13,7 +13,7 @@ from unisono.engine.state import TrainState
 from unisono.settings import Settings
 
 BY_LENGTH = "length"
-"""The source (in run.json) of a setting whose value follows from the length of the run."""
+"""The source, in run.json, of a setting whose value is derived from the length of the run."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Length:
     def of(cls, settings: Settings, num_samples: int, state: TrainState, *, whole_epochs: bool = False) -> Length:
         """The length that max_steps or num_epochs sets, whichever ends the run first.
 
-        Steps are counted from the current state: a run that ended with a smaller last batch may have been extended.
+        Steps are counted from the current state, because an extended run may contain a smaller batch at its former end.
         """
         strides = Strides(state.global_batch, num_samples if whole_epochs else None)
         epochs = settings.run.num_epochs
@@ -50,9 +50,9 @@ class Length:
         return cls(samples, state.step + strides.between(state.samples, samples))
 
     def remarks(self, settings: Settings, done: int, explicit: Callable[[str], bool] = lambda name: True) -> list[str]:
-        """Notes on settings that this length makes ineffective, for a run that has done `done` steps.
+        """Notes on settings that have no effect with this length, for a run that has done `done` steps.
 
-        `explicit(name)`: whether the user has set the setting.
+        `explicit(name)` tells whether the user has set the setting.
         """
         warmup, run = settings.optim.warmup_steps, settings.run
         if done and done >= self.steps:
@@ -61,7 +61,7 @@ class Length:
         remarks = []
         if run.max_steps is not None and self.steps < run.max_steps and explicit("max_steps"):
             remarks.append(
-                f"max_steps {run.max_steps} is not reached: num_epochs {run.num_epochs} is {self.steps} steps"
+                f"max_steps {run.max_steps} is not reached: num_epochs {run.num_epochs} ends after {self.steps} steps"
             )
         if warmup > self.steps and run.max_steps is None and run.num_epochs is None:
             remarks.append(
@@ -79,7 +79,7 @@ class Length:
 def fit_warmup(resolved: Resolved, steps: int, *, whole_epochs: bool) -> tuple[Resolved, list[str]]:
     """Shortens a default warm-up to a tenth of the run, with a note; a value that the user set is not changed.
 
-    With `whole_epochs` the user's own loop decides the length of the run, and nothing is changed.
+    If `whole_epochs` is set, the user's own loop decides the length of the run, and nothing is changed.
     """
     warmup, most = resolved.values["warmup_steps"], max(1, steps // 10)
     if whole_epochs or warmup <= most or resolved.sources["warmup_steps"] not in ("default", "recipe"):
@@ -91,6 +91,7 @@ def fit_warmup(resolved: Resolved, steps: int, *, whole_epochs: bool) -> tuple[R
 def is_evaluated(state: TrainState, length: Length) -> bool:
     """Whether the evaluation of the current step is complete and need not be repeated.
 
-    A run that resumes at its end repeats it, and so does a run without a checkpoint, which starts again at step 0.
+    A run that resumes at its end repeats the evaluation, and so does a run without a checkpoint, which starts at step
+    0.
     """
     return not state.owes_evaluation and state.step > 0 and state.samples < length.samples

@@ -1,8 +1,8 @@
 """Draws a recipe's previews: all ranks share the work, and the main rank writes the files.
 
-A preview must not end a run. If it does not fit into memory, it is skipped: ranks exchange their failures wherever they
-exchange results, so none of them waits for a result that never comes. Under a sharded strategy a rank that fails leaves
-the others inside a forward pass; the run restarts, and the next attempt skips previews.
+A preview must not end a run. If it does not fit into memory, it is skipped: ranks exchange failures together with
+results, so no rank waits for a result that never comes. Under a sharded strategy a rank that fails leaves the others
+inside a forward pass; the run restarts, and the next attempt skips previews.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from unisono.observe.note import leave_note
 from unisono.parallel.strategy import Placement
 from unisono.plain_files import read_json
 
-if TYPE_CHECKING:  # this module imports ours
+if TYPE_CHECKING:  # avoids a circular import
     from unisono.engine.recorder import Recorder
 
 TOO_LARGE = "previews_left_out.json"
-"""The file in a run folder that records that previews do not fit; without it, the run draws them again."""
+"""The file in a run folder that records that previews do not fit into memory. Delete it to draw them again."""
 
 
 class PreviewSkipped(Exception):
@@ -41,10 +41,10 @@ class PreviewSkipped(Exception):
 
 
 class Drawing:
-    """One preview, which either all ranks draw or none."""
+    """One preview, which either all ranks draw or none of them."""
 
     def __init__(self, placement: Placement, needs_all_ranks: bool, agreement: Agreement, run_folder: Path) -> None:
-        """`needs_all_ranks`: a forward pass needs all ranks, because the model is sharded."""
+        """`needs_all_ranks`: a forward pass waits for other ranks, because the model or a sample is divided."""
         self._placement, self._needs_all_ranks = placement, needs_all_ranks
         self._agreement, self._run_folder = agreement, run_folder
 
@@ -61,11 +61,12 @@ class Drawing:
         return drawn
 
     def over_ranks(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-        """[function(item) for item in items], each computed on one rank; all ranks get all results.
+        """[function(item) for item in items], each computed on one rank (or context group); all ranks get all results.
 
-        If a forward pass needs all ranks, every rank makes the same number of calls; some repeat a call and drop it.
+        If a forward pass needs all ranks, every rank makes the same number of calls; some repeat a call and discard the
+        result.
         """
-        rank, world = self._placement.rank, self._placement.world
+        rank, world = self._placement.data_rank, self._placement.data_world
         mine = range(rank, len(items), world)
 
         def compute() -> dict[int, Any]:
@@ -75,7 +76,7 @@ class Drawing:
             return results
 
         results, failure = self._unless_out_of_memory(compute)
-        gathered = self._gather(failure, results)
+        gathered = self._gather(failure, results)[:: self._placement.context]
         return [gathered[number % world][number] for number in range(len(items))]
 
     def _unless_out_of_memory(self, compute: Callable[[], Any]) -> tuple[Any, str | None]:
@@ -114,7 +115,7 @@ def _earlier_failure(run_folder: Path) -> tuple[int, str] | None:
 
 
 def write_previews(previews: Mapping[str, Any], folder: Path, step: int) -> Iterator[Path]:
-    """Writes each entry to folder/step_<step>_<name>: text, bytes, PIL images and matplotlib figures."""
+    """Writes each entry (text, bytes, a PIL image or a matplotlib figure) to folder/step_<step>_<name>."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, value in previews.items():
         if Path(name).name != name or name.startswith("."):
@@ -148,11 +149,12 @@ def draw_preview(run: TrainingRun, step: int, recorder: Recorder) -> None:
     recipe, strategy, settings, folder = run.components.recipe, run.components.strategy, run.settings, run.folder
     # The same seed on every rank: with a sharded model, all ranks must make the same number of forward passes.
     seed_everything(key_of(Purpose.PREVIEW, settings.run.seed, step), strategy.placement.devices)
-    drawing = Drawing(strategy.placement, strategy.sharded, run.rank.agreement, folder.path)
+    needs_all_ranks = strategy.sharded or strategy.placement.context > 1
+    drawing = Drawing(strategy.placement, needs_all_ranks, run.rank.agreement, folder.path)
     recipe._over_ranks = drawing.over_ranks
     drawn: Mapping[str, Any] | None = None
     try:
-        # As in training: 16-bit weights (frozen or gathered ones) need 16-bit inputs.
+        # Uses autocast as in training: 16-bit weights (frozen or gathered) need 16-bit inputs.
         computing = autocast(strategy.placement.device, settings.precision)
         with recorder.message_if_slow(f"step {step}: drawing a preview"), strategy.evaluating(), computing:
             drawn = drawing.run(lambda: strategy.infer(lambda model: recipe.preview(model, step)))

@@ -20,7 +20,7 @@ class RankContext:
     """The objects that a rank uses throughout a run."""
 
     world: World
-    agreement: Agreement  # exchanges small values with the other ranks
+    agreement: Agreement  # exchanges small values with other ranks
     stop: StopRequest  # set by a signal or by the launcher
     heartbeat: Heartbeat  # reports the step and phase that this rank is in
 
@@ -39,6 +39,28 @@ class RankContext:
         if not succeeded:
             raise UserError(value)
         return value  # type: ignore[no-any-return]
+
+    def main_decides_with(self, work: Callable[..., Any], decide: Callable[[Callable[..., Any]], T]) -> T:
+        """Like main_decides, for a decision that needs all ranks.
+
+        `decide` gets a function that calls `work`, which may contain collectives, on every rank with its arguments.
+        """
+        if self.world.is_main:
+
+            def on_every_rank(*arguments: Any) -> Any:
+                self.agreement.broadcast((True, arguments))
+                return work(*arguments)
+
+            def decide_and_release() -> T:
+                try:
+                    return decide(on_every_rank)
+                finally:
+                    self.agreement.broadcast((False, ()))
+
+            return self.main_decides(decide_and_release)
+        while (request := self.agreement.broadcast((False, ())))[0]:
+            work(*request[1])
+        return self.main_decides(lambda: None)  # type: ignore[return-value]  # the main rank's result
 
     @property
     def is_asked_to_stop(self) -> bool:

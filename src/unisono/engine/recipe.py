@@ -1,7 +1,7 @@
 """The interface between a recipe and the engine.
 
-A recipe defines what is trained: a model, data, a loss. It never sees a rank, a device count, a wrapper or a
-micro-batch size. The engine distributes the work, and that must not change the result.
+A recipe defines what to train: a model, data, a loss. It never sees a rank, a device count, a wrapper or a
+micro-batch size. The engine distributes the work, which must not change the result.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:  # `unisono --help` must not wait for torch
 
     from unisono.data.noise import Noise
     from unisono.observe.progress import Advance
+    from unisono.parallel.context import Context
     from unisono.parallel.materialize import Weights
     from unisono.parallel.row_shards import RowShards
     from unisono.settings import Settings
@@ -58,7 +60,7 @@ class Work:
     """Whether progress() draws a bar on this process's stderr; else it sends plain lines to message()."""
 
     def meet(self) -> bool:
-        """A barrier: waits for all processes. Returns True if the run is stopping; return from prepare() then."""
+        """A barrier: waits for all processes. If it returns True, the run is stopping: return from prepare() then."""
         return any(self.gather(self.stopping))
 
     def gather(self, value: Any) -> list[Any]:
@@ -110,7 +112,7 @@ class Recipe:
     """Additional keys that translate() accepts, with their types, e.g. {"alg": str}; they become flags too."""
 
     fixed: ClassVar[Sequence[str]] = ()
-    """The recipe's settings that cannot change when a run is resumed: the engine rejects a different value.
+    """Settings of this recipe that cannot change when a run is resumed: the engine rejects a different value.
 
     List every setting that decides which data is trained on or held out (paths, splits, what a sample contains), or the
     model's shape or the meaning of its weights. Other settings may change; the run records the change.
@@ -147,11 +149,38 @@ class Recipe:
     ahead of the step in other processes.
     """
 
+    supports_context_parallel: ClassVar[bool] = False
+    """Whether the model divides a sample's tokens between the ranks of `self.context` (setting context_parallel)."""
+
+    @cached_property
+    def context(self) -> Context:
+        """The ranks that carry a sample together; set by the engine before it calls model(), which passes it on.
+
+        All of them get the same batches. loss() and evaluate() return the sums of whole samples, the same on each of
+        these ranks: gather the model's output, or add up sums over a rank's own tokens with `self.context.sum()`.
+        """
+        from unisono.parallel.context import Context
+
+        return Context()
+
     flash_attention: bool = False
-    """Whether the run computes in 16-bit on a GPU with flash attention; the engine sets it before it calls model()."""
+    """Whether the run computes in 16 bit on a GPU with flash attention; the engine sets it before it calls model()."""
+
+    base_precision: str = "auto"
+    """The setting base_precision; the engine sets it before it calls prepare(). It converts model() and frozen()."""
+
+    has_frozen_weights: bool | None = None
+    """Whether base_precision has weights to convert. False rejects the setting before prepare(); None: the engine looks
+    at model() and frozen(); True: also if it finds none there, because the recipe converts weights itself."""
 
     many_shapes: ClassVar[bool] = False
-    """Whether batches have many different shapes: attention then avoids cuDNN, which is slow for each new shape."""
+    """Whether batches have many shapes; attention then avoids cuDNN, which is slow for each new shape."""
+
+    built_by_rank_zero: ClassVar[bool] = True
+    """Whether rank 0 may build a large model alone, while the others call model() on the meta device.
+
+    They then receive rank 0's weights. Set it to False if model() must run in full on every rank.
+    """
 
     samples_per_epoch: ClassVar[int | None] = None
     """Number of samples in an epoch, if it is smaller than the dataset because an incomplete last batch is dropped."""
@@ -173,7 +202,8 @@ class Recipe:
     def translate(cls, values: dict[str, Any], where: str) -> Mapping[str, Any]:
         """Translates the contents of the config file `where` to this recipe's settings; called once per file.
 
-        Raise ConfigError, with the reason, for a key that has no equivalent. Unquoted words of the file are strings.
+        Raise ConfigError, with the reason, for a key that has no equivalent. Unquoted values in the file arrive as
+        strings.
         """
         return values
 
@@ -208,13 +238,13 @@ class Recipe:
         """
 
     whole_epochs: ClassVar[bool] = False
-    """Whether each epoch ends with its own, possibly smaller step; else a step continues into the next epoch."""
+    """Whether no step has samples of two epochs, so that the last step of an epoch may be smaller than the others."""
 
     def learning_rate(self, step: int) -> float | Sequence[float] | None:
         """The learning rate of step `step`, counted from 0; None for the schedule in the settings.
 
         A single number is the rate of the optimizer's first parameter group, and the other groups keep their ratio to
-        it; a sequence has one number per group. The rate must depend only on `step` and on what remember() stores.
+        it; a sequence contains one number per group. The rate must depend only on `step` and on what remember() stores.
         """
         return None
 
@@ -226,7 +256,11 @@ class Recipe:
         """Restores the value that remember() returned; it comes from a file, so check it."""
 
     def model(self) -> nn.Module:
-        """The module to train, on the CPU or on the meta device. It may hold several modules."""
+        """The module to train, on the CPU or on the meta device. It may hold several modules.
+
+        With several ranks and a model of more than 64 MiB, only rank 0 calls it as it is; the others call it with the
+        meta device as torch's default device. If that fails there, they call it once more without it.
+        """
         raise NotImplementedError
 
     def weights(self, model: nn.Module) -> Weights | None:
@@ -240,6 +274,13 @@ class Recipe:
     def full_precision(self, model: nn.Module) -> Sequence[str]:
         """Names of weights that are never cast to 16-bit; they should be few and small."""
         return ()
+
+    def frozen_linears(self, part: str, module: nn.Module) -> Sequence[str] | None:
+        """Names of the frozen linear layers that base_precision converts; None: all that are in repeated blocks.
+
+        `part` is "model" for the module of model(), otherwise a name in frozen().
+        """
+        return None
 
     def dataset(self, split: str) -> Dataset[Any] | None:
         """The map-style dataset of the split "train" or "eval"; None for "eval" if there is no evaluation data.
@@ -263,7 +304,15 @@ class Recipe:
     @property
     def coupled(self) -> bool:
         """Whether the loss compares samples with each other: the recipe then has embed() and couple(), no loss()."""
-        return type(self).couple is not Recipe.couple
+        return type(self).couple is not Recipe.couple or self.couples_by_rows
+
+    @property
+    def couples_by_rows(self) -> bool:
+        """Whether the engine calls couple_rows() instead of couple(): the last class that overrides either decides."""
+        for kind in type(self).__mro__:
+            if "couple" in vars(kind) or "couple_rows" in vars(kind):
+                return kind is not Recipe and "couple_rows" in vars(kind)
+        return False
 
     def embed(self, model: nn.Module, batch: Any, noise: Noise) -> Mapping[str, Tensor]:
         """The embeddings that couple() compares: tensors with one row per sample of the batch."""
@@ -272,16 +321,32 @@ class Recipe:
     def couple(self, rows: Mapping[str, Tensor]) -> Loss:
         """The loss of a whole global batch, from the rows of all its samples in sample order.
 
-        It does not get the model: weights act through embed() only. Every rank computes it.
+        Every rank computes it. It has no access to the model: weights take effect only through embed().
+        """
+        return self.couple_rows(rows, 0, len(next(iter(rows.values()))))
+
+    def couple_rows(self, rows: Mapping[str, Tensor], start: int, stop: int) -> Loss:
+        """The part of the loss that belongs to the rows start to stop, compared with all rows; replaces couple().
+
+        Total, count and metrics of the parts must add up to those of all rows. Each rank then computes its share of the
+        rows only, at most a micro-batch at a time: B samples on N ranks need B / N x B numbers at most, not B x B.
         """
         raise NotImplementedError
 
+    def flops(self, batch: Any) -> float | None:
+        """Floating-point operations of forward and backward of a batch, without recomputation; None: count them.
+
+        It may depend on the shapes of the batch only. Define it if the model launches kernels of its own or is
+        compiled: the engine counts PyTorch's operations only. A multiply-add counts as two operations.
+        """
+        return None
+
     def optimizer(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer | None:
-        """Creates the optimizer from (name, parameter) pairs; return None for the one in the settings."""
+        """Creates the optimizer from (name, parameter) pairs; return None to use the optimizer in the settings."""
         return None
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module] | None:
-        """The repeated blocks, to shard, compile and recompute one by one; None lets the engine find them."""
+        """The repeated blocks, to be sharded, compiled and recomputed one by one; None lets the engine find them."""
         return None
 
     def before_evaluation(self, model: nn.Module) -> None:
@@ -304,10 +369,11 @@ class Recipe:
         return {}
 
     def sharded(self) -> Mapping[str, tuple[Weights, Sequence[str]]]:
-        """The modules of frozen() that are built on meta and sharded: each rank holds a shard and gathers blocks as
-        needed.
+        """The modules of frozen() that are built on meta and sharded: each rank holds a shard and gathers blocks on
+        demand.
 
-        Name -> (the source of its weights, the names of weights that stay whole, in their own type, on every rank).
+        Maps a module's name to (the source of its weights, the names of weights that every rank holds whole, in their
+        own dtype).
         """
         return {}
 
@@ -319,7 +385,7 @@ class Recipe:
         return None
 
     def over_ranks(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-        """[function(item) for item in items], split across all ranks, for preview(). Results must be plain objects."""
+        """Computes [function(item) for item in items] on all ranks, for preview(). Results must be plain objects."""
         return self._over_ranks(function, items)
 
     _over_ranks: Callable[..., list[Any]] = staticmethod(lambda function, items: [function(item) for item in items])

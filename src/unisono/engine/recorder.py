@@ -7,18 +7,26 @@ from contextlib import AbstractContextManager, contextmanager
 from threading import Timer
 from typing import Any
 
+import torch
+
 from unisono.cluster.lifetime import flush_streams
 from unisono.data.loader import MicroBatch
 from unisono.engine.previews import write_previews
+from unisono.engine.step.flops import FlopMeter
 from unisono.engine.step.optimizer_step import StepReport
 from unisono.engine.training_run import TrainingRun
 from unisono.observe.forecast import Forecast
 from unisono.observe.gpu_idle import GpuIdleDetector
+from unisono.observe.gpu_load import GpuLoad
 from unisono.observe.meter import Meter, gpu_memory_gib, host_memory_gib, slowest
 from unisono.observe.straggler import StragglerDetector
 from unisono.observe.trackers import Tracker, curve_summaries, open_trackers
 from unisono.observe.training_line import TrainingLine
 
+MAX_RANKS_LISTED = 64
+"""Up to this many ranks, metrics.jsonl lists the numbers of each; beyond it a line would grow to kilobytes."""
+_BY_RANK = ("step_ms", "own_ms", "data_wait_ms", "comm_ms", "compute_ms", "mfu", "gpu_util", "gpu_power_w")
+_MEANS = ("comm_ms", "compute_ms", "mfu", "gpu_util", "gpu_power_w")
 _SLOW_S = 10.0
 
 
@@ -35,6 +43,9 @@ class Recorder:
         self._progress = TrainingLine(run.length.steps, enabled=self._main)
         self._meter, self._stragglers = Meter(), StragglerDetector()
         self._idle = GpuIdleDetector(can_use_cuda_graph=run.components.recordable)
+        self._sharded = run.components.strategy.sharded
+        self._flops: FlopMeter | None = None
+        self._load: GpuLoad | None = None
         self._trackers: list[Tracker] = []
         self._waiting: list[tuple[int, dict[str, float]]] = []
         self._forecast = Forecast()
@@ -45,11 +56,16 @@ class Recorder:
             return
         self._opened = True
         self._open()
+        self._load = _load_of(self._placement.device)
         if self._main:
             self._trackers = open_trackers(self._settings, self._folder.path, self._start_step)
             for tracker in self._trackers:
                 for step, numbers in self._waiting:
                     tracker.log(step, numbers)
+
+    def measure_flops(self, flops: FlopMeter) -> None:
+        """Makes the recorder log `mfu` from these counts."""
+        self._flops = flops
 
     def step(self) -> AbstractContextManager[Any]:
         """A context that times an optimizer step."""
@@ -66,6 +82,8 @@ class Recorder:
         if forecast is not None:
             self.message(forecast)
         self._meter.add("own", report.own_seconds)
+        if self._placement.world > 1:
+            self._meter.add("comm", report.comm_seconds)
         self._idle.step(waited=report.waited)
 
     def waiting(self, feed: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
@@ -108,7 +126,11 @@ class Recorder:
             "world": self._placement.world,
             "skipped": skipped,
         }
-        record |= self._per_rank(timing, report.step)
+        if timing:  # otherwise there was no step since the last record, on any rank
+            numbers = self._device_numbers(timing)
+            record |= numbers
+            if self._placement.world > 1:
+                record |= self._over_ranks(numbers, report.step)
         advice = self._idle.advice(timing.get("step_ms", 0.0), timing.get("data_wait_ms", 0.0))
         if advice is not None:
             self.message(advice)
@@ -122,24 +144,43 @@ class Recorder:
             tracker.log(report.step, {key: value for key, value in record.items() if isinstance(value, int | float)})
         return record
 
-    def _per_rank(self, timing: Mapping[str, float], step: int) -> dict[str, Any]:
-        """The time of each rank's own work: ranks run in lockstep, so only that shows which one is slowest."""
-        if self._placement.world == 1 or not timing:  # no step since the last record; the same on all ranks
+    def _device_numbers(self, timing: Mapping[str, float]) -> dict[str, float]:
+        """This rank's own numbers of the interval: compute time, utilization of its device, power."""
+        numbers = dict(timing)
+        if "comm_ms" in timing:
+            compute = timing["step_ms"] - timing["data_wait_ms"] - timing["comm_ms"]
+            numbers["compute_ms"] = max(0.0, compute)
+        per_step = None if self._flops is None else self._flops.per_step()
+        if per_step is not None and self._flops is not None and self._flops.peak:
+            numbers["mfu"] = per_step / (timing["step_ms"] / 1e3 * self._flops.peak)
+        return numbers | ({} if self._load is None else self._load.take())
+
+    def _over_ranks(self, numbers: Mapping[str, float], step: int) -> dict[str, Any]:
+        """Gathers each rank's numbers on the main rank: their means, their lists, and the slowest rank."""
+        mine = {name: round(numbers[name], 3 if name.endswith("_ms") else 4) for name in _BY_RANK if name in numbers}
+        ranks = self._agreement.gather(mine)  # between hosts, without the GPU
+        if ranks is None:
             return {}
-        mine = [round(timing.get(name, 0.0), 3) for name in ("step_ms", "own_ms", "data_wait_ms")]
-        steps, owns, waits = zip(*self._agreement.all_gather(mine), strict=True)  # between hosts, without the GPU
-        rank, _ = slowest(list(owns))
+        lists = {name: [each.get(name) for each in ranks] for name in _BY_RANK if any(name in each for each in ranks)}
+        means: dict[str, Any] = {}
+        for name in _MEANS:
+            values = [value for value in lists.get(name, []) if value is not None]
+            if values:
+                means[name] = sum(values) / len(values)
+        waits, computing, owns = ([each[name] for each in ranks] for name in ("data_wait_ms", "compute_ms", "own_ms"))
+        # A sharded model's forward pass makes ranks wait for each other unseen: only what precedes it can differ.
+        if not self._sharded:
+            owns = [compute + wait for compute, wait in zip(computing, waits, strict=True)]
         straggler = self._stragglers.check(owns, waits)
         if straggler is not None:
             self.message(straggler.describe())
             percent, reason = straggler.slower_percent, straggler.reason
             self._folder.event("straggler", step=step, rank=straggler.rank, slower_percent=percent, reason=reason)
-        return {
-            "step_ms_by_rank": list(steps),
-            "own_ms_by_rank": list(owns),
-            "data_wait_ms_by_rank": list(waits),
-            "slowest_rank": rank,
-        }
+        means["slowest_rank"], _ = slowest(owns)
+        means["slowest_compute_rank"], _ = slowest(computing)
+        if len(ranks) <= MAX_RANKS_LISTED:
+            means |= {f"{name}_by_rank": values for name, values in lists.items()}
+        return means
 
     def evaluated(
         self, step: int, samples: int, metrics: Mapping[str, float | list[float]], shown: Sequence[str] = ()
@@ -186,6 +227,13 @@ class Recorder:
     def close(self) -> None:
         """Closes the progress line and the trackers."""
         self._progress.close()
+        if self._load is not None:
+            self._load.close()
         for tracker in self._trackers:
             tracker.close()
         flush_streams()
+
+
+def _load_of(device: torch.device) -> GpuLoad | None:
+    """Samples the load of a GPU; None on the CPU."""
+    return GpuLoad(f"GPU-{torch.cuda.get_device_properties(device).uuid}") if device.type == "cuda" else None

@@ -1,4 +1,4 @@
-"""What a checkpoint of a run holds, and how a run is restored from it.
+"""Defines the contents of a checkpoint, and restores a run from it.
 
 Tensors have plain names: model.<weight>, ema.<weight>, optimizer.<weight>.<slot>; everything else is JSON. A checkpoint
 does not depend on ranks or strategies, so a run can resume with any of them.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ from torch import Tensor
 
 from unisono.checkpoint.aside import remark_on_asides
 from unisono.checkpoint.commit import check_usable
-from unisono.checkpoint.find import list_steps, newest_valid, read_extra, validate
-from unisono.checkpoint.load import describe, difference, load
+from unisono.checkpoint.contents import Contents
+from unisono.checkpoint.examination import Examination
+from unisono.checkpoint.find import Damage, list_steps, newest_valid, read_extra, validate
+from unisono.checkpoint.load import difference, load
 from unisono.checkpoint.manifest import CheckpointError, read_manifest
 from unisono.checkpoint.pickles import how_to_convert, is_pickle
 from unisono.checkpoint.snapshot import shapes_of
@@ -34,7 +36,7 @@ from unisono.parallel.strategy import Strategy
 
 @dataclass(frozen=True)
 class ChosenCheckpoint:
-    """The checkpoint to resume from, the newer ones that cannot be used, and notes for the user."""
+    """The checkpoint to resume from, newer checkpoints that cannot be used, and notes for the user."""
 
     path: Path | None = None  # None: start at step 0
     bad: dict[Path, str] = field(default_factory=dict)  # checkpoints that cannot be used -> reason
@@ -62,7 +64,7 @@ def _optimizer_tensors(
 
 
 def remembered_by(recipe: Recipe) -> Any:
-    """What remember() returns. Rejects a value that is not JSON; the trainer also calls it before the first step."""
+    """Returns the value of remember(); rejects a value that is not JSON. The trainer also calls it before step 1."""
     value = recipe.remember()
     try:
         json.dumps(value)
@@ -85,8 +87,25 @@ def extra_of(components: Components) -> dict[str, Any]:
     return extra if remembered is None else {**extra, "recipe": remembered}
 
 
-def find_checkpoint(resume: str, folder: Path, recipe: str, run: str | None = None) -> ChosenCheckpoint:
+@dataclass(frozen=True)
+class FileChecks:
+    """How the files of checkpoints are examined: on this process, or on all ranks together."""
+
+    damage: Damage
+    contents: Callable[[Path], Contents]  # of a checkpoint whose files are undamaged
+
+    @classmethod
+    def local(cls) -> FileChecks:
+        """Examines files on this process alone."""
+        examination = Examination()
+        return cls(examination.damage, examination.contents)
+
+
+def find_checkpoint(
+    resume: str, folder: Path, recipe: str, run: str | None = None, checks: FileChecks | None = None
+) -> ChosenCheckpoint:
     """Chooses the checkpoint to resume from. `run` is the id of the run in `folder`, if it has one."""
+    checks = checks or FileChecks.local()
     checkpoints = folder / "checkpoints"
     check_usable(checkpoints)
     remarks = [remark] if (remark := remark_on_asides(checkpoints)) is not None else []
@@ -97,9 +116,9 @@ def find_checkpoint(resume: str, folder: Path, recipe: str, run: str | None = No
             )
         return ChosenCheckpoint(remarks=remarks)
     if resume != "auto":
-        # It may belong to another run, from which this run branches off.
-        return ChosenCheckpoint(named_checkpoint(Path(resume), {"recipe": recipe}), remarks=remarks)
-    path, skipped = newest_valid(checkpoints, {"recipe": recipe, "run": run}, why_unusable)
+        # The checkpoint may belong to another run, from which this run branches off.
+        return ChosenCheckpoint(named_checkpoint(Path(resume), {"recipe": recipe}, checks), remarks=remarks)
+    path, skipped = newest_usable(checkpoints, {"recipe": recipe, "run": run}, checks)
     if path is None and list_steps(checkpoints):
         reasons = "; ".join(f"{bad.name}: {reason}" for bad, reason in skipped)
         raise UserError(
@@ -121,80 +140,104 @@ def run_id(record: Mapping[str, Any] | None, folder: Path, checkpoint: Path | No
     return stored if isinstance(stored, str) else uuid.uuid4().hex
 
 
-def named_checkpoint(path: Path, identity: dict[str, Any]) -> Path:
+def newest_usable(
+    folder: Path, identity: Mapping[str, Any], checks: FileChecks
+) -> tuple[Path | None, list[tuple[Path, str]]]:
+    """The newest complete checkpoint of a run with the contents of one, and (path, reason) of what was skipped."""
+    return newest_valid(folder, identity, lambda path: why_unusable(path, checks.contents), damage=checks.damage)
+
+
+def named_checkpoint(path: Path, identity: dict[str, Any], checks: FileChecks | None = None) -> Path:
     """The checkpoint at a path that the user named: the path itself, or the newest one in that folder or run."""
+    checks = checks or FileChecks.local()
     if is_pickle(path):
         raise UserError(
             f"resume: {how_to_convert(path)} (and load the new file in the recipe's model(); a run resumes only from "
             "unisono's checkpoints)"
         )
     if not path.is_dir():
-        raise UserError(f"resume: {path} is not a folder; give a checkpoint (…/checkpoints/step_…), auto or never")
+        raise UserError(f"resume: {path} is not a folder; pass a checkpoint (…/checkpoints/step_…), auto or never")
+    newest = None
     if (path / "checkpoints").is_dir():  # a run folder
-        path = newest_valid(path / "checkpoints", identity, why_unusable)[0] or path
+        newest = newest_usable(path / "checkpoints", identity, checks)[0]
     elif list_steps(path):  # a folder of checkpoints
-        path = newest_valid(path, identity, why_unusable)[0] or path
-    reason = validate(path, identity=identity) or why_unusable(path)
+        newest = newest_usable(path, identity, checks)[0]
+    if newest is not None:
+        return newest
+    reason = validate(path, identity=identity, damage=checks.damage) or why_unusable(path, checks.contents)
     if reason is not None:
         raise UserError(f"resume: {path} is not a valid checkpoint: {reason}")
     return path
 
 
-def why_unusable(path: Path) -> str | None:
+def why_unusable(path: Path, contents: Callable[[Path], Contents]) -> str | None:
     """Why an undamaged checkpoint does not have the contents of a run; None if it does."""
     try:
-        _read_state(path)
-        describe(path)
+        read_state(path)
+        contents(path)
     except CheckpointError as error:
         return str(error)
     return None
 
 
-def _read_state(path: Path) -> tuple[TrainState, dict[str, dict[str, Any]]]:
-    """The training state, and the optimizer state that is not in tensors."""
+def read_state(path: Path) -> dict[str, Any]:
+    """Everything in a checkpoint besides tensors; CheckpointError if it is not the state of a run at that step."""
     extra = read_extra(path)
+    state, _ = _state_in(extra)
+    if state.step != (step := read_manifest(path).step):
+        raise CheckpointError(f"state.json says step {state.step}, but its manifest says step {step}")
+    return extra
+
+
+def _state_in(extra: Mapping[str, Any]) -> tuple[TrainState, dict[str, dict[str, Any]]]:
+    """The training state, and the optimizer state that is not in tensors."""
     try:
         state, optimizer = TrainState.from_json(extra.get("state")), extra.get("optimizer")
     except CheckpointError as error:
         raise CheckpointError(f"state.json: {error}") from None
-    if state.step != (step := read_manifest(path).step):
-        raise CheckpointError(f"state.json says step {state.step}, but its manifest says step {step}")
     if not isinstance(optimizer, dict) or not all(isinstance(slots, dict) for slots in optimizer.values()):
         raise CheckpointError("state.json lacks the optimizer's state")
     return state, optimizer
 
 
-def why_incompatible(path: Path, components: Components) -> str | None:
+def why_incompatible(contents: Contents, components: Components) -> str | None:
     """Why a checkpoint does not fit the model, by the headers of its files and its state; None if it fits."""
     try:
-        if _read_state(path)[0].global_batch != components.state.global_batch:
+        extra = read_state(contents.path)
+        if _state_in(extra)[0].global_batch != components.state.global_batch:
             return "its effective batch differs from this run's"
-        targets = _Targets(path, components)
+        targets = _Targets(contents, extra, components)
     except CheckpointError as error:
         return str(error)
     return difference(targets.saved, shapes_of(targets.tensors))
 
 
-def restore(path: Path, components: Components, group: dist.ProcessGroup | None) -> None:
-    """Restores weights, optimizer, average and state from a checkpoint, saved by any number of ranks."""
-    targets = _Targets(path, components)
-    load(path, targets.tensors, group=group, world=components.strategy.placement.world, unused=targets.unused)
+def restore(
+    contents: Contents, extra: Mapping[str, Any], components: Components, group: dist.ProcessGroup | None
+) -> None:
+    """Restores weights, optimizer, average and state from a checkpoint, saved by any number of ranks.
+
+    `extra` is the result of `read_state`.
+    """
+    targets = _Targets(contents, extra, components)
+    world = components.strategy.placement.world
+    load(contents.path, targets.tensors, group=group, world=world, unused=targets.unused, contents=contents)
     components.optimizer.restore(targets.optimizer, targets.plain)
     components.strategy.weights_changed()
     if targets.without_average and components.ema is not None:
         components.ema.restart()
     _restore_state(components, targets.state)
-    if "recipe" in (extra := read_extra(path)):
+    if "recipe" in extra:
         components.recipe.recall(extra["recipe"])
 
 
 class _Targets:
-    """The contents of a checkpoint, and the tensors of this run that it fills."""
+    """The contents of a checkpoint, and the tensors of this run to load them into."""
 
-    def __init__(self, path: Path, components: Components) -> None:
-        everything = describe(path)
-        self.state, self.plain = _read_state(path)
-        _check_optimizer_class(path, components.optimizer.class_name)
+    def __init__(self, contents: Contents, extra: Mapping[str, Any], components: Components) -> None:
+        path, everything = contents.path, contents.shapes
+        self.state, self.plain = _state_in(extra)
+        _check_optimizer_class(path, extra, components.optimizer.class_name)
         present = tensors_of(components)
         self.optimizer: dict[tuple[str, str], Tensor] = {}
         if not components.optimizer.has_all_state:
@@ -202,21 +245,21 @@ class _Targets:
         _check_plain(path, self.plain, components, everything)
         self.tensors = present | _optimizer_tensors(components.strategy, components.optimizer, self.optimizer)
         self.without_average = components.ema is not None and not any(name.startswith("ema.") for name in everything)
-        if self.without_average:  # the average was enabled later: it starts from the loaded weights
+        if self.without_average:  # the average was enabled after this checkpoint, and starts from the loaded weights
             self.tensors = {name: tensor for name, tensor in self.tensors.items() if not name.startswith("ema.")}
-        # An average that has been disabled since.
+        # The average was disabled after this checkpoint.
         self.unused = {name for name in everything if name.startswith("ema.") and components.ema is None}
         self.saved = {name: shape for name, shape in everything.items() if name not in self.unused}
 
 
-def _check_optimizer_class(path: Path, class_name: str) -> None:
+def _check_optimizer_class(path: Path, extra: Mapping[str, Any], class_name: str) -> None:
     """Rejects the state of another optimizer. A recipe's optimizer() may return another class than before."""
-    saved = read_extra(path).get("optimizer_class", class_name)  # older checkpoints do not store it
+    saved = extra.get("optimizer_class", class_name)  # older checkpoints do not store it
     if not isinstance(saved, str):
         raise CheckpointError(f"{path} cannot be loaded: state.json names no class of optimizers")
     if saved != class_name:
         raise CheckpointError(
-            f"{path} has the state of the optimizer {saved}, and this run uses {class_name}; use {saved} again, or "
+            f"{path} has the state of the optimizer {saved}, but this run uses {class_name}; use {saved} again, or "
             "start a new run in another output_dir"
         )
 
@@ -238,7 +281,7 @@ def _check_plain(path: Path, plain: dict[str, dict[str, Any]], components: Compo
 def _missing_optimizer_state(
     saved: Mapping[str, tuple[Sequence[int], torch.dtype]], strategy: Strategy, present: Collection[str]
 ) -> dict[tuple[str, str], Tensor]:
-    """Empty tensors for optimizer state in the checkpoint that this optimizer creates only in its first step."""
+    """Empty tensors for saved optimizer state that this optimizer would create only in its first step."""
     parameters = dict(strategy.parameters)
     targets = {}
     for key, (shape, dtype) in saved.items():

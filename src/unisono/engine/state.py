@@ -1,4 +1,4 @@
-"""The training state besides tensors, which every checkpoint stores as JSON."""
+"""The part of the training state that is not tensors; every checkpoint stores it as JSON."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from unisono.checkpoint.manifest import CheckpointError
 
-# Without one of these a run could not resume where it stopped. Fields of later versions may be missing.
+# Fields that a run needs to resume where it stopped. Fields that later versions added may be missing.
 _ESSENTIAL = ("global_batch", "step", "samples", "skipped", "skipped_in_a_row", "expected_count", "num_samples")
 _COUNTS = (*_ESSENTIAL, "bad_samples", "micro_batch", "memory_failures", "memory_step")
-_LIMITS = {"global_batch": 2**32, "micro_batch": 2**32}  # planning a larger batch would take minutes
+_LIMITS = {"global_batch": 2**32, "micro_batch": 2**32}  # planning a larger global batch would take minutes
 _MEMBERS = {"loss_scale": {"value", "good_steps"}, "best": {"metric", "value", "step"}}
 
 
 @dataclass
 class TrainState:
-    """The state of a run. Everything else follows from it, the config and the tensors."""
+    """The state of a run; everything else follows from this state, the config and the tensors."""
 
     global_batch: int
-    step: int = 0  # optimizer steps taken, skipped ones included
+    step: int = 0  # optimizer steps taken, including skipped ones
     samples: int = 0  # samples consumed: the position in the sample stream
     skipped: int = 0  # steps skipped for a non-finite loss or gradient
     skipped_in_a_row: int = 0

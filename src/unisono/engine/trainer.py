@@ -25,7 +25,7 @@ from unisono.engine.step.learning_rate import learning_rate_factor
 from unisono.engine.step.optimizer_step import OptimizerStep, StepReport
 from unisono.engine.step.out_of_memory import OutOfMemoryHere, OutOfMemoryTogether
 from unisono.engine.training_run import TrainingRun
-from unisono.errors import TrainingFailed, TryAgain, UnisonoError
+from unisono.errors import TrainingFailed, TryAgain, TrySmaller, UnisonoError
 from unisono.observe.folder import append_event
 
 _LAST_SAVE_S = 60.0
@@ -52,6 +52,7 @@ class Trainer:
         self._sizer = self._make_sizer(run.batch)
         self._feed = Feed(run, self._order)
         self._step = OptimizerStep(components, settings, self._agreement, self._heartbeat)
+        self._recorder.measure_flops(self._step.flops)
         self.on_report: Callable[[StepReport], None] = lambda report: None
         """Called with every step's report, one step late and before any save; for a caller that drives the run."""
         self._saver = self._make_saver(run.entered.checkpoints, keep_last=settings.save.keep_last)
@@ -81,7 +82,7 @@ class Trainer:
             batch,
             self.state,
             self._folder.path,
-            # Only where a failed trial costs nothing; elsewhere it costs a restart.
+            # Only if a failed trial costs nothing; under some strategies it costs a restart.
             may_rise=settings.micro_batch == "auto" and strategy.guardable,
             # If the checkpoint has no size, the plan's size is the one that the previous attempt stored after it
             # failed.
@@ -118,8 +119,8 @@ class Trainer:
         finally:
             self._feed.close()
         if self.state.step > 0:
-            self._recorder.first_step_done()  # also if there was no step left to do
-            self._save()  # before evaluation and preview: they are the recipe's code and may fail
+            self._recorder.first_step_done()  # needed even if no step was left to do
+            self._save()  # saves before evaluation and preview, which are the recipe's code and may fail
         if not stopped:
             self._saver.let_finish(math.inf)
             stopped = self._evaluate_and_preview(last=True)
@@ -132,7 +133,7 @@ class Trainer:
         return Result(folder, "stopped" if stopped else "done", step, dict(self.state.last_metrics))
 
     def _loop(self) -> bool:
-        """Trains to the end of the run; True if a signal ended it earlier."""
+        """Trains to the end of the run; returns True if a signal ended it earlier."""
         settings = self.settings
         if self._evaluate_first() or (self.state.owes_evaluation and self._evaluate_and_preview()):
             return self._stopping()
@@ -158,7 +159,7 @@ class Trainer:
         return False
 
     def _refresh(self) -> bool:
-        """Calls Recipe.refresh() when it is due; True if a stop request came during the call."""
+        """Calls Recipe.refresh() when it is due; returns True if a stop request came during the call."""
         recipe, step = self.components.recipe, self.state.step
         every = recipe.refresh_every
         if every <= 0 or (self._refreshed and step % every):
@@ -166,7 +167,8 @@ class Trainer:
         self._settle()
         with self._recorder.not_training():
             self._heartbeat.at("prepare", step)
-            recipe.refresh(step // every * every, self._run.work)
+            with recipe.context.apart():  # ranks share this work: each computes whole samples
+                recipe.refresh(step // every * every, self._run.work)
             stopping = self._run.work.meet()
         self._refreshed = not stopping
         return stopping
@@ -201,18 +203,18 @@ class Trainer:
         return True
 
     def _shrink(self, error: OutOfMemoryTogether) -> None:
-        """Shrinks the micro-batch after a rank ran out of memory and the step has changed nothing; on all ranks."""
+        """Shrinks the micro-batch on all ranks, after a rank ran out of memory in a step that has changed nothing."""
         failures = {rank: text for rank, text in enumerate(self._agreement.all_gather(error.here)) if text is not None}
         rank, text = next(iter(failures.items()))
         if not self._sizer.shrink(self._feed.most_at_once(self._sizer.plan)):
-            recomputes = self.settings.precision.activation_checkpointing
+            recomputes = self.settings.precision.activation_checkpointing is True
             raise TrainingFailed(advice(rank, text, self.components, recomputes=recomputes))
         size, step = self.state.micro_batch, self.state.step + 1
         self._folder.event(
             "oom", step=step, rank=rank, ranks=list(failures), error=text, micro_batch=size, in_place=True
         )
         self._recorder.message(
-            f"step {step}: rank {rank} ran out of memory; repeating it with at most {size} samples at once per device"
+            f"step {step}: rank {rank} ran out of memory; repeating the step with at most {size} samples at once"
         )
         self._feed.begin(self._sizer.plan)
 
@@ -221,24 +223,36 @@ class Trainer:
         rank, step = self.components.strategy.placement.rank, self.state.step + 1
         size = self._sizer.leave_for_next_attempt(self._feed.most_at_once(self._sizer.plan))
         if size is None:
-            recomputes = self.settings.precision.activation_checkpointing
+            recomputes = self.settings.precision.activation_checkpointing is True
             return TrainingFailed(advice(rank, str(error), self.components, recomputes=recomputes))
         details = {"ranks": [rank], "error": str(error), "micro_batch": size, "in_place": False}
         append_event(self._folder.path, "oom", step=step, rank=rank, **details)
-        return TryAgain(f"out of memory: {error}; the next attempt uses at most {size} samples at once per device")
+        # An attempt that may fail in the same way must count as a restart.
+        kind = TrySmaller if self._sizer.is_new_to_next_attempt(size) else TryAgain
+        return kind(f"out of memory: {error}; the next attempt uses at most {size} samples at once per device")
 
     def _find_micro_batch(self) -> None:
-        """With --micro_batch auto, finds the largest micro-batch that fits on every device, before the first step."""
-        if (
-            self.settings.batch.micro_batch != "auto"
-            or self.state.micro_batch
-            or not self.components.strategy.guardable
-        ):
+        """Finds a micro-batch that fits on every device, before the first step, where a failure costs nothing yet.
+
+        With --micro_batch auto, the largest one. Otherwise only under fsdp, where a step cannot be repeated: it halves
+        the size until it fits.
+        """
+        strategy, size = self.components.strategy, self._sizer.plan.micro_batch
+        searches = self.settings.batch.micro_batch == "auto" and not self.state.micro_batch
+        if not strategy.can_try_out:
+            if searches:
+                text = f"nothing can be tried here; starting with {size} samples, and with fewer if they do not fit"
+                self._recorder.message(f"micro_batch auto: {text}")
             return
-        trials = self._sizer.find(self._try_out)
-        size = self.state.micro_batch
-        self._recorder.message(f"micro_batch auto: {size} samples fit on each device ({trials} trials)")
-        self._folder.event("micro_batch", step=self.state.step, micro_batch=size, trials=trials)
+        if searches:
+            trials = self._sizer.find(self._try_out)
+            size = self.state.micro_batch
+            self._recorder.message(f"micro_batch auto: {size} samples fit on each device ({trials} trials)")
+            self._folder.event("micro_batch", step=self.state.step, micro_batch=size, trials=trials)
+        elif strategy.sharded and strategy.placement.device.type == "cuda" and self._sizer.fit(self._try_out):
+            fits = self.state.micro_batch
+            self._recorder.message(f"{size} samples do not fit on each device; training with at most {fits} at once")
+            self._folder.event("micro_batch", step=self.state.step, micro_batch=fits)
 
     def _try_out(self, plan: BatchPlan) -> None:
         self._clock.set(self.state.step, self.length.steps)
@@ -284,7 +298,7 @@ class Trainer:
         self._recorder.add_step(report)
         self.on_report(report)
         check_measured(self.components.recipe, self.settings, self._step.measured)
-        self._recorder.first_step_done()  # the recipe works: create the run folder
+        self._recorder.first_step_done()  # the first step succeeded: creates the run folder
         last = report.samples == self.length.samples
         if remark := self._step.counts_remark(ended=last):
             self._recorder.message(f"note: {remark}")
@@ -301,7 +315,7 @@ class Trainer:
         return nullcontext() if ema is None else ema.in_place_of_weights(self.components.strategy.weights_changed)
 
     def _evaluate_and_preview(self, last: bool = False) -> bool:
-        """Evaluates and draws a preview when due; True if a signal interrupted it: a resumed run then repeats it."""
+        """Evaluates and draws a preview when due; returns True if a signal interrupted it (a resume repeats it)."""
         self._settle()
         self._clock.set(self.state.step, self.length.steps)
         settings = self.settings.eval
@@ -313,16 +327,16 @@ class Trainer:
                 self._heartbeat.at("preview", self.state.step)
                 draw_preview(self._run, self.state.step, self._recorder)
         self.state.owes_evaluation = metrics is None
-        if metrics:  # after the average is swapped back: this may save
+        if metrics:  # after the average is swapped back, because this may save
             self._keep_best(metrics)
         return metrics is None
 
     def _evaluate_first(self) -> bool:
-        """Evaluates before the first step, with --eval_first; True if a signal interrupted it."""
+        """Evaluates before the first step if --eval_first is set; returns True if a signal interrupted it."""
         if self._evaluation is None or self.state.step or not self.settings.eval.eval_first:
             return False
         with self._recorder.not_training(), self._averaged():
-            return self._evaluate() is None  # never the best: there is no checkpoint to keep yet
+            return self._evaluate() is None  # never counts as the best, because there is no checkpoint to keep yet
 
     def _evaluate(self) -> dict[str, float | list[float]] | None:
         assert self._evaluation is not None

@@ -29,10 +29,10 @@ class TrainingRun:
     batch: BatchPlan
     datasets: Datasets
     components: Components
-    checkpoint: ChosenCheckpoint  # the one that was restored, if any
+    checkpoint: ChosenCheckpoint  # the checkpoint that was restored, if any
     start_step: int
     length: Length
-    save_group: dist.ProcessGroup | None  # for the collectives of saves, which run in a separate thread
+    save_group: dist.ProcessGroup | None  # process group for the collectives of saves, which run in a separate thread
     work: Work  # this rank's share of prepare() and refresh()
     remarks: list[str]  # notes for the user, from all phases of start-up
 
@@ -48,7 +48,7 @@ class TrainingRun:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What every checkpoint stores about the run it belongs to."""
+        """The description of the run that every checkpoint stores."""
         return {
             "recipe": self.entered.recipe_name,
             "seed": self.settings.run.seed,

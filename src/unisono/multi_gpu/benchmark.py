@@ -1,4 +1,4 @@
-"""Measures the training speed on all devices and on one, and the largest batch that fits."""
+"""Compares the training speed on all devices with one device, and finds the largest batch that fits."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from unisono.multi_gpu.manager import MultiGPUTrainingManager
 from unisono.planning.host import free_host_memory
 
 _LARGEST = 4096
-_PART_OF_HOST = 0.5  # fraction of the host's free memory to use, because other programs need some
-_BESIDE_SAVED = 2.0  # factor for gradients of activations and workspace, besides tensors saved for backward
-_STATE_PER_WEIGHT = 4  # weight, gradient, and Adam's two moments
+_PART_OF_HOST = 0.5  # fraction of the host's free memory to use; the rest is for other programs
+_BESIDE_SAVED = 2.0  # factor that adds activation gradients and workspace to the tensors saved for backward
+_STATE_PER_WEIGHT = 4  # copies of each weight: weight, gradient, and Adam's two moments
 
 
 class _Repeated(Dataset[Any]):
-    """Repeats a dataset to `size` samples."""
+    """Repeats a dataset until it has `size` samples."""
 
     def __init__(self, data: Any, size: int) -> None:
         self._data, self._size = data, size
@@ -157,8 +157,8 @@ def get_optimal_batch_size(
 ) -> int:
     """The largest `batch_size` that fits on each device.
 
-    With a `dataset` it is measured: on a GPU by trying sizes, on the CPU by the memory that a forward and backward pass
-    saves per sample. Without a dataset it is computed from `memory_per_sample`, in GB (default 0.1).
+    With a `dataset`, the function measures: on a GPU it tries sizes, on the CPU it measures the memory that a forward
+    pass saves per sample. Without a dataset, it computes the size from `memory_per_sample`, in GB (default 0.1).
     """
     if max_batch_size < 1:
         raise ConfigError(f"max_batch_size: expected at least 1, got {max_batch_size}")
@@ -180,7 +180,7 @@ def get_optimal_batch_size(
 
 
 def _by_trying(model: nn.Module, dataset: Any, loss_fn: Any, config: MultiGPUConfig, largest: int) -> int:
-    """Lets the engine try sizes, forward and backward, with weights and optimizer in memory."""
+    """Lets the engine try batch sizes, with weights and optimizer in memory."""
     home = next(model.parameters()).device
     with tempfile.TemporaryDirectory(prefix="unisono-size-") as folder, redirect_stderr(StringIO()):
         settings = {**config.settings, "micro_batch": "auto", "tensorboard": False}
@@ -199,7 +199,7 @@ def _by_trying(model: nn.Module, dataset: Any, loss_fn: Any, config: MultiGPUCon
 
 
 def _saved_per_sample(model: nn.Module, dataset: Any, loss_fn: Any) -> float:
-    """Bytes that autograd saves for the backward pass per sample: those of two samples minus those of one."""
+    """Bytes per sample that autograd saves for the backward pass: those of two samples minus those of one."""
     was_training = model.training
     model.train()
     first = min(2, len(dataset))

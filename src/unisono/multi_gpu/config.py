@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 from unisono.config.config_class import ConfigClass, check_one_of, check_whole
 from unisono.config.fields import fields_by_name
@@ -18,13 +18,13 @@ STRATEGIES = {
     "distributed": "ddp",
     "sharded": "fsdp",
 }
-"""Public names of the strategies -> names in the engine."""
+"""Public names of the strategies, and their names in the engine."""
 _ALIASES = {"dp": "dataparallel", "ddp": "distributed", "distributeddataparallel": "distributed", "fsdp": "sharded"}
 
 
 @dataclass
 class MultiGPUConfig(ConfigClass):
-    """How to train your own model. A field that cannot take effect is an error."""
+    """Configures the training of your own model. A field that would have no effect is an error."""
 
     num_gpus: int | None = None
     """Number of GPUs; None: all free ones, 0: the CPU. If there are fewer, accumulation keeps the effective batch."""
@@ -33,13 +33,13 @@ class MultiGPUConfig(ConfigClass):
     min_memory_gb: float = 4.0
     """Minimum free memory in GB; GPUs with less are not used."""
     strategy: str = "auto"
-    """auto, single, dataparallel (one process), distributed (one process per GPU) or sharded (with a sharded model)."""
+    """auto, single, dataparallel (one process), distributed (one process per GPU) or sharded (FSDP)."""
     backend: str = "nccl"
     """Communication backend: nccl between GPUs (CPU ranks always use gloo), or gloo everywhere."""
     world_size: int | None = None
-    """Number of processes that launch_multi_gpu_training starts; with `rank`, the number of processes."""
+    """Number of processes that launch_multi_gpu_training starts, or that you start yourself if `rank` is set."""
     rank: int | None = None
-    """Rank of this process, if no launcher sets it; the process joins the others at master_addr."""
+    """Rank of this process, if you start the processes yourself; they connect at master_addr."""
     local_rank: int | None = None
     """Rank of this process on its machine. Default: rank."""
     master_addr: str = "localhost"
@@ -51,9 +51,9 @@ class MultiGPUConfig(ConfigClass):
     num_workers: int = 4
     """Number of loader workers per training process. It does not affect the result."""
     persistent_workers: bool = True
-    """Keep the loader workers between epochs, so that they prefetch the next one."""
+    """Keep the loader workers alive between epochs, so that they prefetch the next epoch."""
     find_unused_parameters: bool = False
-    """distributed: find weights that the loss does not depend on (slower)."""
+    """distributed: detect weights that the loss does not depend on (slower)."""
     broadcast_buffers: bool = True
     """distributed: copy buffers (such as batch-norm statistics) from rank 0 in every step."""
     bucket_cap_mb: float = 25
@@ -61,9 +61,9 @@ class MultiGPUConfig(ConfigClass):
     gradient_as_bucket_view: bool = False
     """distributed: make gradients views of the buckets, which saves one copy of them."""
     static_graph: bool = False
-    """distributed: assert that every step uses the same weights in the same order."""
+    """distributed: assume that every step uses the same weights in the same order."""
     memory_efficient_find_unused_parameters: bool = False
-    """PyTorch has no such option: True is an error."""
+    """Not supported, because PyTorch has no such option; True is an error."""
 
     batch_size: int = 32
     """Samples per GPU and micro-batch; the effective batch is this × GPUs × gradient_accumulation_steps."""
@@ -72,15 +72,16 @@ class MultiGPUConfig(ConfigClass):
     gradient_accumulation_steps: int = 1
     """Micro-batches per optimizer step."""
     learning_rate: float = 1e-3
-    """Learning rate of the default optimizer (AdamW), and of one that is passed by name or class."""
+    """Learning rate of the default optimizer (AdamW), or of an optimizer that you pass by name or class."""
     weight_decay: float = 0.01
     """Weight decay of the default optimizer."""
     grad_clip: float = 0.0
     """Largest norm of the gradient of the whole model; 0 disables clipping."""
     mixed_precision: str = "no"
-    """Number type of the computation: no (float32), fp16 or bf16."""
-    activation_checkpointing: bool = False
-    """Recompute activations in the backward pass instead of keeping them: less memory, more time."""
+    """Precision of the computation: no (float32), fp16 or bf16."""
+    activation_checkpointing: bool | Literal["selective"] = False
+    """Recompute activations in the backward pass instead of keeping them: less memory, more time. "selective": keep the
+    results that are expensive to recompute."""
     scheduler_interval: str = "epoch"
     """When to step the scheduler: after every epoch or after every step."""
     shuffle: bool = True
@@ -101,7 +102,7 @@ class MultiGPUConfig(ConfigClass):
 
     @classmethod
     def _check_names(cls, names: Iterable[object]) -> None:
-        """Raises ConfigError with the right name for names of other libraries and of engine settings."""
+        """Raises ConfigError with the right name if the name comes from another library or is an engine setting."""
         names, own_names = list(names), {field.name for field in fields(cls)}
         for name in names:
             if name in _FOREIGN:
@@ -142,14 +143,12 @@ class MultiGPUConfig(ConfigClass):
                 f"gpu_ids: expected different numbers such as [0, 2], got {ids}; for the CPU, set num_gpus=0"
             )
         if self.num_gpus not in (None, len(ids)):
-            raise ConfigError(
-                f"num_gpus {self.num_gpus} contradicts the {len(ids)} gpu_ids {ids}; leave one of them out"
-            )
+            raise ConfigError(f"num_gpus {self.num_gpus} contradicts the {len(ids)} gpu_ids {ids}; remove one of them")
 
     def engine_settings(self, optimizer: str | None = None) -> dict[str, Any]:
-        """The engine's settings, except for devices and batch size, which depend on the machine.
+        """Translates the config to engine settings, except devices and batch size, which depend on the machine.
 
-        `optimizer`: the name of an optimizer of `unisono.optim`, if the user chose one.
+        `optimizer` is the name of an optimizer of `unisono.optim`, if the user chose one.
         """
         self.check()
         settings = {
@@ -170,7 +169,7 @@ class MultiGPUConfig(ConfigClass):
             "shuffle": self.shuffle,
             "seed": self.seed,
             "max_restarts": self.max_restarts,
-            "eval_every": -1,  # the caller's loop evaluates
+            "eval_every": -1,  # the caller's own loop evaluates
             "preview_every": -1,
             **({} if self.output_dir is None else {"output_dir": str(self.output_dir)}),
             **self.settings,
@@ -179,7 +178,7 @@ class MultiGPUConfig(ConfigClass):
             settings["optimizer"] = optimizer
         presets = optimizer_presets(str(settings.get("optimizer", "")))
         if "learning_rate" in presets and settings["learning_rate"] == MultiGPUConfig.learning_rate:
-            del settings["learning_rate"]  # left at its default, which is AdamW's
+            del settings["learning_rate"]  # the user did not change the default
         return settings
 
 
@@ -194,9 +193,9 @@ _FOREIGN = {
     "max_grad_norm": "grad_clip",
     "accumulation_steps": "gradient_accumulation_steps",
     "gradient_checkpointing": "activation_checkpointing",
-    "sampler": "decided by shuffle and seed, because the order of samples is what makes runs the same,",
+    "sampler": "determined by shuffle and seed, so that the sample order is the same on any number of GPUs,",
 }
-"""Names in other libraries -> names here."""
+"""Names in other libraries, and the names here."""
 
 _OWN = {
     **{f.name: f.name for f in fields(MultiGPUConfig)},

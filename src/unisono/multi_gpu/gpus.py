@@ -1,6 +1,6 @@
-"""GPUs and processes: lists and selects GPUs, creates the process group, and takes the devices of a run.
+"""Lists and selects GPUs, creates the process group, and locks the devices of a run.
 
-Without a GPU the lists are empty, and training uses the CPU.
+On a machine without GPUs, the lists are empty and training uses the CPU.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     import torch
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_earlier_values: dict[str, str | None] = {}  # values of these variables before world_for set them
+_earlier_values: dict[str, str | None] = {}  # values of environment variables before world_for changed them
 
 
 def get_gpu_info() -> dict[str, Any]:
-    """The GPUs that this process may use: count, devices, and memory and compute capability by GPU id."""
+    """Describes the GPUs that this process may use: count, devices, and memory and compute capability by GPU id."""
     devices = [_described(gpu) for gpu in visible_gpus()]
     memory = ("memory_total", "memory_allocated", "memory_free")
     return {
@@ -74,12 +74,15 @@ def setup_distributed_training(
     world = world_for(config)
     import torch.distributed as dist
 
+    from unisono.cluster.backend import Backend
     from unisono.cluster.process_group import join_process_group
     from unisono.engine.build.device import find_placement
     from unisono.settings import Settings
 
     if not dist.is_initialized():
-        join_process_group(world, find_placement(world, Settings()).device, alone=True, gloo=config.backend == "gloo")
+        # "nccl" here means NCCL where it is possible, as in existing scripts; ranks that share a GPU use gloo.
+        backend: Backend = "gloo" if config.backend == "gloo" else "auto"
+        join_process_group(world, find_placement(world, Settings()).device, alone=True, backend=backend)
 
 
 def cleanup_distributed_training() -> None:
@@ -95,13 +98,13 @@ def cleanup_distributed_training() -> None:
 
 
 def _restore(variables: Mapping[str, str | None]) -> None:
-    """Sets environment variables back to earlier values; None removes one."""
+    """Restores earlier values of environment variables; None removes a variable."""
     for name, value in variables.items():
         os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
 
 def world_for(config: MultiGPUConfig) -> World:
-    """The world of this process: as its launcher defines it, as the config defines it, or a single process."""
+    """Returns the world of this process: from its launcher, else from the config, else a single process."""
     world = detect()
     if world.launcher == "plain" and config.rank is not None and config.world_size is not None:
         local = config.rank if config.local_rank is None else config.local_rank
@@ -112,7 +115,7 @@ def world_for(config: MultiGPUConfig) -> World:
         return detect()
     for name, value, actual in (("rank", config.rank, world.rank), ("world_size", config.world_size, world.size)):
         if world.launcher != "plain" and value not in (None, actual):
-            raise ConfigError(f"{name} {value}, but the launcher ({world.launcher}) set {actual}; leave {name} out")
+            raise ConfigError(f"{name} {value}, but the launcher ({world.launcher}) set {actual}; do not set {name}")
     return world
 
 
@@ -121,16 +124,16 @@ class TakenDevices:
     """The devices of a run in this process."""
 
     strategy: str
-    gpus: str  # the engine's setting: "0" is the CPU
-    requested: int | None = None  # number of devices that the effective batch is computed for
-    environ: dict[str, str] | None = None  # variables that hide other GPUs from CUDA
-    device: str | None = None  # UUID of the one GPU to use, if CUDA sees others too
-    lock: GpuLock | None = None  # held by this object, so that other runs do not take the GPUs
+    gpus: str  # the engine's setting `gpus`; "0" means the CPU
+    requested: int | None = None  # number of devices in the formula of the effective batch
+    environ: dict[str, str] | None = None  # environment variables that hide other GPUs from CUDA
+    device: str | None = None  # UUID of the GPU to use, if CUDA also sees others
+    lock: GpuLock | None = None  # held as long as this object exists, so that other runs do not use the GPUs
     remarks: tuple[str, ...] = ()
 
     @contextmanager
     def visible(self) -> Iterator[None]:
-        """Lets CUDA see only the GPUs of the run while it is initialised, or selects the only one."""
+        """Makes CUDA initialise with only the GPUs of the run, or selects the run's only GPU."""
         earlier = {name: os.environ.get(name) for name in self.environ or ()}
         os.environ.update(self.environ or {})
         try:
@@ -146,7 +149,7 @@ def take_devices(
 ) -> TakenDevices:
     """Selects and locks the devices for a run in this process; `strategy` is the engine's name.
 
-    `global_batch` is the number of samples per step, if it does not depend on the number of devices.
+    `global_batch` is the number of samples per step if it is set, and None if it follows from the number of devices.
     """
     if world.launcher != "plain":
         return _devices_of_rank(config, strategy)
@@ -155,8 +158,8 @@ def take_devices(
     requested = config.world_size or (len(config.gpu_ids) if config.gpu_ids else config.num_gpus)
     if config.num_gpus == 0 or not gpus:
         if config.gpu_ids:
-            raise ConfigError(f"gpu_ids {config.gpu_ids}: there is no GPU here; leave it out to train on the CPU")
-        remarks = (f"{requested} devices were requested, but there is one CPU: {batch_remark}",)
+            raise ConfigError(f"gpu_ids {config.gpu_ids}: this machine has no GPU; remove gpu_ids to train on the CPU")
+        remarks = (f"the config requests {requested} devices, but there is only the CPU; {batch_remark}",)
         return TakenDevices(strategy, "0", requested or 1, remarks=remarks if (requested or 1) > 1 else ())
     uses_several = strategy in ("dp", "auto")  # the other strategies use one GPU per process
     request = "auto" if config.num_gpus is None else str(config.num_gpus)
@@ -169,7 +172,7 @@ def take_devices(
     requested = choice.requested if uses_several else requested or 1
     if uses_several and len(choice.gpus) > 1:
         strategy = "dp"
-        notes.append(f"one process for {len(choice.gpus)} GPUs; {_FASTER.format(len(choice.gpus))} is faster")
+        notes.append(f"one process drives {len(choice.gpus)} GPUs; {_FASTER.format(len(choice.gpus))} is faster")
     elif not uses_several and requested > 1:
         notes.append(
             f"one process uses one of the {requested} requested GPUs, and {batch_remark}; "
@@ -178,16 +181,16 @@ def take_devices(
     uuids = ",".join(gpu.uuid for gpu in choice.gpus) + ","
     if strategy == "dp":
         return TakenDevices(strategy, uuids, requested, _hide_others(choice), None, lock, tuple(notes))
-    # Other GPUs are not hidden: what CUDA does not see when it is initialised, this process could never use.
+    # Does not hide other GPUs: this process could never use a GPU that is hidden when CUDA is initialised.
     return TakenDevices(strategy, uuids, requested, None, choice.gpus[0].uuid, lock, tuple(notes))
 
 
-_SAME_BATCH = "accumulation keeps the effective batch"  # the words of unisono.devices
+_SAME_BATCH = "accumulation keeps the effective batch"  # replaces a phrase in the remark of unisono.devices
 _FASTER = "torchrun --nproc_per_node={} script.py"
 
 
 def _devices_of_rank(config: MultiGPUConfig, strategy: str) -> TakenDevices:
-    """Under a launcher, each rank uses the GPU with its local rank, of `gpu_ids` if set."""
+    """Under a launcher, each rank uses the GPU with the number of its local rank, among `gpu_ids` if set."""
     if config.num_gpus == 0:
         return TakenDevices(strategy, "0")
     if not config.gpu_ids:
@@ -198,7 +201,7 @@ def _devices_of_rank(config: MultiGPUConfig, strategy: str) -> TakenDevices:
 
 
 def _hide_others(choice: Choice) -> dict[str, str]:
-    """The variables that hide all other GPUs from CUDA; ConfigError if CUDA is initialised and sees others."""
+    """Environment variables that hide all other GPUs; ConfigError if CUDA is already initialised and sees others."""
     if not _cuda_is_initialised():
         return child_environment(choice)
     visible = _uuids_in_cuda()
@@ -230,7 +233,7 @@ def _use(uuid: str) -> None:
     import torch
 
     visible = _uuids_in_cuda()
-    if uuid in visible:  # a MIG slice has another name, and is the only visible device
+    if uuid in visible:  # a MIG slice has a different UUID here and is the only visible device
         torch.cuda.set_device(visible.index(uuid))
 
 

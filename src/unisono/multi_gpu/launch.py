@@ -1,4 +1,4 @@
-"""Starts the processes of a run from a plain script; each imports the functions that build the model and the data."""
+"""Starts the processes of a run from a plain script; each imports the functions that build model and data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from unisono.engine.start.rank_start import RankStart
 
 _PARTS = ("model_fn", "dataset_fn", "loss_fn", "optimizer", "scheduler")
-_importing = False  # while a process of the run imports the script, which must not start another run
+_importing = False  # set while a process of the run imports the script, which must not start another run
 
 
 def launch_multi_gpu_training(
@@ -44,7 +44,8 @@ def launch_multi_gpu_training(
 
     model_fn() returns the model, dataset_fn() a dataset or (training, validation). optimizer is a function of the
     parameters, scheduler one of the optimizer. All functions must be at the top level of a file, because each process
-    imports them; loss_fn may also be a loss of torch.nn. If a process dies, all restart from the last checkpoint.
+    imports them; loss_fn may also be a loss module of torch.nn. If a process dies, all processes restart from the last
+    checkpoint.
     """
     config = _with_fields(config, fields)
     work = _Work(model_fn, dataset_fn, config, epochs, loss_fn, optimizer, scheduler, save_path)
@@ -91,8 +92,8 @@ def launch_distributed_training(
 ) -> dict[str, Any]:
     """Trains as rank `rank` of `world_size`.
 
-    In a process of torch.multiprocessing.spawn, under torchrun, or with a rank above 0, this process becomes that rank.
-    In a plain script, a call with rank 0 starts all ranks.
+    In a plain script, a call with rank 0 starts all ranks. Otherwise (in a process of torch.multiprocessing.spawn,
+    under torchrun, or with a rank above 0) this process becomes that rank.
     """
     config = _with_fields(config, {**fields, "world_size": world_size})
     parts = {"loss_fn": loss_fn, "optimizer": optimizer, "scheduler": scheduler, "save_path": save_path}
@@ -111,7 +112,7 @@ def launch_distributed_training(
 
 @dataclass
 class _Work:
-    """The training of one process, given functions that build its parts."""
+    """The functions that build a training run, and the arguments of one process."""
 
     model_fn: Any
     dataset_fn: Any
@@ -127,7 +128,7 @@ class _Work:
             function = getattr(self, name)
             if not callable(function) or hasattr(function, "state_dict"):
                 kind = type(function).__name__
-                raise ConfigError(f"{name}: expected a function without arguments that builds it, got {kind}")
+                raise ConfigError(f"{name}: expected a function without arguments that returns it, got {kind}")
         if not isinstance(self.epochs, int) or self.epochs < 1:
             raise ConfigError(f"epochs: expected a whole number of at least 1, got {self.epochs!r}")
 
@@ -136,7 +137,7 @@ class _Work:
         from unisono.data.seeding import seed_everything
         from unisono.multi_gpu.manager import MultiGPUTrainingManager
 
-        seed_everything(self.config.seed)  # the same initial weights in every process, and in the next run
+        seed_everything(self.config.seed)  # gives every process, and the next run, the same initial weights
         model = self.model_fn()
         data = self.dataset_fn()
         if isinstance(data, Mapping):
@@ -147,7 +148,7 @@ class _Work:
             return trainer.train(self.epochs, self.save_path)
 
     def to_json(self, output_dir: str | None) -> dict[str, Any] | str:
-        """Describes the work for other processes; returns the reason instead if they could not import a part."""
+        """Describes the work for other processes, or returns the reason why they cannot import a part of it."""
         parts: dict[str, Any] = {}
         for name in _PARTS:
             part = getattr(self, name)
@@ -184,7 +185,7 @@ def run_work(description: Mapping[str, Any], start: RankStart) -> dict[str, Any]
 
 
 def _describe(part: Any) -> Any:
-    """The location of a function, or the arguments of a loss of torch.nn, as JSON; None if it has neither."""
+    """The location of a function, or the arguments of a torch.nn loss, as JSON; None for anything else."""
     if part is None or isinstance(part, str):
         return part
     if (name := getattr(part, "__qualname__", None)) is None:

@@ -23,7 +23,7 @@ class DataSource:
 
     @classmethod
     def of(cls, source: Any, name: str) -> DataSource:
-        """From a dataset or a DataLoader; ConfigError for custom samplers. `name` is that of the argument."""
+        """Reads a dataset or a DataLoader; ConfigError for custom samplers. `name` is the name of the argument."""
         if not isinstance(source, DataLoader):
             return cls(source)
         if source.batch_size is None:

@@ -1,9 +1,9 @@
 """Converts a loss function that returns a mean to the sum and count that the engine needs.
 
-The mean over a micro-batch times its number of samples is a sum. These sums, added over micro-batches and processes
-and divided by the number of all samples, give the mean over the whole batch. If a mean is over something else (tokens
-without padding, samples weighted by class), the count must be too: for torch's own losses it is computed here, and a
-user's function may return (mean, count).
+The mean over a micro-batch times its number of samples is a sum. These sums, added over micro-batches and processes and
+divided by the number of all samples, give the mean over the whole batch. If the mean is over tokens without padding, or
+weights samples by class, the count must match: this module computes it for torch's own losses, and a user's function
+may return (mean, count).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TARGETS = ("labels", "label", "targets", "target", "y")
 
 
 def loss_of(model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> Loss:
-    """The loss of a batch, (inputs…, target) or a dict with `labels`; without loss_fn, by the type of the target."""
+    """The loss of a batch: (inputs…, target) or a dict with `labels`. Without loss_fn, the target's type decides."""
     inputs, named, target = _split(batch, keep_target=loss_fn is None)
     if loss_fn is not None and target is None:
         raise RecipeError(
@@ -103,7 +103,7 @@ def _compute(loss_fn: LossFunction, output: Any, target: Any, num: int) -> Loss:
 
 
 def _by_class(loss_fn: nn.CrossEntropyLoss | nn.NLLLoss, output: Tensor, target: Tensor) -> Loss:
-    """Sum and count of a loss whose mean ignores some targets and weights the others by class."""
+    """Sum and count of a loss whose mean ignores some targets and weights the rest by class."""
     sum_fn = copy.copy(loss_fn)
     sum_fn.reduction = "sum"
     counted = target[target != loss_fn.ignore_index]
@@ -143,7 +143,7 @@ def check_loss(loss_fn: Any) -> None:
     if isinstance(loss_fn, type):
         raise RecipeError(f"loss_fn is the class {loss_fn.__name__}; pass an instance: {loss_fn.__name__}()")
     if isinstance(loss_fn, nn.Module) and any(weight.requires_grad for weight in loss_fn.parameters()):
-        raise RecipeError("loss_fn has weights to train; make it a part of the model, because only that is trained")
+        raise RecipeError("loss_fn has trainable weights; make it part of the model, because only that is trained")
     if loss_fn is not None and not callable(loss_fn):
         raise RecipeError(f"loss_fn: expected a function of (outputs, targets), got {type(loss_fn).__name__}")
 

@@ -1,4 +1,4 @@
-"""Respects the dtype of the user's model: float64 is trained as float64, 16-bit weights as float32."""
+"""Chooses the dtype for training: float64 models stay float64, and 16-bit weights become float32."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from unisono.errors import ConfigError, RecipeError
 from unisono.multi_gpu.loss import LossFunction, broadcast_weights, check_loss, loss_of
 from unisono.optim.base import ShardAwareOptimizer
 from unisono.optim.named import OPTIMIZERS
-from unisono.parallel.blocks import repeated_blocks
+from unisono.parallel.blocks.repeated import repeated_blocks
 from unisono.settings import Settings
 
 
@@ -39,8 +39,8 @@ class UserParts:
     collate: Callable[[list[Any]], Any] | None = None
     schedule_every_step: bool = False
     num_ranks: int = 1
-    least_batch: int = 0  # an epoch drops its last batch if it has fewer samples (drop_last of a loader)
-    parameter_names: dict[int, str] = field(default_factory=dict)  # by id of the parameter; sharding replaces them
+    least_batch: int = 0  # an epoch drops its last batch if that has fewer samples (a loader's drop_last)
+    parameter_names: dict[int, str] = field(default_factory=dict)  # by id of the original parameter
 
     def __post_init__(self) -> None:
         while isinstance(self.model, nn.DataParallel | nn.parallel.DistributedDataParallel):
@@ -63,7 +63,7 @@ class UserParts:
         return self.optimizer.lower() if is_named else None
 
     def samples_per_epoch(self) -> int | None:
-        """The number of samples that an epoch reads, if not all of them."""
+        """The number of samples that an epoch reads; None for all samples."""
         if not self.least_batch:
             return None
         num = len(self.train)  # type: ignore[arg-type]
@@ -79,12 +79,12 @@ class UserParts:
 class EpochLog:
     """The results of the epochs so far. A checkpoint stores it."""
 
-    epochs: list[dict[str, Any]] = field(default_factory=list)  # the result of each
+    epochs: list[dict[str, Any]] = field(default_factory=list)  # the result of each epoch
     total: float = 0.0  # sum of the losses of the current epoch
     count: float = 0.0
     steps_scheduled: int = 0
-    saved_epoch: int = -1  # the number that the caller passed to save_checkpoint last
-    saved_at: int = -1  # samples consumed by then
+    saved_epoch: int = -1  # epoch number that the caller passed to save_checkpoint last
+    saved_at: int = -1  # samples consumed at that time
 
     def add(self, report: StepReport) -> None:
         """Adds a step of the current epoch."""
@@ -110,8 +110,9 @@ class EpochLog:
 
 
 class OwnModel(Recipe):
-    """Trains the user's model; each trainer makes a subclass of its own, with `parts` filled in."""
+    """Trains the user's model; each trainer creates a subclass with its own `parts`."""
 
+    built_by_rank_zero = False  # every rank has the model before the run begins, and model() contains a collective
     whole_epochs = True  # a global batch must not continue into the next epoch, which the user's loop starts
     parts: ClassVar[UserParts | None] = None
 
@@ -132,7 +133,7 @@ class OwnModel(Recipe):
         return self.parts
 
     def check_settings(self, settings: Settings) -> None:
-        """Stores them for the optimizer."""
+        """Stores the settings for the optimizer."""
         self._settings = settings
 
     def model(self) -> nn.Module:
@@ -180,7 +181,7 @@ class OwnModel(Recipe):
         for group in optimizer.param_groups:
             names = [self._parts.parameter_names.get(id(parameter)) for parameter in group["params"]]
             if None in names:
-                raise ConfigError("optimizer has weights that are not the model's; create it from model.parameters()")
+                raise ConfigError("optimizer has weights of another model; create it from model.parameters()")
             groups.append({**group, "params": [weights[name] for name in names if name and name in weights]})
             groups[-1].pop("param_names", None)
         is_unchanged = all(
@@ -213,7 +214,7 @@ class OwnModel(Recipe):
             raise ConfigError(f"scheduler: expected one of torch.optim.lr_scheduler, got {kind}")
 
     def learning_rate(self, step: int) -> list[float]:
-        """The rates of the optimizer, which the user's scheduler or the user's own code sets."""
+        """The optimizer's learning rates, which the user's scheduler or own code sets."""
         assert self._optimizer is not None
         if self._parts.schedule_every_step and self._scheduler is not None:
             while self.log.steps_scheduled < step:
@@ -233,7 +234,7 @@ class OwnModel(Recipe):
 
     def _step_scheduler(self, *arguments: float) -> None:
         with warnings.catch_warnings():
-            # Torch warns if the optimizer is not the one that the scheduler was created with.
+            # Torch warns if the scheduler was created with a different optimizer.
             warnings.filterwarnings("ignore", message=".*lr_scheduler.step|.*overridden after learning rate")
             self._scheduler.step(*arguments)
 
@@ -276,9 +277,7 @@ def _check_scheduler(scheduler: Any, optimizer: Any) -> None:
         )
     its_optimizer = getattr(scheduler, "optimizer", None)
     if isinstance(its_optimizer, Optimizer) and its_optimizer is not optimizer:
-        raise ConfigError(
-            "scheduler changes the learning rate of another optimizer; pass the one it was created with as optimizer="
-        )
+        raise ConfigError("scheduler changes the learning rate of another optimizer; pass that one as optimizer=")
 
 
 def _nested_schedulers(scheduler: Any) -> list[Any]:
@@ -290,7 +289,7 @@ def _nested_schedulers(scheduler: Any) -> list[Any]:
 
 
 def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a scheduler's state that JSON can store; the script provides its functions and tables again."""
+    """The part of a scheduler's state that JSON can store; the script defines its functions and tables again."""
     return {name: value for name, value in state.items() if _is_plain(value)}
 
 
@@ -301,7 +300,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _restore(scheduler: Any, state: Any) -> None:
-    """Restores attributes that the scheduler has, if the stored types fit: a damaged file may contain anything."""
+    """Restores existing attributes whose stored type matches, because a damaged file may contain anything."""
     if not isinstance(state, dict):
         return
     # LambdaLR's state has None in place of functions, so the attribute itself is checked too.

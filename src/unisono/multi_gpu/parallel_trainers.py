@@ -68,7 +68,7 @@ class DistributedDataParallelTrainer(OwnTrainer):
         *,
         strategy: str = "distributed",
     ) -> None:
-        """`batch_size` is per process, and overrides that of the config."""
+        """`batch_size` is per process and overrides the config's value."""
         train, val = DataSource.of(train_dataset, "train_dataset"), DataSource.of(val_dataset, "val_dataset")
         assert train.data is not None
         batch = {"batch_size": batch_size or train.batch_size or config.batch_size}

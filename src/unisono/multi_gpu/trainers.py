@@ -1,6 +1,6 @@
 """The methods that both trainers share: train_epoch, validate, train, save_checkpoint, load_checkpoint.
 
-They drive the engine's loop, so batches, sample order, out-of-memory recovery and checkpoints are the engine's. Every
+They run the engine's loop, so the engine provides batches, sample order, out-of-memory recovery and checkpoints. Every
 process of a run must call each method.
 """
 
@@ -40,7 +40,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 job_start: RankStart | None = None
-"""How launch_multi_gpu_training started this process; None in other processes."""
+"""Set if launch_multi_gpu_training started this process; None otherwise."""
 
 
 class TrainingError(TrainingFailed, RuntimeError):
@@ -90,7 +90,7 @@ class OwnTrainer:
         parts.num_ranks, parts.schedule_every_step = world.size, config.scheduler_interval == "step"
         attributes = {
             "parts": parts,
-            # A custom collate function usually pads, each batch to another length.
+            # A custom collate function usually pads, so batches have different lengths.
             "many_shapes": parts.collate not in (None, default_collate),
             "title": config.title or type(parts.model).__name__,
             "samples_per_epoch": parts.samples_per_epoch(),
@@ -123,7 +123,7 @@ class OwnTrainer:
         self._watched, self._in_call = [(config, config.batch_size)], 0
         this = weakref.ref(self)
         self._run.on_signal_between = lambda: _stop_between_calls(this)
-        atexit.register(_close, this)  # scripts rarely close a trainer
+        atexit.register(_close, this)  # because scripts rarely close a trainer
 
     @property
     def strategy(self) -> str:
@@ -236,15 +236,13 @@ class OwnTrainer:
         """Saves weights, optimizer, scheduler and position in the data; returns when they are on disk.
 
         `path` becomes a folder, even if it ends in .pth: safetensors and JSON, no pickle. A later save to the same path
-        replaces it; a checkpoint of another run is set aside. In a resumed run, an epoch that an earlier start has
-        trained is not saved again.
+        replaces it; a checkpoint of another run is renamed first. In a resumed run, epochs that an earlier start
+        trained are not saved again.
         """
         folder = Path(path)
         if self._is_past(epoch):
             if not self._run.decide(folder.exists):
-                self._say(
-                    f"{folder} is not saved: epoch {epoch} was trained by an earlier start, and its weights are gone"
-                )
+                self._say(f"{folder} is not saved: an earlier start trained epoch {epoch}, so its weights are gone")
             return folder
         self._run.decide(lambda: check_target(folder))
         self._recipe.log.save(epoch, self._engine.state.samples)
@@ -252,7 +250,7 @@ class OwnTrainer:
         return folder
 
     def _is_past(self, epoch: int) -> bool:
-        """Whether an earlier start of this run has trained an epoch and more after it."""
+        """Whether an earlier start of this run trained this epoch and at least one more."""
         done = [row["epoch"] for row in self._recipe.log.epochs[: self._resumed]]
         return epoch in done and self._engine.state.samples > (done.index(epoch) + 1) * self._engine.epoch_samples
 
@@ -266,7 +264,7 @@ class OwnTrainer:
         return self._recipe.log.last_epoch(self._engine.state.samples)
 
     def run_steps(self, steps: int) -> None:
-        """Trains `steps` optimizer steps and waits for the devices, for measurements."""
+        """Trains for `steps` optimizer steps and waits for the devices to finish; used by benchmarks."""
         self._do(lambda engine: engine.train_steps(steps))
 
     def most_at_once(self) -> int:
@@ -274,7 +272,7 @@ class OwnTrainer:
         return self._do(lambda engine: engine.find_micro_batch())
 
     def get_memory_stats(self) -> dict[str, dict[str, int]]:
-        """Memory of this process on each of its devices, in bytes: allocated, reserved, max_allocated, total."""
+        """Memory use of this process on each of its devices, in bytes: allocated, reserved, max_allocated, total."""
         return memory_of(list(self._engine.components.strategy.placement.devices))
 
     def get_performance_stats(self) -> dict[str, Any]:
@@ -320,11 +318,11 @@ class OwnTrainer:
             self.close()
 
     def watch(self, config: MultiGPUConfig) -> None:
-        """Also follows changes of batch_size in this config, of which the trainer has a modified copy."""
+        """Also follows changes of batch_size in the caller's config; the trainer uses a modified copy of it."""
         self._watched.append((config, config.batch_size))
 
     def _follow_batch_size(self) -> None:
-        """Applies a `config.batch_size` that the caller changed, as loops do after running out of memory."""
+        """Applies a change of `config.batch_size`, which users' loops make after running out of memory."""
         sizes = self._run.decide(lambda: [config.batch_size for config, _ in self._watched])
         changed = [(old, new) for (_, old), new in zip(self._watched, sizes, strict=True) if old != new]
         if not changed:
@@ -362,7 +360,7 @@ _folders: set[str] = set()  # run folders chosen by this process; some may not b
 
 
 def _new_folder() -> str:
-    """runs/ownmodel-<time>, with a number if several trainers are created within a second."""
+    """Returns runs/ownmodel-<time>, with a number if several trainers are created within a second."""
     name = base = default_folder(OwnModel.__name__)
     number = 1
     while name in _folders or Path(name).exists():
@@ -383,7 +381,7 @@ def _stop_between_calls(reference: weakref.ref[OwnTrainer]) -> bool:
 
 
 def _close(reference: weakref.ref[OwnTrainer]) -> None:
-    """Closes a trainer at the end of the script, unless one of several ranks failed: it would wait for the others."""
+    """Closes a trainer at the end of the script, but not on a rank that failed, which would wait for the others."""
     trainer = reference()
     if trainer is None:
         return
@@ -394,5 +392,5 @@ def _close(reference: weakref.ref[OwnTrainer]) -> None:
 
 
 def load_weights(path: str | Path) -> dict[str, torch.Tensor]:
-    """Loads the weights of a checkpoint, or of a run's newest one, for `model.load_state_dict`; needs no GPU."""
+    """Loads the weights of a checkpoint, or of a run's newest checkpoint, for `model.load_state_dict`."""
     return load_whole(named_checkpoint(Path(path), {"recipe": OwnModel.__name__}), "model.")

@@ -1,1 +1,1 @@
-"""Everything a run shows and records: run folder, metrics, events, progress, trackers, report."""
+"""Shows and records the progress of a run: run folder, metrics, events, progress bar, trackers, report."""

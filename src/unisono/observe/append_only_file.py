@@ -1,4 +1,4 @@
-"""A file to which complete records are appended; a failure to write it never ends a run.
+"""Appends complete records to a file; a failure to write never ends a run.
 
 While the disk is full, a quota is used up or a network file system fails, records wait in memory. They are written once
 the file is writable again, each exactly once: a partially written record is completed in place.
@@ -23,10 +23,10 @@ MAX_PENDING = 10_000
 
 
 class AppendOnlyFile:
-    """Appends records to a file. A failure is a warning, printed once until the file is writable again.
+    """Appends records to a file. A failure is only a warning, printed once until the file is writable again.
 
-    With `lines`, records are text lines without their newline, several processes may append to the file, and every
-    record starts on its own line. Otherwise records are bytes, and the file belongs to this process.
+    If `lines` is set, records are text lines without the newline, several processes may append to the file, and every
+    record starts on its own line. Otherwise records are bytes, and only this process writes to the file.
     """
 
     def __init__(self, path: Path, *, lines: bool = True) -> None:
@@ -40,7 +40,7 @@ class AppendOnlyFile:
     def append(self, record: bytes) -> None:
         """Writes the record now, or as soon as possible."""
         if len(self._pending) >= MAX_PENDING:
-            del self._pending[1]  # the first one may be partially on disk
+            del self._pending[1]  # never drops the first record, which may be partially on disk
             self._num_lost += 1
         self._pending.append(record + b"\n" if self._lines else record)
         self.write()
@@ -83,12 +83,12 @@ class AppendOnlyFile:
 
     def _opened(self) -> FileIO:
         if self._file is not None and not self._is_at_path(self._file):
-            # It was deleted or renamed while open, and further records would be lost.
+            # The file was deleted or renamed while open, and further records would be lost.
             self.release()
         if self._file is None:
             if not self._lines:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-            # It stays open, because NFS flushes at every close.
+            # Keeps the file open, because NFS flushes at every close.
             self._file = open_regular(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         return self._file
 

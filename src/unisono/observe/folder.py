@@ -2,7 +2,7 @@
 
 The folder is created only after the first step, which shows that the recipe works; until then everything waits in
 memory, so that a user error leaves nothing behind. run.json is replaced atomically. The other two grow by complete
-lines, one write each, so the launcher and rank 0 can both append, and a kill damages the last line at most.
+lines, one write each, so the launcher and rank 0 can both append, and a kill damages at most the last line.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def check_writable(path: str | Path) -> None:
     probe: str | None = None
     subject = f"output_dir {path}"
     try:
-        # By trying, because os.access returns True for root, on a read-only mount and on a full disk.
+        # Tries to write, because os.access returns True for root, on a read-only mount and on a full disk.
         probe = tempfile.mkdtemp(prefix=".unisono-", dir=nearest)
         inside = Path(probe, target.relative_to(nearest))
         inside.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ def append_event(
 
 
 class LauncherEvents:
-    """Events from outside the run, such as the launcher's; they wait until the folder contains a run.json."""
+    """Events from outside the run, such as those of the launcher; they wait until the folder contains a run.json."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
@@ -84,7 +84,7 @@ class LauncherEvents:
         self.write()
 
     def write(self) -> None:
-        """Writes the pending events if the run exists by now."""
+        """Writes the pending events if the folder contains a run.json."""
         if self._pending and (self._path / RUN).exists():
             for line in self._pending:
                 self._events.append(line.encode())
@@ -95,7 +95,7 @@ class LauncherEvents:
 
 
 class RunFolder:
-    """The folder of one run. Until `open`, and on ranks that never open it, it touches no file."""
+    """The folder of one run. It writes no file before `open`, so ranks that never call `open` write none."""
 
     def __init__(self, path: str | Path, lock: FolderLock | None = None) -> None:
         """`lock` is the lock of this folder, if the caller already holds it."""
@@ -131,7 +131,7 @@ class RunFolder:
     def open(self, record: Mapping[str, Any]) -> None:
         """Creates the folder, writes run.json from `record` and then everything recorded so far.
 
-        In the folder of an earlier start, `created` and the history of `starts` stay.
+        If the folder contains an earlier start, `created` and the history of `starts` are preserved.
         """
         if self.is_open:
             raise RuntimeError(f"the run folder {self.path} is already open")
@@ -181,7 +181,7 @@ class RunFolder:
     def rewind_metrics(self, step: int, *, evaluated: bool = True) -> None:
         """On resume from `step`, removes later steps from metrics.jsonl, so that it contains each step once.
 
-        `evaluated` is False if the evaluation of this step is still to come or will be repeated.
+        `evaluated` is False if this step has yet to be evaluated, or will be evaluated again.
         """
         if not self.is_open:
             self._rewind_to = step, evaluated
@@ -218,10 +218,10 @@ class RunFolder:
         self._record = record
 
     def _restore_run_json(self) -> None:
-        """Writes run.json again if it was deleted, for instance with the whole folder, which a save recreates."""
+        """Writes run.json again if it was deleted, perhaps with the whole folder, which the next save recreates."""
         if self.is_open and self.path.is_dir() and not os.path.lexists(self.path / RUN):
             log.warning("%s was deleted during the run; it is written again", self.path / RUN)
-            with suppress(UserError):  # a full disk; the next event tries again
+            with suppress(UserError):  # the disk is full; the next event tries again
                 self._write_run_json(self._record)
 
 
@@ -237,7 +237,7 @@ def _is_kept(line: bytes, step: int, evaluated: bool) -> bool:
 
 
 def _keep_lines(file: Path, is_kept: Callable[[bytes], bool]) -> None:
-    """Removes all other lines. If they are the last ones, it truncates the file, which works on a full disk too."""
+    """Removes all other lines. If those are the last lines, it truncates the file, which also works on a full disk."""
     position, cut = 0, None
     with BufferedReader(open_regular(file)) as lines:
         for line in lines:
@@ -281,7 +281,7 @@ def _event_line(kind: str, step: int | None, rank: int | None, details: Mapping[
 
 
 def _to_json(record: Mapping[str, Any], *, indent: int | None = None, other: Callable[[Any], str] | None = None) -> str:
-    """Returns strict JSON; `other` converts values that JSON does not support, which are a TypeError without it."""
+    """Returns strict JSON; `other` converts values that JSON does not support, which otherwise raise TypeError."""
     return json.dumps(_finite(record), allow_nan=False, indent=indent, default=other)
 
 

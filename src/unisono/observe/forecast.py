@@ -8,9 +8,9 @@ from collections.abc import Callable
 from unisono.formatting import format_duration
 
 LONG_S = 600.0
-"""Seconds; for a shorter run the remaining time on the progress line is enough."""
+"""In seconds; for a shorter run, the remaining time on the progress line is enough."""
 _MEASURED_S, _MEASURED_STEPS = 3.0, 2
-_ENDLESS = 10**8  # steps: the user's own loop decides when to stop
+_ENDLESS = 10**8  # number of steps of a run whose length the user's own loop decides
 
 
 class Forecast:

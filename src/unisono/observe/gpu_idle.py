@@ -1,17 +1,17 @@
-"""Detects a GPU that waits for the CPU: with small models it finishes before Python has launched the next kernels."""
+"""Detects that the GPU waits for the CPU: a small model's kernels finish before Python has launched the next ones."""
 
 from __future__ import annotations
 
-STEPS = 50  # number of steps that are judged together
+STEPS = 50  # number of steps per measurement
 _IDLE_FRACTION = 0.9  # advise the user if the GPU waited in at least this fraction of the steps
-_DATA_FRACTION = 0.1  # fraction of the time; if the host waits longer for data, --cuda_graph would not help
+_DATA_FRACTION = 0.1  # fraction of the time; if the host waits for data longer than this, --cuda_graph would not help
 
 
 class GpuIdleDetector:
     """Counts the steps that the GPU had finished before the host had launched most of the next one."""
 
     def __init__(self, *, can_use_cuda_graph: bool) -> None:
-        """Without a CUDA graph as a remedy, the detector gives no advice."""
+        """If `cuda_graph` cannot help, the detector gives no advice."""
         self._active = can_use_cuda_graph
         self._reset()
 

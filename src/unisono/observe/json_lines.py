@@ -1,4 +1,4 @@
-"""Reads files of JSON lines, which may be huge, damaged, or in the middle of a write."""
+"""Reads JSON-lines files, which may be huge, damaged, or still being written."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class JsonLines:
         try:
             with BufferedReader(open_regular(self._path)) as file:
                 while line := file.readline(LONGEST_LINE):
-                    if not line.endswith(b"\n"):  # an incomplete last line, or an endless one
+                    if not line.endswith(b"\n"):  # the line is incomplete (the last one) or too long
                         self.damaged += 1
                         while line and not line.endswith(b"\n"):
                             line = file.readline(LONGEST_LINE)

@@ -2,7 +2,7 @@
 
 The locks are the kernel's (flock), which releases them when their process ends. The launcher acquires them exclusively
 and then shares them with rank 0, so that the folder stays locked while either is alive: between two attempts only the
-launcher is, and after a kill of the launcher a rank may live for a moment.
+launcher is alive, and after the launcher was killed a rank may live for a moment.
 
 Both the folder and the file `.lock` in it are locked, because NFS locks folders only within one machine. A folder that
 does not exist yet is created for the lock, and removed again if it is still empty at the end.
@@ -24,8 +24,8 @@ from unisono.observe.status_line import print_line
 LOCK = ".lock"
 """The locked file in a run folder; it exists only while a run is active, or after a kill."""
 
-_WAIT_S = 5.0  # the previous attempt may still be ending
-_OTHER_MACHINE_WAIT_S = 120.0  # NFS releases the locks of a crashed machine after 90 s
+_WAIT_S = 5.0  # seconds; the previous attempt may still be exiting
+_OTHER_MACHINE_WAIT_S = 120.0  # seconds; NFS releases the locks of a crashed machine after 90 s
 _RETRY_S = 0.05
 _FILE_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
@@ -39,7 +39,7 @@ class FolderLock:
         self._owner = os.getpid()
         self._created: list[Path] = []  # folders that this lock has created, outermost first
         self._shares = False
-        self._held_elsewhere = False  # by another machine: the folder is free on this one, the file in it is not
+        self._held_elsewhere = False  # another machine holds it: only the file is locked, not the folder
 
     @property
     def is_held(self) -> bool:
@@ -48,7 +48,7 @@ class FolderLock:
 
     @classmethod
     def of_new_folder(cls, path: Path) -> FolderLock:
-        """Creates and locks a folder of this name, with a number appended if the name is taken."""
+        """Creates and locks a folder with this name, with a number appended if the name is taken."""
         for number in count(1):
             lock = cls(path if number == 1 else path.with_name(f"{path.name}-{number}"))
             if not os.path.lexists(lock.path) and lock._take(fcntl.LOCK_EX, 0.0):
@@ -64,7 +64,7 @@ class FolderLock:
         """Shares the lock with the launcher of this run, which has acquired it."""
         self._shares = True
         if not self.is_held and not self._take(fcntl.LOCK_SH, wait_s):
-            raise UserError(f"another run has taken {self.path}; choose another output_dir")
+            raise UserError(f"another run has locked {self.path}; choose another output_dir")
 
     def release(self) -> None:
         """Releases the lock; removes the lock file, and the folders created for the lock if they are empty."""
@@ -72,12 +72,12 @@ class FolderLock:
             before_exit.remove(self.release)
         is_owner = os.getpid() == self._owner  # a forked process inherits the lock and must not release it
         if self.is_held and is_owner and not self._shares:
-            # While the lock is held, so that no other run can be using the folder.
+            # Removes them while it holds the lock, so that no other run can be using the folder.
             with suppress(OSError):
                 if (self.path / LOCK).lstat().st_size == 0:
                     (self.path / LOCK).unlink()
             for folder in reversed(self._created):
-                with suppress(OSError):  # it is not empty
+                with suppress(OSError):  # the folder is not empty
                     folder.rmdir()
         for handle in self._handles:
             if is_owner:
@@ -113,7 +113,7 @@ class FolderLock:
         except OSError as error:
             reason = f"({error.strerror}); choose another --output_dir"
             raise UserError(f"output_dir {self.path} cannot be created or locked {reason}") from None
-        with suppress(OSError):  # a full disk, or a user's folder of this name: lock the run folder only
+        with suppress(OSError):  # a full disk, or a folder called .lock: locks only the run folder
             taken.append(_locked(os.open(self.path / LOCK, _FILE_FLAGS, 0o666), kind) if taken[0] is not None else None)
         self._held_elsewhere = taken[0] is not None and None in taken
         self._handles = [handle for handle in taken if handle is not None]
@@ -127,7 +127,7 @@ class FolderLock:
 
 
 def _locked(handle: int, kind: int) -> int | None:
-    """Acquires a lock of `kind` and converts it to a shared one; returns None if another process holds it."""
+    """Acquires a lock of `kind` and converts it to a shared lock; returns None if another process holds it."""
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
         # The conversion is not atomic: if another process acquires the lock in between, this one tries again.

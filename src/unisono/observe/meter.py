@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class _Phase:
-    """A stopwatch, created once per name; `contextlib.contextmanager` would cost more than everything else here."""
+    """A stopwatch for one phase, reused for every step; `contextlib.contextmanager` would cost more than the rest."""
 
-    __slots__ = ("count", "entered", "seconds")
+    __slots__ = ("added", "count", "entered", "seconds")
 
     def __init__(self) -> None:
-        self.seconds, self.count, self.entered = 0.0, 0, 0.0
+        self.seconds, self.count, self.entered, self.added = 0.0, 0, 0.0, 0
 
     def __enter__(self) -> None:
         self.entered = perf_counter()
@@ -37,8 +37,9 @@ class _Phase:
 class Meter:
     """Adds up the time of the phases of a step.
 
-    "data" is the wait for data, "own" the time that this rank needs before it waits for others, and "step" the whole
-    step. "aside" is everything that is not training (evaluation, previews, waiting for a save); it is subtracted.
+    "data" is the wait for data, "own" the time that this rank needs before it waits for others, "comm" the time that it
+    waits for others, and "step" the whole step. "aside" is everything that is not training (evaluation, previews,
+    waiting for a save); it is subtracted.
     """
 
     def __init__(self) -> None:
@@ -47,7 +48,7 @@ class Meter:
 
     def phase(self, name: str) -> _Phase:
         """Measures the body of a `with` statement under this name."""
-        if self._since is None:  # not at construction, because building the model is not part of the first step
+        if self._since is None:  # not set at construction: building the model is not part of the first step
             self._since = perf_counter()
         phase = self._phases.get(name)
         if phase is None:
@@ -55,13 +56,16 @@ class Meter:
         return phase
 
     def add(self, name: str, seconds: float) -> None:
-        """Adds time that was measured elsewhere to a phase."""
-        self.phase(name).seconds += seconds
+        """Adds time of one step that was measured elsewhere to a phase."""
+        phase = self.phase(name)
+        phase.seconds += seconds
+        phase.added += 1
 
     def interval(self, samples: int) -> dict[str, float]:
         """Returns samples_per_s, step_ms and data_wait_ms since the last call, over `samples` trained samples.
 
-        Times are means per step; any further phase appears as `<name>_ms`. Empty if no step has ended since.
+        Times are means per step; any further phase appears as `<name>_ms`. Returns an empty dict if no step has ended
+        since then.
         """
         now = perf_counter()
         seconds = {name: phase.seconds for name, phase in self._phases.items()}
@@ -69,11 +73,13 @@ class Meter:
         if not steps or self._since is None:
             return {}
         elapsed = max(now - self._since - seconds.pop("aside", 0.0), 1e-9)
+        # What is measured elsewhere arrives one step late, so there may be fewer such times than steps.
+        times = {name: phase.added or steps for name, phase in self._phases.items()}
         for phase in self._phases.values():
-            phase.seconds, phase.count = 0.0, 0
+            phase.seconds, phase.count, phase.added = 0.0, 0, 0
         self._since = now
         del seconds["step"]
-        per_step = {f"{name}_ms": spent / steps * 1e3 for name, spent in seconds.items() if name != "data"}
+        per_step = {f"{name}_ms": spent / times[name] * 1e3 for name, spent in seconds.items() if name != "data"}
         return {
             "samples_per_s": samples / elapsed,
             "step_ms": elapsed / steps * 1e3,

@@ -1,4 +1,4 @@
-"""Writes a small JSON file in the run folder that one attempt leaves for the next."""
+"""Writes a small JSON file into the run folder, for the next attempt to read."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from unisono.formatting import format_duration, format_rate
 from unisono.observe.status_line import StatusLine, print_line, status_line
 
 FIRST_LINE_S, SLOWEST_LINES_S = 5.0, 60.0
-"""Without a terminal: lines after 5 s, then after 10, 20 and 40 s more, then one per minute."""
+"""Without a terminal, lines are printed after 5 s, then after 10, 20 and 40 s more, then once per minute."""
 _DRAW_S = 0.2
 _SPINNER = "|/-\\"
 
@@ -38,10 +38,10 @@ def progress(
     enabled: bool = True,
     sink: Callable[[str], None] | None = None,
 ) -> Iterator[Advance]:
-    """Shows the progress of the work in the `with` block; yields the function to call when more of it is done.
+    """Shows the progress of the work in the `with` block; yields a function to call when more work is done.
 
     `of` is the amount over all ranks if `total` is this rank's share. `enabled=False` (ranks other than 0) and a total
-    of 0 show nothing. With `sink`, plain lines go to that function instead of stderr.
+    of 0 show nothing. If `sink` is set, plain lines go to that function instead of stderr.
     """
     advance = Advance(title, total, unit, of, sink)
     if not enabled or total == 0:
@@ -63,7 +63,7 @@ class Advance:
         self, title: str, total: int | None, unit: str, of: int | None, sink: Callable[[str], None] | None
     ) -> None:
         self.total = total
-        """May be set later, once the amount is known."""
+        """Total amount of work; may be set later, once it is known."""
         self._title, self._unit, self._of = title, f" {unit}" if unit else "", of
         self.message: Callable[[str], None] = sink or print_line
         self._line: StatusLine | None = None if sink else status_line()
@@ -99,7 +99,7 @@ class Advance:
         self._thread.start()
 
     def _run(self) -> None:
-        """Draws regularly, so that a long item does not look like a hang."""
+        """Redraws the line regularly, so that a long item does not look like a hang."""
         pause, spinner = FIRST_LINE_S, cycle(_SPINNER)
         while True:
             live = self._line is not None and self._line.live

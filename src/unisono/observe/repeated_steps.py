@@ -11,7 +11,7 @@ from unisono.observe.folder import EVENTS, METRICS
 from unisono.observe.json_lines import parse_record
 from unisono.plain_files import open_regular
 
-_TAIL_BYTES = 2**16  # enough for many lines, and quick to read from a file of any size
+_TAIL_BYTES = 2**16  # in bytes; enough for many lines, and quick to read
 
 
 def count_repeated_steps(folder: Path, step: int) -> int:

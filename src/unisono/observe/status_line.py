@@ -19,7 +19,7 @@ _CLEAR = "\r\x1b[K"
 
 
 class StatusLine:
-    """The status line of one stream; if the terminal goes away, it prints nothing more and the run continues."""
+    """The status line of one stream; if the terminal is closed, it prints nothing more and the run continues."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self.stream = stream
@@ -28,7 +28,7 @@ class StatusLine:
         self._lock = RLock()  # the thread of a progress bar draws too
 
     def show(self, fields: Sequence[str], fraction: float | None = None) -> None:
-        """Draws the fields, the most important first; a narrow terminal shows fewer. `fraction` adds a progress bar."""
+        """Draws the fields, most important first; a narrow terminal shows fewer. `fraction` adds a progress bar."""
         if not self.live:
             return
         kept, width = list(fields), self._width() - 1  # text in the last column would wrap
@@ -104,7 +104,7 @@ _own: StatusLine | None = None
 
 
 def _forget() -> None:
-    """Called in a forked process, such as a loader worker: the bar is the parent's, and a thread may hold its lock."""
+    """Called in a forked process, such as a loader worker: the parent owns the bar, and a thread may hold its lock."""
     global _own
     _own = None
 

@@ -1,26 +1,26 @@
 """Detects the rank that slows down all others.
 
 Ranks run in lockstep, so a step takes the same time on all of them: that of the slowest rank. The detector compares the
-time that each rank needs itself, before it waits for the others. It reports a rank that is slower over several logged
+time that each rank needs itself, without its waits for the others. It reports a rank that is slower over several logged
 intervals in a row; a single slow interval (another program, a file that was not cached) is ignored.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 SLOWER = 1.2
-"""A straggler needs this many times the median of the other ranks."""
+"""A rank is slow if it takes this many times the median time of the other ranks."""
 INTERVALS = 3
-"""It is slower in this many logged intervals in a row,"""
+"""A slow rank is a straggler after this many consecutive logged intervals,"""
 STEADY_S = 3.0
 """and for this many seconds, because an interval may last only a few milliseconds."""
 EVERY_S = 60.0
 """Seconds between two reports."""
-_NOISE_MS = 1.0  # smaller differences are ignored
+_NOISE_MS = 1.0  # milliseconds; smaller differences are ignored
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class Straggler:
 
     rank: int
     own_ms: float
-    others_ms: float  # median of the others
+    others_ms: float  # median of the other ranks
     reason: str  # "data" or "compute"
 
     @property
     def slower_percent(self) -> int:
-        """How much slower than the others the rank is."""
+        """How much slower than the others the rank is, in percent."""
         return round((self.own_ms / self.others_ms - 1) * 100) if self.others_ms else 0
 
     def describe(self) -> str:
@@ -47,7 +47,7 @@ class Straggler:
 
 
 class StragglerDetector:
-    """Counts the intervals in a row in which each rank was slower than the others."""
+    """Counts for each rank the consecutive intervals in which it was slower than the others."""
 
     def __init__(self) -> None:
         self._in_a_row: dict[int, int] = {}
@@ -55,11 +55,14 @@ class StragglerDetector:
         self._reported_at: float | None = None
 
     def check(self, own_ms: Sequence[float], data_wait_ms: Sequence[float]) -> Straggler | None:
-        """Returns the straggler to report now, from each rank's own time and its wait for data in one interval."""
+        """Returns the straggler to report now, given each rank's own time and wait for data in one interval."""
         worst: Straggler | None = None
         now = time.monotonic()
+        if len(own_ms) < 2:
+            return None
+        own_medians, wait_medians = medians_of_others(own_ms), medians_of_others(data_wait_ms)
         for rank in range(len(own_ms)):
-            straggler = _compare(rank, own_ms, data_wait_ms)
+            straggler = _compare(rank, own_ms[rank], own_medians[rank], data_wait_ms[rank] - wait_medians[rank])
             if straggler is None:
                 self._in_a_row[rank] = 0
                 continue
@@ -75,14 +78,22 @@ class StragglerDetector:
         return worst
 
 
-def _compare(rank: int, own_ms: Sequence[float], data_wait_ms: Sequence[float]) -> Straggler | None:
+def _compare(rank: int, own_ms: float, median: float, waits_more_ms: float) -> Straggler | None:
     """Returns this rank as a straggler if it is slower than the others in this interval."""
-    others = [other for other in range(len(own_ms)) if other != rank]
-    if not others:
+    more_ms = own_ms - median
+    if own_ms <= SLOWER * median or more_ms < _NOISE_MS:
         return None
-    median = statistics.median(own_ms[other] for other in others)
-    more_ms = own_ms[rank] - median
-    if own_ms[rank] <= SLOWER * median or more_ms < _NOISE_MS:
-        return None
-    waits_more_ms = data_wait_ms[rank] - statistics.median(data_wait_ms[other] for other in others)
-    return Straggler(rank, own_ms[rank], median, "data" if waits_more_ms > more_ms / 2 else "compute")
+    return Straggler(rank, own_ms, median, "data" if waits_more_ms > more_ms / 2 else "compute")
+
+
+def medians_of_others(values: Sequence[float]) -> list[float]:
+    """Returns for each rank the median of all other ranks' values, by sorting them once; at least two ranks."""
+    ordered = sorted(values)
+    num = len(ordered) - 1
+    low, high = (num - 1) // 2, num // 2
+
+    def without(position: int) -> float:
+        first, second = (ordered[place if place < position else place + 1] for place in (low, high))
+        return (first + second) / 2
+
+    return [without(bisect_left(ordered, value)) for value in values]

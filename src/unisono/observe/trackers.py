@@ -1,4 +1,4 @@
-"""Trackers receive the metrics and previews of a run besides its folder. The only one so far is TensorBoard."""
+"""Trackers, which receive a run's metrics and previews in addition to its folder. So far there is TensorBoard."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from unisono.settings import ObserveSettings
 
 log = logging.getLogger(__name__)
 _NUMBERS = count()  # distinguishes the files of one process
-_LARGEST = 4 * 2**20  # bytes of an image or text
+_LARGEST = 4 * 2**20  # largest image or text, in bytes
 
 
 class Tracker(Protocol):
@@ -51,11 +51,11 @@ class TensorBoardTracker:
         # TensorBoard reads the files of a folder in the order of their names.
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"
         self._file = AppendOnlyFile(Path(folder, name), lines=False)
-        self._records = RecordWriter(SimpleNamespace(write=self._file.append))  # it writes one record at a time
+        self._records = RecordWriter(SimpleNamespace(write=self._file.append))  # one record per write
         self._add(file_version="brain.Event:2")
         if step:
-            # A run that was killed after its last checkpoint repeats some steps. This event hides them in earlier
-            # files, so that a curve has each step once.
+            # A run that was killed after its last checkpoint repeats some steps. This event hides the repeated steps in
+            # earlier files, so that a curve has each step once.
             self._add(step=step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
@@ -111,7 +111,7 @@ def _as_text(tag: str, content: bytes) -> Any:
 def curve_summaries(metrics: Mapping[str, float | list[float]]) -> dict[str, float]:
     """Summarizes each curve of an evaluation in three numbers: eval/loss_by_level/first, mean and last.
 
-    A chart per point would hide all others; the report page shows the whole curve.
+    One chart per point would bury all other charts; the report page shows the whole curve.
     """
     scalars: dict[str, float] = {}
     for name, curve in metrics.items():
@@ -122,9 +122,9 @@ def curve_summaries(metrics: Mapping[str, float | list[float]]) -> dict[str, flo
 
 
 def open_trackers(settings: ObserveSettings, folder: str | Path, step: int) -> list[Tracker]:
-    """Opens the trackers of the settings, for the run in `folder` that continues from `step` (0: a new run).
+    """Opens the trackers that the settings enable, for the run in `folder` that continues from `step` (0: a new run).
 
-    They write to the run folder immediately, so it must exist.
+    The run folder must exist, because trackers write to it immediately.
     """
     trackers: list[Tracker] = []
     if settings.tensorboard:

@@ -1,4 +1,4 @@
-"""The progress of training: a live bar with the newest metrics on a terminal, otherwise a line per logged step."""
+"""Shows the progress of training: on a terminal a live bar with the newest metrics, else a line per logged step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TrainingLine:
 
     def __init__(self, total_steps: int, enabled: bool = True, stream: TextIO | None = None) -> None:
         self.total, self.until = total_steps, ""
-        """The last step, and a note if it does not end the run ("in this epoch")."""
+        """The last step, and a note if the run continues after it ("in this epoch")."""
         self._line: StatusLine = status_line() if stream is None else StatusLine(stream)
         self._enabled = enabled
         self._numbers: dict[str, Any] = {}
@@ -33,7 +33,7 @@ class TrainingLine:
             self._draw_if_due()
 
     def update(self, *, step: int, **numbers: Any) -> None:
-        """Shows loss, lr, samples_per_s, mem_gib, epoch and skipped of a step; ignores other metrics.
+        """Shows loss, lr, speed, memory, device numbers, epoch and skipped of a step; ignores other metrics.
 
         On a terminal a metric that is not passed keeps its last value.
         """
@@ -52,7 +52,7 @@ class TrainingLine:
             self._line.print(text)
 
     def close(self) -> None:
-        """Leaves the last numbers on the terminal and ends the line."""
+        """Ends the line; the last numbers stay on the terminal."""
         if self._enabled and self._line.live and self._drawn_at:
             self._draw(time.monotonic())
             self._line.keep()
@@ -85,10 +85,17 @@ class TrainingLine:
             shown.append(f"{format_duration(left)} left{f' {self.until}' if self.until else ''}")
         if (speed := numbers.get("samples_per_s")) is not None:
             shown.append(f"{format_rate(speed)} samples/s")
+        if (mfu := numbers.get("mfu")) is not None:
+            shown.append(f"MFU {mfu:.1%}")
         if (lr := numbers.get("lr")) is not None:
             shown.append(f"lr {lr:.1e}")
         if (memory := numbers.get("mem_gib")) is not None:
             shown.append(f"{memory:.1f} GiB")
+        if (waited := numbers.get("comm_ms")) is not None and (step_ms := numbers.get("step_ms")):
+            shown.append(f"{min(1.0, waited / step_ms):.0%} communication")
+        if (load := numbers.get("gpu_util")) is not None:
+            watts = numbers.get("gpu_power_w")
+            shown.append(f"GPU {load:.0%}" + ("" if watts is None else f" {watts:.0f} W"))
         if (epoch := numbers.get("epoch")) is not None:
             shown.append(f"epoch {epoch:.2f}" if isinstance(epoch, float) else f"epoch {epoch}")
         return shown

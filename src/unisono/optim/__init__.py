@@ -1,1 +1,1 @@
-"""Optimizers that torch lacks or cannot run on shards. Their results do not depend on how weights are sharded."""
+"""Optimizers that torch does not have or cannot run on shards. Their results do not depend on the sharding."""

@@ -1,4 +1,4 @@
-"""Base class of these optimizers: skips steps on the device, and knows how weights are sharded across ranks."""
+"""Base class of these optimizers, which skips steps on the device and knows how weights are sharded."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from unisono.parallel.row_shards import RowShards
 class ShardAwareOptimizer(Optimizer):
     """An optimizer whose result does not depend on how weights are sharded across ranks.
 
-    Like torch's fused optimizers it divides gradients by `grad_scale` itself, and changes nothing in a step in which
+    Like torch's fused optimizers it divides gradients by `grad_scale` itself, and changes nothing in a step for which
     `found_inf` is 1. Subclasses compute new values and pass them to `_store`.
     """
 
     _step_supports_amp_scaling: ClassVar[bool] = True
     row_slots: ClassVar[frozenset[str]] = frozenset()
-    """Names of state tensors with a row for each row of the weight; they are sharded like the weight."""
+    """Names of state tensors with one row per row of the weight, which are sharded like the weight."""
     whole_slots: ClassVar[frozenset[str]] = frozenset()
     """Names of state tensors that every rank holds whole, whatever their shape."""
 
@@ -62,7 +62,7 @@ class ShardAwareOptimizer(Optimizer):
     def _count_step(self, state: dict[str, Any]) -> Tensor:
         """Increments a weight's step counter, and returns it."""
         self._store(state["step"], state["step"] + 1)
-        # A skipped step computes with 1, because bias corrections divide by 0 otherwise.
+        # A skipped first step uses 1, because bias corrections would otherwise divide by 0.
         return torch.clamp(state["step"], min=1)
 
 

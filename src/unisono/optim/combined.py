@@ -1,4 +1,4 @@
-"""Several optimizers, each for its own weights, as one."""
+"""Combines several optimizers, each for its own weights, into one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 
 class CombinedOptimizer(Optimizer):
-    """Several optimizers, each for its own weights, combined into one with one list of groups and one state."""
+    """Several optimizers, each for its own weights, with a common list of parameter groups and a common state."""
 
     found_inf: Tensor | None = None
     grad_scale: Tensor | None = None

@@ -1,11 +1,11 @@
 """AdamW with its two moments in 8 or 4 bits instead of 32: a quarter or an eighth of the optimizer's memory.
 
-A moment is stored in blocks of one row's neighbouring elements: a scale (the block's largest magnitude) and a code per
-element, the index of the nearest value in a fixed table. Blocks never cross a row, and shards consist of whole rows, so
-the result does not depend on the number of ranks. Weights with a single dimension and small weights keep 32 bits, as in
-the published optimizers (Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2022; Li et al., Memory
-Efficient Optimizers with 4-bit States, 2023); torchao's form blocks within each shard, which makes runs differ between
-numbers of ranks.
+A moment is stored in blocks of neighbouring elements of a row: a scale (the block's largest magnitude), and for each
+element a code, the index of the nearest value in a fixed table. Blocks never cross a row, and shards consist of whole
+rows, so the result does not depend on the number of ranks. Weights with a single dimension and small weights keep 32
+bits, as in the published optimizers (Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2022; Li et al.,
+Memory Efficient Optimizers with 4-bit States, 2023); torchao's optimizers form blocks within each shard, so their
+results depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from torch.nn.functional import pad
 from unisono.optim.base import ShardAwareOptimizer, step_counter
 from unisono.parallel.row_shards import RowShards
 
-_SMALLEST = 4096  # elements; a smaller weight's state is not worth compressing
-_BLOCK = {8: 256, 4: 128}  # elements per scale, as published
+_SMALLEST = 4096  # number of elements; smaller weights are not worth compressing
+_BLOCK = {8: 256, 4: 128}  # number of elements per scale, as published
 
 
 @cache
 def code_book(bits: int, *, signed: bool) -> Tensor:
-    """The values that the codes stand for, ascending, from -1 to 1.
+    """The values of the codes, in ascending order, from -1 to 1.
 
     Each decade below 1 has half as many values as the one above it, so that small and large moments both have a small
-    relative error. With 4 bits the second moment has evenly spaced values without 0, because updates divide by it.
+    relative error. The 4-bit second moment has evenly spaced values without 0, because updates divide by it.
     """
     if bits == 4 and not signed:
         return torch.arange(1, 17, dtype=torch.float64) / 16
@@ -67,8 +67,8 @@ def nearest_codes(values: Tensor, bits: int, signed: bool) -> Tensor:
     """The codes of the nearest values in the code book, for values from -1 to 1."""
     if values.dtype != torch.float32:
         return torch.bucketize(values, _tables(bits, signed, values.dtype, values.device)[1])
-    # A binary search takes 20 times as long on a CPU. Numbers with the same upper 16 bits have one border between them
-    # at most, because neighbouring values of the code book are further apart.
+    # A binary search takes 20 times as long on a CPU. At most one border lies between numbers with the same upper 16
+    # bits, because neighbouring values of the code book are further apart.
     codes, borders = _cells(bits, signed, values.device)
     lowest = codes.take((values.view(torch.int32) >> 16).bitwise_and_(2**16 - 1).long())
     return lowest + (values > borders.take(lowest))
@@ -76,7 +76,7 @@ def nearest_codes(values: Tensor, bits: int, signed: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class BlockCodes:
-    """How a moment is stored: the bits of a code, and whether values have a sign."""
+    """The format of a stored moment: the bits of a code, and whether values have a sign."""
 
     bits: int
     signed: bool
@@ -90,16 +90,16 @@ class BlockCodes:
         return self._pack(codes), scales
 
     def decode(self, codes: Tensor, scales: Tensor, num_columns: int) -> Tensor:
-        """The matrix that codes and scales stand for."""
+        """Decodes the matrix from codes and scales."""
         values, _ = _tables(self.bits, self.signed, scales.dtype, scales.device)
         unit = values.take(self._unpack(codes)[:, :num_columns].long())
         return (self._blocks(unit) * scales.unsqueeze(-1)).flatten(1)[:, :num_columns]
 
     def _blocks(self, matrix: Tensor) -> Tensor:
-        """The matrix as (rows, blocks, elements); the last block of a row is filled up with zeros."""
+        """The matrix as (rows, blocks, elements); the last block of a row is padded with zeros."""
         size = min(_BLOCK[self.bits], matrix.shape[1])
         filled = pad(matrix, (0, -matrix.shape[1] % size))
-        return filled.view(len(matrix), filled.shape[1] // size, size)  # not -1: a rank may hold no rows
+        return filled.view(len(matrix), filled.shape[1] // size, size)  # not -1, because a rank may hold no rows
 
     def _pack(self, codes: Tensor) -> Tensor:
         if self.bits == 8:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from unisono.optim.base import ShardAwareOptimizer
 from unisono.parallel.row_shards import RowShards
 
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, chosen to maximise its slope at 0
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # coefficients of the quintic iteration, chosen to maximise its slope at 0
 _ITERATIONS = 5
 _RMS_OF_ADAMW = 0.2  # the typical root mean square of AdamW's updates
 

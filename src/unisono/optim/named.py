@@ -34,7 +34,7 @@ def make(
     shards: RowShards,
     not_for_muon: Collection[str] = (),
 ) -> Optimizer:
-    """Creates the optimizer that the settings name. `not_for_muon`: names of matrices that Muon leaves to AdamW."""
+    """Creates the optimizer that the settings name. `not_for_muon` are matrices that AdamW trains instead of Muon."""
     name = settings.optimizer.lower()
     rates: dict[str, Any] = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
     adam: dict[str, Any] = {**rates, "betas": (settings.beta1, settings.beta2), "eps": settings.epsilon}

@@ -1,8 +1,9 @@
 """Prodigy (Mishchenko and Defazio, 2023): AdamW that estimates its own step size.
 
-It compares how far the weights have moved with the gradients along the way, over the whole model. The estimate `d`
-grows from a tiny value to about the best constant learning rate within a few hundred steps; `learning_rate` multiplies
-it and is 1 in most runs. On shards the two sums of the estimate need one all-reduce of two numbers per step.
+It compares the distance that the weights have moved with the gradients along the way, over the whole model. The
+estimate `d` grows from a tiny value to about the best constant learning rate within a few hundred steps;
+`learning_rate` multiplies it and is 1 in most runs. On shards the two sums of the estimate need one all-reduce of two
+numbers per step.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Prodigy(ShardAwareOptimizer):
     def _new_state(self, weight: nn.Parameter, group: dict[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq", "travelled")}
         state["initial"] = weight.detach().clone()
-        if weight is group["params"][0]:  # one estimate for the whole model, kept with its first weight
+        if weight is group["params"][0]:  # one estimate for the whole model, stored in the state of its first weight
             home = one_device(group["params"])
             d = torch.full((), group["initial_d"], dtype=weight.dtype, device=home)
             state |= {"d": d, "largest_d": d.clone(), "numerator": torch.zeros_like(d)}
@@ -72,7 +73,7 @@ class Prodigy(ShardAwareOptimizer):
             self._store(weight, torch.where(distance > 0, decayed - rate * state["exp_avg"] / denominator, weight))
 
     def _update_estimate(self, estimate: dict[str, Tensor], distance: Tensor) -> None:
-        """d never shrinks: it is the largest estimate so far."""
+        """Updates d, which never shrinks: it is the largest estimate so far."""
         current = estimate["d"]
         new = torch.where(distance > 0, estimate["numerator"] / distance.clamp(min=1e-38), current)
         largest = torch.maximum(estimate["largest_d"], new)

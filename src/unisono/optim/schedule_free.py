@@ -1,8 +1,8 @@
 """AdamW without a learning-rate schedule (Defazio et al., The Road Less Scheduled, 2024).
 
 The optimizer steps a sequence z, averages it into x, and computes gradients at a point y between both. The model's
-weights are y while it trains; evaluation, previews and exports use x, which at any step is about as good as the end of
-a schedule. x is not stored: y = beta1 x + (1 - beta1) z.
+weights are y while it trains; evaluation, previews and exports use x, which at any step is about as good as the result
+of a full schedule. x is not stored: y = beta1 x + (1 - beta1) z.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ScheduleFreeAdamW(ShardAwareOptimizer):
                 self._store(target, value)
 
     def average(self, weight: nn.Parameter) -> Tensor:
-        """x: the weight to evaluate and export."""
+        """Computes x, the weight to evaluate and export."""
         for group in self.param_groups:
             if any(weight is each for each in group["params"]) and self.state[weight]:
                 return torch.lerp(weight.detach(), self.state[weight]["z"], 1 - 1 / group["betas"][0])

@@ -1,1 +1,1 @@
-"""Shared by all HTML pages that unisono writes: one base template, one style sheet, one chart module."""
+"""The base template, style sheet and chart module that all HTML pages of unisono share."""

@@ -46,9 +46,9 @@ def linear(
 ) -> Axis:
     """Returns a linear axis with round ticks; unless `tight`, it also ends at ticks.
 
-    `least` and `most` bound the axis where they bound the values: the axis of a fraction ends at 1.
+    `least` and `most` limit the axis if no value exceeds them: the axis of a fraction ends at 1.
     """
-    if high - low <= max(abs(low), abs(high)) * 1e-9:  # a constant: add some room around it
+    if high - low <= max(abs(low), abs(high)) * 1e-9:  # all values are equal: add some room around them
         room = abs(low) * 0.1 or 1.0
         low, high = low - room, high + room
         low = low if least is None else max(low, least)
@@ -73,7 +73,7 @@ def logarithmic(low: float, high: float, start: float, end: float) -> Axis:
     every = -(-(last - first) // 6)
     steps = (1, 2, 5) if last - first <= 3 else (1,)
     values = [m * 10.0**power for power in range(first, last + 1, every) for m in steps]
-    # The axis ends at the ticks next to the values; half an empty decade would squeeze the line.
+    # Ends the axis at the ticks next to the values; an empty half decade would squeeze the line.
     below = [value for value in values if value <= low * 1.0001] or values[:1]
     above = [value for value in values if value >= high * 0.9999] or values[-1:]
     low, high = min(below[-1], low), max(above[0], high)

@@ -1,6 +1,6 @@
 """Draws charts as HTML and SVG that work without scripts, with screen readers, and in light and dark mode.
 
-The style sheet sets the colours by class. Each line contains its values as data attributes, from which chart.js shows
+The style sheet sets the colours by class. Each line contains its values as data attributes; chart.js reads them to show
 the values under the pointer.
 """
 
@@ -23,7 +23,7 @@ WIDTH, HEIGHT = 560, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 14, 10, 34
 _MARK_STRIP = 16
 _NUM_COLOURS = 8
-_DENSE = 500  # a line with more points fills an area
+_DENSE = 500  # a line with more points looks like a filled area
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Line:
     points: Sequence[Point]
     colour: int = 0
     trend: Sequence[Point] | None = None
-    """A smoothed line that is drawn over it; the line itself is then faint."""
+    """A smoothed line to draw over this line, which is then faint."""
     old: bool = False
-    """Whether it is an earlier curve of the same metric: faint, and not in the legend."""
+    """Whether this is an earlier curve of the same metric, which is faint and not in the legend."""
     dots: bool = False
     joined: bool = True
     """Whether a line joins the points."""
@@ -64,7 +64,7 @@ class Chart:
     marks: Sequence[Mark] = field(default=())
     note: str = ""
     series: Sequence[object] = field(default=())
-    """The series that the chart shows; only the caller uses it."""
+    """Names of the series that the chart shows; only the caller uses them."""
 
 
 def draw(chart: Chart, number: int) -> Markup:
@@ -119,7 +119,7 @@ def _axes(chart: Chart, points: Sequence[Point], top: float) -> tuple[Axis, Axis
     # Marks do not extend the axis: an early event must not squeeze the curve of a resumed run.
     x_low, x_high = min(x for x, _ in points), max(x for x, _ in points)
     y_low, y_high = min(y for _, y in points), max(y for _, y in points)
-    if x_low == x_high:  # a single step: start the axis at 0
+    if x_low == x_high:  # with a single step, the axis starts at 0
         x_low, x_high = min(x_low, 0.0), max(x_high, 0.0) or 1.0
     elif 0 < x_low <= 0.1 * x_high:
         x_low = 0

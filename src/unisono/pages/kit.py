@@ -22,12 +22,12 @@ _HERE = Path(__file__).parent
 def render(template: Path, *, kind: str, title: str, media: str = "data:", charts: bool = False, **context: Any) -> str:
     """Returns the page as HTML.
 
-    `kind` names the command that writes the page, which recognises its own pages by it (`generator`). `media` is the
-    allowed source of audio and video. `charts` adds the script that shows a chart's values under the pointer.
+    `kind` is the command that writes the page; it later recognises its own pages by this name (`generator`). `media` is
+    the allowed source of audio and video. `charts` adds the script that shows a chart's values under the pointer.
     """
     style = _read(_HERE / "style.css") + _read(template.with_suffix(".css"))
     script = (_read(_HERE / "chart.js") if charts else "") + _read(template.with_suffix(".js"))
-    # Only our own style and script are allowed, whatever the data contains, and the page fetches nothing.
+    # The policy allows only the page's own style and script, whatever the data contains, and no requests.
     policy = (
         "default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; "
         f"media-src {media}; style-src '{_digest(style)}'; script-src '{_digest(script)}'"

@@ -9,17 +9,21 @@ Blocks are gathered in 16-bit. The few small weights that need more (a recipe's 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from unisono.errors import RecipeError
-from unisono.parallel.materialize import fill_shard, is_on_meta
+from unisono.parallel import fsdp_alone
+from unisono.parallel.blocks.prefetch import ForwardPrefetch
+from unisono.parallel.integer_weights import not_shardable
+from unisono.parallel.materialize import fill_shard, is_on_meta, read_into
 from unisono.parallel.row_shards import RowShards
 from unisono.parallel.strategy import ForwardWrapper, Strategy, local_norm, local_part
 
@@ -32,6 +36,7 @@ class FSDP(Strategy):
     guardable = False  # every forward pass gathers weights from all ranks
 
     _replicated_gradients: Sequence[Tensor] = ()  # of the weights that are not sharded
+    _sums_in_backward = True  # the next backward pass sums gradients across ranks
 
     def _set_up(self, wrapper: ForwardWrapper, blocks: Sequence[nn.Module]) -> nn.Module:
         placement, settings = self.placement, self.settings
@@ -40,8 +45,6 @@ class FSDP(Strategy):
                 raise RecipeError(f"fsdp cannot shard the scalar weight {name}; give it the shape (1,), or use ddp")
             if parameter.numel() == 0:
                 raise RecipeError(f"fsdp cannot shard the weight {name}, which has no elements; remove it, or use ddp")
-        mesh = init_device_mesh(placement.device.type, (placement.world,))
-        self._host_mesh = mesh if placement.device.type == "cpu" else init_device_mesh("cpu", (placement.world,))
         # No cast_forward_inputs: autocast chooses the types, as with the other strategies. Gathered
         # weights are 16-bit, and gradients are summed in float32. On the CPU weights are gathered in float32, because
         # layer norm on the CPU rejects 16-bit weights with 32-bit inputs.
@@ -53,15 +56,18 @@ class FSDP(Strategy):
         )
         offload = CPUOffloadPolicy() if settings.fsdp_cpu_offload else OffloadPolicy()
         replicated = {parameter for name, parameter in wrapper.model.named_parameters() if name in self._exact}
+        replicated |= not_shardable(wrapper)
         for module in [*blocks, wrapper]:
             fully_shard(
                 module,
-                mesh=mesh,
+                mesh=self.shard_mesh.devices,
                 mp_policy=precision,
                 offload_policy=offload,
-                reshard_after_forward=settings.fsdp_reshard_after_forward,
+                # Backward begins with the weights outside of blocks (the head), and would gather them again at once.
+                reshard_after_forward=settings.fsdp_reshard_after_forward and module is not wrapper,
                 ignored_params=replicated,
             )
+        self._prefetch = ForwardPrefetch(wrapper, blocks)
         for module in wrapper.modules():
             if isinstance(module, FSDPModule):
                 # A plain sum, which gloo supports too; the engine divides by the true count.
@@ -73,15 +79,15 @@ class FSDP(Strategy):
         if settings.fsdp_cpu_offload:
             _move_buffers(wrapper, placement.device)
             # named_parameters() again: weights that were on meta have been replaced.
-            for name, parameter in wrapper.model.named_parameters():
-                if name in self._exact:
+            for parameter in wrapper.model.parameters():
+                if not isinstance(parameter, DTensor):  # replicated
                     parameter.data = parameter.data.to(placement.device)
             return wrapper
         return wrapper.to(placement.device)
 
     def _make_shards(self, wrapper: ForwardWrapper, device: torch.device) -> None:
         """Fills the shards of a model on the meta device; each rank reads only its own rows."""
-        assert self._weights is not None
+        assert self._source is not None
         shards = ((name, local_part(parameter.detach())) for name, parameter in wrapper.named_parameters())
         # Tensors that are already real: buffers, a LoRA.
         real = {name: tensor.clone() for name, tensor in (*wrapper.named_buffers(), *shards) if not tensor.is_meta}
@@ -93,10 +99,10 @@ class FSDP(Strategy):
                 if f"model.{name}" in real:
                     local_part(parameter).copy_(real[f"model.{name}"])
                 elif isinstance(parameter, DTensor):
-                    placement, rows = self.placement, parameter.shape[0]
-                    fill_shard(name, parameter.to_local(), placement.rank, placement.world, rows, self._weights)
+                    mesh, rows = self.shard_mesh, parameter.shape[0]
+                    fill_shard(name, parameter.to_local(), mesh.shard, mesh.size, rows, self._source)
                 else:
-                    parameter.copy_(self._weights.rows(name, 0, len(parameter)))
+                    read_into(parameter, name, self._source)
 
     def _local_parameters(self) -> list[tuple[str, nn.Parameter]]:
         # torch 2.9 moves uneven shards to other memory in the first forward pass: references from before it would be
@@ -106,6 +112,48 @@ class FSDP(Strategy):
         self._whole = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         with torch.no_grad():
             return [(name, nn.Parameter(local_part(parameter.detach()))) for name, parameter in self._whole.items()]
+
+    def train(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """call(model, *arguments); backward sums its gradients across ranks."""
+        self._prefetch.enable(torch.is_grad_enabled())
+        return super().train(call, *arguments)
+
+    def infer(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """call(model, *arguments) without gradients."""
+        self._prefetch.enable(False)
+        return super().infer(call, *arguments)
+
+    @property
+    def can_try_out(self) -> bool:
+        """Whether this version of torch can compute a pass without the other ranks."""
+        return fsdp_alone.is_possible(self.wrapped) and not self._gathers
+
+    @contextmanager
+    def trying_out(self) -> Iterator[None]:
+        """A context for passes that only show whether they fit into memory; they communicate nothing."""
+        assert isinstance(self.wrapped, FSDPModule)
+        self._sum_in_backward(self.settings.fsdp_sync == "every")
+        with fsdp_alone.alone(self.wrapped):
+            yield
+
+    def begin_step(self, *, guarded: bool) -> None:
+        """Called on every rank before the first micro-batch of a step."""
+        self._sum_in_backward(self.settings.fsdp_sync == "every")
+
+    def reduce_in_backward(self) -> None:
+        """Called before the last backward pass of a step."""
+        self._sum_in_backward(True)
+
+    def _sum_in_backward(self, enabled: bool) -> None:
+        """Sets whether the next backward passes sum gradients across ranks; FSDP adds them up on each rank otherwise.
+
+        Both within a group of shards and between replicas. torch can also leave out the latter alone
+        (`set_requires_all_reduce`), but then loses the gradients of a block that the last micro-batch does not use.
+        """
+        if enabled != self._sums_in_backward:
+            self._sums_in_backward = enabled
+            assert isinstance(self.wrapped, FSDPModule)
+            self.wrapped.set_requires_gradient_sync(enabled)
 
     def gradients(self) -> list[Tensor]:
         """The gradients of this rank's shards and of replicated weights, whose gradients it sums across ranks."""
@@ -138,11 +186,15 @@ class FSDP(Strategy):
             local.grad = None
 
     def norm(self, tensors: list[Tensor]) -> Tensor:
-        """The norm across all ranks: sums the squares of shards, and counts replicated tensors once."""
+        """The norm across all ranks: sums the squares of shards, and counts replicated tensors once.
+
+        All ranks take part, also if the weights have replicas: only a sum over all of them has the same bits on every
+        rank, and replicas that clip by different factors would drift apart.
+        """
         replicated_ids = {id(gradient) for gradient in self._replicated_gradients}
         shards = [tensor for tensor in tensors if id(tensor) not in replicated_ids]
         replicated = [tensor for tensor in tensors if id(tensor) in replicated_ids]
-        square = local_norm(shards, self.placement.device).square()
+        square = local_norm(shards, self.placement.device).square() / self.shard_mesh.num_replicas
         if replicated:
             square = square + local_norm(replicated, self.placement.device).square() / self.placement.world
         if self.placement.world > 1:
@@ -157,7 +209,10 @@ class FSDP(Strategy):
         """Every weight is sharded by rows, except those in full precision."""
         whole = {id(local): self._whole[name] for name, local in self.parameters}
         shapes = {key: weight.shape for key, weight in whole.items() if isinstance(weight, DTensor)}
-        return RowShards(shapes, self.placement.rank, self.placement.world, self.placement.device)
+        mesh = self.shard_mesh
+        return RowShards(
+            shapes, mesh.shard, mesh.size, self.placement.device, mesh.group, has_replicas=mesh.num_replicas > 1
+        )
 
     def as_stored(self, name: str, local: Tensor, *, by_rows: bool | None = None) -> Tensor:
         """The shard as a DTensor, which knows its position in the whole weight."""
@@ -168,7 +223,7 @@ class FSDP(Strategy):
             return local
         # from_local would copy an offloaded shard to the mesh's device, and loading would fill the copy. It would also
         # infer shape and stride from the shard, which is wrong for uneven shards.
-        mesh = self._host_mesh if local.device.type == "cpu" else whole.device_mesh
+        mesh = self.shard_mesh.hosts if local.device.type == "cpu" else whole.device_mesh
         shape, stride = whole.shape, whole.stride()
         if local.shape[1:] != shape[1:]:  # optimizer state with rows of another length
             shape = torch.Size((shape[0], *local.shape[1:]))
@@ -176,7 +231,7 @@ class FSDP(Strategy):
         return DTensor.from_local(local, mesh, whole.placements, run_check=False, shape=shape, stride=stride)
 
     def weights_changed(self) -> None:
-        """Frees gathered weights: the root's stay gathered after a forward pass without backward, and become stale."""
+        """Frees gathered weights: those outside of blocks stay gathered until a backward pass, and become stale."""
         for module in self.wrapped.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

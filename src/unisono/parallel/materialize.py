@@ -7,6 +7,7 @@ matter. Weights from files are requested by name.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection, Iterator
 from typing import Protocol
 from zlib import crc32
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from unisono.data.bits import Purpose, key_of
 from unisono.data.seeding import seed_everything
 from unisono.errors import RecipeError
+from unisono.parallel.from_rank_zero import FromRankZero, NotMovable, exchange, rows_at_once
 
 
 class Weights(Protocol):
@@ -30,31 +32,70 @@ def is_on_meta(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
 
 
-def fill(model: nn.Module, weights: Weights) -> None:
-    """Gives a model on the meta device whole weights on the CPU; its buffers must be real.
+def fill(
+    model: nn.Module,
+    weights: Weights,
+    device: torch.device | str = "cpu",
+    *,
+    on_host: Collection[nn.Parameter] = frozenset(),
+) -> None:
+    """Gives a model on the meta device whole weights, each on `device` as soon as it is read; its buffers must be real.
 
-    A weight that several modules share is requested once, by its first name, and remains shared.
+    The weights in `on_host` stay in host memory. Of the others, host memory holds one piece at a time. A weight that
+    several modules share is requested once, by its first name, and remains shared.
     """
-    filled: dict[nn.Parameter, nn.Parameter] = {}
-    for prefix, module in model.named_modules():
-        for short, parameter in list(module.named_parameters(recurse=False)):
-            if not parameter.is_meta:
-                continue
-            if parameter not in filled:
-                name = f"{prefix}.{short}" if prefix else short
-                whole = weights.rows(name, 0, len(parameter)).to(parameter.dtype)
-                filled[parameter] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
-            module.register_parameter(short, filled[parameter])
+    for name, parameter in list(model.named_parameters()):
+        if parameter.is_meta:
+            whole = torch.empty_like(parameter, device="cpu" if parameter in on_host else device)
+            read_into(whole, name, weights)
+            _replace(model, name, parameter, whole)
 
 
-@torch.no_grad()
+def _replace(model: nn.Module, name: str, parameter: nn.Parameter, whole: Tensor) -> None:
+    try:
+        exchange(name, parameter, whole)
+    except NotMovable:  # then only the modules get the new weight
+        filled = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+        for module in model.modules():
+            for short, own in list(module.named_parameters(recurse=False)):
+                if own is parameter:
+                    module.register_parameter(short, filled)
+
+
 def fill_shard(name: str, local: Tensor, rank: int, world: int, rows: int, weights: Weights) -> None:
     """Fills this rank's shard of a weight with `rows` rows, split like torch.chunk."""
     each = -(-rows // world)
     start, stop = min(rank * each, rows), min((rank + 1) * each, rows)
     assert local.shape[0] == stop - start, f"{name}: a shard of {local.shape[0]} rows, expected {stop - start}"
-    if stop > start:
-        local.copy_(weights.rows(name, start, stop))
+    read_into(local, name, weights, start)
+
+
+@torch.no_grad()
+def read_into(target: Tensor, name: str, weights: Weights, first_row: int = 0) -> None:
+    """Reads the rows of the weight `name` from `first_row` on into `target`, piece by piece.
+
+    This is the only place where weights that have been read are converted and placed.
+    """
+    target = target if target.dim() else target.view(1)
+    for row, rows in _pieces(weights, name, first_row, target):
+        start = row - first_row
+        # First to the device, then to the dtype: files often have fewer bits than the model, and GPUs cast faster.
+        target[start : start + len(rows)].copy_(rows.to(target.device))
+        del rows  # before memory for the next piece is allocated
+
+
+def _pieces(weights: Weights, name: str, first_row: int, target: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """The requested rows of a weight as (first row, rows) pairs of limited size."""
+    last_row = first_row + len(target)
+    if isinstance(weights, FromRankZero):
+        if name in weights:
+            yield from weights.pieces(name, first_row, last_row)
+            return
+        assert weights.files is not None, f"{name} is on the meta device, and weights() returned None"
+        weights = weights.files
+    at_once = rows_at_once(target.shape, target.dtype)
+    for start in range(first_row, last_row, at_once):
+        yield start, weights.rows(name, start, min(start + at_once, last_row))
 
 
 def materialize(model: nn.Module, seed: int) -> None:

@@ -1,8 +1,8 @@
 """Operations on whole weights for optimizers whose weights are sharded by rows across ranks.
 
 Most optimizers update every element on its own, so they work on shards. Some need more: the sum of a column, the norm
-of a weight, or a whole matrix. `RowShards` provides these with one collective for all weights together. Where every
-rank holds whole weights (single, dp, ddp), nothing is communicated.
+of a weight, or a whole matrix. `RowShards` provides these with one collective for all weights together, among the ranks
+that hold the same copy of the weights. Where every rank holds whole weights (single, dp, ddp), nothing is communicated.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ class RowShards:
     """Knows which weights are sharded, and sums or gathers them. All ranks must call its methods in the same order."""
 
     whole_shapes: Mapping[int, torch.Size] = field(default_factory=dict)  # by id() of the shard; others are whole
-    rank: int = 0
-    world: int = 1
+    rank: int = 0  # among the ranks that hold one copy of the weights
+    world: int = 1  # number of these ranks
     device: torch.device | None = None  # where collectives run; offloaded shards are on the CPU
+    group: dist.ProcessGroup | None = None  # these ranks; None: all ranks of the run
+    has_replicas: bool = False  # other ranks hold further copies, which must stay equal bit by bit
 
     def is_sharded(self, weight: Tensor) -> bool:
         """Whether other ranks hold rows of this weight."""
@@ -46,9 +48,19 @@ class RowShards:
         if self.world == 1 or not tensors:
             return list(tensors)
         flat = torch.cat([tensor.flatten() for tensor in tensors]).to(self.device)
-        dist.all_reduce(flat)
+        flat = self._sum_in_fixed_order(flat) if self.has_replicas else self._all_reduce(flat)
         parts = torch.split(flat.to(tensors[0].device), [tensor.numel() for tensor in tensors])
         return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+
+    def _all_reduce(self, flat: Tensor) -> Tensor:
+        dist.all_reduce(flat, group=self.group)
+        return flat
+
+    def _sum_in_fixed_order(self, flat: Tensor) -> Tensor:
+        """The sum in order of the ranks: a library may add in another order in each replica's all-reduce."""
+        from_ranks = flat.new_empty(self.world * len(flat))
+        dist.all_gather_into_tensor(from_ranks, flat, group=self.group)
+        return from_ranks.view(self.world, -1).sum(dim=0)
 
     def map_whole(
         self, weights: Sequence[Tensor], shards: Sequence[Tensor], compute: Callable[[Tensor], Tensor]
@@ -93,7 +105,7 @@ class RowShards:
             else torch.empty(0, dtype=template.dtype, device=self.device)
         )
         received = torch.empty(sum(receive), dtype=flat.dtype, device=flat.device)
-        dist.all_to_all_single(received, flat, receive, send)
+        dist.all_to_all_single(received, flat, receive, send, group=self.group)
         if gather:
             return [received] if self.rank < len(shapes) else []
         return list(torch.split(received, mine))

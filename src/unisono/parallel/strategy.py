@@ -22,6 +22,7 @@ from unisono.errors import RecipeError
 from unisono.parallel.buffers import BufferSlots
 from unisono.parallel.materialize import Weights
 from unisono.parallel.row_shards import RowShards
+from unisono.parallel.shard_mesh import ShardMesh
 from unisono.settings import ParallelSettings
 
 
@@ -35,6 +36,29 @@ class Placement:
     devices: Sequence[torch.device]  # more than one only for dp
     compute_type: torch.dtype | None  # 16-bit type of mixed precision
     deterministic: bool = False
+    nodes: Sequence[int] = ()  # machine of each rank; empty for a single machine
+    shard_size: int | None = None  # consecutive ranks that hold one copy of the weights under fsdp; None: all ranks
+    context: int = 1  # number of consecutive ranks that carry a sample together
+
+    @property
+    def local_world(self) -> int:
+        """The number of ranks on this machine."""
+        return self.nodes.count(self.nodes[self.rank]) if self.nodes else self.world
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the samples this rank reads; the ranks of a context group read the same one."""
+        return self.rank // self.context
+
+    @property
+    def data_world(self) -> int:
+        """The number of shares that a global batch is divided into."""
+        return self.world // self.context
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's sums count: the ranks of a context group compute the same ones."""
+        return self.rank % self.context == 0
 
 
 class ForwardWrapper(nn.Module):
@@ -67,14 +91,21 @@ class Strategy(ABC):
         exact: Sequence[str] = (),
         weights: Weights | None = None,
         *,
+        source: Weights | None = None,
         gathers: bool = False,
     ) -> None:
         """`exact` names weights that are never cast to 16-bit; `weights` fills a model on the meta device.
 
-        `gathers`: forward passes need all ranks under any strategy, because a frozen module is sharded.
+        `source` fills it instead, if only rank 0 has the initial weights.
+        `gathers`: forward passes contain collectives under any strategy, because a frozen module is sharded or ranks
+        carry a sample together.
         """
         self.model, self.placement, self.settings, self._gathers = model, placement, settings, gathers
-        self._exact, self._weights = frozenset(exact), weights
+        self._exact, self._weights, self._source = frozenset(exact), weights, source or weights
+        self.shard_mesh = ShardMesh(
+            placement.rank, placement.world, placement.shard_size or placement.world, placement.device.type
+        )
+        """The ranks that hold shards of the same weights: for fsdp, and for frozen modules under any strategy."""
         self.wrapped = self._set_up(ForwardWrapper(model), blocks)
         self.buffers = BufferSlots(model)
         """The model's buffers."""
@@ -103,6 +134,15 @@ class Strategy(ABC):
         """call(model, *arguments) without gradients."""
         with torch.no_grad():
             return self.wrapped(call, *arguments)
+
+    @property
+    def can_try_out(self) -> bool:
+        """Whether passes inside `trying_out` communicate nothing: a rank that runs out of memory blocks no other."""
+        return self.guardable
+
+    def trying_out(self) -> AbstractContextManager[None]:
+        """A context for passes that only show whether they fit into memory."""
+        return nullcontext()
 
     def begin_step(self, *, guarded: bool) -> None:  # noqa: B027 (most strategies have nothing to do)
         """Called on every rank before the first micro-batch of a step."""

@@ -1,1 +1,1 @@
-"""Estimates memory, and chooses the strategy that fits."""
+"""Estimates memory use, and chooses a strategy that fits."""

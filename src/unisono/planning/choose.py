@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Literal
 
+from unisono.errors import ConfigError
 from unisono.formatting import format_bytes
 
-_ROOM_FOR_ACTIVATIONS = 0.4  # fraction of a device's memory to leave free for activations
+ROOM_FOR_ACTIVATIONS = 0.4
+"""Fraction of a device's memory to leave free for activations."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,7 @@ class Demand:
 
     @classmethod
     def of(cls, *, trainable_bytes: int, other_bytes: int, optimizer_slots: float, ema: bool) -> Demand:
-        """Computes the demand from a model's sizes; `optimizer_slots`: tensors per trained weight (Adam: 2)."""
+        """Computes the demand from a model's sizes; `optimizer_slots`: state tensors per weight (Adam: 2)."""
         return cls(
             weights=trainable_bytes + other_bytes,
             gradients=trainable_bytes,
@@ -41,8 +46,54 @@ def choose_strategy(*, ranks: int, demand: Demand, device_memory: int | None) ->
     need = f"weights, gradients, optimizer and average take {format_bytes(demand.total)}"
     if device_memory is None:
         return "ddp", f"{need}, on the CPU"
-    room = device_memory * (1 - _ROOM_FOR_ACTIVATIONS)
+    room = device_memory * (1 - ROOM_FOR_ACTIVATIONS)
     available = f"{format_bytes(device_memory)} per device"
     if demand.total <= room:
         return "ddp", f"{need} of {available}, which leaves room for activations"
-    return "fsdp", f"{need}, too much for {available} with room for activations"
+    return "fsdp", f"{need}, which leaves too little of {available} for activations"
+
+
+def check_shard_size(shard_size: int | Literal["auto", "node", "all"], *, ranks: int, nodes: Sequence[int]) -> int:
+    """The number of ranks that hold one copy of the weights; rejects a number that does not divide `ranks`.
+
+    `nodes` is the machine of each rank; empty for one machine. auto: all ranks.
+    """
+    if shard_size in ("auto", "all"):
+        return ranks
+    sizes = divisors(ranks)
+    or_sizes = f"{', '.join(map(str, sizes[:-1]))} or {sizes[-1]}" if len(sizes) > 1 else "1"
+    if shard_size == "node":
+        per_machine = [len(list(ranks_there)) for _, ranks_there in groupby(nodes)] or [ranks]
+        if len(per_machine) > len(set(nodes)) > 0:
+            raise ConfigError(
+                "shard_size node: the ranks of a machine do not have consecutive numbers; start them machine by "
+                f"machine (srun --distribution=block), or use {or_sizes} ranks"
+            )
+        if len(set(per_machine)) > 1:
+            raise ConfigError(
+                f"shard_size node: the machines have {', '.join(map(str, per_machine))} ranks; start the same number "
+                f"on each, or use {or_sizes} ranks"
+            )
+        return per_machine[0]
+    if ranks % int(shard_size):
+        raise ConfigError(f"shard_size {shard_size} does not divide {ranks} rank{'s' * (ranks > 1)}; use {or_sizes}")
+    return int(shard_size)
+
+
+def divisors(number: int) -> list[int]:
+    """All numbers that divide `number`, ascending."""
+    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+
+
+def choose_shard_size(*, ranks: int, nodes: Sequence[int], demand: Demand, device_memory: int | None) -> int:
+    """The shard_size that `auto` chooses: a machine, if there are several and one copy of the weights fits into one.
+
+    Gathering weights then stays within a machine, and only gradients travel between machines.
+    """
+    if len(set(nodes)) < 2 or device_memory is None:
+        return ranks
+    try:
+        size = check_shard_size("node", ranks=ranks, nodes=nodes)
+    except ConfigError:  # uneven machines
+        return ranks
+    return size if demand.total / size <= device_memory * (1 - ROOM_FOR_ACTIVATIONS) else ranks

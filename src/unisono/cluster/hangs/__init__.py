@@ -1,4 +1,4 @@
-"""Detects ranks that hang, names the one that caused it, and saves Python stacks.
+"""Detects hangs, names the rank that caused the hang, and saves Python stacks.
 
 `heartbeat.py` records where each rank is, `diagnosis.py` decides from that which rank hangs, `stacks.py` takes Python
 stacks, and `report.py` formats the message. Two detectors use these: `launcher_monitor.py` runs in unisono's launcher

@@ -1,8 +1,8 @@
 """Decides from heartbeats which rank hangs. Pure functions, shared by the launcher's monitor and the rank's watchdog.
 
-Ranks run in lockstep, so when one stops making progress, all of them stop. The rank that caused it is the one that is
-furthest behind; ranks that wait in a collective did not. It counts as a hang only when that rank itself has exceeded
-its own limit: the others may have to wait for a rank that still makes progress, or that prepares data for hours.
+Ranks run in lockstep, so when one stops making progress, all of them stop. The rank furthest behind is the cause; ranks
+that wait in a collective are not. It counts as a hang only when that rank itself has exceeded its own limit: the others
+may legitimately wait for a rank that still makes progress, or that prepares data for hours.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from unisono.cluster.awake_clock import AwakeClock
 from unisono.cluster.hangs.heartbeat import STEP_PHASES, Beat
 
-# A rank returns from prepare to start, and the phases of a step repeat: phases with the same number do not tell which
-# rank is ahead, and `index_in_step` decides.
+# Phases with the same number do not tell which rank is ahead, because a rank returns from prepare to start and the
+# phases of a step repeat; `index_in_step` decides then.
 _ORDER = {"start": 0, "prepare": 0, **dict.fromkeys(STEP_PHASES, 1), "evaluate": 2, "preview": 3, "save": 4, "end": 5}
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a rank may make no progress, in seconds; 0 disables the limit."""
+    """How long a rank may go without progress, in seconds; 0 disables the limit."""
 
     hang_s: float
     start_s: float
@@ -29,7 +29,7 @@ class Limits:
         """Returns the limit in this phase, or None if the phase has none."""
         if beat.phase == "prepare":  # collecting data or filling a cache may take hours
             return None
-        if beat.phase in ("save", "preview", "end"):  # their duration depends on the disk or the recipe
+        if beat.phase in ("save", "preview", "end"):  # these phases depend on the disk or the recipe
             return max(self.hang_s, self.start_s) if self.hang_s and self.start_s else None
         return (self.start_s if beat.is_starting else self.hang_s) or None
 
@@ -44,7 +44,7 @@ class RankStatus:
 
     beat: Beat
     idle_s: float
-    in_collective: bool = False  # according to its Python stack
+    in_collective: bool = False  # whether the rank is in a collective, according to its Python stack
 
     @property
     def rank(self) -> int:
@@ -63,7 +63,7 @@ class RankStatus:
 
 
 def furthest_behind(statuses: Sequence[RankStatus]) -> RankStatus | None:
-    """Returns the rank that the others wait for: the least advanced one, if possible one that does not itself wait."""
+    """Returns the rank that the others wait for: the least advanced rank, preferably one that is not waiting itself."""
 
     def progress(status: RankStatus) -> tuple[int, int]:
         return status.beat.step, _ORDER.get(status.beat.phase, 1)
@@ -83,10 +83,10 @@ def hung_rank(statuses: Sequence[RankStatus], limits: Limits) -> RankStatus | No
 
 
 class ProgressTracker:
-    """Measures how long each rank has made no progress; time in which this process was suspended does not count."""
+    """Measures how long each rank has gone without progress, excluding time in which this process was suspended."""
 
     def __init__(self) -> None:
-        self._last_change: dict[int, tuple[int, float]] = {}  # by rank: number of the beat, when it was first seen
+        self._last_change: dict[int, tuple[int, float]] = {}  # by rank: number of the last beat and its time
         self.clock = AwakeClock()
 
     def update(self, beats: Sequence[Beat], expected_s: float = 2.0) -> list[RankStatus]:

@@ -22,20 +22,20 @@ _LAYOUT = struct.Struct("<dqqqq24s")  # wall clock, step, number of the beat, in
 _FILE = re.compile(r"heartbeat_rank(\d+)")
 
 STEP_PHASES = ("data", "forward", "backward", "reduce", "optimizer")
-"""The phases of a step, in order. The first three repeat for each micro-batch. In `reduce` a rank waits for others."""
+"""The phases of a step in order; the first three repeat for each micro-batch. In `reduce`, ranks wait for others."""
 
 
 @dataclass(frozen=True)
 class Beat:
-    """One record of a heartbeat: where a rank was at a point in time."""
+    """One record of a heartbeat: the step and phase of a rank at a point in time."""
 
     rank: int
     phase: str
     step: int  # the step in progress, from 1; 0 before the first
-    number: int  # increases with every beat: a rank whose number does not change makes no progress
+    number: int  # increases with every beat; if it does not change, the rank makes no progress
     time: float  # wall clock
     index_in_step: int = 0  # counts the beats of this step; all ranks send the same sequence
-    first_step: int = 0  # the first step since this process started; 0 before it
+    first_step: int = 0  # number of the first step since this process started; 0 before that step
 
     @property
     def is_starting(self) -> bool:
@@ -44,7 +44,7 @@ class Beat:
 
 
 class Heartbeat:
-    """Records where this rank is. Only the thread that trains calls `at`."""
+    """Records the progress of this rank. Only the training thread calls `at`."""
 
     def __init__(self, rank: int = 0, folder: Path | None = None, injector: Injector | None = None) -> None:
         """`folder` is the launcher's job folder; without one the heartbeat stays inside this process."""

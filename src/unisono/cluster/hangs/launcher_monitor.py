@@ -19,7 +19,7 @@ from unisono.cluster.hangs.report import Hang, describe
 from unisono.cluster.hangs.stacks import is_debugged, is_in_collective, main_thread, save_stacks, take_stacks
 from unisono.cluster.outcome import Outcome
 
-_RECHECK_S = 10.0  # before stacks are taken again, when a rank that seemed to hang has made progress after all
+_RECHECK_S = 10.0  # seconds before stacks are taken again, if a rank that seemed to hang has made progress after all
 
 
 class HangMonitor:
@@ -28,7 +28,7 @@ class HangMonitor:
     def __init__(
         self, job_folder: Path, limits: Limits, run_folder: Path | None, print_line: Callable[[str], None]
     ) -> None:
-        """Stacks go to `run_folder`; `print_line` receives a message for the user while the decision is pending."""
+        """Saves stacks in `run_folder`; calls `print_line` with a message while the decision is pending."""
         self._job_folder, self._limits, self._run_folder = job_folder, limits, run_folder
         self._print_line = print_line
         self._tracker = ProgressTracker()
@@ -50,7 +50,7 @@ class HangMonitor:
             return None
         limit = self._limits.limit_for(status.beat) or 0.0
         if status.waits_for_peers and other_machines and status.idle_s < 2 * limit:
-            # The rank that caused it may run on another machine, whose launcher can name it.
+            # The rank that caused the hang may run on another machine, and only that machine's launcher can name it.
             self._next_check = self._tracker.clock.now + limit
             rank = Outcome("crashed", describe(status), status.rank, status.beat.step or None)
             self._print_line(f"{rank.describe()}; giving the other machines time to find the cause")

@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 
     from unisono.cluster.environment import World
 
-_STORE_S = 10.0  # how long to wait for the store; the rank that hangs may be rank 0, which hosts it
-_SILENCE_S = 60.0  # a compiler, for instance, may hold the GIL for some seconds
+_STORE_S = 10.0  # seconds to wait for the store; the hanging rank may be rank 0, which hosts it
+_SILENCE_S = 60.0  # a compiler, for instance, may hold the GIL for several seconds
 _SILENT = "silent"  # the phase of a rank that has published nothing
 
 
@@ -57,7 +57,7 @@ class Watchdog:
 
     def __init__(self, heartbeat: Heartbeat, world: World, limits: Limits) -> None:
         self._heartbeat, self._world, self._limits = heartbeat, world, limits
-        self.run_folder: Path | None = None  # where stacks are saved; set once the run folder is known
+        self.run_folder: Path | None = None  # folder in which stacks are saved; set once the run folder is known
         self.record_event: Callable[[str, Mapping[str, Any]], None] | None = None  # receives the `hang` event
         self._closed, self._joined, self._ending = threading.Event(), threading.Event(), threading.Event()
         shortest = min((limit for limit in (limits.hang_s, limits.start_s) if limit), default=0.0)
@@ -77,11 +77,11 @@ class Watchdog:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._ending.is_set():  # the session fails now only because its peers have exited: let the watchdog end it
+        if self._ending.is_set():  # an error that follows from the hang: lets the watchdog end the process
             time.sleep(60)
         self._closed.set()
         if self._thread is not None:
-            self._thread.join(1.0)  # before the timer is cancelled, because the thread sets it again
+            self._thread.join(1.0)  # stop the thread before cancelling the timer, because the thread restarts it
             faulthandler.cancel_dump_traceback_later()
 
     def joined(self) -> None:
@@ -107,7 +107,7 @@ class Watchdog:
                     print(f"unisono: the ranks' store does not respond ({type(error).__name__})", file=sys.stderr)
                     self._report_and_exit(RankStatus(Beat(0, _SILENT, 0, 0, 0.0), status.idle_s), [], silent=[0])
             finally:
-                self._tracker.clock.advance(_STORE_S)  # time spent waiting for the store is no pause of this process
+                self._tracker.clock.advance(_STORE_S)  # waiting for the store must not count as a pause of this process
 
     def _set_timer(self, status: RankStatus) -> None:
         limit = self._limits.limit_for(status.beat)
@@ -118,7 +118,7 @@ class Watchdog:
                 faulthandler.dump_traceback_later(limit + 4 * self._poll_s + 3.0, file=sys.__stderr__)
 
     def _exchange(self, status: RankStatus, exceeded: bool) -> None:
-        """Publishes this rank's status once any rank has called for it; concludes when the others had time to do so."""
+        """Publishes this rank's status once any rank has asked for it; decides when all had time to answer."""
         if self._store is None:
             self._store = open_store(self._world, "watchdog", _STORE_S)
         store = self._store
@@ -154,7 +154,7 @@ class Watchdog:
         return {rank: store.get(f"rank{rank}").decode() for rank in ranks}
 
     def _conclude(self, store: Store, own: RankStatus, waited_s: float) -> None:
-        """Names the rank that hangs and writes the verdict, unless the others still need or may take time."""
+        """Writes a verdict that names the hanging rank, unless some rank still has time left."""
         published = self._published(store)
         statuses, calls = {}, {}
         for rank, text in published.items():

@@ -1,4 +1,4 @@
-"""Describes a hang for the user, the event log and the rank's outcome; the same for both detectors."""
+"""Describes a hang for the user, the event log and the rank's outcome; both detectors use it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Hang:
     calls: Sequence[str]
     """Python frames of its main thread, innermost call first; empty if there is no stack."""
     is_silent: bool = False
-    """Whether not even the watchdog thread of that rank responds."""
+    """Whether even that rank's watchdog thread does not respond."""
     stacks_note: str = ""
     """The end of the message: where the stacks of all ranks are."""
 
@@ -45,7 +45,7 @@ class Hang:
 
 
 def describe(status: RankStatus) -> str:
-    """Returns one phrase: for how long there was no progress, and in which phase."""
+    """Returns a phrase such as "no progress for 60 s in forward of step 12"."""
     phase = {"start": "startup", "end": "shutdown"}.get(status.beat.phase, status.beat.phase)
     waiting = ", waiting for other ranks" if status.waits_for_peers else ""
     return f"no progress for {status.idle_s:.0f} s in {phase}{waiting}"

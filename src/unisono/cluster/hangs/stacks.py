@@ -1,6 +1,6 @@
 """Takes and saves the Python stacks of ranks.
 
-A rank that hangs cannot report where. So each rank, before anything else, registers SIGUSR2 with Python's faulthandler
+A rank that hangs cannot report its own position. So each rank first of all registers SIGUSR2 with Python's faulthandler
 (`write_stacks_on_signal`). The handler writes the stacks of all threads to a file in the job folder. It runs in C and
 works even while an extension holds the GIL. The launcher sends the signal, waits up to `ANSWER_S` and reads the files.
 """
@@ -23,13 +23,13 @@ from io import FileIO
 from pathlib import Path
 
 ANSWER_S = 2.0
-"""How long to wait for ranks to write their stacks; a running rank needs milliseconds."""
+"""Seconds to wait for ranks to write their stacks; a running rank needs milliseconds."""
 
 FILES_S = 5.0
-"""How long to wait for a few lines to be written to the run folder."""
+"""Seconds to wait until a few lines are written to the run folder."""
 
 _open: list[FileIO] = []  # faulthandler holds only the file descriptor: the file must stay open
-# Frames in which a rank waits for others, or may do so: DDP reduces gradients inside autograd's engine.
+# Frames in which a rank may be waiting for others; DDP reduces gradients inside autograd's engine.
 _WAITING = re.compile(r"[/\\]torch[/\\]distributed[/\\]|in _engine_run_backward|in synchronize$")
 _DEBUGGER = re.compile(r'[/\\](pdb|bdb|ipdb|_?pydevd\w*)\.py"')
 _STATES = {
@@ -43,7 +43,7 @@ _STATES = {
 def write_stacks_on_signal(job_folder: Path, rank: int) -> None:
     """Makes SIGUSR2 write the stacks of all threads of this process to a file in the job folder."""
     if hasattr(faulthandler, "register"):
-        file = FileIO(_file(job_folder, rank), "a")  # appends: `take_stacks` empties it
+        file = FileIO(_file(job_folder, rank), "a")  # opened for appending; `take_stacks` truncates the file
         _open.append(file)
         faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
 
@@ -55,17 +55,17 @@ def clear_stacks(job_folder: Path, ranks: Collection[int]) -> None:
 
 
 def take_stacks(job_folder: Path, pids: Mapping[int, int]) -> dict[int, str]:
-    """Returns the stacks of the ranks with these process ids, by rank; without a stack, the reason why."""
+    """Returns the stacks of the ranks with these process ids, by rank; for a rank without a stack, the reason."""
     for rank, pid in pids.items():
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):
-            # Raises if there is no file: the rank has no handler yet, and the signal would kill it.
+            # Raises if the file does not exist: the rank has no handler yet, and the signal would kill it.
             os.truncate(_file(job_folder, rank), 0)
             os.kill(pid, signal.SIGUSR2)
     deadline = time.monotonic() + ANSWER_S
     stacks: dict[int, str] = {}
     while True:
         before, stacks = stacks, {rank: _read(_file(job_folder, rank)) for rank in pids}
-        if all(stacks.values()) and stacks == before:  # complete: nothing was added since the last read
+        if all(stacks.values()) and stacks == before:  # complete: unchanged since the last read
             break
         if time.monotonic() > deadline:
             break
@@ -74,7 +74,7 @@ def take_stacks(job_folder: Path, pids: Mapping[int, int]) -> dict[int, str]:
 
 
 def finishes_within(seconds: float, work: Callable[[], None]) -> bool:
-    """Runs `work` in a thread and returns whether it finished in time: a disk that hangs must not block the caller."""
+    """Runs `work` in a thread and returns whether it finished in time; a hanging disk cannot block the caller."""
     thread = threading.Thread(target=work, name="files", daemon=True)
     thread.start()
     thread.join(seconds)
@@ -82,7 +82,7 @@ def finishes_within(seconds: float, work: Callable[[], None]) -> bool:
 
 
 def save_stacks(run_folder: Path | None, step: int, attempt: int, stacks: Mapping[int, str]) -> str:
-    """Saves these stacks, by rank, in the run folder; returns the end of a message that says where, or why not."""
+    """Saves stacks (by rank) in the run folder; returns the end of a message: where they are, or why saving failed."""
     if run_folder is None:
         return ""
     folder, name = run_folder, f"step_{step:08d}-attempt{attempt}"
@@ -121,7 +121,7 @@ def own_main_thread() -> list[str]:
     """Returns the frames of this process's main thread, innermost call first; callable from any thread."""
     ident = threading.main_thread().ident
     frame = sys._current_frames().get(ident) if ident is not None else None
-    calls = traceback.walk_stack(frame) if frame is not None else ()  # reads no source file: the disk may hang
+    calls = traceback.walk_stack(frame) if frame is not None else ()  # reads no source files: the disk may hang
     return [f'  File "{call.f_code.co_filename}", line {line} in {call.f_code.co_name}' for call, line in calls]
 
 

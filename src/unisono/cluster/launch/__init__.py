@@ -3,5 +3,5 @@
 `launcher.py` is the entry point; `agent.py` is torch's elastic agent with unisono's rules; `job_folder.py` is the
 folder through which a launcher and its ranks exchange files; `warm_ranks.py` forks the ranks of many short runs.
 
-What happens after `kill -9` of one rank on one of two machines is described step by step in `agent.py`.
+`agent.py` describes step by step what happens after `kill -9` of one rank on one of two machines.
 """

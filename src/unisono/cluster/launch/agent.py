@@ -1,7 +1,7 @@
 """The elastic agent of one machine: starts its ranks, notices when one dies or hangs, and restarts all of them.
 
 `Agent` extends torch's `LocalElasticAgent`. torch's loop (`SimpleElasticAgent._invoke_run`) calls `_monitor_workers`
-ten times per second and acts on the result: SUCCEEDED ends the run, FAILED calls `_restart_workers` while restarts are
+ten times per second and acts on the result: SUCCEEDED ends the run, FAILED calls `_restart_workers` if any restarts are
 left, HEALTHY asks the rendezvous whether this machine has to regroup (`num_nodes_waiting`) and if so restarts as well.
 `_restart_workers` stops the ranks, calls `_rendezvous` for the next round and then `_start_workers`.
 
@@ -59,11 +59,11 @@ from unisono.cluster.rendezvous.server import Round
 from unisono.cluster.signals import STOP_FILE, stop_signals
 from unisono.typed_paths import as_typed
 
-# Variables in which the user's value wins over the agent's; all others that the agent sets identify a rank.
+# Variables for which the user's value takes precedence; all other variables that the agent sets identify a rank.
 _USER_VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
-_CAUSE_WAIT_S = 1.0  # when a rank only reports that a peer is gone: wait for that peer's death to become visible
-_ANNOUNCE_S = 1.0  # for all machines to receive what machine 0 has decided
-_KILL_WAIT_S = 10.0  # for killed ranks to exit; one blocked in the kernel may never do so
+_CAUSE_WAIT_S = 1.0  # seconds to wait for a peer's death to become visible after a rank has blamed that peer
+_ANNOUNCE_S = 1.0  # seconds for all machines to receive machine 0's decision
+_KILL_WAIT_S = 10.0  # seconds for killed ranks to exit; a rank blocked in the kernel may never do so
 
 RecordEvent = Callable[[str, Mapping[str, Any]], None]
 """Records an event of the run: its kind ("restart", "hang", "machines") and its details."""
@@ -71,14 +71,14 @@ RecordEvent = Callable[[str, Mapping[str, Any]], None]
 
 @dataclass
 class Job:
-    """What the launcher knows about the run."""
+    """The launcher's parameters and state of the run."""
 
     folder: Path
     nnodes: int
     record_event: RecordEvent | None = None
-    limits: Limits = field(default_factory=lambda: Limits(0, 0))  # how long a rank may make no progress
-    run_folder: Path | None = None  # where stacks are saved
-    stopping: bool = False  # because the user or a scheduler asked for it
+    limits: Limits = field(default_factory=lambda: Limits(0, 0))  # how long a rank may go without progress
+    run_folder: Path | None = None  # folder in which stacks are saved
+    stopping: bool = False  # set if the user or a scheduler asked the run to stop
 
     @property
     def stop_file(self) -> Path:
@@ -86,7 +86,7 @@ class Job:
         return self.folder / STOP_FILE
 
     def clear(self) -> None:
-        """Removes what an earlier start left in the job folder."""
+        """Removes the files of an earlier start from the job folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.stop_file.unlink(missing_ok=True)
         for path in self.folder.glob("outcome_rank*.json"):
@@ -143,7 +143,7 @@ class Agent(LocalElasticAgent):
         self._attempt = 0
         self._previous_cause: tuple[int, int | None, str] | None = None
         self._hang_monitor = self._new_hang_monitor()
-        self._outcomes: list[Outcome] = []  # of the ranks of the last attempt, including those that could not write one
+        self._outcomes: list[Outcome] = []  # outcomes of the last attempt, including ranks that could not write one
 
     def kill(self, signum: int) -> None:
         """Kills all ranks at once and leaves `run` by raising `KilledByUser`."""
@@ -157,7 +157,7 @@ class Agent(LocalElasticAgent):
         """Returns the exit code of the run, from the ranks' outcomes; prints and records the cause of a failure."""
         ranks = [worker.global_rank for worker in self._worker_group.workers]
         by_rank = {outcome.rank: outcome for outcome in outcomes.read_all(self.job.folder)}
-        by_rank.update({outcome.rank: outcome for outcome in self._outcomes})  # these have the step
+        by_rank.update({outcome.rank: outcome for outcome in self._outcomes})  # these outcomes contain the step
         cause = outcomes.first_cause(list(by_rank.values()))
         if cause is not None:
             text = self._print_cause(cause, "")
@@ -174,12 +174,12 @@ class Agent(LocalElasticAgent):
         new_round = self._rendezvous_client.round
         assert new_round is not None
         self._logs.environ.update({ATTEMPT: new_round.name, ROUND: str(new_round.number)})
-        # Machine 0 counts restarts for all machines; a machine that joins or leaves is no restart.
+        # Machine 0 counts restarts for all machines; a machine that joins or leaves does not count as one.
         self._remaining_restarts = max(0, worker_group.spec.max_restarts - new_round.num_restarts)
         self._announce_round(new_round)
 
     def _announce_round(self, new_round: Round) -> None:
-        """Prints why all ranks restart, unless this machine has done so already; machine 0 records the event."""
+        """Prints why all ranks restart, unless this machine has already printed it; machine 0 records the event."""
         own_cause, self._rendezvous_client.cause = self._rendezvous_client.cause, None
         if new_round.joined or new_round.left:
             print_line(new_round.describe_change())
@@ -234,23 +234,29 @@ class Agent(LocalElasticAgent):
                 return RunResult(state=WorkerState.HEALTHY)
             deaths = [hang]
         if deaths:
-            self._kill_ranks()  # here, because torch would give the survivors 30 s to exit
+            self._kill_ranks()  # kills them here, because torch would give the survivors 30 s to exit
         result: RunResult = super()._monitor_workers(worker_group)
         if deaths:
             result.state = WorkerState.FAILED
             self._outcomes = deaths
-            all_good = all(outcome.is_good for outcome in deaths)  # a rank that crashed only while it exited
+            all_good = all(outcome.is_good for outcome in deaths)  # a rank that had finished and crashed while exiting
             final = any(outcome.is_final for outcome in deaths)
             if all_good or final or self.job.stopping:
                 self._remaining_restarts = 0
             elif self.job.nnodes > 1 and all(outcome.is_good or outcome.blames_a_peer for outcome in deaths):
-                # Another machine may be gone. The rendezvous server decides whether this is a restart, and one too
-                # many.
+                # Another machine may be gone. The rendezvous server decides whether this counts as a restart, and
+                # whether any is left.
+                self._remaining_restarts = max(1, self._remaining_restarts)
+            elif self._restarts_uncounted(outcomes.first_cause(deaths)):
                 self._remaining_restarts = max(1, self._remaining_restarts)
         elif result.state == WorkerState.SUCCEEDED and self._stopped_for_joining_machines():
             self._rendezvous_client.leave_round()
             return RunResult(state=WorkerState.HEALTHY)  # `num_nodes_waiting` is now 1: the agent begins a new round
         return result
+
+    def _restarts_uncounted(self, cause: Outcome | None) -> bool:
+        """Whether the next attempt differs so that it may succeed: it needs less memory. 0 restarts means none."""
+        return cause is not None and not cause.is_counted and self._worker_group.spec.max_restarts > 0
 
     def _save_for_joining_machines(self, worker_group: WorkerGroup) -> None:
         """Asks the ranks to save and stop, so that no step is lost when they restart with the machines that join."""
@@ -262,7 +268,7 @@ class Agent(LocalElasticAgent):
             self.job.ask_to_stop("a machine joins")
 
     def _stopped_for_joining_machines(self) -> bool:
-        """Whether all ranks stopped so that machines can join, not because the run is done or the user asked."""
+        """Whether all ranks stopped so that machines can join, not because the run is done or the user stopped it."""
         all_stopped = all(outcome.kind == "stopped" for outcome in outcomes.read_all(self.job.folder))
         return self._regrouping_since is not None and not self.job.stopping and all_stopped
 
@@ -276,9 +282,11 @@ class Agent(LocalElasticAgent):
             self.job.stop_file.unlink(missing_ok=True)
         limit = worker_group.spec.max_restarts
         if cause is not None and not (self.job.nnodes > 1 and cause.blames_a_peer):
-            ending = f"; restarting all ranks from the last checkpoint ({limit - self._remaining_restarts} of {limit})"
-            text = self._print_cause(cause, ending)
+            number = f"({limit - self._remaining_restarts} of {limit})" if cause.is_counted else "(not counted)"
+            text = self._print_cause(cause, f"; restarting all ranks from the last checkpoint {number}")
             self._rendezvous_client.cause = {"rank": cause.rank, "step": cause.step, "cause": text}
+            if not cause.is_counted:
+                self._rendezvous_client.cause["counted"] = False
         super()._restart_workers(worker_group)
 
     def _shutdown(self, *arguments: Any, **options: Any) -> None:  # the arguments differ between versions of torch
@@ -305,7 +313,7 @@ class Agent(LocalElasticAgent):
                 process.wait(max(0.0, deadline - time.monotonic()))
 
     def _outcomes_after_death(self, ranks: Mapping[int, subprocess.Popen[Any]]) -> list[Outcome]:
-        """Returns the outcomes of the ranks once one has died; an empty list while none has."""
+        """Returns the outcomes of all ranks once one rank has died; an empty list before that."""
         deadline = time.monotonic() + _CAUSE_WAIT_S
         while True:
             exited = {rank: status for rank, process in ranks.items() if (status := process.poll()) is not None}
@@ -317,7 +325,7 @@ class Agent(LocalElasticAgent):
             collected = collect_outcomes(self.job.folder, died)
             cause = outcomes.first_cause(collected)
             if cause is None and any(process.poll() is None for process in ranks.values()):
-                return []  # the rank had finished and crashed only while it exited; the others still work
+                return []  # the rank had finished and crashed while exiting; the others still work
             if cause is None or not cause.blames_a_peer or len(ranks) == len(died) or time.monotonic() > deadline:
                 return collected
             time.sleep(0.02)
@@ -336,7 +344,7 @@ class Agent(LocalElasticAgent):
         return hang.outcome()
 
     def _print_cause(self, cause: Outcome, ending: str) -> str:
-        """Prints what happened, and whether it also happened the last time; returns the line without `ending`."""
+        """Prints what happened, and whether the same happened last time; returns the line without `ending`."""
         key = cause.rank, cause.step, cause.message.partition(";")[0]
         again = " (the same as before)" if key == self._previous_cause else ""
         self._previous_cause = key
@@ -356,18 +364,18 @@ class Agent(LocalElasticAgent):
 @contextlib.contextmanager
 def _own_handlers_restored() -> Iterator[None]:
     """Restores the launcher's signal handlers: torch 2.9 replaces them whenever it starts ranks."""
-    # SIGHUP is included even where it is ignored: otherwise nohup would not keep the run alive.
+    # Includes SIGHUP even if it is ignored: otherwise nohup would not keep the run alive.
     handlers = {signum: signal.getsignal(signum) for signum in {*stop_signals(), signal.SIGHUP, signal.SIGQUIT}}
     try:
         yield
     finally:
-        if threading.current_thread() is threading.main_thread():  # python allows handlers only there
+        if threading.current_thread() is threading.main_thread():  # Python allows handlers only in this thread
             for signum, handler in handlers.items():
-                if handler is not None:  # None: installed from C, python cannot restore it
+                if handler is not None:  # None: the handler was installed from C, and Python cannot restore it
                     signal.signal(signum, handler)
 
 
 def print_line(line: str) -> None:
     """Prints one line of the launcher to stderr."""
-    with contextlib.suppress(OSError):  # the terminal may be gone
+    with contextlib.suppress(OSError):  # the terminal may be closed
         print(as_typed(f"unisono: {line}"), file=sys.stderr, flush=True)

@@ -5,7 +5,7 @@ A rank writes its heartbeat (`heartbeat_rank0`), its stacks on request (`stack_r
 
 A launcher locks its folder (flock) before it writes a marker file into it. A folder that has the marker but no lock
 therefore belongs to a launcher that is gone: the kernel releases a lock when its process ends. A folder without the
-marker is never removed, because it may be a user's, or that of a launcher that is just starting.
+marker is never removed, because it may belong to a user, or to a launcher that is just starting.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _PREFIX, _MARKER = "unisono-", ".unisono-launcher"
 
 @contextlib.contextmanager
 def job_folder() -> Iterator[Path]:
-    """Creates this launcher's job folder and removes it at the end; also removes those of killed launchers."""
+    """Creates this launcher's job folder and removes it at the end; also removes job folders of killed launchers."""
     remove_abandoned()
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        # On a file system without locks the marker stays absent; other launchers would remove the folder otherwise.
+        # Writes no marker on a file system without locks; other launchers would remove the folder otherwise.
         with contextlib.suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             (folder / _MARKER).touch()
@@ -45,7 +45,7 @@ def job_folder() -> Iterator[Path]:
 
 
 def collect_outcomes(folder: Path, statuses: Mapping[int, int]) -> list[Outcome]:
-    """Returns the outcomes that ranks have written, and derived ones of ranks that exited without writing any.
+    """Returns the outcomes that ranks have written, and derives outcomes for ranks that exited without writing one.
 
     `statuses` are the exit statuses of the ranks that have exited; a rank that is still exiting may have written its
     outcome too. The last heartbeat of a rank supplies the step, and the time of its death, which must precede the
@@ -76,7 +76,7 @@ def _remove_if_abandoned(folder: Path) -> None:
         return
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        # Look for the marker only under the lock: its writer either holds the lock or has exited.
+        # Checks for the marker only while holding the lock: its writer either holds the lock or has exited.
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.fstat(handle).st_uid == os.geteuid() and (folder / _MARKER).is_file():
             shutil.rmtree(folder, ignore_errors=True)

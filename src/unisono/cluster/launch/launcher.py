@@ -55,8 +55,8 @@ def launch(
 ) -> int:
     """Runs `command` as `nproc` ranks on this machine and returns the exit code of the run.
 
-    `nnodes` is the number of machines, or a (minimum, maximum) pair: the run then continues with the machines that are
-    there. `environ` is added to this process's environment. Ranks write their outcome to `job_folder`
+    `nnodes` is the number of machines, or a (minimum, maximum) pair, in which case the run continues with the machines
+    that are available. `environ` is added to this process's environment. Ranks write their outcome to `job_folder`
     (`unisono.cluster.outcome`) and exit with status 0 if it is a good one. After a crash the agent restarts all ranks,
     at most `max_restarts` times, and calls `record_event`. A rank that makes no progress for longer than `limits`
     counts as crashed; the stacks of all ranks are saved in `run_folder`.
@@ -112,7 +112,8 @@ class _OnSignal:
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         name = signal.Signals(signum).name
-        # SIGUSR1 and SIGHUP never kill: a scheduler sends SIGUSR1 as a warning and SIGTERM later, while ranks may save.
+        # SIGUSR1 and SIGHUP never kill: a scheduler sends SIGUSR1 as a warning and SIGTERM later, while ranks may still
+        # save.
         can_kill = signum in (signal.SIGINT, signal.SIGTERM)
         if can_kill and self._agent.waits_for_machines:
             print_line(f"{name}: no longer waiting for the other machines")

@@ -32,12 +32,12 @@ from unisono.cluster.lifetime import LAUNCHER_PID
 from unisono.cluster.outcome import Outcome
 
 _POLL_S = 0.05
-_CAUSE_WAIT_S = 1.0  # after a rank has died: for the others to write their outcome, which may be the cause
-_KILL_WAIT_S = 10.0  # for killed processes to exit; one blocked in the kernel may never do so
+_CAUSE_WAIT_S = 1.0  # seconds for other ranks to write their outcomes after one has died; one may be the cause
+_KILL_WAIT_S = 10.0  # seconds for killed processes to exit; a process blocked in the kernel may never do so
 
 
 class WarmRanks:
-    """The warm processes of this program, for use in a `with` block; `run` executes one run in forks of them."""
+    """The warm processes of this program, for use in a `with` block; `run` forks the ranks of one run from them."""
 
     def __init__(self, command: Sequence[str], num_ranks: int) -> None:
         """Starts the processes, which import torch in the background."""
@@ -115,7 +115,7 @@ class WarmRanks:
 
     def _request(self, process: subprocess.Popen[bytes], request: Mapping[str, Any]) -> None:
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has died: `_answers` raises
+        with contextlib.suppress(BrokenPipeError):  # the warm process has died; `_answers` will raise
             process.stdin.write(json.dumps(request).encode() + b"\n")
 
     def _answers(self, process: subprocess.Popen[bytes]) -> list[dict[str, int]]:

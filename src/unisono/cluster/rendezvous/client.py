@@ -1,4 +1,4 @@
-"""A launcher's side of the rendezvous, in the form that torch's elastic agent expects (`RendezvousHandler`).
+"""The client side of the rendezvous, in the form that torch's elastic agent expects (`RendezvousHandler`).
 
 The agent calls three methods. `next_rendezvous` reports to the server that no rank of this machine is running and
 blocks until the server sends the next round. `num_nodes_waiting`, which the agent polls ten times per second while its
@@ -34,9 +34,9 @@ from unisono.cluster.rendezvous.server import RendezvousServer, Round
 from unisono.errors import UserError
 
 JOIN_S = 900.0
-"""How long a machine waits for the others, at the start and after it lost them."""
+"""Seconds that a machine waits for the others, at the start and after it lost them."""
 
-_MESSAGE_AFTER_S = 10.0  # a machine that waits longer prints what it waits for
+_MESSAGE_AFTER_S = 10.0  # after this many seconds, a waiting machine prints what it waits for
 _RETRY_S = 0.5
 _CONNECT_S = 5.0
 
@@ -72,14 +72,14 @@ class RendezvousClient(RendezvousHandler):
         self.round: Round | None = None
         self._last_attempt_at = 0.0
         self._changed = threading.Condition()
-        # What the receiving thread has learned, guarded by _changed:
+        # State that the receiving thread updates, guarded by _changed:
         self._connection: Connection | None = None
         self._next_round: Round | None = None
-        self._regroup = ""  # "save" or "now" once the server has asked for it
+        self._regroup = ""  # "save" or "now" once the server has sent `regroup`
         self._closed_because: str | None = None
         self._rejected_because = ""
 
-    # ---- what the elastic agent calls ----
+    # ---- called by torch's elastic agent ----
 
     def get_backend(self) -> str:
         """Returns a name; torch requires one."""
@@ -105,7 +105,7 @@ class RendezvousClient(RendezvousHandler):
         machines = [machine for machine, _ in self.round.machines]
         host = "localhost" if self._config.max_machines == 1 else self._config.host
         store_info = RendezvousStoreInfo(host, self.round.store_port)
-        # The first argument is a store for the agent itself, which ours does not use.
+        # The first argument is a store for the agent itself, which unisono's agent does not use.
         return RendezvousInfo(HashStore(), machines.index(self._config.machine), len(machines), store_info)
 
     def num_nodes_waiting(self) -> int:
@@ -131,11 +131,11 @@ class RendezvousClient(RendezvousHandler):
             self._server.shut_down()
         return True
 
-    # ---- what unisono's agent calls in addition ----
+    # ---- called by unisono's agent ----
 
     @property
     def wants_checkpoint(self) -> bool:
-        """Whether machines wait to join while all ranks are well: the ranks should save a checkpoint and stop."""
+        """Whether machines wait to join while all ranks are healthy: the ranks should save a checkpoint and stop."""
         with self._changed:
             return self._regroup == "save"
 
@@ -172,7 +172,7 @@ class RendezvousClient(RendezvousHandler):
                     new_round, self._next_round = self._next_round, None
                     return new_round
                 if connection is not None and connection is not reported_on:
-                    self._next_round = None  # from a round that this machine has left
+                    self._next_round = None  # message of a round that this machine has left
                     connection.send(ready=self.cause)
                     reported_on = connection
                 elif connection is not None:
@@ -188,7 +188,7 @@ class RendezvousClient(RendezvousHandler):
                 raise RendezvousTimeoutError(f"no other machine joined at {address} within {JOIN_S:.0f} s")
 
     def _connect(self, waited_s: float) -> None:
-        """Tries once to connect; `waited_s` is for how long this machine has tried."""
+        """Tries once to connect; `waited_s` is how long this machine has been trying."""
         # The server may still hold this machine's own connection from before a network failure and reject the new one.
         if self._rejected_because and waited_s > 2 * SILENCE_S:
             raise UserError(f"{self._rejected_because}; give each machine a different node_rank")

@@ -4,14 +4,14 @@ A round is the time in which one set of machines trains together. A new round be
 joined, left or came back. Each launcher keeps one connection to the server and sends
 
     {"machine": 1, "ranks": 8}      first message: which machine this is, and how many ranks it runs
-    {"ready": cause or null}        none of its ranks is running; it waits for the next round (and why, if it knows)
+    {"ready": cause or null}        none of its ranks is running; it waits for the next round (cause: why, if known)
     {"finished": true}              all of its ranks ended well
     {"closed": text}                the run cannot continue, for the given reason
     {"heartbeat": true}             the launcher is alive
 
 and receives
 
-    {"regroup": "save"}             machines want to join while all ranks are well: save a checkpoint and stop
+    {"regroup": "save"}             machines want to join while all ranks are healthy: save a checkpoint and stop
     {"regroup": "now"}              a machine is gone or a rank has died: kill the ranks and report ready
     {"round": {...}}                the new round (`Round`): start the ranks
     {"closed": text}                the run is over
@@ -22,8 +22,8 @@ After `kill -9` of a rank on machine 1, that machine's launcher kills its other 
 `_decide` then sends `regroup: now` to all other machines. Their launchers kill their ranks and report ready too. When
 all connected machines are ready, `_begin_round` counts a restart and sends the same `Round` to each.
 
-Machine 0 decides alone, so no clocks are compared between machines, as torch's c10d rendezvous does. Ranks are numbered
-by machine, so rank 0 always runs on machine 0. A machine that lost its connection may return at once.
+Machine 0 decides alone, so clocks of different machines are never compared, unlike in torch's c10d rendezvous. Ranks
+are numbered by machine, so rank 0 always runs on machine 0. A machine that lost its connection may return at once.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from unisono.cluster.rendezvous.connection import HEARTBEAT_S, Connection
 from unisono.formatting import format_count
 
 LAST_CALL_FIRST_ROUND_S = 30.0
-"""How long the first round waits for more machines once there are enough: they determine the effective batch."""
+"""Seconds that the first round, which determines the effective batch, waits for machines beyond the minimum."""
 
 LAST_CALL_LATER_ROUNDS_S = 2.0
-"""The same wait in later rounds, where a late machine only costs one more round."""
+"""The same in later rounds, where a late machine costs only one more round."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class Round:
     number: int  # from 1
     name: str  # unique; prefixes the keys of this round in the ranks' store
     machines: list[list[int]]  # [machine, number of ranks], in the order of their ranks
-    store_port: int  # of the ranks' TCPStore on machine 0
-    num_restarts: int  # rounds that began because a rank died, and not because machines joined or left
+    store_port: int  # port of the ranks' TCPStore on machine 0
+    num_restarts: int  # rounds that began because a rank died, but not of memory, nor because machines joined or left
     joined: list[int]
     left: list[int]
-    causes: list[dict[str, Any]]  # rank, step and cause, from each machine that knows one
+    causes: list[dict[str, Any]]  # rank, step and cause of failures, from each machine that reported one
 
     def describe_change(self) -> str:
         """Returns one line: which machines joined, left or came back, and how many continue."""
@@ -75,7 +75,7 @@ class Round:
 
 @dataclass(eq=False)
 class _Member:
-    """A machine that is connected. A machine that reconnects is a new member."""
+    """A connected machine. A machine that reconnects is a new member."""
 
     machine: int
     ranks: int
@@ -83,15 +83,15 @@ class _Member:
     connection: Connection
     last_message_at: float
     ready: bool = False  # none of its ranks is running
-    regroup_sent: str = ""  # the last `regroup` message it got in this round
-    cause: dict[str, Any] | None = None  # why it wants a new round
+    regroup_sent: str = ""  # the last `regroup` message sent to it in this round
+    cause: dict[str, Any] | None = None  # why the machine wants a new round
 
 
 class RendezvousServer:
     """The server. Its methods may be called from any thread."""
 
     def __init__(self, port: int, store_port: int, min_machines: int, max_machines: int, max_restarts: int) -> None:
-        """Listens on `port` (0: any free one); on all interfaces if there can be several machines."""
+        """Listens on `port` (0: any free port), and on all interfaces if there may be several machines."""
         self._min_machines, self._max_machines = min_machines, max_machines
         self._max_restarts, self._store_port = max_restarts, store_port
         self._server = _listen(port, all_interfaces=max_machines > 1)
@@ -120,7 +120,7 @@ class RendezvousServer:
         """Stops listening and closes all connections."""
         self._shut_down.set()
         with contextlib.suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)  # without it the port stays in use while `accept` blocks
+            self._server.shutdown(socket.SHUT_RDWR)  # otherwise the port stays in use while `accept` blocks
         self._server.close()
         with self._lock:
             for member in self._connected.values():
@@ -131,7 +131,7 @@ class RendezvousServer:
             try:
                 peer, address = self._server.accept()
             except OSError:
-                if self._shut_down.wait(0.1):  # otherwise a passing error, such as too many open files
+                if self._shut_down.wait(0.1):  # else a temporary error, such as too many open files
                     return
                 continue
             threading.Thread(target=self._serve, args=(Connection(peer), address[0]), daemon=True).start()
@@ -200,7 +200,7 @@ class RendezvousServer:
         if not ready and not someone_left:
             return
         rank_died = any(member.ready for member in self._participants.values())
-        # While all ranks are well and a machine only wants to join, the ranks save first, and no step is lost.
+        # If all ranks are healthy and a machine only wants to join, the ranks save first, so that no step is lost.
         request = "now" if someone_left or rank_died else "save"
         for member in self._participants.values():
             if not member.ready and member.regroup_sent not in (request, "now"):
@@ -220,10 +220,11 @@ class RendezvousServer:
         joined = [machine for machine, member in self._participants.items() if before.get(machine) is not member]
         left = [machine for machine, member in before.items() if self._participants.get(machine) is not member]
         causes = [member.cause for member in self._participants.values() if member.cause]
-        if not joined and not left:
+        is_counted = not causes or any(cause.get("counted", True) for cause in causes)
+        if not joined and not left and is_counted:
             self._num_restarts += 1
             if self._num_restarts > self._max_restarts:
-                return self.end_run(causes[0]["cause"] if causes else "the machines keep losing each other")
+                return self.end_run(causes[0]["cause"] if causes else "the machines repeatedly lost their connections")
         self._round += 1
         self._last_call_ends = None
         self._finished.clear()

@@ -1,6 +1,6 @@
 """Calls SLURM's commands: submits a script, queries the state of a job, finds the address of a node.
 
-Every command is a list of arguments, never a shell string. If it fails, its error message becomes ours.
+Every command is a list of arguments, never a shell string. If it fails, unisono reports its error message.
 """
 
 from __future__ import annotations

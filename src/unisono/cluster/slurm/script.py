@@ -18,6 +18,8 @@ from unisono.errors import EXIT_STOPPED, ConfigError
 
 EXIT_AGAIN = 76
 """Exit code with which `python -m unisono.engine.start.srun` asks the script to restart all ranks."""
+EXIT_SMALLER = 77
+"""The same, but the restart does not count: a rank ran out of memory, and the next attempt needs less."""
 
 OUTCOMES = "UNISONO_OUTCOMES"
 """Environment variable: the folder to which the ranks of one attempt write their outcomes."""
@@ -80,8 +82,7 @@ class BatchJob:
             )
         if self.gpus and self.ntasks_per_node not in (None, self.gpus):
             raise ConfigError(
-                f"ntasks_per_node {self.ntasks_per_node}: there is one task for each of the {self.gpus} GPUs of a "
-                "node; leave it out"
+                f"ntasks_per_node {self.ntasks_per_node}: a node has one task per GPU ({self.gpus}); do not set it"
             )
         limit = None if self.time is None else seconds_of(self.time)
         if self.signal_before < 0 or (limit is not None and self.signal_before >= limit):
@@ -147,15 +148,18 @@ def script(job: BatchJob) -> str:
         f"max_restarts={job.max_restarts}",
         f"train=(train {' '.join(map(shlex.quote, job.train))})",
         "",
+        "restarts=0",
         "for ((attempt = 0; ; attempt++)); do",
         "    # Each rank writes its outcome here; the folder is on the file system that all nodes share.",
         f'    export {OUTCOMES}="$run/.slurm/$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}.$attempt"',
         f'    mkdir -p "${OUTCOMES}" || exit 2',
         f'    srun {tasks} "$python" -P -m unisono "${{train[@]}}"',
-        f'    "$python" -P -m unisono.engine.start.srun "${OUTCOMES}" "$run" $? "$attempt" "$max_restarts"',
+        f'    "$python" -P -m unisono.engine.start.srun "${OUTCOMES}" "$run" $? "$restarts" "$max_restarts"',
         "    outcome=$?",
         f"    # {EXIT_AGAIN}: a rank died; restart all of them from the last checkpoint.",
-        f"    [ $outcome -eq {EXIT_AGAIN} ] || break",
+        f"    # {EXIT_SMALLER}: a rank ran out of memory; restart with a smaller micro-batch.",
+        f"    [ $outcome -eq {EXIT_AGAIN} ] && restarts=$((restarts + 1)) && continue",
+        f"    [ $outcome -eq {EXIT_SMALLER} ] || break",
         "done",
         "",
     ]

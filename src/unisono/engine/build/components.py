@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
+from unisono.cluster.agree import Agreement
 from unisono.data.bits import Purpose, key_of
 from unisono.data.seeding import seed_everything
 from unisono.engine.batch import BatchPlan
+from unisono.engine.build.base_precision import BasePrecision
+from unisono.engine.build.blocks_on_host import SwapPlan, plan_blocks_on_host
+from unisono.engine.build.build_once import build_once
 from unisono.engine.build.choose_strategy import choose_run_strategy
 from unisono.engine.build.device import has_flash_attention
 from unisono.engine.build.dropout import disable_dropout
-from unisono.engine.build.model import build_model
 from unisono.engine.build.recording import check_strategy_records, plan_recording
 from unisono.engine.recipe import Recipe
 from unisono.engine.state import TrainState
@@ -26,12 +30,15 @@ from unisono.engine.step.optimizer_wrapper import OptimizerWrapper
 from unisono.engine.step.precision import LossScale, weight_type
 from unisono.errors import ConfigError
 from unisono.optim.schedule_free import ScheduleFreeAdamW
-from unisono.parallel.blocks import compile_blocks, recompute_activations, repeated_blocks
+from unisono.parallel.blocks.repeated import compile_blocks, recompute_activations, repeated_blocks
+from unisono.parallel.blocks.selective import why_not_selective
+from unisono.parallel.blocks.swap import BlockSwap, swapped_weights
+from unisono.parallel.context import make_context
 from unisono.parallel.data_parallel import DataParallel
 from unisono.parallel.ddp import DDP
 from unisono.parallel.frozen import shard_frozen
 from unisono.parallel.fsdp import FSDP
-from unisono.parallel.materialize import Weights, fill, materialize
+from unisono.parallel.materialize import Weights, fill
 from unisono.parallel.single import Single
 from unisono.parallel.strategy import Placement, Strategy, cast_weights, place_frozen
 from unisono.settings import Settings
@@ -44,21 +51,27 @@ class _InitialModel:
     """The recipe's model before it is distributed."""
 
     module: nn.Module
-    weights: Weights | None  # fills a module that is on the meta device
+    weights: Weights | None  # what Recipe.weights() returned
+    source: Weights | None  # fills a module that is on the meta device
     full_precision: Sequence[str]  # names of weights that are never cast to 16-bit
+    blocks: Sequence[nn.Module]
+    base: BasePrecision
     remarks: list[str]
 
 
-def build_components(recipe: Recipe, settings: Settings, placement: Placement, batch: BatchPlan) -> Components:
+def build_components(
+    recipe: Recipe, settings: Settings, placement: Placement, batch: BatchPlan, agreement: Agreement
+) -> Components:
     """Builds the model and everything that trains it, at step 0; every rank calls it."""
     recipe.global_batch = batch.global_batch
+    recipe.context = make_context(placement.rank, placement.world, placement.context)
     recipe.flash_attention = placement.compute_type is not None and has_flash_attention(placement.device)
-    model = _initial_model(recipe, settings, placement)
-    strategy_name, reason = choose_run_strategy(model.module, settings, placement)
-    recording = plan_recording(recipe, settings, placement.device, strategy_name)
-    own_blocks = recipe.blocks(model.module)
-    blocks = list(own_blocks) if own_blocks is not None else repeated_blocks(model.module)
-    strategy, remarks = _distribute(model, blocks, recipe, settings, placement, strategy_name)
+    model = _initial_model(recipe, settings, placement, agreement)
+    chosen = choose_run_strategy(model.module, settings, placement)
+    placement = replace(placement, shard_size=chosen.shard_size)
+    recording = plan_recording(recipe, settings, placement.device, chosen.name)
+    swap_plan = plan_blocks_on_host(model.module, model.blocks, settings, placement)
+    strategy, remarks = _distribute(model, swap_plan, recipe, settings, placement, chosen.name)
     recipe.shards = strategy.row_shards()
     optimizer = OptimizerWrapper(
         strategy.parameters,
@@ -67,7 +80,7 @@ def build_components(recipe: Recipe, settings: Settings, placement: Placement, b
         learning_rate_scale(batch.global_batch, settings.optim),
         sharded=strategy.sharded,
         shards=recipe.shards,
-        not_for_muon=not_for_muon(model.module, blocks),
+        not_for_muon=not_for_muon(model.module, model.blocks),
     )
     ema = _average(strategy, optimizer, settings)
     scale = LossScale(placement.device) if settings.precision.mixed_precision == "fp16" else None
@@ -76,14 +89,15 @@ def build_components(recipe: Recipe, settings: Settings, placement: Placement, b
     return Components(
         recipe=recipe,
         strategy=strategy,
-        why_strategy=reason,
+        why_strategy=chosen.reason,
         optimizer=optimizer,
         ema=ema,
         scale=scale,
         state=TrainState(batch.global_batch),
-        remarks=[*recording.remarks, *model.remarks, *remarks, *optimizer.remarks],
+        remarks=[*recording.remarks, *model.remarks, *swap_plan.remarks, *remarks, *optimizer.remarks],
         captures=recording.captures,
         recordable=recording.is_possible,
+        blocks_on_host=swap_plan.sizes,
     )
 
 
@@ -95,19 +109,24 @@ def _average(strategy: Strategy, optimizer: OptimizerWrapper, settings: Settings
     return Ema(strategy.parameters, settings.ema) if settings.ema.ema_decay > 0 else None
 
 
-def _initial_model(recipe: Recipe, settings: Settings, placement: Placement) -> _InitialModel:
-    # The raw seed, not a derived key: initial weights equal those of a script that calls torch.manual_seed(seed).
-    seed_everything(settings.run.seed, placement.devices)
-    model = build_model(recipe)
-    weights, full_precision = recipe.weights(model), recipe.full_precision(model)
-    if weights is None:
-        materialize(model, settings.run.seed)
+def _initial_model(recipe: Recipe, settings: Settings, placement: Placement, agreement: Agreement) -> _InitialModel:
+    # Each rank quantises frozen weights itself, as it reads or builds them.
+    shared = settings.precision.base_precision == "auto"
+    built = build_once(recipe, settings.run.seed, placement, agreement, shared=shared)
+    model, full_precision = built.module, recipe.full_precision(built.module)
     cast_weights(model, weight_type(settings.precision), placement.compute_type, full_precision)
     model.train()
     if settings.run.disable_dropout:
         disable_dropout(model)
     model, remarks = _handle_batch_norm(model, settings, placement)
-    return _InitialModel(model, weights, full_precision, remarks)
+    own_blocks = recipe.blocks(model)
+    blocks = list(own_blocks) if own_blocks is not None else repeated_blocks(model)
+    base = BasePrecision(recipe, settings.precision.base_precision, placement)
+    converted = base.convert("model", model, blocks, full_precision)
+    weights, source = built.weights, built.source
+    if weights is not None and converted:
+        weights = source = base.source(weights, converted)
+    return _InitialModel(model, weights, source, full_precision, blocks, base, [*built.remarks, *remarks])
 
 
 def _handle_batch_norm(model: nn.Module, settings: Settings, placement: Placement) -> tuple[nn.Module, list[str]]:
@@ -120,7 +139,7 @@ def _handle_batch_norm(model: nn.Module, settings: Settings, placement: Placemen
         return model, []
     if settings.parallel.sync_batch_norm and placement.world > 1:
         if placement.device.type != "cuda":
-            raise ConfigError("sync_batch_norm needs GPUs (torch has no CPU version); leave it out on the CPU")
+            raise ConfigError("sync_batch_norm needs GPUs (torch has no CPU version); do not set it on the CPU")
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         return model, ["sync_batch_norm: statistics cover all ranks, but still depend on gradient accumulation"]
     return model, [
@@ -131,50 +150,75 @@ def _handle_batch_norm(model: nn.Module, settings: Settings, placement: Placemen
 
 def _distribute(
     model: _InitialModel,
-    blocks: Sequence[nn.Module],
+    swap_plan: SwapPlan,
     recipe: Recipe,
     settings: Settings,
     placement: Placement,
     name: str,
 ) -> tuple[Strategy, list[str]]:
     """Applies activation checkpointing and compilation, and places the model and the frozen modules on devices."""
-    if model.weights is not None and name != "fsdp":  # fsdp fills its shards itself
-        fill(model.module, model.weights)
-    remarks = _transform_blocks(model.module, blocks, settings, placement)
+    if model.source is not None and name != "fsdp":  # fsdp fills its shards itself
+        waiting = swapped_weights(model.module, swap_plan.blocks)
+        fill(model.module, model.source, placement.device, on_host=waiting)
+    swap = BlockSwap(model.module, swap_plan.blocks, placement.device) if swap_plan.blocks else None
+    remarks = _transform_blocks(model.module, model.blocks, swap, settings, placement)
     sharded = recipe.sharded()
-    strategy = STRATEGIES[name](
-        model.module,
-        blocks,
-        placement,
-        settings.parallel,
-        model.full_precision,
-        model.weights,
-        gathers=bool(sharded) and placement.world > 1,
-    )
+    with nullcontext() if swap is None else swap.set_aside():
+        strategy = STRATEGIES[name](
+            model.module,
+            model.blocks,
+            placement,
+            settings.parallel,
+            model.full_precision,
+            model.weights,
+            source=model.source,
+            gathers=(bool(sharded) and placement.world > 1) or placement.context > 1,
+        )
+    if swap is not None and placement.world > 1:
+        swap.broadcast()
     seed_everything(key_of(Purpose.BUILD, settings.run.seed, 1), placement.devices)
     frozen = recipe.frozen()
     for module_name, (weights, whole) in sharded.items():
-        shard_frozen(frozen[module_name], placement, weights, whole)
+        module = frozen[module_name].requires_grad_(False)
+        converted = model.base.convert(module_name, module, repeated_blocks(module), whole)
+        source = model.base.source(weights, converted)
+        shard_frozen(module, strategy.shard_mesh, placement.device, source, whole)
     whole_modules = {name: module for name, module in frozen.items() if name not in sharded}
+    for module_name, module in whole_modules.items():
+        module.requires_grad_(False)
+        model.base.convert(module_name, module, repeated_blocks(module))
     place_frozen(whole_modules, placement.device)
     if settings.precision.dtype == "float64":
         for module in frozen.values():
             cast_weights(module, torch.float64)
-    return strategy, remarks
+    return strategy, [*remarks, *model.base.remarks(sharded=strategy.sharded or bool(sharded))]
 
 
 def _transform_blocks(
-    model: nn.Module, blocks: Sequence[nn.Module], settings: Settings, placement: Placement
+    model: nn.Module, blocks: Sequence[nn.Module], swap: BlockSwap | None, settings: Settings, placement: Placement
 ) -> list[str]:
     remarks = []
+    if swap is not None:
+        swap.attach(blocks, compiles=settings.precision.compile)
     if settings.precision.activation_checkpointing:
         if not blocks:
             remarks.append("activation_checkpointing: the model has no repeated blocks; recomputing all of it")
-        for block in blocks[:: settings.precision.recompute_every] or [model]:
-            recompute_activations(block)
+        recomputed = blocks[:: settings.precision.recompute_every] or [model]
+        selective = settings.precision.activation_checkpointing == "selective"
+        obstacles = {type(block).__name__: why for block in recomputed if (why := why_not_selective(block)) is not None}
+        if selective and obstacles:
+            name, why = next(iter(obstacles.items()))
+            remarks.append(f"activation_checkpointing selective: {name} {why}; recomputing such blocks as a whole")
+        elif selective and swap is not None and settings.precision.compile:
+            # Swapped blocks are compiled first, and torch cannot choose results inside of compiled code.
+            selective = False
+            why = "compiled blocks on the host can only be recomputed as a whole"
+            remarks.append(f"activation_checkpointing selective: {why}; doing that")
+        for block in recomputed:
+            recompute_activations(block, selective=selective and type(block).__name__ not in obstacles)
     if settings.precision.compile and len(placement.devices) > 1:
         # nn.DataParallel's copies of a compiled module would all compute with the first one's weights.
         remarks.append("compile: dp's model copies cannot be compiled; training without compile (ddp supports it)")
-    elif settings.precision.compile:
+    elif settings.precision.compile and swap is None:
         compile_blocks(model, blocks)
     return remarks

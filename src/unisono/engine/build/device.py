@@ -10,6 +10,7 @@ from functools import cache
 import torch
 
 from unisono.cluster.environment import World
+from unisono.engine.checks import check_context
 from unisono.engine.step.precision import compute_type, weight_type
 from unisono.errors import ConfigError
 from unisono.parallel.strategy import Placement
@@ -34,8 +35,10 @@ def find_placement(world: World, settings: Settings) -> Placement:
             f"mixed_precision bf16: {torch.cuda.get_device_name(device)} cannot compute in bf16; use fp16"
         )
     if dtype is not None and settings.precision.dtype == "float64":
-        raise ConfigError("mixed_precision and dtype float64 contradict each other; leave one of them out")
-    return Placement(device, world.rank, world.size, devices, dtype, settings.run.deterministic)
+        raise ConfigError("mixed_precision and dtype float64 contradict each other; remove one of them")
+    context = settings.parallel.context_parallel
+    check_context(context, world.size)
+    return Placement(device, world.rank, world.size, devices, dtype, settings.run.deterministic, context=context)
 
 
 @cache

@@ -38,18 +38,20 @@ def check_strategy_records(strategy: Strategy) -> None:
     if not strategy.fix_gradient_addresses():
         raise ConfigError(
             "cuda_graph cannot record ddp with find_unused_parameters, static_graph or sync_batch_norm, nor without "
-            "gradient_as_bucket_view; leave these out, or cuda_graph"
+            "gradient_as_bucket_view; remove these, or cuda_graph"
         )
 
 
 def _obstacle(recipe: Recipe, settings: Settings, strategy: str) -> str | None:
     if strategy not in ("single", "ddp"):
-        return f"cuda_graph works with strategy single and ddp, not with {strategy}; leave one of them out"
+        return f"cuda_graph works with strategy single and ddp, not with {strategy}; remove one of them"
     if settings.precision.activation_checkpointing:
         # Activation checkpointing saves and restores the RNG state, which cannot be recorded.
-        return "cuda_graph cannot record activation_checkpointing; leave one of them out"
+        return "cuda_graph cannot record activation_checkpointing; remove one of them"
+    if settings.parallel.blocks_on_host != 0:
+        return "cuda_graph always reads the same memory, and blocks_on_host replaces weights; remove one of them"
     if recipe.coupled:
-        return "cuda_graph cannot record a loss that compares samples with each other; leave it out"
+        return "cuda_graph cannot record a loss that compares samples with each other; remove it"
     if recipe.refresh_every:
-        return "cuda_graph always reads the same memory, and this run replaces its samples; leave it out"
+        return "cuda_graph always reads the same memory, and this run replaces its samples; remove it"
     return None

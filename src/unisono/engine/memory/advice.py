@@ -11,6 +11,7 @@ from unisono.engine.step.components import Components
 from unisono.engine.step.out_of_memory import IN_COUPLE
 from unisono.formatting import format_bytes
 from unisono.parallel.strategy import local_part
+from unisono.planning.blocks_on_host import BlocksOnHost
 from unisono.planning.choose import Demand
 
 _AMOUNT = r"([\d.]+) (GiB|MiB|KiB|bytes)"
@@ -21,7 +22,7 @@ def advice(rank: int, message: str, components: Components, *, recomputes: bool)
     """The error text: how much memory is missing for one sample, and what would help, in numbers."""
     placement, strategy = components.strategy.placement, components.strategy
     demand = Demand(
-        weights=_bytes(strategy.model.parameters()),
+        weights=_bytes(strategy.model.parameters()) - components.blocks_on_host.saved_bytes,
         gradients=_bytes(parameter for _, parameter in strategy.parameters),
         optimizer=_bytes(components.optimizer.tensors().values()),
         average=0 if components.ema is None else components.ema.num_bytes,
@@ -30,7 +31,8 @@ def advice(rank: int, message: str, components: Components, *, recomputes: bool)
     if message.startswith(IN_COUPLE):
         return (
             f"the loss of a whole global batch ({components.state.global_batch} samples) does not fit{where}, even "
-            f"next to one sample's activations: {message}; use a smaller global_batch_size, or split couple()"
+            f"next to one sample's activations: {message}; use a smaller global_batch_size"
+            + ("" if components.recipe.couples_by_rows else ", or write couple_rows(), which the ranks share")
         )
     begin = f"even one sample does not fit{where}: {message}"
     wanted, free = _amount(rf"allocate {_AMOUNT}", message), _free(message)
@@ -49,15 +51,28 @@ def advice(rank: int, message: str, components: Components, *, recomputes: bool)
             remedies.append(f"activation_checkpointing (frees most of the activations' {format_bytes(activations)})")
     elif not recomputes:
         remedies.append("activation_checkpointing")
+    if not strategy.sharded and (remedy := _more_blocks_on_host(components.blocks_on_host, wanted, free)):
+        remedies.append(remedy)
     if not strategy.sharded:
         num = max(placement.world, 2)
         each = format_bytes(demand.total // num)
         remedies.append(f"strategy fsdp on {num} GPUs ({each} each instead of {format_bytes(demand.total)})")
     if not strategy.settings.fsdp_cpu_offload:
         remedies.append(f"fsdp with fsdp_cpu_offload (takes {format_bytes(demand.total)} off the GPUs together)")
+    if components.recipe.supports_context_parallel:
+        size = 2 * placement.context
+        remedies.append(f"context_parallel {size} (divides the activations of a sample between {size} GPUs)")
     if demand.average:
         remedies.append(f"ema_decay 0 (saves {format_bytes(demand.average)})")
     return f"{begin}; {kept}. What would help: {', '.join(remedies)}"
+
+
+def _more_blocks_on_host(blocks: BlocksOnHost, wanted: int | None, free: int | None) -> str | None:
+    """The fewest blocks on the host that free what is missing, if that is known; all blocks otherwise."""
+    missing = blocks.device_bytes if wanted is None or free is None else max(wanted - free, 1)
+    more = blocks.fewest(blocks.device_bytes - missing)
+    freed = blocks.device_bytes - more.device_bytes
+    return f"blocks_on_host {more.num} (frees {format_bytes(freed)})" if freed > 0 else None
 
 
 def _free(message: str) -> int | None:

@@ -29,6 +29,7 @@ class MicroBatchSizer:
     def __init__(self, plan: BatchPlan, state: TrainState, run_folder: Path, *, may_rise: bool, largest: int) -> None:
         self.plan, self._state, self._folder = plan, state, run_folder
         self._may_rise, self._largest = may_rise, min(largest, plan.share)
+        self._first = plan.micro_batch
         if may_rise and plan.micro_batch < min(state.micro_batch, plan.share):
             # The previous attempt ran out of memory after the checkpoint: do not start with that size again.
             state.memory_failures += 1
@@ -49,6 +50,14 @@ class MicroBatchSizer:
         if size is not None:
             store_size(self._folder, size)
         return size
+
+    def is_new_to_next_attempt(self, size: int) -> bool:
+        """Whether the next attempt will find `size` stored and begin with a smaller size than this one did.
+
+        Not if the storing failed, nor if only a size that this attempt has risen to did not fit: the next attempt would
+        begin like this one, rise at the same step, and fail in the same way.
+        """
+        return size < self._first and stored_size(self._folder) == size
 
     def rise(self) -> bool:
         """Doubles the size if the settings allow it and the last change was long enough ago; returns whether it did."""
@@ -77,6 +86,17 @@ class MicroBatchSizer:
                 break
         self._take(max(good, 1))
         return trials
+
+    def fit(self, try_out: Callable[[BatchPlan], None]) -> bool:
+        """Halves the size until it fits, by trial; returns whether it had to. One sample is not tried further."""
+        before = self.plan.micro_batch
+        while self.plan.micro_batch > 1:
+            try:
+                try_out(self.plan)
+                break
+            except OutOfMemoryTogether:
+                self.shrink(self.plan.share)
+        return self.plan.micro_batch < before
 
     def _take(self, size: int) -> None:
         self.plan = replace(self.plan, micro_batch=size)

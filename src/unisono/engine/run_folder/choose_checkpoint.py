@@ -11,12 +11,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unisono.checkpoint.commit import read_best
-from unisono.checkpoint.find import list_steps, newest_valid, validate
+from unisono.checkpoint.contents import contents_of
+from unisono.checkpoint.examination import Examination
+from unisono.checkpoint.find import Damage, list_steps, newest_valid, validate
 from unisono.checkpoint.manifest import CheckpointError, read_manifest
-from unisono.checkpoint.pieces import pieces_of
 from unisono.checkpoint.tensor_file import BadTensorFile
 from unisono.engine.rank_context import RankContext
-from unisono.engine.resume import ChosenCheckpoint, find_checkpoint, restore, run_id, why_incompatible, why_unusable
+from unisono.engine.resume import (
+    ChosenCheckpoint,
+    FileChecks,
+    find_checkpoint,
+    read_state,
+    restore,
+    run_id,
+    why_incompatible,
+    why_unusable,
+)
 from unisono.engine.run_folder.enter import EnteredRun
 from unisono.engine.step.components import Components
 from unisono.parallel.strategy import Strategy, local_part
@@ -28,6 +38,7 @@ class ResumePoint:
 
     checkpoint: ChosenCheckpoint
     run_id: str
+    examination: Examination  # of the checkpoint's files
 
     @property
     def path(self) -> Path | None:
@@ -42,24 +53,31 @@ class ResumePoint:
 
 def find_resume_point(rank: RankContext, run: EnteredRun) -> ResumePoint:
     """Finds the checkpoint to resume from; every rank calls it."""
-    checkpoint = rank.main_decides(lambda: _find_checkpoint(run, was_started_before=rank.world.started_before))
-    return ResumePoint(checkpoint, rank.main_decides(lambda: run_id(run.record, run.folder.path, checkpoint.path)))
+    examination = Examination(rank.world.rank, rank.world.size, rank.agreement.all_gather)
+
+    def find(damage: Damage) -> ChosenCheckpoint:
+        checks = FileChecks(damage, examination.contents)
+        return _find_checkpoint(run, checks, was_started_before=rank.world.started_before)
+
+    checkpoint = rank.main_decides_with(examination.damage, find)
+    identifier = rank.main_decides(lambda: run_id(run.record, run.folder.path, checkpoint.path))
+    return ResumePoint(checkpoint, identifier, examination)
 
 
-def _find_checkpoint(run: EnteredRun, *, was_started_before: bool) -> ChosenCheckpoint:
+def _find_checkpoint(run: EnteredRun, checks: FileChecks, *, was_started_before: bool) -> ChosenCheckpoint:
     """The checkpoint to continue from.
 
-    `--resume PATH` names where a run begins. Once the run has checkpoints of its own, the same command continues from
-    the newest of those.
+    `--resume PATH` names the checkpoint that a run begins with. Once the run has its own checkpoints, the same command
+    continues from the newest of those.
     """
     resume, folder, name = run.settings.run.resume, run.folder.path, run.recipe_name
     stored_id = (run.record or {}).get("id")
     has_begun = was_started_before or (resume in run.earlier_resumes and resume != "never")
     if resume != "auto" and has_begun and list_steps(run.checkpoints):
-        chosen = find_checkpoint("auto", folder, name, stored_id)
+        chosen = find_checkpoint("auto", folder, name, stored_id, checks)
         chosen.remarks.append(f"this run has already continued from {resume}: resuming from its newest checkpoint")
         return chosen
-    return find_checkpoint(resume, folder, name, stored_id)
+    return find_checkpoint(resume, folder, name, stored_id, checks)
 
 
 def resume_from(
@@ -70,19 +88,23 @@ def resume_from(
     rank: RankContext,
     group: dist.ProcessGroup | None,
 ) -> ChosenCheckpoint:
-    """Restores the checkpoint, or the newest older one that matches the model; returns that one, with new notes.
+    """Restores the checkpoint, or the newest older one that matches the model; returns it, with new notes.
 
     `num_samples` is the size of the dataset. Every rank calls it, also for a run that begins at step 0.
     """
     if point.path is None:
         return point.checkpoint
     folder, identity = run.checkpoints, {"recipe": run.recipe_name, "run": point.run_id}
-    used: ChosenCheckpoint = rank.main_decides(
-        lambda: _newest_compatible(point.checkpoint, folder, identity, components)
-    )
+    examination = point.examination
+
+    def choose(damage: Damage) -> ChosenCheckpoint:
+        checks = FileChecks(damage, examination.contents)
+        return _newest_compatible(point.checkpoint, folder, identity, components, checks)
+
+    used: ChosenCheckpoint = rank.main_decides_with(examination.damage, choose)
     path = used.path
     assert path is not None
-    restore(path, components, group)
+    restore(examination.contents(path), rank.main_decides(lambda: read_state(path)), components, group)
     best = rank.main_decides(lambda: read_best(folder))
     if best is not None and best["step"] <= components.state.step:  # the last evaluation comes after the last save
         components.state.best = best
@@ -103,7 +125,7 @@ def resume_from(
 
 
 def _newest_compatible(
-    chosen: ChosenCheckpoint, folder: Path, identity: Mapping[str, Any], components: Components
+    chosen: ChosenCheckpoint, folder: Path, identity: Mapping[str, Any], components: Components, checks: FileChecks
 ) -> ChosenCheckpoint:
     """Returns `chosen`, or the newest older checkpoint that matches the model if its own tensors do not.
 
@@ -111,14 +133,16 @@ def _newest_compatible(
     restore() fails with the difference, and no checkpoint is set aside.
     """
     path = chosen.path
-    if path is None or path.parent != folder:  # the user passed this path: use no other
+    if path is None or path.parent != folder:  # the user chose this checkpoint, so no other is used
         return ChosenCheckpoint(path, chosen.bad)
-    if (reason := why_incompatible(path, components)) is None:
+    if (reason := why_incompatible(checks.contents(path), components)) is None:
         return ChosenCheckpoint(path, chosen.bad)
     step = read_manifest(path).step
-    older, skipped = newest_valid(
-        folder, identity, lambda each: why_unusable(each) or why_incompatible(each, components), before=step
-    )
+
+    def why_not(each: Path) -> str | None:
+        return why_unusable(each, checks.contents) or why_incompatible(checks.contents(each), components)
+
+    older, skipped = newest_valid(folder, identity, why_not, before=step, damage=checks.damage)
     if older is None:
         return ChosenCheckpoint(path, chosen.bad)
     bad = {path: reason, **{each: why for each, why in skipped if each not in chosen.bad}}
@@ -134,7 +158,7 @@ def _not_finite(strategy: Strategy) -> list[str]:
 
 
 def _newest_finite(folder: Path, identity: Mapping[str, Any], before: int) -> Path | None:
-    """The newest checkpoint before a step that has no nan in its weights; reads tensor by tensor."""
+    """The newest checkpoint before a step whose weights contain no nan; reads tensor by tensor."""
     for step, path in reversed(list_steps(folder)):
         if step >= before or validate(path, deep=False, identity=identity) is not None:
             continue
@@ -147,7 +171,7 @@ def _newest_finite(folder: Path, identity: Mapping[str, Any], before: int) -> Pa
 
 
 def _weights_in(path: Path) -> Iterator[Tensor]:
-    for name, pieces in pieces_of(path).items():
+    for name, pieces in contents_of(path).pieces.items():
         for piece in pieces:
             if name.startswith("model.") and piece.file.dtype(name).is_floating_point:
                 yield piece.file.tensor(name)

@@ -28,7 +28,7 @@ class EnteredRun:
     recipe_class: type[Recipe]
     folder: RunFolder
     record: Mapping[str, Any] | None  # run.json, if the folder already holds a run
-    origin: Mapping[str, Any] | None  # the same, or the record of the run whose checkpoint this run continues from
+    origin: Mapping[str, Any] | None  # run.json of this run, or of the run whose checkpoint it continues from
     resolved: Resolved
     settings: Settings
     changed: Mapping[str, list[Any]]  # settings that have changed since the run's last start: name -> [old, new]
@@ -50,7 +50,7 @@ class EnteredRun:
 
     @property
     def earlier_resumes(self) -> set[str]:
-        """The values that `resume` had when this run was started before."""
+        """The values of `resume` in earlier starts of this run."""
         values = [str(start.get("resume")) for start in (self.record or {}).get("starts", [])]
         return {value if value in ("auto", "never") else os.path.abspath(value) for value in values} | set(values)
 
@@ -60,11 +60,11 @@ def enter_run_folder(
 ) -> EnteredRun:
     """Locks the run folder and determines the run's settings; every rank calls it.
 
-    `is_locked`: the launcher of this run, or the caller, has already locked the folder.
+    `is_locked` means that the launcher of this run, or the caller, has already locked the folder.
     """
     recipe_name, classes = recipe_class.__qualname__, (Settings, recipe_class.Config)
     with ExitStack() as on_failure:
-        lock: FolderLock | None = None  # on the main rank
+        lock: FolderLock | None = None  # held only by the main rank
 
         def take_lock() -> str:
             nonlocal lock
@@ -88,7 +88,7 @@ def enter_run_folder(
 
 
 def _take_lock(resolved: Resolved, recipe: str, *, is_locked: bool) -> tuple[str, FolderLock]:
-    """Locks the folder before anything reads it; creates a new one if the user named none."""
+    """Locks the folder before anything reads it; creates a new folder if the user named none."""
     if not is_locked:
         resolved, lock = lock_folder(resolved, recipe)
         return str(resolved.values["output_dir"]), lock

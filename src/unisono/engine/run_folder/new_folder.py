@@ -1,4 +1,4 @@
-"""A run folder before the run starts: its default name, its lock, and a check that it holds no foreign files."""
+"""Prepares a run folder before the run starts: default name, lock, and a check that it contains no foreign files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def read_own(path: str) -> dict[str, Any] | None:
 
 
 def lock_folder(resolved: Resolved, recipe: str) -> tuple[Resolved, FolderLock]:
-    """Locks the run folder before anything reads it; creates a new one if the user named none."""
+    """Locks the run folder before anything reads it; creates a new folder if the user named none."""
     path = resolved.values["output_dir"]
     if path is not None:
         check_writable(path)
@@ -43,7 +43,7 @@ def lock_folder(resolved: Resolved, recipe: str) -> tuple[Resolved, FolderLock]:
 
 
 def remove_empty(folder: Path) -> None:
-    """Removes a folder and its subfolders as far as they contain no files; ignores errors."""
+    """Removes a folder and its subfolders if they contain no files; ignores errors."""
     for path, _, _ in os.walk(folder, topdown=False):
         with suppress(OSError):
             os.rmdir(path)

@@ -1,4 +1,4 @@
-"""The settings stored in a run folder: which ones a resumed run adopts, which may change, and which may not."""
+"""The settings stored in a run folder: a resumed run adopts them, and may change some but not all of them."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from unisono.settings import LARGEST_BATCH, LaunchSettings, ParallelSettings
 
 # How and where a run executes may change whenever it is resumed.
 _PER_START = {f.name for group in (LaunchSettings, ParallelSettings) for f in fields(group)}
-_PER_START -= {"sync_batch_norm", "find_unused_parameters"}  # these affect the model
+_PER_START -= {"sync_batch_norm", "find_unused_parameters"}  # except these settings, which affect the model
 _PER_START |= {"output_dir", "resume", "inject", "num_workers", "prefetch_factor", "pin_memory"}
 _PER_START |= {"batch_size", "gradient_accumulation_steps", "global_batch_size", "micro_batch", "guard_steps"}
 
-FIXED = ("shuffle", "optimizer")
-"""Engine settings that cannot change within a run: they decide which samples it reads, and when, or what the
-optimizer's saved state means. Neither can seed and effective batch, which have their own checks; a recipe lists its own
-settings in `Recipe.fixed`."""
+FIXED = ("shuffle", "optimizer", "base_precision")
+"""Engine settings that cannot change within a run: they decide which samples it reads, and when, what the optimizer's
+saved state means, or which frozen weights a LoRA is trained with. Neither can seed and effective batch, which have
+their own checks; a recipe lists its own settings in `Recipe.fixed`."""
 
-_MOST_RUNS = 20  # runs to compare with
+_MOST_RUNS = 20  # number of recent runs to compare with
 
 
 def record_of(resume: str, folder: Path, recipe: str) -> Mapping[str, Any] | None:
@@ -47,7 +47,7 @@ def record_of(resume: str, folder: Path, recipe: str) -> Mapping[str, Any] | Non
     record = RunFolder.read(path) or RunFolder.read(path.resolve().parent.parent)
     if record is not None:
         return record
-    try:  # a checkpoint outside of its run folder stores the essentials
+    try:  # a checkpoint outside of its run folder contains the most important settings
         return {"config": {}, "sources": {}, **read_manifest(path).identity}
     except CheckpointError:
         return None  # find_checkpoint reports the reason
@@ -74,15 +74,16 @@ def continue_run(
     """The settings of a resumed run. `record` is its run.json, read from `where`.
 
     Settings that the user does not pass keep the run's values. Recipe, seed and the settings in FIXED and `fixed`
-    cannot change: samples that were trained on would count as unseen, or weights would mean something else.
+    cannot change: otherwise samples that were trained on could count as held out, or weights could change their
+    meaning.
     """
     if record is None:
         return resolved
     _check_record(record, recipe, where)
-    other_run = "leave out --resume" if where.startswith("resume ") else "start a new output_dir"
+    other_run = "remove --resume" if where.startswith("resume ") else "use a new output_dir"
     seed = resolved.values["seed"]
     if resolved.explicit("seed") and seed != record["seed"]:
-        raise UserError(f"seed {seed} differs from this run's {record['seed']}; leave the flag out, or {other_run}")
+        raise UserError(f"seed {seed} differs from this run's {record['seed']}; remove the flag, or {other_run}")
     try:
         before = settings_in(record, classes)
     except ConfigError as error:
@@ -90,12 +91,12 @@ def continue_run(
             f"{where}: its run.json cannot be used ({error}); restore it, or choose another folder"
         ) from None
     for name in (*FIXED, *fixed):
-        if name in record["config"]:  # otherwise only a checkpoint is left, which does not store the value
+        if name in record["config"]:  # without run.json only a checkpoint is left, which does not store the value
             _check_fixed(name, resolved, before.values[name], other_run)
-    kept = {
+    stored_values = {
         name: before.values[name] for name in record["config"] if not resolved.explicit(name) and name not in _PER_START
     }
-    return resolved.with_values("run", **{**kept, "seed": record["seed"]})
+    return resolved.with_values("run", **{**stored_values, "seed": record["seed"]})
 
 
 def settings_in(record: Mapping[str, Any], classes: Sequence[type]) -> Resolved:
@@ -121,9 +122,9 @@ def _check_fixed(name: str, resolved: Resolved, before: Any, other_run: str) -> 
         return
     if name == "optimizer" and now.lower() == before.lower():
         return
-    remedy = f"give --{name} {before}" if is_from_file else "leave the flag out"
+    remedy = f"give --{name} {before}" if is_from_file else "remove the flag"
     if _is_gone(before):
-        remedy = f"if the data was moved, give a path that ends in {_last_part(before)}"
+        remedy = f"if the data was moved, pass a path that ends in {_last_part(before)}"
     raise UserError(
         f"{name} {now}{' (config file)' * is_from_file} differs from this run's {before}, and it cannot change within "
         f"a run; {remedy}, or {other_run}"
@@ -131,7 +132,7 @@ def _check_fixed(name: str, resolved: Resolved, before: Any, other_run: str) -> 
 
 
 def _is_same(now: Any, before: Any) -> bool:
-    """Whether two values of a setting are equal, or two paths of the same data.
+    """Whether two values of a setting are equal, or are two paths to the same data.
 
     Data may have moved, or a relative path may start from another folder: if the stored path does not exist here, an
     existing path that ends in the same name counts as the same data.
@@ -164,7 +165,7 @@ def changed_settings(
         return {}
     before = settings_in(record, classes).to_json()["values"]
     now = resolved.to_json()["values"]
-    # Settings that follow from the run's length are derived again, unless the user sets them now.
+    # Settings that depend on the run's length are derived again, unless the user sets them now.
     by_length = {name for name, source in record["sources"].items() if source == BY_LENGTH}
     by_length = {name for name in by_length if not resolved.explicit(name)}
     comparable = [name for name in record["config"] if name not in _PER_START | by_length]
@@ -172,7 +173,7 @@ def changed_settings(
 
 
 def sources_of(resolved: Resolved, record: Mapping[str, Any] | None) -> dict[str, str]:
-    """The source of each setting; one that a resumed run adopted from run.json keeps its original source."""
+    """The source of each setting; settings that a resumed run adopted from run.json keep their original source."""
     before = (record or {}).get("sources")
     original = before if isinstance(before, Mapping) else {}
     return {
@@ -182,17 +183,17 @@ def sources_of(resolved: Resolved, record: Mapping[str, Any] | None) -> dict[str
 
 
 def unfinished(resolved: Resolved, recipe: str, classes: Sequence[type]) -> list[str]:
-    """Without an output_dir: a hint on how to continue the newest run with the same settings, if it is unfinished."""
+    """If the user set no output_dir: a hint on how to continue the newest unfinished run with the same settings."""
     if resolved.explicit("output_dir") or resolved.explicit("resume"):
         return []
-    with suppress(OSError, UnisonoError, ValueError, KeyError, TypeError):  # only a hint: never fail for it
+    with suppress(OSError, UnisonoError, ValueError, KeyError, TypeError):  # a mere hint must never fail
         others = sorted(Path(resolved.values["output_dir"]).parent.glob(f"{recipe.lower()}-*"), reverse=True)
         for other in others[:_MOST_RUNS]:
             record = RunFolder.read(other)
             if record is None or record["recipe"] != recipe or changed_settings(resolved, record, classes):
                 continue
             if not _has_ended(other) and list_steps(other / "checkpoints"):
-                return [f"{other} is the same run, unfinished; to continue it: --output_dir {other}"]
+                return [f"{other} is an unfinished run with the same settings; to continue it: --output_dir {other}"]
             break
     return []
 

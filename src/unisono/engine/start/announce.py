@@ -20,6 +20,7 @@ from unisono.engine.start.registry import importable_name
 from unisono.engine.training_run import TrainingRun
 from unisono.observe.repeated_steps import count_repeated_steps
 from unisono.observe.status_line import print_line
+from unisono.parallel.blocks.compile_cache import count_compilations
 from unisono.settings import Settings
 from unisono.typed_paths import as_typed
 
@@ -78,6 +79,8 @@ def open_run_folder(run: TrainingRun) -> None:
             "launcher": run.rank.world.describe(),
         }
     )
+    if entered.settings.precision.compile:
+        folder.event("compile", step=run.start_step + 1, rank=0, **count_compilations())
     identity = {"recipe": entered.recipe_name, "run": run.run_id}
     for aside, why in set_aside_after(entered.checkpoints, run.start_step, identity, run.checkpoint.bad):
         folder.event("set_aside", step=run.start_step, rank=0, checkpoint=aside.name, why=why)

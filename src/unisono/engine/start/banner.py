@@ -12,6 +12,7 @@ from unisono.engine.training_run import TrainingRun
 from unisono.faults import Fault
 from unisono.formatting import format_count
 from unisono.observe.banner import banner, effective_batch_text
+from unisono.parallel.strategy import Placement
 
 
 def banner_of(run: TrainingRun, folder: str) -> str:
@@ -26,7 +27,9 @@ def banner_of(run: TrainingRun, folder: str) -> str:
     if components.recipe.whole_epochs:  # the user's own loop decides how many epochs there are
         steps = f"{-(-(components.recipe.samples_per_epoch or num_samples) // batch.global_batch):,} in an epoch"
     rows = {
-        "processes": f"{world.size}" + (f" on {world.num_nodes} machines" if world.num_nodes > 1 else ""),
+        "processes": f"{world.size}"
+        + (f" on {world.num_nodes} machines" if world.num_nodes > 1 else "")
+        + (f", in groups of {placement.context} that carry a sample together" if placement.context > 1 else ""),
         "launcher": world.describe(),
         "device": _devices(placement.devices),
         "strategy": f"{strategy.name} ({components.why_strategy})",
@@ -36,7 +39,7 @@ def banner_of(run: TrainingRun, folder: str) -> str:
             batch.micro_batch,
             batch.devices,
             batch.accumulation,
-            device="GPU" if placement.device.type == "cuda" else "rank",
+            device=_unit(placement),
         ),
         "model": f"{weights:,} parameters" + (f", {trainable:,} trained" if trainable != weights else ""),
         "data": f"{num_samples:,} samples"
@@ -46,6 +49,13 @@ def banner_of(run: TrainingRun, folder: str) -> str:
         "in short": _in_short(strategy.name, world, placement.device, precision.mixed_precision, batch.accumulation),
     }
     return banner(rows, f"unisono: {components.recipe.title or type(components.recipe).__name__}")
+
+
+def _unit(placement: Placement) -> str:
+    """What computes a share of the batch."""
+    if placement.context > 1:
+        return "group"
+    return "GPU" if placement.device.type == "cuda" else "rank"
 
 
 def _in_short(strategy: str, world: World, device: torch.device, precision: str, accumulation: int) -> str:

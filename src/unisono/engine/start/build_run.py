@@ -13,6 +13,7 @@ import torch.distributed as dist
 from unisono.checkpoint.find import read_extra
 from unisono.cluster.process_group import COLLECTIVE_TIMEOUT
 from unisono.engine.batch import BatchPlan, overruled, plan_batch, with_micro_batch
+from unisono.engine.build.choose_strategy import check_strategy
 from unisono.engine.build.components import build_components
 from unisono.engine.build.datasets import build_datasets
 from unisono.engine.build.device import find_placement
@@ -36,7 +37,8 @@ def build_run(rank: RankContext, entered: EnteredRun, requested_devices: int | N
     `requested_devices` is the number of devices that the user requested on this machine, even if fewer are available.
     """
     settings, world = entered.settings, rank.world
-    placement = find_placement(world, settings)
+    placement = replace(find_placement(world, settings), nodes=tuple(rank.agreement.all_gather(world.node)))
+    check_strategy(settings.parallel, placement)
     point = find_resume_point(rank, entered)
     batch, batch_remarks = _plan_batch(rank, entered, point.path, placement, requested_devices)
     recipe = build_recipe(entered, placement)
@@ -44,7 +46,7 @@ def build_run(rank: RankContext, entered: EnteredRun, requested_devices: int | N
     if prepare(recipe, work, rank):
         raise StoppedBeforeTraining(point.step)
     datasets = build_datasets(recipe, settings, entered.resolved, batch, rank)
-    components = build_components(recipe, settings, placement, batch)
+    components = build_components(recipe, settings, placement, batch, rank.agreement)
     save_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if world.size > 1 else None
     checkpoint = resume_from(point, components, entered, datasets.num_samples, rank, save_group)
     components.state.num_samples = datasets.num_samples
@@ -79,7 +81,7 @@ def _plan_batch(
 ) -> tuple[BatchPlan, list[str]]:
     """The batch of a step, and notes for the user; a resumed run keeps its effective batch."""
     settings, explicit = run.settings, run.resolved.explicit
-    devices = len(placement.devices) if settings.parallel.strategy == "dp" else rank.world.size
+    devices = len(placement.devices) if settings.parallel.strategy == "dp" else placement.data_world
     stored, known_to_fit = run.stored_batch, rank.main_decides(lambda: stored_size(run.folder.path)) or 0
     if checkpoint is not None:
         state = rank.main_decides(lambda: read_extra(checkpoint)["state"])
@@ -91,7 +93,7 @@ def _plan_batch(
         settings.batch,
         explicit,
         devices=devices,
-        requested_devices=None if None in requested else sum(filter(None, requested)),
+        requested_devices=None if None in requested else sum(filter(None, requested)) // placement.context,
         stored=stored,
     )
     plan = with_micro_batch(plan, settings.batch.micro_batch, known_to_fit, on_gpu=placement.device.type == "cuda")

@@ -34,10 +34,12 @@ def plan_devices(resolved: Resolved) -> DevicePlan:
     is_one_process = strategy in ("single", "dp")
     _check_ranks(launch)
     if launch.nproc is not None and not resolved.explicit("gpus"):
+        _check_backend(launch, on_gpu=False)
         ranks, cores = 1 if is_one_process else launch.nproc, num_cpu_cores()
         remarks = [f"{ranks} CPU ranks on {cores} cores: slower than {cores} ranks"] if ranks > cores else []
         return DevicePlan(ranks, {"CUDA_VISIBLE_DEVICES": ""}, None, remarks, None)
     choice, lock = choose_and_lock(launch.gpus, visible_gpus(), min_memory_gb=launch.min_memory_gb)
+    _check_backend(launch, on_gpu=bool(choice.gpus))
     remarks = list(choice.warnings)
     requested: int | None = max(choice.requested, 1)
     if strategy == "single" or launch.nproc is not None:
@@ -46,6 +48,18 @@ def plan_devices(resolved: Resolved) -> DevicePlan:
         remarks.append(f"strategy single uses one GPU of the {len(choice.gpus)} chosen")
     ranks = 1 if is_one_process else launch.nproc or len(choice.gpus) or 1
     return DevicePlan(ranks, child_environment(choice), requested, remarks, lock)
+
+
+def _check_backend(launch: LaunchSettings, *, on_gpu: bool) -> None:
+    """Rejects NCCL for ranks on the CPU."""
+    if launch.backend != "nccl" or on_gpu:
+        return
+    reason, advice = "and there is none here", "leave --backend out: CPU ranks use gloo"
+    if launch.gpus == "0":
+        reason = "and --gpus 0 trains on the CPU"
+    elif launch.nproc is not None and visible_gpus():
+        reason, advice = "and --nproc alone starts CPU ranks", "add --gpus 1, for instance, or leave --backend out"
+    raise ConfigError(f"backend nccl needs a GPU, {reason}; {advice}")
 
 
 def _check_ranks(launch: LaunchSettings) -> None:

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from unisono.checkpoint.aside import remark_on_asides, set_aside_after
-from unisono.checkpoint.load import describe
+from unisono.checkpoint.contents import contents_of
 from unisono.cluster.hangs.diagnosis import Limits
 from unisono.cluster.hangs.heartbeat import Heartbeat
 from unisono.cluster.hangs.rank_watchdog import Watchdog
@@ -26,7 +26,7 @@ from unisono.engine.batch import BatchPlan
 from unisono.engine.checks import check_settings
 from unisono.engine.length import Length
 from unisono.engine.recipe import Recipe
-from unisono.engine.resume import extra_of, restore, tensors_of
+from unisono.engine.resume import extra_of, read_state, restore, tensors_of
 from unisono.engine.start.rank_start import RankStart
 from unisono.engine.start.session import Session, join_ranks
 from unisono.engine.trainer import Trainer
@@ -50,7 +50,7 @@ class DrivenTrainer(Trainer):
         return self._train_to((epoch + 1) * num, keep_reading, last)
 
     def train_steps(self, steps: int) -> bool:
-        """Trains `steps` steps; True if a signal ended it earlier."""
+        """Trains for `steps` steps; returns True if a signal stopped training early."""
         return self._train_to(self._strides.after(self.state.samples, steps), keep_reading=True)
 
     last_epoch: int | None = None
@@ -137,8 +137,9 @@ class DrivenTrainer(Trainer):
         self._settle()
         self._report_saves(wait=True)
         self._feed.close()
-        self.components.optimizer.drop_all_but(describe(checkpoint))
-        restore(checkpoint, self.components, self._run.save_group)
+        contents = contents_of(checkpoint)
+        with self.components.optimizer.without_state_missing_in(contents.shapes):
+            restore(contents, read_state(checkpoint), self.components, self._run.save_group)
         self.state.num_samples, self._saved_step = self._order.data_size or self._order.num_samples, -1
         self._sizer.plan = replace(self._sizer.plan, global_batch=self.state.global_batch)
         self._recorder.moved_to(self.state.samples)
@@ -185,7 +186,7 @@ class DrivenRun:
         limits = Limits(settings.launch.hang_timeout, settings.launch.start_timeout)
         watchdog = self._open.enter_context(Watchdog(self._heartbeat, self._world, limits))
         if not dist.is_initialized():  # successive runs of one process share the process group
-            join_ranks(self._world, settings, limits)
+            start = join_ranks(start, settings, limits)
         watchdog.joined()
         self._stop = StopRequest(self._world.launcher, start.job_folder)
         me = weakref.ref(self)  # the signal handler must not keep an unused run alive

@@ -30,6 +30,7 @@ def build_recipe(run: EnteredRun, placement: Placement) -> Recipe:
     """Creates the recipe and checks the settings with it; its random numbers are the same on every rank."""
     seed_everything(key_of(Purpose.BUILD, run.settings.run.seed, 2), placement.devices)
     recipe = run.recipe_class(run.resolved.build(run.recipe_class.Config))
+    recipe.base_precision = run.settings.precision.base_precision
     check_with_recipe(recipe, run.settings, run.resolved)
     return recipe
 

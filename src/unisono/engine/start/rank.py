@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from unisono import tracebacks
 from unisono.cluster.environment import detect
 from unisono.cluster.outcome import Kind, Outcome, write
-from unisono.errors import EXIT_STOPPED, TryAgain, UnisonoError, UserError
+from unisono.errors import EXIT_STOPPED, TryAgain, TrySmaller, UnisonoError, UserError
 
 if TYPE_CHECKING:
     from unisono.engine.start.rank_start import RankStart
@@ -40,7 +40,7 @@ def main() -> int:
     try:
         status = _train(folder, trained)
     except TryAgain as error:
-        write(folder, Outcome("crashed", str(error), rank))
+        write(folder, Outcome("out_of_memory" if isinstance(error, TrySmaller) else "crashed", str(error), rank))
     except UnisonoError as error:
         kind: Kind = "user_error" if isinstance(error, UserError) else "failed"
         write(folder, Outcome(kind, str(error), rank))

@@ -27,8 +27,9 @@ BUILT_IN: dict[str, str] = {
 }
 """Names of the recipes that come with unisono -> module:class."""
 
-_REQUIRED = ("model", "dataset", "loss")
+_REQUIRED: tuple[str, ...] = ("model", "dataset", "loss")
 _REQUIRED_COUPLED = ("model", "dataset", "embed", "couple")
+_REQUIRED_BY_ROWS = ("model", "dataset", "embed", "couple_rows")
 
 
 def load_object(reference: str) -> Any:
@@ -67,10 +68,11 @@ def check_recipe(recipe: object) -> None:
         raise RecipeError(f"{recipe!r} is not a recipe; make it a class that extends unisono.Recipe")
     if not inspect.isclass(recipe.Config) or not isinstance(recipe.defaults, Mapping):  # type: ignore[attr-defined]
         raise RecipeError("a recipe's Config must be a dataclass, and its defaults a mapping of settings")
-    lacks = [
-        method for method in (*_REQUIRED, *_REQUIRED_COUPLED) if getattr(recipe, method) is getattr(Recipe, method)
-    ]
-    required = _REQUIRED if "couple" in lacks else _REQUIRED_COUPLED
+    methods = (*_REQUIRED, *_REQUIRED_COUPLED, *_REQUIRED_BY_ROWS)
+    lacks = [method for method in methods if getattr(recipe, method) is getattr(Recipe, method)]
+    required = _REQUIRED
+    if "couple" not in lacks or "couple_rows" not in lacks:
+        required = _REQUIRED_COUPLED if "couple_rows" in lacks else _REQUIRED_BY_ROWS
     missing = [method for method in required if method in lacks]
     if missing:
         raise RecipeError(

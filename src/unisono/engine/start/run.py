@@ -16,11 +16,20 @@ from unisono.cluster.environment import World, detect
 from unisono.cluster.slurm.commands import address_of
 from unisono.config.foreign import foreign_answer
 from unisono.config.resolve import Resolved, resolve
-from unisono.engine.checks import check_settings, machines
+from unisono.engine.checks import check_context, check_settings, machines
 from unisono.engine.recipe import Recipe
 from unisono.engine.start.device_plan import DevicePlan, plan_devices
 from unisono.engine.start.registry import check_recipe, importable_name, load_recipe, recipes_with
-from unisono.errors import EXIT_DONE, EXIT_STOPPED, ConfigError, TrainingFailed, TryAgain, UnisonoError, UserError
+from unisono.errors import (
+    EXIT_DONE,
+    EXIT_STOPPED,
+    ConfigError,
+    TrainingFailed,
+    TryAgain,
+    TrySmaller,
+    UnisonoError,
+    UserError,
+)
 from unisono.settings import Settings, optimizer_presets
 from unisono.typed_paths import absolute, all_typed, as_typed, for_caller, note_start_folder
 
@@ -114,6 +123,8 @@ def start(recipe_class: type[Recipe], resolved: Resolved) -> Any:
         return _train_here(recipe_class, resolved, world, None, [])
     plan = plan_devices(resolved)
     resolved = plan.applied_to(resolved)
+    if plan.ranks > 1 and machines(resolved.build(Settings).launch)[1] == 1:  # before any process starts
+        check_context(resolved.values["context_parallel"], plan.ranks)
     reference = importable_name(recipe_class)
     several = plan.ranks > 1 or machines(resolved.build(Settings).launch)[1] > 1
     if several and reference is None:
@@ -164,6 +175,7 @@ def _train_here(
     job = os.environ.get("UNISONO_JOB")
     plain = world.launcher == "plain"
     restarts = resolved.values["max_restarts"] if plain else 0
+    num_counted = 0
     with ExitStack() as cleanup:
         if plain:  # also between two attempts; under a launcher the main rank locks it
             resolved, lock = lock_folder(resolved, recipe_class.__qualname__)
@@ -176,14 +188,16 @@ def _train_here(
             except SystemExit as error:
                 raise TrainingFailed(f"the recipe ended the program itself (sys.exit({error.code}))") from error
             except TryAgain as error:
-                if world.restart_count >= restarts:
+                is_counted = not isinstance(error, TrySmaller)
+                if num_counted >= restarts and (is_counted or restarts == 0):
                     raise
-                cause = str(error)
+                num_counted += is_counted
+                cause, number = str(error), f"{num_counted} of {restarts}" if is_counted else "not counted"
             world = replace(world, restart_count=world.restart_count + 1, started_before=True)
-            _start_afresh(cause, world.restart_count, restarts, Path(resolved.values["output_dir"]))
+            _start_afresh(cause, world.restart_count, number, Path(resolved.values["output_dir"]))
 
 
-def _start_afresh(cause: str, attempt: int, limit: int, output: Path) -> None:
+def _start_afresh(cause: str, attempt: int, number: str, output: Path) -> None:
     """Announces the restart, and frees the GPU memory of the previous attempt (its frames have been released)."""
     import gc
 
@@ -191,7 +205,7 @@ def _start_afresh(cause: str, attempt: int, limit: int, output: Path) -> None:
 
     from unisono.observe.folder import append_event
 
-    again = f"restarting from the last checkpoint ({attempt} of {limit})"
+    again = f"restarting from the last checkpoint ({number})"
     print(as_typed(f"unisono: {cause}; {again}"), file=sys.stderr)
     append_event(output, "restart", attempt=attempt, cause=cause)
     gc.collect()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from unisono.checkpoint.examination import Examination
+from unisono.checkpoint.find import Damage
 from unisono.cluster.agree import Agreement
-from unisono.cluster.environment import World
 from unisono.cluster.hangs.diagnosis import Limits
 from unisono.cluster.hangs.heartbeat import Heartbeat
 from unisono.cluster.hangs.rank_watchdog import Watchdog
@@ -20,7 +22,7 @@ from unisono.engine.length import Result
 from unisono.engine.memory.cpu_heap import kept_heap
 from unisono.engine.rank_context import RankContext
 from unisono.engine.recipe import Recipe
-from unisono.engine.resume import find_checkpoint
+from unisono.engine.resume import ChosenCheckpoint, FileChecks, find_checkpoint
 from unisono.engine.run_folder.enter import EnteredRun, enter_run_folder
 from unisono.engine.run_folder.stored_settings import unfinished
 from unisono.engine.start.announce import announce, open_run_folder
@@ -46,7 +48,7 @@ def run_session(recipe_class: type[Recipe], resolved: Resolved, start: RankStart
     limits = Limits(settings.launch.hang_timeout, settings.launch.start_timeout)
     folder: Path | None = None
     with Watchdog(heartbeat, world, limits) as watchdog:
-        join_ranks(world, settings, limits)
+        start = join_ranks(start, settings, limits)
         watchdog.joined()
         try:
             with (
@@ -66,15 +68,16 @@ def run_session(recipe_class: type[Recipe], resolved: Resolved, start: RankStart
     return result
 
 
-def join_ranks(world: World, settings: Settings, limits: Limits) -> None:
-    """Creates the process group; returns once all ranks have joined."""
-    join_process_group(
-        world,
-        find_placement(world, settings).device,
-        alone=settings.parallel.strategy in ("ddp", "fsdp"),
+def join_ranks(start: RankStart, settings: Settings, limits: Limits) -> RankStart:
+    """Creates the process group; once all ranks have joined, returns `start` with what the user should know of it."""
+    backend = join_process_group(
+        start.world,
+        find_placement(start.world, settings).device,
+        alone=settings.parallel.strategy in ("ddp", "fsdp", "hsdp"),
         timeout_s=limits.start_s or COLLECTIVE_TIMEOUT.total_seconds(),
-        gloo=settings.launch.backend == "gloo",
+        backend=settings.launch.backend,
     )
+    return replace(start, remarks=[*start.remarks, backend.warning]) if backend.warning else start
 
 
 class Session:
@@ -143,7 +146,13 @@ class Session:
 
     def named_checkpoint(self, path: str) -> Path:
         """The checkpoint at a path that the user named: the path itself, or the newest one in that folder or run."""
-        chosen = self.main_decides(lambda: find_checkpoint(path, self.folder, self._entered.recipe_name))
+        examination = Examination(self._rank.world.rank, self._rank.world.size, self._rank.agreement.all_gather)
+
+        def find(damage: Damage) -> ChosenCheckpoint:
+            checks = FileChecks(damage, examination.contents)
+            return find_checkpoint(path, self.folder, self._entered.recipe_name, checks=checks)
+
+        chosen = self._rank.main_decides_with(examination.damage, find)
         assert chosen.path is not None
         return chosen.path
 

@@ -19,8 +19,17 @@ from types import FrameType
 from unisono import tracebacks
 from unisono.cluster.lifetime import flush_streams
 from unisono.cluster.outcome import Kind, Outcome, first_cause, read_all, write
-from unisono.cluster.slurm.script import EXIT_AGAIN, OUTCOMES
-from unisono.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USER_ERROR, TryAgain, UnisonoError, UserError
+from unisono.cluster.slurm.script import EXIT_AGAIN, EXIT_SMALLER, OUTCOMES
+from unisono.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_STOPPED,
+    EXIT_USER_ERROR,
+    TryAgain,
+    TrySmaller,
+    UnisonoError,
+    UserError,
+)
 from unisono.formatting import describe_exception
 from unisono.observe.folder import EVENTS, append_event
 
@@ -54,11 +63,16 @@ def with_outcome(train: Callable[[], int]) -> int:
 def _kind_of(error: Exception) -> Kind:
     if isinstance(error, UserError) or getattr(error, "exit_code", None) == EXIT_USER_ERROR:
         return "user_error"
+    if isinstance(error, TrySmaller):
+        return "out_of_memory"
     return "failed" if isinstance(error, UnisonoError) and not isinstance(error, TryAgain) else "crashed"
 
 
 def judge(folder: Path, run: Path, code: int, attempt: int, max_restarts: int) -> int:
-    """The script's exit code after srun returned `code`, or EXIT_AGAIN to restart; prints the reason to stderr."""
+    """The script's exit code after srun returned `code`, or EXIT_AGAIN or EXIT_SMALLER to restart; prints the reason.
+
+    `attempt` counts the restarts so far, without those after running out of memory.
+    """
     outcomes = read_all(folder) if folder.is_dir() else []
     kinds = {outcome.kind for outcome in outcomes}
     cause = first_cause(outcomes)
@@ -77,6 +91,10 @@ def judge(folder: Path, run: Path, code: int, attempt: int, max_restarts: int) -
     if "done" in kinds:
         return EXIT_DONE
     description = _report_cause(cause, outcomes, code)
+    if cause is not None and not cause.is_counted and max_restarts > 0:
+        _print("restarting all ranks from the last checkpoint with a smaller micro-batch")
+        append_event(run, "restart", attempt=attempt, cause=description)
+        return EXIT_SMALLER
     if cause is not None and not cause.blames_a_peer and not _has_trained(run, folder):
         _print("this happened before the first step and would happen again: not restarting")
         return EXIT_FAILED

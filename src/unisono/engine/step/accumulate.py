@@ -29,13 +29,15 @@ from unisono.data.resident import gathered
 from unisono.data.seeding import seed_everything
 from unisono.engine.step.components import Components
 from unisono.engine.step.cuda_graph import GraphedFunction
-from unisono.engine.step.device_timer import DeviceTimer
+from unisono.engine.step.device_timer import DeviceTimer, WaitTimer
+from unisono.engine.step.flops import FlopMeter
 from unisono.engine.step.guard import Guard
 from unisono.engine.step.out_of_memory import OutOfMemoryHere, OutOfMemoryTogether, in_one_line, is_out_of_memory
 from unisono.engine.step.precision import autocast
 from unisono.engine.step.sums import CountCheck, describe_metrics, flatten_loss, power_of_two_near, row_of
 from unisono.errors import RecipeError
-from unisono.parallel.strategy import sparse_gradient
+from unisono.parallel.strategy import Placement, sparse_gradient
+from unisono.planning.peak_rates import peak_flops
 from unisono.settings import Settings
 
 
@@ -48,6 +50,7 @@ class StepSums:
     arriving: dist.Work | None  # the all-reduce of the sums
     requests: Mapping[str, float]  # flags that any rank has set, such as a stop request
     own: DeviceTimer  # this rank's time until it first waits for the others
+    waits: WaitTimer  # this rank's time of waiting for the others
 
 
 @dataclass
@@ -87,6 +90,13 @@ class GradientAccumulator:
         self.bad: list[BadSample] = []  # samples of this step that any rank could not read
         self.counts = CountCheck()
         """Checks the counts that loss() returns."""
+        # A dispatch mode sees neither the inside of compiled blocks nor DataParallel's threads.
+        can_count = not settings.precision.compile and len(self._strategy.placement.devices) == 1
+        peak = peak_of(self._strategy.placement, settings)
+        sharing = self._strategy.placement.context
+        self.flops = FlopMeter(self._recipe, peak=peak, can_count=can_count, sharing=sharing)
+        """Counts the operations of the steps."""
+        self._waits = WaitTimer(self._device, active=self._world > 1)  # of the current step
 
     def compute(self, micro_batches: Iterator[MicroBatch], requests: Mapping[str, float]) -> StepSums:
         """Consumes one step's micro-batches. Raises OutOfMemoryTogether on all ranks if the step can be repeated."""
@@ -122,14 +132,15 @@ class GradientAccumulator:
         self._guard.begin()
         self._guard.buffers.save()
         try:
-            # The second one needs more memory: the gradients of the first exist.
-            for number, micro in enumerate(itertools.islice(micro_batches, 2)):
-                total = self._forward(micro, number, attempt, inject_nan=False)
-                if total is not None:
-                    self._backward(total, attempt, last=False)
-                total = None
-                if micro.chunk.last or attempt.failure is not None:
-                    break
+            with self._strategy.trying_out():
+                # The second one needs more memory: the gradients of the first exist.
+                for number, micro in enumerate(itertools.islice(micro_batches, 2)):
+                    total = self._forward(micro, number, attempt, inject_nan=False)
+                    if total is not None:
+                        self._backward(total, attempt, last=False)
+                    total = None
+                    if micro.chunk.last or attempt.failure is not None:
+                        break
             if self._agreement.start({"oom": attempt.failure is not None}).read()["oom"]:
                 raise OutOfMemoryTogether(attempt.failure)
         except OutOfMemoryTogether as error:
@@ -143,8 +154,7 @@ class GradientAccumulator:
         step, number, last = self._state.step + 1, 0, False
         attempt, bad, lap = Attempt(), list[BadSample](), DeviceTimer(self._device)
         inject_nan = self._heartbeat.injector.makes_loss_nan(step)
-        self._guard.begin()
-        self._expect(self._state.expected_count)
+        self._begin()
         exchange: Pending | None = None
         agreed: dict[str, float] = {}
         while not last:
@@ -156,12 +166,20 @@ class GradientAccumulator:
             if exchange is not None:
                 lap.end()
                 self._heartbeat.at("reduce", step)
-                agreed = exchange.read()
+                with self._waits.waiting():
+                    agreed = exchange.read()
                 self._act_on(agreed, bad, attempt)
             if total is not None:
                 self._backward(total, attempt, last=last)
             number, total = number + 1, None  # frees the autograd graph before the next micro-batch is read
         return self._summed(attempt, agreed, lap)
+
+    def _begin(self) -> None:
+        """Begins an attempt to compute a step."""
+        self._waits = WaitTimer(self._device, active=self._world > 1)
+        self.flops.begin_step()
+        self._guard.begin()
+        self._expect(self._state.expected_count)
 
     def _next_micro_batch(
         self, micro_batches: Iterator[MicroBatch], bad: list[BadSample], *, is_first: bool
@@ -169,10 +187,11 @@ class GradientAccumulator:
         """Waits for the next micro-batch; collects its bad samples, and begins the step if it is the first."""
         self._heartbeat.at("data", self._state.step + 1)
         micro = next(micro_batches)
-        bad += micro.bad
+        bad += micro.bad if self._strategy.placement.counts else ()
         self._guard.note_shape(micro.data)
         if is_first:
-            self._strategy.begin_step(guarded=self._guard.is_needed)
+            with self._waits.waiting():  # for the buffers of rank 0
+                self._strategy.begin_step(guarded=self._guard.is_needed)
             self._guard.buffers.save()
         return micro
 
@@ -185,14 +204,16 @@ class GradientAccumulator:
         """After the last backward pass: reduces gradients and sums across ranks, unless that has happened already."""
         if attempt.guarded:
             self._heartbeat.at("reduce", self._state.step + 1)
-            if self._agreement.start({"oom": attempt.failure is not None}).read()["oom"]:
-                raise OutOfMemoryTogether(attempt.failure)
-            self._strategy.reduce()
+            with self._waits.waiting():
+                if self._agreement.start({"oom": attempt.failure is not None}).read()["oom"]:
+                    raise OutOfMemoryTogether(attempt.failure)
+                self._strategy.reduce()
         assert attempt.sums is not None
         if attempt.guarded and self._world > 1:
             attempt.arriving = dist.all_reduce(attempt.sums, async_op=True)
         self._guard.count_step(guarded=attempt.guarded)
-        return StepSums(self._names, attempt.sums, attempt.arriving, agreed, lap)
+        self.flops.end_step()
+        return StepSums(self._names, attempt.sums, attempt.arriving, agreed, lap, self._waits)
 
     def _forward(self, micro: MicroBatch, number: int, attempt: Attempt, inject_nan: bool) -> Tensor | None:
         """The scaled loss of a micro-batch; None if this rank ran out of memory, which `attempt` records."""
@@ -202,22 +223,26 @@ class GradientAccumulator:
             self._heartbeat.at("forward", step)
             self._seed_dropout(number)
             positions = positions_tensor(micro.positions, self._device)
+            self.flops.begin(micro)
             if self._graphed is not None and self._may_replay(micro, inject_nan) and not attempt.trial:
                 self._replay(micro.data, positions, attempt)
                 return None
-            results = self._results(micro.data, positions, last=micro.chunk.last)
+            with self.flops.counting():
+                results = self._results(micro.data, positions, last=micro.chunk.last)
             if inject_nan:
                 results["total"] = results["total"] * math.nan
             weight = 0.0 if micro.is_dummy else 1.0
             row = row_of(results)
-            row = row * weight if micro.is_dummy else row
             total = results["total"]
             if not (micro.is_dummy or attempt.trial):
                 self.counts.add(step, row[1], len(positions))
+            # The ranks that carry a sample together compute the same sums: those of one rank count.
+            counted = weight if self._strategy.placement.counts else 0.0
+            row = row if counted else row * 0.0
         except Exception as error:
             self._note_failure(error, attempt)
         if number == 0 and (not self._names or self._state.expected_count == 0.0):
-            mine = None if total is None else (list(results), row[1].item(), len(positions) * weight)
+            mine = None if total is None else (list(results), row[1].item(), len(positions) * counted)
             self._agree_on_sums(mine, attempt)
         if total is None:
             return None
@@ -231,7 +256,9 @@ class GradientAccumulator:
             return self._strategy.train(self._loss, data, positions)  # type: ignore[no-any-return]
 
     def _scaled(self, total: Tensor) -> Tensor:
-        scaled = total / self.expected_count
+        # Each rank of a context group computes the whole loss, and the gradients of all ranks are summed.
+        context = self._strategy.placement.context
+        scaled = total / self.expected_count if context == 1 else total / (self.expected_count * context)
         return scaled if self._scale is None else scaled * self._scale.value
 
     def _may_replay(self, micro: MicroBatch, inject_nan: bool) -> bool:
@@ -263,7 +290,12 @@ class GradientAccumulator:
                 attempt.arriving = dist.all_reduce(attempt.sums, async_op=True)
         try:
             self._heartbeat.at("backward", self._state.step + 1)
-            total.backward()  # type: ignore[no-untyped-call]
+            is_timed = reduces and self._world > 1
+            with self.flops.counting():
+                (self._waits.marked(total) if is_timed else total).backward()  # type: ignore[no-untyped-call]
+            self.flops.end()
+            if is_timed:
+                self._waits.end_backward()
         except Exception as error:
             if isinstance(error, NotImplementedError) and "Sparse" in str(error):  # from DDP's or FSDP's reduction
                 raise sparse_gradient() from None
@@ -278,7 +310,7 @@ class GradientAccumulator:
         error.__traceback__ = None
         if not self._strategy.collective:
             raise OutOfMemoryTogether(attempt.failure) from None
-        if final or not self._strategy.guardable:
+        if final or not (self._strategy.guardable or attempt.trial):
             raise OutOfMemoryHere(attempt.failure) from None
 
     def _act_on(self, agreed: Mapping[str, float], bad: list[BadSample], attempt: Attempt) -> None:
@@ -294,6 +326,7 @@ class GradientAccumulator:
 
     def _loss(self, model: nn.Module, data: Any, positions: Tensor) -> dict[str, Tensor]:
         """The recipe's loss as a flat mapping of tensors, in which DDP, FSDP and DataParallel can find the outputs."""
+        self.flops.see(data)
         recorded = nullcontext() if self._graphed is None else self._recipe.clock.recorded()
         with recorded, autocast(self._device, self._settings.precision):
             loss = self._recipe.loss(model, data, Noise(self._settings.run.seed, positions))
@@ -329,10 +362,25 @@ class GradientAccumulator:
             raise RecipeError(f"loss(): metrics were {before} and now are {now}; keep their names")
 
     def _seed_dropout(self, micro_batch: int) -> None:
-        """Seeds dropout, so that it repeats exactly at the same world size, whatever a loader has drawn before."""
+        """Seeds dropout, so that it repeats exactly at the same world size, whatever a loader has drawn before.
+
+        The ranks of a context group draw the same: what each of them computes for a whole sample must agree.
+        """
         placement = self._strategy.placement
-        key = key_of(Purpose.DROPOUT, self._settings.run.seed, self._state.step, placement.rank, micro_batch)
+        key = key_of(Purpose.DROPOUT, self._settings.run.seed, self._state.step, placement.data_rank, micro_batch)
         seed_everything(key, placement.devices)
+
+
+def peak_of(placement: Placement, settings: Settings) -> float | None:
+    """The peak rate of this rank's devices in FLOP/s, the 100 % of `mfu`; None if it is not known."""
+    precision, own = settings.precision, settings.observe.peak_tflops
+    if own is not None:
+        return own * 1e12 * len(placement.devices)
+    if placement.device.type != "cuda" or precision.dtype == "float64":
+        return None
+    kind = precision.mixed_precision if precision.mixed_precision != "no" else "tf32" if precision.tf32 else "fp32"
+    peak = peak_flops(torch.cuda.get_device_name(placement.device), kind)
+    return None if peak is None else peak * len(placement.devices)
 
 
 def _position(sample: BadSample) -> int:

@@ -10,6 +10,7 @@ from unisono.engine.step.ema import Average
 from unisono.engine.step.optimizer_wrapper import OptimizerWrapper
 from unisono.engine.step.precision import LossScale
 from unisono.parallel.strategy import Strategy
+from unisono.planning.blocks_on_host import BlocksOnHost
 
 
 @dataclass(frozen=True)
@@ -26,3 +27,4 @@ class Components:
     remarks: list[str]  # notes for the user, printed once
     captures: bool  # steps are recorded as CUDA graphs
     recordable: bool  # they are not recorded, but could be
+    blocks_on_host: BlocksOnHost

@@ -8,8 +8,9 @@ only through one row per sample, so the chain rule can be split there:
     3. backward through each micro-batch, embedded once more with the same dropout, from its rows' gradients
 
 It needs the memory of one micro-batch, and any number of ranks and micro-batches gives the result of one large batch.
-With one micro-batch per rank nothing is computed twice. Every rank computes the whole loss: a matrix product of a few
-thousand rows costs less than another collective.
+With one micro-batch per rank nothing is computed twice. If the recipe can compute the loss of a range of rows
+(`couple_rows`), each rank computes the loss of its share of the rows, a micro-batch of them at a time, and the ranks
+sum their gradients; otherwise every rank computes the whole loss.
 """
 
 from __future__ import annotations
@@ -23,16 +24,15 @@ from torch import Tensor, nn
 
 from unisono.data.loader import BadSample, MicroBatch, positions_tensor, to_device
 from unisono.data.noise import Noise
+from unisono.data.order import share_of
 from unisono.data.resident import gathered
 from unisono.engine.step.accumulate import Attempt, GradientAccumulator, StepSums
+from unisono.engine.step.comparison import Compared, Rows, compare_all, compare_anchors, floating
 from unisono.engine.step.device_timer import DeviceTimer
 from unisono.engine.step.out_of_memory import IN_COUPLE
 from unisono.engine.step.precision import autocast
-from unisono.engine.step.sums import flatten_loss, power_of_two_near, row_of
+from unisono.engine.step.sums import power_of_two_near
 from unisono.errors import RecipeError
-
-Rows = Mapping[str, Tensor]
-"""The inputs of the loss: tensors with one row per sample."""
 
 
 class CoupledGradientAccumulator(GradientAccumulator):
@@ -43,8 +43,7 @@ class CoupledGradientAccumulator(GradientAccumulator):
     def _compute(self, micro_batches: Iterator[MicroBatch], requests: Mapping[str, float]) -> StepSums:
         step, attempt, lap = self._state.step + 1, Attempt(), DeviceTimer(self._device)
         inject_nan = self._heartbeat.injector.makes_loss_nan(step)
-        self._guard.begin()
-        self._expect(self._state.expected_count)
+        self._begin()
         micros: list[MicroBatch] = []
         embedded: list[Rows | None] = []
         bad: list[BadSample] = []
@@ -57,7 +56,8 @@ class CoupledGradientAccumulator(GradientAccumulator):
         lap.end()
         self._heartbeat.at("reduce", step)
         # After the last forward pass, not before it: the next operation is a collective.
-        agreed = self._start_exchange(requests, bad, attempt).read()
+        with self._waits.waiting():
+            agreed = self._start_exchange(requests, bad, attempt).read()
         self._act_on(agreed, bad, attempt)
         gradients = self._couple(micros, embedded, attempt, inject_nan)
         del embedded[:-1]
@@ -67,7 +67,9 @@ class CoupledGradientAccumulator(GradientAccumulator):
     def _forward(self, micro: MicroBatch, number: int, attempt: Attempt, inject_nan: bool) -> Tensor | None:
         """For a memory trial: a scaled number that depends on all rows."""
         rows = self._embed(micro, number, attempt, graph=True, last=False)
-        return None if rows is None else self._scaled(torch.stack([each.sum() for each in _floating(rows)]).sum())
+        return (
+            None if rows is None else self._scaled(torch.stack([each.sum() for each in floating(rows).values()]).sum())
+        )
 
     def _embed(self, micro: MicroBatch, number: int, attempt: Attempt, *, graph: bool, last: bool) -> Rows | None:
         """The rows of a micro-batch; None if memory ran out now or earlier in this attempt."""
@@ -79,7 +81,8 @@ class CoupledGradientAccumulator(GradientAccumulator):
             data = to_device(gathered(micro.data), self._device, self._floating)
             positions = positions_tensor(micro.positions, self._device)
             if graph:
-                with self._strategy.accumulating(last=last):
+                self.flops.begin(micro)
+                with self.flops.counting(), self._strategy.accumulating(last=last):
                     rows = self._strategy.rows(self._rows, data, positions)
             else:
                 with torch.no_grad():
@@ -90,6 +93,7 @@ class CoupledGradientAccumulator(GradientAccumulator):
             return None
 
     def _rows(self, model: nn.Module, data: Any, positions: Tensor) -> dict[str, Tensor]:
+        self.flops.see(data)
         with autocast(self._device, self._settings.precision):
             rows = self._recipe.embed(model, data, Noise(self._settings.run.seed, positions))
         if not isinstance(rows, Mapping) or not all(isinstance(each, Tensor) for each in rows.values()):
@@ -103,27 +107,30 @@ class CoupledGradientAccumulator(GradientAccumulator):
         # Not in the `try`: a rank that fails here leaves others waiting in the all-reduce and cannot tell them.
         where = [positions_tensor(micro.positions, self._device) - min(micro.chunk.global_batch) for micro in micros]
         whole = self._gather(micros, embedded, where)
+        usable = self._usable(micros[0])
+        rows = {name: each if usable is None else each[usable] for name, each in whole.items()}
+        gradients = {name: torch.zeros_like(each) for name, each in floating(rows).items()}
+        compared: Compared | None = None
         try:
-            usable = self._usable(micros[0])
-            leaves = {name: each if usable is None else each[usable] for name, each in whole.items()}
-            for each in _floating(leaves):
-                each.requires_grad_()
-            results = flatten_loss(self._recipe.couple(leaves))
-            if inject_nan:
-                results["total"] = results["total"] * torch.nan
-            self._take_sums(results, attempt)
-            floating = [name for name, each in leaves.items() if each.is_floating_point()]
-            inputs = [leaves[name] for name in floating]
-            computed = torch.autograd.grad(results["total"], inputs, materialize_grads=True)
-            gradients = dict(zip(floating, computed, strict=True))
-            if usable is not None:
-                gradients = {
-                    name: torch.zeros_like(whole[name]).index_copy(0, usable, each) for name, each in gradients.items()
-                }
-            return [{name: each[here] for name, each in gradients.items()} for here in where]
+            if self._recipe.couples_by_rows:
+                anchors = share_of(self._strategy.placement.rank, self._world, 0, len(next(iter(rows.values()))))
+                at_once = max(len(micro.positions) for micro in micros)
+                compared = compare_anchors(self._recipe, rows, anchors, at_once, gradients, inject_nan=inject_nan)
+            else:
+                compared = compare_all(self._recipe, rows, gradients, inject_nan=inject_nan)
         except Exception as error:
             self._note_failure(error, attempt, final=not attempt.guarded, where=IN_COUPLE)
-            return []
+        # A rank that ran out of memory joins these collectives: the others learn about it after their backward passes.
+        self._take_sums(compared, attempt)
+        if self._recipe.couples_by_rows and self._world > 1:
+            with self._waits.waiting():
+                for each in gradients.values():
+                    dist.all_reduce(each)
+        if usable is not None:
+            gradients = {
+                name: torch.zeros_like(whole[name]).index_copy(0, usable, each) for name, each in gradients.items()
+            }
+        return [{name: each[here] for name, each in gradients.items()} for here in where]
 
     def _gather(
         self, micros: Sequence[MicroBatch], embedded: Sequence[Rows | None], where: Sequence[Tensor]
@@ -142,7 +149,8 @@ class CoupledGradientAccumulator(GradientAccumulator):
                     assert rows is not None
                     all_rows.index_copy_(0, here, rows[name].detach().to(exchanged))
             if self._world > 1:
-                dist.all_reduce(all_rows)  # each row is nonzero on one rank only, so the sum is exact
+                with self._waits.waiting():
+                    dist.all_reduce(all_rows)  # each row is nonzero on one rank only, so the sum is exact
             whole[name] = all_rows.to(like.dtype)
         return whole
 
@@ -165,15 +173,24 @@ class CoupledGradientAccumulator(GradientAccumulator):
         readable = [row for row in range(len(micro.chunk.global_batch)) if row + start not in missing]
         return torch.tensor(readable, device=self._device)
 
-    def _take_sums(self, results: Mapping[str, Tensor], attempt: Attempt) -> None:
-        self._names = self._names or list(results)
-        self._check_names(list(results))
-        row = row_of(results)
+    def _take_sums(self, compared: Compared | None, attempt: Attempt) -> None:
+        """Records the sums of the loss; None if memory ran out. In the first step, the ranks agree on the count."""
+        by_rows = self._recipe.couples_by_rows
+        if by_rows and (not self._names or self._state.expected_count == 0.0):
+            counted = None
+            if compared is not None:
+                counted = compared.names, float(compared.sums[1].item()), float(compared.num_anchors)
+            self._agree_on_sums(counted, attempt)
+        if compared is None:
+            return
+        self._names = self._names or compared.names
+        self._check_names(compared.names)
         if self._state.expected_count == 0.0:  # the only host-device sync
-            self._state.expected_count = power_of_two_near(float(row[1].item()))
+            self._state.expected_count = power_of_two_near(float(compared.sums[1].item()))
             self._expect(self._state.expected_count)
-        # All ranks have the same sums, and the all-reduce adds them up: only one rank contributes.
-        attempt.sums = row if self._strategy.placement.rank == 0 else torch.zeros_like(row)
+        # The all-reduce adds up the sums of all ranks. If all have the same ones, only one rank contributes.
+        is_own = by_rows or self._strategy.placement.rank == 0
+        attempt.sums = compared.sums if is_own else torch.zeros_like(compared.sums)
 
     def _backward_all(
         self, micros: Sequence[MicroBatch], kept: list[Rows | None], gradients: Sequence[Rows], attempt: Attempt
@@ -207,7 +224,3 @@ def _checked(rows: Rows, samples: int) -> Rows:
 def _wide(rows: Tensor) -> Tensor:
     """The rows in at least 32-bit precision, in which the loss is computed."""
     return rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows
-
-
-def _floating(rows: Rows) -> list[Tensor]:
-    return [each for each in rows.values() if each.is_floating_point()]

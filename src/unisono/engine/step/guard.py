@@ -58,7 +58,7 @@ class Guard:
             shape = shape_of(data)
             # Texts of many lengths rarely repeat a shape: beyond some number, only the size distinguishes them.
             if shape not in self._passed and len(self._passed) >= _MANY:
-                shape = ("so large", _num_elements(data).bit_length())
+                shape = ("so large", num_elements(data).bit_length())
             self._shapes.append(shape)
 
     def count_step(self, *, guarded: bool) -> None:
@@ -95,5 +95,6 @@ def shape_of(data: Any) -> Hashable:
     return None
 
 
-def _num_elements(data: Any) -> int:
+def num_elements(data: Any) -> int:
+    """The number of elements of all tensors in a batch."""
     return sum(leaf.numel() if isinstance(leaf, Tensor) else 1 for leaf in leaves(data))

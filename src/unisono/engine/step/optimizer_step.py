@@ -27,7 +27,8 @@ from unisono.engine.step.accumulate import GradientAccumulator
 from unisono.engine.step.components import Components
 from unisono.engine.step.coupled import CoupledGradientAccumulator
 from unisono.engine.step.cuda_graph import GraphedFunction
-from unisono.engine.step.device_timer import DeviceTimer
+from unisono.engine.step.device_timer import DeviceTimer, WaitTimer
+from unisono.engine.step.flops import FlopMeter
 from unisono.engine.step.out_of_memory import OutOfMemoryHere, in_one_line, is_out_of_memory
 from unisono.engine.step.sums import metrics_in, per_item, power_of_two_near
 from unisono.errors import TrainingFailed
@@ -51,6 +52,7 @@ class StepReport:
     learning_rate: float
     metrics: dict[str, float]
     own_seconds: float  # this rank's time until it first waited for the others
+    comm_seconds: float  # this rank's time of waiting for the others, not overlapped with its own computation
     waited: bool  # this rank's GPU finished before the host had launched the next step
 
     @property
@@ -79,6 +81,7 @@ class _Unread:
     learning_rate: float
     names: list[str]
     own: DeviceTimer
+    waits: WaitTimer
     numbers: Tensor  # on the host, valid once `arrived` has happened
     arrived: torch.cuda.Event | None
 
@@ -113,6 +116,11 @@ class OptimizerStep:
         """The names of the metrics of loss(), also of those that a step omits because their count is 0."""
         return metrics_in(self._gradient.names)
 
+    @property
+    def flops(self) -> FlopMeter:
+        """Counts the operations of this rank's steps."""
+        return self._gradient.flops
+
     def counts_remark(self, *, ended: bool = False) -> str | None:
         """A warning about the counts of loss(), once, if they look wrong."""
         return self._gradient.counts.remark(ended=ended)
@@ -130,7 +138,8 @@ class OptimizerStep:
         self._check_gradients()
         self._heartbeat.at("reduce", self._state.step + 1)
         if summed.arriving is not None:
-            summed.arriving.wait()
+            with summed.waits.waiting():
+                summed.arriving.wait()
         try:
             self._heartbeat.at("optimizer", self._state.step + 1)
             previous, numbers = self._update(summed.sums)
@@ -142,7 +151,7 @@ class OptimizerStep:
             raise OutOfMemoryHere(f"in the optimizer: {in_one_line(error)}") from error
         host, arrived = _to_host(numbers)
         names = [*_FIXED, *self._group_norms, *summed.names[2:]]
-        self._unread = _Unread(self._state.step, samples, learning_rate, names, summed.own, host, arrived)
+        self._unread = _Unread(self._state.step, samples, learning_rate, names, summed.own, summed.waits, host, arrived)
         return StepOutcome(previous, summed.requests, self._gradient.bad)
 
     def try_out(self, micro_batches: Iterator[MicroBatch]) -> None:
@@ -230,6 +239,7 @@ class OptimizerStep:
             learning_rate=unread.learning_rate,
             metrics=per_item(numbers, count) | norms,
             own_seconds=unread.own.seconds(),
+            comm_seconds=unread.waits.seconds(),
             waited=waited,
         )
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from unisono.checkpoint.manifest import CheckpointError
 from unisono.engine.step.make_optimizer import NamedParameters, check_optimizer, from_settings
 from unisono.errors import RecipeError
 from unisono.optim.base import ShardAwareOptimizer
@@ -165,12 +167,23 @@ class OptimizerWrapper:
             if (plain := {slot: value for slot, value in slots.items() if not isinstance(value, Tensor)})
         }
 
-    def drop_all_but(self, saved: Collection[str]) -> None:
-        """Drops state that the checkpoint does not contain, because it was saved before that state existed."""
+    @contextmanager
+    def without_state_missing_in(self, saved: Collection[str]) -> Iterator[None]:
+        """Drops state that the checkpoint does not contain, because it was saved before that state existed.
+
+        Puts it back if the checkpoint turns out not to fit.
+        """
+        dropped: list[tuple[dict[str, Any], str, Tensor]] = []
         for parameter, slots in self.optimizer.state.items():
             for slot in [slot for slot, value in slots.items() if isinstance(value, Tensor)]:
                 if f"optimizer.{self._names[id(parameter)]}.{slot}" not in saved:
-                    del slots[slot]
+                    dropped.append((slots, slot, slots.pop(slot)))
+        try:
+            yield
+        except CheckpointError:
+            for slots, slot, value in dropped:
+                slots[slot] = value
+            raise
 
     def restore(self, tensors: dict[tuple[str, str], Tensor], plain: dict[str, Any]) -> None:
         """Restores a saved state."""

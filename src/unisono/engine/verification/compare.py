@@ -11,10 +11,10 @@ The tolerance of each element of a weight w is therefore
     noise = NOISE_FACTOR * machine epsilon * largest gradient norm,
 
 where v is Adam's bias-corrected second moment of that element: the gradients of the two runs differ by about `noise`,
-which Adam turns into the fraction noise / (sqrt(v) + epsilon) of a full step. For an element with a real gradient this
-is about the floor; one whose gradient is only rounding may drift by 2 * learning rate * steps. Weights of other
-optimizers that normalise their step may drift by all of it, and those of SGD not at all. In 16-bit precision, weights
-are not compared: a few steps change them by no more than rounding.
+which Adam turns into the fraction noise / (sqrt(v) + epsilon) of a full step. For an element with a real gradient, the
+tolerance is about the floor; an element whose gradient is only rounding error may drift by 2 * learning rate * steps.
+With other optimizers that normalise their steps, every weight may drift that far; with SGD, none may. In 16-bit
+precision, weights are not compared: a few steps change them by no more than rounding.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from unisono.checkpoint.contents import describe
 from unisono.checkpoint.find import list_steps
-from unisono.checkpoint.load import describe, load_whole
+from unisono.checkpoint.load import load_whole
 from unisono.settings import OptimSettings
 
 
@@ -51,16 +52,17 @@ TOLERANCES = {
     "bf16": Tolerance(2e-3, math.inf, math.inf, 2.0**-8),
     "fp16": Tolerance(1e-3, math.inf, math.inf, 2.0**-10),
 }
-"""By precision. Below float64 the tolerance of metrics is larger than that of losses, because many metrics count: one
-sample on the other side of a threshold changes an accuracy by more than rounding. In 16-bit precision many samples
-cross it."""
+"""The tolerances of each precision. Below float64, metrics have a larger tolerance than losses, because many metrics
+count samples: one sample that crosses a threshold changes an accuracy by more than rounding does. In 16-bit precision,
+many samples cross it."""
 
 NOISE_FACTOR = 100.0
-"""Rounding errors add up over the terms of a sum: the error of a gradient in units of machine epsilon x norm."""
+"""The rounding error of a gradient, in units of machine epsilon x norm; the errors of a sum's terms add up."""
 
 _LOSS = "loss"
-# Entries of metrics.jsonl that describe how, or how fast, a run was executed.
+# Entries of metrics.jsonl that describe how or how fast a run was executed, and are not compared.
 _NOT_COMPARED = {"step", "epoch", "samples", _LOSS, "lr", "world", "skipped", "mem_gib", "slowest_rank", "bad_samples"}
+_NOT_COMPARED |= {"slowest_compute_rank", "mfu", "gpu_util", "gpu_power_w"}
 _MEASURED = re.compile(r".*(_ms|_per_s|_by_rank|_seconds|_gib)")
 
 
@@ -107,7 +109,7 @@ class RunRecord:
         return slots
 
     def largest_drift(self, machine_epsilon: float) -> float:
-        """The largest difference between two runs of a weight whose gradient is only rounding."""
+        """The largest tolerated difference of a weight whose gradient is only rounding error."""
         if any(self._is_normalised(name) for name in self.slots):
             return self._drift
         if any("exp_avg_sq" in slots for slots in self.slots.values()):
@@ -153,7 +155,7 @@ class Differences:
     different_weight: str | None = None
     """The first weight, in the model's order, whose difference exceeds its tolerance."""
     different_buffers: tuple[str, ...] = ()
-    """Tensors that differ and that no optimizer updates: the forward pass has changed them."""
+    """Tensors that differ although no optimizer updates them; the forward pass has changed them."""
 
     @property
     def same(self) -> bool:
@@ -177,7 +179,7 @@ class Differences:
 def compare(
     reference: RunRecord, other: RunRecord, precision: str, ignored: frozenset[str] = frozenset()
 ) -> Differences:
-    """The differences of `other` from `reference`, without the metrics in `ignored`."""
+    """The differences between `other` and `reference`, without the metrics in `ignored`."""
     limit = TOLERANCES[precision]
     gaps = [_gap(a, b) for a, b in _pairs(reference.losses, other.losses)]
     first_loss = next((step for step, gap in enumerate(gaps, start=1) if not gap <= limit.loss), None)
@@ -224,13 +226,13 @@ def _weights(reference: RunRecord, other: RunRecord, limit: Tolerance) -> Iterat
         same_non_finite = ~a.isfinite() & ((a == b) | (a.isnan() & b.isnan()))
         gaps = torch.where(same_non_finite, 0.0, gaps).nan_to_num(nan=math.inf)
         is_same = bool((gaps <= limit.weight_floor * scale).all())
-        if not is_same:  # only then is the optimizer's state needed
+        if not is_same:  # reads the optimizer's state only in this case
             is_same = bool((gaps <= limit.weight_floor * scale + reference.drift_of(name, limit.epsilon)).all())
         yield name, float((gaps / scale).max()), is_same
 
 
 def _pairs(first: list[float], second: list[float]) -> Iterator[tuple[float, float]]:
-    """Pairs of values; if one run has fewer, its missing values differ from everything."""
+    """Pairs of values; if one run has fewer, its missing values count as different."""
     for i in range(max(len(first), len(second))):
         yield (first[i] if i < len(first) else math.nan), (second[i] if i < len(second) else math.inf)
 

@@ -1,8 +1,8 @@
-"""Runs the same few steps on several numbers of ranks, micro-batches and strategies, and compares the results.
+"""Runs the same few steps with different numbers of ranks, micro-batches and strategies, and compares the results.
 
 Each variant is an ordinary run in its own processes, forked from processes that have imported torch (`warm_ranks.py`).
 `compare.py` compares the files of its run folder with those of the first variant, the reference. The reference runs
-twice: if a recipe does not even repeat itself, a comparison of ranks is meaningless.
+twice: if a recipe is not repeatable, comparing numbers of ranks is meaningless.
 """
 
 from __future__ import annotations
@@ -27,30 +27,44 @@ from unisono.cluster.process_group import ATTEMPT
 from unisono.config.resolve import Resolved
 from unisono.devices import visible_gpus
 from unisono.engine.batch import plan_batch
-from unisono.engine.checks import check_settings
+from unisono.engine.checks import check_context, check_settings
 from unisono.engine.start.device_plan import DevicePlan, plan_devices
 from unisono.engine.verification.compare import TOLERANCES, Differences, RunRecord, compare, different_metrics
 from unisono.errors import ConfigError, TrainingFailed, UserError
+from unisono.planning.choose import divisors
 from unisono.settings import Settings
 
-_ANNOUNCE_AFTER_S = 20.0  # announces a run that has not begun by then, although its settings may still be rejected
+_ANNOUNCE_AFTER_S = 20.0  # seconds after which a run is announced even if it has not begun
 
 
 @dataclass(frozen=True)
 class VerifyPlan:
-    """What to compare."""
+    """The runs to compare."""
 
     ranks: Sequence[int]
     steps: int
     strategies: Sequence[str]
     precision: str
+    context: int = 1
+    """Number of ranks that carry a sample together, in runs of several ranks."""
 
     def __post_init__(self) -> None:
         if self.precision not in TOLERANCES:
             raise ConfigError(f"--precision {self.precision}: expected {', '.join(TOLERANCES)}")
         for strategy in self.strategies:
-            if strategy not in ("ddp", "fsdp"):
-                raise ConfigError(f"--strategies {strategy}: expected ddp or fsdp (one rank always runs single)")
+            if strategy not in ("ddp", "fsdp", "hsdp"):
+                raise ConfigError(f"--strategies {strategy}: expected ddp, fsdp or hsdp (one rank always runs single)")
+        for ranks in self.ranks:
+            check_context(self.context_of(ranks), ranks)
+
+    def context_of(self, ranks: int) -> int:
+        """How many ranks carry a sample together in a run of this many ranks; one rank is on its own."""
+        return self.context if ranks > 1 else 1
+
+    @property
+    def most_shares(self) -> int:
+        """The largest number of shares that a run divides its global batch into."""
+        return max(ranks // self.context_of(ranks) for ranks in self.ranks)
 
 
 @dataclass(frozen=True)
@@ -61,11 +75,19 @@ class Variant:
     strategy: str
     micro_batch: int
     micro_batches: int
+    shard_size: int | str = "auto"  # of fsdp and hsdp
+    context: int = 1
+
+    @property
+    def layout(self) -> str:
+        """The strategy, the number of ranks that hold one copy of the weights, and of those that carry a sample."""
+        shards = "" if self.shard_size == "auto" else f" {self.shard_size}"
+        return f"{self.strategy}{shards}" + ("" if self.context == 1 else f", context {self.context}")
 
     @property
     def title(self) -> str:
         """A description of the variant."""
-        return f"{self.ranks} rank{'s' * (self.ranks > 1)}, {self.strategy}, {self.micro_batches} x {self.micro_batch}"
+        return f"{self.ranks} rank{'s' * (self.ranks > 1)}, {self.layout}, {self.micro_batches} x {self.micro_batch}"
 
 
 class VariantFailed(TrainingFailed):
@@ -98,7 +120,7 @@ class Verdict:
 
     results: Sequence[VariantResult]
     drift: float
-    """The tolerated difference of a weight whose gradient is only rounding."""
+    """The tolerated difference of a weight whose gradient is only rounding error."""
     unrepeatable_metrics: frozenset[str] = frozenset()
     """Metrics that differ between two runs of the reference although losses and weights are the same."""
 
@@ -108,21 +130,31 @@ class Verdict:
         return all(result.same for result in self.results if result.role == "repeat")
 
 
-def variants(plan: VerifyPlan, global_batch: int) -> list[Variant]:
+def variants(plan: VerifyPlan, global_batch: int, shard_size: int | str = "auto") -> list[Variant]:
     """The runs to compare: each number of ranks, under each strategy, with one and with several micro-batches."""
     all_variants = []
     for ranks in plan.ranks:
-        share = -(-global_batch // ranks)
+        context = plan.context_of(ranks)
+        shares = ranks // context
+        share = -(-global_batch // shares)
         for strategy in ("single",) if ranks == 1 else plan.strategies:
-            for size in (share, *_smaller(global_batch, ranks)):
-                all_variants.append(Variant(ranks, strategy, size, -(-share // size)))
+            for size in (share, *_smaller(global_batch, shares)):
+                shards = _shard_size(strategy, ranks, shard_size)
+                all_variants.append(Variant(ranks, strategy, size, -(-share // size), shards, context))
     return list(dict.fromkeys(all_variants))
+
+
+def _shard_size(strategy: str, ranks: int, requested: int | str) -> int | str:
+    """The shard_size of a variant: the user's; for hsdp without one, two copies of the weights if possible."""
+    if strategy not in ("fsdp", "hsdp"):
+        return "auto"
+    return divisors(ranks)[-2] if strategy == "hsdp" and requested == "auto" else requested
 
 
 def _smaller(global_batch: int, ranks: int) -> list[int]:
     """A micro-batch size that splits a rank's share, if there is one; uneven parts if possible.
 
-    Equal parts would hide a loss that wrongly returns a mean: the mean of their means is the mean.
+    Equal parts would hide a loss that wrongly returns a mean: the mean of their means is the overall mean.
     """
     share = -(-global_batch // ranks)
     sizes = [size for parts in (3, 4, 5, 2) if share >= parts and (size := -(-share // parts)) < share]
@@ -136,7 +168,7 @@ def _is_even(global_batch: int, ranks: int, size: int) -> bool:
 
 
 def uneven_batch(global_batch: int, ranks: Sequence[int]) -> int:
-    """The next batch size that does not divide evenly by ranks, or by a single rank's micro-batches; see `_smaller`."""
+    """The next batch size that ranks, or a single rank's micro-batches, cannot divide evenly; see `_smaller`."""
     if max(ranks) > 1:
         return global_batch + 1 if global_batch % max(ranks) == 0 else global_batch
     while not any(not _is_even(global_batch, 1, size) for size in _smaller(global_batch, 1)):
@@ -149,14 +181,14 @@ def verify(
 ) -> Verdict:
     """Runs all variants and compares each with the first.
 
-    `message` prints progress; `warm` has at least two processes, and as many as the largest number of ranks.
+    `message` prints progress; `warm` must have at least two processes, and one for each rank of the largest run.
     """
     settings = resolved.build(Settings)
     check_settings(settings)
-    batch = plan_batch(settings.batch, resolved.explicit, devices=max(plan.ranks)).global_batch
+    batch = plan_batch(settings.batch, resolved.explicit, devices=plan.most_shares).global_batch
     if not resolved.explicit("global_batch_size"):
-        batch = uneven_batch(batch, plan.ranks)
-    to_run = variants(plan, batch)
+        batch = uneven_batch(batch, [plan.most_shares])
+    to_run = variants(plan, batch, settings.parallel.shard_size)
     if len(to_run) == 1:
         raise ConfigError(
             f"--ranks {plan.ranks[0]} with global_batch_size {batch} leaves nothing to compare; "
@@ -170,7 +202,7 @@ def verify(
 def _compare_all(runner: _Runner, to_run: Sequence[Variant], precision: str) -> Verdict:
     reference = runner.run(to_run[0])
     results = [VariantResult(to_run[0], "reference", compare(reference, reference, precision))]
-    # In another process, so that what Python randomises at its start (string hashes) differs too.
+    # Runs in another process, so that what Python randomises at its start (string hashes) differs too.
     again = runner.run(to_run[0], first=1, remark=" again")
     ignored = frozenset[str]()
     differences = compare(reference, again, precision)
@@ -207,11 +239,11 @@ class _Runner:
     ) -> None:
         self._recipe, self._resolved, self._plan, self._batch = recipe, resolved, plan, global_batch
         self._folder, self._warm, self._message, self._total, self._number = folder, warm, message, total, 0
-        # Shared by all runs; the name of the attempt is a prefix of each run's keys.
+        # All runs share the store; the name of the attempt prefixes each run's keys.
         self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
     def run(self, variant: Variant, *, first: int = 0, remark: str = "") -> RunRecord:
-        """Runs one variant. Raises a UserError before it announces the run."""
+        """Runs one variant; a UserError is raised before the run is announced."""
         self._number += 1
         folder = self._folder / str(self._number)
         folder.mkdir()
@@ -220,7 +252,7 @@ class _Runner:
         try:
             return self._run(variant, resolved, devices, folder, first, remark)
         finally:
-            if devices.lock is not None:  # the verdict may hold an exception whose frames hold the lock
+            if devices.lock is not None:  # the verdict may contain an exception whose frames keep the lock alive
                 devices.lock.release()
 
     def _run(
@@ -246,7 +278,7 @@ class _Runner:
         return RunRecord(folder / "run", settings.optim)
 
     def _announcement(self, folder: Path, text: str) -> Iterator[None]:
-        """Prints `text` once the run has begun, or after a while; checks that whenever the next value is requested."""
+        """Prints `text` once the run has begun, or after a while; each `next()` checks again."""
         started = time.monotonic()
         while time.monotonic() - started < _ANNOUNCE_AFTER_S:
             if any(beat.step > 0 or beat.phase == "prepare" for beat in read_heartbeats(folder)):
@@ -288,7 +320,9 @@ class _Runner:
             batch_size=variant.micro_batch,
             micro_batch=None,
             strategy=variant.strategy,
+            shard_size=variant.shard_size,
             nproc=variant.ranks,
+            context_parallel=variant.context,
             gpus=_gpus(self._resolved, variant.ranks),
             mixed_precision=precision if precision in ("bf16", "fp16") else "no",
             lr_schedule="constant",
@@ -311,10 +345,10 @@ def _failure(variant: Variant, cause: Outcome | None, folder: Path) -> VariantFa
     trace = cause.traceback.rstrip()
     for file in (folder / "run" / "tracebacks").glob("*.txt"):
         if str(file) in trace:  # the folder of this run is temporary
-            handle, kept = tempfile.mkstemp(prefix="unisono-traceback-", suffix=".txt")
+            handle, copy_path = tempfile.mkstemp(prefix="unisono-traceback-", suffix=".txt")
             with os.fdopen(handle, "wb") as copy:
                 copy.write(file.read_bytes())
-            trace = trace.replace(str(file), kept)
+            trace = trace.replace(str(file), copy_path)
     return VariantFailed(f"{variant.title}: {cause.describe()}", trace)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from markupsafe import Markup
 
@@ -36,7 +36,15 @@ _MARKED = {
 _UNORDERED = {"task", "goal", "class", "label", "group", "file", "video", "prompt", "language"}
 """Categories (`…_by_task`) without an order: no line joins their points."""
 
-SPEED = {"samples_per_s", "step_ms", "data_wait_ms", "comm_ms", "mem_gib", "mfu"}
+_DEVICES = (
+    ("mfu", "Model FLOPs utilization", ""),
+    ("gpu_util", "GPU utilization", ""),
+    ("gpu_power_w", "GPU power", "W"),
+)
+"""Numbers of each device: metric, title, unit."""
+
+SPEED = {"samples_per_s", "step_ms", "data_wait_ms", "comm_ms", "compute_ms", "mem_gib", "mfu"}
+SPEED |= {"gpu_util", "gpu_power_w"}
 
 
 def learning_charts(metrics: Metrics, timeline: Timeline, named: Container[str] = ()) -> list[Chart]:
@@ -70,22 +78,48 @@ def speed_charts(metrics: Metrics, timeline: Timeline) -> list[Chart]:
     """Returns the charts of speed and memory, each only if the run has logged its metrics."""
     series = metrics.series
     times = [("step", "step_ms"), ("waiting for data", "data_wait_ms"), ("communication", "comm_ms")]
-    ranks = [(f"rank {rank}", series_of_rank) for rank, series_of_rank in sorted(metrics.by_rank.items())]
+    times.append(("computation", "compute_ms"))
     happened = marks(timeline)
     charts = [
         _chart("Throughput", [("samples/s", series.get("samples_per_s"))], from_zero=True, marks=happened),
         _chart("Time per step", [(name, series.get(key)) for name, key in times], unit="ms", from_zero=True),
-        _chart(
-            "Each rank's own time per step",
-            ranks if len(ranks) > 1 else [],
+        _ranks_chart(
+            "Each rank's computation per step",
+            computing := metrics.by_rank.get("compute_ms") or metrics.by_rank.get("own_ms", {}),
             unit="ms",
-            from_zero=True,
-            note="Without the time spent waiting for other ranks. All ranks run at the speed of the slowest.",
+            note=f"Without waiting for data and for other ranks. {_slowest(computing)}",
+        ),
+        _ranks_chart(
+            "Each rank's wait for the others per step",
+            metrics.by_rank.get("comm_ms", {}),
+            unit="ms",
+            note="Communication, and waiting for slower ranks, that does not overlap with computation.",
         ),
         _chart("Memory", [("peak", series.get("mem_gib"))], unit="GiB", from_zero=True, noisy=False),
-        _chart("Model FLOPs utilization", [("MFU", series.get("mfu"))], from_zero=True),
+        *(
+            _ranks_chart(title, metrics.by_rank.get(name, {}), series.get(name), unit=unit)
+            for name, title, unit in _DEVICES
+        ),
     ]
     return [chart for chart in charts if chart is not None]
+
+
+def _ranks_chart(
+    title: str, ranks: Mapping[int, Series], mean: Series | None = None, *, unit: str = "", note: str = ""
+) -> Chart | None:
+    """A line for each rank if there are several, otherwise the mean."""
+    lines: list[tuple[str, Series | None]] = [("mean", mean)] if mean is not None else []
+    if len(ranks) > 1:
+        lines = [(f"rank {rank}", series) for rank, series in sorted(ranks.items())]
+    return _chart(title, lines, unit=unit, from_zero=True, note=note)
+
+
+def _slowest(ranks: Mapping[int, Series]) -> str:
+    means = {rank: series.mean for rank, series in ranks.items() if series.count}
+    if not means:
+        return ""
+    rank = max(means, key=means.__getitem__)
+    return f"All ranks run at the speed of the slowest: on average rank {rank}, {format_number(means[rank], 3)} ms."
 
 
 def marks(timeline: Timeline) -> list[Mark]:

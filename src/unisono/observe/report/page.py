@@ -111,6 +111,9 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
     speed = metrics.series.get("samples_per_s")
     if speed is not None and speed.count:
         tiles.append(("samples/s", format_number(speed.mean, 3), f"peak {format_number(speed.highest, 3)}"))
+    mfu = metrics.series.get("mfu")
+    if mfu is not None and mfu.count:
+        tiles.append(("MFU", f"{mfu.mean:.1%}", f"peak {mfu.highest:.1%}"))
     memory = metrics.series.get("mem_gib")
     if memory is not None and memory.count:
         tiles.append(("peak memory", f"{format_number(memory.highest, 3)} GiB", "per rank"))

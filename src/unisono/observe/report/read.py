@@ -17,8 +17,9 @@ from unisono.plain_files import read_json
 
 MAX_METRICS = 200
 MAX_RANKS = 8
-_OWN_TIME = "own_ms_by_rank"
-_NOT_DRAWN = {"step", "epoch", "samples", "count", "world", "skipped", "slowest_rank", "own_ms"}
+_BY_RANK = "_by_rank"
+_NOT_DRAWN = {"step", "epoch", "samples", "count", "world", "skipped", "slowest_rank", "slowest_compute_rank", "own_ms"}
+_DRAWN_BY_RANK = ("own_ms", "compute_ms", "comm_ms", "mfu", "gpu_util", "gpu_power_w")
 
 
 class Metrics:
@@ -27,8 +28,8 @@ class Metrics:
     def __init__(self) -> None:
         self.series: dict[str, Series] = {}
         self.curves: dict[str, Curves] = {}
-        self.by_rank: dict[int, Series] = {}
-        """Milliseconds that each rank needed before it waited for the others."""
+        self.by_rank: dict[str, dict[int, Series]] = {}
+        """The numbers of each rank, by name: its own time, its wait for the others, its GPU's load."""
         self.step = self.samples = self.epoch = 0.0
         self.damaged = 0
         self.omitted: set[str] = set()
@@ -57,12 +58,12 @@ class Metrics:
                 self._add_list(name, step, value)
 
     def _add_list(self, name: str, step: float, values: list[Any]) -> None:
-        if name == _OWN_TIME:
+        kind = name.removesuffix(_BY_RANK)
+        if kind != name and kind in _DRAWN_BY_RANK:
+            of_ranks = self.by_rank.setdefault(kind, {})
             for rank, value in enumerate(values[:MAX_RANKS]):
-                if rank not in self.by_rank:
-                    self.by_rank[rank] = Series()
-                self.by_rank[rank].take(step, value)
-        elif not name.endswith("_by_rank") and (name in self.curves or self._room_for(name)):
+                of_ranks.setdefault(rank, Series()).take(step, value)
+        elif kind == name and (name in self.curves or self._room_for(name)):
             if name not in self.curves:
                 self.curves[name] = Curves()
             self.curves[name].add(step, values)

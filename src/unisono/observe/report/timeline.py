@@ -258,6 +258,11 @@ _KINDS: dict[str, tuple[str, Tone, Callable[[Mapping[str, Any]], str]]] = {
     "machines": ("machines", "plain", _machines),
     "set_aside": ("set aside", "fault", lambda e: f"checkpoint {e.get('checkpoint')}: {e.get('why')}"),
     "micro_batch": ("micro-batch", "plain", lambda e: f"{e.get('micro_batch')} samples fit at once"),
+    "compile": (
+        "compiled",
+        "plain",
+        lambda e: f"{e.get('compiled')} graphs, and {e.get('cached')} came from the cache",
+    ),
     "injected": ("injected fault", "injected", lambda e: str(e.get("fault", ""))),
     "stopped": ("stopped", "plain", lambda e: "with a checkpoint; run the same command to continue"),
     "failed": ("failed", "bad", _error),

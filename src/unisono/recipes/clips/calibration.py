@@ -1,4 +1,4 @@
-"""Decides which scores are too low to cut: by the best moment of a video, and by the run's held-out videos."""
+"""Decides which moments score too low to cut, by the video's best moment and by the run's held-out videos."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HIGHLIGHTS, OTHERS = "score_of_highlights", "score_of_others"
 """Evaluation metrics: the mean score of held-out clips that are highlights, and of those that are not."""
 
 _OF_BEST = 0.1
-_OF_GAP = 0.25  # less than half: a moment of two clips, one of which is a highlight, should be cut
+_OF_GAP = 0.25  # below 0.5, so that a moment of one highlight and one other clip is still cut
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,13 @@ class Calibration:
 
     @property
     def floor(self) -> float:
-        """A quarter of the way from other clips to highlights; 0 if the run cannot tell them apart."""
+        """The lowest score to cut: nearer to other clips than to highlights; 0 if the run cannot tell them apart."""
         gap = self.highlights - self.others
         return self.others + _OF_GAP * gap if gap > 0 else 0.0
 
 
 def calibration_of(run: Path, step: int | None = None) -> Calibration | None:
-    """The last calibration that a run has measured, up to `step` if given; None without held-out videos."""
+    """The calibration of a run's last evaluation (not after `step`, if given); None without held-out videos."""
     calibration = None
     with suppress(UserError):  # an unreadable file counts as empty
         for record in JsonLines(run / METRICS):
@@ -48,7 +48,7 @@ def calibration_of(run: Path, step: int | None = None) -> Calibration | None:
 
 
 def without_low(moments: Sequence[Moment], calibration: Calibration | None) -> tuple[list[Moment], str]:
-    """Drops the moments (best first) below a tenth of the best score or below the run's floor; returns a remark too.
+    """Drops moments (best first) below a tenth of the best score or below the run's floor; also returns a remark.
 
     The best moment always stays: on videos unlike those of the run, all scores may be low.
     """

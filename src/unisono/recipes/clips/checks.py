@@ -42,7 +42,7 @@ def check_config(config: Any) -> None:
         raise ConfigError("eval_data_path and num_eval both select held-out videos; pass only one of them")
     unknown = sorted(set(selected_inputs(config)) - set(INPUT_KINDS))
     if unknown:
-        raise ConfigError(f"use: unknown input {unknown[0]!r}; expected some of {', '.join(INPUT_KINDS)}")
+        raise ConfigError(f"use: unknown input {unknown[0]!r}; choose from {', '.join(INPUT_KINDS)}")
 
 
 def selected_inputs(config: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""The losses of a window of clips: the error of each score, and the order of the scores."""
+"""The losses of a window of clips: a loss of each clip's score, and a pairwise ranking loss."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_NEAR = 0.05  # two clips whose labelled scores differ by less need not be ordered
+_NEAR = 0.05  # pairs of clips whose labelled scores differ by less are ignored
 
 
 def score_loss(logits: Tensor, scores: Tensor, kind: str) -> Tensor:
-    """[windows] mean error over the labelled clips of each window: cross-entropy (bce) or squared error (mse)."""
+    """Mean loss [windows] over the labelled clips of each window: cross-entropy (bce) or squared error (mse)."""
     labelled = ~scores.isnan()
     target = scores.nan_to_num()
     if kind == "bce":
@@ -21,10 +21,10 @@ def score_loss(logits: Tensor, scores: Tensor, kind: str) -> Tensor:
 
 
 def ranking_loss(logits: Tensor, scores: Tensor) -> Tensor:
-    """[windows] mean of log(1 + e^(worse − better)) over all pairs of clips with different scores.
+    """Mean [windows] of log(1 + e^(worse − better)) over all pairs of clips with different labelled scores.
 
-    Only the order decides what is cut. Most clips of a video are alike, so the score loss alone would be small even if
-    the few good ones were not first.
+    Only the order of the scores decides which moments are cut. Most clips of a video are alike, so the score loss alone
+    can be small even if the few highlights do not score highest.
     """
     better = scores[:, :, None] - scores[:, None, :] > _NEAR  # False where either is NaN
     pairs = F.softplus(logits[:, None, :] - logits[:, :, None])

@@ -1,4 +1,4 @@
-"""The network that scores clips: encoders of what each clip shows and sounds like, and a transformer over time."""
+"""The network that scores clips: encoders for the frames and sound of each clip, and a transformer over time."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class Scorer(nn.Module):
         self.head = nn.Linear(width, 1)
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """[windows, clips] logits of [windows, clips, ...] inputs."""
+        """Maps inputs [windows, clips, ...] to logits [windows, clips]."""
         return self.score_encoded(self.encode(inputs))
 
     def encode(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """[windows, clips, width] encodings of clips, each independent of the others."""
+        """Encodes each clip independently of the others: [windows, clips, width]."""
         encoded = [encoder(inputs[name]) for name, encoder in self.encoders.items()]
         return torch.stack(encoded).sum(0) / math.sqrt(len(encoded))
 
     def score_encoded(self, clips: Tensor) -> Tensor:
-        """[windows, clips] logits of encoded clips, which attend to each other within a window."""
+        """Logits [windows, clips] of encoded clips, which attend to each other within a window."""
         for block in self.blocks:
             clips = block(clips)
         logits: Tensor = self.head(self.norm(clips))
@@ -45,7 +45,7 @@ class Scorer(nn.Module):
 
 
 class FrameEncoder(nn.Module):
-    """Encodes frames by convolutions over time and space, which see motion and its direction."""
+    """Encodes frames by convolutions over time and space, which can detect motion and its direction."""
 
     def __init__(self, shape: tuple[int, ...], width: int) -> None:
         super().__init__()
@@ -61,10 +61,10 @@ class FrameEncoder(nn.Module):
         self.out = nn.Linear(channels[-1] * math.prod(left), width)
 
     def forward(self, frames: Tensor) -> Tensor:
-        """[windows, clips, width] of uint8 [windows, clips, F, H, W, 3]."""
+        """Maps uint8 frames [windows, clips, F, H, W, 3] to [windows, clips, width]."""
         windows, clips = frames.shape[:2]
         x = frames.flatten(0, 1).permute(0, 4, 1, 2, 3).to(self.out.weight.dtype) / 127.5 - 1
-        # Frame differences get channels of their own: a still background carries no information about motion.
+        # Frame differences are separate input channels, because a still background carries no information about motion.
         change = F.pad(x[:, :, 1:] - x[:, :, :-1], (0, 0, 0, 0, 1, 0))
         x = torch.cat([x, 4 * change], dim=1)
         for layer, norm in zip(self.layers, self.norms, strict=True):
@@ -84,7 +84,7 @@ class MelEncoder(nn.Module):
         self.out = nn.Linear(32 * math.ceil(math.ceil(steps / 2) / 2), width)
 
     def forward(self, mel: Tensor) -> Tensor:
-        """[windows, clips, width] of [windows, clips, A, M]."""
+        """Maps [windows, clips, A, M] to [windows, clips, width]."""
         windows, clips = mel.shape[:2]
         x = mel.flatten(0, 1).transpose(1, 2).to(self.out.weight.dtype)
         encoded: Tensor = self.out(F.gelu(self.second(F.gelu(self.first(x)))).flatten(1))
@@ -99,13 +99,13 @@ class VectorEncoder(nn.Module):
         self.norm, self.out = nn.LayerNorm(shape[0]), nn.Linear(shape[0], width)
 
     def forward(self, vectors: Tensor) -> Tensor:
-        """[windows, clips, width] of [windows, clips, D]."""
+        """Maps [windows, clips, D] to [windows, clips, width]."""
         encoded: Tensor = self.out(self.norm(vectors.to(self.out.weight.dtype)))
         return encoded
 
 
 class Block(nn.Module):
-    """A transformer block with a learned attention bias per signed distance between two clips."""
+    """A transformer block with a learned attention bias for each signed distance between two clips."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class Block(nn.Module):
         self.widen, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[windows, clips, width]."""
+        """Maps [windows, clips, width] to the same shape."""
         windows, clips = x.shape[:2]
         query, key, value = (
             part.view(windows, clips, self.heads, -1).transpose(1, 2)
@@ -137,7 +137,7 @@ _BUCKETS = 16  # buckets of distances in each direction
 
 
 def distance_buckets(distances: Tensor) -> Tensor:
-    """Signed distances as bucket numbers: short ones exactly, long ones by their logarithm, without an upper limit."""
+    """Maps signed distances to buckets: one per short distance, logarithmic for longer ones, without an upper limit."""
     size, half = distances.abs(), _BUCKETS // 2
     far = half + (torch.log2(size.clamp(min=half) / half) * 2).long()
     bucket = torch.where(size < half, size, far).clamp(max=_BUCKETS)

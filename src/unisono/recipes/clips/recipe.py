@@ -31,6 +31,7 @@ class Clips(Recipe):
     """Highlight detection: which moments of a long video are worth cutting out."""
 
     many_shapes = True
+    has_frozen_weights = False
     defaults: ClassVar[Mapping[str, Any]] = {
         "batch_size": 8,
         "learning_rate": 5e-4,
@@ -44,12 +45,12 @@ class Clips(Recipe):
     }
     aliases: ClassVar[Mapping[str, str]] = settings.ALIASES
     fixed: ClassVar[Sequence[str]] = (
-        # Which videos are trained on and held out, and their labels:
+        # The split into training and held-out videos, and their labels:
         *("data_path", "media_path", "eval_data_path", "num_eval", "num_videos", "highest_score", "positive_from"),
         "shuffle_labels",
-        # What a sample contains:
+        # The contents of a sample:
         *("clip_seconds", "frames_per_clip", "frame_size", "features", "feature_seconds", "use", "window"),
-        # The model. Weights load with another number of heads too, but compute another function:
+        # The model; weights also load with a different number of heads, but then compute a different function:
         *("width", "layers", "heads"),
     )
     headline: ClassVar[Sequence[str]] = (
@@ -80,7 +81,7 @@ class Clips(Recipe):
         from unisono.recipes.clips.data.extract import Extraction
         from unisono.recipes.clips.data.splits import make_mirror, read_splits
 
-        self.prepared = work.folder  # set by the engine too, but not for callers outside a run
+        self.prepared = work.folder  # the engine sets it too, but callers outside a run need it here
         cache = Path(self.config.cache_dir).expanduser() if self.config.cache_dir else work.folder
         if self.config.data_path == settings.MIRROR:
             make_mirror(self.config, cache, work)
@@ -131,7 +132,7 @@ class Clips(Recipe):
         return Videos(videos, scores, list(self._inputs))
 
     def _record_inputs(self, video: Extracted) -> None:
-        """Writes the inputs of the model and their shapes to the run folder, for `model()`, also after training."""
+        """Writes the names and shapes of the model's inputs to the run folder, where `model()` reads them."""
         from unisono.recipes.clips.checks import selected_inputs
         from unisono.recipes.common.cache_files import write_cache_file
 
@@ -147,7 +148,7 @@ class Clips(Recipe):
 
     @cached_property
     def _inputs(self) -> dict[str, tuple[int, ...]]:
-        """The inputs of the model with their shape for one clip."""
+        """The inputs of the model, and the shape of each for one clip."""
         if self.prepared is None or not (file := self.prepared / _INPUTS).is_file():
             raise UserError(
                 f"the run folder has no prepared/{_INPUTS}, which lists the inputs of the model; copy the whole folder"

@@ -12,9 +12,9 @@ from unisono.recipes.clips.cutting.cut import Cut
 from unisono.recipes.clips.cutting.moments import Moment
 
 LEAST_SPREAD = 0.05
-"""Smallest difference between the best and the worst score of a video at which some part of it stands out."""
+"""Smallest difference between a video's best and worst score for which any part of it stands out."""
 NEGLIGIBLE_S = 0.05
-"""Seconds, about one frame, by which a file may start early or a video may be too short without a remark."""
+"""Tolerance in seconds (about one frame) for files that start early and for videos that are too short."""
 
 
 def about_scores(scores: ArrayLike) -> str:
@@ -28,10 +28,10 @@ def about_scores(scores: ArrayLike) -> str:
 
 
 def about_length(duration: float, shortest: float, moments: Sequence[Moment]) -> str:
-    """A remark if the video is shorter than the shortest clip, so that the only clip is the whole video."""
+    """A remark if the video is shorter than the shortest allowed clip; the whole video is then one clip."""
     if not moments or duration >= shortest - NEGLIGIBLE_S:
         return ""
-    return f"the video has {duration:.1f} s, less than --shortest {shortest:g}: the only clip is the whole video"
+    return f"the video is {duration:.1f} s long, shorter than --shortest {shortest:g}, so the whole video is one clip"
 
 
 def about_lowest(moments: Sequence[Moment], lowest: float) -> str:

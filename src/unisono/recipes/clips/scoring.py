@@ -1,4 +1,4 @@
-"""Scores whole videos: encodes each clip by itself, then scores overlapping windows of encoded clips."""
+"""Scores whole videos: encodes each clip separately, then scores overlapping windows of encoded clips."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from unisono.recipes.clips.recipe import Clips
 
 _CLIPS_AT_ONCE = 64  # encoder batch size; fixed, because the last bits of a result depend on it
-_SMALL_MODEL = 3_000_000  # weights; the default model has a tenth of that
+_SMALL_MODEL = 3_000_000  # number of weights; the default model has a tenth of this
 
 
 @dataclass(frozen=True)
 class Scored:
-    """The scores of a video, and what only reading the whole file reveals about it."""
+    """The scores of a video, and facts about it that are known only after reading the whole file."""
 
     scores: NDArray[np.float64]
     """[T] one score per clip, from 0 to 1."""
@@ -80,7 +80,7 @@ def score(
 
 @contextmanager
 def _suitable_threads(model: Scorer, device: torch.device | str) -> Iterator[None]:
-    """Uses one thread for a small model on the CPU: where cores are shared, more threads mostly wait for each other."""
+    """Uses one thread for a small model on the CPU: with shared cores, more threads mostly wait for each other."""
     threads = torch.get_num_threads()
     is_small = sum(weight.numel() for weight in model.parameters()) < _SMALL_MODEL
     if not is_small or torch.device(device).type != "cpu" or threads == 1:
@@ -108,7 +108,7 @@ class _Encoder:
             self._encode()
 
     def result(self) -> Tensor:
-        """Returns [clips, width] of the whole video."""
+        """Returns the encoded clips [clips, width] of the whole video."""
         if self._pending:
             self._encode()
         return torch.cat(self._encoded)
@@ -124,7 +124,7 @@ class _Encoder:
 
 
 def logits_of(model: Scorer, inputs: Mapping[str, Tensor], window: int) -> Tensor:
-    """[videos, clips] logits of whole videos."""
+    """Logits [videos, clips] of whole videos."""
     length = next(iter(inputs.values())).shape[1]
     parts = [
         model.encode({kind: values[:, start : start + _CLIPS_AT_ONCE] for kind, values in inputs.items()})
@@ -134,7 +134,7 @@ def logits_of(model: Scorer, inputs: Mapping[str, Tensor], window: int) -> Tenso
 
 
 def window_logits(model: Scorer, encoded: Tensor, window: int) -> Tensor:
-    """[videos, clips] logits of encoded clips [videos, clips, width].
+    """Logits [videos, clips] of encoded clips [videos, clips, width].
 
     Where windows overlap, their logits are averaged, weighted by the clip's distance from the end of the window.
     """

@@ -1,4 +1,4 @@
-"""A trained run as a scorer of videos, with what its scores mean: its training data and its calibration."""
+"""Loads a trained run as a scorer of videos, with its training data and its calibration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class VideoScorer:
-    """A function that scores videos, with the facts that clips.json and the page report about it."""
+    """A function that scores videos, and the facts about its run that clips.json and the page report."""
 
     score: Callable[[Path, Callable[[float], None]], Scored]
     """Takes a video, and a callback for the number of seconds processed so far."""
@@ -28,7 +28,7 @@ class VideoScorer:
     """The run's data_path; for the mirror set with the number of videos."""
     calibration: Calibration | None = None
     mirror_size: int | None = None
-    """Height and width of the training videos of a run that was trained on the mirror set; None for other runs."""
+    """Height and width of the training videos if the run was trained on the mirror set; otherwise None."""
 
     def warning_for(self, footage: Footage) -> str:
         """Returns a warning if the run was not trained on videos of this kind; otherwise an empty string."""
@@ -61,6 +61,6 @@ def load_scorer(
         lambda video, progress: score(recipe, model, video, device, progress),
         f"{run}, {which}",
         f"the built-in mirror set ({config.num_videos} videos)" if is_mirror else str(config.data_path),
-        calibration_of(run, int(which.rpartition("step_")[2])),  # also for the steps "newest" and "best"
+        calibration_of(run, int(which.rpartition("step_")[2])),  # resolves the steps "newest" and "best" too
         config.frame_size if is_mirror else None,
     )

@@ -12,7 +12,7 @@ from unisono.errors import ConfigError, UserError
 from unisono.recipes.common.cache_files import write_cache_file
 from unisono.recipes.common.tree import one_line
 
-_MAX_NAMED = 3  # files listed in a message
+_MAX_NAMED = 3  # number of files listed in a message
 
 
 class BadMedia(Exception):
@@ -23,7 +23,7 @@ class BadMedia(Exception):
         self.path, self.problem = path, problem
 
     def __reduce__(self) -> tuple[type[BadMedia], tuple[Path, str]]:
-        return type(self), (self.path, self.problem)  # loader workers pickle it for the main process
+        return type(self), (self.path, self.problem)  # loader workers send it to the main process as a pickle
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 from unisono.atomic_files import write_atomically
 from unisono.errors import UserError
 
-_ABANDONED_S = 3600  # a partial file that has not grown for this long is abandoned
+_ABANDONED_S = 3600  # in seconds; a partial file that has not grown for this long is abandoned
 
 
 def write_cache_file(path: Path, content: bytes) -> None:

@@ -32,11 +32,11 @@ def check_range(config: Any, least: Mapping[str, float], most: Mapping[str, floa
 
 def _can_be_a_path(text: str) -> bool:
     path = os.path.expanduser(text)
-    if path == text and text.startswith("~"):  # the home folder of an unknown user
+    if path == text and text.startswith("~"):  # `~name` of an unknown user
         return False
     try:
         os.stat(path)
-    except ValueError:  # a null byte or a lone surrogate
+    except ValueError:  # contains a null byte or a lone surrogate
         return False
     except OSError as error:
         return error.errno != errno.ENAMETOOLONG and not any(character < " " for character in text)

@@ -1,4 +1,4 @@
-"""Fingerprints of models and files, used as cache keys so that a changed model or file never gets a stale result.
+"""Fingerprints of models and files; as cache keys they ensure that a changed file never gets a stale result.
 
 The fingerprint of a model on disk covers its config and tokenizer files in full, and evenly spaced blocks of each large
 weight file: reading 11 GB at every start would take longer than a training step. Modification times are not included,
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _LENGTH = 32  # hexadecimal digits: 128 bits
 _MODEL_SUFFIXES = (".json", ".model", ".safetensors")  # a changed README does not change the model
-_MAX_WHOLE = 2**26  # bytes; only blocks of larger files are hashed
+_MAX_WHOLE = 2**26  # in bytes; of larger files, only some blocks are hashed
 _BLOCK, _NUM_BLOCKS = 2**12, 512
 
 

@@ -19,18 +19,26 @@ _FILE = "base.json"
 
 
 class LoraBase:
-    """The fingerprint of a LoRA run's frozen weights, which its checkpoints do not contain."""
+    """The fingerprint of a LoRA run's frozen weights, which its checkpoints do not contain, and their precision."""
 
-    def __init__(self, folder: Path, parts: Iterable[Path]) -> None:
+    def __init__(self, folder: Path, parts: Iterable[Path], base_precision: str) -> None:
         """`folder` contains the run's prepared files; `parts` are the folders or files of the model."""
-        self._file, self._fingerprint = folder / _FILE, of_model(parts)
+        self._file, self._fingerprint, self._precision = folder / _FILE, of_model(parts), base_precision
 
     def check(self, setting: str, hint: str = "") -> None:
-        """Raises ConfigError if the run was trained with different base weights."""
-        if self._recorded() not in (None, self._fingerprint):
+        """Raises ConfigError if the run was trained with different base weights, or with another base_precision."""
+        recorded = self._recorded()
+        if recorded is None:
+            return
+        if recorded["fingerprint"] != self._fingerprint:
             raise ConfigError(
                 f"{setting}: this run's LoRA was trained with different base weights; use the model that the run "
                 f"started with, or a new output_dir{hint}"
+            )
+        if (before := recorded.get("base_precision", "auto")) != self._precision:
+            raise ConfigError(
+                f"base_precision {self._precision}: this run's LoRA was trained with base_precision {before}; use that "
+                f"again, or a new output_dir{hint}"
             )
 
     def for_one_process(self, work: Work) -> LoraBase | None:
@@ -40,13 +48,16 @@ class LoraBase:
     def record(self) -> None:
         """Writes the fingerprint. Call it when training starts, because the user may change the model until then."""
         if self._recorded() is None:
-            write_cache_file(self._file, json.dumps({"fingerprint": self._fingerprint}).encode())
+            recorded = {"fingerprint": self._fingerprint, "base_precision": self._precision}
+            write_cache_file(self._file, json.dumps(recorded).encode())
 
-    def _recorded(self) -> str | None:
+    def _recorded(self) -> dict[str, str] | None:
         try:
-            return str(json.loads(self._file.read_bytes())["fingerprint"])
-        except (OSError, ValueError, KeyError, TypeError):
+            recorded = json.loads(self._file.read_bytes())
+        except (OSError, ValueError):
             return None
+        is_valid = isinstance(recorded, dict) and isinstance(recorded.get("fingerprint"), str)
+        return recorded if is_valid else None
 
 
 class AsLoaded:

@@ -26,7 +26,7 @@ from unisono.recipes.common.cache_files import remove_leftovers, write_cache_fil
 
 _MAX_TENSORS = 256  # per pack; limits the size of the header
 _MAX_BYTES = 2**26
-_MAX_SECONDS = 15.0  # longest time between writes, which limits the work lost if the process is killed
+_MAX_SECONDS = 15.0  # longest time between writes in seconds; limits the work lost if the process is killed
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64, "I64": torch.int64}
 
 
@@ -77,7 +77,7 @@ class Packing:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.write()  # also after an exception: these tensors are complete
+        self.write()  # even after an exception, because these tensors are complete
 
     def add(self, key: str, tensor: Tensor) -> None:
         """Adds a tensor."""

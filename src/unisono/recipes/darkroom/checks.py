@@ -14,14 +14,14 @@ _AT_LEAST_ONE = (
     *("eval_episodes", "eval_repeats", "num_validation", "n_steps", "source_batch_size", "n_epochs"),
     "compress_interval",
 )
-# Far above sensible values, and below those that overflow or take forever to build.
+# Limits far above sensible values, but below values that overflow or take forever to build.
 _AT_MOST = {
     **{"tf_n_embd": 2**16, "tf_n_layer": 1000, "tf_n_inner": 2**18, "n_transit": 2**20, "n_epochs": 10_000},
     **{"n_stream": 10**6, "total_source_timesteps": 10**9, "eval_episodes": 10**5, "eval_repeats": 10**4},
 }
 _MAX_PARAMETERS = 2 * 10**9
 _MAX_HISTORY_BYTES = 2**35
-_MAX_EVAL_STEPS = 10**8  # per task; an evaluation holds them in memory
+_MAX_EVAL_STEPS = 10**8  # per task; an evaluation keeps all of them in memory
 
 
 def check_config(config: Any, room: Room, num_tasks: int) -> None:
@@ -93,8 +93,8 @@ def _check_sizes(config: Any, room: Room, num_tasks: int) -> None:
     size = 3 * num_tasks * config.total_source_timesteps  # a byte each for cell, action and reward
     if size > _MAX_HISTORY_BYTES:
         raise ConfigError(
-            f"total_source_timesteps {config.total_source_timesteps} for each of {num_tasks} tasks are "
-            f"{size / 2**30:,.0f} GiB of histories; expected at most {_MAX_HISTORY_BYTES // 2**30}"
+            f"total_source_timesteps {config.total_source_timesteps} for each of {num_tasks} tasks need "
+            f"{size / 2**30:,.0f} GiB for histories; the maximum is {_MAX_HISTORY_BYTES // 2**30} GiB"
         )
     eval_steps = config.eval_episodes * config.eval_repeats * room.horizon
     if eval_steps > _MAX_EVAL_STEPS:

@@ -1,7 +1,7 @@
 """Translates config files of other implementations.
 
 They describe the environment, the source learner and the model in three YAML files, merged into one flat mapping. Every
-key of theirs has its effect here, or is an error that gives the reason.
+key either has the same effect here, or is an error that gives the reason.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SOURCES = {
     "noise": "noise",
     "eps": "noise",
 }
-"""Values of `alg`, and the source learner that each one selects."""
+"""Values of `alg`, each with the source learner that it selects."""
 
 _CONSTANTS: Mapping[str, tuple[Any, Any, str]] = {
     "model": (str, "AD", "this recipe trains AD"),
@@ -87,7 +87,7 @@ def translate(values: dict[str, Any], where: str) -> dict[str, Any]:
             raise ConfigError(f"alg: expected one of {', '.join(_SOURCES)}, got {shown(alg)} (from {where})")
         _rename(values, "alg", source, "source", where)
         if source == "ppo":
-            values.setdefault("source_shared", True)  # other implementations share one policy per task
+            values.setdefault("source_shared", True)  # other implementations train one shared policy per task
         # In an algorithm file, batch_size is the source learner's minibatch; the transformer's is train_batch_size.
         if "batch_size" in values:
             _rename(values, "batch_size", values.pop("batch_size"), "source_batch_size", where)

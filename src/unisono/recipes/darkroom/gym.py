@@ -1,11 +1,11 @@
-"""The environments for gymnasium, one episode at a time; importing this module registers them.
+"""The environments as gymnasium environments, one episode at a time; importing this module registers them.
 
     import gymnasium
     import unisono.recipes.darkroom.gym
 
     room = gymnasium.make("unisono/Darkroom-v0", task=5)
 
-They do not use `rooms` but plain Python, so that tests can compare the two implementations.
+They are written in plain Python, independently of `rooms`, so that tests can compare the two implementations.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Observation = NDArray[np.int32]
 class RoomEnv(gymnasium.Env[Observation, np.int64]):
     """A dark room: the agent observes its own cell (x, y) and must find the goal by its rewards.
 
-    `task` is the number of the task. Without it, every episode has a random one, which is in `info["task"]`. An episode
+    `task` is the number of the task; without it, every episode has a random one (`info["task"]`). An episode
     is *truncated* after `horizon` steps. (Other versions set `terminated` as well, which tells a learner that the value
     of the last state is 0.)
     """
@@ -138,7 +138,7 @@ class DarkroomPermutedEnv(RoomEnv):
 class DarkKeyToDoorEnv(RoomEnv):
     """The key and then the door are rewarded with 1, once each. A task is key cell * size² + door cell.
 
-    A step takes the key or opens the door, never both, even if they share a cell.
+    A step either takes the key or opens the door, never both, even if they are in the same cell.
     """
 
     def __init__(

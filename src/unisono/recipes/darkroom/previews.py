@@ -25,7 +25,7 @@ def draw(recipe: Darkroom) -> Mapping[str, Any]:
 
 
 def best(evaluations: list[dict[str, Any]], metric: str) -> dict[str, Any]:
-    """The evaluation of the best checkpoint, the first of equal ones; step 0 (`eval_first`) has no checkpoint."""
+    """The evaluation of the best checkpoint (the first in a tie); ignores step 0 (`eval_first`), which has none."""
     trained = [evaluation for evaluation in evaluations if evaluation["step"]] or evaluations
     return max(trained, key=lambda evaluation: evaluation.get(metric, -1.0))
 

@@ -34,6 +34,7 @@ _KEY_TO_DOOR_TASKS = 500
 class Darkroom(Recipe):
     """Algorithm Distillation (Laskin et al. 2022) on darkroom environments."""
 
+    has_frozen_weights = False
     defaults: ClassVar[Mapping[str, Any]] = {
         "batch_size": 512,
         "max_steps": 4000,
@@ -53,13 +54,13 @@ class Darkroom(Recipe):
     aliases: ClassVar[Mapping[str, str]] = foreign_config.ALIASES
     file_keys: ClassVar[Mapping[str, Any]] = foreign_config.FILE_KEYS
     fixed: ClassVar[Sequence[str]] = (
-        # The tasks, and which of them are unseen:
+        # The tasks and their split:
         *("env", "grid_size", "horizon", "env_split_seed", "train_env_ratio", "num_validation", "num_tasks"),
         # The histories, and how contexts are cut out of them:
         *("source", "alg_seed", "n_stream", "total_source_timesteps", "source_noise", "source_shared", "source_lr"),
         *("n_steps", "source_batch_size", "n_epochs", "traj_dir", "train_n_stream", "train_source_timesteps"),
         *("history_skip", "n_transit", "use_compressed_context", "compress_interval"),
-        # The model. Weights load with another number of heads too, but compute another function:
+        # The model; weights also load with a different number of heads, but then compute a different function:
         *("tf_n_embd", "tf_n_layer", "tf_n_head", "tf_n_inner"),
     )
     Config = settings.Config
@@ -125,7 +126,7 @@ class Darkroom(Recipe):
         )
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        """No blocks: a model this small is compiled and sharded as a whole."""
+        """Returns no blocks: a model this small is compiled and sharded as a whole."""
         return []
 
     def dataset(self, split: str) -> Any:
@@ -156,7 +157,7 @@ class Darkroom(Recipe):
             # One random position per context, as if the context ended there.
             if learned is None:
                 position = noise.integers(0, actions.shape[1], 1)
-            else:  # in the current region
+            else:  # a position in the current region
                 position = learned.int().argmax(1, keepdim=True) + noise.integers(0, self.config.compress_interval, 1)
             logits = logits.gather(1, position[..., None].expand(-1, -1, logits.shape[-1]))
             actions, learned = actions.gather(1, position), None
@@ -189,14 +190,14 @@ class Darkroom(Recipe):
         context: SlidingContext | RegionContext = SlidingContext(config.n_transit, self.room.horizon)
         if config.use_compressed_context:
             context = RegionContext(config.compress_interval)
-        with torch.compiler.set_stance("force_eager"):  # compiled for one shape; rollouts have many
+        with torch.compiler.set_stance("force_eager"):  # the compiled model is for one shape, but rollouts have many
             returns = play(model, self.room, rows, uniform, context, greedy=config.greedy, dtype=dtype)  # type: ignore[arg-type]
         returns = returns.view(len(tasks), repeats, -1).double().mean(1)  # [tasks, episodes]
         optimum = self.room.optimum(tasks).double()
         last = returns[:, -_LAST_EPISODES:].mean(1)
         metrics: dict[str, Any] = {}
         for group, name in enumerate(GROUPS):
-            if name == "train" and not config.eval_train_tasks:  # otherwise its return would be 0 / 0
+            if name == "train" and not config.eval_train_tasks:  # otherwise its fraction of the optimum would be 0 / 0
                 continue
             member = (groups == group).double()
             metrics[f"{name}_of_optimum"] = (last @ member, optimum @ member)

@@ -1,4 +1,4 @@
-"""The environments, thousands of them as one batch: a step is a few tensor operations.
+"""The environments: thousands of episodes run as one batch, and a step is a few tensor operations.
 
 A room is a grid with walls around it. An agent observes only its own cell. It must infer the task (where the goal is,
 what the actions do, where the key and the door are) from rewards. Episodes have a fixed length and all rows of a batch
@@ -32,7 +32,7 @@ class Episode:
 
     tasks: Tensor  # [batch], int64
     cells: Tensor  # [batch], int64
-    stage: Tensor  # [batch], int64; with a key and a door: 1 with the key, 2 with the door open; otherwise 0
+    stage: Tensor  # [batch], int64; in DarkKeyToDoor 1 after taking the key and 2 after opening the door; otherwise 0
 
 
 class Table:
@@ -93,28 +93,28 @@ class Room(ABC):
         return Episode(episode.tasks, cells, stage), rewards
 
     def straight(self, cells: Tensor, targets: Tensor, uniform: Tensor) -> Tensor:
-        """Returns the moves that lead straight from cells to targets, [batch]; at the target, the one that stays.
+        """Returns the moves [batch] that lead straight from cells to targets; at the target, the move that stays.
 
-        If moves along x and along y are equally good, `uniform` ([batch], in [0, 1)) decides.
+        If a move along x and one along y are equally good, `uniform` [batch], in [0, 1), decides.
         """
         along_y = (uniform >= 0.5).long()
         return self._straight_moves.on(cells.device)[(along_y * self.num_cells + cells) * self.num_cells + targets]
 
     def best_actions(self, episode: Episode, uniform: Tensor) -> Tensor:
-        """Returns optimal actions, [batch]; `uniform` decides between equally good ones."""
+        """Returns optimal actions [batch]; `uniform` decides between equally good ones."""
         targets = self.target(episode.tasks, episode.stage)
         return self.straight(episode.cells, torch.where(targets < 0, episode.cells, targets), uniform)
 
     @abstractmethod
     def target(self, tasks: Tensor, stage: Tensor) -> Tensor:
-        """Returns the cells where the next reward is, [batch]; -1 if there is none left."""
+        """Returns the cells [batch] of the next reward; -1 if the episode has no further reward."""
 
     @abstractmethod
     def optimum(self, tasks: Tensor) -> Tensor:
-        """Returns the optimal return of one episode of each task, [batch]."""
+        """Returns the largest possible return of an episode of each task, [batch]."""
 
     def describe(self, task: int) -> str:
-        """Describes a task, for labels."""
+        """Describes a task in a few words, for labels in figures."""
         return f"goal {self._coordinates(task)}"
 
     def _coordinates(self, cell: int) -> str:
@@ -126,7 +126,7 @@ class Room(ABC):
 
 
 class Darkroom(Room):
-    """Find the goal cell: every step that ends there is rewarded with 1. Each cell is the goal of one task."""
+    """The agent must find the goal cell; every step that ends there gives a reward of 1. A task is a goal cell."""
 
     name = "darkroom"
 
@@ -140,12 +140,12 @@ class Darkroom(Room):
 
     def optimum(self, tasks: Tensor) -> Tensor:
         distance = self._distance(self.begin(tasks).cells, tasks)
-        # The step that arrives is already rewarded; if the goal is the start cell, every step is.
+        # The step that reaches the goal is rewarded; if the goal is the start cell, every step is rewarded.
         return (self.horizon + 1 - distance).clamp(0, self.horizon)
 
 
 class DarkroomPermuted(Room):
-    """Find out what the actions do: a task is one of their 120 permutations. The goal is the far corner."""
+    """The agent must find out what its actions do: a task permutes them (120 ways). The goal is the far corner."""
 
     name = "darkroom_permuted"
     num_tasks = 120
@@ -174,10 +174,11 @@ class DarkroomPermuted(Room):
 
 
 class DarkKeyToDoor(Room):
-    """Find the key, then the door: each is rewarded with 1, once per episode. A task is key cell * cells + door cell.
+    """The agent must find the key, then the door; each gives a reward of 1. A task is key cell * cells + door cell.
 
-    One step takes the key or opens the door, never both. If key and door share a cell, arriving takes the key, and a
-    later step that ends on the cell (staying is one) opens the door. A key on the start cell also takes a step.
+    One step takes the key or opens the door, never both. If key and door are in the same cell, arriving there takes the
+    key, and a later step that ends there (such as staying) opens the door. Taking a key on the start cell also needs a
+    step.
     """
 
     name = "dark_key_to_door"
@@ -199,7 +200,7 @@ class DarkKeyToDoor(Room):
 
     def optimum(self, tasks: Tensor) -> Tensor:
         key, door = tasks // self.num_cells, tasks % self.num_cells
-        # An agent that is already there still needs a step.
+        # An agent that is already in the right cell still needs one step.
         to_key = self._distance(self.begin(tasks).cells, key).clamp(min=1)
         to_door = to_key + self._distance(key, door).clamp(min=1)
         return (to_key <= self.horizon).long() + (to_door <= self.horizon).long()
@@ -223,7 +224,7 @@ class Split:
 
 
 def split_tasks(num_tasks: int, seed: int, train_ratio: float, num_validation: int) -> Split:
-    """Shuffles the tasks with a seed: the first `train_ratio` of them are seen, the last of these for validation."""
+    """Shuffles the tasks and splits them: a fraction `train_ratio` for training and validation, the rest unseen."""
     tasks = list(range(num_tasks))
     random.Random(seed).shuffle(tasks)
     num_train = round(num_tasks * train_ratio)
@@ -237,7 +238,7 @@ def split_tasks(num_tasks: int, seed: int, train_ratio: float, num_validation: i
 
 
 def _neighbours(size: int) -> Tensor:
-    """The cell that each move leads to, at index cell * actions + action."""
+    """A table of the cell that each move leads to, at index cell * actions + action."""
     cells = torch.arange(size * size)[:, None]
     moves = torch.tensor(MOVES)
     x, y = (cells // size + moves[:, 0]).clamp(0, size - 1), (cells % size + moves[:, 1]).clamp(0, size - 1)
@@ -245,7 +246,7 @@ def _neighbours(size: int) -> Tensor:
 
 
 def _straight_moves(size: int) -> Tensor:
-    """The move towards each target, along x or y first, at index (along_y * cells + cell) * cells + target."""
+    """A table of the move towards each target, along x or y first, at (along_y * cells + cell) * cells + target."""
     cells = torch.arange(size * size)
     dx, dy = (cells[None] // size - cells[:, None] // size), (cells[None] % size - cells[:, None] % size)
     along_x, along_y = (dx < 0).long(), 2 + (dy < 0).long()

@@ -23,7 +23,7 @@ class Config(Recipe.Config):
     train_env_ratio: float = 0.9
     """Fraction of the tasks to use for training and validation. The rest are unseen until evaluation."""
     num_validation: int = 8
-    """Number of those tasks to hold out from training, for choosing the best checkpoint."""
+    """Number of these tasks to use for validation, which selects the best checkpoint, instead of training."""
     num_tasks: int = 0
     """Number of tasks to use, drawn with env_split_seed. 0 uses all tasks, or 500 for dark_key_to_door."""
 
@@ -34,7 +34,7 @@ class Config(Recipe.Config):
     n_stream: int = 100
     """Number of source learners per task."""
     total_source_timesteps: int = 100_000
-    """Number of steps per task, over all its source learners: each one takes total_source_timesteps / n_stream."""
+    """Number of environment steps per task, over all its source learners: each takes total_source_timesteps / n_stream."""
     source_noise: float = 0.0
     """explorer: probability of taking a random action."""
     source_shared: bool = False
@@ -59,7 +59,7 @@ class Config(Recipe.Config):
     n_transit: int = 240
     """Context length in tokens: one per transition, and two separators with use_compressed_context."""
     loss_positions: Literal["every", "last"] = "every"
-    """Positions of the context at which the next action is predicted: every one, or only the last of a context of random length."""
+    """Positions at which the loss predicts the next action: all positions of the context, or only the last one of a context of random length."""
     use_compressed_context: bool = False
     """Use the previous and the current region of the history as context, instead of the last n_transit transitions."""
     compress_interval: int = 80

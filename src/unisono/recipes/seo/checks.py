@@ -11,12 +11,12 @@ from unisono.recipes.seo.settings import FOR, Config
 _AT_LEAST: dict[str, float] = {"max_length": 8, "query_length": 4, "length_groups": 1, "num_negatives": 0, "rerank": 1}
 _AT_LEAST |= {"target_length": 4, "scale": 1e-3, "lora_rank": 0, "lora_dropout": 0.0}
 _AT_MOST: dict[str, float] = {"max_length": 2**17, "query_length": 2**17, "length_groups": 64, "num_negatives": 1000}
-_AT_MOST |= {"rerank": 100}  # number of BM25 results that are stored per query
+_AT_MOST |= {"rerank": 100}  # largest number of BM25 results stored per query
 _AT_MOST |= {"target_length": 1024, "scale": 1e4, "lora_rank": 4096, "lora_dropout": 0.99}
 
 
 def check_kind(config: Config) -> None:
-    """Rejects settings of another task. Not part of check_config, so that old runs that have them can be exported."""
+    """Rejects settings that only affect other tasks; separate from check_config, so that old runs can be exported."""
     for name, kinds in FOR.items():
         if config.kind not in kinds and getattr(config, name) != getattr(Config, name):
             kind = kinds[0] if len(kinds) == 1 else "task rank"

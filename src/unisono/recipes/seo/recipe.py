@@ -67,7 +67,7 @@ class Seo(Recipe):
         presets: dict[str, Any] = {"best_metric": metric, "best_mode": mode}
         if values["model_name"] == "tiny":
             presets["learning_rate"] = 1e-3
-        if values["num_epochs"] is None and values["max_steps"] is None:  # unless the user sets one of them
+        if values["num_epochs"] is None and values["max_steps"] is None:  # only if the user sets neither
             presets["num_epochs"] = _EPOCHS
         if values["model_name"] != "tiny" and on_cpu(values):
             if "num_epochs" in presets:
@@ -82,7 +82,8 @@ class Seo(Recipe):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         check_config(config)
-        self._base: LoraBase | None = None  # set until the base weights of a LoRA are recorded
+        self.has_frozen_weights = bool(config.lora_rank)
+        self._base: LoraBase | None = None  # None once the base weights of a LoRA are recorded
         self._length_remarks: Sequence[str] = ()
 
     @cached_property
@@ -142,7 +143,7 @@ class Seo(Recipe):
     def model(self) -> nn.Module:
         """Builds the task's model."""
         model, remark = self.task.model(), None
-        if self.global_batch:  # for training, not for export
+        if self.global_batch:  # only for training, not for export
             self.task.get_ready(model, flash_attention=self.flash_attention)
             remark = self.task.start_remark(self.global_batch)
         self.remarks = [*self.task.remarks, *([remark] if remark else []), *self._length_remarks]
@@ -164,7 +165,7 @@ class Seo(Recipe):
         name = self.config.model_name
         if not self.config.lora_rank or name == TINY or self.prepared is None:  # checkpoints contain all weights
             return None
-        base = LoraBase(self.prepared, [place_of(name)])
+        base = LoraBase(self.prepared, [place_of(name)], self.base_precision)
         base.check(f"model_name {name}")
         return base
 
@@ -196,9 +197,9 @@ class Seo(Recipe):
         self._record_base()
         return self.task.embed(model, batch, noise)
 
-    def couple(self, rows: Mapping[str, Tensor]) -> Loss:
-        """Returns the loss of a whole global batch."""
-        return self.task.couple(rows)
+    def couple_rows(self, rows: Mapping[str, Tensor], start: int, stop: int) -> Loss:
+        """Returns the loss of a range of samples, compared with the whole global batch."""
+        return self.task.couple_rows(rows, start, stop)
 
     def before_evaluation(self, model: nn.Module) -> None:
         """Embeds the held-out queries."""

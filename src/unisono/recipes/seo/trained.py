@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _TOKENS_AT_ONCE = 16_384
-_DEFAULT_LENGTH = 512  # used if neither the model's folder nor its position embeddings define a limit
+_DEFAULT_LENGTH = 512  # maximum length if neither the model's folder nor its position embeddings define one
 
 
 class Ranker:

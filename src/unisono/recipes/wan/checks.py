@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from unisono.config.values import shown
@@ -48,6 +49,22 @@ def check_positions(shapes: Iterable[tuple[int, ...]], transformer: Mapping[str,
                 f"a sample of {shape[1]} latent frames, {height} × {width} pixels, exceeds this model's positions "
                 f"({most} along each side, of {pixels} pixels each); use a smaller max_pixels, or a smaller height and "
                 "width"
+            )
+
+
+def num_tokens(shape: Sequence[int], patch: Sequence[int]) -> int:
+    """The number of tokens of a latent whose shape ends in frames, height and width."""
+    return math.prod(side // size for side, size in zip(shape[-3:], patch, strict=True))
+
+
+def check_tokens(shapes: Iterable[tuple[int, ...]], patch: Sequence[int], context_size: int) -> None:
+    """Raises ConfigError for latents with fewer tokens than ranks that carry a sample together."""
+    for shape in shapes:
+        number = num_tokens(shape, patch)
+        if number < context_size:
+            raise ConfigError(
+                f"context_parallel {context_size}: a sample has only {number} token{'s' * (number != 1)}; use a "
+                f"context_parallel of at most {number}, or larger samples"
             )
 
 

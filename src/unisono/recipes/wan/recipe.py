@@ -13,12 +13,20 @@ if TYPE_CHECKING:  # `unisono train RECIPE --help` need not wait for torch
     from torch import Tensor, nn
 
     from unisono.recipes.wan.models.kernels.attention import Kernel
+    from unisono.settings import Settings
 
 
 class WanRecipe(Recipe):
     """A recipe whose model is an `Experts` and whose settings have `attention`."""
 
     verify_precision: ClassVar[str] = "float32"  # diffusers' norms always compute in float32
+    supports_context_parallel: ClassVar[bool] = True
+    context_size: int = 1
+    """The setting context_parallel: the number of ranks that carry a sample together."""
+
+    def check_settings(self, settings: Settings) -> None:
+        """Notes the setting context_parallel, for the checks of the data."""
+        self.context_size = settings.parallel.context_parallel
 
     @cached_property
     def kernel(self) -> Kernel:
@@ -28,7 +36,10 @@ class WanRecipe(Recipe):
         return Kernel(self.config.attention)
 
     def optimised(self, transformer: Any) -> Any:
-        """The transformer with the run's attention kernel, fast blocks, and a time embedding in float32."""
+        """The transformer with the run's attention kernel, fast blocks, and a time embedding in float32.
+
+        With context_parallel, it computes each sample together with other ranks.
+        """
         from unisono.recipes.wan.models.float32_weights import keep_time_embedding_in_float32
         from unisono.recipes.wan.models.kernels.attention import use
         from unisono.recipes.wan.models.kernels.block import use_fast_blocks
@@ -36,6 +47,21 @@ class WanRecipe(Recipe):
         keep_time_embedding_in_float32(transformer)
         use(self.kernel.name, transformer)
         use_fast_blocks(transformer)
+        return self.divided(transformer)
+
+    def divided(self, transformer: Any) -> Any:
+        """The transformer, computing each sample together with other ranks if context_parallel says so."""
+        from unisono.recipes.wan.models.context import divide_tokens
+
+        if self.context.size > 1:
+            divide_tokens(transformer, self.context)
+            heads = transformer.config.num_attention_heads
+            if not self.context.exchanges_heads(heads):
+                self.remarks = [
+                    *self.remarks,
+                    f"context_parallel {self.context.size} does not divide the {heads} attention heads: ranks gather "
+                    "keys and values instead of exchanging heads, which is slower",
+                ]
         return transformer
 
     def compute_dtype(self, model: nn.Module, latents: Tensor) -> torch.dtype:

@@ -78,9 +78,10 @@ def speed(teacher: SampleTime | None, student: SampleTime | None) -> dict[str, f
 def time_student(recipe: WanDistill, model: Experts) -> SampleTime | None:
     """The time that the student takes to generate a batch as large as the teacher's.
 
-    None when the student is sharded: the time would include gathering its weights, which inference does not need.
+    None when the student is sharded or ranks carry a sample together: the time would include communication, which
+    inference does not need, and ranks would time different numbers of batches.
     """
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
+    if recipe.context.size > 1 or any(isinstance(module, FSDPModule) for module in model.modules()):
         return None
     setup, device = recipe.setup, next(model.parameters()).device
     batch_size = setup.rollout_spec.block

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +45,8 @@ class DistillationLoss:
     """[text length, width] the embedding of the negative prompt, with online."""
     layers: Sequence[int] = ()
     """For the feature loss: the teacher's layer that each of the student's layers is compared with."""
+    over_ranks: Callable[[Tensor], Tensor] = lambda sums: sums
+    """Adds up sums over the tokens of each rank that carries a part of the sample."""
     _recorders: dict[int, OutputRecorder] = field(default_factory=dict)
 
     def loss(self, model: Experts, batch: Mapping[str, Any], data: Tensor, noise: Noise, dtype: torch.dtype) -> Loss:
@@ -89,7 +91,7 @@ class DistillationLoss:
         if student_states is not None and teacher_states is not None:
             # The guided teacher computes both halves at once; the first has the prompt.
             with_prompt = [layer[: len(data)] for layer in teacher_states.stop()]
-            terms["feature"] = losses.feature_matching(student_states.stop(), with_prompt)
+            terms["feature"] = losses.feature_matching(student_states.stop(), with_prompt, self.over_ranks)
         return terms
 
     def _on_trajectory(self, model: Experts, batch: Mapping[str, Any], data: Tensor, text: Tensor) -> dict[str, Tensor]:

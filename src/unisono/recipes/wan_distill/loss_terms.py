@@ -7,7 +7,7 @@ x_σ = (1 − σ) x̂₀ + σ ε adds new noise ε to it. Each function returns 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -35,13 +35,18 @@ def few_step_regression(point: Tensor, student: Tensor, sigma: Tensor, data: Ten
     return _mean_square(data_from(point, student, sigma) - data) / 2
 
 
-def feature_matching(student: Sequence[Tensor], teacher: Sequence[Tensor]) -> Tensor:
-    """Mean over layers l of ‖h_S^l − h_T^m(l)‖² / ‖h_T^m(l)‖²: hidden states of matching layers."""
-    layers = [
-        (ours.float() - theirs.float()).square().flatten(1).sum(1) / theirs.float().square().flatten(1).sum(1)
-        for ours, theirs in zip(student, teacher, strict=True)
-    ]
-    return torch.stack(layers).mean(0)
+def feature_matching(
+    student: Sequence[Tensor], teacher: Sequence[Tensor], over_ranks: Callable[[Tensor], Tensor] = lambda sums: sums
+) -> Tensor:
+    """Mean over layers l of ‖h_S^l − h_T^m(l)‖² / ‖h_T^m(l)‖²: hidden states of matching layers.
+
+    `over_ranks` adds up sums over the tokens of each rank, if several ranks carry a sample together.
+    """
+    differences, sizes = [], []
+    for ours, theirs in zip(student, teacher, strict=True):
+        differences.append((ours.float() - theirs.float()).square().flatten(1).sum(1))
+        sizes.append(theirs.float().square().flatten(1).sum(1))
+    return (over_ranks(torch.stack(differences)) / over_ranks(torch.stack(sizes))).mean(0)
 
 
 def _mean_square(difference: Tensor) -> Tensor:

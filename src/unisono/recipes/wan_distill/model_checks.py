@@ -24,7 +24,7 @@ def check_models(setup: Setup) -> None:
 def _check_features(setup: Setup) -> None:
     if len(setup.teacher.transformers) > 1:
         raise ConfigError(
-            "feature_weight: a teacher of two experts has no single layer to compare with; leave feature_weight out"
+            "feature_weight: a teacher of two experts has no single layer to compare with; remove feature_weight"
         )
     student, teacher = (
         config["num_attention_heads"] * config["attention_head_dim"]
@@ -33,5 +33,5 @@ def _check_features(setup: Setup) -> None:
     if student != teacher:
         raise ConfigError(
             f"feature_weight compares layers of the same width, but the student's is {student} and the teacher's "
-            f"{teacher}; leave feature_weight out, or use a student of width {teacher}"
+            f"{teacher}; remove feature_weight, or use a student of width {teacher}"
         )

@@ -71,6 +71,7 @@ def load(setup: Setup, work: Work) -> Teacher:
         config.teacher_device_strategy,
         work.device,
         compiled=config.compile_teacher,
+        base_precision=setup.base_precision,
     )
     work.message(description)
     return teacher

@@ -49,6 +49,7 @@ class WanDistill(WanRecipe):
         *("student_config", "init", "layers"),
     )
     Config = settings.Config
+    has_frozen_weights = True  # the teacher's
 
     @classmethod
     def presets(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -76,14 +77,20 @@ class WanDistill(WanRecipe):
         """The models, prompts and roll-outs of the run."""
         from unisono.recipes.wan_distill.setup import Setup
 
-        return Setup(self.config)
+        return Setup(self.config, self.base_precision)
 
     def check_settings(self, settings: Any) -> None:
-        """Refuses online with dp, which has one teacher for all GPUs, and with cuda_graph."""
+        """Refuses two formats of the teacher, and online with dp (one teacher for all GPUs) or cuda_graph."""
+        super().check_settings(settings)
+        if self.config.teacher_dtype == "float8" and settings.precision.base_precision != "auto":
+            raise ConfigError(
+                f"teacher_dtype float8 and base_precision {settings.precision.base_precision} both say how the teacher "
+                "is stored; remove one of them"
+            )
         if self.config.online and settings.parallel.strategy == "dp":
             raise ConfigError("online: --strategy dp has the teacher on one GPU only; use ddp or fsdp")
         if self.config.online and settings.precision.cuda_graph:
-            raise ConfigError("online: a step that queries the teacher cannot be recorded; leave out --cuda_graph")
+            raise ConfigError("online: a step that queries the teacher cannot be recorded; remove --cuda_graph")
 
     def metric_names(self) -> Collection[str]:
         """The distance between student and teacher; for the tiny teacher also what both generate."""
@@ -158,6 +165,8 @@ class WanDistill(WanRecipe):
             messages: list[str] = []
             self._teacher = load(setup, Work(setup.folder, device=setup.device, _say=messages.append))
             self.remarks = [*self.remarks, *messages]
+        for transformer in self._teacher.experts.children():
+            self.divided(transformer)
         return {} if self._teacher.places_itself else dict(self._teacher.experts.named_children())
 
     def sharded(self) -> Mapping[str, tuple[Weights, Sequence[str]]]:
@@ -176,9 +185,11 @@ class WanDistill(WanRecipe):
 
     def dataset(self, split: str) -> Any:
         """The teacher's samples."""
+        from unisono.recipes.wan.checks import check_tokens
         from unisono.recipes.wan_distill.data.datasets import EvalDataset, OnlineDataset, RolloutDataset
 
         setup = self.setup
+        check_tokens([setup.shape], setup.student.config["patch_size"], self.context_size)
         self.teacher_time = setup.teacher_time()
         self.remarks = self._remarks()
         if split == "eval":
@@ -213,7 +224,7 @@ class WanDistill(WanRecipe):
         )
         layers = setup.pruning_plan().layers if config.feature_weight else ()
         empty = setup.text(config.negative_prompt) if config.online else None
-        return DistillationLoss(weights, setup.rollout_spec, self._teacher, empty, layers)
+        return DistillationLoss(weights, setup.rollout_spec, self._teacher, empty, layers, self.context.sum)
 
     def loss(self, model: nn.Module, batch: Any, noise: Noise) -> Loss:
         """The weighted sum of the losses: the mean over each sample's elements, summed over samples."""

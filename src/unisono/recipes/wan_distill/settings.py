@@ -27,7 +27,7 @@ class Config(Recipe.Config):
     """Distillation of a Wan model into a smaller one"""
 
     teacher_path: str | None = None
-    """Model to imitate: a diffusers folder, a hub id, a folder of the Wan repository, or one .safetensors file; `tiny` trains a small one first."""
+    """Teacher: a diffusers folder, a hub id, a checkpoint folder in Wan's original format, or one .safetensors file; `tiny` trains a small teacher first."""
     parts_path: str | None = None
     """Model to take the VAE, text encoder and tokenizer from. Default: the teacher."""
     student_config: str | None = None
@@ -59,7 +59,7 @@ class Config(Recipe.Config):
     eval_rollouts: int = 1
     """Number of samples that the teacher generates per held-out prompt."""
     rollout_batch: int = 8
-    """Samples that the teacher generates at once. It affects the last bits of the results, so it does not depend on the number of devices."""
+    """Number of samples that the teacher generates at once, the same on any number of devices. Changing it changes the rounding of the samples."""
     teacher_sampler: Literal["unipc", "euler"] = "unipc"
     """Sampler of the teacher."""
     teacher_steps: int = 32
@@ -78,7 +78,7 @@ class Config(Recipe.Config):
     """Distribution of the noise levels, before the shift."""
 
     teacher_dtype: Literal["auto", "float32", "float16", "bfloat16", "float8"] = "auto"
-    """Dtype of the teacher; auto is bfloat16 on a GPU. float8 stores the weights in 8 bit and computes in bfloat16."""
+    """Dtype of the teacher; auto is bfloat16 on a GPU. float8 stores the weights in 8 bit and computes in bfloat16; base_precision does so with scales, also in 4 bit."""
     teacher_device_strategy: Literal["auto", "gpu", "cpu", "balanced", "gpu0"] = "auto"
     """Where the teacher's weights are: on each GPU (gpu, gpu0), in host memory and copied to the GPU block by block (cpu), or, with online, sharded over the GPUs (balanced). auto chooses gpu if they fit."""
     compile_teacher: bool = True

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unisono.quantize.products import has_fp8_products
 from unisono.recipes.common.fingerprint import combined
 from unisono.recipes.wan.data.cache import Cache, CacheSettings
 from unisono.recipes.wan.data.crop import Crop
@@ -33,8 +34,10 @@ _DAMAGED = (OSError, ValueError, TypeError, AttributeError, KeyError, IndexError
 class Setup(ModelPair):
     """The models, prompts and roll-outs of a run; each property is computed on first use."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, base_precision: str = "auto") -> None:
+        """`base_precision`: the setting, for the teacher's weights."""
         super().__init__(config)
+        self.base_precision = base_precision
         # prepare() sets these: the teacher's device, the run's seed, the folder of the roll-outs, the number of ranks.
         self.device, self.seed, self.folder, self.num_ranks = "cpu", 0, Path(), 1
 
@@ -81,7 +84,7 @@ class Setup(ModelPair):
         config = self.config
         compute_dtype = str(dtype_of(config.teacher_dtype, self.device)).removeprefix("torch.")
         spec = RolloutSpec(
-            teacher=combined(self.fingerprint, self.encoders.fingerprints()[1]),
+            teacher=combined(self.fingerprint, self.encoders.fingerprints()[1], *self._quantised),
             how=self.backend,
             seed=self.seed,
             shape=self.shape,
@@ -98,11 +101,20 @@ class Setup(ModelPair):
         pairs = config.pairs if config.velocity_weight and not config.online else 0
         return replace(spec, pairs=pairs, points=self._points(spec.sigmas))
 
+    @property
+    def _quantised(self) -> list[str]:
+        """What makes a quantised teacher another one; activations in fp8 too change more than the last bits."""
+        if self.base_precision == "auto":
+            return []
+        has_products = self.base_precision == "fp8" and has_fp8_products(torch.device(self.device))
+        return [f"{self.base_precision} products" if has_products else self.base_precision]
+
     @cached_property
     def backend(self) -> str:
         """The kind of device, and whether the teacher is compiled: both decide the last bits of a sample."""
         config, kind = self.config, self.device.partition(":")[0]
-        offloaded = is_offloaded(self.teacher, config.teacher_dtype, config.teacher_device_strategy, self.device)
+        strategy = config.teacher_device_strategy
+        offloaded = is_offloaded(self.teacher, config.teacher_dtype, strategy, self.device, self.base_precision)
         compiled = kind == "cuda" and config.compile_teacher and not offloaded and config.teacher_dtype != "float8"
         return f"{kind}, compiled" if compiled else kind
 

@@ -22,7 +22,7 @@ def check_model(setup: Setup) -> None:
     if config.first_frame and not takes_first_frame(setup):
         raise ConfigError(
             f"first_frame {config.first_frame}: this model has one timestep for all frames, so the first frame cannot "
-            "be a condition; only TI2V models support it (such as Wan2.2-TI2V-5B): leave first_frame out"
+            "be a condition; only TI2V models support it (such as Wan2.2-TI2V-5B): remove first_frame"
         )
     Crop(1, config.height, config.width, config.max_pixels).check(geometry.multiple)
     if config.height:

@@ -63,6 +63,7 @@ class WanFlow(WanRecipe):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         check_config(config)
+        self.has_frozen_weights = bool(config.lora_rank or config.lora_path)
         self._base_to_record: LoraBase | None = None  # until the first step
 
     @cached_property
@@ -90,10 +91,11 @@ class WanFlow(WanRecipe):
 
     def check_settings(self, settings: Settings) -> None:
         """Refuses cuda_graph with two experts: which samples each of them gets changes from step to step."""
+        super().check_settings(settings)
         if settings.precision.cuda_graph and len(self.setup.trained) > 1:
             raise ConfigError(
                 "cuda_graph replays one recorded step, but with two experts the noise level decides which expert gets "
-                "a sample; leave cuda_graph out, or train one expert with --expert high or low"
+                "a sample; remove cuda_graph, or train one expert with --expert high or low"
             )
 
     def metric_names(self) -> Collection[str]:
@@ -125,7 +127,8 @@ class WanFlow(WanRecipe):
         setup = self.setup
         if not setup.is_lora or setup.pretrained is None or self.prepared is None:  # all weights are in the checkpoint
             return None
-        base = LoraBase(self.prepared, (setup.pretrained.transformers[name] for name in setup.trained))
+        parts = (setup.pretrained.transformers[name] for name in setup.trained)
+        base = LoraBase(self.prepared, parts, self.base_precision)
         base.check(f"model_path {self.config.model_path}", " (with lora_path, to continue the LoRA)")
         return base
 
@@ -160,6 +163,10 @@ class WanFlow(WanRecipe):
         _ = self._lora_base  # checks the base again: a run may be exported long after prepare()
         return None if self.setup.pretrained is None else ExpertWeights(self.setup.weight_files)
 
+    def frozen_linears(self, part: str, module: nn.Module) -> Sequence[str] | None:
+        """Those of the transformers' blocks; the encoders compute the same with and without a cache."""
+        return None if part == "model" else ()
+
     def frozen(self) -> Mapping[str, nn.Module]:
         """The VAE and the text encoder, when there is no cache."""
         if not self.config.no_cache:
@@ -170,11 +177,12 @@ class WanFlow(WanRecipe):
 
     def dataset(self, split: str) -> Any:
         """Latents and text embeddings or, without a cache, frames and captions."""
-        from unisono.recipes.wan.checks import check_positions
+        from unisono.recipes.wan.checks import check_positions, check_tokens
 
         data = self.data.dataset(split)
         if data is not None and hasattr(data, "distinct_shapes"):
             check_positions(data.distinct_shapes, self.setup.transformer, self.setup.encoders.geometry.spatial_factor)
+            check_tokens(data.distinct_shapes, self.setup.transformer["patch_size"], self.context_size)
         self.remarks = [*self.data.remarks]
         if self.config.model_config and self.config.lora_rank:
             self.remarks.append(
@@ -235,6 +243,15 @@ class WanFlow(WanRecipe):
         if (like.device, like.dtype) not in copies:
             copies[like.device, like.dtype] = copies[None].to(like.device, like.dtype)
         return copies[like.device, like.dtype]
+
+    def flops(self, batch: Any) -> float | None:
+        """Operations of the transformer on a batch of cached latents; None if the batch is encoded in the step."""
+        from unisono.recipes.wan.flops import forward_flops, training_flops
+
+        if "latent" not in batch:
+            return None
+        forward = forward_flops(self.setup.transformer, batch["latent"].shape, batch["text"].shape[1])
+        return training_flops(forward, lora=self.setup.is_lora)
 
     def loss(self, model: nn.Module, batch: Any, noise: Noise) -> Loss:
         """The squared error of the velocity: the mean over each sample's elements, summed over samples."""

@@ -38,7 +38,7 @@ class Config(Recipe.Config):
     """Flow matching on Wan"""
 
     model_path: str | None = None
-    """Model to continue training: a diffusers folder, a hub id, a folder of the Wan repository, or one .safetensors file (native and ComfyUI weight names too)."""
+    """Model to continue training: a diffusers folder, a hub id, a checkpoint folder in Wan's original format, or one .safetensors file (native and ComfyUI weight names too)."""
     model_config: str | None = None
     """Train from scratch instead: tiny (with its own VAE, text encoder and data), 1.3b, 14b, ti2v-5b, a14b, or a JSON file with the arguments of WanTransformer3DModel."""
     parts_path: str | None = None

@@ -55,7 +55,7 @@ class Setup:
         is_whole = self.pretrained is None or _is_whole_model(self.pretrained)
         if self.config.expert != "both" and len(available) == 1 and is_whole:
             raise ConfigError(
-                f"expert {self.config.expert}: this model has one transformer for all noise levels; leave expert out"
+                f"expert {self.config.expert}: this model has one transformer for all noise levels; remove expert"
             )
         return parts_to_train(available, self.config.expert)
 

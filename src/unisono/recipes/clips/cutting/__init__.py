@@ -1,1 +1,1 @@
-"""From scores to video files: choose moments, move their ends to cut points, copy or encode them."""
+"""Turns scores into video files: chooses moments, moves their ends to cut points, and copies or re-encodes them."""

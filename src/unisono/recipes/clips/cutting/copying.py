@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def copy(footage: Footage, moment: Moment, to: Path) -> tuple[float, float]:
-    """Copies the streams; returns the time range of the video that the new file shows."""
+    """Copies the streams to a new file; returns the time range of the video that the file contains."""
     import av
 
     key_frame = footage.key_frame(moment.start)
@@ -41,7 +41,7 @@ def copy(footage: Footage, moment: Moment, to: Path) -> tuple[float, float]:
                         break
                 end = copying.video_end - footage.begin
         except (ValueError, OSError, av.error.FFmpegError) as error:
-            write_error = error  # raised below, because `open_media` would report it as an error of the source
+            write_error = error  # raised below, because `open_media` would blame the source file
     if isinstance(write_error, OSError):
         raise write_error
     if write_error is not None:
@@ -75,9 +75,9 @@ class _Copy:
         self._origin, self._end = origin, end
         self._started = False
         self._finished: set[int] = set()
-        self._early: list[Any] = []  # sound that is stored before the key frame it belongs to
+        self._early: list[Any] = []  # audio packets that the file stores before the key frame
         self.video_end = origin
-        """End of the last frame copied."""
+        """Timestamp at which the last copied frame ends."""
 
     def add(self, packet: Any) -> bool:
         """Copies a packet if it belongs to the moment; returns whether more packets are needed."""
@@ -93,8 +93,8 @@ class _Copy:
             for early in self._early:
                 self._write(early)
             return True
-        # Packets are in decoding order: a reference frame comes before the B-frames that are shown before it. So the
-        # moment ends before the first frame that is both decoded and shown after its end.
+        # Packets are in decoding order: a reference frame comes before the B-frames that are displayed before it. So
+        # copying stops at the first frame that is both decoded and displayed after the end of the moment.
         if packet.dts * tick >= self._end and (not is_video or packet.pts * tick > self.video_end - 1e-6):
             self._finished.add(packet.stream_index)
             return len(self._finished) < len(self._copies)
@@ -106,7 +106,7 @@ class _Copy:
 
     def _write(self, packet: Any) -> None:
         tick = float(packet.time_base)
-        # Frames that are shown before the key frame they follow refer to frames before it, which are not copied.
+        # Frames that are displayed before the first key frame depend on earlier frames, which are not copied.
         if packet.pts * tick < self._origin - 1e-3:
             return
         if packet.stream_index == self._video:

@@ -17,12 +17,12 @@ from unisono.recipes.clips.cutting.moments import Moment
 from unisono.recipes.clips.video.footage import Footage
 
 _RATE = 8.0  # frames per second to analyse
-_LONGER_SIDE = 64  # pixels of these frames
-_NUM_POSITIONS = 33  # positions of the window, from one end to the other
-_SPEED_COST = 0.1  # cost of moving the window, relative to missed motion: half a frame takes about a second
+_LONGER_SIDE = 64  # width or height of the analysed frames, in pixels
+_NUM_POSITIONS = 33  # number of window positions that are considered
+_SPEED_COST = 0.1  # cost of moving the window; at 0.1, it takes about a second to cross half a frame
 _CENTRE_BONUS = 0.03  # keeps the window in the centre if nothing moves
-_NOISE = 0.001  # mean change between frames, of full scale, below which it is mostly noise
-_FRAMES_APART = 2  # compared for motion
+_NOISE = 0.001  # mean difference between frames (full scale is 1) that is mostly noise
+_FRAMES_APART = 2  # motion is the difference between a frame and the one this many frames before it
 _SMOOTH_S = 0.35  # standard deviation of the smoothing, in seconds
 
 
@@ -49,7 +49,7 @@ class Crop:
         high, wide = self.size(height, width, pixel_aspect)
         centre = float(np.interp(time, self.times, self.centres)) if len(self.times) else 0.5
         top, left = ((centre * full - part / 2) for full, part in ((height, high), (width, wide)))
-        # The side that is not cropped loses one odd line at most, so its position is 0.
+        # Along the side that is not cropped, at most one line is cut off (for an even size), so the position is 0.
         return (_even(top, height - high), _even(left, width - wide))
 
 
@@ -85,10 +85,10 @@ def follow(video: Path | Footage, moment: Moment, aspect: float) -> Crop:
 def path(
     frames: NDArray[np.uint8], times: NDArray[np.float64], share: float, cuts: Sequence[float] = ()
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Times, and the centre of a window of `share` of the width at each, from small frames [N, height, width, 3].
+    """Returns times, and the window's centre at each of them; the window covers the fraction `share` of the width.
 
-    Each shot has its own path, which trades the motion inside the window against the speed of the window. The window
-    jumps only between shots.
+    `frames` [N, height, width, 3] are small frames. In each shot the window covers as much motion as possible while it
+    moves slowly; it jumps only between shots.
     """
     positions = np.linspace(share / 2, 1 - share / 2, _NUM_POSITIONS)
     bounds = [0, *(int(np.searchsorted(times, cut)) for cut in cuts), len(times)]
@@ -108,12 +108,13 @@ def path(
 
 
 def _motion_inside(frames: NDArray[np.uint8], positions: NDArray[np.float64], share: float) -> NDArray[np.float64]:
-    """[N, positions] the fraction of the motion inside the window; with little motion, the centre is preferred."""
+    """The fraction of the motion inside the window, [N, positions], plus a bonus for the centre."""
     luma = frames.mean(axis=3) / 255
-    # Compares frames a quarter of a second apart, so that slow motion is visible; the first ones with later ones.
+    # Compares frames a quarter of a second apart, so that slow motion is visible. The first frames have no earlier
+    # frame and are compared with later ones.
     compared = np.concatenate([luma[_FRAMES_APART : 2 * _FRAMES_APART], luma[:-_FRAMES_APART]])[: len(luma)]
     change = np.abs(luma - compared)
-    # Subtracts the motion of the camera, which is everywhere.
+    # Subtracts camera motion, which changes the whole frame.
     change = np.maximum(change - np.median(change, axis=(1, 2), keepdims=True), 0)
     columns = change.mean(axis=1)
     width = columns.shape[1]

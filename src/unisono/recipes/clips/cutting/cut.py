@@ -20,7 +20,7 @@ from unisono.recipes.clips.video.footage import Footage
 
 @dataclass(frozen=True)
 class Cut:
-    """A new file, and the time range of the video that it shows; a copy may start before the moment."""
+    """A new file and the time range of the video that it contains; a copy may start before the moment."""
 
     path: Path
     start: float
@@ -38,7 +38,7 @@ def cut(
 ) -> Cut:
     """Writes a moment of a video to a new MP4 file; never overwrites a file.
 
-    `exact`, `crop` and `height` (pixels; the width follows) re-encode the video.
+    If `exact`, `crop` or `height` (in pixels; the aspect ratio is preserved) is set, the video is re-encoded.
     """
     footage = video if isinstance(video, Footage) else Footage(video)
     if not 0 <= moment.start < moment.end or moment.start >= footage.duration:

@@ -1,4 +1,4 @@
-"""Good cut points near the ends of a moment: scene cuts, and pauses in the sound."""
+"""Finds good cut points near the ends of a moment: scene cuts, and pauses in the sound."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from unisono.recipes.clips.video.footage import Footage
 _BINS = 8  # bins per channel of a colour histogram
 _BLOCKS = 4  # frames are also compared by the means of 4×4 blocks, because two shots may have the same colours
 _CHANGE = 0.15  # fraction of the largest possible difference; a smaller change is not a cut
-_ABOVE_AROUND = 4.0  # times the median difference of the frames around it: a shaking camera is not a series of cuts
+_ABOVE_AROUND = 4.0  # a cut differs this much more than the frames around it; a shaking camera does not
 _AROUND = 12  # frames
 _LOUD_QUANTILE, _PAUSE_BELOW = 0.9, 0.1  # a pause is quieter than this fraction of the loud parts
 _SHORTEST_PAUSE = 0.15  # seconds
@@ -39,7 +39,7 @@ class Edge:
 def shots(frames: NDArray[np.uint8], times: NDArray[np.float64]) -> list[Edge]:
     """Scene cuts in small frames [N, height, width, 3], each at the time of the first frame of the new shot.
 
-    A frame that differs from both neighbours, which are alike, is a flash and not a cut.
+    A frame that differs from both neighbours while these are alike is a flash, not a cut.
     """
     looks = np.stack([_look(frame) for frame in frames]) if len(frames) else np.zeros((0, 1))
     steps = _differences(looks, 1)  # steps[i]: from frame i to i + 1
@@ -56,7 +56,7 @@ def shots(frames: NDArray[np.uint8], times: NDArray[np.float64]) -> list[Edge]:
 
 
 def silences(loudness: NDArray[np.floating], times: NDArray[np.float64]) -> list[Edge]:
-    """The middles of pauses, from the loudness (root mean square, full scale 1) at evenly spaced times."""
+    """The middle of each pause, found in the loudness (root mean square, full scale 1) at evenly spaced times."""
     if len(loudness) < 2:
         return []
     loud = float(np.quantile(loudness, _LOUD_QUANTILE))
@@ -80,7 +80,7 @@ def edges_around(video: Path | Footage, moments: Sequence[Moment], within_s: flo
         start, end = max(0.0, time - within_s), min(footage.duration, time + within_s)
         if end - start < 2 * _STEP:
             continue
-        # Reads half a second more on both sides, because a change is compared with what is around it.
+        # Reads half a second more on both sides, because a change is compared with the frames around it.
         wide_start, wide_end = max(0.0, start - 0.5), min(footage.duration, end + 0.5)
         frames = [(time, footage.picture(frame, _SIZE)) for time, frame in footage.frames(wide_start, wide_end)]
         nearby: list[Edge] = []
@@ -101,11 +101,11 @@ def snap(
     longest: float = math.inf,
     duration: float = math.inf,
 ) -> list[Moment]:
-    """Moves the ends of moments (best first) to edges within `within_s` seconds: the nearest cut, or the nearest pause.
+    """Moves the ends of moments (best first) to a scene cut, or else a pause, at most `within_s` seconds away.
 
-    A worse moment makes room for a better one, and is dropped if that leaves it too short; so fewer moments are a
-    prefix of more. If moving one end would make a moment too short, the other end moves as well. An end stays where
-    it is if there is no room for that, or if the moment would become too long.
+    If two moments then overlap, the one with the lower score is shortened, or dropped if it would become too short; so
+    the result for fewer moments is a prefix of the result for more. If moving one end makes a moment too short, the
+    other end moves too. An end that cannot move without an overlap or an invalid length stays where it is.
     """
     placed: list[Moment] = []
     for moment in moments:
@@ -120,7 +120,7 @@ def snap(
         if fitted is None:
             continue
         start, end = fitted
-        start_is_at_edge = False  # if so, moving the end must not move the start
+        start_is_at_edge = False  # if True, moving the end must not move the start
         for bound in (moment.start, moment.end):
             is_start = bound == moment.start
             near = [edge for edge in edges if abs(edge.time - bound) <= within_s and low <= edge.time <= high]
@@ -137,7 +137,7 @@ def snap(
 
 @dataclass(frozen=True)
 class _Room:
-    """The time range in which a moment may lie, and the range of its length."""
+    """The time range that a moment must stay in, and the limits of its length."""
 
     low: float
     high: float

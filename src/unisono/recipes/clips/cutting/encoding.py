@@ -27,20 +27,20 @@ _TICK = Fraction(1, 90_000)  # time base of the video: a whole number of ticks p
 _AAC_RATES = (48_000, 44_100, 32_000, 24_000, 22_050, 16_000, 12_000, 11_025, 8_000)
 _AAC_SAMPLES = 1024
 _QUALITY = {"crf": "19", "preset": "fast"}
-_HALF_FRAME = 0.02  # seconds at most; at an uneven frame rate, half of the mean is meaningless
+_HALF_FRAME = 0.02  # in seconds; at a variable frame rate, half of the mean duration would be meaningless
 _LIMITED_RANGE = 1  # FFmpeg's number
 
 
 def encode(
     footage: Footage, moment: Moment, to: Path, crop: Crop | None, height: int | None = None
 ) -> tuple[float, float]:
-    """Re-encodes a moment, scaled to `height` pixels if given; returns the time range that the file shows."""
+    """Re-encodes a moment, scaled to `height` pixels if given; returns the time range that the file contains."""
     half = min(0.5 / footage.fps, _HALF_FRAME)
     frames = footage.frames(moment.start, min(moment.end, footage.duration) + half)
     first_two = list(islice(frames, 2))
     if not first_two:
         raise UserError(f"{footage.path}: no frame can be read at {moment.start:.1f} s")
-    # Starts at the nearest frame, so that frames stay evenly spaced, or at the moment if that frame lasts long.
+    # Starts at the nearest frame, so that frames stay evenly spaced, but within a long frame exactly at the moment.
     near = [time for time, _ in first_two if abs(time - moment.start) <= half + 1e-6]
     origin = min(near, key=lambda time: abs(time - moment.start)) if near else moment.start
     if len(first_two) == 2 and first_two[1][0] <= origin:
@@ -188,7 +188,7 @@ class _SoundTrack:
 
 def _mux(output: OutputContainer, packets: Any, durations: dict[int, int]) -> None:
     for packet in packets:
-        # The encoder does not know the duration of frames; that of the last one decides the length of the file.
+        # The encoder does not set the durations of frames, but the last frame's duration determines the file's length.
         duration = durations.get(packet.pts)
         if duration is not None and packet.time_base == _TICK:
             packet.duration = duration

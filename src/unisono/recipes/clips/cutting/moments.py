@@ -1,4 +1,4 @@
-"""Chooses the best moments of a video from its scores: non-overlapping, and of limited length."""
+"""Chooses the best moments of a video by its scores; moments do not overlap and have a limited length."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from unisono.errors import ConfigError
 
-_JOIN_FROM = 0.5  # a neighbouring clip joins a moment if it scores above this point between typical and the moment
+_JOIN_FROM = 0.5  # a neighbouring clip joins a moment if it scores at least halfway from the typical clip to the moment
 _FLAT = 1e-6  # smaller differences are rounding errors, and do not decide between two clips
 _TINY = 1e-6  # seconds
 
@@ -24,7 +24,7 @@ class Moment:
 
     @property
     def seconds(self) -> float:
-        """Its length."""
+        """Length in seconds."""
         return self.end - self.start
 
 
@@ -38,12 +38,13 @@ def pick(
     gap: float = 2.0,
     duration: float | None = None,
 ) -> list[Moment]:
-    """The best moments of a video, best first, equal ones by time. A smaller `number` gives a prefix of a larger one.
+    """The `number` best moments of a video, best first and ties by time; asking for fewer gives a prefix of the list.
 
-    A moment starts as the best stretch of the shortest length, and grows to the better side while the clips there stand
-    out from the video too. Moments are at least `gap` seconds apart and contain no clip without a score (NaN). A video
-    shorter than the shortest moment is one moment; if nothing stands out, moments have the shortest length and start at
-    the beginning. `duration` is the length of the video, which may end within its last clip.
+    A moment starts as the best-scoring stretch of the shortest length, and grows towards its better neighbour as long
+    as that clip stands out from the video too. Moments are at least `gap` seconds apart and contain no clip without a
+    score (NaN). A video shorter than the shortest moment is one moment; if nothing stands out, moments have the
+    shortest length and start at the beginning. `duration` is the length of the video, which may end within its last
+    clip.
     """
     _check(clip_seconds, number, shortest, longest, gap)
     values = np.asarray(scores, np.float64)
@@ -55,7 +56,7 @@ def pick(
         return []
     typical = min(float(np.median(values[free])), float(np.mean(values[free])))
     moments: list[Moment] = []
-    # Finds all moments, whatever the number: the best core need not grow into the moment with the best mean.
+    # Finds all moments first and sorts them afterwards: a moment's mean score changes while it grows.
     stretches = _Stretches(values, times, free, min(shortest, float(times[-1])))
     while (span := stretches.best()) is not None:
         first, last = _grow(values, times, free, *span, typical, longest)
@@ -68,24 +69,24 @@ def pick(
 
 
 class _Stretches:
-    """The shortest stretches of clips of at least a given length, sorted by mean score."""
+    """For each clip, the shortest stretch from it that has at least a given length; sorted by mean score."""
 
     def __init__(
         self, values: NDArray[np.float64], times: NDArray[np.float64], free: NDArray[np.bool_], least: float
     ) -> None:
         total = np.concatenate([[0.0], np.cumsum(np.where(free, values, 0.0) * np.diff(times))])
         taken = np.concatenate([[0], np.cumsum(~free)])
-        lasts = np.searchsorted(times, times[:-1] + least - _TINY)  # the first end that makes it long enough
+        lasts = np.searchsorted(times, times[:-1] + least - _TINY)  # the first end at which the stretch is long enough
         self._lasts = lasts[lasts <= len(values)]
         firsts = np.arange(len(self._lasts))
         self._free = taken[self._lasts] == taken[firsts]
         means = (total[self._lasts] - total[firsts]) / (times[self._lasts] - times[firsts])
         self._order = np.argsort(-means, kind="stable")
         self._falling = means[self._order]
-        self._at = 0  # position in the order; everything before it is taken
+        self._at = 0  # position in the sorted order; all stretches before it are taken
 
     def best(self) -> tuple[int, int] | None:
-        """The free stretch first:last with the highest mean, the earliest of equal ones; None if none is left."""
+        """The free stretch first:last with the highest mean (the earliest in a tie); None if none is left."""
         while self._at < len(self._order) and not self._free[self._order[self._at]]:
             self._at += 1
         if self._at == len(self._order):

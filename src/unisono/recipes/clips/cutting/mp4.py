@@ -1,4 +1,4 @@
-"""New MP4 files, which appear complete or not at all and never overwrite another file."""
+"""Writes MP4 files that appear only when complete and never overwrite another file."""
 
 from __future__ import annotations
 

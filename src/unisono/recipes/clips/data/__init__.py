@@ -1,1 +1,1 @@
-"""From labelled videos to training samples: label files, features of each clip, datasets."""
+"""Turns labelled videos into training samples: label files, features of each clip, datasets."""

@@ -1,4 +1,4 @@
-"""A folder with the arrays of one video, which appears complete or not at all.
+"""A folder with the arrays of one video, which appears only when it is complete.
 
 Each array is a .npy file and grows block by block while the video is read; `facts.json` lists shapes and types.
 """

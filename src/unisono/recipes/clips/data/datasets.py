@@ -16,7 +16,7 @@ Item = dict[str, Any]
 
 
 class Windows(Dataset[Item]):
-    """Windows of at most `window` consecutive clips with their scores; those of a longer video overlap by half."""
+    """Windows of at most `window` consecutive clips with their scores; windows of a longer video overlap by half."""
 
     def __init__(
         self, videos: Sequence[Extracted], scores: Sequence[NDArray[np.float32]], kinds: Sequence[str], window: int
@@ -68,7 +68,7 @@ class Videos(Dataset[Item]):
 
 
 def windows_of(clips: int, window: int) -> list[tuple[int, int]]:
-    """The first and last clip (exclusive) of each window of a video; if there are several, all have the same length."""
+    """The first and last clip (exclusive) of each window of a video; all windows of a video have the same length."""
     if clips <= window:
         return [(0, clips)]
     step = max(1, window // 2)

@@ -48,11 +48,11 @@ from unisono.recipes.common.fingerprint import Keys
 
 _FORMAT = 2  # part of the key: arrays of another format are extracted again
 _MB = 1_000_000
-_MOST_MESSAGES = 3  # about bad files while extracting; open() reports all of them
+_MOST_MESSAGES = 3  # warnings about bad files during extraction; open() reports all bad files
 
 
 class Source(Protocol):
-    """A video, or features that exist already. A `Labelled` is one."""
+    """A video, or existing features of one; implemented by `Labelled`."""
 
     @property
     def name(self) -> str: ...
@@ -64,21 +64,21 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Extracted:
-    """The arrays of one video on disk. Small enough to send to loader workers; arrays are opened when they are read."""
+    """The paths and shapes of one video's arrays on disk: cheap to send to loader workers, which open the arrays."""
 
     source: Any
     folder: str
     arrays: dict[str, tuple[int, ...]]
-    """Shapes by name: those of `frames`, `mel`, `stats`, `features` that exist."""
+    """Shape of each existing array: `frames`, `mel`, `stats`, `features`."""
     num_clips: int
     duration: float
     has_sound: bool
     remark: str
-    """What is damaged in the file; empty for an intact one. The readable part is used."""
+    """Describes the damage to the file; empty if it is intact. Only the readable part is used."""
 
     def array(self, name: str) -> NDArray[Any]:
         """Returns one of `arrays`, memory-mapped: [num_clips, ...]."""
-        # Opened for each read: that takes microseconds, and forked workers share no file handle.
+        # Opens the file for each read: that takes microseconds, and forked workers do not share a file handle.
         array: NDArray[Any] = np.load(os.path.join(self.folder, f"{name}.npy"), mmap_mode="r", allow_pickle=False)
         return array
 
@@ -110,8 +110,8 @@ class Extraction:
         self._folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(self._folder)
         sources = dict(zip(self._keys, self._sources, strict=True))
-        # Divides all videos among the processes, not only the missing ones: a process that looks a moment later would
-        # see fewer missing ones, and the shares would not match.
+        # Divides all videos among the processes, not only the missing ones: a process that looked later would see fewer
+        # missing videos and divide them differently.
         mine = [key for key in work.share(list(sources)) if ArrayFolder(self._folder / key).facts() is None]
         sizes = {key: _size(self._file_of(sources[key])) for key in sources}
         read, stop = _Megabytes(sizes, mine), threading.Event()
@@ -137,13 +137,13 @@ class Extraction:
             stop.set()
             pool.shutdown(cancel_futures=True)
             self._model = None
-            if torch.device(work.device).type == "cuda":  # training may need all of the memory
+            if torch.device(work.device).type == "cuda":  # frees memory for training
                 torch.cuda.empty_cache()
 
     def _extract(
         self, stopping: Callable[[], bool], device: str, key: str, source: Source, read: _Megabytes
     ) -> str | None:
-        """Extracts a video; returns what is wrong with it if it cannot be used."""
+        """Extracts a video; returns the problem if it cannot be used."""
         if stopping():
             raise _Stopped
         try:
@@ -228,7 +228,7 @@ class Extraction:
             }:
                 raise ConfigError(
                     f"{video.source.name} has {_shapes(video)}, but {videos[0].source.name} has {_shapes(videos[0])}; "
-                    "all samples of a run must be videos, or features of one width"
+                    "in one run, all samples must be videos, or all must be features of the same width"
                 )
 
     def _add_remarks(self, extracted: list[Extracted]) -> None:
@@ -264,7 +264,7 @@ class _Megabytes:
         self.total = _megabytes(sum(sizes[key] for key in mine))
 
     def reached(self, key: str, share: float) -> None:
-        """Sets the fraction of a file that has been read. Only one thread reads a file."""
+        """Sets the fraction of a file that its thread has read."""
         self._shares[key] = min(1.0, share)
 
     @property

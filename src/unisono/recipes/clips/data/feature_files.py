@@ -1,4 +1,4 @@
-"""Feature files of users: one row per interval of a video, as .npy, .npz or .h5.
+"""Reads users' feature files (.npy, .npz or .h5): one row per time interval of a video.
 
 The files are untrusted: nothing in them is executed, no file that they link to is read, and each is checked before use.
 """
@@ -20,7 +20,7 @@ from unisono.recipes.common.bad_files import BadMedia
 
 FEATURES = (".npy", ".npz", ".h5", ".hdf5")
 
-_MOST_BYTES = 2**32  # limit of one video's features, uncompressed
+_MOST_BYTES = 2**32  # largest size of one video's features, uncompressed
 _MOST_CHUNK = 2**28  # bytes; HDF5 uncompresses a whole chunk to read any part of it
 _BUILT_IN_FILTERS = {1, 2, 3, 32000}  # deflate, shuffle, fletcher32, lzf: part of h5py, so no plugin is loaded
 
@@ -35,7 +35,7 @@ class FeatureFile:
     """Seconds that a row covers; None: the length of a clip."""
 
     def rows(self) -> NDArray[Any]:
-        """[N, D] the features as stored in the file; BadMedia if they cannot be used."""
+        """The features [N, D] as stored in the file; BadMedia if they cannot be used."""
         read = {".npy": _npy, ".npz": _npz}.get(self.path.suffix.lower(), self._h5)
         try:
             rows = read(self.path)
@@ -49,7 +49,7 @@ class FeatureFile:
         return rows
 
     def clips(self, clip_seconds: float) -> NDArray[np.float32]:
-        """[T, D] the features of each clip: the mean of the rows that overlap it, weighted by the overlap."""
+        """The features [T, D] of each clip: the mean of the rows that overlap it, weighted by the overlap."""
         rows = self.rows()
         clips = np.asarray(rows if self.seconds is None else _averaged(rows, self.seconds, clip_seconds), np.float32)
         if not np.isfinite(clips).all():
@@ -70,7 +70,7 @@ def opened_h5(path: Path) -> Iterator[Any]:
     if not path.is_file():
         raise BadMedia(path, "there is no such file")
     try:
-        # Finished files do not change, so file systems without locks are fine.
+        # Does not lock the file: nothing changes it any more, and some file systems have no locks.
         with h5py.File(path, "r", locking="best-effort") as file:
             yield file
     except (OSError, RuntimeError, ValueError, TypeError, KeyError) as error:  # h5py has no exception of its own
@@ -82,7 +82,7 @@ def child(path: Path, group: Any, name: str) -> Any:
     import h5py
 
     if not isinstance(group, h5py.Group) or not isinstance(group.get(name, getlink=True), h5py.HardLink):
-        raise BadMedia(path, f"has no {name!r} where it was expected, or it lies in another file")
+        raise BadMedia(path, f"has no {name!r}, or only a link to another file")
     return group[name]
 
 
@@ -124,10 +124,10 @@ def _features_name(path: Path, names: list[str]) -> str:
 
 
 def _averaged(rows: NDArray[Any], seconds: float, clip_seconds: float) -> NDArray[np.float64]:
-    """[T, D] the mean over each clip of rows that cover `seconds` each."""
+    """The mean [T, D] over each clip of rows that cover `seconds` each."""
     end = len(rows) * seconds
     edges = np.minimum(np.arange(math.ceil(end / clip_seconds - 1e-6) + 1) * clip_seconds, end)
-    # The cumulative sum at each edge, linear between two rows.
+    # The cumulative sum of the rows, interpolated linearly at the edges of the clips.
     summed = np.concatenate([np.zeros((1, rows.shape[1])), np.cumsum(rows, axis=0, dtype=np.float64)])
     position = edges / seconds
     low = np.minimum(position.astype(np.int64), len(rows) - 1)

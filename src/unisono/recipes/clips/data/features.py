@@ -31,7 +31,7 @@ BUILTIN, FILES, TRANSFORMERS = "builtin", "files", "transformers:"
 
 @dataclass(frozen=True)
 class ExtractSettings:
-    """Everything besides the files that decides the content of the features."""
+    """The settings that determine the extracted features."""
 
     clip_seconds: float = 2.0
     frames_per_clip: int = 8
@@ -43,7 +43,7 @@ class ExtractSettings:
     features: str = BUILTIN
     """builtin (frames, mel, stats), files (features), transformers:FOLDER or module:function (features, mel, stats)."""
     feature_size: int = 224
-    """The shorter side of the frames that a feature model gets."""
+    """Size of the shorter side of the frames that are passed to a feature model, in pixels."""
 
     @property
     def decoded_size(self) -> tuple[int, int] | int:
@@ -53,8 +53,8 @@ class ExtractSettings:
 
 FeatureModel = Callable[[NDArray[np.uint8], NDArray[np.float32], int], Any]
 """(frames uint8 [clips, F, height, width, 3], sound float32 [clips, samples], sample_rate) -> features [clips, D], an
-array or a tensor. Frames are upright RGB; sound is one channel, zeros where there is none. A call gets up to `BLOCK`
-consecutive clips of one video."""
+array or a tensor. Frames are upright RGB; sound has one channel and is zero where the video has none. A call gets up to
+`BLOCK` consecutive clips of one video."""
 
 BLOCK = 16
 """Clips per call of a feature model. Fixed, because the last bits of a result depend on the batch it is in."""
@@ -70,7 +70,7 @@ def model_of(kind: str, device: str = "cpu") -> FeatureModel | None:
 
 
 def fingerprint(kind: str) -> str:
-    """A hash of what computes features of this kind; it changes with the files of the model or the function."""
+    """A hash of the model files, or of the file of the user's function, that compute features of this kind."""
     if kind in (BUILTIN, FILES):
         return kind
     if kind.startswith(TRANSFORMERS):
@@ -83,7 +83,7 @@ def fingerprint(kind: str) -> str:
 def _compute(
     kind: str, model: FeatureModel, frames: NDArray[np.uint8], sound: NDArray[np.float32], rate: int
 ) -> NDArray[np.float16]:
-    """[clips, D] the features of some clips; ConfigError if the model does not return what it should."""
+    """The features [clips, D] of some clips; ConfigError if the model's result has the wrong type or shape."""
     try:
         output = model(frames, sound, rate)
         features = np.asarray(output.detach().float().cpu() if isinstance(output, Tensor) else output, dtype=np.float32)
@@ -113,7 +113,7 @@ class _VisionModel:
         local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
         try:
             self._processor = AutoImageProcessor.from_pretrained(folder, **local)  # type: ignore[no-untyped-call]
-            # Never .bin files: unpickling them can run any program.
+            # Never loads .bin files: unpickling them can execute arbitrary code.
             self._model = AutoModel.from_pretrained(folder, use_safetensors=True, dtype=torch.float32, **local)
         except (OSError, ValueError, ImportError, KeyError) as error:
             message = " ".join(str(error).split())[:200]
@@ -131,7 +131,7 @@ class _VisionModel:
             pooled = getattr(features, "pooler_output", None)
             features = features.last_hidden_state if pooled is None else pooled
         if features.shape[0] != len(images):
-            raise ConfigError(f"{self._folder}: this model does not process single images; use one that does")
+            raise ConfigError(f"{self._folder}: this model does not accept single images; use a model that does")
         if features.dim() == 4:  # [images, channels, height, width], of a convolutional network
             features = features.flatten(2).mean(2)
         elif features.dim() == 3:  # [images, patches, width]

@@ -1,4 +1,4 @@
-"""Labelled videos: the scores that people gave to parts of each video, and the files that belong to it.
+"""Labelled videos: the human scores of parts of each video, and the files of the video.
 
 `label_formats` parses the label files. Videos and feature files lie next to the labels, or in `videos/` and
 `features/` there; a name in a label file can only refer to files inside that folder.
@@ -33,7 +33,7 @@ class Labelled:
     video: Path | None
     features: FeatureFile | None
     duration: float | None
-    """Seconds; None when the labels do not contain it."""
+    """In seconds; None if the label file does not contain it."""
     clip_seconds: float
     segments: NDArray[np.float64]
     """[n, 3] start, end and score (0 to 1), sorted and without overlaps; a score of NaN means not labelled."""
@@ -76,7 +76,7 @@ class Labelled:
         return scores
 
     def _area(self, heights: NDArray[np.float64], edges: NDArray[np.float64]) -> NDArray[np.float64]:
-        """[len(edges) - 1] the area under the segments, given their heights, between each two edges."""
+        """The integral of the segments' heights between consecutive edges, [len(edges) - 1]."""
         if not len(heights):
             return np.zeros(len(edges) - 1)
         areas = heights * (self.segments[:, 1] - self.segments[:, 0])
@@ -134,7 +134,7 @@ class _Media:
 
 
 def _merged(entries: list[tuple[_Media, LabelEntry]], clip_seconds: float) -> Labelled:
-    """Merges the label entries of one video."""
+    """Merges all label entries of one video."""
     rows = sorted((tuple(segment), entry.where) for _, entry in entries for segment in entry.segments.tolist())
     for (before, there), (after, here) in pairwise(rows):
         if after[0] < before[1] - 1e-6:
@@ -210,7 +210,7 @@ class _Files:
         return next((each for each in [*names, *(f"{folder}/{each}" for each in names)] if each in self._tree), None)
 
     def check_missing(self, labels: Path, any_exists: bool, leave_out_bad: bool) -> str:
-        """Raises ConfigError for labels whose files do not exist, or returns the remark that they are skipped."""
+        """Raises ConfigError for labels whose files do not exist, or returns a remark if they are skipped."""
         if not self._missing:
             if not any_exists:
                 raise ConfigError(f"{labels} contains no labels; expected {','.join(COLUMNS)} or a line per query")

@@ -1,4 +1,4 @@
-"""The labelled videos of a run, divided into training and held-out videos."""
+"""Splits the labelled videos of a run into training and held-out videos."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unisono.recipes.clips.data.labels import Labelled, read_labels
 from unisono.recipes.clips.data.synthetic import LABELS, make
 from unisono.recipes.clips.settings import MIRROR
 
-_HELD_OUT_EVERY = 5  # videos, one of which is held out unless num_eval says how many
+_HELD_OUT_EVERY = 5  # without num_eval, one in this many videos is held out
 
 
 def read_splits(config: Any, mirror: Path, remark: Callable[[str], object]) -> tuple[list[Labelled], list[Labelled]]:
@@ -28,7 +28,7 @@ def read_splits(config: Any, mirror: Path, remark: Callable[[str], object]) -> t
     labelled = _read(config, config.data_path, remark)
     if config.eval_data_path:
         return labelled, _read(config, config.eval_data_path, remark)
-    names = list(dict.fromkeys(each.name for each in labelled))  # by video: all queries about one stay together
+    names = list(dict.fromkeys(each.name for each in labelled))  # all queries about a video are in the same split
     number = config.num_eval if config.num_eval is not None else len(names) // _HELD_OUT_EVERY
     if not number and config.num_eval is None:
         remark(

@@ -1,8 +1,8 @@
-"""Features of a clip that need no model: named statistics, and a log-mel spectrogram.
+"""Features of a clip that are computed without a model: named statistics, and a log-mel spectrogram.
 
-The baselines (`metrics/baselines.py`) score clips by single statistics, for comparison with a trained model. All of it
-is plain numpy: torch would start its threads for these small arrays, thousands of times per video, and where processes
-share cores those threads spend ten times the work waiting for each other.
+The baselines (`metrics/baselines.py`) score clips by single statistics, for comparison with a trained model. This
+module uses numpy instead of torch: for such small arrays, and with processes that share cores, torch's threads would
+spend ten times longer waiting for each other than computing.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ STATS = (
 """The columns of a clip's statistics; all lie between 0 and 1, up to rounding."""
 
 _LUMA = (0.299, 0.587, 0.114)
-_QUIETEST = -80.0  # dB that count as silence
-_STEP_S = 0.01  # seconds from one spectrum to the next
+_QUIETEST = -80.0  # loudness in dB that counts as silence
+_STEP_S = 0.01  # hop length of the spectrogram in seconds
 _LOWEST_HZ = 40.0
 
 Floats = NDArray[np.float64]
@@ -44,9 +44,9 @@ Floats = NDArray[np.float64]
 def stats(
     frames: NDArray[np.uint8], sound: NDArray[np.float32], powers: Floats, sample_rate: int
 ) -> NDArray[np.float16]:
-    """[len(STATS)] the statistics of a clip, from its frames [F, H, W, 3], samples and `spectra`."""
+    """The statistics [len(STATS)] of a clip, from its frames [F, H, W, 3], samples and `spectra`."""
     pixels = frames.astype(np.float64) / 255
-    if pixels.shape[1] * pixels.shape[2] > 64 * 64:  # so that the size of the frames hardly matters
+    if pixels.shape[1] * pixels.shape[2] > 64 * 64:  # makes the statistics nearly independent of the frame size
         pixels = _pooled(_pooled(pixels, 1, 32), 2, 32)
     luma = pixels @ np.array(_LUMA)
     differences = np.abs(np.diff(luma, axis=0)).mean(axis=(1, 2)) if len(luma) > 1 else np.zeros(1)
@@ -85,8 +85,8 @@ def _spectral_centroid(powers: Floats) -> float:
 
 
 def log_mel(powers: Floats, sample_rate: int, steps: int, bands: int) -> NDArray[np.float16]:
-    """[steps, bands] the log-mel spectrogram of a clip, from its `spectra`: -1 for silence, about 0 for loud sound."""
-    # Averages over time first, which is the same and makes the matrix product smaller.
+    """The log-mel spectrogram [steps, bands] of a clip, from its `spectra`: -1 for silence, about 0 for loud sound."""
+    # Averages over time first: the result is the same, and the matrix product is smaller.
     mel = _pooled(powers, 0, steps) @ _mel_filters(sample_rate, bands)
     return np.asarray(np.log10(np.maximum(mel, 1e-8)) / 8, dtype=np.float16)
 
@@ -106,7 +106,7 @@ def _window_length(sample_rate: int) -> int:
 
 
 def spectra(sound: NDArray[np.float32], sample_rate: int) -> Floats:
-    """[times, frequencies] the power spectrum over time (Hann window); 1 is a full-scale tone."""
+    """The power spectrum over time, [times, frequencies] (Hann window); 1 is a full-scale tone."""
     length, step = _window_length(sample_rate), max(1, round(_STEP_S * sample_rate))
     window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(length) / length)
     padded = np.pad(sound.astype(np.float64), length // 2)
@@ -116,14 +116,14 @@ def spectra(sound: NDArray[np.float32], sample_rate: int) -> Floats:
 
 @functools.lru_cache(maxsize=8)
 def _mel_filters(sample_rate: int, bands: int) -> Floats:
-    """[frequencies, bands] triangular filters, equally spaced on the mel scale."""
+    """Triangular filters [frequencies, bands], equally spaced on the mel scale."""
     size = _window_length(sample_rate) // 2 + 1
     frequencies = np.linspace(0, sample_rate / 2, size)
     edges = 700 * (10 ** (np.linspace(_mel(_LOWEST_HZ), _mel(sample_rate / 2), bands + 2) / 2595) - 1)
     rising = (frequencies[:, None] - edges[:-2]) / (edges[1:-1] - edges[:-2])
     falling = (edges[2:] - frequencies[:, None]) / (edges[2:] - edges[1:-1])
     filters = np.minimum(rising, falling).clip(0)
-    for band in np.flatnonzero(filters.sum(0) == 0):  # narrower than the distance between two frequencies
+    for band in np.flatnonzero(filters.sum(0) == 0):  # a filter narrower than the distance between two frequencies
         filters[np.abs(frequencies - edges[band + 1]).argmin(), band] = 1
     return np.asarray(filters, np.float64)
 

@@ -28,11 +28,11 @@ CALM, HIGHLIGHT, DECOY = 0, 1, 2
 PATTERNS = ("motion", "sound", "none")
 """What distinguishes highlights from decoys. "none" is a control experiment: only calm clips can be recognised."""
 
-_HIGHLIGHTS = 0.19  # fraction of the clips; as many are decoys
+_HIGHLIGHTS = 0.19  # fraction of clips that are highlights; the same fraction are decoys
 _SAMPLE_RATE = 8_000
-_AUDIO_NOISE = 0.01  # as in any recording; without it, the encoder is slow on the silence next to a tone
+_AUDIO_NOISE = 0.01  # background noise, as in any recording; the encoder is slow on pure silence next to a tone
 _MOST_NOISE = 30.0  # largest standard deviation of the noise in frames, on a scale of 0 to 255
-_CONTRAST = 140.0  # mean difference of the dot to the background, on a scale of 0 to 255
+_CONTRAST = 140.0  # mean difference between dot and background, on a scale of 0 to 255
 _BT709, _LIMITED_RANGE = 1, 1  # FFmpeg's numbers
 
 
@@ -43,7 +43,7 @@ class Plan:
     kinds: NDArray[np.int64]  # [T] CALM, HIGHLIGHT or DECOY
     turns: NDArray[np.float64]  # [T] revolutions per clip; positive is clockwise
     phases: NDArray[np.float64]  # [T] where the dot starts, in radians
-    centres: NDArray[np.float64]  # [T, 2] x and y of the circle's centre, relative to the frame's, in frame widths
+    centres: NDArray[np.float64]  # [T, 2] offset of the circle's centre from the frame's: x and y in frame widths
     loudness: NDArray[np.float64]  # [T]
     pitches: NDArray[np.float64]  # [T] in Hz
     sweeps: NDArray[np.float64]  # [T] octaves by which the pitch rises (or falls) within a clip
@@ -81,7 +81,7 @@ def plan(seed: int, split: str, number: int, num_clips: int = 30, pattern: str =
     calm = kinds == CALM
     turns[calm] *= 0.15 * random.choice([-1.0, 1.0], calm.sum())
     sweeps[calm] *= 0.15 * random.choice([-1.0, 1.0], calm.sum())
-    # Only the pattern distinguishes highlights from decoys: all other directions are random.
+    # Only the pattern may distinguish highlights from decoys, so all other directions are random.
     if pattern != "motion":
         turns[highlights] *= random.choice([-1.0, 1.0], pairs)
     if pattern != "sound":
@@ -93,7 +93,7 @@ def plan(seed: int, split: str, number: int, num_clips: int = 30, pattern: str =
         turns[decoys] *= -1
         phases[decoys] = np.pi - phases[highlights]
         centres[decoys, 0] *= -1
-    else:  # played backwards: starts at the pitch at which the highlight ends
+    else:  # the tone of the highlight played backwards: starts at the pitch at which that ends
         pitches[decoys] *= 2.0 ** sweeps[highlights]
         sweeps[decoys] *= -1
     background = random.uniform(40, 110, (4, 4, 3))
@@ -114,15 +114,15 @@ def plan(seed: int, split: str, number: int, num_clips: int = 30, pattern: str =
 def frames_of(
     plan: Plan, size: int = 32, fps: int = 4, clip_seconds: float = 2.0, noise: float = 0.0
 ) -> NDArray[np.uint8]:
-    """[frames, size, size, 3] the frames of a video, before encoding.
+    """The frames [frames, size, size, 3] of a video, before encoding.
 
-    `noise` is the standard deviation of the noise relative to the contrast of the dot. Much noise would be clipped, so
-    the contrast is reduced instead.
+    `noise` is the standard deviation of the noise relative to the contrast of the dot. Strong noise would be clipped,
+    so the contrast is reduced instead.
     """
     per_clip = round(fps * clip_seconds)
     number = np.arange(len(plan.kinds) * per_clip)
     clip = number // per_clip
-    # At the middle of each frame's time, so that a clip and its mirror image show the same angles.
+    # Angles are computed at the middle of each frame, so that a clip and its mirror image show the same ones.
     angle = plan.phases[clip] + 2 * np.pi * plan.turns[clip] * ((number % per_clip + 0.5) / per_clip)
     x, y = np.meshgrid(*[(np.arange(size) + 0.5) / size - 0.5] * 2)
     dot_x = plan.centres[clip, 0] + 0.3 * np.cos(angle)
@@ -139,7 +139,7 @@ def frames_of(
 
 
 def sound_of(plan: Plan, clip_seconds: float = 2.0, sample_rate: int = _SAMPLE_RATE) -> NDArray[np.float32]:
-    """[samples] the sound of a video, before encoding: in each clip a tone that rises or falls."""
+    """The sound [samples] of a video, before encoding: in each clip a tone that rises or falls."""
     per_clip = round(clip_seconds * sample_rate)
     time = np.arange(per_clip) / per_clip
     envelope = np.minimum(1, np.minimum(time, 1 - time) * 20)  # avoids clicks between clips
@@ -198,7 +198,7 @@ def make(
 
 
 def _interpolated(colours: NDArray[np.float64], size: int) -> NDArray[np.float64]:
-    """[size, size, 3] a grid of colours [4, 4, 3], interpolated bilinearly."""
+    """A grid of colours [4, 4, 3], interpolated bilinearly to [size, size, 3]."""
     position = np.linspace(0, len(colours) - 1, size)
     low = np.minimum(position.astype(int), len(colours) - 2)
     weight = (position - low)[:, None, None]

@@ -1,4 +1,4 @@
-"""Metrics of highlight detection: how well scores agree with the labels of people, in plain numpy.
+"""Metrics of highlight detection: how well scores agree with human labels.
 
 The definitions follow the evaluation code of QVHighlights (jayleicn/moment_detr, standalone_eval) and of Mr. HiSum
 (MRHiSum/MR.HiSum).
@@ -19,9 +19,9 @@ Scores = NDArray[np.float64]
 def interpolated_average_precision(positive: ArrayLike, scores: ArrayLike) -> float:
     """Average precision as in QVHighlights: the mean over recall levels of the best precision at that recall or higher.
 
-    Clips with equal scores are one point of the curve, which counts once, however many positives it adds. Without ties
-    this is the usual interpolated precision; constant scores get the fraction of positives. 0 without positives, 1
-    if all clips are positive.
+    Clips with equal scores form one point of the curve, which counts once, no matter how many positives it adds.
+    Without ties this is the usual interpolated average precision; for constant scores it is the fraction of positives.
+    The result is 0 without positives, and 1 if all clips are positive.
     """
     positive, scores = _checked(positive, scores)
     if positive.all() or not positive.any():
@@ -34,7 +34,7 @@ def interpolated_average_precision(positive: ArrayLike, scores: ArrayLike) -> fl
 def average_precision(positive: ArrayLike, scores: ArrayLike) -> float:
     """Average precision as in Mr. HiSum: the precision at each point, weighted by the recall that it adds.
 
-    Clips with equal scores are one point, so their order does not matter. NaN without positives.
+    Clips with equal scores form one point, so their order does not matter. The result is NaN without positives.
     """
     positive, scores = _checked(positive, scores)
     if not positive.any():
@@ -44,7 +44,7 @@ def average_precision(positive: ArrayLike, scores: ArrayLike) -> float:
 
 
 def hit_at_1(positive: ArrayLike, scores: ArrayLike) -> float:
-    """1 if the clip with the highest score is positive, otherwise 0; of equal scores the earliest clip counts."""
+    """1 if the clip with the highest score (the earliest in a tie) is positive, otherwise 0."""
     positive, scores = _checked(positive, scores)
     return float(positive[int(np.argmax(scores))]) if len(scores) else math.nan
 
@@ -52,11 +52,11 @@ def hit_at_1(positive: ArrayLike, scores: ArrayLike) -> float:
 def kendall_tau(truth: ArrayLike, scores: ArrayLike) -> float:
     """Kendall's τ-b: the agreement of the order of all pairs of clips, corrected for ties.
 
-    0 for constant scores; NaN for constant truth, which has no order.
+    The result is 0 for constant scores, and NaN for constant truth, which has no order.
     """
     a, b = _labelled(truth, scores)
     concordant = ties_a = ties_b = 0
-    for index in range(len(a) - 1):  # row by row: all pairs of a ten-hour video at once would not fit into memory
+    for index in range(len(a) - 1):  # row by row, because all pairs of a ten-hour video would not fit into memory
         order_a, order_b = np.sign(a[index + 1 :] - a[index]), np.sign(b[index + 1 :] - b[index])
         concordant += int((order_a * order_b).sum())
         ties_a += int((order_a == 0).sum())
@@ -70,7 +70,7 @@ def kendall_tau(truth: ArrayLike, scores: ArrayLike) -> float:
 def spearman_rho(truth: ArrayLike, scores: ArrayLike) -> float:
     """Spearman's ρ: the correlation of the ranks, where equal values share their mean rank.
 
-    0 for constant scores, NaN for constant truth.
+    The result is 0 for constant scores, and NaN for constant truth.
     """
     a, b = (_ranks(values) for values in _labelled(truth, scores))
     if not len(a) or np.ptp(a) == 0:
@@ -81,11 +81,11 @@ def spearman_rho(truth: ArrayLike, scores: ArrayLike) -> float:
 
 
 def top_share_precision(truth: ArrayLike, scores: ArrayLike, share: float, clip_seconds: float = 2.0) -> float:
-    """Mr. HiSum's MAP50 (share 0.5) and MAP15 (0.15) of one video.
+    """Mr. HiSum's MAP50 (`share` 0.5) or MAP15 (0.15) of one video.
 
     Truth and scores are averaged over segments of 5 seconds. The `share` of the segments with the highest truth
-    (rounded down, at least one; the earlier of equal ones) are the positives, and the result is their average
-    precision. NaN if fewer than two segments are labelled, or if all are equal.
+    (rounded down, at least one; in a tie the earlier ones) are the positives, and the result is their average
+    precision. It is NaN if fewer than two segments are labelled, or if all are equal.
     """
     truth, scores = np.asarray(truth, np.float64), np.asarray(scores, np.float64)
     if truth.shape != scores.shape:
@@ -104,7 +104,7 @@ def segment_means(
 ) -> NDArray[np.float64]:
     """The mean of the clips in each segment, weighted by overlap; the last segment may be shorter.
 
-    Clips without a value (NaN) are ignored; a segment without any other is NaN.
+    Clips without a value (NaN) are ignored; a segment that contains only such clips is NaN.
     """
     values = np.asarray(values, np.float64)
     has_value = ~np.isnan(values)

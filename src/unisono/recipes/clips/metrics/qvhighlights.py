@@ -1,4 +1,4 @@
-"""Evaluates files in the formats of QVHighlights by its own metrics: highlights (mAP, HIT@1) and moment retrieval.
+"""Evaluates files in the formats of QVHighlights with its metrics: highlights (mAP, HIT@1) and moment retrieval.
 
 A line of predictions has `qid` and `pred_saliency_scores`, `pred_relevant_windows` (start, end, score; best first) or
 both. A line of the ground truth has `qid`, `duration`, `relevant_clip_ids`, `saliency_scores` (0 to 4 by each annotator
@@ -108,7 +108,7 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         if path.stat().st_size > _MOST_BYTES:
             raise ConfigError(f"{path} has more than {_MOST_BYTES:,} bytes, too many for a file of QVHighlights")
-        with path.open("rb") as file:  # in text mode, Python decodes several lines ahead, so errors name a wrong line
+        with path.open("rb") as file:  # in text mode, Python decodes ahead, so an error would name the wrong line
             for number, text in enumerate(file, 1):
                 if text.strip():
                     line = json.loads(text.decode("utf-8-sig"))

@@ -28,8 +28,8 @@ Windows = NDArray[np.float64]
 def moment_retrieval(predictions: Mapping[object, Windows], truth: Mapping[object, Windows]) -> dict[str, float]:
     """The metrics, from predicted windows [n, 3] (start, end, score) and labelled windows [m, 2] of each query.
 
-    The order of predictions decides which is first and which ten count; among those, the score decides. A query without
-    labelled windows or without predictions counts as 0.
+    Only the first ten predictions count, in the order of the list, and the first one is R1's; mAP sorts them by score.
+    A query without labelled windows or without predictions counts as 0.
     """
     first_iou = np.array([_best_iou(predictions[query][:1], windows) for query, windows in truth.items()])
     precisions = _precisions(predictions, truth)
@@ -48,7 +48,7 @@ def moment_retrieval(predictions: Mapping[object, Windows], truth: Mapping[objec
 
 
 def average_precisions(predicted: Windows, labelled: Windows) -> NDArray[np.float64]:
-    """[len(THRESHOLDS)] the interpolated average precision of one query's predictions at each threshold."""
+    """The interpolated average precision [len(THRESHOLDS)] of one query's predictions at each threshold."""
     if not len(predicted) or not len(labelled):
         return np.zeros(len(THRESHOLDS))
     predicted = predicted[:MOST_WINDOWS]
@@ -57,7 +57,7 @@ def average_precisions(predicted: Windows, labelled: Windows) -> NDArray[np.floa
 
 
 def intersection_over_union(a: Windows, b: Windows) -> NDArray[np.float64]:
-    """[n, m] the IoU of windows [n, start end …] and [m, start end …]; 0 if both are empty."""
+    """The IoU [n, m] of n and m windows, whose first columns are start and end; 0 if both windows are empty."""
     starts, ends = np.maximum(a[:, None, 0], b[None, :, 0]), np.minimum(a[:, None, 1], b[None, :, 1])
     intersection = np.maximum(ends - starts, 0.0)
     union = (a[:, 1] - a[:, 0])[:, None] + (b[:, 1] - b[:, 0])[None] - intersection
@@ -69,7 +69,7 @@ def _average_precision(iou: NDArray[np.float64], threshold: float) -> float:
     unmatched = np.ones(iou.shape[1], bool)
     for rank, row in enumerate(iou):
         candidates = np.where(unmatched & (row >= threshold), row, -1.0)
-        best = len(candidates) - 1 - int(np.argmax(candidates[::-1]))  # the last of equal ones, as in the benchmark
+        best = len(candidates) - 1 - int(np.argmax(candidates[::-1]))  # the last one in a tie, as in the benchmark
         if candidates[best] >= 0:
             hits[rank], unmatched[best] = 1.0, False
     precision = np.cumsum(hits) / np.arange(1, len(hits) + 1)

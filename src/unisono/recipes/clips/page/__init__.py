@@ -1,1 +1,1 @@
-"""What `unisono clips` writes next to the clips: an HTML page per video and clips.json."""
+"""Writes the HTML page and clips.json of each video, next to its clips."""

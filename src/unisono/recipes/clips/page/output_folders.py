@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass
 class OutputFolders:
-    """The folder of each video that can be used, and what is wrong with the others."""
+    """The output folder of each usable video, and the problems with the other videos."""
 
     folders: dict[Path, Path] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)

@@ -99,7 +99,7 @@ def _thumbnails(footage: Footage) -> tuple[list[str], int]:
     slot = _WIDE_SCREEN / _NUM_THUMBNAILS
     shape = footage.height / max(1.0, footage.width * footage.pixel_aspect)
     height = round(min(slot * shape, 90))
-    size = (max(2, round(min(slot - 2, height / shape) * 2)), max(2, height * 2))  # sharp on dense displays too
+    size = (max(2, round(min(slot - 2, height / shape) * 2)), max(2, height * 2))  # sharp on high-density displays too
     times = (footage.duration * (number + 0.5) / _NUM_THUMBNAILS for number in range(_NUM_THUMBNAILS))
     return [_jpeg(footage.picture_at(time, size, roughly=True)) for time in times], height
 

@@ -55,7 +55,7 @@ def timeline(
         "strip_top": _STRIP_TOP,
         "strip_height": strip_height,
         "thumbnail_width": round(100 / max(1, len(pictures)) - 0.15, 2),
-        # On a narrow screen, a landscape thumbnail is cropped at its sides; a portrait one has margins left.
+        # On a narrow screen, a landscape thumbnail is cropped at its sides; a portrait one still has margins.
         "thumbnail_fit": "slice" if footage.height <= footage.width * footage.pixel_aspect else "meet",
         "thumbnails": [
             {"left": round(100 * number / len(pictures), 2), "picture": picture, "wide_screens_only": number % 2}
@@ -68,7 +68,7 @@ def timeline(
 
 
 def score_axis(scores: NDArray[np.float64]) -> tuple[float, float]:
-    """The range of the y axis: for scores within 0 to 1, from 0 to the next tenth; otherwise their own range."""
+    """The range of the y axis: from 0 to the next tenth if scores are between 0 and 1, otherwise their range."""
     finite = scores[np.isfinite(scores)]
     low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 1.0)
     if low >= 0 and high <= 1:
@@ -109,7 +109,8 @@ def _curves(
     half = _CURVE_WIDTH * group_size * clip_seconds / duration / 2
     paths = []
     for stretch in filter(None, stretches):
-        # Points are in the middle of their clips; extend the curve to where its first clip starts and its last ends.
+        # Each point is in the middle of its clip; the curve is extended to the start of the first clip and the end of
+        # the last.
         (left, first_y), (right, last_y) = stretch[0], stretch[-1]
         points = [(max(0.0, left - half), first_y), *stretch, (min(_CURVE_WIDTH, right + half), last_y)]
         line = "L".join(f"{x:.0f} {y:.1f}" for x, y in points)

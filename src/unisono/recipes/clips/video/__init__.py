@@ -1,1 +1,1 @@
-"""Decoding videos that may be damaged: frames and sound by time, and clips of a few seconds."""
+"""Decodes videos that may be damaged: frames and sound of any time range, and clips of a few seconds."""

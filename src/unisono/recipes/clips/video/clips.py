@@ -33,18 +33,18 @@ VIDEOS = (*VIDEO_SUFFIXES, ".m4v", ".mpg", ".mpeg", ".ts", ".mts", ".m2ts", ".fl
 Clip = tuple[NDArray[np.uint8], NDArray[np.float32]]
 """Frames [F, height, width, 3] and samples of sound."""
 
-_ROUNDING = 0.002  # seconds; most files store whole milliseconds
-_LONGEST_FRAME = 3600.0  # seconds; a frame that claims to last longer is damaged
-_MISSING_END = 1.0  # seconds that may be missing at the end without a remark
-_JITTER = 0.05  # seconds by which audio timestamps may be off without a gap
+_ROUNDING = 0.002  # in seconds; most files store whole milliseconds
+_LONGEST_FRAME = 3600.0  # in seconds; a frame with a longer duration is damaged
+_MISSING_END = 1.0  # seconds that may be missing at the end before the file counts as truncated
+_JITTER = 0.05  # tolerance of audio timestamps in seconds; a larger difference is a gap
 
 
 @dataclass(frozen=True)
 class VideoFacts:
-    """The properties of a file, by its header and first frame. A file with sound only has size 0 and fps 0."""
+    """The properties of a file according to its header and first frame. A file with sound only has size 0 and fps 0."""
 
     duration: float
-    """Seconds from the first frame to the end of the last one, by the header; the file may be truncated before that."""
+    """Seconds from the first frame to the end of the last one, according to the header; a truncated file is shorter."""
     fps: float
     """0 if unknown."""
     height: int
@@ -81,7 +81,8 @@ def _facts(path: Path) -> VideoFacts:
         if quarter_turns(first) % 2:
             height, width = width, height
         rate = float(stream.average_rate or stream.guessed_rate or 0)
-        # The duration of the whole file may include longer sound, that of the stream frames that an edit list skips.
+        # Takes the minimum, because the file's duration includes sound after the last frame, and the stream's duration
+        # includes frames that an edit list skips.
         durations = [stream.duration * float(stream.time_base)] if stream.duration and stream.time_base else []
         durations += [container.duration / 1e6] if container.duration else []
     duration = min(durations) if durations and min(durations) > 0 else _duration_by_packets(path)
@@ -93,15 +94,15 @@ def clips(
 ) -> Reading:
     """Yields the clips of a video in order: frames uint8 [F, height, width, 3] and sound float32 [samples], -1 to 1.
 
-    Frame j of a clip is the one on screen when j / F of the clip is over. Frames are scaled to a `size` of (height,
-    width), or with their proportions to a shorter side of `size`. Where there is no sound, samples are 0. BadMedia if
-    nothing can be read.
+    Frame j of a clip is the frame on screen after the fraction j / F of the clip. `size` is (height, width), or the
+    length of the shorter side, which preserves the aspect ratio. Samples are 0 where there is no sound. Raises BadMedia
+    if nothing can be read.
     """
     return Reading(path, clip_seconds, frames_per_clip, size, sample_rate)
 
 
 class Reading(Iterator[Clip]):
-    """Yields the clips of a video; properties that only decoding reveals are final after the last clip."""
+    """Yields the clips of a video; `duration`, `damage` and `has_sound` are final after the last clip."""
 
     def __init__(
         self, path: Path, clip_seconds: float, frames_per_clip: int, size: tuple[int, int] | int, sample_rate: int
@@ -166,11 +167,11 @@ class Reading(Iterator[Clip]):
             raise BadMedia(self._path, f"has a frame that cannot be converted ({error})") from error
 
     def _frames_on_screen(self) -> Iterator[tuple[VideoFrame, float]]:
-        """The frames, each with the time until which it is on screen: the last one to the end of its clip."""
+        """The frames, each with the time until which it is on screen; the last frame stays to the end of its clip."""
         last: tuple[VideoFrame, float] | None = None
         for frame, time in self._timed_frames():
             if last is not None:
-                if time <= last[1]:  # too late to be shown
+                if time <= last[1]:  # a late frame, which a player would skip
                     continue
                 if time - last[1] > _LONGEST_FRAME:
                     self._broken = f"its timestamps jump from {last[1]:.0f} s to {time:.0f} s"
@@ -200,11 +201,12 @@ class Reading(Iterator[Clip]):
 
     def _find_damage(self) -> Damage | None:
         missing = self.facts.duration - self.duration
-        # If the sound goes on, the frames simply end before it.
+        # A file whose sound is longer than its frames is not truncated.
         truncated = missing > max(_MISSING_END, 0.02 * self.facts.duration) and self._sound.ended
         is_short = truncated or (bool(self._broken) and missing > _ROUNDING)
         frames_missing = self._faults.number
-        # After a fault, decoders silently drop frames. Without a fault, a lower number than the header's is intended.
+        # After an error, decoders silently drop frames. Without errors, a smaller number than in the header is not
+        # damage.
         if frames_missing and not is_short:
             frames_missing = max(frames_missing, self._num_frames_in_header - self._num_decoded)
         damage = Damage(
@@ -236,14 +238,14 @@ class _Shrink:
 
 
 class _Sound:
-    """The sound of a file as one channel, clip by clip. Gaps, and times after its end, are silent."""
+    """The sound of a file, mixed to one channel, clip by clip. Gaps and the time after its end are silent."""
 
     def __init__(self, path: Path, rate: int) -> None:
         self.was_decoded, self.ended = False, False
         self.faults = Faults()
         self.seconds = 0.0
-        """Length of the audio stream by the header; 0 if unknown."""
-        self._silent_from = math.inf  # seconds, where reading failed
+        """Length of the audio stream in seconds according to the header; 0 if unknown."""
+        self._silent_from = math.inf  # time in seconds at which reading failed
         self._path, self._rate = path, rate
         self._chunks: Generator[tuple[int, NDArray[np.float32]]] | None = None
         self._chunk: tuple[int, NDArray[np.float32]] | None = None
@@ -312,7 +314,7 @@ class _Sound:
 
 def _in_proportion(facts: VideoFacts, shorter: int) -> tuple[int, int]:
     scale = shorter / min(facts.height, facts.width)
-    # A limit for absurdly long frames.
+    # Limits absurdly long frames.
     height, width = (min(4 * shorter, max(1, round(side * scale))) for side in (facts.height, facts.width))
     return height, width
 
@@ -323,7 +325,7 @@ def quarter_turns(frame: VideoFrame) -> int:
 
 
 def _duration_by_packets(path: Path) -> float:
-    """The duration by the timestamps of all packets, for live recordings, whose header does not contain it."""
+    """The duration from the timestamps of all packets, for live recordings, whose header does not contain it."""
     first, last = math.inf, 0.0
     with open_media(path) as container:
         for packet in container.demux(video_stream(path, container)):

@@ -1,4 +1,4 @@
-"""What could not be decoded of a damaged video: counted while reading, reported in one line."""
+"""Counts what cannot be decoded of a damaged video, and reports it in one line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from av.container import InputContainer
     from av.stream import Stream
 
-_NEGLIGIBLE_SOUND = 0.1  # seconds that may be missing without a remark: a packet or two at the ends
+_NEGLIGIBLE_SOUND = 0.1  # missing seconds that are not reported: a packet or two at the ends
 
 
 @dataclass
@@ -18,12 +18,12 @@ class Faults:
     """Packets of a stream that could not be decoded."""
 
     first: str = ""
-    """The decoder's error for the first one."""
+    """The decoder's error for the first packet."""
     number: int = 0
     seconds: float = 0.0
-    """Their total length."""
+    """Total duration of these packets."""
     any_frame: bool = False
-    """Whether frames were decoded from data with errors; their number depends on the decoder."""
+    """Whether any frame was decoded from corrupt data; how many depends on the decoder."""
 
 
 def decoded(container: InputContainer, stream: Stream | None, faults: Faults) -> Iterator[Any]:
@@ -35,7 +35,7 @@ def decoded(container: InputContainer, stream: Stream | None, faults: Faults) ->
             frames = packet.decode()
         except av.error.MemoryError:
             raise
-        # On damaged data, decoders raise almost anything: that of AAC says "operation not permitted".
+        # On damaged data, decoders raise almost anything; the AAC decoder reports "operation not permitted".
         except (av.error.FFmpegError, UnicodeDecodeError) as error:
             faults.first = faults.first or str(getattr(error, "strerror", None) or error)
             faults.number += 1
@@ -48,31 +48,31 @@ def decoded(container: InputContainer, stream: Stream | None, faults: Faults) ->
 
 @dataclass(frozen=True)
 class Damage:
-    """What is missing of a video; the rest of it is used."""
+    """The parts of a video that cannot be decoded; the rest is used."""
 
     why: str
     """The decoder's error; empty if the file just ends too early."""
     seconds_read: float
-    seconds_told: float
-    """Duration by the header; equal to seconds_read if the file was read to its end."""
+    seconds_expected: float
+    """Duration according to the header; equal to seconds_read if the file was read to its end."""
     frames_missing: int = 0
     """Number of frames that could not be decoded."""
     has_faulty_frames: bool = False
-    """Whether frames were decoded from data with errors."""
+    """Whether any frame was decoded from corrupt data."""
     num_frames: int = 0
-    """Number of frames of the whole video by the header; 0 if unknown."""
+    """Number of frames of the whole video according to the header; 0 if unknown."""
     sound_seconds_missing: float = 0.0
     sound_seconds: float = 0.0
-    """Length of the sound by the header; 0 if unknown."""
+    """Length of the sound according to the header; 0 if unknown."""
 
     def __bool__(self) -> bool:
         lost = self.frames_missing or self.has_faulty_frames or self.sound_seconds_missing >= _NEGLIGIBLE_SOUND
-        return bool(lost or self.seconds_read < self.seconds_told)
+        return bool(lost or self.seconds_read < self.seconds_expected)
 
     def __str__(self) -> str:
         parts = []
-        if self.seconds_read < self.seconds_told:
-            parts.append(f"{self.seconds_read:.1f} of {self.seconds_told:.1f} s can be read and are used")
+        if self.seconds_read < self.seconds_expected:
+            parts.append(f"{self.seconds_read:.1f} of {self.seconds_expected:.1f} s can be read and are used")
         lost = []
         if self.frames_missing:
             frames = "frame" if (self.num_frames or self.frames_missing) == 1 else "frames"
@@ -85,7 +85,7 @@ class Damage:
             parts.append(f"{' and '.join(lost)} cannot be decoded")
         if self.has_faulty_frames:
             parts.append("other frames have errors" if self.frames_missing else "some frames have errors")
-        if self.seconds_read >= self.seconds_told:
+        if self.seconds_read >= self.seconds_expected:
             parts.append("the rest is used")
         kind = f"damaged ({self.why})" if self.why else "damaged" if lost or self.has_faulty_frames else "truncated"
         return f"{kind}: {'; '.join(parts)}"
@@ -95,7 +95,7 @@ class Damage:
         return {
             "why": self.why,
             "seconds_read": round(self.seconds_read, 3),
-            "seconds_told": round(self.seconds_told, 3),
+            "seconds_told": round(self.seconds_expected, 3),
             "frames_not_decoded": self.frames_missing,
             "frames": self.num_frames or None,
             "sound_seconds_not_decoded": round(self.sound_seconds_missing, 3),

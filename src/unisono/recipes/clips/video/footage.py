@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from av.video.frame import VideoFrame
     from av.video.stream import VideoStream
 
-_JITTER = 0.03  # seconds by which audio timestamps may be off without a gap
+_JITTER = 0.03  # tolerance of audio timestamps in seconds; a larger difference is a gap
 _PRIMING = 0.25  # seconds that an audio decoder needs before its output is correct
-_BACK = 10.0  # seconds to go further back if seeking leads to a frame after the requested time
+_BACK = 10.0  # seconds to seek further back if the first seek ended after the requested time
 _TINY = 1e-4
 
 
 class Footage:
-    """A video of which parts are read; each call opens the file again, so parts can be read in parallel."""
+    """Reads parts of a video; each call opens the file again, so parts can be read in parallel."""
 
     def __init__(self, path: Path) -> None:
         header = facts(path)
@@ -59,13 +59,13 @@ class Footage:
                 for time, frame in self._decoded(max(0.0, start - back)):
                     if time > start + _TINY:
                         if shown is None:
-                            # Seeking went too far in this file, unless there is no earlier frame.
+                            # The seek ended after the requested time, unless there is no earlier frame.
                             if back < start and time > 0:
                                 break
                             shown = (time, frame)
                             continue
                         if time <= shown[0]:
-                            continue  # too late to be shown
+                            continue  # a late frame, which a player would skip
                         yield shown
                         if time >= end - _TINY:
                             return
@@ -123,7 +123,7 @@ class Footage:
         return np.ascontiguousarray(np.rot90(np.asarray(pixels, np.uint8), self.quarter_turns))
 
     def picture_at(self, time: float, size: tuple[int, int], *, roughly: bool = False) -> NDArray[np.uint8] | None:
-        """The frame on screen at a time, or roughly then, which is faster; None if it cannot be read."""
+        """The frame on screen at a time, or if `roughly`, near it, which is faster; None if it cannot be read."""
         try:
             for _, frame in self._decoded(time) if roughly else self.frames(time, time + 2 * _TINY):
                 return self.picture(frame, size)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-_MOST_BOXES = 10_000  # so that a file of tiny boxes does not take forever
+_MOST_BOXES = 10_000  # limits the time for a file of many tiny boxes
 _FIRST_BOXES = {b"ftyp", b"mdat", b"wide", b"free", b"skip"}
 _INDEX_BOXES = {b"moov", b"moof"}
 
 
 def hint(path: Path) -> str:
-    """Completes an error message about an MP4 or MOV file without its index; empty for any other file."""
+    """Text to append to the error message about an MP4 or MOV file without its index; empty for any other file."""
     try:
         if not path.is_file():  # opening a pipe would block
             return ""

@@ -1,1 +1,1 @@
-"""Learning histories: their collection, their HDF5 files, and the contexts cut out of them."""
+"""Learning histories: collects them, stores them in HDF5 files, and cuts contexts out of them."""

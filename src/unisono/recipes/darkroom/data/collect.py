@@ -18,14 +18,14 @@ from unisono.recipes.darkroom.sources import SOURCES
 from unisono.recipes.darkroom.sources.source import Histories, run_learners
 
 _MAX_BLOCK = 9  # tasks
-_MIN_BLOCKS = 8  # with few tasks the blocks are smaller, so that there is one for every rank
+_MIN_BLOCKS = 8  # smaller if there are few tasks, so that every rank gets a block
 _MAX_GPU_ROWS = 2**15  # learners that a GPU runs at once, limited by the memory for their histories
 
 Block = tuple[int, ...]
 
 
 def blocks_of(tasks: Sequence[int]) -> list[Block]:
-    """Divides tasks into blocks. They depend only on the tasks, so every rank and every later start has the same."""
+    """Divides tasks into blocks, which depend only on the tasks: every rank and every restart gets the same ones."""
     ordered = sorted(set(tasks))
     size = max(1, min(_MAX_BLOCK, len(ordered) // _MIN_BLOCKS))
     return [tuple(ordered[start : start + size]) for start in range(0, len(ordered), size)]
@@ -49,8 +49,8 @@ def collect(
 ) -> list[Path]:
     """Collects the missing blocks of this process's share and returns the files of all blocks.
 
-    `settings` are those of the source. `work` supplies the share, the device, the progress bar and stop requests, which
-    are honoured between blocks; the default is a single CPU process.
+    `settings` are those of the source learner. `work` supplies the share, the device, the progress bar and stop
+    requests, which take effect between blocks; the default is a single CPU process.
     """
     work = work or Work(folder)
     _check(room, source, tasks, num_streams, num_steps)

@@ -7,9 +7,9 @@
       next_states  (steps, streams, 2)    the true next cell, also at the end of an episode
       dones        (steps, streams)       the last step of an episode
 
-Files of other implementations work too. They have wider integers, more columns, and the start of the next episode in
-`next_states` at the end of an episode; nothing here reads that column. Every history is replayed in the environment
-when it is read, so a file of another environment, horizon or task order is rejected.
+Files of other implementations work too. They have wider integers and more columns, and at the end of an episode their
+`next_states` is the start of the next one; this module never reads that column. Every history is replayed in the
+environment when it is read, so a file of another environment, horizon or task order is rejected.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def write_histories(
     seed: int,
     settings: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes histories to a new file, which appears complete or not at all. An existing file is never overwritten."""
+    """Writes histories to a new file, which appears only when it is complete; never overwrites a file."""
     origin = Origin.of(room, source, settings, seed, *histories.actions.shape[1:])
     try:
         if os.path.lexists(path.parent) and not path.parent.is_dir():
@@ -70,7 +70,7 @@ def _as_hdf5(histories: Histories, room: Room, origin: Origin) -> bytes:
         for index, task in enumerate(histories.tasks.tolist()):
             for name, values in _columns(histories, index, room).items():
                 chunks = tuple(map(min, values.shape, _CHUNK))
-                # gzip level 1: a tenth of the bytes for a third more time.
+                # gzip level 1 reduces the file to a tenth, and takes a third more time.
                 file.create_dataset(
                     f"{task}/{name}", data=values, chunks=chunks, compression="gzip", compression_opts=1
                 )
@@ -80,7 +80,7 @@ def _as_hdf5(histories: Histories, room: Room, origin: Origin) -> bytes:
 
 
 def _columns(histories: Histories, index: int, room: Room) -> dict[str, NDArray[Any]]:
-    """Returns the datasets of one task, steps first."""
+    """Returns the columns of one task's group; the first dimension is the step."""
     task, cells, actions, rewards = (
         column[index].cpu() for column in (histories.tasks, histories.cells, histories.actions, histories.rewards)
     )
@@ -132,7 +132,7 @@ def find_histories(traj_dir: Path, name: str) -> list[Path]:
     if not paths and traj_dir.suffix in SUFFIXES and not traj_dir.is_dir():
         raise UserError(f"traj_dir: {traj_dir} does not exist; use an existing file, or a folder to collect into")
     for path in paths:
-        with HistoryFile(path):  # an unreadable file is an error before anything is written
+        with HistoryFile(path):  # raises an error for an unreadable file before anything is written
             pass
     return paths
 

@@ -18,8 +18,8 @@ from unisono.errors import UserError
 from unisono.recipes.darkroom.rooms import Room
 
 FORMAT = 1
-_MAX_CHUNK = 2**28  # bytes; HDF5 decompresses whole chunks
-_MAX_TEXT = 2000  # characters of an attribute
+_MAX_CHUNK = 2**28  # in bytes; HDF5 decompresses whole chunks
+_MAX_TEXT = 2000  # largest number of characters in an attribute
 _BUILT_IN_FILTERS = {1, 2, 3, 32000}  # deflate, shuffle, fletcher32, lzf: h5py loads no plugin for them
 
 
@@ -45,7 +45,7 @@ class Origin:
         return cls(room.name, room.size, room.horizon, source, as_json, seed, num_streams, num_steps)
 
     def difference(self, other: Origin) -> str:
-        """Describes the first field in which the other one differs; empty if none does."""
+        """Describes the first field that differs from the other origin; empty if none does."""
         for field in fields(self):
             mine, theirs = getattr(self, field.name), getattr(other, field.name)
             if mine != theirs:
@@ -65,7 +65,7 @@ class HistoryFile:
         if not self.path.is_file():
             raise UserError(f"{self.path} is not a file; histories are HDF5 files, or folders of them")
         try:
-            # Some file systems have no locks, and finished files do not change.
+            # Does not lock the file: it no longer changes, and some file systems have no locks.
             self._file = h5py.File(self.path, "r", locking="best-effort")
         except OSError as error:
             raise UserError(
@@ -78,7 +78,7 @@ class HistoryFile:
 
     @contextmanager
     def _damage_as_user_error(self) -> Iterator[None]:
-        # HDF5 notices damage only when it reads the place, and h5py has no exception class for it.
+        # HDF5 notices damage only when it reads the damaged part, and h5py has no exception class for it.
         try:
             yield
         except (OSError, RuntimeError, ValueError, TypeError, KeyError) as error:
@@ -109,7 +109,7 @@ class HistoryFile:
             return isinstance(self._file.get(str(task), getlink=True), h5py.HardLink)
 
     def read(self, task: int, name: str, num_streams: int, num_steps: int, below: int, *width: int) -> Tensor:
-        """Reads the start of a column of integers in [0, below) as bytes, [streams, steps, *width]."""
+        """Reads the first steps of a column of integers in [0, below) as bytes, [streams, steps, *width]."""
         with self._damage_as_user_error():
             column = self._dataset(task, name)
             shape = column.shape
@@ -154,11 +154,11 @@ class HistoryFile:
         if name not in attributes:
             return None
         attribute = attributes.get_id(name)
-        # Text of variable length is stored elsewhere in the file, and in a damaged one HDF5 may search for it forever.
+        # Variable-length text is stored elsewhere in the file; in a damaged file, HDF5 may search for it forever.
         if attribute.shape != () or attribute.dtype.kind not in "iuS":
             return None
         value = attributes[name]
         if not isinstance(value, bytes):
             return int(value)
         text = value.decode()
-        return text if text.isprintable() and len(text) <= _MAX_TEXT else None  # messages may contain it
+        return text if text.isprintable() and len(text) <= _MAX_TEXT else None  # error messages may contain this text

@@ -18,7 +18,7 @@ from unisono.recipes.darkroom.sources.source import Histories
 
 
 class Contexts(NamedTuple):
-    """A batch of contexts, each [batch, length]."""
+    """A batch of contexts; each tensor is [batch, length]."""
 
     tokens: Tokens
     actions: Tensor  # the targets
@@ -27,7 +27,7 @@ class Contexts(NamedTuple):
 
 @dataclass(frozen=True)
 class Windows:
-    """A dataset of all windows of `length` steps that start with an episode."""
+    """A dataset of all windows of `length` steps that begin at the first step of an episode."""
 
     cells: Tensor  # [histories, steps], uint8
     actions: Tensor
@@ -37,7 +37,7 @@ class Windows:
 
     @classmethod
     def of(cls, histories: Histories, horizon: int, length: int, skip: int = 1, setting: str = "n_transit") -> Windows:
-        """Windows over every `skip`-th episode. `setting` is the setting that defines `length`, for the error."""
+        """Windows over every `skip`-th episode. Error messages call the setting for `length` `setting`."""
         steps = histories.cells.shape[-1] // horizon * horizon
         columns = [
             values[..., :steps].reshape(-1, steps // horizon, horizon)[:, ::skip].flatten(1).contiguous()
@@ -74,7 +74,7 @@ class Windows:
         return self._at(history, steps, first=torch.zeros_like(number))
 
     def _at(self, history: Tensor, steps: Tensor, first: Tensor) -> Contexts:
-        """The tokens of these steps ([batch, length]); slot `first` of each row has no previous action and reward."""
+        """The tokens of these steps, [batch, length]; slot `first` of each row has no previous action and reward."""
         flat = history[:, None] * self.cells.shape[1] + steps
         cells, actions = self.cells.view(-1)[flat].long(), self.actions.view(-1)[flat].long()
         before = (flat - 1).clamp(min=0)
@@ -86,10 +86,10 @@ class Windows:
 
 @dataclass(frozen=True)
 class TwoRegions(Windows):
-    """A dataset of contexts of two regions: the previous `interval` steps, between separators, and the current ones.
+    """A dataset of two-region contexts: the previous `interval` steps between separators, then the current steps.
 
-    Only actions of the current region are learned. The first region of a history has no previous one: the separators
-    of its context enclose nothing, and the unused slots at the end are not learned.
+    Only actions of the current region count in the loss. The first region of a history has no previous region: nothing
+    is between its separators, and the unused slots at the end do not count in the loss.
     """
 
     interval: int = 80

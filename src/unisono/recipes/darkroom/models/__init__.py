@@ -1,1 +1,1 @@
-"""The transformer, and rollouts of it in the environments."""
+"""The transformer, and its rollouts in the environments."""

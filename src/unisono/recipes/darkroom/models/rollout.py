@@ -1,8 +1,8 @@
 """Rollouts: the transformer plays episode after episode with frozen weights and learns only from its context.
 
 All tasks of a batch are at the same step, so one cache of keys and values serves them all. When the context is full,
-the oldest episode is dropped and the rest is computed again from its first token. A context therefore always looks
-like those in training.
+the oldest episode is dropped and the rest is computed again from its first token. A context therefore always looks like
+the contexts in training.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class Past:
 
 
 class SlidingContext:
-    """A context of as many of the last episodes as fit."""
+    """A context of the most recent episodes, as many as fit."""
 
     def __init__(self, context: int, horizon: int) -> None:
         self._context, self._horizon = context, horizon
         self._begin = 0
 
     def rebuilt(self, step: int, past: Past) -> Tokens | None:
-        """The tokens to fill the cache with before this step; None to continue with the cached ones."""
+        """The tokens to refill the cache with before this step; None to continue with the current cache."""
         if step == 0 or step % self._horizon or step - self._begin + self._horizon <= self._context:
             return None
         self._begin += self._horizon
@@ -50,7 +50,7 @@ class SlidingContext:
 
 
 class RegionContext:
-    """A context of the previous region, between two separators, and the current one."""
+    """A context of the previous region, between two separators, and the current region."""
 
     def __init__(self, interval: int) -> None:
         self._interval = interval
@@ -82,9 +82,10 @@ def play(
     greedy: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Plays `tasks` ([batch]) and returns the return of each episode, [batch, episodes].
+    """Plays `tasks` [batch]; the result is the return of each episode, [batch, episodes].
 
-    `uniform` [batch, steps] holds random numbers in [0, 1) to sample actions with. Its length is the number of steps.
+    `uniform` [batch, steps] holds random numbers in [0, 1) to sample actions with. The number of steps is its second
+    dimension.
     """
     game = _Game(model, room, tasks, uniform, greedy, dtype)
     one_step = _as_cuda_graph(game.step) if tasks.is_cuda else game.step
@@ -99,7 +100,7 @@ def play(
 
 
 class _Game:
-    """All rows of a batch at the same step. Updated in place, so that a CUDA graph can replay a step."""
+    """The state of all rows of a batch, updated in place so that a CUDA graph can replay a step."""
 
     def __init__(
         self, model: HistoryTransformer, room: Room, tasks: Tensor, uniform: Tensor, greedy: bool, dtype: torch.dtype
@@ -151,7 +152,7 @@ def sample(logits: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _as_cuda_graph(step: Callable[[], None]) -> Callable[[], None]:
-    """The same step, recorded as a CUDA graph after a few calls: one launch instead of a hundred."""
+    """Wraps a step so that it is recorded as a CUDA graph after a few calls: one launch instead of a hundred."""
     graph = torch.cuda.CUDAGraph()
     calls = 0
 

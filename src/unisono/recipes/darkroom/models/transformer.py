@@ -19,7 +19,7 @@ from unisono.recipes.darkroom.rooms import NUM_ACTIONS
 NO_ACTION = NUM_ACTIONS
 """The previous action at the start of a context."""
 SEPARATOR_KINDS = 3
-"""Kinds of tokens in a context of two regions: a step, the start and the end of the previous region."""
+"""Kinds of tokens in a two-region context: a step, and the start and the end of the previous region."""
 
 
 class Tokens(NamedTuple):
@@ -28,7 +28,7 @@ class Tokens(NamedTuple):
     cells: Tensor
     actions: Tensor  # the previous action, or NO_ACTION
     rewards: Tensor  # the previous reward
-    separators: Tensor | None = None  # in a context of two regions: 0 a step, 1 and 2 the ends of the previous region
+    separators: Tensor | None = None  # in a two-region context: 0 for a step, 1 and 2 for the separators
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class Shape:
     inner: int = 256
     dropout: float = 0.0
     attention_dropout: float = 0.0
-    separators: bool = False  # for a context of two regions
+    separators: bool = False  # whether contexts have two regions
 
 
 class Cache:
-    """Keys and values of all layers for the tokens so far.
+    """Attention keys and values of all layers for the tokens so far.
 
     It is allocated at full size, and the position of the next token is a tensor, so that every step runs the same
     kernels and can be recorded as a CUDA graph.
@@ -117,7 +117,8 @@ class HistoryTransformer(nn.Module):
         super().__init__()
         self.shape = shape
         features = 2 * shape.room_size + NUM_ACTIONS + 1 + 1
-        # One-hot vectors times a matrix: the backward pass of a look-up would add 100,000 gradients to nine rows.
+        # Multiplies one-hot vectors by a matrix: the backward pass of a look-up would add 100,000 gradients to nine
+        # rows.
         self.embed = nn.Linear(features, shape.width, bias=False)
         self.embed_separator = nn.Embedding(SEPARATOR_KINDS, shape.width) if shape.separators else None
         self.positions = nn.Parameter(torch.empty(shape.context, shape.width))
@@ -131,14 +132,15 @@ class HistoryTransformer(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
                 continue
-            # The residual stream grows with every layer, so the layers that add to it start smaller (as in GPT-2).
+            # The residual stream grows with every layer, so the layers that add to it have smaller initial weights (as
+            # in GPT-2).
             residual = name.endswith(("mix.weight", "narrow.weight"))
             std = 0.02 / (2 * self.shape.num_layers) ** 0.5 if residual else 0.1 if name == "embed.weight" else 0.02
             nn.init.normal_(parameter, std=std)
         nn.init.zeros_(self.head.bias)
 
     def forward(self, tokens: Tokens, cache: Cache | None = None) -> Tensor:
-        """Returns logits, [batch, length, actions]. A single token with a cache continues the cached ones."""
+        """Returns logits, [batch, length, actions]. With a cache, a single token continues the cached tokens."""
         length = tokens.cells.shape[1]
         if cache is not None and length == 1:
             positions = self.positions.index_select(0, cache.next)

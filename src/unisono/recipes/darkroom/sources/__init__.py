@@ -1,4 +1,4 @@
-"""Source learners, whose histories are distilled: thousands of independent ones run as one batch."""
+"""Source learners, whose histories are distilled; thousands of independent learners run as one batch."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ class Explorer(Source):
         cells = torch.arange(room.num_cells, device=tasks.device)
         x, y = cells // room.size, cells % room.size
         self._distance = ((x[:, None] - x).abs() + (y[:, None] - y).abs()).float()  # [cell, cell]
-        self._tie_break = draws.uniform(room.num_cells)  # a preference of each learner
-        self._cost = self._tie_break.clone()  # the same for unvisited cells, infinite for visited ones
+        self._tie_break = draws.uniform(room.num_cells)  # random cost of each cell, which differs between learners
+        self._cost = self._tie_break.clone()  # the same cost for unvisited cells, infinity for visited ones
 
     def act(self, cells: Tensor, step: int) -> Tensor:
         stage = self.stage.clamp(max=self._num_goals - 1)
@@ -61,7 +61,7 @@ class ActionExplorer(Source):
     """Knows where the goal is but not what its actions do.
 
     It takes the action that most probably leads towards the goal, given all that it has observed. So it tries an
-    unknown action only while no known one does.
+    unknown action only if no known action leads towards the goal.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class ActionExplorer(Source):
         self._one_hot_moves = (
             torch.nn.functional.one_hot(moves, NUM_ACTIONS).float().flatten(1)
         )  # [task, action * move]
-        self._possible = torch.ones(len(tasks), room.num_tasks, dtype=torch.bool, device=device)  # given what it saw
+        self._possible = torch.ones(len(tasks), room.num_tasks, dtype=torch.bool, device=device)  # not ruled out
         cells = torch.arange(room.num_cells, device=device)
         self._outcomes = room.neighbours(cells)  # [cell, move] -> cell
         goal = room.num_cells - 1
@@ -83,7 +83,7 @@ class ActionExplorer(Source):
         self._forward = (closer | (self._outcomes == goal)).float()  # [cell, move]: gets closer, or stays at the goal
 
     def act(self, cells: Tensor, step: int) -> Tensor:
-        # In how many of the possible tasks each action leads forward. Random numbers below 1 break ties.
+        # The number of possible tasks in which each action leads towards the goal. Random numbers below 1 break ties.
         ways = (self._possible.float() @ self._one_hot_moves).view(-1, NUM_ACTIONS, NUM_ACTIONS)
         score = (ways * self._forward[cells][:, None]).sum(dim=2)
         uniform = self.draws.uniform(NUM_ACTIONS + 3)

@@ -23,4 +23,4 @@ class NoiseCurriculum(Source):
         return torch.where(uniform[:, 1] < noise, (uniform[:, 2] * NUM_ACTIONS).long(), best)
 
     def learn(self, cells: Tensor, actions: Tensor, rewards: Tensor, next_cells: Tensor, step: int) -> None:
-        """Does nothing: it knows the task."""
+        """Does nothing, because the expert knows the task."""

@@ -1,12 +1,12 @@
 """Proximal policy optimisation (Schulman et al. 2017) for thousands of learners at once.
 
-Each learner has its own policy and value network, and all learners together are batched matrix products. The
+Each learner has its own policy and value network; all learners are computed together by batched matrix products. The
 environments have few cells, so after every update both networks are evaluated once for all cells, and acting is a
 look-up in that table. The gradients are written by hand: autograd takes a fifth longer.
 
 Learners are independent, or share a policy. An independent learner sees one episode per update and learns next to
-nothing in 50 episodes with the usual hyperparameters, so it has its own. Sharing is what other implementations do: the
-streams of a task are copies of one policy that learns from all of them.
+nothing in 50 episodes with the usual hyperparameters, so independent learners have their own hyperparameters. Other
+implementations share: the streams of a task are copies of one policy that learns from all of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from unisono.recipes.darkroom.sources.source import Draws, Source
 
 @dataclass(frozen=True)
 class Settings:
-    """Hyperparameters. The defaults are those of other implementations, which share a policy among the streams."""
+    """Hyperparameters; the defaults are those of other implementations, which share a policy among streams."""
 
     lr: float = 3e-4
     """Learning rate of Adam."""
@@ -54,7 +54,7 @@ class Settings:
     inputs: Literal["coordinates", "cells"] = "coordinates"
     """Inputs of the networks: x and y as numbers, or a one-hot vector of the cell."""
     normalise_advantages: bool = True
-    """Normalise advantages in each minibatch. A rollout without any reward then teaches noise at full strength."""
+    """Normalise advantages in each minibatch. This amplifies the noise of rollouts without any reward."""
 
 
 SHARED = Settings()
@@ -62,17 +62,17 @@ SHARED = Settings()
 # one episode end in a policy that no longer explores) and advantages that are not normalised.
 INDEPENDENT = Settings(lr=5e-3, n_epochs=4, gamma=0.9, entropy=0.02, inputs="cells", normalise_advantages=False)
 
-_GROUP_ON_CPU = 64  # learners updated together; more are not faster and need more memory
+_GROUP_ON_CPU = 64  # number of learners updated together; more would need more memory without being faster
 _GROUP_ON_GPU = 8192
 
 
 class PPO(Source):
     """PPO learners: one per row of the batch, or, with `shared`, one per task.
 
-    `settings` are fields of `Settings`; one that is missing or None has the value of SHARED or INDEPENDENT. On a 9 x 9
-    grid an independent learner takes 0.25 MB, 7,300 of them 1.8 GB. Histories do not depend on which others are
-    collected with them, unless batched products of another size round differently and change an action. That was not
-    observed on the CPU; histories from CPU and GPU diverge sooner or later.
+    `settings` are fields of `Settings`; a field that is missing or None has its value in SHARED or INDEPENDENT. On a 9
+    x 9 grid an independent learner takes 0.25 MB, 7,300 of them 1.8 GB. Histories do not depend on which other
+    histories are collected with them, unless a different batch size changes rounding, and thereby an action. That was
+    not observed on the CPU; histories from CPU and GPU diverge sooner or later.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class PPO(Source):
         values = self._values[self._learner[:, None], cells]
         last = self._values[self._learner, next_cells]
         advantages = _advantages(rewards, values, last, self._ends, self.settings.gamma, self.settings.gae_lambda)
-        # [rows, n_steps] each; a learner gets those of all its streams.
+        # Each tensor is [rows, n_steps]; a learner gets the rows of all its streams.
         columns = (cells, actions, advantages, advantages + values)
         rollout = [column.reshape(-1, self._streams * self.settings.n_steps) for column in columns]
         for group, *part in zip(
@@ -135,7 +135,7 @@ class _Learners:
         self.weights = [
             *self._layer(2, inputs.shape[1], width, gain=root),
             *self._layer(2, width, width, gain=root),
-            *self._layer(1, width, NUM_ACTIONS, gain=0.01),  # starts with a nearly uniform policy
+            *self._layer(1, width, NUM_ACTIONS, gain=0.01),  # makes the initial policy nearly uniform
             *self._layer(1, width, 1, gain=1.0),
         ]
         self._adam = torch.optim.Adam(self.weights, lr=settings.lr, eps=settings.adam_eps, fused=True)
@@ -219,12 +219,12 @@ class _Learners:
         radius = (-2 * (1 - self._uniform(*tall)).log()).sqrt()
         normal = radius * (2 * math.pi * self._uniform(*tall)).cos()
         q, r = torch.linalg.qr(normal.flatten(0, 1))
-        q = q * r.diagonal(dim1=-2, dim2=-1).sign()[:, None]  # makes q uniform among orthogonal matrices
+        q = q * r.diagonal(dim1=-2, dim2=-1).sign()[:, None]  # makes q uniformly distributed over orthogonal matrices
         weight = gain * (q if num_in >= num_out else q.mT)
         return weight.contiguous(), weight.new_zeros(len(weight), 1, num_out)
 
     def _uniform(self, *shape: int) -> Tensor:
-        """Returns [learners, *shape] numbers in [0, 1), new ones at every call."""
+        """Returns [learners, *shape] random numbers in [0, 1), different ones at every call."""
         size = int(torch.Size(shape).numel())
         counter = torch.arange(size, device=self._keys.device) + (self._num_random << 32)
         self._num_random += 1

@@ -1,10 +1,11 @@
 """Tabular Q-learning (Watkins 1989), tuned to learn within fifty episodes.
 
-A thousand steps are few for a table of four hundred values. Three things make them sufficient. The table starts
-optimistic, so actions that were not tried look better than those that led nowhere. The environments are deterministic,
-so a value may be replaced at once (learning rate 1). And each finished episode is replayed once in reverse (Lin 1992),
-which carries a reward to the start of the episode instead of one step. Without the last two, fewer goals are found
-again in time. In the permuted environment, whose goal is 16 steps away from the start, a thousand steps are too few.
+A thousand steps are few for a table of four hundred values. Three things make them sufficient. The initial values are
+optimistic, so untried actions look better than actions that led nowhere. The environments are deterministic, so a value
+may be replaced at once (learning rate 1). And each finished episode is replayed once in reverse (Lin 1992), which
+carries a reward to the start of the episode instead of one step. Without the last two, learners return to fewer goals
+within their history. In the permuted environment, whose goal is 16 steps away from the start, a thousand steps are too
+few.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from unisono.recipes.darkroom.sources.source import Draws, Source
 
 
 class QLearning(Source):
-    """One table per learner, with epsilon-greedy actions.
+    """Q-learning with one table per learner and epsilon-greedy actions.
 
     `exploration` is the initial probability of a random action; it falls linearly to 0 over the first half of the
     history.

@@ -1,8 +1,8 @@
 """The interface of a source learner, and the loop that runs thousands of them.
 
-A learner acts, observes the outcome and improves from episode to episode. Its history is what the transformer is
-trained on. Every random number of a history is a function of (seed, task, stream, step), where the stream is the number
-of the learner within its task. So a history does not depend on which others are collected with it, or on which rank.
+A learner acts, observes the outcome and improves from episode to episode. The transformer is trained on its history.
+Every random number of a history is a function of (seed, task, stream, step), where the stream is the number of the
+learner within its task. So a history does not depend on which other histories are collected with it, or on which rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from unisono.data.bits import key_of, keys_for, random_bits, to_unit
 from unisono.recipes.darkroom.rooms import Room
 
-_MAX_DRAWS = 16  # calls of Draws.uniform per step
+_MAX_DRAWS = 16  # largest number of calls of Draws.uniform per step
 
 
 @dataclass(frozen=True)
@@ -25,20 +25,20 @@ class Histories:
     """Learning histories as bytes, [tasks, streams, steps]; episodes follow one another without a gap."""
 
     tasks: Tensor  # [tasks], int64
-    cells: Tensor  # observed before the action
+    cells: Tensor  # the cell before the action
     actions: Tensor
     rewards: Tensor
 
 
 class Draws:
-    """Random numbers for a batch of histories, new ones at every step."""
+    """Random numbers for a batch of histories, different ones at every step."""
 
     def __init__(self, seed: int, tasks: Tensor, streams: Tensor) -> None:
         self._keys = keys_for(key_of(seed), keys_for(0, tasks) + streams)  # [batch]
         self._step, self._draw = -1, 0
 
     def next_step(self) -> None:
-        """Starts the numbers of the next step."""
+        """Moves on to the random numbers of the next step."""
         self._step, self._draw = self._step + 1, 0
 
     def uniform(self, *shape: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Handles unusable rows: the first one stops the run or, with --leave_out_bad, all of them are skipped and counted."""
+"""Handles unusable rows: the first one is an error; with --leave_out_bad, all are skipped and counted."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from unisono.recipes.common.bad_files import first_few
 from unisono.recipes.common.tree import one_line
 
 Remark = Callable[[str], None]
-"""Receives a line for the user."""
+"""A function that shows a line to the user."""
 
-_NUM_EXAMPLES = 4  # one more than a message lists, so that it can say that there are others
+_NUM_EXAMPLES = 4  # one more than a message lists, so that it can end with "and others"
 
 
 def no_remark(text: str) -> None:
-    """Ignores a line for the user."""
+    """Discards the line."""
 
 
 class BadRows:

@@ -1,4 +1,4 @@
-"""Blocks of tokens on disk, and how they are joined into one file."""
+"""Writes tokens to disk in blocks, and joins the blocks into one file."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ DONE, TOKENS, STARTS = "texts.json", "tokens.npy", "starts.npy"
 
 BLOCK_TEXTS = 8192
 BLOCK_CHARACTERS = 2**24
-"""Limits of a block, which is in memory as text."""
+"""Size limits of a block; the texts of one block are in memory at once."""
 
 
 class Facts(NamedTuple):
-    """The contents of a complete folder."""
+    """The contents of a complete token folder."""
 
     num_texts: int
     num_tokens: int
@@ -77,7 +77,7 @@ def join(folder: Path, num_blocks: int) -> None:
     if facts_of(folder) is None:
         try:
             _join(folder, num_blocks)
-        except FileNotFoundError:  # another run with the same folder has removed them
+        except FileNotFoundError:  # another run that uses this folder has removed them
             if facts_of(folder) is None:
                 raise UserError(f"{folder}: blocks are missing; start again to create them") from None
         except OSError as error:
@@ -122,5 +122,5 @@ def _unpacked(path: Path) -> tuple[NDArray[np.int32], int, NDArray[np.int32]]:
             raise ValueError
     except (ValueError, EOFError):
         path.unlink(missing_ok=True)
-        raise UserError(f"{path} was damaged and has been removed; start the run again to create it again") from None
+        raise UserError(f"{path} was damaged and has been removed; run the command again to replace it") from None
     return lengths, num_cut, tokens

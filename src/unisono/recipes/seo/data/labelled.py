@@ -20,8 +20,8 @@ TEXT = ("text", "page", "content", "body")
 LABEL = ("label", "score", "target", "class", "labels")
 
 _MAX_CLASSES = 20  # up to this many distinct integers are treated as classes
-_MIN_PER_CLASS = 2  # with fewer rows per distinct integer, they are treated as numbers
-_LARGEST = 1e15  # its square is still finite in 32 bit
+_MIN_PER_CLASS = 2  # integers with fewer rows each are treated as numbers
+_LARGEST = 1e15  # largest label: its square is still finite in 32 bit
 
 Kind = Literal["auto", "class", "number"]
 
@@ -64,8 +64,8 @@ def read_labelled(
         for index in words:  # a column of numbers with a few other entries
             problem = f"its label is {shown(labels[index])}, expected a number (--label class accepts words)"
             bad.add(f"{file}, line {line_numbers[index]}", problem)
-        kept = sorted(set(range(len(labels))) - set(words))
-        texts, labels = [texts[index] for index in kept], [labels[index] for index in kept]
+        usable = sorted(set(range(len(labels))) - set(words))
+        texts, labels = [texts[index] for index in usable], [labels[index] for index in usable]
     bad.report(remark, len(labels), "row", file)
     return Labelled(texts, *encode_labels(labels, kind, file))
 
@@ -87,9 +87,9 @@ def label_value(value: Any) -> float | str | None:
 def encode_labels(
     labels: Sequence[float | str], kind: Kind, source: object
 ) -> tuple[list[float] | list[int], list[str] | None]:
-    """Numbers and None, or class indices and the names of the classes. `source` names the data in errors.
+    """Returns numbers and None, or class indices and the class names. `source` names the data in errors.
 
-    With `kind` auto, labels are classes if they are words or few different integers.
+    If `kind` is auto, labels are classes if they are words or a few distinct integers.
     """
     numbers = [label for label in labels if not isinstance(label, str)]
     if kind == "class" or (kind == "auto" and (len(numbers) < len(labels) or _are_few_integers(numbers))):
@@ -97,7 +97,7 @@ def encode_labels(
     if len(numbers) < len(labels):
         word = next(label for label in labels if isinstance(label, str))
         raise ConfigError(one_line(f"{source}: {shown(word)} is not a number; words are labels of kind class"))
-    if float(np.std(numbers)) < 1e-12:  # also if differences are lost to rounding
+    if float(np.std(numbers)) < 1e-12:  # also rejects differences that are lost to rounding
         nearly = ", or nearly so" if len(set(numbers)) > 1 else ""
         raise ConfigError(
             one_line(f"{source}: all {len(numbers):,} labels are {numbers[0]:g}{nearly}; add rows with other labels")

@@ -1,4 +1,4 @@
-"""The lines of text files, gzipped or not: UTF-8, or UTF-16 and UTF-32 with a byte order mark.
+"""Reads lines of text files, gzipped or not: UTF-8, or UTF-16 and UTF-32 with a byte order mark.
 
 Other encodings are rejected, because a wrong guess would train on garbage.
 """
@@ -20,7 +20,7 @@ from unisono.recipes.common.tree import one_line
 MAX_LINE = 2**26
 """Maximum number of characters per line, so that a file without line breaks cannot fill the memory."""
 
-_BYTE_ORDER_MARKS = {  # longest first: that of UTF-32 begins like that of UTF-16
+_BYTE_ORDER_MARKS = {  # longest first: the mark of UTF-32 begins with that of UTF-16
     codecs.BOM_UTF32_LE: "utf-32",
     codecs.BOM_UTF32_BE: "utf-32",
     codecs.BOM_UTF8: "utf-8-sig",
@@ -75,7 +75,7 @@ def _open(path: Path, stack: ExitStack) -> BinaryIO:
     if not path.is_file():  # reading a pipe could block forever
         raise ConfigError(one_line(f"{path}: no such file"))
     file = stack.enter_context(path.open("rb"))
-    is_gzip = file.read(2) == b"\x1f\x8b"  # whatever its name
+    is_gzip = file.read(2) == b"\x1f\x8b"  # whatever the file name is
     file.seek(0)
     return cast(BinaryIO, stack.enter_context(gzip.GzipFile(fileobj=file))) if is_gzip else file
 

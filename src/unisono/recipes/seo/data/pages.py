@@ -1,8 +1,8 @@
 """Parses an HTML page: title, description, headings, visible text, links and images.
 
-Invalid HTML is read as far as possible; nothing is raised, and `problems` lists what was wrong. The text contains
-everything that a visitor sees, because the checks count it. A main-text extractor is no replacement: on 150 pages of
-documentation trafilatura 2.3 kept 69 % of the words, lost headings of every page, and took ten times as long.
+Invalid HTML raises no error: the parser reads as much as it can, and `problems` lists the defects. The text contains
+everything that a visitor sees, because the checks count its words. A main-text extractor is no replacement: on 150
+pages of documentation, trafilatura 2.3 kept 69 % of the words, lost headings on every page, and took ten times as long.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ _MAGIC = {
 _BOMS = {codecs.BOM_UTF8: "utf-8", codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
 _DECLARED = re.compile(rb"""<meta[^>]{0,500}?charset\s*=\s*["']?\s*([\w.:-]{2,40})""", re.IGNORECASE)
 _XML_DECLARED = re.compile(rb"""^\s*<\?xml[^>]{0,200}?encoding\s*=\s*["']([\w.:-]{2,40})""", re.IGNORECASE)
-_DECLARED_WITHIN = 4096  # browsers look through the first 1,024 bytes
-# As browsers do (the WHATWG's table of labels). A declaration of UTF-16 that can be read as ASCII cannot be true.
+_DECLARED_WITHIN = 4096  # browsers look for the declaration in the first 1,024 bytes
+# Encodings that browsers use instead of the declared one (WHATWG's table of labels). A declaration of UTF-16 that is
+# readable as ASCII must be wrong.
 _MEANS = {"iso8859-1": "cp1252", "ascii": "cp1252", "utf-16": "utf-8", "utf-16-le": "utf-8", "utf-16-be": "utf-8"}
 _NO_TEXT_CODECS = ("utf-7", "idna", "punycode", "undefined", "unicode_escape", "raw_unicode_escape", "mbcs", "oem")
 
@@ -50,36 +51,36 @@ _TAG = re.compile(r"<(?:!doctype|/?[a-z][a-z0-9-]*)[\s>/]", re.IGNORECASE)
 _QUOTED = re.compile(r"""(?>"[^"]*"|'[^']*')""")
 _WHOLE_TAG = re.compile(r"""<[a-z](?>[^<>"']++|"[^"]*"|'[^']*')*+""", re.IGNORECASE)
 _MAX_ATTRIBUTES = 5_000
-# Error codes of libxml2. Its other errors predate HTML 5: it does not know <nav>.
+# Error codes of libxml2. Its other errors are ignored, because it does not know HTML 5 elements such as <nav>.
 _END_TAG_ALONE, _OVER_A_LIMIT = 76, 114
 
 
 @dataclass(frozen=True)
 class Page:
-    """One page."""
+    """The content of an HTML page."""
 
     name: str
     title: str | None = None
-    """None if missing, "" if empty; likewise the description."""
+    """None if the element is missing, "" if it is empty; likewise for the description."""
     description: str | None = None
     headings: list[tuple[int, str]] = field(default_factory=list)
-    """Level (1 to 6) and text, in order."""
+    """Level (1 to 6) and text of each heading, in page order."""
     text: str = ""
     """Visible text; paragraphs, headings and cells are separated by an empty line."""
     links: list[str] = field(default_factory=list)
-    """URLs as written."""
+    """URLs as they appear in the page."""
     images: list[tuple[str, str | None]] = field(default_factory=list)
-    """URL and alt text; None if missing."""
+    """URL and alt text of each image; None if it has no alt attribute."""
     lang: str | None = None
     canonical: str | None = None
     encoding: str | None = None
-    """Encoding used to decode it; None if it was passed as text."""
+    """Encoding that the page was decoded with; None if it was passed as text."""
     problems: list[str] = field(default_factory=list)
-    """What is wrong with it."""
+    """Descriptions of defects in the HTML."""
 
     @property
     def is_html(self) -> bool:
-        """Whether it has any content."""
+        """Whether the page has any content."""
         return bool(self.title or self.text or self.headings or self.links or self.images)
 
 
@@ -97,7 +98,7 @@ def parse_page(html: bytes | str, name: str) -> Page:
         html, encoding = _decoded(html, problems)
     if len(_CONTROL.findall(html)) > len(html) // 100:
         return Page(name, encoding=encoding, problems=[*problems, "not HTML: it is not text"])
-    # Lone surrogates cannot be encoded for a parser or tokenizer.
+    # Replaces lone surrogates, which parsers and tokenizers cannot encode.
     html = _CONTROL.sub("", html).encode("utf-8", "replace").decode()
     if not html.strip():
         return Page(name, encoding=encoding, problems=[*problems, "empty"])
@@ -131,7 +132,7 @@ def parse_page(html: bytes | str, name: str) -> Page:
 
 
 def _over_attributes(html: str) -> bool:
-    """Whether a tag has so many attributes that the parser, which compares each with all others, takes minutes."""
+    """Whether a tag has so many attributes that parsing, which is quadratic in their number, would take minutes."""
     for tag in _WHOLE_TAG.finditer(html):
         long = tag.end() - tag.start() > 2 * _MAX_ATTRIBUTES
         if long and len(re.split(r"[\s/=]+", _QUOTED.sub("", tag[0]))) > _MAX_ATTRIBUTES:
@@ -140,7 +141,7 @@ def _over_attributes(html: str) -> bool:
 
 
 def _decoded(content: bytes, problems: list[str]) -> tuple[str, str]:
-    """The text and its encoding: by byte order mark, by declaration, or by what can be decoded."""
+    """The text and its encoding, chosen by byte order mark, by declaration, or by trial."""
     for bom, encoding in _BOMS.items():
         if content.startswith(bom):
             return _replaced(content[len(bom) :], encoding, problems), encoding
@@ -157,7 +158,7 @@ def _decoded(content: bytes, problems: list[str]) -> tuple[str, str]:
     try:
         return content.decode("utf-8"), "utf-8"
     except UnicodeDecodeError as error:
-        if len(content) == MAX_BYTES and error.start > len(content) - 4:  # truncated within a character
+        if len(content) == MAX_BYTES and error.start > len(content) - 4:  # the page was truncated within a character
             return content[: error.start].decode("utf-8"), "utf-8"
         if wanted:
             problems.append("declared as UTF-8 but is not: read as Windows-1252")

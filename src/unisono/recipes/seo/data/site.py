@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 PAGES = (".html", ".htm", ".xhtml")
 
-_MAX_BYTES = 2**26  # the protocol allows 50 MB
+_MAX_BYTES = 2**26  # the sitemap protocol allows 50 MB
 _MAX_SITEMAPS = 1000
 _ADDRESS = re.compile(r"https?://", re.IGNORECASE)
 
@@ -89,7 +89,7 @@ def _sitemap(top: Path) -> Iterator[tuple[str, str]]:
             if kind == "urlset":
                 yield str(path), location
                 continue
-            # A sitemap index; its sitemaps are next to it, whatever their URL is.
+            # A sitemap index: its sitemaps must be in the same folder, whatever their URLs are.
             file = _file_of(location, tree) or _file_of(location.rpartition("/")[2], tree)
             if file is None:
                 raise ConfigError(
@@ -121,7 +121,7 @@ def _locations(path: Path) -> tuple[str, list[str]]:
 
 
 def _is_entry(loc: Element) -> bool:
-    """Whether it is the <loc> of a page, not <image:loc> or <video:loc>, which are nested deeper."""
+    """Whether an element is the <loc> of a page; <image:loc> and <video:loc> are nested deeper."""
     from lxml import etree
 
     parent = loc.getparent()

@@ -53,7 +53,7 @@ def _of_site(
         page = parse_page(read_page(file), str(file))
         target = page.title if write == "title" else page.description
         if not page.text:
-            bad.add(str(file), "; ".join(page.problems) or "there is no text in it")
+            bad.add(str(file), "; ".join(page.problems) or "it contains no text")
         elif not target:
             bad.add(str(file), f"it has no {write}" + "".join(f"; {problem}" for problem in page.problems))
         else:

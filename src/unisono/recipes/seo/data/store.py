@@ -1,9 +1,8 @@
 """The token cache: texts are tokenized once, into files that are mapped into memory.
 
 The name of a cache folder contains a digest of everything the tokens depend on: texts, tokenizer and length limit. The
-processes fill it in blocks that appear complete or not at all, so an interrupted run continues where it stopped. The
-blocks are then joined into one file, and `texts.json` is written last. Two runs that fill the same folder write the
-same bytes.
+processes write it in blocks, each atomically, so an interrupted run continues where it stopped. The blocks are then
+joined into one file, and `texts.json` is written last. Two runs that fill the same folder write the same bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _PROGRESS_EVERY_S = 5.0
 
 
 class Texts(Sequence["NDArray[np.int32]"]):
-    """The tokens of texts by number; loader workers share the memory."""
+    """The tokens of each text, by its number; loader workers share the memory."""
 
     def __init__(self, folder: Path, tokens: NDArray[np.int32], starts: NDArray[np.int64], num_cut: int) -> None:
         self._folder, self._tokens, self._starts = folder, tokens, starts
@@ -45,12 +44,12 @@ class Texts(Sequence["NDArray[np.int32]"]):
         if not -len(self) <= index < len(self):
             raise IndexError(index)
         index = int(index) % len(self)
-        # A copy, so that no caller keeps a map of a deleted file.
+        # Returns a copy, so that no caller holds a memory map of a deleted file.
         return np.array(self._tokens[self._starts[index] : self._starts[index + 1]])
 
     @cached_property
     def lengths(self) -> NDArray[np.int32]:
-        """[n] number of tokens of each text."""
+        """The number of tokens of each text [n]."""
         return np.diff(self._starts).astype(np.int32)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -70,7 +69,7 @@ def fill_texts(
     Returns the folder for `open_texts`. A process that is asked to stop returns early: see `work.stopping`.
     """
     place = folder / f"tokens-{fingerprint[:32]}"
-    if any(work.gather(facts_of(place) is not None)):  # processes may look at different times
+    if any(work.gather(facts_of(place) is not None)):  # processes may reach this line at different times
         return place
     try:
         place.mkdir(parents=True, exist_ok=True)
@@ -102,7 +101,7 @@ def open_texts(folder: Path) -> Texts:
         starts = np.load(place / STARTS, mmap_mode="r", allow_pickle=False)
         if tokens.shape != (facts.num_tokens,) or starts.shape != (facts.num_texts + 1,):
             raise ValueError
-    except (ValueError, EOFError):  # right size, wrong content
+    except (ValueError, EOFError):  # the file has the right size but wrong content
         raise UserError(f"{place}: damaged; remove that folder to create it again") from None
     return Texts(place, tokens, starts, facts.num_cut)
 

@@ -18,7 +18,7 @@ from unisono.recipes.seo.data.tokens import whole_text
 TABLES = (".csv", ".jsonl")
 
 _LONGEST_FIELD = 2**24
-_DELIMITERS = (",", ";", "\t")  # European spreadsheets write semicolons
+_DELIMITERS = (",", ";", "\t")  # European spreadsheets use semicolons
 
 
 class Row(NamedTuple):
@@ -30,7 +30,7 @@ class Row(NamedTuple):
 
     @property
     def where(self) -> str:
-        """For messages."""
+        """File and line, for error messages."""
         return f"{self.path}, line {self.line}"
 
     def first(self, names: Sequence[str]) -> Any:
@@ -39,7 +39,7 @@ class Row(NamedTuple):
 
 
 def rows_of(path: Path, needed: Sequence[Sequence[str]], bad: BadRows) -> Iterator[Row]:
-    """The rows of a table. One column of each group in `needed` must exist; errors suggest the first of a group."""
+    """The rows of a table, which must have one column of each group in `needed`; errors suggest the group's first."""
     if plain_suffix(path) not in TABLES:
         raise ConfigError(one_line(f"{path}: expected a table, .csv or .jsonl (or one of them with .gz)"))
     return (_csv if plain_suffix(path) == ".csv" else _jsonl)(path, needed, bad)
@@ -74,7 +74,7 @@ def _csv(path: Path, needed: Sequence[Sequence[str]], bad: BadRows) -> Iterator[
         except StopIteration:
             return
         except csv.Error as error:
-            bad.add(f"{path}, line {begins}", f"not proper CSV ({error}; quotes in a text are written twice)")
+            bad.add(f"{path}, line {begins}", f"invalid CSV ({error}; quotes in a text are written twice)")
             continue
         finally:
             csv.field_size_limit(usual)

@@ -1,4 +1,4 @@
-"""Tokenizes texts, and names what the tokens depend on."""
+"""Tokenizes texts, and hashes everything that the tokens depend on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _VERSION = 1
 
 
 def whole_text(text: str) -> str:
-    """Replaces lone surrogates, which JSON can contain and no tokenizer accepts."""
+    """Replaces lone surrogates, which JSON may contain but no tokenizer accepts."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
@@ -34,11 +34,11 @@ class Tokenize:
             whole = self._tokenizer(suspects, **like)["input_ids"] if suspects else []
             self.num_cut += sum(len(row) > self._limit for row in whole)
         nothing = self._tokenizer.eos_token_id or self._tokenizer.pad_token_id or 0
-        return [row or [nothing] for row in rows]  # for a text without any known character
+        return [row or [nothing] for row in rows]  # if the tokenizer knows no character of the text
 
 
 def fingerprint_of(files: Iterable[Path], *further: Any) -> str:
-    """A digest of files, by name, size and date, and of further values."""
+    """A digest of the names, sizes and dates of files, and of further values."""
     from unisono.recipes.common.fingerprint import combined
 
     facts = [(path.name, (stat := path.stat()).st_size, stat.st_mtime_ns) for path in files]

@@ -1,4 +1,4 @@
-"""The classifier that the engine trains: model, tokenizer, labels, predictions, and its files in a checkpoint."""
+"""The classifier that the engine trains: model, tokenizer, labels, predictions, and checkpoint files."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from unisono.recipes.seo.settings import Config
 from unisono.recipes.seo.trained import Scorer
 
 TRAINING, DESCRIPTION = "training", "seo.json"
-"""In the folder of a checkpoint: the trainer's checkpoint, and what this module has to know about it."""
+"""Names inside a checkpoint folder: the trainer's checkpoint, and the description of its model and labels."""
 _MODEL_FIELDS = ("model_name", "max_length", "use_lora", "lora_r", "lora_alpha")
 _LORA_DROPOUT = 0.1
 _NOT_TRAINED = "no score: this engine is not trained yet; train it on labelled texts, or call load_checkpoint"
-_NO_SCORE = "three or more classes that are words have no score; see label and probabilities"
+_NO_SCORE = "no score: the labels are three or more classes that are not numbers; see label and probabilities"
 
 
 class Classifier:
@@ -45,13 +45,13 @@ class Classifier:
         self.model: nn.Module | None = None
         self.tokenizer: Any = None
         self.labels: Calibration | None = None
-        """What the model's outputs stand for: classes, or numbers with a mean and a standard deviation."""
+        """The meaning of the model's outputs: class names, or the mean and standard deviation of numeric labels."""
         self.num_epochs = 0
-        """Epochs trained so far."""
+        """Number of epochs trained so far."""
         self._folder = tempfile.TemporaryDirectory(prefix="unisono_seo_", ignore_cleanup_errors=True)
 
     def load_tokenizer(self, texts: Sequence[str] | None = None, folder: Path | None = None) -> Any:
-        """The model's tokenizer; that of `tiny` is trained on these texts, or read from a checkpoint's folder."""
+        """The model's tokenizer; for `tiny`, it is trained on these texts or read from a checkpoint's folder."""
         if self.tokenizer is None or folder is not None:
             if self.config.model_name == TINY and self.config.use_lora:
                 raise ConfigError("model_name tiny has no pretrained weights for a LoRA to adapt; set use_lora=False")
@@ -73,7 +73,7 @@ class Classifier:
         )
 
     def build(self, labels: Calibration, texts: Sequence[str] | None = None) -> nn.Module:
-        """The model; the first call loads it with a new head for these labels, drawn from the config's seed."""
+        """Returns the model; the first call loads it and initialises a head for these labels from the config's seed."""
         if self.model is None:
             tokenizer = self.load_tokenizer(texts)
             with torch.random.fork_rng(devices=[]):
@@ -89,7 +89,7 @@ class Classifier:
         return [np.array(row, dtype=np.int32) for row in tokenize(texts)], tokenize.num_cut
 
     def predict(self, texts: Sequence[str]) -> Tensor:
-        """[texts, classes] probabilities or [texts] numbers, computed in this process in 32 bit."""
+        """Probabilities [texts, classes] or numbers [texts], computed in this process in 32 bit."""
         assert self.model is not None
         was_training = self.model.training
         try:
@@ -136,7 +136,7 @@ class Classifier:
             raise ConfigError(f"{folder} is a checkpoint with another tokenizer; choose another name")
 
     def read_description(self, folder: Path) -> Calibration:
-        """The labels of a checkpoint; it must belong to this config, and to the labels of this engine."""
+        """The labels of a checkpoint, which must match this engine's config and labels."""
         file = folder / DESCRIPTION
         if not file.is_file():
             raise ConfigError(f"{folder} is not a checkpoint of this engine: {DESCRIPTION} is missing")
@@ -170,7 +170,7 @@ class Classifier:
 
 
 def labels_of(values: Sequence[Any], kind: str) -> Calibration:
-    """What labels mean: the names of the classes, or mean and standard deviation of numbers."""
+    """The meaning of labels: the class names, or the mean and standard deviation of numbers."""
     kinds: dict[str, Kind] = {"auto": "auto", "class": "class", "number": "number"}
     encoded, names = encode_labels([_label(value, index) for index, value in enumerate(values)], kinds[kind], "labels")
     if names is not None:
@@ -179,7 +179,7 @@ def labels_of(values: Sequence[Any], kind: str) -> Calibration:
 
 
 def encode(values: Sequence[Any], labels: Calibration) -> list[Any]:
-    """Labels as the model is trained on: class indices, or standardised numbers."""
+    """Encodes labels for training: as class indices, or as standardised numbers."""
     plain = [_label(value, index) for index, value in enumerate(values)]
     if not labels.names:
         return [(float(value) - labels.mean) / labels.std for value in plain]
@@ -200,7 +200,7 @@ def _label(value: Any, index: int) -> float | str:
 
 
 def _number(name: str) -> int | float | str:
-    """The name of a class as the number it stands for, if any."""
+    """The name of a class as a number; None if it is not a number."""
     try:
         value = float(name)
     except ValueError:

@@ -24,7 +24,7 @@ class SEOConfig(ConfigClass):
     max_length: int = 512
     """Maximum number of tokens per text. Longer texts are truncated."""
     label: str = "auto"
-    """What labels are: class, number, or auto (classes if they are words or few different integers)."""
+    """Type of the labels: class, number, or auto (classes if they are words or a few distinct integers)."""
     batch_size: int = 16
     """Texts per GPU and micro-batch. The effective batch is this × GPUs × gradient_accumulation_steps."""
     gradient_accumulation_steps: int = 1
@@ -36,13 +36,13 @@ class SEOConfig(ConfigClass):
     lr_scheduler: str = "cosine"
     """Learning rate after warm-up: cosine, linear or constant."""
     warmup_steps: int = 100
-    """Optimizer steps over which the learning rate rises from 0."""
+    """Number of optimizer steps over which the learning rate rises from 0 to its peak."""
     num_epochs: int = 3
     """Maximum number of epochs. The learning rate schedule ends with the last one."""
     early_stopping_patience: int = 5
     """Stop after this many epochs without a lower validation loss."""
     early_stopping_min_delta: float = 0.001
-    """Smallest decrease of the validation loss that counts as an improvement."""
+    """Smallest decrease in validation loss that counts as an improvement."""
     use_lora: bool = True
     """Train a LoRA and the new head instead of all weights."""
     lora_r: int = 16
@@ -64,15 +64,15 @@ class SEOConfig(ConfigClass):
     checkpoint_dir: str = "checkpoints"
     """Folder of the checkpoints."""
     save_checkpoints: bool = True
-    """Let train_with_early_stopping save the best epoch and end with its weights."""
+    """Whether train_with_early_stopping saves the best epoch and loads its weights at the end."""
     rank_model: str | None = "minilm"
-    """Model with which optimize_content scores a text: a run of `unisono train seo`, a folder, a hub id or `minilm`.
-    None: the trained score."""
+    """Model that optimize_content scores texts with: a run of `unisono train seo`, a folder, a hub id or `minilm`.
+    None: the classifier that this engine trained."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Further settings by the names that `unisono train --help` lists, such as {"weight_decay": 0.1}."""
 
     use_multi_gpu: bool = False
-    """Train on several GPUs. False: on one device, whatever the fields below say."""
+    """Train on several GPUs. False: train on one device and ignore the fields below."""
     multi_gpu_strategy: str = "dataparallel"
     """dataparallel (all GPUs from one process), distributed (one process per GPU, started by torchrun), or auto."""
     num_gpus: int = 1
@@ -92,15 +92,15 @@ class SEOConfig(ConfigClass):
     sync_batch_norm: bool = False
     """Compute batch norm statistics over the micro-batches of all processes."""
     find_unused_parameters: bool = False
-    """distributed: find weights that took no part in the loss (slower)."""
+    """distributed: detect weights that did not contribute to the loss (slower)."""
     gradient_as_bucket_view: bool = False
     """distributed: gradients are views of the communication buckets (saves one copy of them)."""
     broadcast_buffers: bool = True
     """distributed: copy buffers from rank 0 in every step."""
     bucket_cap_mb: float = 25
-    """distributed: size of a communication bucket."""
+    """distributed: size of a communication bucket in MiB."""
     static_graph: bool = False
-    """distributed: all steps use the same weights in the same order."""
+    """distributed: assume that every step uses the same weights in the same order."""
 
     def __post_init__(self) -> None:
         self.check()

@@ -1,4 +1,4 @@
-"""Which devices the engine uses, in how many processes, in which precision and with which effective batch.
+"""Determines the engine's devices, processes, precision and effective batch.
 
 If fewer GPUs are available than requested, the effective batch stays the same, and the engine prints a note.
 """
@@ -39,7 +39,7 @@ class Devices:
 
     @property
     def device(self) -> torch.device:
-        """This process's device; under dataparallel the first one."""
+        """This process's device; the first GPU under dataparallel."""
         return torch.device("cuda", self.world.local_rank) if self.num_gpus else torch.device("cpu")
 
     def memory(self) -> dict[str, dict[str, int]]:
@@ -84,7 +84,7 @@ def _of_one_process(config: SEOConfig, world: World, num_available: int) -> Devi
 
 
 def _world(config: SEOConfig) -> World:
-    """The processes, as the launcher or the config defines them; otherwise this one alone."""
+    """The world that the launcher or the config defines; otherwise this process alone."""
     world = detect()
     by_hand = config.use_multi_gpu and config.multi_gpu_strategy != "dataparallel" and config.distributed_world_size > 1
     if world.launcher != "plain" or not by_hand:
@@ -132,13 +132,13 @@ def precision(config: SEOConfig, devices: Devices) -> str:
         return PRECISIONS[config.mixed_precision_dtype]
     if not devices.num_gpus:
         return "no"  # 16 bit is slower than 32 bit on a CPU
-    # NVML answers; CUDA would initialise, and from then on this process could not select its GPUs.
+    # Asks NVML, because initialising CUDA would prevent this process from selecting its GPUs later.
     capabilities = [(gpu.capability or "0").split(".") for gpu in visible_gpus()]
     return "bf16" if max((int(major) for major, *_ in capabilities), default=0) >= 8 else "fp16"
 
 
 def trainer_config(config: SEOConfig, devices: Devices, **further: Any) -> MultiGPUConfig:
-    """The same settings for unisono.multi_gpu, which trains."""
+    """Converts the settings to those of unisono.multi_gpu, which runs the training."""
     launched_on_gpus = devices.world.size > 1 and devices.num_gpus > 0
     values: dict[str, Any] = {
         "title": f"AdvancedLLMSEOEngine ({config.model_name})",

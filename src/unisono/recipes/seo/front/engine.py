@@ -1,4 +1,4 @@
-"""AdvancedLLMSEOEngine: trains a score of texts on your labels, and analyses texts with it.
+"""AdvancedLLMSEOEngine: trains a model on your labels to score texts, and analyses texts with it.
 
 Under torchrun every process creates the engine and calls the same methods. Only `analyze_seo_score` and
 `optimize_content` may be called by a single process.
@@ -38,7 +38,7 @@ from unisono.recipes.seo.site.text_rules import check_text
 
 
 class AdvancedLLMSEOEngine:
-    """Trains, evaluates and analyses; SEOConfig holds its settings."""
+    """Trains and evaluates a classifier of texts, and analyses texts with it, as configured by an SEOConfig."""
 
     def __init__(self, config: SEOConfig | None = None) -> None:
         if not isinstance(config, SEOConfig | None):
@@ -52,7 +52,7 @@ class AdvancedLLMSEOEngine:
     # Devices ---------------------------------------------------------------------------------------------------------
 
     def _setup_multi_gpu_training(self) -> None:
-        """Finds the devices, joins the other processes, and prints a note if there are fewer than requested."""
+        """Selects the devices, joins the other processes, and prints a note if fewer GPUs exist than requested."""
         self._devices = find_devices(self.config)
         self._training = Training(self.config, self._devices)
         if self._devices.note and self._devices.note != self._note and self._devices.world.is_main:
@@ -74,7 +74,7 @@ class AdvancedLLMSEOEngine:
         self._setup_multi_gpu_training()
 
     def _wrap_model_for_multi_gpu(self) -> nn.Module:
-        """The model wrapped for several devices, for your own loop. The engine's training wraps it by itself."""
+        """The model wrapped for several devices, for your own loop. The engine's own training does not need this."""
         if self.is_dataparallel:
             return self._wrap_model_dataparallel()
         return self._wrap_model_distributed() if self.is_distributed else self._model
@@ -170,9 +170,9 @@ class AdvancedLLMSEOEngine:
     def create_distributed_dataloaders(
         self, texts: Sequence[str], labels: Sequence[Any], name: str = "training", val_split: float = 0.2
     ) -> tuple[Loader, Loader]:
-        """Loaders to train on and to validate with. If you iterate them yourself, each process reads its own texts.
+        """Returns training and validation loaders. If you iterate over them yourself, each process reads its own texts.
 
-        Both parts have the same share of each class, and equal texts are in the same part. `name` has no effect.
+        Both splits have the same fraction of each class, and equal texts are in the same split. `name` has no effect.
         """
         check_texts(texts, labels)
         return self._loaders(texts, labels, split_texts(texts, labels, val_split, self.config.seed))
@@ -213,7 +213,7 @@ class AdvancedLLMSEOEngine:
     def train_cross_validation(
         self, texts: Sequence[str], labels: Sequence[Any], num_folds: int = 5, max_epochs: int | None = None
     ) -> dict[str, Any]:
-        """Trains a new model on each fold: metrics of each, their mean and standard deviation.
+        """Trains a new model on each fold; returns the metrics of each, their mean and standard deviation.
 
         The engine's own model does not change.
         """
@@ -241,11 +241,11 @@ class AdvancedLLMSEOEngine:
             raise ConfigError("cleanup_multi_gpu() has left the process group; create a new engine to train")
 
     def evaluate_model(self, loader: Loader) -> dict[str, Any]:
-        """Metrics of the model on these texts, with those of a constant prediction as the baseline."""
+        """Evaluates the model on these texts, with a constant prediction as the baseline."""
         return self._training.evaluate(loader)
 
     def save_checkpoint(self, path: str | Path = "checkpoint") -> Path:
-        """Saves everything to a folder in checkpoint_dir, even if the name ends in .pt: nothing in it is pickled."""
+        """Saves a checkpoint as a folder in checkpoint_dir, even if the name ends in .pt; it contains no pickle."""
         return self._training.save_checkpoint(path)
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
@@ -258,16 +258,16 @@ class AdvancedLLMSEOEngine:
         """The learned score of a text and, separately under `checks`, the results of rule-based checks.
 
         `seo_score` is a number, the probability of the second of two classes, or the mean of several numeric classes.
-        It is None before training, and `reason` says so.
+        Before training it is None, and `reason` explains that.
         """
         _check_text(text, "text")
         checks = [asdict(check) for check in check_text(text, _keywords(keywords))]
         return {**self._training.classifier.score(text), "checks": checks}
 
     def optimize_content(self, content: str, target_keywords: Sequence[str] | str) -> dict[str, Any]:
-        """Reorders, drops and splits the text's own sentences where that does not lower its score.
+        """Reorders, drops and splits sentences of the text where that does not lower its score.
 
-        No word is added. `changes` lists every change that was tried, with the score before and after it.
+        No words are added. `changes` lists every change that was tried, with the score before and after it.
         """
         keywords = _keywords(target_keywords)
         if not keywords:
@@ -289,12 +289,12 @@ class AdvancedLLMSEOEngine:
         }
 
     def _judge(self, keywords: Sequence[str]) -> tuple[Callable[[str], float] | None, str]:
-        """The function that scores a text for these keywords, and its description."""
+        """A function that scores a text for these keywords, and its description."""
         if self.config.rank_model is None:
             score = self._training.classifier.score
             if (reason := score("any text")["reason"]) is not None:
                 return None, f"{reason}; or set rank_model"
-            return lambda text: float(score(text)["seo_score"]), "the trained score of this engine"
+            return lambda text: float(score(text)["seo_score"]), "the classifier trained by this engine"
         if self._ranker is None:
             from unisono.recipes.seo.trained import open_ranker
 

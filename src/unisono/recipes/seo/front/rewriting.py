@@ -1,4 +1,4 @@
-"""Proposes changes to a text that add no words: reordering, dropping repeated, and splitting long sentences.
+"""Proposes changes that add no words: moving a sentence, dropping repeated ones, and splitting long ones.
 
 Every word of a changed text occurs at least as often in the original, so no change can invent a fact or repeat a
 keyword. `adds_nothing` checks every change before it is proposed.
@@ -15,8 +15,8 @@ from typing import Any
 
 from unisono.recipes.seo.site.text_rules import words_of
 
-_LONG = 25  # words; a longer sentence is split if it has a seam
-_SHORT = 4  # words; shorter sentences are neither compared nor moved
+_LONG = 25  # number of words; a longer sentence is split between two clauses
+_SHORT = 4  # number of words; shorter sentences are neither compared nor moved
 _MAX_CHANGES = 50
 _TOLERANCE = 1e-6  # score differences below this are rounding errors
 
@@ -25,7 +25,7 @@ _END = re.compile(r"(?<=[.!?…])[\"'”’)\]]*\s+(?=[\"'“‘(\[]?[A-Z0-9ÀÖ
 _ABBREVIATION = re.compile(
     r"(?:\b(?:[A-Z]|Mr|Mrs|Ms|Dr|Prof|St|No|vs|etc|e\.g|i\.e|cf|Fig|approx|Inc|Ltd|Jr|Sr)|\b(?:[A-Za-z]\.)+[A-Za-z])\.$"
 )
-# Where two whole clauses meet: a semicolon, or a conjunction before a word that begins a clause.
+# A boundary between two clauses: a semicolon, or a conjunction before a word that begins a clause.
 _SEAM = re.compile(r";\s+|,\s+(?:and|but|so)\s+(?=(?:it|they|we|you|he|she|this|these|those|there)\s)", re.IGNORECASE)
 # A sentence that begins like this refers to the previous one, so the two stay together.
 _REFERRING = re.compile(
@@ -49,9 +49,9 @@ class Change:
 def improve(
     text: str, keywords: Sequence[str], score_of: Callable[[str], float] | None
 ) -> tuple[str, float | None, list[dict[str, Any]]]:
-    """Applies the changes that do not lower the score: the text, its score, and every change that was tried.
+    """Applies changes that do not lower the score; returns the text, its score, and all changes that were tried.
 
-    Without a score, changes are only listed.
+    Without a score function, changes are listed but not applied.
     """
     changes, tried = list[dict[str, Any]](), set[str]()
     score = score_of(text) if score_of else None
@@ -62,17 +62,17 @@ def improve(
             break
         tried.add(change.text)
         after = score_of(change.text) if score_of else None
-        kept = score is not None and after is not None and after >= score - _TOLERANCE
+        applied = score is not None and after is not None and after >= score - _TOLERANCE
         description = {"kind": change.kind, "why": change.why, "before": change.before, "after": change.after}
-        changes.append({**description, "score_before": score, "score_after": after, "kept": kept})
-        if kept:
+        changes.append({**description, "score_before": score, "score_after": after, "kept": applied})
+        if applied:
             text, score = change.text, after
             candidates = proposals(text, keywords)
     return text, score, changes
 
 
 def proposals(text: str, keywords: Sequence[str]) -> Iterator[Change]:
-    """Changes to this text, each on its own: repetition dropped, the answer first, long sentences split."""
+    """Independent changes to this text: drop repeated sentences, move the answer to the front, split long sentences."""
     lines = _Lines.of(text)
     for change in chain(_without_repetition(lines), _answer_first(lines, keywords), _split(lines)):
         if change.text != text and adds_nothing(text, change.text):
@@ -97,7 +97,7 @@ def sentences_of(paragraph: str) -> list[str]:
 
 @dataclass(frozen=True)
 class _Lines:
-    """A text as lines of sentences, with the white space between the lines, so that a list stays a list."""
+    """A text as lines of sentences; preserves the white space between lines, so that a list stays a list."""
 
     sentences: list[list[str]]
     breaks: list[str]
@@ -108,7 +108,7 @@ class _Lines:
         return cls([sentences_of(line) for line in pieces[::2]], pieces[1::2])
 
     def replaced(self, new_lines: Mapping[int, list[str]], first: str | None = None) -> str:
-        """The text with these lines replaced, and with a sentence at the beginning."""
+        """The text with these lines replaced, and with `first` at its beginning."""
         lines = [new_lines.get(number, line) for number, line in enumerate(self.sentences)]
         if first is not None:
             lines[0] = [first, *lines[0]]
@@ -117,7 +117,7 @@ class _Lines:
 
 
 def _without_repetition(lines: _Lines) -> Iterator[Change]:
-    """Drops all later copies of a sentence: those with the same words, in any order, and the same numbers."""
+    """Drops later copies of a sentence, which have the same words in any order and the same numbers."""
     positions: dict[frozenset[tuple[str, int]], list[tuple[int, int]]] = {}
     for number, line in enumerate(lines.sentences):
         for place, sentence in enumerate(line):
@@ -138,7 +138,7 @@ def _without_repetition(lines: _Lines) -> Iterator[Change]:
 
 
 def _answer_first(lines: _Lines, keywords: Sequence[str]) -> Iterator[Change]:
-    """Moves the sentence with most of the keywords' words to the front, unless the first one has as many."""
+    """Moves the sentence with the most keywords to the front, unless the first sentence has as many."""
     wanted = {word for keyword in keywords for word in words_of(keyword)}
     places = [(number, place) for number, line in enumerate(lines.sentences) for place in range(len(line))]
     if not wanted or not places:
@@ -159,7 +159,7 @@ def _answer_first(lines: _Lines, keywords: Sequence[str]) -> Iterator[Change]:
 
 
 def _split(lines: _Lines) -> Iterator[Change]:
-    """Splits a long sentence at the seam nearest to its middle."""
+    """Splits a long sentence at the clause boundary nearest to its middle."""
     for number, line in enumerate(lines.sentences):
         for place, sentence in enumerate(line):
             num_words = len(words_of(sentence))

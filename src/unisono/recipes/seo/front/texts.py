@@ -1,7 +1,7 @@
-"""Labelled texts as a data set, their loaders and splits.
+"""A dataset of labelled texts, its loaders and splits.
 
-A loader defines what to train on and lets users look at batches. The engine decides which texts form a batch during
-training, so that a batch is the same on any number of GPUs.
+A loader tells the engine which texts to train on, and lets users look at batches. During training, the engine forms the
+batches itself, so that they are the same on any number of GPUs.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from unisono.recipes.seo.data.tokens import whole_text
 
 Loader = DataLoader[dict[str, Any]]
 Split = tuple[list[int], list[int]]
-"""Indices of the texts to train on and of those to validate with."""
+"""Indices of the training texts and of the validation texts."""
 
 
 class LabelledTexts(Dataset[dict[str, Any]]):
-    """Texts with one label each; items also contain the tokens."""
+    """Texts with one label each; an item also contains the text's tokens."""
 
     def __init__(self, texts: Sequence[str], labels: Sequence[Any], tokenizer: Any, max_length: int) -> None:
         check_texts(texts, labels)
@@ -62,11 +62,11 @@ def check_texts(texts: Sequence[str], labels: Sequence[Any] | None) -> None:
             problem = "is empty" if isinstance(text, str) else f"is of type {type(text).__name__}"
             raise ConfigError(f"texts: number {index} {problem}; remove it and its label")
     if labels is None or len(labels) != len(texts):
-        raise ConfigError(f"labels: {len(labels or ())} for {len(texts)} texts; a score is learned from one per text")
+        raise ConfigError(f"labels: {len(labels or ())} for {len(texts)} texts; pass one label per text")
 
 
 class RankSampler(Sampler[int]):
-    """The texts of one of several processes: all processes together read every text once."""
+    """Samples the texts of one process, so that all processes together read every text once."""
 
     def __init__(self, num_texts: int, rank: int, world: int, *, shuffle: bool, seed: int) -> None:
         self.order, self.rank, self.world = Order(num_texts, seed, shuffle), rank, world
@@ -80,7 +80,7 @@ class RankSampler(Sampler[int]):
 
 
 def texts_and_labels(loader: Any, name: str) -> tuple[list[str], list[Any]]:
-    """All texts and labels of a loader, on every process."""
+    """All texts and labels of a loader, not only those of this process."""
     subset = loader.dataset if isinstance(loader, DataLoader) else None
     if not isinstance(subset, Subset) or not isinstance(subset.dataset, LabelledTexts):
         raise ConfigError(
@@ -92,7 +92,7 @@ def texts_and_labels(loader: Any, name: str) -> tuple[list[str], list[Any]]:
 
 
 def split_texts(texts: Sequence[str], labels: Sequence[Any], val_split: float, seed: int) -> Split:
-    """A training and a validation part with the same share of each class; equal texts are in the same part."""
+    """Training and validation splits with the same fraction of each class; equal texts are in the same split."""
     from sklearn.model_selection import train_test_split
 
     copies = _copies(texts)
@@ -106,7 +106,7 @@ def split_texts(texts: Sequence[str], labels: Sequence[Any], val_split: float, s
 
 
 def fold_texts(texts: Sequence[str], labels: Sequence[Any], num_folds: int, seed: int) -> list[Split]:
-    """Cross-validation folds with the same share of each class; equal texts are in the same fold."""
+    """Cross-validation folds with the same fraction of each class; equal texts are in the same fold."""
     from sklearn.model_selection import KFold, StratifiedKFold
 
     copies = _copies(texts)

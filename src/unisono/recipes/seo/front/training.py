@@ -1,4 +1,4 @@
-"""Training, evaluation and checkpoints of the engine, on top of unisono.multi_gpu."""
+"""Trains, evaluates and saves the engine's classifier with unisono.multi_gpu."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from unisono.settings import OptimSettings
 BEST = "best_model"
 """Name of the checkpoint of the best epoch."""
 Texts = tuple[list[str], list[Any]]
-"""Texts and their labels."""
+"""A list of texts and a list of their labels."""
 
 
 class Schedule:
     """The learning rate of a step as a fraction of its peak.
 
-    A class, because LambdaLR leaves plain functions out of a checkpoint.
+    This is a class because LambdaLR does not save plain functions in a checkpoint.
     """
 
     def __init__(self, config: SEOConfig, num_steps: int) -> None:
@@ -62,11 +62,11 @@ class Training:
         self.classifier = Classifier(config)
         self.trainer: OwnTrainer | None = None
         self._data: tuple[Texts, Texts | None] | None = None
-        self._checkpoint: Path | None = None  # the next trainer starts from it
+        self._checkpoint: Path | None = None  # checkpoint that the next trainer starts from
         self._epoch = 0  # number of the next epoch
 
     def start(self, train: Loader, val: Loader | None, num_epochs: int) -> OwnTrainer:
-        """The trainer of these texts. New texts start a new run with the weights as they are."""
+        """Returns the trainer for these texts. Other texts start a new run with the current weights."""
         data = texts_and_labels(train, "train_loader"), None if val is None else texts_and_labels(val, "val_loader")
         if self.trainer is not None and self._data is not None:
             if data[0] == self._data[0] and data[1] in (None, self._data[1]):
@@ -80,7 +80,7 @@ class Training:
         self.close()
         self.trainer = self._make_trainer(*data, num_epochs)
         self._data, self._epoch = data, 0
-        self.classifier.num_epochs += len(self.trainer.history)  # adds the epochs of an earlier start of this run
+        self.classifier.num_epochs += len(self.trainer.history)  # restores the epochs from earlier starts of this run
         if self._checkpoint is not None:
             self._epoch, self._checkpoint = self.trainer.load_checkpoint(self._checkpoint / TRAINING) + 1, None
         return self.trainer
@@ -135,7 +135,7 @@ class Training:
     def train_with_early_stopping(self, train: Loader, val: Loader, num_epochs: int) -> dict[str, Any]:
         """Trains until the validation loss stops improving, and ends with the weights of the best epoch."""
         config = self.config
-        num_done = len(self.start(train, val, num_epochs).history)  # epochs of an earlier start of this run
+        num_done = len(self.start(train, val, num_epochs).history)  # epochs from earlier starts of this run
         history: list[dict[str, Any]] = []
         best, best_loss, num_without = 0, math.inf, 0
         checkpoint: Path | None = None
@@ -170,13 +170,13 @@ class Training:
         fold_config = replace(config, output_dir=output_dir, checkpoint_dir=str(Path(config.checkpoint_dir) / name))
         fold = Training(fold_config, self.devices)
         result = fold.train_with_early_stopping(train, val, num_epochs)
-        kept = {key: result[key] for key in ("epochs_completed", "best_epoch", "best_val_loss", "checkpoint")}
-        metrics = {"fold": number, **kept, **fold.evaluate(val)}
+        summary = {key: result[key] for key in ("epochs_completed", "best_epoch", "best_val_loss", "checkpoint")}
+        metrics = {"fold": number, **summary, **fold.evaluate(val)}
         fold.close()
         return metrics
 
     def evaluate(self, loader: Loader) -> dict[str, Any]:
-        """Metrics of the model on these texts, with a constant prediction as the baseline. Ranks share the work."""
+        """Evaluates the model on these texts, with a constant prediction as the baseline. Ranks share the work."""
         classifier, world = self.classifier, self.devices.world
         texts, values = texts_and_labels(loader, "loader")
         if classifier.model is None or classifier.labels is None:
@@ -201,7 +201,7 @@ class Training:
         return Path(path) if Path(path).is_absolute() else Path(self.config.checkpoint_dir) / path
 
     def save_checkpoint(self, path: str | Path) -> Path:
-        """Saves everything to a folder in checkpoint_dir: safetensors and JSON, no pickle."""
+        """Saves a checkpoint to a folder in checkpoint_dir: safetensors and JSON, no pickle."""
         if self.trainer is None:
             raise ConfigError("there is nothing to save yet; train first")
         folder = self._path(path)

@@ -28,7 +28,7 @@ from unisono.recipes.seo.metrics.ranking import CUT, RECALLS, TopPages
 _ALONE = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 _WORD = re.compile(rf"[{_ALONE}]|[^\W{_ALONE}]+")
 _BLOCK = 20_000  # pages
-_MAX_SCORES = 4_000_000  # queries × pages at once
+_MAX_SCORES = 4_000_000  # number of query-page scores computed at once
 
 Pages = Callable[[], Iterable[str]] | Sequence[str]
 """Texts that can be read more than once."""
@@ -41,7 +41,7 @@ def words_of(text: str) -> list[str]:
 
 @dataclass
 class Statistics:
-    """Word statistics over all pages."""
+    """Word counts over all pages."""
 
     num_pages: int = 0
     num_words: int = 0
@@ -120,7 +120,7 @@ class _Lexical:
 class TfIdf(_Lexical):
     """Cosine similarity of TF-IDF vectors (smooth idf, l2), as in scikit-learn's TfidfVectorizer.
 
-    `sublinear`: a count n weighs 1 + ln n.
+    If `sublinear` is set, a word that occurs n times has the weight 1 + ln n.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ def baselines(
     pages among themselves; the result is empty if a rank was asked to stop. A page that shares no word with a query
     does not count as retrieved.
     """
-    statistics, first_block = Statistics(), list[Postings]()  # the first block is not indexed twice
+    statistics, first_block = Statistics(), list[Postings]()  # avoids indexing the first block twice
     for _, block in _own_blocks(pages, work):
         postings = Postings(block)
         statistics.add(postings)
@@ -225,7 +225,7 @@ def baselines(
     for other_tops, _ in others:
         for name, top in tops.items():
             top.merge_state(other_tops[name])
-    if best is not None:  # for callers that need the retrieved pages
+    if best is not None:  # stores the retrieved pages for the caller
         best.update({name: top.pages() for name, top in tops.items()})
     return {"random": by_chance(judged, statistics.num_pages), **{name: top.compute() for name, top in tops.items()}}
 

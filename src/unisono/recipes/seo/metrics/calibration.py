@@ -1,4 +1,4 @@
-"""Calibrates predictions: probabilities match observed frequencies, and numbers have no systematic error.
+"""Calibrates predictions, so that probabilities match observed frequencies and numbers are unbiased.
 
 Class logits are divided by a temperature (Guo et al. 2017), which never changes the predicted class. Numbers are mapped
 by isotonic regression, which never changes their order. Both are fitted on one half of the held-out pages and evaluated
@@ -95,7 +95,7 @@ class Calibration:
 
 
 def fit(outputs: Numbers, labels: NDArray[Any], uncalibrated: Calibration) -> Calibration:
-    """Fits a calibration on one half of the pages and evaluates it on the other; unchanged if there are too few pages.
+    """Fits a calibration on half of the pages and evaluates it on the rest; too few pages leave it unfitted.
 
     `outputs` are logits [N, classes] if `uncalibrated` names classes, otherwise numbers [N].
     """

@@ -100,21 +100,21 @@ def measures(pages: Tensor, judged: Tensor, grades: Tensor) -> dict[str, float]:
 
     Missing pages are -1.
     """
-    num_queries, kept = pages.shape
+    num_queries, depth = pages.shape
     gains = _gains(pages, judged, grades)  # [Q, K]
     relevant = torch.bincount(judged[:, 0], minlength=num_queries)
     has_relevant = relevant > 0
     if not bool(has_relevant.any()):
         return {}
     is_relevant = gains > 0
-    places = torch.arange(1, kept + 1, dtype=torch.float64)
+    places = torch.arange(1, depth + 1, dtype=torch.float64)
     of_each: dict[str, Tensor] = {}
-    if kept >= CUT:
+    if depth >= CUT:
         of_each[f"MRR@{CUT}"] = (is_relevant[:, :CUT] / places[:CUT]).amax(dim=1)
         discounts = 1 / torch.log2(places[:CUT] + 1)
         of_each[f"NDCG@{CUT}"] = gains[:, :CUT] @ discounts / _ideal(judged, grades, num_queries).clamp(min=1e-300)
     for cut in RECALLS:
-        if kept >= cut:
+        if depth >= cut:
             of_each[f"Recall@{cut}"] = is_relevant[:, :cut].sum(dim=1) / relevant.double()
     return {name: float(values[has_relevant].mean()) for name, values in of_each.items()}
 
@@ -135,7 +135,7 @@ def _gains(pages: Tensor, judged: Tensor, grades: Tensor) -> Tensor:
 def _ideal(judged: Tensor, grades: Tensor, num_queries: int) -> Tensor:
     """Returns the ideal DCG [Q]: that of the judged pages in their best order."""
     best_first = grades.argsort(descending=True, stable=True)
-    order = best_first[judged[best_first, 0].argsort(stable=True)]  # by query, the best first
+    order = best_first[judged[best_first, 0].argsort(stable=True)]  # sorted by query, then by grade, best first
     queries = judged[order, 0]
     place = torch.arange(len(order)) - torch.searchsorted(queries, queries)  # 0 for the best of a query
     discounted = torch.where(place < CUT, grades[order] / torch.log2(place + 2.0), 0.0)

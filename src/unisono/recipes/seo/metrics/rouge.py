@@ -1,6 +1,6 @@
 """Metrics of generated titles and descriptions.
 
-This is our own implementation of ROUGE-L, because rouge-score 0.1.2 tokenizes only ASCII (identical Russian titles
+unisono has its own implementation of ROUGE-L, because rouge-score 0.1.2 tokenizes only ASCII (identical Russian titles
 score 0), is a third slower, and depends on nltk (15 MB). On English text both agree to 1e-15.
 """
 
@@ -34,7 +34,7 @@ def longest_common(first: Sequence[str], second: Sequence[str]) -> int:
     """Returns the length of the longest common subsequence."""
     row = [0] * (len(second) + 1)
     for word in first:
-        before = 0  # the previous row's entry to the left
+        before = 0  # entry of the previous row, one column to the left
         for place, other in enumerate(second, 1):
             before, row[place] = row[place], before + 1 if word == other else max(row[place], row[place - 1])
     return row[-1]

@@ -83,7 +83,7 @@ class Baselines:
         range_of = np.searchsorted(edges, lengths, side="right")
         counts = np.bincount(range_of, minlength=len(edges) + 1)[:, None]
         sums = np.stack([np.bincount(range_of, column, minlength=len(edges) + 1) for column in rows.T], axis=1)
-        return cls(overall, edges, (sums + overall) / (counts + 1))  # smoothed by one average page per range
+        return cls(overall, edges, (sums + overall) / (counts + 1))  # smoothed by adding one average page to each range
 
     def constant(self, num_pages: int) -> Numbers:
         """Returns the same prediction for every page, [N, classes or 1]."""

@@ -27,9 +27,9 @@ class Encoder(nn.Module):
         super().__init__()
         self.backbone, self.pooling = backbone, pooling
         self.prompts: dict[Kind, str] = {"query": "", "page": "", **(prompts or {})}
-        """Prefix for each kind of text."""
+        """Prefix for queries and for pages."""
         self._further = {"use_cache": False} if decoder else {}
-        # The pooler's output is not used, so it would never get the gradient that ddp waits for.
+        # The pooler is not used and would never receive the gradient that ddp waits for.
         if isinstance(pooler := getattr(backbone, "pooler", None), nn.Module):
             pooler.requires_grad_(False)
 

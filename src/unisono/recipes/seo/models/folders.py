@@ -218,7 +218,7 @@ def quietly() -> Iterator[None]:
     from huggingface_hub import utils
     from transformers.utils import logging
 
-    log: Any = logging  # both are partly untyped
+    log: Any = logging  # both libraries are partly untyped
     hub: Any = utils
     verbosity, log_bars = log.get_verbosity(), log.is_progress_bar_enabled()
     hub_bars = not hub.are_progress_bars_disabled()

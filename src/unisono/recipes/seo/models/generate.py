@@ -42,8 +42,8 @@ def logits_of(model: Any, batch: Any, start: int | None) -> Tensor:
         return logits
     keep = batch["keep"]
     if "logits_to_keep" in inspect.signature(_plain(model).forward).parameters:
-        kept: Tensor = model(**inputs, logits_to_keep=keep).logits
-        return kept
+        last_logits: Tensor = model(**inputs, logits_to_keep=keep).logits
+        return last_logits
     every: Tensor = model(**inputs).logits
     return every[:, keep]
 

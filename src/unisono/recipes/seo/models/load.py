@@ -121,22 +121,27 @@ def load_encoder(config: Config, tokenizer: PreTrainedTokenizerBase) -> Encoder:
 
 
 def load_classifier(
-    config: Config, tokenizer: PreTrainedTokenizerBase, num_labels: int, regression: bool = False, *, beside: int = 0
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    num_labels: int,
+    regression: bool = False,
+    *,
+    extra_tokens: int = 0,
 ) -> nn.Module:
-    """Loads a text classifier; `beside` is the number of tokens that it reads in addition to max_length."""
+    """Loads a text classifier; `extra_tokens` is the number of tokens that it reads in addition to max_length."""
     from transformers import AutoModelForSequenceClassification as AutoClassifier
 
     name = config.model_name
     problem = "regression" if regression else "single_label_classification" if num_labels > 1 else None
     head = {"num_labels": num_labels, "problem_type": problem}
     if name == TINY:
-        model_config = encoder_config(tokenizer, config.max_length + beside)
+        model_config = encoder_config(tokenizer, config.max_length + extra_tokens)
         model_config.num_labels, model_config.problem_type = num_labels, problem
         model, new = _made(AutoClassifier, model_config), list[str]()
     else:
         model, new = _loaded(AutoClassifier, place_of(name), name, **head)
     model.config.pad_token_id = tokenizer.pad_token_id  # a decoder's head uses it to find the last token
-    check_fit(model, tokenizer, config.max_length, name, beside)
+    check_fit(model, tokenizer, config.max_length, name, extra_tokens)
     # With a LoRA, the backbone is frozen except for its newly initialised parts.
     heads = {key for key, part in model.named_children() if key != model.base_model_prefix and list(part.parameters())}
     heads |= {"pooler" for key in new if ".pooler." in key}
@@ -148,7 +153,7 @@ def load_classifier(
 def load_cross_encoder(config: Config, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
     """Loads a classifier of query-page pairs with one output."""
     around: Any = tokenizer.num_special_tokens_to_add(pair=True)
-    return load_classifier(config, tokenizer, 1, beside=config.query_length + around)
+    return load_classifier(config, tokenizer, 1, extra_tokens=config.query_length + around)
 
 
 def load_writer(config: Config, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
@@ -193,12 +198,12 @@ def is_decoder(model_config: Any) -> bool:
     return kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 
-def check_fit(model: Any, tokenizer: Any, length: int, name: str, beside: int = 0) -> None:
+def check_fit(model: Any, tokenizer: Any, length: int, name: str, extra_tokens: int = 0) -> None:
     """Rejects lengths beyond the model's position embedding, and tokenizers with more tokens than the model."""
     most = most_tokens(model)
-    if most is not None and -(-(length + beside) // _MULTIPLE) * _MULTIPLE > most:
-        best = most // _MULTIPLE * _MULTIPLE - beside
-        needed = f"max_length {length} plus {beside} more" if beside else f"{length}"
+    if most is not None and -(-(length + extra_tokens) // _MULTIPLE) * _MULTIPLE > most:
+        best = most // _MULTIPLE * _MULTIPLE - extra_tokens
+        needed = f"max_length {length} plus {extra_tokens} more" if extra_tokens else f"{length}"
         use = f"use --max_length {best} or less" if best > 0 else "use another model"
         raise ConfigError(f"model_name {name} reads at most {most} tokens, not {needed}; {use}")
     num_embeddings, used = model.get_input_embeddings().num_embeddings, max(tokenizer.get_vocab().values()) + 1

@@ -86,13 +86,13 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, max_length:
     tokenizer.save_pretrained(str(folder))
     file, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
     pieces, settings = json.loads(file.read_text()), json.loads(config.read_text())
-    if pieces.get("truncation") or pieces.get("padding"):  # these would apply to every later call
+    if pieces.get("truncation") or pieces.get("padding"):  # stored settings would apply to every later call
         file.write_text(json.dumps(pieces | {"truncation": None, "padding": None}, ensure_ascii=False))
-    if settings.get("tokenizer_class") == "TokenizersBackend":  # transformers 5's name for it
+    if settings.get("tokenizer_class") == "TokenizersBackend":  # the name of this option in transformers 5
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     if max_length is not None:
         settings["model_max_length"] = max_length
-    settings.pop("local_files_only", None)  # an option of our own call
+    settings.pop("local_files_only", None)  # an option that unisono passed when loading
     config.write_text(json.dumps(settings, indent=2, ensure_ascii=False))
 
 

@@ -1,1 +1,1 @@
-"""The analysis of a site: its pages, rules about them, keywords, and the report."""
+"""Analyses a site: reads its pages, checks them with rules, matches keywords, and writes the report."""

@@ -33,15 +33,15 @@ class Model:
 
     name: str
     score: Callable[[Sequence[str]], Sequence[tuple[float, str]]] | None = None
-    """Score and most likely class of each page."""
+    """Scores each text; also returns its most likely class."""
     rank: Callable[[Sequence[str], Sequence[str]], NDArray[np.floating[Any]]] | None = None
-    """[queries, pages] scores."""
+    """Scores each text for each query: [queries, pages]."""
 
 
 def analyse(
     site: Site, keywords: Keywords | None = None, queries: Sequence[str] = (), model: Model | None = None
 ) -> Findings:
-    """The findings of rules and of a model about every page of a site."""
+    """Checks every page of a site with rules and scores it with a model."""
     analysis = _Analysis(site, KeywordPages(keywords or Keywords()), queries, model)
     texts = analysis.read_pages()
     if queries:
@@ -61,7 +61,7 @@ class _Analysis:
         self._findings = Findings(site.name, [])
 
     def read_pages(self) -> Iterator[str]:
-        """Checks page after page, passes blocks of them to the model, and yields their texts."""
+        """Checks the pages one by one, passes them to the model in blocks, and yields their texts."""
         pending: list[tuple[int, str]] = []
         last_progress = time.monotonic()
         for number, (name, source) in enumerate(self._site.pages):
@@ -81,7 +81,7 @@ class _Analysis:
             self._apply_model(pending)
 
     def _check_page(self, name: str, source: Path | str) -> str | None:
-        """Adds the findings about one page; returns its text, or None for a report of ours."""
+        """Adds the findings about one page; returns its text, or None if the page is itself a report."""
         unreadable = ""
         try:
             content = self._site.read(source)
@@ -110,7 +110,7 @@ class _Analysis:
             self._best.add(range(len(self._queries)), numbers, model.rank(self._queries, texts))
 
     def add_answers(self, bm25: Any) -> None:
-        """Adds the best pages of each query with their BM25 ranks; without a ranking model, BM25 orders them."""
+        """Adds the best pages for each query, ranked by the model or else by BM25, with their BM25 ranks."""
         findings, is_learned = self._findings, self._model is not None and self._model.rank is not None
         all_pages = range(len(findings.pages))
         for number, query in enumerate(self._queries):
@@ -125,7 +125,7 @@ class _Analysis:
         for page in all_pages:
             best = self._best.queries_of(page)
             findings.pages[page].best_queries = [(self._queries[query], score) for query, score in best]
-        findings.ranked_by = self._model.name if is_learned and self._model else "BM25 (common words, no model)"
+        findings.ranked_by = self._model.name if is_learned and self._model else "BM25 (word matching, no model)"
 
     def finish(self) -> Findings:
         """Adds the findings that need all pages, and the remarks."""
@@ -140,7 +140,7 @@ class _Analysis:
         if model is None:
             remarks.append("Rules only: no model, because --run was not passed.")
         else:
-            remarks.append(f"Scores are learned, by {model.name}; checks are fixed rules. They are not combined.")
+            remarks.append(f"Scores come from {model.name}; checks are fixed rules. They are not combined.")
         if findings.fetched:
             hosts = ", ".join(f"{host} ({size:,} bytes)" for host, size in findings.fetched.items())
             remarks.append(f"Fetched from {hosts}.")
@@ -152,7 +152,7 @@ class _Analysis:
         return findings
 
     def _add_duplicates(self) -> None:
-        """The groups of duplicates, and a failed check for each page of a group."""
+        """Adds the groups of duplicates, and a failed check for each page of a group."""
         findings, duplicates = self._findings, self._duplicates
         findings.duplicates = [
             *(DuplicateGroup("same text", pages) for pages in duplicates.same_texts()),
@@ -191,7 +191,7 @@ class _Best:
             best, best_numbers = self._scores[side][rows], self._numbers[side][rows]
             joined = np.concatenate([best, new], axis=1)
             numbers = np.concatenate([best_numbers, np.broadcast_to(np.asarray(columns), new.shape)], axis=1)
-            order = np.argsort(-joined, axis=1, kind="stable")[:, : best.shape[1]]  # keeps the earlier of equal scores
+            order = np.argsort(-joined, axis=1, kind="stable")[:, : best.shape[1]]  # ties: the earlier page first
             self._scores[side][rows] = np.take_along_axis(joined, order, axis=1)
             self._numbers[side][rows] = np.take_along_axis(numbers, order, axis=1)
 

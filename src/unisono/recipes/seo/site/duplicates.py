@@ -1,4 +1,4 @@
-"""Pages of a site with the same title, description or text, or nearly the same text.
+"""Finds pages of a site with the same title, description or text, or nearly the same text.
 
 About three kilobytes per page stay in memory. Near duplicates are found by MinHash and locality-sensitive hashing
 (datasketch): the estimated share of common five-word shingles is accurate to about 0.02.
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from unisono.recipes.seo.data.pages import Page
 
 NEAR_DUPLICATE = 0.8
-"""Share of common shingles from which two texts are nearly the same."""
+"""Texts with at least this fraction of shingles in common are nearly the same."""
 
 _SHINGLE = 5  # words
 _BANDS, _ROWS = (
     32,
     8,
-)  # texts that share 0.8 collide in some band with a probability of 99.7 %, texts that share 0.5 rarely
+)  # with 80 % of shingles in common, two texts collide with a probability of 99.7 %; with 50 %, rarely
 
 
 class Duplicates:
@@ -66,10 +66,10 @@ class Duplicates:
         return self._without_declared(self._texts.values())
 
     def near_duplicates(self) -> list[tuple[list[int], float]]:
-        """Groups of pages with nearly the same text, and the smallest share of common shingles with the first page."""
+        """Groups of pages with nearly the same text, and the smallest fraction of shingles in common with the first."""
         from datasketch import MinHashLSH
 
-        groups: dict[int, list[int]] = {}  # by the first page of a group
+        groups: dict[int, list[int]] = {}  # groups, by their first page
         first_pages = MinHashLSH(num_perm=_BANDS * _ROWS, params=(_BANDS, _ROWS))
         for number, minhash in self._minhashes.items():
             candidates = sorted(first_pages.query(minhash))
@@ -85,12 +85,12 @@ class Duplicates:
         ]
 
     def _shares(self, minhash: Any, others: Sequence[int]) -> NDArray[np.float64]:
-        """The estimated share of shingles that a text has in common with each of the others."""
+        """The estimated fraction of shingles that a text has in common with each of the other texts."""
         values = [self._minhashes[other].hashvalues for other in others]
         return (np.stack(values) == minhash.hashvalues).mean(axis=1) if values else np.empty(0)
 
     def _without_declared(self, groups: Iterable[list[int]]) -> list[list[int]]:
-        """Groups of at least two pages with different canonical URLs; a common one declares them as one page."""
+        """Groups of at least two pages with different canonical URLs; equal canonical URLs mark them as one page."""
         undeclared = []
         for group in groups:
             first_of = {self._canonical[number] or number: number for number in reversed(group)}
@@ -108,7 +108,7 @@ def _minhash(words: Sequence[str]) -> Any:
 
     minhash = MinHash(num_perm=_BANDS * _ROWS, seed=0)
     starts = range(len(words) - _SHINGLE + 1)
-    for first in range(0, len(starts), 4096):  # bounded memory for very long pages
+    for first in range(0, len(starts), 4096):  # limits memory use for very long pages
         some = starts[first : first + 4096]
         minhash.update_batch([" ".join(words[start : start + _SHINGLE]).encode("utf-8", "replace") for start in some])
     return minhash

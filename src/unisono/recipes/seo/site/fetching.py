@@ -1,5 +1,6 @@
-"""Fetches pages from the web: http and https only, with limits on size and time. It follows no redirect to another host
-and connects to addresses of the local network only if the user has named the host.
+"""Fetches pages over http or https, with limits on size and time.
+
+Redirects to other hosts are not followed, and only hosts that the user named may have addresses in the local network.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ from unisono import __version__
 
 
 class Unreadable(Exception):
-    """A page that cannot be read; the message says why."""
+    """A page cannot be read; the message gives the reason."""
 
 
 @dataclass
 class Fetcher:
-    """Fetches pages and counts the bytes."""
+    """Fetches pages and counts the bytes per host."""
 
     private_hosts: Collection[str] = ()
     """Hosts named by the user, which may be in the local network."""
     seconds: float = 30.0
-    """Time limit per page."""
+    """Time limit per page in seconds."""
     max_bytes: int = 5_000_000
-    """Size limit per page."""
+    """Size limit per page in bytes."""
     fetched: dict[str, int] = field(default_factory=dict)
-    """Bytes fetched, by host."""
+    """Number of bytes fetched from each host."""
 
     def __post_init__(self) -> None:
         self._opener = urllib.request.OpenerDirector()  # without handlers for file:, ftp: and proxies
@@ -115,7 +116,7 @@ class _Guard:
     seconds: float
 
     def connect(self, host: str, port: int) -> socket.socket:
-        # Connects to the address that was checked: a second look-up of the name could give another one.
+        # Connects to the address that was checked: a second DNS lookup could return a different one.
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         for _, _, _, _, address in addresses:
             if host.lower() not in self.named and not _is_public(str(address[0])):

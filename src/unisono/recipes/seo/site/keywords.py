@@ -1,6 +1,6 @@
-"""Chooses the page on which each keyword is checked: the one that a file assigns to it, or the best match.
+"""Chooses the page on which each keyword is checked: the page that a file assigns to it, or the best match.
 
-A keyword usually has one target page on a site; checked on every page, it would fail on all the others.
+A keyword usually has one target page on a site; if it were checked on every page, all the others would fail.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from unisono.recipes.seo.data.pages import Page
 
 _PAGE, _KEYWORD = ("page", "url", "file"), ("keyword", "keywords", "query")
-_TITLE, _H1, _DESCRIPTION = 3.0, 2.0, 1.0  # weights of a word; its occurrences in the text add at most 1
-_HALF = 2.0  # occurrences in the text that add 0.5
+_TITLE, _H1, _DESCRIPTION = 3.0, 2.0, 1.0  # weights of a matching word; matches in the text add at most 1
+_HALF = 2.0  # number of occurrences in the text that add 0.5
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Keywords:
 
     of_site: Sequence[str] = ()
     of_pages: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """By the name of the page in the report."""
+    """Keywords of single pages, by the page's name in the report."""
 
 
 def read_keywords(text: str) -> Keywords:
@@ -83,14 +83,14 @@ class KeywordPages:
                 self._best[keyword] = _Match(score, number, page.name, keyword_check(page, keyword))
 
     def checks(self) -> Iterator[tuple[int, Check]]:
-        """The number of a page and the check of a keyword on it."""
+        """Yields page numbers, each with the check of a keyword on that page."""
         yield from self._assigned
         for match in self._best.values():
             if match.score or self._num_pages == 1:
                 yield match.number, match.check
 
     def remarks(self) -> Iterator[str]:
-        """On which page each keyword was checked."""
+        """Remarks that say on which page each keyword was checked."""
         if self._num_pages > 1:
             for keyword, match in self._best.items():
                 if match.score:
@@ -102,7 +102,7 @@ class KeywordPages:
 
 
 def _scorer(page: Page) -> Callable[[str], float]:
-    """A function that scores how well a page matches a keyword: where its words occur, and how often."""
+    """A function that scores how well a page matches a keyword, by where and how often its words occur."""
     h1 = " ".join(text for level, text in page.headings if level == 1)
     weighted = [
         (weight, set(words_of(text or "")))

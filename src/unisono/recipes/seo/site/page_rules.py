@@ -1,6 +1,6 @@
-"""The checks of a page: fixed rules over its HTML.
+"""Checks the HTML of a page with fixed rules.
 
-Every rule is deterministic and states what it found and what to do. No rule is learned, and none is combined with a
+Every rule is deterministic and reports what it found and what to do. No rule is learned, and none is combined with a
 model's score.
 """
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from unisono.recipes.seo.data.pages import Page
 
 MAX_TITLE, MAX_DESCRIPTION = 60, 155
-"""Characters; search engines cut what is longer."""
+"""In characters; search engines truncate longer texts."""
 
 _LANGUAGE = re.compile(r"[A-Za-z]{2,3}([-_][A-Za-z0-9]{1,8})*")
 
@@ -40,7 +40,7 @@ Exists = Callable[[str], bool | None]
 def check_page(page: Page, keywords: Sequence[str] = (), exists: Exists | None = None) -> list[Check]:
     """The checks of one page, always in the same order."""
     return [
-        _check("HTML", _listed(page.problems), "valid", "Correct the file; search engines have to guess otherwise."),
+        _check("HTML", _listed(page.problems), "valid", "Correct the file; otherwise search engines have to guess."),
         _length("title", page.title, MAX_TITLE),
         _length("description", page.description, MAX_DESCRIPTION),
         _one_h1(page),
@@ -61,7 +61,7 @@ def _check(name: str, problem: str, otherwise: str, advice: str) -> Check:
 
 
 def _listed(texts: Iterable[str], most: int = 5) -> str:
-    """The first few, so that a page with ten thousand bad links is still one line."""
+    """Lists only the first few entries, so that even ten thousand bad links fit on one line."""
     shortened = [text if len(text) <= 100 else f"{text[:99]}…" for text in texts]
     more = f" and {len(shortened) - most:,} more" if len(shortened) > most else ""
     return "; ".join(shortened[:most]) + more
@@ -73,7 +73,7 @@ def _length(name: str, text: str | None, most: int) -> Check:
     size = len(" ".join(text.split()))
     if not size:
         return Check(name, False, "empty", f"Describe the page in at most {most} characters.")
-    advice = f"Shorten it to {most} characters; search results cut the rest."
+    advice = f"Shorten it to {most} characters; search results hide the rest."
     return Check(name, size <= most, f"{size:,} characters", advice if size > most else "")
 
 
@@ -91,7 +91,7 @@ def _heading_order(page: Page) -> Check:
         if level > above + 1:
             problems.append(f"h{above} is followed by h{level} “{' '.join(text.split())[:60]}”")
     otherwise = f"{format_count(len(page.headings), 'heading')}, no level skipped"
-    return _check("heading order", _listed(problems, 3), otherwise, "Skip no level, and leave no heading empty.")
+    return _check("heading order", _listed(problems, 3), otherwise, "Do not skip levels; give every heading a text.")
 
 
 def _links(page: Page) -> Check:

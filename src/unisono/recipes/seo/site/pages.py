@@ -27,26 +27,26 @@ if TYPE_CHECKING:
 MAX_BYTES = 20_000_000
 """Size limit of a file."""
 MAX_FETCHED = 1_000
-"""Default limit of pages to fetch."""
+"""Default maximum number of pages to fetch."""
 
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
 
 @dataclass
 class Site:
-    """The pages of a site, and how to read them."""
+    """The pages of a site, which are read on demand."""
 
     name: str
     pages: list[tuple[str, Path | str]]
-    """Name, and file or URL."""
+    """Name, and file or URL, of each page."""
     root: Path | None = None
     """The folder in which links within the site are looked up."""
     fetcher: Fetcher | None = None
     remarks: list[str] = field(default_factory=list)
-    """Lines for the user."""
+    """Messages for the user."""
 
     def __post_init__(self) -> None:
-        self._target_exists = lru_cache(maxsize=100_000)(_target_exists)  # every page links the same menu
+        self._target_exists = lru_cache(maxsize=100_000)(_target_exists)  # every page links to the same menu
 
     def read(self, source: Path | str) -> bytes | str:
         """The content of a page."""
@@ -142,7 +142,7 @@ def _pages_of_url(url: str, fetcher: Fetcher) -> list[str]:
 
 
 def _target_exists(root: str, folder: str, link: str) -> bool | None:
-    """Whether the file that a link refers to exists, from a page in this folder; None if it leaves the folder."""
+    """Whether the target of a link exists, for a page in this folder; None if the target is outside the site."""
     if link.startswith(("#", "?")):
         return None
     try:
@@ -153,7 +153,7 @@ def _target_exists(root: str, folder: str, link: str) -> bool | None:
         return None
     path = unquote(parts.path)
     inside = posixpath.normpath(path.lstrip("/") if path.startswith("/") else posixpath.join(folder, path))
-    if inside.split("/")[0] == "..":  # above the folder: may be another part of the site
+    if inside.split("/")[0] == "..":  # above the site's folder, perhaps in another part of the site
         return False if path.startswith("/") else None
     target = os.path.join(root, inside)
     try:

@@ -18,7 +18,7 @@ from unisono.recipes.seo.site.text_rules import Check
 
 FILES = ("report.html", "report.json")
 MAX_PAGES, MAX_QUERIES, MAX_GROUPS = 5_000, 300, 300
-"""Limits of the HTML page; report.json has everything."""
+"""Largest numbers of entries that the HTML page shows; report.json contains all."""
 
 _KIND = "seo"
 
@@ -29,15 +29,15 @@ class PageFindings:
 
     name: str
     source: Path | str
-    """Its file or its URL."""
+    """The file or URL of the page."""
     title: str = ""
     num_words: int = 0
     checks: list[Check] = field(default_factory=list)
     unreadable: str = ""
-    """Why it could not be read."""
+    """The reason why the page could not be read; empty if it could."""
     score: float | None = None
     label: str = ""
-    """The most likely class."""
+    """The most likely class of the page."""
     best_queries: list[tuple[str, float]] = field(default_factory=list)
 
     @property
@@ -46,7 +46,7 @@ class PageFindings:
         return [check for check in self.checks if check.failed]
 
     def to_json(self) -> dict[str, Any]:
-        """For report.json."""
+        """The page's entry in report.json."""
         return {
             "page": self.name,
             "title": self.title,
@@ -61,17 +61,17 @@ class PageFindings:
 
 @dataclass
 class Answer:
-    """A page among the best of a query."""
+    """One of the best pages for a query."""
 
     page: int
     score: float
     bm25_rank: int | None
-    """From 1; None if the page shares no word with the query."""
+    """Rank by BM25, from 1; None if the page shares no word with the query."""
 
 
 @dataclass
 class DuplicateGroup:
-    """Pages that repeat each other."""
+    """Pages that duplicate each other."""
 
     kind: str
     pages: list[int]
@@ -87,12 +87,12 @@ class Findings:
     duplicates: list[DuplicateGroup] = field(default_factory=list)
     queries: list[tuple[str, list[Answer]]] = field(default_factory=list)
     ranked_by: str = ""
-    """What ranks the pages of a query."""
+    """Name of the model or method that ranks pages."""
     scored_by: str = ""
-    """What scores the pages; empty if nothing does."""
+    """Name of the model that scores pages; empty without a model."""
     remarks: list[str] = field(default_factory=list)
     fetched: dict[str, int] = field(default_factory=dict)
-    """Bytes by host."""
+    """Number of bytes fetched from each host."""
 
     def to_json(self) -> dict[str, Any]:
         """The content of report.json."""
@@ -124,7 +124,7 @@ class Findings:
 
 
 def write_report(folder: Path, findings: Findings) -> Path:
-    """Writes both files, each complete or not at all; returns the path of the page."""
+    """Writes both files atomically; returns the path of the HTML page."""
     content = json.dumps(findings.to_json(), indent=1, ensure_ascii=False, allow_nan=False)
     for name, text in zip(FILES, (html(findings, folder), content), strict=True):
         write_cache_file(folder / name, text.encode("utf-8", "replace"))
@@ -166,7 +166,7 @@ def html(findings: Findings, folder: Path) -> str:
 
 
 def _failed_checks(findings: Findings) -> list[tuple[str, int, str]]:
-    """Name, number of pages and most frequent advice of each check that failed, the most frequent first."""
+    """Name, number of pages and most common advice of each failed check, sorted by number of pages."""
     advice: dict[str, Counter[str]] = {}
     for page in findings.pages:
         for name, text in {check.name: check.advice for check in page.failed}.items():
@@ -176,7 +176,7 @@ def _failed_checks(findings: Findings) -> list[tuple[str, int, str]]:
 
 
 def _ordered(findings: Findings) -> list[PageFindings]:
-    """The best score first; without scores, unreadable pages and those with most failed checks first."""
+    """Sorts pages by score, best first; without scores, unreadable pages and pages with most failed checks first."""
     if findings.scored_by:
         return sorted(findings.pages, key=lambda page: (page.score is None, -(page.score or 0.0), page.name))
     return sorted(findings.pages, key=lambda page: (-bool(page.unreadable), -len(page.failed), page.name))

@@ -1,7 +1,7 @@
 """Checks a text with fixed rules that anybody can verify by hand.
 
-Nothing here is learned or combined with a model's score. A check states what it found and what to do. A rule that does
-not apply, such as an English readability formula on a German page, says so.
+Nothing here is learned or combined with a model's score. A check reports what it found and what to do. If a rule does
+not apply, such as an English readability formula to a German page, the check reports that.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from unisono.formatting import format_count
 from unisono.recipes.seo.site.language import is_english
 
 MIN_WORDS = 100
-"""Shorter texts fail the check, because they contain too little to be found by a search."""
+"""Shorter texts fail the check, because searches rarely find them."""
 FIRST_WORDS = 100
 """Number of words that count as the beginning of a text."""
 MIN_READING_EASE = 50.0
 """On Flesch's scale 60 to 70 is plain English; below 50 is difficult."""
 MAX_SHARE = 0.05
-"""Share of the words above which a keyword reads as repetition."""
+"""Largest fraction of the words of a text that a keyword may have before it counts as repetition."""
 
 _MIN_WORDS_TO_MEASURE = 30
 _NO_SPACES = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"  # Chinese and Japanese: every character is a word
@@ -41,19 +41,19 @@ class Check:
 
     name: str
     passed: bool | None
-    """None: the rule could not be applied, and `found` says why."""
+    """None if the rule could not be applied; `found` then says why."""
     found: str
     advice: str = ""
     """What to do; empty if there is nothing to do."""
 
     @property
     def failed(self) -> bool:
-        """Whether there is something to do."""
+        """Whether the page failed this check."""
         return self.passed is False
 
 
 def check_text(text: str, keywords: Sequence[str] = (), lang: str = "en") -> list[Check]:
-    """The checks of a plain text: its length, its readability, and where the keywords occur."""
+    """Checks a plain text: its length, its readability, and where the keywords occur."""
     return [
         length_check(text),
         readability_check(text, lang),
@@ -100,7 +100,7 @@ def readability_check(text: str, lang: str | None) -> Check:
     if not lang or not re.match(r"en\b", lang, re.IGNORECASE):
         reason = f"the page is in {lang[:20]!r}" if lang else "the page does not declare its language"
         return Check("readability", None, f"not measured: Flesch's formula is for English, {reason}")
-    # Without menus and tables, which have no sentences and would make any page look easy.
+    # Ignores menus and tables, which contain no sentences and would make any page look easy to read.
     prose = "\n\n".join(part for part in text.split("\n\n") if _SENTENCE_END.search(part))
     if len(words_of(prose)) < _MIN_WORDS_TO_MEASURE:
         return Check("readability", None, f"not measured: fewer than {_MIN_WORDS_TO_MEASURE} words in sentences")
@@ -131,7 +131,7 @@ def frequency(keyword: str, text: str) -> tuple[int, float]:
 
 
 def frequency_text(count: int, share: float) -> str:
-    """3 times, 1.2 % of the words."""
+    """Formats a keyword's frequency, such as "3 times, 1.2 % of the words"."""
     return f"{format_count(count, 'time')}, {100 * share:.1f} % of the words"
 
 

@@ -141,9 +141,9 @@ class BiEncoder(RankingTask):
             names += ["negative_keys", "negative_numbers"]
         return rows | {name: batch[name] for name in names}
 
-    def couple(self, rows: Mapping[str, Tensor]) -> Loss:
-        """Returns the contrastive loss, summed over queries."""
-        return contrastive(rows, self.config.scale, both_ways=self.config.both_ways)
+    def couple_rows(self, rows: Mapping[str, Tensor], start: int, stop: int) -> Loss:
+        """Returns the contrastive loss, summed over the queries start to stop."""
+        return contrastive(rows, self.config.scale, both_ways=self.config.both_ways, anchors=slice(start, stop))
 
     def before_evaluation(self, model: nn.Module) -> None:
         """Embeds the held-out queries; there are few, so every process embeds all of them."""
@@ -173,36 +173,40 @@ class BiEncoder(RankingTask):
         write_sentence_transformer(encoder, self.tokenizer, folder, self.config.max_length, base=self.config.model_name)
 
 
-def contrastive(rows: Mapping[str, Tensor], scale: float, *, both_ways: bool = False) -> Loss:
+def contrastive(
+    rows: Mapping[str, Tensor], scale: float, *, both_ways: bool = False, anchors: slice = slice(None)
+) -> Loss:
     """Returns the cross entropy of each query's page among the pages and hard negatives of all queries.
 
-    False negatives are masked.
+    With both_ways it also compares each page with all queries. False negatives are masked. `anchors` selects the
+    samples whose losses are summed; the largest matrix then compares these with all samples.
     """
-    queries, pages = rows["query"], rows["page"]
-    right = torch.arange(len(queries), device=queries.device)
-    scores = scale * queries @ pages.T
-    same = _same(rows)
-    own = torch.eye(len(queries), dtype=torch.bool, device=queries.device)
-    scores = scores.masked_fill(same & ~own, -torch.inf)
-    everything = scores
+    queries, pages, everyone = rows["query"], rows["page"], slice(None)
+    right = torch.arange(len(queries), device=queries.device)[anchors]
+    own = right[:, None] == torch.arange(len(queries), device=queries.device)
+    scores = scale * queries[anchors] @ pages.T
+    scores = scores.masked_fill(_same(rows, anchors, everyone) & ~own, -torch.inf)
     if "negative" in rows:
         negatives, keys = rows["negative"].flatten(0, 1), rows["negative_keys"].flatten()
-        wrong = scale * queries @ negatives.T
-        taken = (keys[None] == rows["page_keys"][:, None]) | (keys == _NOBODY)[None]
-        taken |= _among(rows["relevant"], rows["negative_numbers"].flatten())
-        everything = torch.cat([scores, wrong.masked_fill(taken, -torch.inf)], dim=1)
-    each = cross_entropy(everything, right, reduction="none")
+        wrong = scale * queries[anchors] @ negatives.T
+        taken = (keys[None] == rows["page_keys"][anchors, None]) | (keys == _NOBODY)[None]
+        taken |= _among(rows["relevant"][anchors], rows["negative_numbers"].flatten())
+        scores = torch.cat([scores, wrong.masked_fill(taken, -torch.inf)], dim=1)
+    each = cross_entropy(scores, right, reduction="none")
     if both_ways:
-        each = (each + cross_entropy(scores.T, right, reduction="none")) / 2
-    first = (everything.argmax(1) == right).double().sum()
+        backwards = scale * pages[anchors] @ queries.T
+        backwards = backwards.masked_fill(_same(rows, everyone, anchors).T & ~own, -torch.inf)
+        each = (each + cross_entropy(backwards, right, reduction="none")) / 2
+    first = (scores.argmax(1) == right).double().sum()
     return Loss(each.sum(), len(each), {"first_right": first})
 
 
-def _same(rows: Mapping[str, Tensor]) -> Tensor:
+def _same(rows: Mapping[str, Tensor], queries: slice, pages: slice) -> Tensor:
     """Returns a [queries, pages] mask of the pages that are relevant for each query."""
-    same_page = rows["page_keys"][:, None] == rows["page_keys"][None]
-    same_query = rows["query_keys"][:, None] == rows["query_keys"][None]
-    return same_page | same_query | _among(rows["relevant"], rows["numbers"])
+    page_keys, query_keys = rows["page_keys"], rows["query_keys"]
+    same_page = page_keys[queries, None] == page_keys[None, pages]
+    same_query = query_keys[queries, None] == query_keys[None, pages]
+    return same_page | same_query | _among(rows["relevant"][queries], rows["numbers"][pages])
 
 
 def _among(relevant: Tensor, numbers: Tensor) -> Tensor:

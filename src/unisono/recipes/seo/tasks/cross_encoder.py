@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from unisono.recipes.seo.data.store import Texts
     from unisono.recipes.seo.tasks.matching import Matching
 
-_NEGATIVES = 4  # per query, unless num_negatives is set
+_NEGATIVES = 4  # default number of negatives per query
 
 
 class CrossEncoder(RankingTask):

@@ -1,6 +1,6 @@
 """Task score: a number or a class for a page, learned from the user's labels.
 
-Evaluations on held-out pages include baselines that have not read the page (`metrics/scores.py`), and an exported model
+Evaluations on held-out pages include baselines that do not read the page (`metrics/scores.py`), and an exported model
 contains a calibration of its outputs (`metrics/calibration.py`).
 """
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 _HELD_OUT = "held_out.npz"
 _MOST_CALIBRATED = 1000  # maximum number of held-out pages for calibration, because an export may run on a CPU
-_SHORTEST = 32  # tokens; padding to this length costs next to nothing
+_SHORTEST = 32  # in tokens; padding up to this length costs next to nothing
 _BATCH = 32
 
 
@@ -188,7 +188,7 @@ class Score(Task):
             )
 
     def _note_labels(self, data: Labelled, rows: NDArray[np.int64]) -> None:
-        if (self.folder / FILE).is_file():  # a resumed run keeps its unit
+        if (self.folder / FILE).is_file():  # a resumed run keeps the mean and std that it began with
             return
         numbers = np.array(data.labels, np.float64)[rows]
         if data.names:

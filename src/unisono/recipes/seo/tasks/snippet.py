@@ -1,4 +1,4 @@
-"""Task snippet: a title or a description for a page.
+"""Task snippet: writes a title or a description for a page.
 
 An encoder-decoder encodes the page and generates the text; a decoder continues a prompt of the page and a cue. The loss
 is the negative log likelihood of the target tokens. Evaluations decode greedily; the baseline is the page's first
@@ -245,7 +245,7 @@ class Snippet(Task):
 class Snippets(Dataset[dict[str, Any]]):
     """Sample i: the tokens of page i, the tokens of its target, and i."""
 
-    _STEP = 64  # tokens; few distinct shapes, so that each shape fills its micro-batches
+    _STEP = 64  # in tokens; with few distinct shapes, each shape fills its micro-batches
 
     def __init__(self, pages: Texts, targets: Texts, numbers: range) -> None:
         self.pages, self.targets, self.numbers = pages, targets, numbers

@@ -1,4 +1,4 @@
-"""The interface of a task: the part of the recipe that depends on what is learned."""
+"""The interface of a task: the part of the recipe that differs between ranking, scoring and writing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Task:
     """Base class of all tasks. The recipe forwards the engine's calls to a task; see `engine/recipe.py`."""
 
     coupled = False
-    """Whether the loss compares samples with each other; `embed` and `couple` then replace `loss`."""
+    """Whether the loss compares samples with each other; `embed` and `couple_rows` then replace `loss`."""
 
     headline: Sequence[str] = ()
     """Names of the evaluation metrics that are shown during training."""
@@ -61,11 +61,11 @@ class Task:
         raise NotImplementedError
 
     def embed(self, model: nn.Module, batch: Any, noise: Noise) -> Mapping[str, Tensor]:
-        """For a coupled task: returns one row per sample, as input for `couple`."""
+        """For a coupled task: returns one row per sample, as input for `couple_rows`."""
         raise NotImplementedError
 
-    def couple(self, rows: Mapping[str, Tensor]) -> Loss:
-        """For a coupled task: returns the loss of a global batch from the rows of all its samples."""
+    def couple_rows(self, rows: Mapping[str, Tensor], start: int, stop: int) -> Loss:
+        """For a coupled task: returns the loss of the samples start to stop, compared with the rows of all samples."""
         raise NotImplementedError
 
     def before_evaluation(self, model: nn.Module) -> None:

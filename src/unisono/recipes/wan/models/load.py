@@ -94,7 +94,7 @@ def describe(model_path: str | Path, setting: str = "model_path") -> WanFolder:
         what = f"a {shown(config['_class_name'])}" if "_class_name" in config else "it has no model_index.json"
         raise ConfigError(
             f"{setting} {path} is not a Wan transformer ({what}); expected a diffusers folder, its transformer "
-            "folder, a folder of the Wan repository or a .safetensors file"
+            "folder, a checkpoint folder in Wan's original format or a .safetensors file"
         )
     return _described_by_weights(kind, path, {"transformer": path})
 

@@ -78,7 +78,7 @@ def _lora_layers(transformer: nn.Module) -> dict[str, Any]:
 def _draw(layer: Any, name: str) -> None:
     for half in (layer.lora_A, layer.lora_B):
         linear = half[_ADAPTER]
-        # peft creates them like the frozen weight: on the meta device, or in a dtype too coarse to be trained.
+        # peft creates them on the device and in the dtype of the frozen weight: on meta, or too imprecise for training.
         wide = torch.float32 if linear.weight.dtype.itemsize < 4 else linear.weight.dtype
         linear.to_empty(device="cpu" if linear.weight.is_meta else linear.weight.device).to(wide)
     first, second = layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight

@@ -76,8 +76,6 @@ def diffusers_names(names: Iterable[str], label: str = "the file") -> dict[str, 
     plain = {name: theirs for name, theirs in plain.items() if _UNUSED not in name}
     if any(".lora_" in name for name in plain):
         raise ConfigError(f"{label} is a LoRA, not a model; pass the model that it was trained for")
-    if any(name.endswith((".scale_weight", "scaled_fp8", ".weight_scale", ".scale_input")) for name in plain):
-        raise ConfigError(f"{label} is quantised (scaled fp8); pass the bf16, fp16 or fp32 file")
     refuse_weights(plain, label)
     if any(name.startswith(_EMBEDDER) for name in plain):
         return plain

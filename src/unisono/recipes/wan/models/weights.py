@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from unisono.checkpoint.pickles import how_to_convert, is_pickle
 from unisono.checkpoint.tensor_file import BadTensorFile, TensorFile
 from unisono.errors import ConfigError
+from unisono.recipes.wan.models.scaled_weights import check_formats, num_per_row, scaled, split_names
 from unisono.recipes.wan.models.weight_names import Shapes, base_name, diffusers_names, num_layers
 
 
@@ -33,7 +34,19 @@ class Weights:
                     raise ConfigError(
                         f"{file}: {name} is also in {places[name].name}; these are not parts of one model"
                     )
-        self._places = {ours: (places[name], name) for ours, name in diffusers_names(places, self.label).items()}
+        weights, scales = split_names(places, self.label)
+        self._places = {ours: (places[name], name) for ours, name in diffusers_names(weights, self.label).items()}
+        self._scales = {
+            weight: [(places[name], name, self._num_per_row(places, weight, name)) for name in names]
+            for weight, names in scales.items()
+        }
+        for opened in self._opened.values():
+            with reading_safetensors(opened.path):
+                check_formats(opened, self.label)
+
+    def _num_per_row(self, places: Mapping[str, Path], weight: str, scale: str) -> int:
+        of_weight, of_scale = (self._open(places[name]).entries[name].shape for name in (weight, scale))
+        return num_per_row(of_weight, of_scale, f"{self.label}: {scale}")
 
     @property
     def label(self) -> str:
@@ -58,24 +71,31 @@ class Weights:
         return sum(math.prod(self.shape(name)) for name in self._places)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """A weight, in memory of its own; in the file's dtype unless `dtype` is given."""
-        return self._read(name, dtype, lambda file, theirs: file.tensor(theirs))
+        """A weight, in memory of its own; in the file's dtype (float32 if it has scales) unless `dtype` is given."""
+        return self._read(name, dtype, None)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows `start` to `stop` of a weight's first dimension, in the file's dtype; reads only these."""
         base = base_name(name)
         if base is None:
             raise ValueError(f"{name} belongs to a LoRA, which has no pretrained weights")
-        return self._read(base, None, lambda file, theirs: file.rows(theirs, start, stop))
+        return self._read(base, None, (start, stop))
 
-    def _read(self, name: str, dtype: torch.dtype | None, read: Callable[[TensorFile, str], Tensor]) -> Tensor:
+    def _read(self, name: str, dtype: torch.dtype | None, rows: tuple[int, int] | None) -> Tensor:
         file, theirs = self._places[name]
+        tensor = self._stored(file, theirs, rows)
+        for scale_file, scale, per_row in self._scales.get(theirs, ()):
+            tensor = scaled(tensor, self._stored(scale_file, scale, rows if per_row else None), per_row)
+        return tensor.to(dtype=dtype)
+
+    def _stored(self, file: Path, name: str, rows: tuple[int, int] | None) -> Tensor:
+        """A tensor of a file, or some of its rows."""
         opened = self._open(file)
         with reading_safetensors(file):
-            kind = opened.dtype(theirs)
+            kind = opened.dtype(name)
             if not kind.is_floating_point:
                 raise ConfigError(f"{self.label}: {name} has dtype {kind}; expected floating point")
-            return read(opened, theirs).to(dtype=dtype)
+            return opened.tensor(name) if rows is None else opened.rows(name, *rows)
 
     def _open(self, file: Path) -> TensorFile:
         if file not in self._opened:

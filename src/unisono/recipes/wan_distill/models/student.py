@@ -116,7 +116,7 @@ def _from_diffusers(values: Mapping[str, Any], where: str, teacher: Mapping[str,
         if config[name] != theirs:
             raise ConfigError(
                 f"{where}: {name} {shown(config[name])} differs from the teacher's {shown(theirs)}; the student must "
-                f"have the same, since {why}: leave it out"
+                f"have the same, since {why}: remove it"
             )
     return Student(config)
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from unisono.parallel.blocks import compile_blocks
+from unisono.parallel.blocks.repeated import compile_blocks
+from unisono.parallel.materialize import fill as fill_quantized
+from unisono.quantize.formats import FORMATS
+from unisono.quantize.layers import frozen_linears, quantize
+from unisono.quantize.products import has_fp8_products
+from unisono.quantize.weights import QuantizedWeights
 from unisono.recipes.wan.models.experts import Experts
 from unisono.recipes.wan.models.load import WanFolder, build_meta, transformer_config
 from unisono.recipes.wan.models.weights import check_fit, fill, open_weights
@@ -93,25 +99,39 @@ def build_on_meta(folder: WanFolder, dtype: torch.dtype, *, is_sharded: bool = F
     return Experts(transformers, boundary, shared_by_ranks=is_sharded)
 
 
-def is_offloaded(folder: WanFolder, dtype_name: str, strategy: str, device: str) -> bool:
+def is_offloaded(folder: WanFolder, dtype_name: str, strategy: str, device: str, base_precision: str) -> bool:
     """Whether the weights stay in host memory; the same on all devices of a kind, however full they are."""
     if torch.device(device).type != "cuda" or strategy in ("gpu", "gpu0"):
         return False
     if strategy == "cpu":
         return True
-    num_bytes = 1 if dtype_name == "float8" else dtype_of(dtype_name, device).itemsize
+    num_bytes: float = 1 if dtype_name == "float8" else dtype_of(dtype_name, device).itemsize
+    if base_precision != "auto":
+        num_bytes = FORMATS[base_precision].bits / 8
     num_weights = sum(open_weights(path).num_weights() for path in folder.transformers.values())
     return num_weights * num_bytes > _ROOM * torch.cuda.get_device_properties(device).total_memory
 
 
 def load_teacher(
-    folder: WanFolder, guidance: Guidance, dtype_name: str, strategy: str, device: str, *, compiled: bool
+    folder: WanFolder,
+    guidance: Guidance,
+    dtype_name: str,
+    strategy: str,
+    device: str,
+    *,
+    compiled: bool,
+    base_precision: str = "auto",
 ) -> tuple[Teacher, str]:
     """The teacher with its weights, and a line that says how much memory they take, and where."""
-    dtype, offloaded = dtype_of(dtype_name, device), is_offloaded(folder, dtype_name, strategy, device)
+    dtype, offloaded = dtype_of(dtype_name, device), is_offloaded(folder, dtype_name, strategy, device, base_precision)
     teacher = Teacher(build_on_meta(folder, dtype), guidance, dtype)
+    number = sum(it.numel() for it in teacher.experts.parameters())
     for name, transformer in teacher.experts.named_children():
-        fill(transformer, folder.transformers[name], device="cpu" if offloaded else device, own_dtypes=True)
+        path = folder.transformers[name]
+        if base_precision == "auto":
+            fill(transformer, path, device="cpu" if offloaded else device, own_dtypes=True)
+        else:
+            _fill_quantized(transformer, path, base_precision, device)
         if dtype_name == "float8":  # diffusers leaves norms and embeddings as they are
             transformer.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=dtype)  # type: ignore[operator]
         if not offloaded:
@@ -124,12 +144,20 @@ def load_teacher(
         # The student has the same class but other sizes: torch.compile must not mark the sizes of either as dynamic.
         blocks = [block for one in teacher.experts.children() for block in one.blocks]  # type: ignore[union-attr]
         compile_blocks(teacher.experts, blocks, dynamic=False)
-    number = sum(it.numel() for it in teacher.experts.parameters())
     kind = "float8, computing in bfloat16" if dtype_name == "float8" else str(dtype).removeprefix("torch.")
+    if base_precision != "auto":
+        kind = f"{base_precision}, computing in {kind}"
     where = f"on the {torch.device(device).type} of each rank"
     if offloaded:
         where = "of host memory per rank, one block at a time on its device"
     return teacher, f"teacher: {number:,} weights in {kind}, {size / 2**30:.2f} GiB {where}"
+
+
+def _fill_quantized(transformer: nn.Module, path: Path, base_precision: str, device: str) -> None:
+    """Loads the weights of a transformer on the meta device, and quantises those of its blocks as it reads them."""
+    names = frozen_linears(transformer, transformer.blocks)  # type: ignore[arg-type]
+    converted = quantize(transformer, names, base_precision, fp8_products=has_fp8_products(torch.device(device)))
+    fill_quantized(transformer, QuantizedWeights(open_weights(path), converted.layers, base_precision))
 
 
 def _offload(experts: Experts, device: torch.device) -> None:

@@ -17,14 +17,14 @@ _ID, _TEXT = ("_id", "id"), ("text",)
 
 
 class Beir:
-    """One split of such a folder."""
+    """One split of a BEIR folder."""
 
     def __init__(self, folder: Path, corpus: Path, split: str) -> None:
         queries = first_file(folder, "queries.jsonl")
         splits = splits_in(folder / "qrels", lambda name: [f"{name}.tsv"])
         if queries is None or not splits:
             lacking = "queries.jsonl" if queries is None else "qrels/train.tsv or qrels/test.tsv"
-            raise ConfigError(one_line(f"{folder} has {corpus.name} and no {lacking}; a BEIR folder has both"))
+            raise ConfigError(one_line(f"{folder} has {corpus.name} but no {lacking}; a BEIR folder has both"))
         self.pages_file, self.queries_file = corpus, queries
         self.judged_file = chosen_split(folder / "qrels", splits, split)
         self.splits = tuple(splits)

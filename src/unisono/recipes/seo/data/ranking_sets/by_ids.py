@@ -76,7 +76,7 @@ def ranking_by_ids(source: Source, remark: Remark, leave_out_bad: bool) -> Ranki
     if len(source.splits) == 1 and not judged.all():
         remark(f"{int((~judged).sum()):,} of {len(queries):,} queries have no judgement in {source.judged_file.name}")
 
-    number = np.cumsum(answered, dtype=np.int32) - 1  # numbers only the queries of this split
+    number = np.cumsum(answered, dtype=np.int32) - 1  # renumbers the queries, because only those of this split remain
     used = answered[of_query]
     positives, hard = judgements(number[of_query[used]].astype(np.int32), of_page[used], grades[used], len(pages))
     chosen = queries.first.copy()
@@ -124,8 +124,8 @@ def _lookup(
             )
         has_ids = (of_query >= 0) & (of_page >= 0)
         grades = np.array([each.grade for each in some], np.float32)
-        for kept, new in zip(columns, (of_query, of_page, grades), strict=True):
-            kept.frombytes(new[has_ids].tobytes())
+        for column, new in zip(columns, (of_query, of_page, grades), strict=True):
+            column.frombytes(new[has_ids].tobytes())
     return np.array(columns[0], np.int32), np.array(columns[1], np.int32), np.array(columns[2], np.float32)
 
 

@@ -1,7 +1,7 @@
 """Ranking data sets as tables: each row has a query, relevant pages and negatives.
 
-Such tables repeat texts: a query has several rows, and a page may be relevant for one query and a negative of another.
-Equal texts are the same query or page.
+Such tables repeat texts: a query may have several rows, and a page may be relevant for one query and a negative for
+another. Equal texts are treated as the same query or page.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NEGATIVE = "neg"  # negative, negative_1, negatives, neg
 
 
 class Example(NamedTuple):
-    """One row."""
+    """One row of a table: a query, relevant pages and negatives."""
 
     query: str
     positives: list[str]
@@ -35,7 +35,7 @@ class Example(NamedTuple):
 
 
 class Examples(Protocol):
-    """A source of rows that can be read more than once."""
+    """An iterable of rows that can be read more than once."""
 
     @property
     def path(self) -> Path: ...
@@ -62,7 +62,7 @@ class Table:
             negatives = [
                 text
                 for name, value in row.fields.items()
-                if name.startswith(_NEGATIVE) and value not in (None, "")  # rows may have fewer negatives
+                if name.startswith(_NEGATIVE) and value not in (None, "")  # some rows have fewer negatives
                 for text in _texts(value)
             ]
             if query is None:
@@ -102,7 +102,7 @@ class Triples:
 
 
 def ranking_by_texts(source: Examples, splits: tuple[str, ...], remark: Remark, leave_out_bad: bool = False) -> Ranking:
-    """The ranking of all rows."""
+    """Builds a ranking data set from all rows."""
     bad = BadRows(leave_out_bad)
     queries, pages, answers = Hashes(), Hashes(), array("b")
     owners = array("i")  # the row of each page

@@ -2,7 +2,7 @@
 
 A package has a one-line synopsis, which is the query, and a long description, which is the page. apt-get downloads them
 from the machine's own sources into a separate folder, so the machine's lists do not change. The packages differ between
-days and distributions; to compare metrics, keep the file that is written.
+days and distributions; keep the downloaded file if you want to compare metrics.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from unisono.recipes.seo.data.bad_rows import BadRows
 from unisono.recipes.seo.data.ranking_sets.by_texts import Example, ranking_by_texts
 from unisono.recipes.seo.data.ranking_sets.ranking import Ranking
 
-KEPT = "debian-packages.jsonl.gz"
+PACKAGES_FILE = "debian-packages.jsonl.gz"
 
 MIN_LENGTH = 300
-"""Characters; shorter descriptions add little to the synopsis."""
+"""In characters; shorter descriptions add little to the synopsis."""
 
-_SAME = 200  # characters; libfoo1, libfoo-dev and libfoo-doc begin alike, so only one of them is used
+_SAME = 200  # in characters; of packages whose descriptions begin alike (libfoo1, libfoo-dev), only one is used
 _TIMEOUT_S = 600
 _WORD = re.compile(r"\w+")
-# Disable programs that the system runs after each update of its own lists.
+# Disables the programs that the system runs after it updates its own package lists.
 _NO_HOOKS = (
     "#clear APT::Update::Pre-Invoke;\n#clear APT::Update::Post-Invoke;\n#clear APT::Update::Post-Invoke-Success;\n"
 )
@@ -54,25 +54,25 @@ class Package(NamedTuple):
 
 def packages(folder: Path, remark: Callable[[str], None] = lambda text: None) -> list[Package]:
     """The packages with a distinct description, sorted by name; downloaded once and stored in the folder."""
-    kept = folder / KEPT
-    if not kept.is_file():
+    path = folder / PACKAGES_FILE
+    if not path.is_file():
         remark("downloading the descriptions of Debian's packages with apt-get (about 16 MB)")
         downloaded = _download(folder)
         lines = "".join(json.dumps(package, ensure_ascii=False) + "\n" for package in downloaded)
-        write_cache_file(kept, gzip.compress(lines.encode(), mtime=0))
-        remark(f"stored {len(downloaded):,} packages in {kept}")
+        write_cache_file(path, gzip.compress(lines.encode(), mtime=0))
+        remark(f"stored {len(downloaded):,} packages in {path}")
     try:
-        with gzip.open(kept, "rt", encoding="utf-8") as file:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
             return [Package(*(str(each) for each in json.loads(line))) for line in file]
     except (OSError, EOFError, ValueError, TypeError):
-        raise ConfigError(one_line(f"{kept}: damaged; remove it to download it again")) from None
+        raise ConfigError(one_line(f"{path}: damaged; remove it to download it again")) from None
 
 
 def read_debian(folder: Path, *, hard: bool = False, work: Work | None = None) -> Ranking:
-    """The packages as a ranking; `hard` removes the words that a query shares with its page from the page.
+    """The packages as a ranking data set; `hard` removes the words of a query from its page.
 
-    `Ranking.sections` is the section of each page: candidates of one section are harder to distinguish. With `work`,
-    all processes must call it, and one of them downloads.
+    `Ranking.sections` is the section of each page: candidates of one section are harder to distinguish. If `work` is
+    passed, all processes must call this function, and one of them downloads the packages.
     """
     if work is not None:
         if len(work.share([0])):
@@ -83,7 +83,7 @@ def read_debian(folder: Path, *, hard: bool = False, work: Work | None = None) -
         described = [without_shared_words(package) for package in described]
     names = sorted({package.section for package in described})
     number = {name: index for index, name in enumerate(names)}
-    ranking = ranking_by_texts(_Rows(folder / KEPT, described), ("train",), lambda text: None)
+    ranking = ranking_by_texts(_Rows(folder / PACKAGES_FILE, described), ("train",), lambda text: None)
     sections = {package.body: number[package.section] for package in described}
     return replace(ranking, sections=np.array([sections[text] for _, text in ranking.pages()], np.int32))
 
@@ -107,7 +107,7 @@ class _Rows(NamedTuple):
 def _download(folder: Path) -> list[Package]:
     if shutil.which("apt-get") is None:
         raise ConfigError(
-            f"data_path debian: apt-get is not installed; copy {KEPT} from a machine that has it into {folder}, "
+            f"data_path debian: apt-get is not installed; copy {PACKAGES_FILE} from a machine with apt to {folder}, "
             "or use your own data"
         )
     try:
@@ -142,11 +142,11 @@ def _run_apt(own: Path) -> None:
     if not any((own / "lists").glob("*Translation-en")) and not any((own / "lists").glob("*_Packages")):
         errors = [line for line in done.stderr.decode("utf-8", "replace").splitlines() if line[:2] in ("E:", "W:")]
         why = errors[0][2:].strip() if errors else f"exit code {done.returncode}"
-        raise ConfigError(one_line(f"data_path debian: no lists from apt-get ({why}); it needs network access"))
+        raise ConfigError(one_line(f"data_path debian: apt-get downloaded nothing ({why}); it needs network access"))
 
 
 def _chosen(lists: Path) -> list[Package]:
-    """Packages whose description is long enough and begins differently from all others, sorted by name."""
+    """The packages with a long enough description that does not begin like another one, sorted by name."""
     sections: dict[str, str] = {}
     described: dict[str, tuple[str, str]] = {}
     for path in sorted(lists.glob("*_Packages")):

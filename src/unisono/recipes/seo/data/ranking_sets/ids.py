@@ -28,19 +28,19 @@ class Hashes:
         return len(self._hashes)
 
     def array(self) -> NDArray[np.uint64]:
-        """[n] all hashes."""
+        """All hashes [n]."""
         return np.frombuffer(self._hashes, dtype=np.uint64) if len(self._hashes) else np.zeros(0, np.uint64)
 
 
 class Ids:
-    """Row numbers by id; rows that repeat an id do not count."""
+    """Maps ids to row numbers; rows that repeat an earlier id are not counted."""
 
     def __init__(self, hashes: NDArray[np.uint64]) -> None:
         order = np.argsort(hashes, kind="stable")
         again = np.zeros(len(hashes), bool)
         again[1:] = hashes[order][1:] == hashes[order][:-1]
         self.first: NDArray[np.bool_] = np.zeros(len(hashes), bool)
-        """[n] False for a row that repeats an earlier id."""
+        """Mask [n]: False for a row that repeats an earlier id."""
         self.first[order] = ~again
         number = np.cumsum(self.first) - 1
         self._sorted = hashes[order][~again]
@@ -50,14 +50,14 @@ class Ids:
         return len(self._sorted)
 
     def find(self, hashes: NDArray[np.uint64]) -> NDArray[np.int32]:
-        """The numbers of these ids, among rows with distinct ids; -1 for unknown ids."""
+        """The row numbers of ids, given by their hashes; -1 for unknown ids."""
         if not len(self._sorted):
             return np.full(len(hashes), -1, np.int32)
         place = np.minimum(np.searchsorted(self._sorted, hashes), len(self._sorted) - 1)
         return np.where(self._sorted[place] == hashes, self._numbers[place], np.int32(-1)).astype(np.int32)
 
     def numbers(self, ids: Sequence[str]) -> NDArray[np.int32]:
-        """The numbers of these ids."""
+        """The row numbers of ids; -1 for unknown ids."""
         return self.find(hashes_of(ids))
 
 
@@ -67,7 +67,7 @@ def hash_of(text: str) -> int:
 
 
 def hashes_of(texts: Iterable[str]) -> NDArray[np.uint64]:
-    """[n] hashes of texts."""
+    """The hashes [n] of texts."""
     hashes = Hashes()
     for text in texts:
         hashes.add(text)

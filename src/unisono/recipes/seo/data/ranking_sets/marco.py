@@ -19,12 +19,12 @@ from unisono.recipes.seo.data.ranking_sets.by_ids import Judged, Text, judged_li
 from unisono.recipes.seo.data.ranking_sets.ranking import chosen_split, first_file, splits_in
 from unisono.recipes.seo.data.tables import text_in
 
-_ID = re.compile(r"[A-Za-z]{0,3}\d+")  # D1555982 is a document
-_NUM_LINES = 100  # to detect the format
+_ID = re.compile(r"[A-Za-z]{0,3}\d+")  # ids of documents, such as D1555982
+_NUM_LINES = 100  # number of lines read to detect the format
 
 
 class Marco:
-    """One split of such a folder; `judged` is the file of judgements or triples, if the user names it."""
+    """One split of an MS MARCO folder; `judged` is the file of judgements or triples if the user chose one."""
 
     def __init__(self, folder: Path, collection: Path, split: str, judged: Path | None = None) -> None:
         splits = {} if judged else splits_in(folder, _judged_names)
@@ -66,7 +66,7 @@ def _judged_names(split: str) -> list[str]:
 
 
 def _are_triples(path: Path) -> bool:
-    """Whether the third column contains pages instead of grades: some number has three digits."""
+    """Whether the third column contains page ids and not grades: page ids have three or more digits."""
     lines = [line.split() for _, line in islice(lines_of(path), _NUM_LINES)]
     return "triples" in path.name.lower() or any(
         len(fields) == 3 and _ID.fullmatch(fields[2]) and len(fields[2]) > 2 for fields in lines

@@ -1,7 +1,7 @@
 """Queries, pages and relevance judgements: the common form of all ranking data sets.
 
 Queries and pages are numbered from 0 in file order and read as streams; only a few bytes of each stay in memory.
-`by_ids.py` and `by_texts.py` build it from files. A split contains only the queries that it judges.
+`by_ids.py` and `by_texts.py` build a `Ranking` from files. A split contains only the queries that it judges.
 """
 
 from __future__ import annotations
@@ -50,24 +50,24 @@ class Ranking:
     """Hard negatives: pages judged as not relevant."""
     page_files: tuple[Path, ...]
     query_files: tuple[Path, ...]
-    """The files they were read from, part of the key of the token cache."""
+    """The files that pages and queries are read from; they are part of the token cache's key."""
     splits: tuple[str, ...] = ("train",)
     sections: NDArray[np.int32] | None = None
-    """[num_pages] the section of each page, if the data set has sections."""
+    """The section of each page [num_pages], if the data set has sections."""
     _queries: Stream = field(default=lambda: iter(()), repr=False)
     _pages: Stream = field(default=lambda: iter(()), repr=False)
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """All files."""
+        """The files of pages and queries, each once."""
         return tuple(dict.fromkeys((*self.page_files, *self.query_files)))
 
     def queries(self) -> Iterator[tuple[int, str]]:
-        """Reads number and text of each query."""
+        """Yields the number and text of each query."""
         return _counted(self._queries(), self.num_queries, self.query_files)
 
     def pages(self) -> Iterator[tuple[int, str]]:
-        """Reads number and text of each page."""
+        """Yields the number and text of each page."""
         return _counted(self._pages(), self.num_pages, self.page_files)
 
     def has_split(self, name: str) -> bool:
@@ -99,9 +99,9 @@ def read_ranking(
     if plain_suffix(place) not in (".csv", ".jsonl", ".tsv"):
         raise ConfigError(one_line(f"{place}: expected {FORMS}"))
     read_start(place, 1)
-    beside = first_file(place.parent, "collection.tsv")
-    if beside and plain_suffix(place) == ".tsv" and has_ids(place):
-        return ranking_by_ids(Marco(place.parent, beside, split, judged=place), remark, leave_out_bad)
+    collection = first_file(place.parent, "collection.tsv")
+    if collection and plain_suffix(place) == ".tsv" and has_ids(place):
+        return ranking_by_ids(Marco(place.parent, collection, split, judged=place), remark, leave_out_bad)
     return ranking_by_texts(table_of(place), ("train",), remark, leave_out_bad)
 
 
@@ -111,7 +111,7 @@ def first_file(folder: Path, *names: str) -> Path | None:
 
 
 def splits_in(folder: Path, names: Callable[[str], list[str]]) -> dict[str, Path]:
-    """The files of the splits in a folder, by "train" and "test"."""
+    """The files in a folder that contain the splits "train" and "test"."""
     aliases = {"train": ("train",), "test": ("test", "dev.small", "dev", "validation", "valid", "val")}
     files = {
         split: first_file(folder, *(name for word in words for name in names(word))) for split, words in aliases.items()
@@ -135,14 +135,14 @@ def judgements(
 ) -> tuple[Judgements, Judgements]:
     """Relevant pages and hard negatives: each pair once, with its highest grade."""
     pairs = queries.astype(np.int64) * max(num_pages, 1) + pages
-    # By pair, then by descending grade: the first of equal pairs is kept.
+    # Sorts by pair, then by descending grade, and keeps the first entry of each pair.
     best = np.lexsort((np.arange(len(pairs)), -grades, pairs))
     once = np.ones(len(pairs), bool)
     once[1:] = pairs[best][1:] != pairs[best][:-1]
-    kept = np.sort(best[once])
-    kept = kept[np.argsort(queries[kept], kind="stable")]
-    answers = grades[kept] > 0
-    return _of(kept[answers], queries, pages, grades), _of(kept[~answers], queries, pages, grades)
+    chosen = np.sort(best[once])
+    chosen = chosen[np.argsort(queries[chosen], kind="stable")]
+    answers = grades[chosen] > 0
+    return _of(chosen[answers], queries, pages, grades), _of(chosen[~answers], queries, pages, grades)
 
 
 def _of(

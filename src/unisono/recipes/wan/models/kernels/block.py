@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unisono.parallel.blocks import has_autograd_functions
+from unisono.parallel.blocks.repeated import has_autograd_functions
+from unisono.parallel.context import Tokens
+from unisono.recipes.wan.models.context import LocalAngles, attend_to_all
 from unisono.recipes.wan.models.kernels import fused
-from unisono.recipes.wan.models.kernels.attention import attend
 
 _KEYS, _QUERIES = 128, 512  # keys per program of attention's backward pass, and the fewest queries per piece
 _BUSY = (0.65, 0.9)  # busy fraction of a GPU above which splitting gains nothing, and the one it must reach
@@ -64,7 +65,8 @@ def _fast(plain: type[nn.Module], devices: tuple[str, ...]) -> type[nn.Module]:
 def _forward(block: Any, x: Tensor, text: Tensor, time: Tensor, angles: Any) -> Tensor:
     shift, scale, gate, late_shift, late_scale, late_gate = (block.scale_shift_table + time.float()).unbind(1)
     x, y = fused.normed(x, 1 + scale, shift, block.norm1.eps)
-    out, bias_of_out = _attention(block.attn1, y, y, tuple(part.flatten(0, -2) for part in angles))
+    tokens = angles.tokens if isinstance(angles, LocalAngles) else None
+    out, bias_of_out = _attention(block.attn1, y, y, tuple(part.flatten(0, -2) for part in angles[:2]), tokens)
     weight, bias = (part.float().expand(len(gate), -1) for part in (block.norm2.weight, block.norm2.bias))
     x, y = fused.added_and_normed(x, out, gate, weight, bias, block.norm2.eps, bias_of_out)
     out, bias_of_out = _attention(block.attn2, y, text, None)
@@ -74,8 +76,13 @@ def _forward(block: Any, x: Tensor, text: Tensor, time: Tensor, angles: Any) -> 
     return fused.gated(x, out, late_gate, bias_of_out)
 
 
-def _attention(attention: Any, x: Tensor, other: Tensor, angles: Any) -> tuple[Tensor, Tensor | None]:
-    """The output, and the bias of the last layer if the consumer of the output computes the bias's gradient."""
+def _attention(
+    attention: Any, x: Tensor, other: Tensor, angles: Any, tokens: Tokens | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The output, and the bias of the last layer if the consumer of the output computes the bias's gradient.
+
+    `tokens`: how the tokens are divided between ranks that carry a sample together.
+    """
     head = attention.inner_dim // attention.heads
     layers, norms = [attention.to_q, attention.to_k, attention.to_v], [attention.norm_q, attention.norm_k]
     if other is x:
@@ -87,7 +94,7 @@ def _attention(attention: Any, x: Tensor, other: Tensor, angles: Any) -> tuple[T
     if other is not x and len(x) == 1:
         split = _in_pieces(split, _pieces(attention.heads, other.shape[1], _multiprocessors()))
     query, key, value = split
-    out = attend(query, key, value, attention.processor._attention_backend).reshape(parts[0].shape)
+    out = attend_to_all(query, key, value, attention.processor._attention_backend, tokens).reshape(parts[0].shape)
     last, dropout = attention.to_out
     out, bias = fused.linear(last, out.type_as(parts[0]))
     return dropout(out), bias

@@ -11,6 +11,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from unisono.parallel.blocks.compile_cache import use_compile_cache
+from unisono.parallel.blocks.selective import store_expensive_results
+
 _COMPILATIONS = 64
 _MIN_FRACTION = 0.1  # of the weights: includes the layers of an encoder and of a decoder, but not a few small heads
 
@@ -38,12 +41,15 @@ def _num_weights(modules: Sequence[nn.Module]) -> int:
     return sum(parameter.numel() for module in modules for parameter in module.parameters())
 
 
-def recompute_activations(block: nn.Module) -> None:
-    """Makes `block` store only its input and recompute its activations in backward (activation checkpointing)."""
+def recompute_activations(block: nn.Module, *, selective: bool = False) -> None:
+    """Makes `block` store only its input and recompute its activations in backward (activation checkpointing).
+
+    `selective`: it also stores what is expensive to recompute; see `selective.py`.
+    """
     # By a subclass of the block's class: a wrapper module would rename the weights, and DataParallel's replicas would
     # share a patched instance.
     if not _recomputes(block):
-        block.__class__ = _recomputing(type(block))  # type: ignore[arg-type]  # classes are hashable
+        block.__class__ = _recomputing(type(block), selective=selective)  # type: ignore[arg-type]  # is hashable
 
 
 def has_autograd_functions(kind: type[nn.Module]) -> None:
@@ -60,15 +66,18 @@ def _recomputes(block: nn.Module) -> bool:
 
 
 @cache  # one subclass per class of blocks, because torch.compile's guards check the class
-def _recomputing(plain: type[nn.Module], compute: Any = None) -> type[nn.Module]:
+def _recomputing(plain: type[nn.Module], compute: Any = None, *, selective: bool = False) -> type[nn.Module]:
     """A subclass of `plain` that recomputes its activations; `compute` is plain.forward by default, or compiled."""
     compute = compute or plain.forward
+    options: dict[str, Any] = {"use_reentrant": False}
+    if selective:
+        options["context_fn"] = store_expensive_results
 
     def forward(self: nn.Module, *arguments: Any, **keywords: Any) -> Any:
         if not torch.is_grad_enabled():
             return compute(self, *arguments, **keywords)
         if not keywords:
-            return checkpoint(compute, self, *arguments, use_reentrant=False)
+            return checkpoint(compute, self, *arguments, **options)
         # As positional arguments: keywords could collide with checkpoint()'s own, and it looks for the devices whose
         # random state it restores among positional arguments only.
         names = tuple(keywords)
@@ -77,7 +86,7 @@ def _recomputing(plain: type[nn.Module], compute: Any = None) -> type[nn.Module]
             first = len(values) - len(names)
             return compute(*values[:first], **dict(zip(names, values[first:], strict=True)))
 
-        return checkpoint(with_keywords, self, *arguments, *keywords.values(), use_reentrant=False)
+        return checkpoint(with_keywords, self, *arguments, *keywords.values(), **options)
 
     attributes = {"forward": forward, "_unisono_plain": plain, "__module__": plain.__module__}
     return type(plain.__name__, (plain,), attributes)
@@ -93,10 +102,7 @@ def compile_blocks(model: nn.Module, blocks: Sequence[nn.Module], dynamic: bool 
 
     `dynamic=False` compiles for each shape, even if other blocks of the class (of a teacher, say) had other shapes.
     """
-    disable_wrong_optimizations()
-    # All blocks of a class share one limit on compilations. Batches of one and of several samples, training and
-    # evaluation, and recomputed blocks count separately, and by default torch silently runs the ninth uncompiled.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _COMPILATIONS)
+    _set_up_compiler()
     for module in blocks or [model]:
         kind: Any = type(module)
         if _recomputes(module) and hasattr(kind, "_unisono_functions"):
@@ -104,6 +110,20 @@ def compile_blocks(model: nn.Module, blocks: Sequence[nn.Module], dynamic: bool 
             module.__class__ = _recomputing(plain, _compiled(plain, dynamic))
         else:
             module.compile(dynamic=dynamic)  # in place: adds no `_orig_mod.` to parameter names
+
+
+def compiled_forward(kind: type[nn.Module], dynamic: bool | None = None) -> Any:
+    """The forward function of a class of blocks, compiled; for a caller that wraps it in code that must not be."""
+    _set_up_compiler()
+    return _compiled(kind, dynamic)  # type: ignore[arg-type]  # classes are hashable
+
+
+def _set_up_compiler() -> None:
+    disable_wrong_optimizations()
+    use_compile_cache()
+    # All blocks of a class share one limit on compilations. Batches of one and of several samples, training and
+    # evaluation, and recomputed blocks count separately, and by default torch silently runs the ninth uncompiled.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _COMPILATIONS)
 
 
 def disable_wrong_optimizations() -> None:

@@ -1,0 +1,61 @@
+"""Chooses the communication backend of a run, and the environment variables that NCCL needs for it.
+
+NCCL refuses two ranks on one GPU of one host. If every rank has its own NCCL_HOSTID, NCCL takes the ranks for different
+hosts and connects them by sockets. That is the real library with real streams, but all data passes through host memory
+and the ranks share the GPU by time slices: good for tests, bad for training. So `auto` uses gloo between ranks that
+share a GPU, and only `nccl` asks for NCCL there too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from unisono.errors import ConfigError
+
+Backend = Literal["auto", "gloo", "nccl"]
+
+_NCCL = "cpu:gloo,cuda:nccl"
+SLOW = (
+    "backend nccl between ranks that share a GPU: all data goes over sockets, which is slow and meant for tests; "
+    "leave --backend out to train"
+)
+
+
+@dataclass(frozen=True)
+class GroupBackend:
+    """How the ranks of a run communicate."""
+
+    name: str
+    """torch's name: one backend, or one for each device type."""
+    forced: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables to set before the group is created, whatever their value."""
+    defaults: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables to set if the user has not."""
+    warning: str | None = None
+
+    @property
+    def uses_nccl(self) -> bool:
+        """Whether tensors on GPUs are sent over NCCL."""
+        return self.name == _NCCL
+
+
+def choose_backend(
+    requested: Backend, *, on_gpu: bool, gpus_are_shared: bool, rank: int, num_nodes: int
+) -> GroupBackend:
+    """Chooses the backend of this rank; all ranks of a run get the same `name`.
+
+    `gpus_are_shared`: two ranks of the run, not necessarily this one, use the same GPU.
+    """
+    if requested == "nccl" and not on_gpu:
+        raise ConfigError(f"backend nccl needs GPUs, and rank {rank} has none; leave --backend out: CPU ranks use gloo")
+    if requested == "gloo" or not on_gpu or (requested == "auto" and gpus_are_shared):
+        return GroupBackend("gloo")
+    if not gpus_are_shared:
+        return GroupBackend(_NCCL)
+    # The host id is forced: a value that all ranks inherit would make them one host again.
+    defaults = {"NCCL_CUMEM_ENABLE": "0"}
+    if num_nodes == 1:
+        defaults["NCCL_SOCKET_IFNAME"] = "lo"
+    return GroupBackend(_NCCL, {"NCCL_HOSTID": f"unisono-rank{rank}"}, defaults, SLOW)

@@ -1,0 +1,115 @@
+"""Decides which blocks wait in host memory (`--blocks_on_host`), before any weights are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from unisono.engine.build.choose_strategy import demand_of
+from unisono.errors import ConfigError
+from unisono.formatting import format_bytes
+from unisono.parallel.blocks.swap import NUM_SLOTS, frozen_bytes
+from unisono.parallel.strategy import Placement
+from unisono.planning.blocks_on_host import BlocksOnHost
+from unisono.planning.choose import ROOM_FOR_ACTIVATIONS
+from unisono.planning.host import free_host_memory
+from unisono.settings import Settings
+
+
+@dataclass(frozen=True)
+class SwapPlan:
+    """The blocks to swap."""
+
+    sizes: BlocksOnHost
+    blocks: Sequence[nn.Module]
+    remarks: list[str] = field(default_factory=list)
+
+
+def plan_blocks_on_host(
+    model: nn.Module, blocks: Sequence[nn.Module], settings: Settings, placement: Placement
+) -> SwapPlan:
+    """Chooses the blocks that wait in host memory; every rank calls it.
+
+    Raises ConfigError if the model has too few such blocks, or if host memory is too small.
+    """
+    sizes_by_block = dict(zip(blocks, frozen_bytes(model, blocks), strict=True))
+    candidates = [block for block, size in sizes_by_block.items() if size]
+    sizes = BlocksOnHost([sizes_by_block[block] for block in candidates], NUM_SLOTS)
+    requested = settings.parallel.blocks_on_host
+    if requested == 0:
+        return SwapPlan(sizes, [])
+    if not blocks:
+        raise ConfigError("blocks_on_host: the model has no repeated blocks; remove it, or define Recipe.blocks")
+    if not candidates:
+        raise ConfigError(
+            "blocks_on_host moves frozen weights to host memory, but this run trains all weights of its blocks; train "
+            "a LoRA, or use strategy fsdp with fsdp_cpu_offload"
+        )
+    if requested == "auto":
+        sizes = _fewest_that_fit(model, sizes, settings, placement)
+    elif requested > len(candidates):
+        raise ConfigError(
+            f"blocks_on_host {requested}: the model has {len(candidates)} blocks with frozen weights; use at most "
+            f"{len(candidates)}"
+        )
+    else:
+        sizes = replace(sizes, num=requested)
+    chosen = [candidates[number] for number in sizes.chosen]
+    _check_host_memory(chosen, sizes, placement)
+    return SwapPlan(sizes, chosen, [_remark(sizes, placement, is_auto=requested == "auto")])
+
+
+def _fewest_that_fit(model: nn.Module, sizes: BlocksOnHost, settings: Settings, placement: Placement) -> BlocksOnHost:
+    if placement.device.type != "cuda":
+        return sizes
+    others = demand_of(model, settings).total - sum(sizes.frozen_bytes)
+    fewest = sizes.fewest(_usable_memory(placement.device) - others)
+    if placement.world == 1:
+        return fewest
+    # All ranks swap the same blocks, which they broadcast one after the other: the fullest device decides.
+    numbers = [0] * placement.world
+    dist.all_gather_object(numbers, fewest.num)
+    return replace(fewest, num=max(numbers))
+
+
+def _usable_memory(device: torch.device) -> float:
+    """Free memory of the device that this process may use for anything but activations."""
+    free, total = torch.cuda.mem_get_info(device)
+    allowed = torch.cuda.get_per_process_memory_fraction(device) * total
+    return min(free, allowed) - ROOM_FOR_ACTIVATIONS * min(total, allowed)
+
+
+def _check_host_memory(chosen: Sequence[nn.Module], sizes: BlocksOnHost, placement: Placement) -> None:
+    """Weights that a recipe has loaded already only move inside of host memory; only others need more of it."""
+    is_on_meta = any(parameter.is_meta for block in chosen for parameter in block.parameters())
+    need = sizes.host_bytes * placement.local_world if is_on_meta else 0
+    machines: list[tuple[int, int]] = [(need, free_host_memory())]
+    if placement.world > 1:  # before any rank loads weights; all ranks refuse together
+        machines = [(0, 0)] * placement.world
+        dist.all_gather_object(machines, (need, free_host_memory()))
+    for need, free in machines:
+        if need > free:
+            ranks = f" for {placement.local_world} ranks" if placement.local_world > 1 else ""
+            raise ConfigError(
+                f"blocks_on_host {sizes.num} needs {format_bytes(need)} of host memory{ranks}, and "
+                f"{format_bytes(free)} are free; use fewer blocks, or a machine with more memory"
+            )
+
+
+def _remark(sizes: BlocksOnHost, placement: Placement, *, is_auto: bool) -> str:
+    total = len(sizes.frozen_bytes)
+    if not sizes.num:
+        why = "on the CPU nothing is saved" if placement.device.type != "cuda" else "everything fits"
+        return f"blocks_on_host auto: all {total} blocks stay on the device ({why})"
+    name = f"blocks_on_host {'auto: ' if is_auto else ''}{sizes.num} of {total} blocks"
+    room = f", with {ROOM_FOR_ACTIVATIONS:.0%} of the device's memory left for activations" if is_auto else ""
+    if sizes.saved_bytes <= 0:
+        return f"{name} saves no memory: {NUM_SLOTS} of them are on the device at any time; use more, or remove it"
+    return (
+        f"{name}: {format_bytes(sizes.host_bytes)} of frozen weights wait in host memory, which saves "
+        f"{format_bytes(sizes.saved_bytes)} on the device{room}"
+    )

@@ -1,0 +1,148 @@
+"""Counts the floating-point operations of training, for the model FLOPs utilization (`mfu`).
+
+The operations of a micro-batch depend on the shapes of its tensors only. So each shape is counted once, in a real
+forward and backward pass, when it occurs for the second time: in the first pass a recipe may compile functions. Code
+that was compiled is never counted: torch would run it uncompiled under a dispatch mode, and also ever after. Recomputed
+activations do not count. The counter sees PyTorch's own operations; it
+cannot see kernels that a recipe launches itself, nor operations inside compiled code. Such recipes define `flops`.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Hashable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from unisono.data.loader import MicroBatch
+from unisono.engine.recipe import Recipe
+from unisono.engine.step.guard import num_elements, shape_of
+
+_MAX_SHAPES = 64  # of further shapes the operations are estimated from the nearest size
+_MAX_NAMED = 1024  # further shapes are distinguished by size only
+_PER_OCTAVE = 8  # different sizes per factor of two
+
+
+class FlopMeter:
+    """Counts the operations of the steps on this rank."""
+
+    def __init__(self, recipe: Recipe, *, peak: float | None, can_count: bool, sharing: int = 1) -> None:
+        """`peak` is the device's rate in FLOP/s; without it nothing is counted.
+
+        `can_count`: operations are visible to a dispatch mode; otherwise only Recipe.flops() can tell. `sharing`: the
+        number of ranks that carry a sample together, each of which computes its part of what Recipe.flops() tells.
+        """
+        self.peak, self._sharing = peak, sharing
+        self._recipe, self._has_formula = recipe, type(recipe).flops is not Recipe.flops
+        self._active = peak is not None and (can_count or self._has_formula)
+        self._can_count = can_count
+        self._flops: dict[Hashable, float] = {}  # of a micro-batch, by shape
+        self._sizes: dict[Hashable, int] = {}  # number of elements, of every shape so far
+        self._step: Counter[Hashable] = Counter()  # micro-batches of the current step
+        self._finished: Counter[Hashable] = Counter()  # and of the finished ones, until `per_step` reads them
+        self._num_steps = 0
+        self._counter = _Counter()
+        self._open: Hashable = None  # the shape that is being counted
+        self._is_new = True  # whether the shape of the current micro-batch has not occurred before
+
+    def begin_step(self) -> None:
+        """Begins a step, or repeats one."""
+        self._step.clear()
+        self._open = None
+
+    def begin(self, micro: MicroBatch) -> None:
+        """Begins a micro-batch; its passes follow in `counting`."""
+        self._open = None
+        if not self._active or micro.is_dummy:
+            return
+        size = num_elements(micro.data)
+        shape: Hashable = ("shape", shape_of(micro.data))
+        if shape not in self._sizes and len(self._sizes) >= _MAX_NAMED:  # texts rarely repeat a shape
+            shape = ("size", round(_PER_OCTAVE * math.log2(max(1, size))))
+        self._step[shape] += 1
+        self._is_new = shape not in self._sizes
+        if self._is_new:
+            self._sizes[shape] = size
+        is_due = self._has_formula or (not self._is_new and self._may_count)
+        if shape not in self._flops and is_due and len(self._flops) < _MAX_SHAPES:
+            self._open, self._counter.flops = shape, 0.0
+
+    @property
+    def _may_count(self) -> bool:
+        """Whether a dispatch mode sees all operations and changes none: nothing was compiled in this process."""
+        compiler = sys.modules.get("torch._dynamo.utils")
+        return self._can_count and (compiler is None or not compiler.counters["frames"]["total"])
+
+    def see(self, batch: Any) -> None:
+        """Asks the recipe for the operations of the batch of this micro-batch, which is on the device now."""
+        if self._open is None or not self._has_formula:
+            return
+        flops = self._recipe.flops(batch)
+        if flops is None and self._can_count and (self._is_new or not self._may_count):
+            self._open = None
+        elif flops is not None or not self._can_count:
+            self._flops[self._open], self._open = (flops or 0.0) / self._sharing, None
+
+    def counting(self) -> AbstractContextManager[Any]:
+        """A context for the forward or the backward pass of a micro-batch."""
+        return nullcontext() if self._open is None else self._counter
+
+    def end(self) -> None:
+        """Ends a micro-batch whose backward pass is complete."""
+        if self._open is not None:
+            self._flops[self._open], self._open = self._counter.flops, None
+
+    def end_step(self) -> None:
+        """Ends a step that was computed completely."""
+        self._finished += self._step
+        self._num_steps += 1
+        self._step.clear()
+
+    def per_step(self) -> float | None:
+        """The mean number of operations per step since the last call; None if it is not known."""
+        finished, steps = self._finished, self._num_steps
+        self._finished, self._num_steps = Counter(), 0
+        if not self._active or not steps or (finished and not any(self._flops.values())):
+            return None
+        return sum(number * self._of(shape) for shape, number in finished.items()) / steps
+
+    def _of(self, shape: Hashable) -> float:
+        if shape in self._flops:
+            return self._flops[shape]
+        size = self._sizes[shape]
+        near = min(self._flops, key=lambda other: abs(self._sizes[other] - size))
+        return self._flops[near] * size / max(1, self._sizes[near])
+
+
+class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up the operations of matrix products, convolutions and attention."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = 0.0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        formula = flop_registry.get(getattr(function, "_overloadpacket", None))
+        if formula is not None and not _is_recomputing():
+            self.flops += formula(*args, **(kwargs or {}), out_val=result)
+        return result
+
+
+def _is_recomputing() -> bool:
+    """Whether activation checkpointing computes a forward pass again, inside a backward pass.
+
+    A backward pass runs with gradients disabled and without hooks for saved tensors; recomputing enables gradients and
+    sets hooks. Autograd functions disable gradients in their forward pass, so that only the hooks show it there.
+    """
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    return torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None

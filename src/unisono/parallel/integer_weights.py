@@ -1,0 +1,31 @@
+"""Whether FSDP can shard weights of integers, such as the codes of quantised weights."""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+
+from torch import nn
+
+
+@cache
+def can_shard_integers() -> bool:
+    """False for versions of torch whose fully_shard fails on integers, or casts them (pytorch#177844).
+
+    No release notes say which versions do, and trying it needs a process group. So this looks at torch's code; if that
+    changes, integers are replicated, which always works.
+    """
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+        creates, casts = (inspect.getsource(it) for it in (FSDPParam._init_sharded_param, FSDPParam.init_dtype_attrs))
+    except (ImportError, AttributeError, OSError, TypeError):
+        return False
+    return "requires_grad=param.requires_grad" in creates and "is_floating_point" in casts
+
+
+def not_shardable(module: nn.Module) -> set[nn.Parameter]:
+    """The weights of integers, if this version of torch cannot shard them; every rank then holds all of them."""
+    if can_shard_integers():
+        return set()
+    return {parameter for parameter in module.parameters() if not parameter.is_floating_point()}

@@ -1,0 +1,113 @@
+"""Matrix products with a frozen weight in few bits, forward and backward.
+
+The weight is decoded when it is needed, once in forward and once in backward, and never kept: autograd saves only the
+codes, which exist anyway. A frozen weight needs no gradient, so the input of the layer is not saved either.
+
+On GPUs with fp8 matrix units, fp8 weights are not decoded at all: the input's rows are quantised on the fly, each with
+its own scale, and multiplied by the codes. Both operands must have their scales along the dimension that remains. A
+weight's scales are per row; where the product sums over the rows, they are multiplied into the input first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from unisono.quantize.formats import FORMATS
+
+_LARGEST = 448.0  # of float8 e4m3
+_MULTIPLE = 16  # sizes of an fp8 product's matrices
+
+
+def has_fp8_products(device: torch.device) -> bool:
+    """Whether the device multiplies fp8 matrices: GPUs since Ada and Hopper."""
+    return (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) >= (8, 9)  # not measured on a GPU yet
+    )
+
+
+def fits_fp8_products(num_rows: int, num_columns: int) -> bool:
+    """Whether an fp8 product accepts a weight of this size."""
+    return num_rows % _MULTIPLE == 0 and num_columns % _MULTIPLE == 0
+
+
+class FrozenProduct(Function):
+    """x @ weight.T (`transposed`), or x @ weight; only x gets a gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        codes: Tensor,
+        scales: Tensor | None,
+        bias: Tensor | None,
+        format_name: str,
+        num_columns: int,
+        transposed: bool,
+        fp8_products: bool,
+    ) -> Tensor:
+        """The product in the dtype of x; `num_columns` are those of the weight."""
+        ctx.save_for_backward(codes, scales)
+        ctx.weight = (format_name, num_columns, transposed, fp8_products)
+        return _product(x, codes, scales, bias, *ctx.weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        """The gradient of x."""
+        codes, scales = ctx.saved_tensors
+        format_name, num_columns, transposed, fp8_products = ctx.weight
+        result = _product(gradient, codes, scales, None, format_name, num_columns, not transposed, fp8_products)
+        return result, None, None, None, None, None, None, None
+
+
+def _product(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor | None,
+    bias: Tensor | None,
+    format_name: str,
+    num_columns: int,
+    transposed: bool,
+    fp8_products: bool,
+) -> Tensor:
+    if fp8_products and scales is not None and x.dtype.itemsize == 2:
+        return _fp8_product(x, codes, scales, bias, transposed)
+    matrix = FORMATS[format_name].decode(codes, scales, num_columns, x.dtype)
+    return F.linear(x, matrix if transposed else matrix.t(), bias)
+
+
+def _fp8_product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    # Contiguous: quantising keeps the layout, and the product refuses a first operand that is stored by columns.
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    weight_scales = scales.view(torch.bfloat16).float().t()  # [1, rows of the weight]
+    # The second operand must be stored by columns. Transposing its bytes moves less memory than decoding it would.
+    if transposed:
+        columns = codes.t()
+    else:
+        rows, columns = rows * weight_scales, codes.t().contiguous().t()
+        weight_scales = weight_scales.new_ones(1, codes.shape[1])
+    values, row_scales = _quantised_rows(rows)
+    result = torch._scaled_mm(
+        values,
+        columns.view(torch.float8_e4m3fn),
+        scale_a=row_scales,
+        scale_b=weight_scales,
+        bias=None if bias is None else bias.to(torch.bfloat16),
+        out_dtype=torch.bfloat16,  # the only one with a scale per row
+        use_fast_accum=True,
+    )
+    return result.to(x.dtype).view(*x.shape[:-1], result.shape[-1])
+
+
+def _quantised_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows in fp8, and [rows, 1] scales."""
+    wide = rows.float()
+    scales = wide.abs().amax(dim=-1, keepdim=True) / _LARGEST
+    units = wide / torch.where(scales == 0, 1, scales)
+    return units.clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn), scales

@@ -1,0 +1,27 @@
+"""The floating-point operations of a Wan transformer, by formula: its own kernels are invisible to a counter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+
+def forward_flops(config: Mapping[str, Any], latent: Sequence[int], text_length: int) -> float:
+    """Operations of one forward pass of a batch; a multiply-add counts as two.
+
+    `config` is the transformer's, `latent` the shape [batch, channels, frames, height, width] of its input. Embeddings,
+    norms and the output layer, less than a hundredth of the total, are not counted.
+    """
+    batch, _, *sizes = latent
+    tokens = prod(size // patch for size, patch in zip(sizes, config["patch_size"], strict=True))
+    width = config["num_attention_heads"] * config["attention_head_dim"]
+    # Projections of self-attention and of cross-attention's queries; its keys and values; the feed-forward layers.
+    projections = 12 * width**2 * tokens + 4 * width**2 * text_length + 4 * width * config["ffn_dim"] * tokens
+    attention = 4 * tokens**2 * width + 4 * tokens * text_length * width
+    return float(batch * config["num_layers"] * (projections + attention))
+
+
+def training_flops(forward: float, *, lora: bool) -> float:
+    """Operations of forward and backward: a LoRA has no gradients of the base weights, a third of the total."""
+    return (2.0 if lora else 3.0) * forward
