@@ -8,7 +8,7 @@ needs. Rank 0 frees a weight once it has sent it, so a machine never holds more 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +22,7 @@ Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
 
 PIECE_BYTES = 8 * 2**20
 """How much of a weight is in host memory at a time, besides rank 0's copy."""
+_RETURN_EVERY = 16 * 2**20  # bytes that rank 0 frees before it returns them to the system
 
 
 class NotMovable(Exception):
@@ -35,10 +36,16 @@ class FromRankZero:
     """
 
     def __init__(
-        self, shapes: Shapes, held: dict[str, Tensor], device: torch.device, files: Weights | None = None
+        self,
+        shapes: Shapes,
+        held: dict[str, Tensor],
+        device: torch.device,
+        files: Weights | None = None,
+        return_freed_memory: Callable[[], None] = lambda: None,
     ) -> None:
         """`shapes` describes the weights on all ranks; `held` contains them on rank 0 and is empty on the others."""
         self._shapes, self._held, self._device, self.files = shapes, held, device, files
+        self._return_freed_memory, self._freed_bytes = return_freed_memory, 0
         self._memory: Tensor | None = None  # of the piece that is being sent or received
 
     def __contains__(self, name: str) -> bool:
@@ -71,7 +78,17 @@ class FromRankZero:
             begin, end = max(first, start), min(last, stop)
             if begin < end:
                 yield begin, rows[begin - first : end - first]
-        self._held.pop(name, None)
+        self._free(name)
+
+    def _free(self, name: str) -> None:
+        weight = self._held.pop(name, None)
+        if weight is None:
+            return
+        self._freed_bytes += weight.nbytes
+        del weight
+        if self._freed_bytes > _RETURN_EVERY or not self._held:
+            self._return_freed_memory()  # weights of up to 32 MiB may be on the heap, which only grows by itself
+            self._freed_bytes = 0
 
 
 def rows_at_once(shape: torch.Size, dtype: torch.dtype) -> int:

@@ -19,6 +19,7 @@ from unisono.cluster.agree import Agreement
 from unisono.data.bits import Purpose, key_of
 from unisono.data.seeding import seed_everything
 from unisono.engine.build.model import build_model
+from unisono.engine.memory.cpu_heap import return_freed_memory
 from unisono.engine.recipe import Recipe
 from unisono.formatting import describe_exception, format_bytes
 from unisono.parallel.from_rank_zero import (
@@ -115,9 +116,8 @@ def _build_for_all(recipe: Recipe, seed: int, placement: Placement, agreement: A
         give_weights(built.module, taken)
         return _everywhere(built, size, reason)
     broadcast_buffers(built.module, placement.device, is_rank_zero=True)
-    return BuiltModel(
-        built.module, built.weights, FromRankZero(announced.shapes, taken, placement.device, built.weights)
-    )
+    source = FromRankZero(announced.shapes, taken, placement.device, built.weights, return_freed_memory)
+    return BuiltModel(built.module, built.weights, source)
 
 
 def _build_on_meta(

@@ -38,6 +38,12 @@ def kept_heap(device: torch.device) -> Iterator[None]:
         library.malloc_trim(0)
 
 
+def return_freed_memory() -> None:
+    """Returns freed memory inside the heap to the system; the C library itself returns only what is at its end."""
+    if (library := _library()) is not None:
+        library.malloc_trim(0)
+
+
 def _library() -> Any:
     """The C library, if it has these functions and the user has not tuned it; else None."""
     if any(name in os.environ for name in _TUNED_BY_USER):
