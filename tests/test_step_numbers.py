@@ -88,15 +88,16 @@ def test_of_compiled_code_only_the_recipe_knows_the_operations(formula: float, c
     for _ in range(3):
         meter.begin_step()
         meter.begin(micro)  # type: ignore[arg-type]
-        meter.see(batch)
         with meter.counting():
+            meter.see(batch)  # the step calls it when the batch is on the device, inside of the forward pass
             batch @ batch.T
         meter.end()
         meter.end_step()
     assert meter.per_step() == counted
 
 
-def test_functions_that_a_recipe_compiles_stay_compiled() -> None:
+@pytest.mark.parametrize(("formula", "counted"), [(None, None), (7.0, 7.0 * SAMPLES)])
+def test_functions_that_a_recipe_compiles_stay_compiled(formula: float | None, counted: float | None) -> None:
     num_calls = 0
 
     def backend(graph: Any, example: Any) -> Any:
@@ -110,17 +111,18 @@ def test_functions_that_a_recipe_compiles_stay_compiled() -> None:
     product = torch.compile(lambda x: (x @ x.T).relu(), backend=backend)
     batch = torch.zeros(SAMPLES, 4)
     micro: Any = SimpleNamespace(is_dummy=False, data=batch)
-    meter = FlopMeter(Layers(Layers.Config()), peak=1.0, can_count=True)
+    config = Layers.Config() if formula is None else Layers.Config(formula=formula)
+    meter = FlopMeter(Layers(config), peak=1.0, can_count=True)
     try:
         for _ in range(4):
             meter.begin_step()
             meter.begin(micro)
-            meter.see(batch)
             with meter.counting():
+                meter.see(batch)
                 product(batch)
             meter.end()
             meter.end_step()
-        assert num_calls == 4 and meter.per_step() is None
+        assert num_calls == 4 and meter.per_step() == counted
     finally:
         torch._dynamo.utils.counters.clear()  # other tests of this process count
 

@@ -3,8 +3,9 @@
 The operations of a micro-batch depend on the shapes of its tensors only. So each shape is counted once, in a real
 forward and backward pass, when it occurs for the second time: in the first pass a recipe may compile functions. Code
 that was compiled is never counted: torch would run it uncompiled under a dispatch mode, and also ever after. Recomputed
-activations do not count. The counter sees PyTorch's own operations; it
-cannot see kernels that a recipe launches itself, nor operations inside compiled code. Such recipes define `flops`.
+activations do not count. The counter sees PyTorch's own operations; it cannot see kernels that a recipe launches
+itself, nor operations inside compiled code. Such recipes define `flops`, which is called when a shape occurs for the
+first time; the counter is not active then.
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ class FlopMeter:
         self._finished: Counter[Hashable] = Counter()  # and of the finished ones, until `per_step` reads them
         self._num_steps = 0
         self._counter = _Counter()
+        self._asked: set[Hashable] = set()  # shapes that Recipe.flops() was called for
         self._open: Hashable = None  # the shape that is being counted
-        self._is_new = True  # whether the shape of the current micro-batch has not occurred before
+        self._asks = False  # whether Recipe.flops() is called for it, instead of counting
 
     def begin_step(self) -> None:
         """Begins a step, or repeats one."""
@@ -66,10 +68,11 @@ class FlopMeter:
         if shape not in self._sizes and len(self._sizes) >= _MAX_NAMED:  # texts rarely repeat a shape
             shape = ("size", round(_PER_OCTAVE * math.log2(max(1, size))))
         self._step[shape] += 1
-        self._is_new = shape not in self._sizes
-        if self._is_new:
+        is_new = shape not in self._sizes
+        if is_new:
             self._sizes[shape] = size
-        is_due = self._has_formula or (not self._is_new and self._may_count)
+        self._asks = self._has_formula and shape not in self._asked
+        is_due = self._asks or (not is_new and self._may_count)
         if shape not in self._flops and is_due and len(self._flops) < _MAX_SHAPES:
             self._open, self._counter.flops = shape, 0.0
 
@@ -81,21 +84,21 @@ class FlopMeter:
 
     def see(self, batch: Any) -> None:
         """Asks the recipe for the operations of the batch of this micro-batch, which is on the device now."""
-        if self._open is None or not self._has_formula:
+        if self._open is None or not self._asks:
             return
         flops = self._recipe.flops(batch)
-        if flops is None and self._can_count and (self._is_new or not self._may_count):
-            self._open = None
-        elif flops is not None or not self._can_count:
-            self._flops[self._open], self._open = (flops or 0.0) / self._sharing, None
+        self._asked.add(self._open)
+        if flops is not None or not self._can_count:
+            self._flops[self._open] = (flops or 0.0) / self._sharing
+        self._open = None
 
     def counting(self) -> AbstractContextManager[Any]:
         """A context for the forward or the backward pass of a micro-batch."""
-        return nullcontext() if self._open is None else self._counter
+        return nullcontext() if self._open is None or self._asks else self._counter
 
     def end(self) -> None:
         """Ends a micro-batch whose backward pass is complete."""
-        if self._open is not None:
+        if self._open is not None and not self._asks:
             self._flops[self._open], self._open = self._counter.flops, None
 
     def end_step(self) -> None:

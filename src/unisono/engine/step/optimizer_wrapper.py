@@ -124,7 +124,9 @@ class OptimizerWrapper:
             return False
         for group in groups:
             group["capturable"] = True
-            group["lr"] = torch.full((), float(group["lr"]), device=group["params"][0].device)
+            # float32 also in a run whose default dtype is float64: fused kernels reject a float64 rate.
+            rate = torch.full((), float(group["lr"]), dtype=torch.float32, device=group["params"][0].device)
+            group["lr"] = rate
         return True
 
     def step(self, gradients: list[Tensor], factor: Tensor, found_inf: Tensor) -> None:
