@@ -150,7 +150,8 @@ class Sentences(Recipe):
         from torchmetrics.classification import MulticlassAccuracy
 
         if not hasattr(self, "accuracy"):
-            self.accuracy = MulticlassAccuracy(VOCABULARY, average="micro", ignore_index=-1)
+            accuracy = MulticlassAccuracy(VOCABULARY, average="micro", ignore_index=-1)
+            self.accuracy = accuracy.to(batch["ids"].device)
         scores, targets, ids = self._predict(model, batch, noise)
         self._note("eval", ids)
         self.accuracy.update(scores.flatten(0, 1), targets.flatten())

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from many_runs import Outcome, Run, identical, largest_difference, many_runs
 from ranks import run_ranks
 from unisono.parallel.blocks.repeated import compile_blocks, recompute_activations
+from unisono.parallel.integer_weights import can_shard_integers
 from unisono.quantize.formats import FORMATS, NF4, Format
 from unisono.quantize.layers import dequantize, frozen_linears, quantize
-from unisono.quantize.products import FrozenProduct
+from unisono.quantize.products import FrozenProduct, has_fp8_products
 
 NAMES = sorted(FORMATS)
 FEW_BITS = [name for name in NAMES if name != "bf16"]
@@ -189,13 +190,23 @@ def test_autocast_computes_in_16_bits_and_keeps_only_codes_for_backward(name: st
     assert x.grad is not None and x.grad.dtype == torch.float32
 
 
+def fp8_device() -> str:
+    """A device whose products take a scale per row: a GPU with fp8 units, or the CPU since torch 2.13."""
+    if torch.cuda.is_available() and has_fp8_products(torch.device("cuda", 0)):
+        return "cuda"
+    if torch.__version__ < (2, 13):
+        pytest.skip("needs a GPU with fp8 products: before torch 2.13 those of the CPU take one scale per matrix")
+    return "cpu"
+
+
 def test_fp8_products_are_those_of_decoded_operands() -> None:
-    """The path of Hopper and Ada, whose product exists on the CPU too: layouts and scales, forward and backward."""
-    weight, x = matrix(48, 80)[5:37], torch.randn(2, 17, 80)
+    """Layouts and scales, forward and backward."""
+    device = fp8_device()
+    weight, x = matrix(48, 80)[5:37].to(device), torch.randn(2, 17, 80, device=device)
     for transposed in (True, False):
         values = weight if transposed else weight.t().contiguous()
         values = values / values.abs().amax(dim=1, keepdim=True).clamp(min=1e-9)
-        values *= torch.linspace(0.5, 2, len(values))[:, None]
+        values *= torch.linspace(0.5, 2, len(values), device=device)[:, None]
         codes, scales = FORMATS["fp8"].encode(values)
         exact = FORMATS["fp8"].decode(codes, scales, values.shape[1], torch.float64)
         results = []
@@ -203,7 +214,7 @@ def test_fp8_products_are_those_of_decoded_operands() -> None:
             inputs = x.bfloat16().requires_grad_()
             columns = values.shape[1]
             output = FrozenProduct.apply(inputs, codes, scales, None, "fp8", columns, transposed, fp8_products)
-            gradient = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+            gradient = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
             output.backward(gradient)
             results.append((output.double(), inputs.grad.double()))
         products = exact.T if transposed else exact
@@ -224,11 +235,11 @@ def test_fp8_products_get_rows_in_the_layout_that_gpus_need(monkeypatch: pytest.
         return multiply(rows, columns, **others)
 
     monkeypatch.setattr(torch, "_scaled_mm", as_on_a_gpu)
-    codes, scales = FORMATS["fp8"].encode(torch.randn(32, 80))
+    codes, scales = FORMATS["fp8"].encode(torch.randn(32, 80, device=(device := fp8_device())))
     for x in (torch.randn(1, 80, 17).bfloat16().transpose(1, 2), torch.randn(80).bfloat16()):
-        inputs = x.detach().requires_grad_()
+        inputs = (x := x.to(device)).detach().requires_grad_()
         output = FrozenProduct.apply(inputs, codes, scales, None, "fp8", 80, True, True)
-        output.backward(torch.randn(output.shape[::-1]).bfloat16().permute(*reversed(range(x.dim()))))
+        output.backward(torch.randn(output.shape[::-1]).bfloat16().permute(*reversed(range(x.dim()))).to(device))
         decoded_output = FrozenProduct.apply(x, codes, scales, None, "fp8", 80, True, False)
         assert (output - decoded_output).norm() / decoded_output.norm() < 0.06
 
@@ -333,6 +344,10 @@ def test_frozen_weights_take_as_few_bytes_in_a_checkpoint_as_in_memory(runs: dic
         assert not any("base_layer" in each for each in runs[f"{ELSEWHERE} {name} 1 rank"].weights(4))
 
 
+SHARDS_INTEGERS = pytest.mark.skipif(not can_shard_integers(), reason="fsdp of this torch cannot shard integers")
+
+
+@SHARDS_INTEGERS
 def test_a_rank_reads_only_its_own_rows_once(runs: dict[str, Outcome]) -> None:
     whole = int((runs[f"{ELSEWHERE} nf4 1 rank"].record / "asked.0").read_text())
     assert whole == int((runs[f"{ELSEWHERE} auto 1 rank"].record / "asked.0").read_text())
@@ -372,6 +387,7 @@ def train_without_sharded_integers(folder: str) -> tuple[float, int]:
     return result.metrics["loss"], int(Path(f"{folder} record", f"asked.{os.environ['RANK']}").read_text())
 
 
+@SHARDS_INTEGERS
 def test_older_versions_of_torch_replicate_the_codes_and_train_alike(runs: dict[str, Outcome], tmp_path: Path) -> None:
     results = run_ranks("train_without_sharded_integers", __file__, 2, {"folder": str(tmp_path / "run")})
     one = runs[f"{ELSEWHERE} nf4 1 rank"]

@@ -55,18 +55,18 @@ class FrozenProduct(Function):
         """The product in the dtype of x; `num_columns` are those of the weight."""
         ctx.save_for_backward(codes, scales)
         ctx.weight = (format_name, num_columns, transposed, fp8_products)
-        return _product(x, codes, scales, bias, *ctx.weight)
+        return frozen_product(x, codes, scales, bias, *ctx.weight)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         """The gradient of x."""
         codes, scales = ctx.saved_tensors
         format_name, num_columns, transposed, fp8_products = ctx.weight
-        result = _product(gradient, codes, scales, None, format_name, num_columns, not transposed, fp8_products)
+        result = frozen_product(gradient, codes, scales, None, format_name, num_columns, not transposed, fp8_products)
         return result, None, None, None, None, None, None, None
 
 
-def _product(
+def frozen_product(
     x: Tensor,
     codes: Tensor,
     scales: Tensor | None,
@@ -76,6 +76,7 @@ def _product(
     transposed: bool,
     fp8_products: bool,
 ) -> Tensor:
+    """x @ weight.T + bias (`transposed`), or x @ weight + bias, without a gradient; see FrozenProduct."""
     if fp8_products and scales is not None and x.dtype.itemsize == 2:
         return _fp8_product(x, codes, scales, bias, transposed)
     matrix = FORMATS[format_name].decode(codes, scales, num_columns, x.dtype)

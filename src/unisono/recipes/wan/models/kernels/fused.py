@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from unisono.recipes.wan.models.kernels import operations
+from unisono.recipes.wan.models.kernels.adapter import adapted, is_adapted
 
 _ONES = 16  # rows: fewer do not make a matrix product faster
 
@@ -143,6 +144,8 @@ def _apply(function: Any, *arguments: Any) -> Any:
 
 def linear(layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """The layer's output, and its bias if the consumer computes the bias's gradient (`made`)."""
+    if is_adapted(layer):
+        return adapted([layer], x, _type_for(x))[0], None
     if not _is_plain(layer):
         return layer(x), None
     return _apply(_Linear, *_in_type(x, layer.weight, layer.bias.detach())), layer.bias
@@ -152,7 +155,7 @@ def linear_gelu(layer: Any, x: Tensor) -> Tensor:
     """GELU of the layer's output."""
     if _is_plain(layer):
         return _apply(_LinearGelu, *_in_type(x, layer.weight, layer.bias))  # type: ignore[no-any-return]
-    return F.gelu(layer(x), approximate="tanh")
+    return F.gelu(linear(layer, x)[0], approximate="tanh")
 
 
 def normed(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -185,6 +188,13 @@ def rotated(layers: Sequence[Any], x: Tensor, norms: Sequence[Any], angles: Any,
         out = _apply(_Linear, *_in_type(x, weight, bias.detach()))
         return list(_apply(_Rotated, out, bias, torch.stack(weights), *rest))
     outputs = []
+    if all(map(is_adapted, layers)):
+        for number, out in enumerate(adapted(layers, x, _type_for(x))):
+            if number < len(norms):
+                outputs += _apply(_Rotated, out, None, weights[number][None], *rest)
+            else:
+                outputs.append(out)
+        return outputs
     for number, layer in enumerate(layers):
         if number == len(norms):  # its output is used as it is, so no consumer computes its bias's gradient
             outputs.append(_apply(_Linear, *_in_type(x, layer.weight, layer.bias)) if plain else layer(x))

@@ -1,0 +1,116 @@
+"""Linear layers with a LoRA: the product with the frozen weight and the two low-rank products as one function.
+
+peft computes the same in modules that do not know each other: it casts the input to float32, saves it once per layer,
+and adds the low-rank result in a pass over the output. Here layers with the same input (q, k and v) share it, their
+matrices A are one product, and the low-rank results are added by matrix products that accumulate. The frozen weight
+gets no gradient, so only the input and the [tokens, rank] result of A are saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from unisono.quantize.layers import FrozenLinear
+from unisono.quantize.products import frozen_product
+
+_ADAPTER = "default"
+_PER_LAYER = 5  # tensors of a layer among the function's arguments
+
+
+class _Adapted(Function):
+    """x @ weight.T + bias + scale · (x @ A.T) @ B.T of several layers with the same input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kinds: Any, factors: Any, *tensors: Any) -> Any:
+        layers = _by_layer(tensors)
+        rows, ranks = x.flatten(0, -2), [len(first) for _, _, _, first, _ in layers]
+        firsts = torch.cat([first for _, _, _, first, _ in layers]) if len(layers) > 1 else layers[0][3]
+        low = rows @ firsts.t()
+        outputs = []
+        for (weight, scales, bias, _, second), part, kind, factor in zip(
+            layers, low.split(ranks, 1), kinds, factors, strict=True
+        ):
+            base = _product(rows, weight, scales, bias, kind, transposed=True)
+            outputs.append(torch.addmm(base, part, second.t(), alpha=factor).view(*x.shape[:-1], -1))
+        frozen = [tensor for weight, scales, *_ in layers for tensor in (weight, scales)]
+        ctx.save_for_backward(x, low, firsts, *frozen, *(second for *_, second in layers))
+        ctx.kinds, ctx.factors, ctx.ranks = kinds, factors, ranks
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, low, firsts, *saved = ctx.saved_tensors
+        number = len(ctx.kinds)
+        frozen, seconds = saved[: 2 * number], saved[2 * number :]
+        rows = [gradient.flatten(0, -2) for gradient in gradients]
+        lows = low.split(ctx.ranks, 1)
+        low_gradients = [row @ second * factor for row, second, factor in zip(rows, seconds, ctx.factors, strict=True)]
+        low_gradient = torch.cat(low_gradients, 1) if number > 1 else low_gradients[0]
+        first_gradients = (low_gradient.t() @ x.flatten(0, -2)).split(ctx.ranks)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            parts = [
+                _product(row, *frozen[2 * layer : 2 * layer + 2], None, ctx.kinds[layer], transposed=False)
+                for layer, row in enumerate(rows)
+            ]
+            total = parts[0]
+            for part in parts[1:]:
+                total = total + part
+            dx = torch.addmm(total, low_gradient, firsts).view(x.shape)
+        result: list[Any] = [dx, None, None]
+        for row, part, first_gradient, factor in zip(rows, lows, first_gradients, ctx.factors, strict=True):
+            result += [None, None, None, first_gradient, row.t() @ (part * factor)]
+        return tuple(result)
+
+
+def _by_layer(tensors: Sequence[Any]) -> list[Sequence[Any]]:
+    return [tensors[start : start + _PER_LAYER] for start in range(0, len(tensors), _PER_LAYER)]
+
+
+def _product(
+    rows: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, kind: Any, *, transposed: bool
+) -> Tensor:
+    if kind is not None:  # a weight in few bits
+        format_name, num_columns, fp8_products = kind
+        return frozen_product(rows, weight, scales, bias, format_name, num_columns, transposed, fp8_products)
+    weight = weight.to(rows.dtype)
+    return F.linear(rows, weight if transposed else weight.t(), bias)
+
+
+def is_adapted(layer: Any) -> bool:
+    """Whether a layer is a frozen linear layer with one active LoRA and nothing else (no dropout, no DoRA)."""
+    base = getattr(layer, "base_layer", None)
+    if type(base) is not nn.Linear and type(base) is not FrozenLinear:
+        return False
+    return (
+        type(layer).__name__ == "Linear"
+        and list(layer.active_adapters) == [_ADAPTER]
+        and list(layer.lora_A) == [_ADAPTER]
+        and not (layer.disable_adapters or layer.merged or layer.lora_variant or layer.lora_bias[_ADAPTER])
+        and type(layer.lora_dropout[_ADAPTER]) is nn.Identity
+        and not base.weight.requires_grad
+        and (base.bias is None or not base.bias.requires_grad)
+    )
+
+
+def adapted(layers: Sequence[Any], x: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """The outputs of layers for which `is_adapted` holds, for the same input, computed in `dtype`."""
+    kinds, factors, tensors = [], [], []
+    for layer in layers:
+        base = layer.base_layer
+        if type(base) is FrozenLinear:
+            kinds.append((base.format_name, base.in_features, base.fp8_products))
+        else:
+            kinds.append(None)
+        factors.append(float(layer.scaling[_ADAPTER]))
+        bias = None if base.bias is None else base.bias.to(dtype)
+        first, second = (half[_ADAPTER].weight.to(dtype) for half in (layer.lora_A, layer.lora_B))
+        tensors += [base.weight, getattr(base, "weight_scales", None), bias, first, second]
+    outputs: tuple[Tensor, ...] = _Adapted.apply(x.to(dtype), tuple(kinds), tuple(factors), *tensors)  # type: ignore[no-untyped-call]
+    return list(outputs)
