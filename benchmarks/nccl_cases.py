@@ -36,6 +36,7 @@ SLOW_S = 0.5
 WAN = ("--model_config", "tiny", "--num_shapes", "32", "--eval_every", "-1", "--mixed_precision", "no")
 WAN_STEPS = 4
 WAN_ROUNDING = 1e-4  # of float32
+GRAPH_ROUNDING = 1e-7  # recorded kernels read the learning rate as float32, also in a float64 run
 
 
 @dataclass(frozen=True)
@@ -258,6 +259,7 @@ def _other(number: int) -> Iterator[Case]:
         f"`--cuda_graph`, ddp, {number} ranks",
         partial(_recorded, number=number),
         expected_s=15,
+        tolerance=GRAPH_ROUNDING,
         needs="gpu",
     )
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from unisono.quantize.formats import FORMATS
+from unisono.quantize.operations import quantised_rows
 
-_LARGEST = 448.0  # of float8 e4m3
 _MULTIPLE = 16  # sizes of an fp8 product's matrices
 
 
@@ -75,25 +75,32 @@ def frozen_product(
     num_columns: int,
     transposed: bool,
     fp8_products: bool,
+    quantised: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """x @ weight.T + bias (`transposed`), or x @ weight + bias, without a gradient; see FrozenProduct."""
+    """x @ weight.T + bias (`transposed`), or x @ weight + bias, without a gradient; see FrozenProduct.
+
+    `quantised`: the result of `quantised_rows` for x, if several products with transposed weights share it.
+    """
     if fp8_products and scales is not None and x.dtype.itemsize == 2:
-        return _fp8_product(x, codes, scales, bias, transposed)
+        return _fp8_product(x, codes, scales, bias, transposed, quantised)
     matrix = FORMATS[format_name].decode(codes, scales, num_columns, x.dtype)
     return F.linear(x, matrix if transposed else matrix.t(), bias)
 
 
-def _fp8_product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+def _fp8_product(
+    x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, transposed: bool, quantised: Any
+) -> Tensor:
     # Contiguous: quantising keeps the layout, and the product refuses a first operand that is stored by columns.
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     weight_scales = scales.view(torch.bfloat16).float().t()  # [1, rows of the weight]
     # The second operand must be stored by columns. Transposing its bytes moves less memory than decoding it would.
     if transposed:
         columns = codes.t()
+        values, row_scales = quantised or quantised_rows(rows)
     else:
-        rows, columns = rows * weight_scales, codes.t().contiguous().t()
+        columns = codes.t().contiguous().t()
+        values, row_scales = quantised_rows(rows, weight_scales)
         weight_scales = weight_scales.new_ones(1, codes.shape[1])
-    values, row_scales = _quantised_rows(rows)
     result = torch._scaled_mm(
         values,
         columns.view(torch.float8_e4m3fn),
@@ -104,11 +111,3 @@ def _fp8_product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, 
         use_fast_accum=True,
     )
     return result.to(x.dtype).view(*x.shape[:-1], result.shape[-1])
-
-
-def _quantised_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows in fp8, and [rows, 1] scales."""
-    wide = rows.float()
-    scales = wide.abs().amax(dim=-1, keepdim=True) / _LARGEST
-    units = wide / torch.where(scales == 0, 1, scales)
-    return units.clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn), scales

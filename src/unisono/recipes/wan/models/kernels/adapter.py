@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from unisono.quantize.layers import FrozenLinear
+from unisono.quantize.operations import add_product_, quantised_rows
 from unisono.quantize.products import frozen_product
 
 _ADAPTER = "default"
@@ -32,12 +33,15 @@ class _Adapted(Function):
         rows, ranks = x.flatten(0, -2), [len(first) for _, _, _, first, _ in layers]
         firsts = torch.cat([first for _, _, _, first, _ in layers]) if len(layers) > 1 else layers[0][3]
         low = rows @ firsts.t()
+        quantised = None
+        if len(layers) > 1 and all(kind is not None and kind[2] for kind in kinds) and rows.dtype.itemsize == 2:
+            quantised = quantised_rows(rows.contiguous())
         outputs = []
         for (weight, scales, bias, _, second), part, kind, factor in zip(
             layers, low.split(ranks, 1), kinds, factors, strict=True
         ):
-            base = _product(rows, weight, scales, bias, kind, transposed=True)
-            outputs.append(torch.addmm(base, part, second.t(), alpha=factor).view(*x.shape[:-1], -1))
+            base = _product(rows, weight, scales, bias, kind, transposed=True, quantised=quantised)
+            outputs.append(add_product_(base, part, second.t(), factor).view(*x.shape[:-1], -1))
         frozen = [tensor for weight, scales, *_ in layers for tensor in (weight, scales)]
         ctx.save_for_backward(x, low, firsts, *frozen, *(second for *_, second in layers))
         ctx.kinds, ctx.factors, ctx.ranks = kinds, factors, ranks
@@ -55,14 +59,15 @@ class _Adapted(Function):
         first_gradients = (low_gradient.t() @ x.flatten(0, -2)).split(ctx.ranks)
         dx = None
         if ctx.needs_input_grad[0]:
-            parts = [
-                _product(row, *frozen[2 * layer : 2 * layer + 2], None, ctx.kinds[layer], transposed=False)
-                for layer, row in enumerate(rows)
-            ]
-            total = parts[0]
-            for part in parts[1:]:
-                total = total + part
-            dx = torch.addmm(total, low_gradient, firsts).view(x.shape)
+            total: Tensor | None = None
+            for row, weight, scales, kind in zip(rows, frozen[::2], frozen[1::2], ctx.kinds, strict=True):
+                if kind is None and total is not None:
+                    add_product_(total, row, weight.to(row.dtype))
+                else:
+                    part = _product(row, weight, scales, None, kind, transposed=False)
+                    total = part if total is None else total + part
+            assert total is not None
+            dx = add_product_(total, low_gradient, firsts).view(x.shape)
         result: list[Any] = [dx, None, None]
         for row, part, first_gradient, factor in zip(rows, lows, first_gradients, ctx.factors, strict=True):
             result += [None, None, None, first_gradient, row.t() @ (part * factor)]
@@ -74,11 +79,18 @@ def _by_layer(tensors: Sequence[Any]) -> list[Sequence[Any]]:
 
 
 def _product(
-    rows: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, kind: Any, *, transposed: bool
+    rows: Tensor,
+    weight: Tensor,
+    scales: Tensor | None,
+    bias: Tensor | None,
+    kind: Any,
+    *,
+    transposed: bool,
+    quantised: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     if kind is not None:  # a weight in few bits
         format_name, num_columns, fp8_products = kind
-        return frozen_product(rows, weight, scales, bias, format_name, num_columns, transposed, fp8_products)
+        return frozen_product(rows, weight, scales, bias, format_name, num_columns, transposed, fp8_products, quantised)
     weight = weight.to(rows.dtype)
     return F.linear(rows, weight if transposed else weight.t(), bias)
 
