@@ -115,6 +115,7 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace, so_far: SoFar, result: Row) -> None:
         self._options, self._so_far, self._result = options, so_far, result
+        self._has_gpu = bool(result["machine"]["gpus"])
         self._started = time.monotonic()
         self._place = Workplace.at(options.work, options.musubi, options.tiny)
 
@@ -124,7 +125,7 @@ class Bench:
 
     def run(self, variants: Sequence[Variant]) -> None:
         """All rounds, and the losses."""
-        runnable = [each for each in variants if each.program != MUSUBI or self._options.musubi]
+        runnable = [each for each in variants if self._can_run(each)]
         missing = [each for each in runnable if needs_round(self._so_far.row(each), self._options.rounds)]
         models = {each.model for each in missing} | ({wan_peer_loss.MODEL} if self._options.loss else set())
         if models:
@@ -148,6 +149,10 @@ class Bench:
         name = "wan_peer_rehearsal" if self._options.tiny else "wan_peer"
         (self._options.output / f"{name}.json").write_text(json.dumps(self._result, indent=1) + "\n")
         (self._options.output / f"{name}.md").write_text(page(self._result))
+
+    def _can_run(self, variant: Variant) -> bool:
+        has_program = variant.program != MUSUBI or self._options.musubi
+        return bool(has_program and (self._has_gpu or not variant.needs_gpu))
 
     def _measure(self, variant: Variant, row: Row) -> None:
         patience_s = min(2.5 * variant.expected_s + 60, self.seconds_left)

@@ -25,13 +25,15 @@ from wan_peer_files import write_musubi_data, write_weights
 from wan_peer_variants import MUSUBI, SHAPE, TINY_SHAPE, Model
 
 GIB = 2**30
-STUB = '''"""Replaces a large package that musubi-tuner imports and needs only for reading and writing videos."""
+STUBS = ["av.py", "cv2.py"]
+STUBS += [f"torchvision/{name}.py" for name in ("__init__", "transforms/__init__", "transforms/functional")]
+STUB = '''"""Replaces a large package that musubi-tuner imports and needs only for images and videos."""
 
 
 def __getattr__(name):
     if name.startswith("__"):
         raise AttributeError(name)
-    raise RuntimeError(f"{__name__}.{name} was used, but this benchmark reads no videos")
+    raise RuntimeError(f"{__name__}.{name} was used, but this benchmark reads no images or videos")
 '''
 
 
@@ -99,9 +101,12 @@ def _peak_pinned_gib() -> float | None:
 
 def make_importable(musubi: Path, stubs: Path) -> None:
     """Puts musubi-tuner on the path, and stubs of packages that are not installed at its end."""
-    stubs.mkdir(exist_ok=True)
-    for name in ("av", "cv2"):
-        (stubs / f"{name}.py").write_text(STUB)
+    from transformers.utils import is_torchvision_available
+
+    is_torchvision_available()  # transformers remembers the answer: it must not take the stub for the package
+    for name in STUBS:
+        (stubs / name).parent.mkdir(parents=True, exist_ok=True)
+        (stubs / name).write_text(STUB)
     sys.path.insert(0, str(musubi / "src"))
     sys.path.append(str(stubs))
     if not torch.cuda.is_available():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -17,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from wan_peer_files import place_for_weights, write_unisono_data
-from wan_peer_variants import LORA_RANK, MODELS, MUSUBI, SHAPE, TINY_MODELS, TINY_SHAPE, UNISONO, Model, Variant
+from wan_peer_variants import LORA_RANK, MODELS, MUSUBI, SHAPE, TINY_MODELS, TINY_SHAPE, UNISONO, Model, Steps, Variant
 
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE.parent / "src"
 Row = dict[str, Any]
+OUT_OF_MEMORY = re.compile("CUDA out of memory|CUDA error: out of memory|OutOfMemoryError")
 # So many blocks exist only in the real model; the flag before the number says what it counts.
 BLOCK_COUNTS = ("--blocks_to_swap", "--blocks_on_host")
 
@@ -77,8 +79,8 @@ class Workplace:
         result, log = self.work / "result.json", self.work / "logs" / f"{_file_name(variant.name)}.log"
         result.unlink(missing_ok=True)
         shutil.rmtree(self._run_folder, ignore_errors=True)
-        steps = {"warm_up": variant.steps.warm_up, "timed": variant.steps.timed}
-        specification = self._specification(variant.program) | steps | {"words": words, "result": str(result)}
+        steps = self._steps(variant)
+        specification = self._specification(variant.program) | asdict(steps) | {"words": words, "result": str(result)}
         specification |= {"cap_gib": variant.cap_gib}
         if self.tiny:
             specification["tiny"] = asdict(self.models[variant.model])
@@ -90,9 +92,9 @@ class Workplace:
             shutil.rmtree(self._compiled(variant.program), ignore_errors=True)
         text = log.read_text(errors="replace")
         if row["failed"]:
-            if "out of memory" in text.lower():
+            if OUT_OF_MEMORY.search(text):
                 row["failed"] = "out of memory"
-            else:
+            elif last_line(text) not in row["failed"]:
                 row["failed"] += f"; last line: {last_line(text)}"
         if variant.program == UNISONO:
             row["losses"] = _losses(self._run_folder)
@@ -135,6 +137,9 @@ class Workplace:
         file.write_text(json.dumps(specification))
         return [sys.executable, str(HERE / "wan_peer_process.py"), str(file)]
 
+    def _steps(self, variant: Variant) -> Steps:
+        return Steps(1, 2) if self.tiny else variant.steps
+
     def _words(self, variant: Variant) -> list[str]:
         words = self._musubi_words(variant) if variant.program == MUSUBI else self._unisono_words(variant)
         flags = list(variant.flags)
@@ -143,7 +148,7 @@ class Workplace:
         return [*words, *flags]
 
     def _musubi_words(self, variant: Variant) -> list[str]:
-        steps = variant.steps.warm_up + variant.steps.timed + 2
+        steps = self._steps(variant).total + 2
         words = ["--task", self.models[variant.model].task, "--dit", str(self.weights_file(variant.model))]
         words += ["--dataset_config", str(self.data(MUSUBI) / "dataset.toml")]
         words += ["--sdpa", "--mixed_precision", "bf16", "--optimizer_type", "adamw", "--learning_rate", "1e-4"]
@@ -155,7 +160,7 @@ class Workplace:
         return [*words, "--output_dir", str(self._run_folder), "--output_name", "lora"]
 
     def _unisono_words(self, variant: Variant) -> list[str]:
-        steps = variant.steps.warm_up + variant.steps.timed + 2
+        steps = self._steps(variant).total + 2
         words = unisono_words(self.weights_file(variant.model), self.data(UNISONO), self._run_folder, steps)
         words += ["--batch_size", "1", "--learning_rate", "1e-4", "--seed", "42", "--eval_every", "-1"]
         return [*words, "--no_compile", "--num_workers", "0", "--gpus", "0"] if self.tiny else words

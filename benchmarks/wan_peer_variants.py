@@ -52,6 +52,10 @@ class Steps:
     warm_up: int
     timed: int
 
+    @property
+    def total(self) -> int:
+        return self.warm_up + self.timed
+
 
 USUAL = Steps(4, 6)
 SLOW = Steps(2, 3)  # for variants that take several seconds per step
@@ -72,12 +76,17 @@ class Variant:
     steps: Steps = USUAL
 
     @property
+    def needs_gpu(self) -> bool:
+        """musubi-tuner swaps blocks only with a GPU."""
+        return "--blocks_to_swap" in self.flags
+
+    @property
     def name(self) -> str:
         return f"{self.model} {self.program}, {self.what}"
 
 
 def _variant(program: str, model: str, what: str, flags: str, expected_s: float, cap_gib: float | None) -> Variant:
-    steps = SLOW if "blocks_to_swap" in flags else USUAL
+    steps = SLOW if "--blocks_to_swap" in flags else USUAL
     return Variant(what, program, model, tuple(shlex.split(flags)), expected_s, cap_gib, steps)
 
 
