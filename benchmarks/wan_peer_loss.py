@@ -55,7 +55,7 @@ def _run(place: Workplace, name: str, steps: int, patience_s: float) -> Row:
     folder, log = place.work / file_name, place.work / "logs" / f"{file_name}.log"
     shutil.rmtree(folder, ignore_errors=True)
     words = unisono_words(place.weights_file(MODEL), place.data("loss"), folder, steps)
-    words += ["--base_precision", precision, "--seed", str(seed), "--batch_size", "4", "--learning_rate", "2e-4"]
+    words += ["--base_precision", precision, "--seed", str(seed), "--batch_size", "4", "--learning_rate", "5e-4"]
     words += ["--num_eval", str(NUM_HELD_OUT), "--eval_every", str(max(1, steps // EVALUATIONS)), "--eval_first"]
     words += ["--eval_batch_size", "8", "--ema_decay", "0", "--num_workers", "0"]
     words += ["--no_compile", "--gpus", "0"] if place.tiny else []

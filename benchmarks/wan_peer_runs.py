@@ -184,6 +184,7 @@ def unisono_words(weights: Path, data: Path, run: Path, steps: int) -> list[str]
     """`unisono train wan-flow` as all runs of the benchmark call it."""
     words = ["train", "wan-flow", "--model_path", str(weights), "--dataset_path", str(data), "--output_dir", str(run)]
     words += ["--lora_rank", str(LORA_RANK), "--shift", "3", "--warmup_steps", "0", "--max_steps", str(steps)]
+    words += ["--max_restarts", "0"]
     # There is no text encoder for the empty caption, and no VAE for previews.
     return [*words, "--caption_dropout", "0", "--guidance", "1", "--preview_every", "-1", "--log_every", "1"]
 
