@@ -170,7 +170,7 @@ def place_for_weights(work: Path) -> Path:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free_kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
         if shutil.disk_usage(shared).free > 33 * 2**30 and free_kib > 97 * 2**20:
-            return shared / work.name
+            return shared / work.parent.name
     except (OSError, StopIteration):
         pass
     return work

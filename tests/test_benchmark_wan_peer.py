@@ -62,8 +62,8 @@ def test_unisono_accepts_the_flags_of_every_variant(peer: Any, tmp_path: Path) -
     for variant in peer.variants.VARIANTS:
         if variant.program == "unisono":
             command = parse_command(place._words(variant)[1:])
-            settings = configure(load_recipe(command.recipe), file=[], flags=command.flags).settings
-            seen.add((settings.precision.base_precision, settings.parallel.blocks_on_host))
+            settings = configure(load_recipe(command.recipe), file=[], flags=command.flags).values
+            seen.add((settings["base_precision"], settings["blocks_on_host"]))
     assert {("auto", 0), ("fp8", 24), ("nf4", 30), ("int8", 0)} <= seen
 
 
