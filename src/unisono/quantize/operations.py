@@ -41,7 +41,7 @@ def _quantised_rows_by_kernel(rows: Tensor, factors: Tensor | None) -> tuple[Ten
     from unisono.quantize.triton_kernels import quantised_rows as by_kernel
 
     with torch.cuda.device(rows.device):  # Triton launches on the current device
-        return by_kernel(rows.contiguous(), None if factors is None else factors.contiguous())  # type: ignore[no-any-return]
+        return by_kernel(rows.contiguous(), None if factors is None else factors.contiguous())
 
 
 def _shapes(rows: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor]:

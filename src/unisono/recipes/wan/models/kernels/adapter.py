@@ -38,7 +38,7 @@ class _Adapted(Function):
             quantised = quantised_rows(rows.contiguous())
         outputs = []
         for (weight, scales, bias, _, second), part, kind, factor in zip(
-            layers, low.split(ranks, 1), kinds, factors, strict=True
+            layers, torch.split(low, ranks, 1), kinds, factors, strict=True
         ):
             base = _product(rows, weight, scales, bias, kind, transposed=True, quantised=quantised)
             outputs.append(add_product_(base, part, second.t(), factor).view(*x.shape[:-1], -1))
@@ -113,7 +113,9 @@ def is_adapted(layer: Any) -> bool:
 
 def adapted(layers: Sequence[Any], x: Tensor, dtype: torch.dtype) -> list[Tensor]:
     """The outputs of layers for which `is_adapted` holds, for the same input, computed in `dtype`."""
-    kinds, factors, tensors = [], [], []
+    kinds: list[tuple[str, int, bool] | None] = []
+    factors: list[float] = []
+    tensors: list[Tensor | None] = []
     for layer in layers:
         base = layer.base_layer
         if type(base) is FrozenLinear:
