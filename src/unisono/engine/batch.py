@@ -112,7 +112,7 @@ def overruled(settings: BatchSettings, explicit: Callable[[str], bool], devices:
 
 
 def with_micro_batch(plan: BatchPlan, requested: int | str | None, known_to_fit: int, *, on_gpu: bool) -> BatchPlan:
-    """The plan with the micro-batch of the settings (`requested`), limited to the size `known_to_fit` (0: unknown)."""
+    """The plan with the `requested` micro-batch size, but at most `known_to_fit` samples (0 if no size was tried)."""
     size = plan.micro_batch
     if isinstance(requested, int):
         size = requested

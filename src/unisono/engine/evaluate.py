@@ -238,7 +238,7 @@ def _other_length(name: str, *shapes: torch.Size) -> str:
 
 
 def _with_copied_metrics(recipe: Recipe) -> Recipe:
-    """The recipe with copies of its metrics: updates by a batch that does not count go to the copies."""
+    """A recipe with copies of the metrics, so that a batch that does not count leaves the originals unchanged."""
     copied = copy.copy(recipe)
     for name, value in vars(recipe).items():
         if next(_metrics_in(value), None) is not None:

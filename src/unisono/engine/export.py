@@ -112,7 +112,7 @@ def load_trained(
         fill(model, _SavedWeights(state, initial))
     if keep_dtype and resolved.values["dtype"] == "float64":
         cast_weights(model, torch.float64)
-    # Layers that the run converted have no weight in its files, so the checkpoint stores their codes.
+    # A layer that the run quantised itself has no weight in any file, so the checkpoint stores its quantised weight.
     converted = [name.removesuffix(f".{SCALES}") for name in state if name.endswith(f".{SCALES}")]
     if recipe.base_precision != "auto":
         quantize(model, check_names(model, converted, str(checkpoint)), recipe.base_precision)

@@ -145,7 +145,7 @@ class Recorder:
         return record
 
     def _device_numbers(self, timing: Mapping[str, float]) -> dict[str, float]:
-        """This rank's own numbers of the interval: compute time, utilization of its device, power."""
+        """This rank's measurements since the last record: compute time, utilization and power of its device."""
         numbers = dict(timing)
         if "comm_ms" in timing:
             compute = timing["step_ms"] - timing["data_wait_ms"] - timing["comm_ms"]
@@ -168,7 +168,8 @@ class Recorder:
             if values:
                 means[name] = sum(values) / len(values)
         waits, computing, owns = ([each[name] for each in ranks] for name in ("data_wait_ms", "compute_ms", "own_ms"))
-        # A sharded model's forward pass makes ranks wait for each other unseen: only what precedes it can differ.
+        # In a sharded model's forward pass, ranks wait for each other inside collectives, and the wait counts as
+        # compute time. Only the time before the forward pass can differ between ranks.
         if not self._sharded:
             owns = [compute + wait for compute, wait in zip(computing, waits, strict=True)]
         straggler = self._stragglers.check(owns, waits)

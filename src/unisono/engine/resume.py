@@ -143,7 +143,7 @@ def run_id(record: Mapping[str, Any] | None, folder: Path, checkpoint: Path | No
 def newest_usable(
     folder: Path, identity: Mapping[str, Any], checks: FileChecks
 ) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """The newest complete checkpoint of a run with the contents of one, and (path, reason) of what was skipped."""
+    """The newest valid checkpoint of a run, and (path, reason) of each newer checkpoint that was skipped."""
     return newest_valid(folder, identity, lambda path: why_unusable(path, checks.contents), damage=checks.damage)
 
 
@@ -171,7 +171,7 @@ def named_checkpoint(path: Path, identity: dict[str, Any], checks: FileChecks | 
 
 
 def why_unusable(path: Path, contents: Callable[[Path], Contents]) -> str | None:
-    """Why an undamaged checkpoint does not have the contents of a run; None if it does."""
+    """The reason why a run cannot resume from a checkpoint whose files are undamaged; None if it can."""
     try:
         read_state(path)
         contents(path)

@@ -82,10 +82,9 @@ class Trainer:
             batch,
             self.state,
             self._folder.path,
-            # Only if a failed trial costs nothing; under some strategies it costs a restart.
+            # The size may rise only if a failed trial costs nothing; under some strategies it costs a restart.
             may_rise=settings.micro_batch == "auto" and strategy.guardable,
-            # If the checkpoint has no size, the plan's size is the one that the previous attempt stored after it
-            # failed.
+            # If the checkpoint stores no size, the plan's size is the one that a failed attempt left for this one.
             largest=largest if self.state.micro_batch else min(largest, batch.micro_batch),
         )
 
@@ -107,7 +106,7 @@ class Trainer:
         except OutOfMemoryHere as error:
             self._saver.let_finish(_LAST_SAVE_S)
             raise self._next_attempt(error) from None
-        except Exception:  # the save threads of other ranks need this rank's: finish a save in progress
+        except Exception:  # the save threads of other ranks wait for this rank's thread: finish a save in progress
             self._saver.let_finish(_LAST_SAVE_S)
             raise
 
@@ -241,7 +240,7 @@ class Trainer:
         searches = self.settings.batch.micro_batch == "auto" and not self.state.micro_batch
         if not strategy.can_try_out:
             if searches:
-                text = f"nothing can be tried here; starting with {size} samples, and with fewer if they do not fit"
+                text = f"cannot try sizes here; starting with {size} samples, and halving that if they do not fit"
                 self._recorder.message(f"micro_batch auto: {text}")
             return
         if searches:

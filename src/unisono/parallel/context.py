@@ -1,4 +1,4 @@
-"""Context parallel: several ranks carry one sample together, each with a part of its tokens.
+"""Context parallel: several ranks share one sample, and each computes a part of its tokens.
 
 Groups of `size` consecutive ranks form a context group. All ranks of a group read the same samples and draw the same
 noise. Everything that treats tokens one by one (linear layers, norms, patches) runs on a rank's own tokens; only
@@ -11,18 +11,18 @@ attention needs the others. A model divides its tokens once per forward pass and
     ...
     x = tokens.gather(x, dim=1)                 # all tokens again, where the model or the loss needs them
 
-Attention takes one of two ways. If the number of heads is divisible by the group's size, an all-to-all gives each rank
-all tokens of some heads, and a second one brings its own tokens back (Ulysses, arXiv:2309.14509). Otherwise each rank
-gathers all keys and values, attends with its own queries, and gathers them again in the backward pass instead of
-storing them. Parts may differ by one token, so any number of tokens works.
+There are two algorithms for attention. If the number of heads is divisible by the group's size, an all-to-all gives
+each rank all tokens of some heads, and a second one returns the rank's own tokens (Ulysses, arXiv:2309.14509).
+Otherwise each rank gathers all keys and values and attends with its own queries; in the backward pass it gathers them
+again, so that it need not store them. Parts may differ by one token, so any number of tokens works.
 
 Gradients: every operation here has the true derivative of the sum of all ranks' results with respect to this rank's
 input. So the gradients of a weight, summed over all ranks, are those of the sum of all ranks' losses, whatever part of
 the model is replicated. Every rank of a group computes the loss of the whole sample, and the engine divides it by the
 size of the group, so that a sample counts once.
 
-diffusers' context parallel is not used: its attention for tokens or heads that do not divide evenly has no backward
-pass, and the other one refuses them.
+diffusers' context parallel is not used: of its two kinds of attention, one rejects tokens or heads that do not divide
+evenly, and the other has no backward pass.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 
 class Context:
-    """The ranks that carry a sample together; by default this rank alone."""
+    """The ranks that share a sample; by default this rank alone."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
@@ -89,7 +89,7 @@ class Context:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """A context in which each rank computes whole samples on its own, for work that ranks do not do together."""
+        """A context in which each rank computes whole samples on its own, for work that is divided by samples."""
         before, self._is_apart = self._is_apart, True
         try:
             yield
@@ -187,7 +187,7 @@ class Tokens:
             if attend is not None:
                 return attend(query, key, value)
             if causal:
-                # Up to the last key that a query of this rank sees; then the mask is aligned at its end.
+                # Uses keys only up to the last one that a query of this rank sees, so that the mask aligns at its end.
                 last = self.start + query.shape[_TOKENS]
                 key, value = key[:, :last], value[:, :last]
             return _attention(query, key, value, causal)

@@ -30,7 +30,7 @@ class NotMovable(Exception):
 
 
 class FromRankZero:
-    """The weights that rank 0 holds, as a source for all ranks; `files` is the source of those that it does not hold.
+    """The weights that rank 0 holds, as a source for all ranks; `files` is the source of all other weights.
 
     Every call is a collective.
     """
@@ -56,7 +56,7 @@ class FromRankZero:
         shape, dtype = self._shapes[name]
         rows = self._memory_for((stop - start, *shape[1:]), dtype)
         if (held := self._held.get(name)) is not None:
-            rows.copy_(held.view(shape or (1,))[start:stop])  # a view would live until gloo releases it
+            rows.copy_(held.view(shape or (1,))[start:stop])  # a view would keep `held` alive until gloo releases it
         broadcast_bytes(rows)
         return rows
 
@@ -120,10 +120,10 @@ def give_weights(model: nn.Module, taken: Mapping[str, Tensor]) -> None:
 
 
 def exchange(name: str, tensor: Tensor, other: Tensor) -> Tensor:
-    """Gives `tensor` the contents and device of `other` and returns its own; references to it stay valid."""
+    """Moves the data of `other` into `tensor` and returns the old data; references to `tensor` stay valid."""
     if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) or tensor.layout != torch.strided:
         raise NotMovable(f"{name} is a {type(tensor).__name__} with layout {tensor.layout}")
-    attributes = dict(tensor.__dict__)  # that a model gives to a weight, such as its own learning rate
+    attributes = dict(tensor.__dict__)  # attributes that a model sets on a weight, such as a learning rate
     as_parameter = isinstance(tensor, nn.Parameter)
     swapped = nn.Parameter(other.detach(), requires_grad=tensor.requires_grad) if as_parameter else other.detach()
     try:
@@ -135,7 +135,7 @@ def exchange(name: str, tensor: Tensor, other: Tensor) -> Tensor:
 
 
 def broadcast_buffers(model: nn.Module, device: torch.device, *, is_rank_zero: bool) -> None:
-    """Gives the buffers on the other ranks rank 0's values, and moves them to `device`."""
+    """Copies the values of rank 0's buffers to all ranks, and moves the buffers to `device`."""
     for name, buffer in list(model.named_buffers()):
         if is_rank_zero:
             broadcast_bytes(buffer.detach().to(device).contiguous())

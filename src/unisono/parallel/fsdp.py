@@ -147,7 +147,7 @@ class FSDP(Strategy):
     def _sum_in_backward(self, enabled: bool) -> None:
         """Sets whether the next backward passes sum gradients across ranks; FSDP adds them up on each rank otherwise.
 
-        Both within a group of shards and between replicas. torch can also leave out the latter alone
+        This covers the sums within a group of shards and those between replicas. torch can also skip only the latter
         (`set_requires_all_reduce`), but then loses the gradients of a block that the last micro-batch does not use.
         """
         if enabled != self._sums_in_backward:
@@ -188,8 +188,8 @@ class FSDP(Strategy):
     def norm(self, tensors: list[Tensor]) -> Tensor:
         """The norm across all ranks: sums the squares of shards, and counts replicated tensors once.
 
-        All ranks take part, also if the weights have replicas: only a sum over all of them has the same bits on every
-        rank, and replicas that clip by different factors would drift apart.
+        All ranks take part, even if each replica could compute the norm itself: only a sum over all ranks has the same
+        bits on every rank, and replicas that clip by different factors would drift apart.
         """
         replicated_ids = {id(gradient) for gradient in self._replicated_gradients}
         shards = [tensor for tensor in tensors if id(tensor) not in replicated_ids]

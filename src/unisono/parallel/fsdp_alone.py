@@ -5,7 +5,8 @@ communicates nothing: instead of gathering a weight, each rank repeats its own s
 gives numbers of the same size), and instead of summing gradients it keeps a part of its own. Afterwards FSDP forgets
 the pass.
 
-This uses internals of FSDP2. Where they are missing, `is_possible` says so, and a run does without trials.
+This module uses internals of FSDP2. In a version of torch without them, `is_possible` returns False and the run makes
+no trials.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def _groups(root: nn.Module) -> list[Any]:
 
 
 def _forget_pass(root: FSDPModule) -> None:
-    """Brings FSDP back to the state between two steps, from any point of a pass."""
+    """Resets FSDP to its state between two steps, even if a pass stopped in the middle."""
     groups = _groups(root)  # type: ignore[arg-type]
     device = groups[0].device
     if device.type == "cuda":  # other streams may still use what is freed here
@@ -102,7 +103,7 @@ def _forget_pass(root: FSDPModule) -> None:
 
 
 def _reset_by_hand(root: FSDPModule, groups: Sequence[Any]) -> None:
-    """What `reset_iter_state` does, for versions of torch without it."""
+    """Does the same as `reset_iter_state`, for versions of torch without that function."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
     for state in _states(root):  # type: ignore[arg-type]

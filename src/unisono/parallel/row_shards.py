@@ -57,7 +57,7 @@ class RowShards:
         return flat
 
     def _sum_in_fixed_order(self, flat: Tensor) -> Tensor:
-        """The sum in order of the ranks: a library may add in another order in each replica's all-reduce."""
+        """The sum in rank order, because the all-reduce of a library may add in another order in each replica."""
         from_ranks = flat.new_empty(self.world * len(flat))
         dist.all_gather_into_tensor(from_ranks, flat, group=self.group)
         return from_ranks.view(self.world, -1).sum(dim=0)

@@ -38,7 +38,7 @@ class Placement:
     deterministic: bool = False
     nodes: Sequence[int] = ()  # machine of each rank; empty for a single machine
     shard_size: int | None = None  # consecutive ranks that hold one copy of the weights under fsdp; None: all ranks
-    context: int = 1  # number of consecutive ranks that carry a sample together
+    context: int = 1  # number of consecutive ranks that share a sample
 
     @property
     def local_world(self) -> int:
@@ -47,7 +47,7 @@ class Placement:
 
     @property
     def data_rank(self) -> int:
-        """Which share of the samples this rank reads; the ranks of a context group read the same one."""
+        """The index of the share of the samples that this rank reads; the ranks of a context group read the same."""
         return self.rank // self.context
 
     @property
@@ -98,7 +98,7 @@ class Strategy(ABC):
 
         `source` fills it instead, if only rank 0 has the initial weights.
         `gathers`: forward passes contain collectives under any strategy, because a frozen module is sharded or ranks
-        carry a sample together.
+        share a sample.
         """
         self.model, self.placement, self.settings, self._gathers = model, placement, settings, gathers
         self._exact, self._weights, self._source = frozenset(exact), weights, source or weights

@@ -84,7 +84,7 @@ def _usable_memory(device: torch.device) -> float:
 
 
 def _check_host_memory(chosen: Sequence[nn.Module], sizes: BlocksOnHost, placement: Placement) -> None:
-    """Weights that a recipe has loaded already only move inside of host memory; only others need more of it."""
+    """Rejects more blocks than host memory can hold; blocks that the recipe has loaded there need no more memory."""
     is_on_meta = any(parameter.is_meta for block in chosen for parameter in block.parameters())
     need = sizes.host_bytes * placement.local_world if is_on_meta else 0
     machines: list[tuple[int, int]] = [(need, free_host_memory())]

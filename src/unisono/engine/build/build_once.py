@@ -2,7 +2,8 @@
 
 Rank 0 calls model() first. If the model is small, the other ranks build it too, from the same seed. If it is large,
 they build it on the meta device, which takes no memory, and later receive rank 0's weights. The initial weights are
-those of a single process in either case. A model that cannot be built so is built in full on every rank.
+those of a single process in either case. A model that cannot be built on the meta device is built in full on every
+rank.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ def _build_on_meta(
             model = build_model(recipe)
         reason = _difference(model, announced, existing)
         if not torch.equal(generator, torch.get_rng_state()):
-            # Not the numbers that rank 0 drew there, because weights on the meta device drew none before them.
+            # These numbers differ from rank 0's: there, initialising the weights has advanced the generator first.
             reason = "model() draws random numbers on the CPU even if the default device is meta"
         weights = _weights_of(recipe, model, seed, placement)
     except Exception as error:
@@ -173,8 +174,8 @@ def _difference(model: nn.Module, announced: _Announcement, existing: Sequence[T
     tensors = dict[str, Tensor]([*model.named_parameters(), *model.named_buffers()])
     for name, parameter in model.named_parameters():
         if not parameter.is_meta:
-            return f"{name} has memory of its own"
-    # A mask in a plain attribute, a second model in the recipe, a table in a cache: nobody would send their values.
+            return f"{name} is not on the meta device"
+    # For instance a mask in a plain attribute or a second model in the recipe: rank 0 would not send their values.
     known = {id(part) for tensor in tensors.values() for part in (tensor, tensor._base)} | {*map(id, existing)}
     if any(id(tensor) not in known for tensor in _meta_tensors()):
         return "model() creates tensors that are neither weights nor buffers of the model"

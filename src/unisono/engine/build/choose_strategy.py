@@ -101,7 +101,7 @@ def demand_of(model: nn.Module, settings: Settings) -> Demand:
 
 
 def _device_memory(placement: Placement) -> int | None:
-    """Bytes of memory of the smallest GPU of all ranks, which must choose alike; None on the CPU."""
+    """Memory of the smallest GPU in the run, in bytes, so that all ranks choose alike; None on the CPU."""
     if placement.device.type != "cuda":
         return None
     here = int(torch.cuda.get_device_properties(placement.device).total_memory)

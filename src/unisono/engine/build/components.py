@@ -210,10 +210,10 @@ def _transform_blocks(
             name, why = next(iter(obstacles.items()))
             remarks.append(f"activation_checkpointing selective: {name} {why}; recomputing such blocks as a whole")
         elif selective and swap is not None and settings.precision.compile:
-            # Swapped blocks are compiled first, and torch cannot choose results inside of compiled code.
+            # Swapped blocks are compiled first, and torch cannot choose which results to keep inside compiled code.
             selective = False
             why = "compiled blocks on the host can only be recomputed as a whole"
-            remarks.append(f"activation_checkpointing selective: {why}; doing that")
+            remarks.append(f"activation_checkpointing selective: {why}; recomputing whole blocks")
         for block in recomputed:
             recompute_activations(block, selective=selective and type(block).__name__ not in obstacles)
     if settings.precision.compile and len(placement.devices) > 1:

@@ -21,7 +21,7 @@ from unisono.settings import Settings
 
 @dataclass(frozen=True)
 class Datasets:
-    """What a run trains and evaluates on."""
+    """The datasets that a run trains and evaluates on."""
 
     train: Dataset[Any]
     evaluation: Dataset[Any] | None

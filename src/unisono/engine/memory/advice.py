@@ -31,8 +31,8 @@ def advice(rank: int, message: str, components: Components, *, recomputes: bool)
     if message.startswith(IN_COUPLE):
         return (
             f"the loss of a whole global batch ({components.state.global_batch} samples) does not fit{where}, even "
-            f"next to one sample's activations: {message}; use a smaller global_batch_size"
-            + ("" if components.recipe.couples_by_rows else ", or write couple_rows(), which the ranks share")
+            f"with the activations of a single sample: {message}; use a smaller global_batch_size"
+            + ("" if components.recipe.couples_by_rows else ", or define couple_rows(), whose work the ranks divide")
         )
     begin = f"even one sample does not fit{where}: {message}"
     wanted, free = _amount(rf"allocate {_AMOUNT}", message), _free(message)
@@ -58,7 +58,7 @@ def advice(rank: int, message: str, components: Components, *, recomputes: bool)
         each = format_bytes(demand.total // num)
         remedies.append(f"strategy fsdp on {num} GPUs ({each} each instead of {format_bytes(demand.total)})")
     if not strategy.settings.fsdp_cpu_offload:
-        remedies.append(f"fsdp with fsdp_cpu_offload (takes {format_bytes(demand.total)} off the GPUs together)")
+        remedies.append(f"fsdp with fsdp_cpu_offload (frees {format_bytes(demand.total)}, summed over all GPUs)")
     if components.recipe.supports_context_parallel:
         size = 2 * placement.context
         remedies.append(f"context_parallel {size} (divides the activations of a sample between {size} GPUs)")

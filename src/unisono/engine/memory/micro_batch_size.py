@@ -52,10 +52,10 @@ class MicroBatchSizer:
         return size
 
     def is_new_to_next_attempt(self, size: int) -> bool:
-        """Whether the next attempt will find `size` stored and begin with a smaller size than this one did.
+        """Whether the next attempt will begin with `size`, and whether that is smaller than this attempt began with.
 
-        Not if the storing failed, nor if only a size that this attempt has risen to did not fit: the next attempt would
-        begin like this one, rise at the same step, and fail in the same way.
+        False if `size` could not be stored. False, too, if this attempt began with a size that fits and failed after it
+        had raised the size: the next attempt would do the same.
         """
         return size < self._first and stored_size(self._folder) == size
 
@@ -88,7 +88,7 @@ class MicroBatchSizer:
         return trials
 
     def fit(self, try_out: Callable[[BatchPlan], None]) -> bool:
-        """Halves the size until it fits, by trial; returns whether it had to. One sample is not tried further."""
+        """Tries the size and halves it until it fits or reaches one sample; returns whether the size has changed."""
         before = self.plan.micro_batch
         while self.plan.micro_batch > 1:
             try:

@@ -28,8 +28,8 @@ _PER_START |= {"batch_size", "gradient_accumulation_steps", "global_batch_size",
 
 FIXED = ("shuffle", "optimizer", "base_precision")
 """Engine settings that cannot change within a run: they decide which samples it reads, and when, what the optimizer's
-saved state means, or which frozen weights a LoRA is trained with. Neither can seed and effective batch, which have
-their own checks; a recipe lists its own settings in `Recipe.fixed`."""
+saved state means, or which frozen weights a LoRA is trained with. The seed and the effective batch cannot change
+either, but have their own checks. A recipe lists its own settings in `Recipe.fixed`."""
 
 _MOST_RUNS = 20  # number of recent runs to compare with
 

@@ -29,7 +29,7 @@ def banner_of(run: TrainingRun, folder: str) -> str:
     rows = {
         "processes": f"{world.size}"
         + (f" on {world.num_nodes} machines" if world.num_nodes > 1 else "")
-        + (f", in groups of {placement.context} that carry a sample together" if placement.context > 1 else ""),
+        + (f", in groups of {placement.context} that share each sample" if placement.context > 1 else ""),
         "launcher": world.describe(),
         "device": _devices(placement.devices),
         "strategy": f"{strategy.name} ({components.why_strategy})",

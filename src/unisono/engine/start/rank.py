@@ -12,7 +12,7 @@ from unisono.formatting import describe_exception
 from unisono.typed_paths import adopt_typed, note_start_folder
 
 if __name__ == "__main__":
-    # Before torch: its import takes seconds in which the parent could die, a signal could arrive or a disk could hang.
+    # Done before torch is imported: that takes seconds, in which the parent could die or a signal could arrive.
     die_with_parent()
     note_signals_early()
     note_start_folder()

@@ -69,7 +69,7 @@ def run_session(recipe_class: type[Recipe], resolved: Resolved, start: RankStart
 
 
 def join_ranks(start: RankStart, settings: Settings, limits: Limits) -> RankStart:
-    """Creates the process group; once all ranks have joined, returns `start` with what the user should know of it."""
+    """Creates the process group; returns `start` with notes for the user once all ranks have joined."""
     backend = join_process_group(
         start.world,
         find_placement(start.world, settings).device,

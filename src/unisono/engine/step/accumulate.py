@@ -236,7 +236,7 @@ class GradientAccumulator:
             total = results["total"]
             if not (micro.is_dummy or attempt.trial):
                 self.counts.add(step, row[1], len(positions))
-            # The ranks that carry a sample together compute the same sums: those of one rank count.
+            # Ranks that share a sample compute the same sums, so only one of these ranks contributes them.
             counted = weight if self._strategy.placement.counts else 0.0
             row = row if counted else row * 0.0
         except Exception as error:

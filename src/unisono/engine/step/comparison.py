@@ -51,7 +51,7 @@ def compare_anchors(
 ) -> Compared:
     """Computes the loss of the `anchors`, at most `at_once` together, and adds its gradient to `gradients`.
 
-    Without anchors it computes one all the same, with weight 0: the names of the sums must be known on every rank.
+    If `anchors` is empty, it computes one row with weight 0, because every rank must know the names of the sums.
     """
     for each in floating(rows).values():
         each.requires_grad_()

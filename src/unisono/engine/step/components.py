@@ -1,4 +1,4 @@
-"""What a training step works on: the recipe, the distributed model, the optimizer, the average and the state."""
+"""The objects that a training step uses: recipe, distributed model, optimizer, average of the weights, and state."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class GraphedFunction:
                 raise
             raise TrainingFailed(
                 f"cuda_graph: this recipe's step cannot be recorded ({in_one_line(error)}); remove host-device "
-                "syncs (.item(), .tolist(), `if` on a tensor) from loss(), or leave --cuda_graph out"
+                "syncs (.item(), .tolist(), `if` on a tensor) from loss(), or remove --cuda_graph"
             ) from error
         self._graph, self._kind = graph, kind
 
@@ -115,5 +115,5 @@ def _fixed(leaf: Any) -> Any:
         return leaf
     raise TrainingFailed(
         f"cuda_graph: the batch holds a {type(leaf).__name__}, and a recorded step would only ever see the first one; "
-        "let collate() return tensors (in dicts, lists, tuples or dataclasses), or leave --cuda_graph out"
+        "let collate() return tensors (in dicts, lists, tuples or dataclasses), or remove --cuda_graph"
     )

@@ -113,7 +113,7 @@ class ScheduleFreeAverage(Average):
 
     @property
     def num_bytes(self) -> int:
-        """None: it is not stored."""
+        """0, because the average is not stored."""
         return 0
 
     @contextmanager

@@ -2,9 +2,9 @@
 
 The operations of a micro-batch depend on the shapes of its tensors only. So each shape is counted once, in a real
 forward and backward pass, when it occurs for the second time: in the first pass a recipe may compile functions. Code
-that was compiled is never counted: torch would run it uncompiled under a dispatch mode, and also ever after. Recomputed
-activations do not count. The counter sees PyTorch's own operations; it
-cannot see kernels that a recipe launches itself, nor operations inside compiled code. Such recipes define `flops`.
+that was compiled is never counted, because under a dispatch mode torch would run it uncompiled, and continue to do so
+afterwards. Recomputed activations do not count. The counter sees only PyTorch's own operations, not the kernels that a
+recipe launches itself and not the inside of compiled code. A recipe with such code defines `flops`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class FlopMeter:
     def __init__(self, recipe: Recipe, *, peak: float | None, can_count: bool, sharing: int = 1) -> None:
         """`peak` is the device's rate in FLOP/s; without it nothing is counted.
 
-        `can_count`: operations are visible to a dispatch mode; otherwise only Recipe.flops() can tell. `sharing`: the
-        number of ranks that carry a sample together, each of which computes its part of what Recipe.flops() tells.
+        `can_count`: operations are visible to a dispatch mode; otherwise only Recipe.flops() knows their number.
+        `sharing`: the number of ranks that share a sample; each computes 1 / `sharing` of Recipe.flops().
         """
         self.peak, self._sharing = peak, sharing
         self._recipe, self._has_formula = recipe, type(recipe).flops is not Recipe.flops
@@ -80,7 +80,7 @@ class FlopMeter:
         return self._can_count and (compiler is None or not compiler.counters["frames"]["total"])
 
     def see(self, batch: Any) -> None:
-        """Asks the recipe for the operations of the batch of this micro-batch, which is on the device now."""
+        """Calls Recipe.flops() with the data of the current micro-batch, which is on the device now."""
         if self._open is None or not self._has_formula:
             return
         flops = self._recipe.flops(batch)

@@ -46,7 +46,7 @@ class VerifyPlan:
     strategies: Sequence[str]
     precision: str
     context: int = 1
-    """Number of ranks that carry a sample together, in runs of several ranks."""
+    """Number of ranks that share a sample, in runs of several ranks."""
 
     def __post_init__(self) -> None:
         if self.precision not in TOLERANCES:
@@ -58,7 +58,7 @@ class VerifyPlan:
             check_context(self.context_of(ranks), ranks)
 
     def context_of(self, ranks: int) -> int:
-        """How many ranks carry a sample together in a run of this many ranks; one rank is on its own."""
+        """Number of ranks that share a sample in a run of `ranks` ranks; 1 if there is only one rank."""
         return self.context if ranks > 1 else 1
 
     @property
@@ -80,7 +80,7 @@ class Variant:
 
     @property
     def layout(self) -> str:
-        """The strategy, the number of ranks that hold one copy of the weights, and of those that carry a sample."""
+        """The strategy, the number of ranks that hold one copy of the weights, and the number that share a sample."""
         shards = "" if self.shard_size == "auto" else f" {self.shard_size}"
         return f"{self.strategy}{shards}" + ("" if self.context == 1 else f", context {self.context}")
 

@@ -1,4 +1,4 @@
-"""Stream copy of a moment, from the key frame before it: instant and lossless."""
+"""Copies the streams of a moment, starting at the key frame before it. This is instant and lossless."""
 
 from __future__ import annotations
 

@@ -40,7 +40,8 @@ def encode(
     first_two = list(islice(frames, 2))
     if not first_two:
         raise UserError(f"{footage.path}: no frame can be read at {moment.start:.1f} s")
-    # Starts at the nearest frame, so that frames stay evenly spaced, but within a long frame exactly at the moment.
+    # Starts at the frame nearest to the moment's start, so that frames stay evenly spaced. If that is too far away
+    # (within a frame of long duration), the clip starts exactly at the moment.
     near = [time for time, _ in first_two if abs(time - moment.start) <= half + 1e-6]
     origin = min(near, key=lambda time: abs(time - moment.start)) if near else moment.start
     if len(first_two) == 2 and first_two[1][0] <= origin:

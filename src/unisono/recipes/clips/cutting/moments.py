@@ -38,7 +38,9 @@ def pick(
     gap: float = 2.0,
     duration: float | None = None,
 ) -> list[Moment]:
-    """The `number` best moments of a video, best first and ties by time; asking for fewer gives a prefix of the list.
+    """The `number` best moments of a video, best first, and the earlier first in a tie.
+
+    With a smaller `number`, the result is a prefix of the same list.
 
     A moment starts as the best-scoring stretch of the shortest length, and grows towards its better neighbour as long
     as that clip stands out from the video too. Moments are at least `gap` seconds apart and contain no clip without a

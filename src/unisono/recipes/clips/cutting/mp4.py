@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def new_file(to: Path) -> Iterator[Path]:
-    """Yields a temporary path; on success the file is renamed to `to`, unless that exists by then."""
+    """Yields a temporary path; on success the file is renamed to `to`, or UserError if `to` exists by then."""
     taken = f"{to} already exists and is not overwritten; choose another --output_dir"
     if os.path.lexists(to):
         raise UserError(taken)

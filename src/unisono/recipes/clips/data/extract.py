@@ -5,7 +5,7 @@
                    stats.npy      float16 [T, len(STATS)]
                    features.npy   [T, D] instead of frames, when a model or a feature file provides them
                    facts.json     shapes and facts about the video; written last
-             bad/<key>.json       why a file could not be used
+             bad/<key>.json       the reason why a file cannot be used
 
 A key is a hash of everything that decides the content: the file's name, size and modification time, and the settings.
 The folder of a video appears atomically, so a restarted run continues with the missing videos. Memory use does not

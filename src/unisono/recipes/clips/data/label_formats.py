@@ -1,9 +1,9 @@
 """Parsers of the supported label formats; every error names the line.
 
-labels.csv        video,start,end,score: seconds (or 1:02:03.5) and a score. Parts of the video that no line covers have
-the score 0; a line without a score marks a part as not labelled. ….jsonl           QVHighlights: saliency scores (0 to
-4) of three annotators for clips of 2 s; clips not listed score 0. ….h5              Mr. HiSum: features and gtscore (0
-to 1) for every second.
+- labels.csv: video,start,end,score, with times in seconds (or as 1:02:03.5). Parts of the video that no line covers
+  have the score 0; a line without a score marks a part as not labelled.
+- .jsonl files of QVHighlights: saliency scores (0 to 4) of three annotators for clips of 2 s; other clips score 0.
+- .h5 files of Mr. HiSum: features and gtscore (0 to 1) for every second.
 """
 
 from __future__ import annotations

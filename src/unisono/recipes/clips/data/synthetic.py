@@ -93,7 +93,7 @@ def plan(seed: int, split: str, number: int, num_clips: int = 30, pattern: str =
         turns[decoys] *= -1
         phases[decoys] = np.pi - phases[highlights]
         centres[decoys, 0] *= -1
-    else:  # the tone of the highlight played backwards: starts at the pitch at which that ends
+    else:  # the highlight's tone played backwards: it starts at the pitch at which the highlight ends
         pitches[decoys] *= 2.0 ** sweeps[highlights]
         sweeps[decoys] *= -1
     background = random.uniform(40, 110, (4, 4, 3))
@@ -122,7 +122,7 @@ def frames_of(
     per_clip = round(fps * clip_seconds)
     number = np.arange(len(plan.kinds) * per_clip)
     clip = number // per_clip
-    # Angles are computed at the middle of each frame, so that a clip and its mirror image show the same ones.
+    # Angles are computed at the middle of each frame, so that a clip and its mirror image show the same angles.
     angle = plan.phases[clip] + 2 * np.pi * plan.turns[clip] * ((number % per_clip + 0.5) / per_clip)
     x, y = np.meshgrid(*[(np.arange(size) + 0.5) / size - 0.5] * 2)
     dot_x = plan.centres[clip, 0] + 0.3 * np.cos(angle)

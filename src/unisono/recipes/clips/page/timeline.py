@@ -93,7 +93,7 @@ def _curves(
 ) -> list[tuple[str, str]]:
     """SVG paths of the area under the curve and of its line, one pair per stretch of clips that have a score.
 
-    Many clips are reduced to the maxima of groups.
+    If there are many clips, the curve shows the maximum of each group of neighbouring clips.
     """
     group_size = -(-len(scores) // _MOST_POINTS) or 1
     stretches: list[list[tuple[float, float]]] = [[]]

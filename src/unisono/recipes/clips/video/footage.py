@@ -123,7 +123,7 @@ class Footage:
         return np.ascontiguousarray(np.rot90(np.asarray(pixels, np.uint8), self.quarter_turns))
 
     def picture_at(self, time: float, size: tuple[int, int], *, roughly: bool = False) -> NDArray[np.uint8] | None:
-        """The frame on screen at a time, or if `roughly`, near it, which is faster; None if it cannot be read."""
+        """The frame on screen at a time; with `roughly`, one near it, which is faster. None if unreadable."""
         try:
             for _, frame in self._decoded(time) if roughly else self.frames(time, time + 2 * _TINY):
                 return self.picture(frame, size)

@@ -8,7 +8,7 @@
       dones        (steps, streams)       the last step of an episode
 
 Files of other implementations work too. They have wider integers and more columns, and at the end of an episode their
-`next_states` is the start of the next one; this module never reads that column. Every history is replayed in the
+`next_states` is the start of the next episode; this module never reads that column. Every history is replayed in the
 environment when it is read, so a file of another environment, horizon or task order is rejected.
 """
 

@@ -120,7 +120,7 @@ class HistoryFile:
                 raise self._unfit(task, name, f"has the shape {shape}, expected ({expected})")
             if shape[0] < num_steps or shape[1] < num_streams:
                 sizes = f"{shape[0]} steps of {shape[1]} streams, expected at least {num_steps} of {num_streams}"
-                raise self._unfit(task, name, f"has {sizes}; use smaller settings, or collect more")
+                raise self._unfit(task, name, f"has {sizes}; train on fewer steps or streams, or collect more")
             values = column[:num_steps, :num_streams]
         if values.size and not 0 <= values.min() <= values.max() < below:
             raise self._unfit(

@@ -16,7 +16,8 @@ from unisono.recipes.darkroom.sources.source import Draws, Source
 class Explorer(Source):
     """Walks to the nearest unvisited cell until it has found the reward, then goes straight there.
 
-    With a key and a door it searches for one after the other. A cell that had no key may still be the door.
+    In an environment with a key and a door, it searches for the key first and then for the door, which may be in any
+    cell, also in one that it has visited before.
     """
 
     def __init__(self, room: Room, tasks: Tensor, draws: Draws, num_steps: int, noise: float = 0.02) -> None:

@@ -58,8 +58,8 @@ class Settings:
 
 
 SHARED = Settings()
-# The best of those tried on the 9 x 9 grid for 50 episodes. One-hot inputs matter most, then few epochs (20 passes over
-# one episode end in a policy that no longer explores) and advantages that are not normalised.
+# The best hyperparameters of those tried on the 9 x 9 grid for 50 episodes. One-hot inputs matter most. Next come few
+# epochs (after 20 passes over one episode the policy no longer explores) and advantages that are not normalised.
 INDEPENDENT = Settings(lr=5e-3, n_epochs=4, gamma=0.9, entropy=0.02, inputs="cells", normalise_advantages=False)
 
 _GROUP_ON_CPU = 64  # number of learners updated together; more would need more memory without being faster

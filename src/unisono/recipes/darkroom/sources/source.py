@@ -22,7 +22,7 @@ _MAX_DRAWS = 16  # largest number of calls of Draws.uniform per step
 
 @dataclass(frozen=True)
 class Histories:
-    """Learning histories as bytes, [tasks, streams, steps]; episodes follow one another without a gap."""
+    """Learning histories as bytes, [tasks, streams, steps]; each episode directly follows the previous one."""
 
     tasks: Tensor  # [tasks], int64
     cells: Tensor  # the cell before the action
