@@ -326,11 +326,7 @@ def test_the_cache_holds_what_training_without_it_computes(tmp_path: Path, data:
         assert torch.equal(pad(models.text_encoder.encode([item["caption"]], LENGTH)[0], LENGTH), kept["text"])
         assert kept["index"] == item["index"] == index
     assert torch.equal(cache.text(""), pad(models.text_encoder.encode([""], LENGTH)[0], LENGTH))
-    assert (
-        cached.remarks
-        == live.remarks
-        == ["1 videos are shorter than the window, so their longest possible window is used: d"]
-    )
+    assert cached.remarks == live.remarks == ["1 video is shorter than num_frames and trained on fewer frames: d"]
 
 
 def test_every_distinct_caption_is_encoded_once_and_the_empty_one_always(

@@ -27,9 +27,9 @@ _KINDS = {".json", ".safetensors", ".model", ".txt"}  # no pickles, no code
 
 
 def other_parts(pipeline: WanFolder, trained: Sequence[str], expert: str) -> WanFolder:
-    """A pipeline without its transformers, which are not those that were trained.
+    """The parts of a pipeline to export next to the trained transformers: all except its own transformers.
 
-    One exception: next to an expert that was trained alone, a pipeline of two experts provides the other one.
+    There is one exception: if only one of two experts was trained, the pipeline's other expert is exported too.
     """
     alone = expert != "both" and len(trained) == 1 and len(pipeline.transformers) == 2
     kept = {name: place for name, place in pipeline.transformers.items() if alone and name not in trained}
@@ -52,8 +52,8 @@ def write_pipeline(
 ) -> str:
     """Writes trained transformers and the other parts of a pipeline to an empty folder; returns a description.
 
-    The other parts come from `source`: the model that training started from (they are copied, and so is an expert that
-    was not trained), or the parts themselves. A boundary_ratio of None is taken from the source.
+    `source` is the model that training started from, whose other parts are copied (with an expert that was not
+    trained), or the parts themselves. If boundary_ratio is None, that of the source is used.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is not an empty folder, and nothing is overwritten; choose another")
@@ -101,7 +101,7 @@ def _with_copied_parts(folder: Path, models: Mapping[str, Any], source: WanFolde
     for name, model in models.items():
         model.save_pretrained(str(folder / name), max_shard_size=_SHARD, safe_serialization=True)
         index[name] = ["diffusers", "WanTransformer3DModel"]
-    # Last: without it, a folder that a full disk left incomplete does not look like a pipeline.
+    # Written last: without this file, a folder that is incomplete because the disk was full does not look complete.
     index |= {"boundary_ratio": boundary_ratio, "expand_timesteps": source.expand_timesteps}
     (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     description = f"a pipeline for {index.get('_class_name')}.from_pretrained"

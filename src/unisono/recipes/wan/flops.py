@@ -1,4 +1,4 @@
-"""The floating-point operations of a Wan transformer, by formula: its own kernels are invisible to a counter."""
+"""Computes the floating-point operations of a Wan transformer by a formula; torch's counter misses custom kernels."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ def forward_flops(config: Mapping[str, Any], latent: Sequence[int], text_length:
 
 
 def training_flops(forward: float, *, lora: bool) -> float:
-    """Operations of forward and backward: a LoRA has no gradients of the base weights, a third of the total."""
+    """Operations of forward and backward. A LoRA needs no gradients of the base weights, a third of the total."""
     return (2.0 if lora else 3.0) * forward

@@ -19,7 +19,7 @@ from torch import Tensor
 from unisono.recipes.wan.settings import SigmaSampling
 
 TIMESTEPS = 1000.0
-_USUAL_PIXELS = 480 * 832  # where a shift of 3 is usual
+_USUAL_PIXELS = 480 * 832  # the frame size for which a shift of 3 is usual
 _USUAL_SHIFT = 3.0
 _BISECTIONS = 60
 

@@ -1,4 +1,4 @@
-"""What the settings of both Wan recipes have in common: choices, and defaults."""
+"""Choices and defaults that the settings of both Wan recipes share."""
 
 from typing import Any, Literal
 

@@ -40,13 +40,13 @@ class DistillationLoss:
     spec: RolloutSpec
     """How the teacher generated the samples."""
     teacher: Teacher | None = None
-    """The teacher, with online."""
+    """The teacher, with the setting online; otherwise None."""
     empty: Tensor | None = None
-    """[text length, width] the embedding of the negative prompt, with online."""
+    """The embedding of the negative prompt, [text length, width], with the setting online."""
     layers: Sequence[int] = ()
-    """For the feature loss: the teacher's layer that each of the student's layers is compared with."""
+    """For the feature loss: the teacher's layer that is compared with each of the student's layers."""
     over_ranks: Callable[[Tensor], Tensor] = lambda sums: sums
-    """Adds up sums over the tokens of each rank that carries a part of the sample."""
+    """Adds up sums over the tokens of each rank, if several ranks share a sample."""
     _recorders: dict[int, OutputRecorder] = field(default_factory=dict)
 
     def loss(self, model: Experts, batch: Mapping[str, Any], data: Tensor, noise: Noise, dtype: torch.dtype) -> Loss:

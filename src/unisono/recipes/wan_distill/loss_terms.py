@@ -31,7 +31,7 @@ def trajectory_matching(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def few_step_regression(point: Tensor, student: Tensor, sigma: Tensor, data: Tensor) -> Tensor:
-    """½ ‖(x_i − σ_i S(x_i)) − x̂₀‖²: from points of the trajectory straight to its end, for few large steps."""
+    """½ ‖(x_i − σ_i S(x_i)) − x̂₀‖²: predicts the end of the trajectory from its points, for few large steps."""
     return _mean_square(data_from(point, student, sigma) - data) / 2
 
 
@@ -40,7 +40,7 @@ def feature_matching(
 ) -> Tensor:
     """Mean over layers l of ‖h_S^l − h_T^m(l)‖² / ‖h_T^m(l)‖²: hidden states of matching layers.
 
-    `over_ranks` adds up sums over the tokens of each rank, if several ranks carry a sample together.
+    `over_ranks` adds up sums over the tokens of each rank, if several ranks share a sample.
     """
     differences, sizes = [], []
     for ours, theirs in zip(student, teacher, strict=True):

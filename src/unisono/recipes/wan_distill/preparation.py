@@ -1,4 +1,4 @@
-"""Before training: encodes the prompts, generates the teacher's roll-outs, and plans the student's initial weights."""
+"""Prepares training: encodes the prompts, generates the teacher's roll-outs, plans the student's initial weights."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def prepare(setup: Setup, kernel: Kernel, work: Work) -> None:
             for file in work.share([setup.pruning_plan_file]):
                 _plan_pruning(file, setup, teacher)
     if setup.backend.endswith("compiled"):
-        # The teacher's compiled code would hold memory, and its sizes would become part of the student's compilation.
+        # The teacher's compiled code would keep memory allocated, and torch would compile the student for dynamic sizes
+        # wherever it differs from the teacher.
         torch._dynamo.reset()
 
 
@@ -105,7 +106,7 @@ def _plan_pruning(file: Path, setup: Setup, teacher: Callable[[], Teacher]) -> N
 
 
 def _importance(setup: Setup, teacher: Teacher) -> list[float]:
-    """How much each of the teacher's blocks changes its input, over all noise levels."""
+    """Measures how much each of the teacher's blocks changes its input, over all noise levels."""
     noisy, times, text = points_of_all_levels(setup.rollouts("preview").open(), setup.text)
     experts, device = dict(teacher.experts.named_children()), setup.device
     return measured_importance(

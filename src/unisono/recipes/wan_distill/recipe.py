@@ -80,7 +80,7 @@ class WanDistill(WanRecipe):
         return Setup(self.config, self.base_precision)
 
     def check_settings(self, settings: Any) -> None:
-        """Refuses two formats of the teacher, and online with dp (one teacher for all GPUs) or cuda_graph."""
+        """Rejects two storage formats for the teacher, and online with dp (one teacher for all GPUs) or cuda_graph."""
         super().check_settings(settings)
         if self.config.teacher_dtype == "float8" and settings.precision.base_precision != "auto":
             raise ConfigError(
@@ -93,7 +93,7 @@ class WanDistill(WanRecipe):
             raise ConfigError("online: a step that queries the teacher cannot be recorded; remove --cuda_graph")
 
     def metric_names(self) -> Collection[str]:
-        """The distance between student and teacher; for the tiny teacher also what both generate."""
+        """The distance between student and teacher; for the tiny teacher also the accuracy of generated samples."""
         from unisono.recipes.wan_distill.data.prompts import labels
 
         held_out = self.setup.prompts.held_out
@@ -115,7 +115,7 @@ class WanDistill(WanRecipe):
         prepare(setup, self.kernel, work)
 
     def refresh(self, step: int, work: Work) -> None:
-        """Generates new samples for the next steps, with online."""
+        """With the setting online, generates new samples for the next steps."""
         assert self._teacher is not None
         rollouts = self.setup.rollouts("train", step // self.refresh_every)
         teacher, purpose = self._teacher, f"for the steps after {step}"
@@ -150,7 +150,7 @@ class WanDistill(WanRecipe):
         return PrunedWeights(lambda: (self.setup.source_weights, self.setup.pruning_plan()))
 
     def frozen(self) -> Mapping[str, nn.Module]:
-        """The teacher, with online."""
+        """With the setting online, the teacher."""
         from unisono.recipes.wan_distill.models.teacher import Teacher, build_on_meta, dtype_of
         from unisono.recipes.wan_distill.preparation import load
 
@@ -170,7 +170,7 @@ class WanDistill(WanRecipe):
         return {} if self._teacher.places_itself else dict(self._teacher.experts.named_children())
 
     def sharded(self) -> Mapping[str, tuple[Weights, Sequence[str]]]:
-        """The teacher's weight files, with teacher_device_strategy balanced."""
+        """With teacher_device_strategy balanced, the teacher, whose weights are sharded."""
         from unisono.recipes.wan.models.load import build_meta
         from unisono.recipes.wan.models.weights import open_weights
         from unisono.recipes.wan_distill.models.teacher import float32_names

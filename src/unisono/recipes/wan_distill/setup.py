@@ -1,4 +1,4 @@
-"""The models, prompts and roll-outs of a run, derived from the settings."""
+"""Derives the models, prompts and roll-outs of a run from the settings."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Setup(ModelPair):
         return Cache(self.folder, [], settings, list(dict.fromkeys(prompts)))
 
     def text(self, prompt: str) -> Tensor:
-        """[text length, width] the text embedding of a prompt."""
+        """The text embedding of a prompt, [text length, width]."""
         return pad(self.text_cache.text(prompt), self.encoders.text_length)
 
     # Roll-outs: what the teacher generates ---------------------------------------------------------------------------
@@ -103,7 +103,7 @@ class Setup(ModelPair):
 
     @property
     def _quantised(self) -> list[str]:
-        """What makes a quantised teacher another one; activations in fp8 too change more than the last bits."""
+        """The part of the teacher's fingerprint for quantised weights; fp8 products also quantise activations."""
         if self.base_precision == "auto":
             return []
         has_products = self.base_precision == "fp8" and has_fp8_products(torch.device(self.device))
@@ -111,7 +111,7 @@ class Setup(ModelPair):
 
     @cached_property
     def backend(self) -> str:
-        """The kind of device, and whether the teacher is compiled: both decide the last bits of a sample."""
+        """The kind of device, and whether the teacher is compiled; both affect the rounding of a sample."""
         config, kind = self.config, self.device.partition(":")[0]
         strategy = config.teacher_device_strategy
         offloaded = is_offloaded(self.teacher, config.teacher_dtype, strategy, self.device, self.base_precision)

@@ -93,7 +93,7 @@ def fixed_noise(number: int, shape: torch.Size) -> Tensor:
 
 
 def generate(recipe: WanFlow, model: Experts, noise: Tensor, text: tuple[Tensor, Tensor], like: Tensor) -> Tensor:
-    """Samples latents from noise; a low-noise expert, which never saw pure noise, starts from `like` with noise."""
+    """Samples latents from noise. A low-noise expert was not trained on pure noise, so it starts from noised `like`."""
     config, flow = recipe.config, recipe.setup.flow
     shift = _AUTO_SHIFT if config.shift == "auto" else float(config.shift)
     settings = {"steps": config.preview_steps, "guidance": config.guidance, "low": flow.low, "high": flow.high}

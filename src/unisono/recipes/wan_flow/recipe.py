@@ -90,7 +90,7 @@ class WanFlow(WanRecipe):
         return prompts_in(self.config.preview_prompts, "preview_prompts")
 
     def check_settings(self, settings: Settings) -> None:
-        """Refuses cuda_graph with two experts: which samples each of them gets changes from step to step."""
+        """Rejects cuda_graph with two experts, because the samples that each expert gets change from step to step."""
         super().check_settings(settings)
         if settings.precision.cuda_graph and len(self.setup.trained) > 1:
             raise ConfigError(
@@ -121,7 +121,7 @@ class WanFlow(WanRecipe):
 
     @cached_property
     def _lora_base(self) -> LoraBase | None:
-        """The frozen weights under a LoRA; raises ConfigError when they are not those the run started with."""
+        """The frozen base weights of a LoRA; raises ConfigError if the run started with different base weights."""
         from unisono.recipes.common.lora_base import LoraBase
 
         setup = self.setup
@@ -164,7 +164,7 @@ class WanFlow(WanRecipe):
         return None if self.setup.pretrained is None else ExpertWeights(self.setup.weight_files)
 
     def frozen_linears(self, part: str, module: nn.Module) -> Sequence[str] | None:
-        """Those of the transformers' blocks; the encoders compute the same with and without a cache."""
+        """The layers in the transformers' blocks. The encoders have none: a cache must not change what they compute."""
         return None if part == "model" else ()
 
     def frozen(self) -> Mapping[str, nn.Module]:
@@ -198,7 +198,7 @@ class WanFlow(WanRecipe):
         return collated(items)
 
     def _encoded(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """[batch, C, f, h, w] latents and [batch, length, width] text embeddings."""
+        """The batch's latents [batch, C, f, h, w] and text embeddings [batch, length, width]."""
         import torch
 
         if "latent" in batch:
@@ -206,7 +206,7 @@ class WanFlow(WanRecipe):
         return self._vae.encode_frames(batch["frames"]), torch.stack(self._embeddings(batch["caption"]))
 
     def _embeddings(self, captions: Sequence[str]) -> list[Tensor]:
-        """[text length, width] the text embedding of each caption, computed by the frozen text encoder."""
+        """The text embedding of each caption, [text length, width], computed by the frozen text encoder."""
         from unisono.recipes.wan.models.text import pad
 
         length = self.setup.encoders.text_length
@@ -223,7 +223,7 @@ class WanFlow(WanRecipe):
         return latent[0], text[0]
 
     def text(self, caption: str) -> Tensor:
-        """[text length, width] the text embedding of a caption."""
+        """The text embedding of a caption, [text length, width]."""
         cached = self.data.text(caption)
         return cached if cached is not None else self._embeddings([caption])[0]
 

@@ -47,7 +47,7 @@ class Config(Recipe.Config):
     """Which of the two transformers of Wan 2.2 A14B to train."""
 
     dataset_path: str = "./dataset"
-    """Folder of images and videos, each with a text file of its name, or with metadata.csv, .json or .jsonl; `shapes` is the built-in dataset."""
+    """Folder of images and videos, each with a caption in a text file of the same name, or all listed in metadata.csv, .json or .jsonl. `shapes` is the built-in dataset."""
     eval_dataset_path: str | None = None
     """Folder of samples to hold out for evaluation, laid out like dataset_path."""
     num_shapes: int = 2400
@@ -61,19 +61,19 @@ class Config(Recipe.Config):
     max_pixels: int = 480 * 832
     """Largest number of pixels of a frame when samples keep their aspect ratio; larger frames are scaled down."""
     num_frames: int = 81
-    """Frames per video, of the form 4k + 1. A shorter video gives the longest such window it has."""
+    """Number of frames per video, of the form 4k + 1. A shorter video is trained on its longest window of that form."""
     fps: float = 16.0
     """Frames per second to resample videos to. 0 keeps each video's own frame rate."""
     window: Literal["head", "middle", "random"] = "head"
-    """Where the window starts in a video that is longer than num_frames; random needs no_cache."""
+    """Position of the training window in a video that is longer than num_frames. random needs no_cache."""
     leave_out_bad: bool = False
-    """Skip files that cannot be used and list them, instead of stopping."""
+    """Skip unusable files and list them, instead of stopping with an error."""
     latents: Literal["normalised", "raw"] = "normalised"
-    """What the files name.latent.safetensors in the dataset contain: normalised latents as the transformer takes them, or raw VAE latents, which are then normalised on loading."""
+    """Kind of latents in the dataset's own name.latent.safetensors files: normalised (as the transformer takes them), or raw (as the VAE outputs them; they are normalised on loading)."""
     cache_dir: str | None = None
     """Folder for cached latents and text embeddings, which several runs may share. Default: inside the run folder."""
     no_cache: bool = False
-    """Encode images, videos and captions in every step instead of caching them. Keeps the VAE and the text encoder in memory."""
+    """Encode images, videos and captions in every step instead of caching them. The VAE and the text encoder then stay in memory."""
     text_dtype: TextDtype = "bfloat16"
     """Dtype of the text encoder, independent of mixed_precision; published pipelines use bfloat16. The tiny model always uses float32."""
 

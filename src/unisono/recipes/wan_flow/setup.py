@@ -1,4 +1,4 @@
-"""The model of a run, derived from the settings: its initial weights, the transformers to train, the objective."""
+"""Derives the model of a run from the settings: the initial weights, the transformers to train, the objective."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Setup:
 
     @cached_property
     def boundary(self) -> float | None:
-        """The noise level at which the high-noise expert hands over to the other; None for a single transformer."""
+        """The noise level at which the high-noise expert hands over to the low-noise one; None for one transformer."""
         if self.pretrained is not None:
             return self.pretrained.boundary_ratio if len(self.pretrained.transformers) > 1 else None
         return BOUNDARY if self.model_name == "a14b" else None

@@ -147,7 +147,7 @@ def _keyword_check(text: str, keyword: str) -> Check:
     if is_stuffed(count, share):
         advice = "Use it less often; it reads as repetition."
     elif not at_beginning:
-        advice = "If the text is about this, use these words at the beginning."
+        advice = "If the text is about this keyword, use its words at the beginning."
     else:
         advice = ""
     return Check(f"keyword: {keyword.strip()}", not advice, found, advice)

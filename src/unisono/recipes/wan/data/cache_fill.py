@@ -21,7 +21,7 @@ _NAMED = 3  # bad files reported at once
 
 Item = TypeVar("Item")
 Finish = Callable[[], Tensor]
-"""The rest of the work on a sample after reading: runs on the device, one sample at a time."""
+"""Computes the entry of a sample that has been read; runs on the device, one sample at a time."""
 
 
 def fill(
@@ -29,7 +29,8 @@ def fill(
 ) -> None:
     """Computes this rank's share of the missing entries. `read` runs in a thread, the function it returns runs here.
 
-    Ranks share all items, not only the missing ones: a rank that looks later sees fewer missing.
+    All items are divided between the ranks, not only the missing ones: a rank that looked later would see fewer missing
+    items and divide them differently.
     """
     if work.stopping:  # before the progress line appears
         return

@@ -1,7 +1,7 @@
 """Decodes a file into frames with their times: still images and animations by Pillow, videos by PyAV.
 
-Files may come from anywhere: a file that cannot be decoded raises BadMedia with its name; it never crashes or hangs the
-run, and never makes it read another file.
+The files are not trusted. A file that cannot be decoded raises BadMedia with its name; it can neither crash nor hang
+the run, nor make the run read another file.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
 
 _MOST_TO_DECODE = 2**32  # pixels of an animation, which is always decoded from its first frame
 _IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")  # Pillow also reads formats that start other programs
-_WORTH_SEEKING = 1.0  # seconds
+_WORTH_SEEKING = 1.0  # seconds; seeking to an earlier time than this would not be faster than decoding from the start
 _ANIMATED = 2  # the flag in an extended WebP's header
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # the EXIF tag, and its values that swap height and width
 
 
 @dataclass(frozen=True)
 class MediaFacts:
-    """What a file contains: its number of frames, displayed size and frame rate (a still image: 1 frame, fps 0)."""
+    """The number of frames of a file, its displayed size and its frame rate (for a still image: 1 frame, fps 0)."""
 
     frames: int
     height: int
@@ -65,7 +65,7 @@ def opened(path: Path) -> ImageOrAnimation | Video:
 
 
 def is_still(path: Path) -> bool:
-    """Whether a file is certainly a still image, by its first bytes: an animation may have any image's suffix."""
+    """Whether the first bytes of a file show that it is a still image; animations may have the same suffixes."""
     try:
         if path.suffix.lower() not in IMAGES or not path.is_file():  # a pipe would block for ever
             return False
@@ -118,7 +118,7 @@ class ImageOrAnimation:
             yield image
 
     def frames(self, start: float) -> Iterator[TimedFrame]:
-        """The frames in order, always from the first: an animation cannot be decoded from the middle."""
+        """The frames in order, always from the first, because an animation cannot be decoded from the middle."""
         from PIL import ImageOps
 
         time = 0.0
@@ -130,7 +130,7 @@ class ImageOrAnimation:
                 time += self._delays[number] if self._delays else 0.0
 
     def rgb(self, frame: TimedFrame) -> NDArray[np.uint8]:
-        """[height, width, 3] a frame as 8-bit RGB; transparent pixels become white."""
+        """A frame as 8-bit RGB, [height, width, 3]; transparent pixels become white."""
         with as_bad_media(self._path, "image"):
             return np.array(_rgb(frame.frame))
 
@@ -187,7 +187,7 @@ class Video:
             yield container, stream
 
     def _times_by_index(self, container: InputContainer, stream: VideoStream) -> list[float]:
-        """The frames' times from the index in the header; empty when it is missing, incomplete or ambiguous."""
+        """The frames' times from the index in the header; empty if the index is missing, incomplete or ambiguous."""
         entries = [entry for entry in stream.index_entries if entry.size]
         if not entries or len(entries) < stream.frames or not stream.frames:
             return []
@@ -215,7 +215,7 @@ class Video:
         return times
 
     def frames(self, start: float) -> Iterator[TimedFrame]:
-        """The frames in order, from the last key frame at or before `start` where the file allows seeking."""
+        """The frames in order, from the last key frame at or before `start`, or from the first if seeking fails."""
         if start > _WORTH_SEEKING and self._begin is not None:
             decoded = self._decoded(start)
             try:
@@ -240,7 +240,7 @@ class Video:
                     yield TimedFrame(frame.time - self._begin, frame)
 
     def rgb(self, frame: TimedFrame) -> NDArray[np.uint8]:
-        """[height, width, 3] a frame as 8-bit RGB, upright."""
+        """A frame as upright 8-bit RGB, [height, width, 3]."""
         decoded: VideoFrame = frame.frame
         with as_bad_media(self._path, "video"):
             pixels = np.asarray(decoded.to_ndarray(format="rgb24"), dtype=np.uint8)

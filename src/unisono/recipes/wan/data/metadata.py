@@ -3,7 +3,7 @@
 metadata.csv           columns for the file and its caption (DiffSynth, the hub's image folders)
 metadata.jsonl         the same, one JSON object per line (musubi)
 metadata.json          the same, a JSON list (VideoX-Fun)
-videos2caption.json    the same, the caption a text or a list of texts (FastVideo)
+videos2caption.json    the same, where a caption is a text or a list of texts (FastVideo)
 videos.txt, prompts.txt    the files and their captions, line by line (finetrainers)
 """
 
@@ -56,7 +56,7 @@ def rows_of_lists(tree: Tree, media_list: str, caption_list: str) -> Iterator[Ro
     if len(media) != len(captions):
         raise ConfigError(
             f"{tree.path(media_list)} has {len(media)} lines and {tree.path(caption_list)} has {len(captions)}; "
-            "line n of one must be the caption of line n of the other"
+            "line n of the second file must be the caption of line n of the first"
         )
     for number, (path, caption) in enumerate(zip(media, captions, strict=True), 1):
         where = f"{tree.path(media_list)}, line {number}"
@@ -136,7 +136,7 @@ def _row(where: str, entry: Any) -> Row:
     if not isinstance(media, str):
         raise ConfigError(f"{where}: names no file; expected one of {', '.join(_MEDIA)}, got {shown(entry)}")
     captions = [entry[key] for key in _CAPTION if entry.get(key) is not None]
-    # An empty text is a caption if there is no other.
+    # An empty text counts as the caption only if there is no other.
     caption = next((each for each in captions if each), captions[0] if captions else None)
     num_captions = 1
     if isinstance(caption, list) and all(isinstance(each, str) for each in caption):

@@ -98,7 +98,7 @@ class FolderEncoders(Encoders):
         return TextEncoder.load(self._part("tokenizer"), self._part("text_encoder"), self.text_dtype)
 
     def fingerprints(self) -> tuple[str, str]:
-        """Hashes of their files."""
+        """Hashes of the files of the VAE and of the text encoder."""
         text = [self._part("tokenizer"), self._part("text_encoder")]
         return of_folders([self._part("vae")]), of_folders(text, str(self.text_dtype))
 
@@ -108,7 +108,7 @@ class FolderEncoders(Encoders):
         return statistics({**config, "z_dim": self.geometry.channels})
 
     def scheduler(self, shift: float) -> Any:
-        """The scheduler of the model's folder, or Euler where it has none that works."""
+        """The scheduler of the model's folder, or an Euler scheduler if that is missing or broken."""
         import diffusers
 
         folder = self._folder.part("scheduler")
@@ -164,7 +164,7 @@ class TinyEncoders(Encoders):
         return TextEncoder(parts.tokenizer, parts.text_encoder)
 
     def fingerprints(self) -> tuple[str, str]:
-        """Hashes of their weights."""
+        """Hashes of the weights of the VAE and of the text encoder."""
         return self.vae().fingerprint(), self.text_encoder().fingerprint()
 
 
@@ -203,7 +203,7 @@ class NoEncoders(Encoders):
 
 
 def no_encoders(transformer: Mapping[str, Any], text_length: int) -> NoEncoders:
-    """What a transformer implies about its encoders: the geometry of the published VAEs follows from the channels."""
+    """Derives the geometry of a transformer's VAE from its number of channels, which the published VAEs differ in."""
     channels = int(transformer["in_channels"])
     geometry = Geometry(channels, 4, 16 if channels == 48 else 8, int(transformer["patch_size"][1]))
     return NoEncoders(geometry, int(transformer["text_dim"]), text_length)

@@ -44,7 +44,7 @@ def _refuse_code(folder: Path) -> None:
 
 
 def count_in(config: Mapping[str, Any], name: str, of: str, default: int | None = None) -> int:
-    """A whole number above 0 in a config."""
+    """Reads a whole number above 0 from a config; `of` names the model in the error message."""
     value = config.get(name)
     value = default if value is None else value
     if type(value) is not int or value < 1:

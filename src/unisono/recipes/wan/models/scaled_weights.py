@@ -32,7 +32,7 @@ _LONGEST = 4096  # bytes of a layer's JSON
 
 
 def split_names(names: Collection[str], label: str) -> tuple[list[str], dict[str, list[str]]]:
-    """The names of a file's weights, and the names of the scales of those that have some; `label` is the file."""
+    """The names of a file's weights, and the names of the scales of each scaled weight; `label` names the file."""
     weights, scales = [], dict[str, list[str]]()
     for name in names:
         if name.endswith(_UNKNOWN):

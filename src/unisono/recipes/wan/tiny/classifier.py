@@ -62,14 +62,14 @@ class ShapeClassifier(nn.Module):
 
 
 def recognised(frames: Tensor, colours: Tensor, shapes: Tensor) -> dict[str, Tensor]:
-    """[samples] whether each sample shows its colour, and its shape; labels as in `shapes.labels`."""
+    """Whether each sample shows its colour, and its shape, [samples]; the labels are those of `shapes.labels`."""
     found_colours, found_shapes = trained_classifier().classify(frames)
     return {"colour": found_colours == colours.to(frames.device), "shape": found_shapes == shapes.to(frames.device)}
 
 
 @cache
 def trained_classifier(seed: int = 0) -> ShapeClassifier:
-    """A classifier trained on drawings; takes some seconds, once."""
+    """A classifier trained on drawings. The first call takes some seconds; later calls return the same classifier."""
     images, colours, shapes = _training_data(seed)
     # The run may evaluate under 16-bit autocast, which would cache casts of the weights and never see them change.
     with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False):

@@ -22,7 +22,7 @@ from unisono.recipes.wan.tiny.shapes import Shapes
 _SIZE = 32
 _LEARNING_RATE, _WARMUP = 4e-3, 50
 _KL_WEIGHT = 1e-4
-_NUM_FOR_STATISTICS = 480  # drawings that the latents' mean and standard deviation are measured on
+_NUM_FOR_STATISTICS = 480  # number of drawings to compute the mean and standard deviation of the latents from
 _NUM_FOR_PSNR = 96
 _FIRST_LOG_VARIANCE = -5.0  # of the posterior; with the default, noise would hide the latents at first
 
@@ -134,7 +134,7 @@ def _learning_rate(step: int, steps: int) -> float:
 
 
 def _frames(num_samples: int, num_frames: int, split: str = "train") -> Tensor:
-    """[samples, 3, frames, size, size]."""
+    """The frames of the first drawings of a split, [samples, 3, frames, size, size]."""
     drawings = Shapes(num_samples, num_frames, _SIZE, split=split)
     return torch.stack([drawings[i]["frames"] for i in range(num_samples)])
 

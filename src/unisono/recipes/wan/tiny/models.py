@@ -112,7 +112,7 @@ def tiny_tokenizer() -> T5TokenizerFast:
     words = sorted({*" ".join(WORDINGS).split(), *COLOURS, *SHAPES, *DIRECTIONS, "moving"} - {"{colour}", "{shape}"})
     letters = string.ascii_letters + string.digits + string.punctuation
     vocab = [(piece, 0.0) for piece in _SPECIAL_PIECES]
-    # The best score wins: a known word is one piece, an unknown word its letters.
+    # The split with the best score wins: a known word becomes one piece, an unknown word is split into letters.
     vocab += [(f"▁{word}", -1.0) for word in words]
     vocab += [(piece, -8.0) for piece in ("▁", *letters)]
     kind: Any = transformers.T5TokenizerFast  # type: ignore[attr-defined]

@@ -2,7 +2,7 @@
 
     prompt → embedding → noise of (seed, prompt, number) → the sampler's trajectory with guidance → x̂₀
 
-and, for the losses that need them, the teacher's velocities at new noise levels of x̂₀ and points of its trajectory.
+and, if a loss needs them, the teacher's velocities at new noise levels of x̂₀ and at points of the trajectory.
 The teacher generates samples in blocks of a fixed size, because the batch size affects the last bits; a block is never
 split, and ranks share whole blocks. A block is one file, written atomically, whose name is a hash of everything it
 depends on, including its samples: a killed run continues with the missing blocks, and any number of ranks produces the
@@ -64,8 +64,8 @@ class Rollouts:
         """The dtype on disk: bfloat16 when the teacher computes in 16 bit."""
         return torch.float32 if self.spec.dtype == "float32" else torch.bfloat16
 
-    def _fits(self, kept: PackEntry) -> bool:
-        return kept.shape == self.spec.shape and kept.dtype == self._storage
+    def _fits(self, entry: PackEntry) -> bool:
+        return entry.shape == self.spec.shape and entry.dtype == self._storage
 
     def _file(self, number: int) -> Path:
         return self.folder / f"{self._keys[number]}.safetensors"
@@ -88,7 +88,8 @@ class Rollouts:
         if work.stopping:  # before the progress line appears
             return []
         remove_leftovers(self.folder)
-        # Ranks share all blocks, not only the missing ones: a rank that looks later sees fewer missing.
+        # All blocks are divided between the ranks, not only the missing ones: a rank that looked later would see fewer
+        # missing blocks and divide them differently.
         mine = [number for number in work.share(range(len(self._blocks))) if not self._has(number)]
         seconds_per_sample: list[float] = []
         with self._progress(work, purpose, mine) as advance:
@@ -193,7 +194,7 @@ class Rollouts:
         write_cache_file(self._file(number), save(by_sample))
 
     def open(self) -> Samples:
-        """The samples; call it after all ranks have generated their share."""
+        """Opens the samples, once all ranks have generated their share."""
         deadline = time.monotonic() + _VISIBLE_WITHIN_S
         stored: dict[str, dict[SampleId, PackEntry]] = {name: {} for name in self.tensor_names}
         for number, block in enumerate(self._blocks):
@@ -221,7 +222,7 @@ class Samples:
         return len(self.items)
 
     def data(self, number: int) -> Tensor:
-        """[C, f, h, w] the sample."""
+        """The latent of a sample, [C, f, h, w]."""
         return self._shelves["data"][number].float()
 
     def pair(self, number: int, level: int) -> dict[str, Tensor]:
@@ -243,7 +244,7 @@ class Samples:
 
 
 def points_of_all_levels(samples: Samples, embed: Embed, most: int = 8) -> tuple[Tensor, Tensor, Tensor]:
-    """Some samples at different noise levels: [batch, ...] points, their timesteps, and their text embeddings."""
+    """Some samples with noise of different levels, [batch, ...], their timesteps, and their text embeddings."""
     number = min(len(samples), most)
     items, spec = samples.items[:number], replace(samples.spec, pairs=number, fixed=True)
     sigma = torch.stack([spec.level(*sample_id, level) for level, sample_id in enumerate(items)])
@@ -254,9 +255,9 @@ def points_of_all_levels(samples: Samples, embed: Embed, most: int = 8) -> tuple
 
 
 def _in_blocks(prompts: Sequence[str], numbers: Sequence[int], size: int) -> list[list[SampleId]]:
-    """As few blocks as possible: the full blocks of each number, then the remainders of all numbers.
+    """Divides the samples into as few blocks as possible: full blocks of each number, then the rest of all numbers.
 
-    A full block holds samples of one number, so that prompts or numbers added later leave it unchanged.
+    A full block contains samples of one number, so that it does not change if prompts or numbers are added later.
     """
     whole = len(prompts) // size * size
     full = [

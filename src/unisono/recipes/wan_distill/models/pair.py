@@ -75,7 +75,7 @@ class ModelPair:
         if self.parts.kind != "pipeline":
             raise ConfigError(
                 f"{self.parts.path} has a transformer, but no VAE, text encoder and tokenizer in diffusers' layout; "
-                "give --parts_path FOLDER, a Wan model in that layout"
+                "pass --parts_path FOLDER, a Wan model in that layout"
             )
         encoders = FolderEncoders(self.parts, self.teacher_config)
         if self.is_tiny or self.config.text_dtype == "float32":

@@ -51,7 +51,7 @@ _MAY_DIFFER = (
 
 @dataclass(frozen=True)
 class PruningPlan:
-    """Which of the teacher's weights a student takes; plain lists and numbers, stored as JSON in the run folder."""
+    """The teacher's weights that a student starts from; plain lists and numbers, stored as JSON in the run folder."""
 
     layers: list[int]
     """For each of the student's layers, the index of the teacher's."""
@@ -141,7 +141,10 @@ def check_plan(teacher: Mapping[str, Any], student: Mapping[str, Any], layers: s
 def _energies(
     weights: Weights, layers: Sequence[int], narrower: set[str]
 ) -> tuple[_Energy, _Energy, dict[str, tuple[str, Tensor]]]:
-    """Squared weights that write into each unit, that read from it, and the former per norm of queries or keys."""
+    """The sum of the squared weights that write into each unit, and of those that read from it.
+
+    Also returns the first of these sums, with its key, for each norm of queries or keys.
+    """
     into: _Energy = {}
     out: _Energy = {}
     normed: dict[str, tuple[str, Tensor]] = {}
@@ -162,11 +165,12 @@ def _energies(
 
 
 def _gain(energy: Tensor, kept: Sequence[int]) -> float:
-    """The factor that compensates for a norm over the kept units, which divides by their size instead of that of all.
+    """The factor on a norm's output that compensates for the norm being computed over the kept units only.
 
-    Sums over fewer units are not compensated, on purpose: factors of √(all / kept), which keep the size of such sums,
-    and of all / kept, which keep their mean, gave students further from a trained teacher, at the start (error 0.92 and
-    1.63; without a factor 0.75) and after 100 steps (0.20 and 0.25; 0.17; random weights 0.39).
+    Sums over fewer units are deliberately not compensated. Two factors were tried: √(all / kept) preserves the size of
+    such sums, and all / kept their mean. Both gave students further from a trained teacher than no factor: an error of
+    0.92 and 1.63 instead of 0.75 at the start, and of 0.20 and 0.25 instead of 0.17 after 100 steps (0.39 with random
+    weights).
     """
     root = float((energy[kept].mean() / energy.mean()).sqrt()) if energy.any() else 1.0
     return root or 1.0

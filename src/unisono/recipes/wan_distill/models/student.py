@@ -51,7 +51,7 @@ class Student:
     factor: float = 1.0
     """Factor on weights taken from the teacher."""
     remarks: tuple[str, ...] = ()
-    """Messages for the user about keys that mean something else than in other scripts."""
+    """Notes for the user about keys that have a different meaning than in other scripts."""
 
 
 def student_of(path: str | None, teacher: Mapping[str, Any], spatial_factor: int) -> Student:

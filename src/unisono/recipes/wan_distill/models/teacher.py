@@ -1,4 +1,4 @@
-"""The teacher: a frozen Wan model with classifier-free guidance, in as little memory as the settings ask for."""
+"""The teacher: a frozen Wan model with classifier-free guidance; its weights may be offloaded or sharded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Guidance(NamedTuple):
     """Equal to high unless there are two experts."""
 
     def at(self, sigma: Tensor, boundary: float | None) -> Tensor:
-        """[batch] the scale at each noise level."""
+        """The scale at each noise level, [batch]."""
         low = self.high if boundary is None else self.low
         return torch.where(sigma >= (boundary or 0.0), self.high, low).to(sigma.dtype)
 
@@ -51,7 +51,7 @@ class Teacher:
 
     @property
     def _is_plain(self) -> bool:
-        """Whether no level is guided. Uses Python numbers: reading a tensor would make every step wait for the GPU."""
+        """Whether no noise level is guided; decided on Python numbers, because reading a tensor waits for the GPU."""
         return self.guidance.high == 1 and (self.experts.boundary is None or self.guidance.low == 1)
 
     @torch.no_grad()
@@ -100,7 +100,7 @@ def build_on_meta(folder: WanFolder, dtype: torch.dtype, *, is_sharded: bool = F
 
 
 def is_offloaded(folder: WanFolder, dtype_name: str, strategy: str, device: str, base_precision: str) -> bool:
-    """Whether the weights stay in host memory; the same on all devices of a kind, however full they are."""
+    """Whether the weights stay in host memory. Free memory has no influence, so all devices of a kind choose alike."""
     if torch.device(device).type != "cuda" or strategy in ("gpu", "gpu0"):
         return False
     if strategy == "cpu":

@@ -1,7 +1,7 @@
-"""The tiny teacher for trying things out: `unisono train wan-flow` trains it once.
+"""The tiny teacher, for trying out the recipe: `unisono train wan-flow` trains it once.
 
-Its folder is in $UNISONO_CACHE, or in the user's cache folder, under a hash of how it is trained. A process that is
-killed while training it continues from its checkpoint the next time.
+Its folder is in $UNISONO_CACHE or the user's cache folder; the folder's name is a hash of the training settings. If the
+training is killed, the next run continues it from its checkpoint.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def make(work: Work, cache: Path | None = None) -> None:
     if (pipeline / "model_index.json").is_file():
         return
     work.message(
-        f"training the tiny teacher (unisono train wan-flow --model_config tiny), once, a few minutes, in {folder}"
+        f"training the tiny teacher (unisono train wan-flow --model_config tiny) in {folder}: this happens once and "
+        "takes a few minutes"
     )
     steps = int(os.environ.get(_STEPS_VARIABLE) or str(TINY["max_steps"]))
     with work.progress("training the tiny teacher", steps, "steps") as advance:

@@ -113,6 +113,6 @@ class FolderData:
         return max(self._encoders.geometry.tokens(shape) for shape in self._open("train").distinct_shapes)
 
     def text(self, caption: str) -> Tensor | None:
-        """[text length, width] the cached text embedding of a caption; None without a cache."""
+        """The cached text embedding of a caption, [text length, width]; None without a cache."""
         cache = self._indices["train"]
         return cache.text(caption) if isinstance(cache, Cache) else None
