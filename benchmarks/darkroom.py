@@ -1,4 +1,4 @@
-"""Does `unisono train darkroom` learn, and how fast?
+"""Measures whether `unisono train darkroom` learns, and how fast.
 
     python benchmarks/darkroom.py learning               # a GPU: seeds of the full configuration, then other choices
     python benchmarks/darkroom.py speed                  # a GPU: ms per step of unisono and of hand-written loops

@@ -1,4 +1,4 @@
-"""The figure of part `learning` of darkroom.py: return per in-context episode of every run."""
+"""Draws the figure of part `learning` of darkroom.py: the return per in-context episode of every run."""
 
 from __future__ import annotations
 

@@ -3,9 +3,9 @@
     python benchmarks/faults.py --output benchmarks/results        # all of it, about 40 minutes on 2 cores
     python benchmarks/faults.py --quick                            # a few of each kind
 
-Every row of the table trains the same small run and disturbs it, then compares the result with the undisturbed run: the
-final weights, optimizer state and average (bit by bit, or up to rounding if the arithmetic differs), the loss of every
-step, and the samples of every step (none lost, none twice). At the end no process may be left.
+Each row of the table trains the same small run with other faults and compares it with an undisturbed run: the final
+weights, optimizer state and average (bit by bit, or up to rounding if the arithmetic differs), the loss of every step,
+and the samples of every step (none lost, none twice). After each run, no process may be left.
 """
 
 from __future__ import annotations

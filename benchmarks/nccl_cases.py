@@ -1,4 +1,4 @@
-"""The rows of benchmarks/nccl.py, the most important first: what must be the same over NCCL as on one rank."""
+"""The rows of benchmarks/nccl.py, most important first; each compares a run over NCCL with a run of one rank."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ WAN_ROUNDING = 1e-4  # wan-flow computes in float32
 
 @dataclass(frozen=True)
 class Case:
-    """One row: the work returns the largest difference it saw, which must not exceed `tolerance`."""
+    """One row. Its work returns the largest difference from a run of one rank, which must not exceed `tolerance`."""
 
     name: str
     text: str
     work: Callable[[Runs], float]
     expected_s: float
-    """How long it takes on a GPU, roughly: a start takes about 10 s, so does a restart."""
+    """Approximate seconds on a GPU; each start or restart of ranks takes about 10 s."""
     tolerance: float = ROUNDING
     needs: str = ""
-    """A setting, or "gpu": what must exist for this row."""
+    """Requirement of this row: the name of a setting that must exist, or "gpu"."""
     quick: bool = False
 
 
@@ -153,7 +153,7 @@ def _fault(kind: str, number: int, strategy: str) -> str:
 
 
 def _disturbed(runs: Runs, number: int, strategy: str, kinds: Sequence[str]) -> float:
-    # A skipped step changes everything after it: it is skipped in the undisturbed run of one rank too.
+    # A skipped step changes all later steps, so the undisturbed run of one rank skips the same step.
     skipped = ["--inject", _fault("nan", 1, strategy)] if "nan" in kinds else []
     reference, folder = runs.reference(*IN_FLOAT64, *skipped), runs.new("disturbed")
     faults = ",".join(_fault(kind, number, strategy) for kind in kinds)
@@ -175,15 +175,15 @@ def _check_event(folder: Path, kind: str, rank: int, strategy: str) -> None:
         expect(slowed >= 1e3 * SLOW_S, lambda: f"the rank was not slowed down: {slowed:.0f} ms per step")
     elif kind == "oom":
         in_place = strategy == "ddp"
-        found = [event["in_place"] for event in events(folder, "oom")]
-        expect(found == [in_place], lambda: f"expected one oom event with in_place {in_place}, got {found}")
+        seen = [event["in_place"] for event in events(folder, "oom")]
+        expect(seen == [in_place], lambda: f"expected one oom event with in_place {in_place}, got {seen}")
     else:
         name = {"hang": "hang", "nan": "nan", "slow": "straggler"}[kind]
-        found = events(folder, name)
+        seen = events(folder, name)
         # All ranks skip a step together, so a nan has no rank.
         expect(
-            bool(found) and (kind == "nan" or all(event["rank"] == rank for event in found)),
-            lambda: f"expected {name} events of rank {rank}, got {found}",
+            bool(seen) and (kind == "nan" or all(event["rank"] == rank for event in seen)),
+            lambda: f"expected {name} events of rank {rank}, got {seen}",
         )
 
 
@@ -271,7 +271,7 @@ def _saved(runs: Runs, number: int, strategy: str) -> float:
 
 
 def _evaluated(runs: Runs, number: int) -> float:
-    """13 samples are uneven shares for 2, 4 and 8 ranks; of 1 sample all ranks but one have none."""
+    """With 13 samples, 2, 4 or 8 ranks have shares of different size; with 1 sample, only one rank has any."""
     differences = []
     for samples, strategy in ((13, "ddp"), (1, "fsdp")):
         flags = ["--eval_every", "2", "--num_eval", str(samples), *IN_FLOAT64]

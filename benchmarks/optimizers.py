@@ -1,4 +1,4 @@
-"""Compares the optimizers: memory, time, held-out loss, and whether ranks and shards give the same run.
+"""Compares the optimizers by memory, time and held-out loss, and checks that ranks and shards give the same run.
 
     python benchmarks/optimizers.py [--steps 300] [--output FOLDER]
 
@@ -84,7 +84,7 @@ class Text(Recipe):
 
 
 def learned(name: str, steps: int, folder: Path) -> dict[str, Any]:
-    """Trains with one optimizer: held-out loss, bytes of state per weight, and milliseconds per step."""
+    """Trains with one optimizer; returns held-out loss, bytes of state per weight, and milliseconds per step."""
     schedule = {} if name in WITHOUT_SCHEDULE else {"lr_schedule": "cosine"}
     settings = {"optimizer": name, "learning_rate": RATES[name], "max_steps": steps, "eval_every": steps, **schedule}
     run = unisono.train(Text, **settings, gpus="0", save_every=0, output_dir=str(folder))

@@ -1,4 +1,4 @@
-"""Overhead of unisono, Accelerate and Lightning Fabric over a hand-written loop.
+"""Measures the overhead of unisono, Accelerate and Lightning Fabric over a hand-written loop.
 
     python benchmarks/overhead.py [--device cuda] [--size gpt2] [--ranks 1,2] [--quick]
     python benchmarks/overhead.py --guard          # guarded steps (out-of-memory) on 2 ranks, next to plain DDP

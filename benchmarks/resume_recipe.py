@@ -1,4 +1,4 @@
-"""The recipe of resume.py: a wide model whose ranks record which files of a checkpoint they open."""
+"""The recipe that resume.py trains: a wide model whose ranks record which files of a checkpoint they open."""
 
 from __future__ import annotations
 

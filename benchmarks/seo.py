@@ -1,4 +1,4 @@
-"""Does a language model learn which page answers a query, and how fast compared with sentence-transformers?
+"""Measures how well a language model learns which page answers a query, and its speed next to sentence-transformers.
 
     python benchmarks/seo.py learning              # Debian's package descriptions: MiniLM, fine-tuned, plain and hard
     python benchmarks/seo.py speed                 # the same pairs and steps with sentence-transformers' trainer

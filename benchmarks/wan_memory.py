@@ -1,4 +1,4 @@
-"""How much memory does `unisono train wan-flow` need on a GPU?
+"""Measures the GPU memory that `unisono train wan-flow` needs.
 
     python benchmarks/wan_memory.py             # a GPU
     python benchmarks/wan_memory.py --quick     # smoke test on any machine; the numbers mean nothing

@@ -1,4 +1,4 @@
-"""How fast is a step of `unisono train wan-flow`, compared with the usual hand-written loop?
+"""Compares the step time of `unisono train wan-flow` with that of the usual hand-written loop.
 
     python benchmarks/wan_step.py                        # a GPU: the real 1.3B architecture, three shapes
     python benchmarks/wan_step.py --shapes 512x512x1     # one of them
@@ -105,7 +105,10 @@ def ceiling() -> float:
 def run(
     words: list[str], environ: dict[str, str], cwd: Path, metrics: Path | None, steps: int, patience: float
 ) -> tuple[int, str, str]:
-    """Exit code, output and errors. A run with `metrics` is stopped after this many logged steps, before it saves."""
+    """Runs a command; returns exit code, output and errors.
+
+    A run with `metrics` is stopped after `steps` logged steps, before it saves.
+    """
     with (cwd / "out").open("w+") as out, (cwd / "err").open("w+") as err:
         process = subprocess.Popen(words, stdout=out, stderr=err, env=environ, cwd=cwd, start_new_session=True)
         ends, enough = time.monotonic() + patience, False

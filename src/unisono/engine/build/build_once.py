@@ -176,8 +176,8 @@ def _difference(model: nn.Module, announced: _Announcement, existing: Sequence[T
         if not parameter.is_meta:
             return f"{name} is not on the meta device"
     # For instance a mask in a plain attribute or a second model in the recipe: rank 0 would not send their values.
-    known = {id(part) for tensor in tensors.values() for part in (tensor, tensor._base)} | {*map(id, existing)}
-    if any(id(tensor) not in known for tensor in _meta_tensors()):
+    expected_ids = {id(part) for tensor in tensors.values() for part in (tensor, tensor._base)} | {*map(id, existing)}
+    if any(id(tensor) not in expected_ids for tensor in _meta_tensors()):
         return "model() creates tensors that are neither weights nor buffers of the model"
     try:
         for name, tensor in tensors.items():

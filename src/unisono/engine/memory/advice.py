@@ -35,23 +35,23 @@ def advice(rank: int, message: str, components: Components, *, recomputes: bool)
             + ("" if components.recipe.couples_by_rows else ", or define couple_rows(), whose work the ranks divide")
         )
     begin = f"even one sample does not fit{where}: {message}"
-    wanted, free = _amount(rf"allocate {_AMOUNT}", message), _free(message)
-    if wanted is not None and free is not None:
-        amounts = f"{format_bytes(wanted)} more were needed, {format_bytes(free)} were free"
+    requested, free = _amount(rf"allocate {_AMOUNT}", message), _free(message)
+    if requested is not None and free is not None:
+        amounts = f"{format_bytes(requested)} more were needed, {format_bytes(free)} were free"
         begin = f"even one sample does not fit{where}: {amounts}"
-        missing = wanted - free
+        missing = requested - free
         begin += f", so at least {format_bytes(missing)} are missing" if missing > 0 else ", but fragmented"
-    kept = f"weights, gradients, optimizer state and average take {format_bytes(demand.total)} on each device"
+    usage = f"weights, gradients, optimizer state and average take {format_bytes(demand.total)} on each device"
     remedies = []
     if placement.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(placement.device)
         activations = max(0, peak - demand.total)
-        kept += f", activations and the rest {format_bytes(activations)} when it failed"
+        usage += f", activations and the rest {format_bytes(activations)} when it failed"
         if not recomputes:
             remedies.append(f"activation_checkpointing (frees most of the activations' {format_bytes(activations)})")
     elif not recomputes:
         remedies.append("activation_checkpointing")
-    if not strategy.sharded and (remedy := _more_blocks_on_host(components.blocks_on_host, wanted, free)):
+    if not strategy.sharded and (remedy := _more_blocks_on_host(components.blocks_on_host, requested, free)):
         remedies.append(remedy)
     if not strategy.sharded:
         num = max(placement.world, 2)
@@ -64,12 +64,12 @@ def advice(rank: int, message: str, components: Components, *, recomputes: bool)
         remedies.append(f"context_parallel {size} (divides the activations of a sample between {size} GPUs)")
     if demand.average:
         remedies.append(f"ema_decay 0 (saves {format_bytes(demand.average)})")
-    return f"{begin}; {kept}. What would help: {', '.join(remedies)}"
+    return f"{begin}; {usage}. What would help: {', '.join(remedies)}"
 
 
-def _more_blocks_on_host(blocks: BlocksOnHost, wanted: int | None, free: int | None) -> str | None:
+def _more_blocks_on_host(blocks: BlocksOnHost, requested: int | None, free: int | None) -> str | None:
     """The fewest blocks on the host that free what is missing, if that is known; all blocks otherwise."""
-    missing = blocks.device_bytes if wanted is None or free is None else max(wanted - free, 1)
+    missing = blocks.device_bytes if requested is None or free is None else max(requested - free, 1)
     more = blocks.fewest(blocks.device_bytes - missing)
     freed = blocks.device_bytes - more.device_bytes
     return f"blocks_on_host {more.num} (frees {format_bytes(freed)})" if freed > 0 else None

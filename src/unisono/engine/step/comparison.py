@@ -64,8 +64,8 @@ def compare_anchors(
             raise RecipeError("couple_rows(): metrics differ between ranges of rows; keep their names")
         if anchors:
             _add_gradient(results, rows, gradients, inject_nan=inject_nan)
-        found = row_of(results) if anchors else torch.zeros_like(row_of(results))
-        sums = found if sums is None else sums + found
+        part_sums = row_of(results) if anchors else torch.zeros_like(row_of(results))
+        sums = part_sums if sums is None else sums + part_sums
         del results  # frees the graph, and with it the matrix, before the next range
     assert sums is not None
     return Compared(names, sums, len(anchors))

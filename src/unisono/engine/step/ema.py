@@ -90,9 +90,9 @@ class Ema(Average):
     @torch.no_grad()
     def _exchange(self) -> None:
         for weight, average in zip(self._weights, self._averages, strict=True):  # one temporary weight at a time
-            kept = weight.clone()
+            copy = weight.clone()
             weight.copy_(average)
-            average.copy_(kept)
+            average.copy_(copy)
 
 
 class ScheduleFreeAverage(Average):

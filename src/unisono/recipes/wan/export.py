@@ -32,14 +32,14 @@ def other_parts(pipeline: WanFolder, trained: Sequence[str], expert: str) -> Wan
     There is one exception: if only one of two experts was trained, the pipeline's other expert is exported too.
     """
     alone = expert != "both" and len(trained) == 1 and len(pipeline.transformers) == 2
-    kept = {name: place for name, place in pipeline.transformers.items() if alone and name not in trained}
+    other_expert = {name: place for name, place in pipeline.transformers.items() if alone and name not in trained}
     others = {
         name: kind
         for name, kind in pipeline.components.items()
-        if name not in ("transformer", "transformer_2") or name in kept
+        if name not in ("transformer", "transformer_2") or name in other_expert
     }
-    boundary = pipeline.boundary_ratio if kept else BOUNDARY if trained == ["transformer_2"] else None
-    return replace(pipeline, transformers=kept, components=others, boundary_ratio=boundary)
+    boundary = pipeline.boundary_ratio if other_expert else BOUNDARY if trained == ["transformer_2"] else None
+    return replace(pipeline, transformers=other_expert, components=others, boundary_ratio=boundary)
 
 
 def write_pipeline(

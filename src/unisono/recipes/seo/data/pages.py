@@ -150,17 +150,17 @@ def _decoded(content: bytes, problems: list[str]) -> tuple[str, str]:
         encoding = "utf-16-le" if start[1::2].count(b"\0") > start[::2].count(b"\0") else "utf-16-be"
         return _replaced(content, encoding, problems), encoding
     declared = _XML_DECLARED.search(start) or _DECLARED.search(start)
-    wanted = _codec(declared[1].decode("ascii", "replace")) if declared else None
-    if declared and wanted is None:
+    declared_codec = _codec(declared[1].decode("ascii", "replace")) if declared else None
+    if declared and declared_codec is None:
         problems.append(f"declares the unknown encoding {declared[1].decode('ascii', 'replace')}")
-    if wanted and wanted != "utf-8":
-        return _replaced(content, wanted, problems), wanted
+    if declared_codec and declared_codec != "utf-8":
+        return _replaced(content, declared_codec, problems), declared_codec
     try:
         return content.decode("utf-8"), "utf-8"
     except UnicodeDecodeError as error:
         if len(content) == MAX_BYTES and error.start > len(content) - 4:  # the page was truncated within a character
             return content[: error.start].decode("utf-8"), "utf-8"
-        if wanted:
+        if declared_codec:
             problems.append("declared as UTF-8 but is not: read as Windows-1252")
         return content.decode("cp1252", "replace"), "cp1252"
 

@@ -123,10 +123,10 @@ def _gains(pages: Tensor, judged: Tensor, grades: Tensor) -> Tensor:
     """Returns the grade of each ranked page [Q, K]; 0 for pages without a judgement."""
     judged_pairs, order = ((judged[:, 0] << 32) | judged[:, 1]).sort()
     rows = torch.arange(len(pages))[:, None]
-    wanted = torch.where(pages < 0, -1, (rows << 32) | pages)
-    place = torch.searchsorted(judged_pairs, wanted).clamp(max=len(judged_pairs) - 1)
+    ranked_pairs = torch.where(pages < 0, -1, (rows << 32) | pages)
+    place = torch.searchsorted(judged_pairs, ranked_pairs).clamp(max=len(judged_pairs) - 1)
     return (
-        torch.where(judged_pairs[place] == wanted, grades[order][place], 0.0)
+        torch.where(judged_pairs[place] == ranked_pairs, grades[order][place], 0.0)
         if len(judged_pairs)
         else torch.zeros(pages.shape)
     )

@@ -151,5 +151,5 @@ def keyword_check(page: Page, keyword: str) -> Check:
         advice = "If the page is about this keyword, use it in the title, and in the h1 or the first words."
     else:
         advice = ""
-    found = "; ".join([*details, frequency_text(count, share)])
-    return Check(f"keyword: {keyword.strip()}", not advice, found, advice)
+    occurrences = "; ".join([*details, frequency_text(count, share)])
+    return Check(f"keyword: {keyword.strip()}", not advice, occurrences, advice)

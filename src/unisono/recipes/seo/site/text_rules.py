@@ -124,9 +124,9 @@ def first_words(text: str) -> str:
 
 def frequency(keyword: str, text: str) -> tuple[int, float]:
     """How often the words of a keyword follow each other in a text, and their share of all words."""
-    wanted, words = words_of(keyword), words_of(text)
-    size = len(wanted)
-    count = sum(words[at : at + size] == wanted for at in range(len(words) - size + 1)) if size else 0
+    phrase, words = words_of(keyword), words_of(text)
+    size = len(phrase)
+    count = sum(words[at : at + size] == phrase for at in range(len(words) - size + 1)) if size else 0
     return count, count * size / len(words) if words else 0.0
 
 
@@ -143,11 +143,11 @@ def is_stuffed(count: int, share: float) -> bool:
 def _keyword_check(text: str, keyword: str) -> Check:
     count, share = frequency(keyword, text)
     at_beginning = contains(first_words(text), keyword)
-    found = f"{'' if at_beginning else 'not '}in the first {FIRST_WORDS} words; {frequency_text(count, share)}"
+    description = f"{'' if at_beginning else 'not '}in the first {FIRST_WORDS} words; {frequency_text(count, share)}"
     if is_stuffed(count, share):
         advice = "Use it less often; it reads as repetition."
     elif not at_beginning:
         advice = "If the text is about this keyword, use its words at the beginning."
     else:
         advice = ""
-    return Check(f"keyword: {keyword.strip()}", not advice, found, advice)
+    return Check(f"keyword: {keyword.strip()}", not advice, description, advice)

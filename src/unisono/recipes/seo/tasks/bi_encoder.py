@@ -189,9 +189,9 @@ def contrastive(
     if "negative" in rows:
         negatives, keys = rows["negative"].flatten(0, 1), rows["negative_keys"].flatten()
         wrong = scale * queries[anchors] @ negatives.T
-        taken = (keys[None] == rows["page_keys"][anchors, None]) | (keys == _NOBODY)[None]
-        taken |= _among(rows["relevant"][anchors], rows["negative_numbers"].flatten())
-        scores = torch.cat([scores, wrong.masked_fill(taken, -torch.inf)], dim=1)
+        excluded = (keys[None] == rows["page_keys"][anchors, None]) | (keys == _NOBODY)[None]
+        excluded |= _among(rows["relevant"][anchors], rows["negative_numbers"].flatten())
+        scores = torch.cat([scores, wrong.masked_fill(excluded, -torch.inf)], dim=1)
     each = cross_entropy(scores, right, reduction="none")
     if both_ways:
         backwards = scale * pages[anchors] @ queries.T

@@ -258,8 +258,8 @@ class Score(Task):
         if self.uncalibrated.names:
             right = (outputs.detach().argmax(-1) == labels).sum()
             return Loss(functional.cross_entropy(outputs, labels, reduction="sum"), len(labels), {"accuracy": right})
-        wanted = (labels.to(outputs) - self.uncalibrated.mean) / self.uncalibrated.std
-        return Loss(functional.mse_loss(outputs, wanted, reduction="sum"), len(labels))
+        targets = (labels.to(outputs) - self.uncalibrated.mean) / self.uncalibrated.std
+        return Loss(functional.mse_loss(outputs, targets, reduction="sum"), len(labels))
 
     def _outputs(self, model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
         """Returns [pages, classes] logits or [pages] numbers, in float32 or higher precision."""

@@ -35,9 +35,9 @@ def probe(path: Path) -> MediaFacts:
     return opened(path).facts
 
 
-def window(frames: int, wanted: int) -> int:
-    """The largest number of the form 4k + 1 that exceeds neither the available nor the wanted frames; at least 1."""
-    return max(0, min(frames, wanted) - 1) // 4 * 4 + 1
+def window(frames: int, requested: int) -> int:
+    """The largest number of the form 4k + 1 that exceeds neither the available nor the requested frames; at least 1."""
+    return max(0, min(frames, requested) - 1) // 4 * 4 + 1
 
 
 def frames_at(facts: MediaFacts, fps: float) -> int:
@@ -138,20 +138,20 @@ def _shown_at(times: list[float], frames: Iterator[TimedFrame], period: float) -
     # Times in files are rounded, and those of phones jitter, so a frame may come a little early. The tolerance is less
     # than half a period: at half the frame rate, rounding would otherwise decide which of two frames is used.
     early = 0.3 * period
-    wanted = iter(times)
-    time = next(wanted)
+    remaining = iter(times)
+    time = next(remaining)
     last: TimedFrame | None = None
     for frame in frames:
         while last is not None and time + early < frame.time:
             yield last
-            following = next(wanted, None)
+            following = next(remaining, None)
             if following is None:
                 return
             time = following
         last = frame
     while last is not None and time < last.time + max(1.5 * period, 0.25):
         yield last
-        following = next(wanted, None)
+        following = next(remaining, None)
         if following is None:
             return
         time = following

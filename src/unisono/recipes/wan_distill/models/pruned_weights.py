@@ -47,11 +47,11 @@ class PrunedWeights:
 
 def _selected(weights: Weights, name: str, indices: Sequence[list[int] | None], start: int, stop: int) -> Tensor:
     first, *others = indices
-    wanted = range(start, stop) if first is None else first[start:stop]
-    begin, end = wanted[0], wanted[-1] + 1
+    row_indices = range(start, stop) if first is None else first[start:stop]
+    begin, end = row_indices[0], row_indices[-1] + 1
     rows = weights.rows(name, begin, end)
-    if end - begin > len(wanted):
-        rows = rows[torch.tensor(wanted) - begin]
+    if end - begin > len(row_indices):
+        rows = rows[torch.tensor(row_indices) - begin]
     for dimension, kept in enumerate(others, 1):
         if kept is not None:
             rows = rows.index_select(dimension, torch.tensor(kept))

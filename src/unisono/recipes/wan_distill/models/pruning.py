@@ -231,22 +231,22 @@ def _check(teacher: Mapping[str, Any], student: Mapping[str, Any]) -> None:
         raise ConfigError("the teacher is an image-to-video model (image_dim), which wan-distill does not support")
 
 
-def _layers(setting: str, available: int, wanted: int, importance: Sequence[float] | None) -> list[int]:
+def _layers(setting: str, available: int, count: int, importance: Sequence[float] | None) -> list[int]:
     if setting == "even":
-        if wanted == 1:
+        if count == 1:
             return [0]
-        return [(2 * layer * (available - 1) + wanted - 1) // (2 * (wanted - 1)) for layer in range(wanted)]
+        return [(2 * layer * (available - 1) + count - 1) // (2 * (count - 1)) for layer in range(count)]
     if setting == "importance":
         if importance is None or len(importance) != available or not all(map(math.isfinite, importance)):
             raise ConfigError(f"layers importance needs a finite number for each of the teacher's {available} layers")
-        return sorted(sorted(range(available), key=lambda layer: -importance[layer])[:wanted])
+        return sorted(sorted(range(available), key=lambda layer: -importance[layer])[:count])
     try:
         chosen = [int(number) for number in setting.split(",")]
     except ValueError:
         raise ConfigError(f"layers {setting}: expected even, importance, or numbers such as 0,3,5") from None
-    if len(chosen) != wanted or sorted({*chosen}) != chosen or chosen[0] < 0 or chosen[-1] >= available:
+    if len(chosen) != count or sorted({*chosen}) != chosen or chosen[0] < 0 or chosen[-1] >= available:
         raise ConfigError(
-            f"layers {setting}: the student has {wanted} layers; expected {wanted} different numbers from 0 to "
+            f"layers {setting}: the student has {count} layers; expected {count} different numbers from 0 to "
             f"{available - 1}, in ascending order"
         )
     return chosen
