@@ -111,7 +111,7 @@ class Adapter(Pretraining):
     def model(self) -> nn.Module:
         model = GPT(SIZE)
         if self.config.base:
-            model.load_state_dict(load_file(self.config.base), strict=False)  # the tied head has no entry
+            model.load_state_dict(load_file(self.config.base), strict=False)  # the tied head is not in the file
         model.requires_grad_(False)
         for block in model.blocks:
             for name, layer in list(block.named_children()):

@@ -56,7 +56,7 @@ def say(*words: object) -> None:
 
 @dataclass(frozen=True)
 class MirrorSet:
-    """A variant of the mirror set; the default is what `--data_path mirror` generates."""
+    """A variant of the mirror set; the default is the set that `--data_path mirror` generates."""
 
     pattern: str = "motion"
     noise: float = 0.0

@@ -118,7 +118,7 @@ def measure(folder: str) -> None:
 
 
 def case(kind: str, ranks: int, micro_batches: int, batch: int, root: Path) -> dict[str, Any]:
-    """Trains a few steps and reads what the ranks recorded."""
+    """Trains a few steps and reads the measurements of the ranks."""
     folder = root / f"{kind}{ranks}x{micro_batches}"
     folder.mkdir()
     flags = {

@@ -52,7 +52,7 @@ def arguments() -> argparse.Namespace:
         help="speed: measure a whole run of 50,000 steps",
     )
     parser.add_argument("--patience_s", type=float, default=1800, help="time limit of a run in seconds")
-    parser.add_argument("--keep", action="store_true", help="run only what --output lacks (not for demo)")
+    parser.add_argument("--keep", action="store_true", help="run only rows that --output lacks (not for demo)")
     parser.add_argument("--quick", action="store_true", help="smoke test, also on the CPU; cannot write to results/")
     options = parser.parse_args(words)
     options.flags = flags

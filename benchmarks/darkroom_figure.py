@@ -13,7 +13,7 @@ from darkroom_runs import Row
 
 INK, FAINT, GRID = "#1d2733", "#8a94a0", "#e5e7eb"
 OURS = "#c2410c"
-COLOURS = ("#0e7490", "#4d7c0f", "#7c3aed", "#475569", "#a16207", "#1d4ed8")  # of the other configurations
+COLOURS = ("#0e7490", "#4d7c0f", "#7c3aed", "#475569", "#a16207", "#1d4ed8")  # colours of the other configurations
 
 
 def figure(result: Row, folder: Path) -> str:

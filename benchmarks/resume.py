@@ -57,7 +57,7 @@ def rows_of(rank: int, world: int, rows: int) -> range:
 
 
 def write_checkpoint(folder: Path, world: int, width: int) -> Path:
-    """A checkpoint as `world` sharded ranks write it."""
+    """Writes a checkpoint like `world` ranks with sharded weights."""
     staging, shards = begin(folder, world), {}
     for rank in range(world):
         rows = rows_of(rank, world, width)
@@ -73,7 +73,7 @@ def write_checkpoint(folder: Path, world: int, width: int) -> Path:
 
 
 def targets(rank: int, world: int, width: int, mesh: DeviceMesh | None) -> dict[str, torch.Tensor]:
-    """What a rank loads."""
+    """The tensors that a rank loads."""
     local = torch.zeros(len(rows_of(rank, world, width)), width)
     tensors: dict[str, torch.Tensor] = {name: torch.zeros(()) for name in STEPS}
     for name in NAMES:
@@ -95,12 +95,12 @@ def measure(folder: Path, world: int, width: int) -> dict[str, Any]:
     alone_s = time.perf_counter() - start
     ranks: list[dict[str, float]] = [{} for _ in range(world)]
     shares: list[dict[str, Any]] = []
-    for rank in range(world):  # first pass: what each rank sends to the others
+    for rank in range(world):  # first pass: computes the data that each rank sends to the others
         opens.clear()
         start = time.perf_counter()
         Examination(rank, world, lambda mine: shares.append(mine) or [_nothing(files), mine]).damage(path, files)
         ranks[rank] |= {"examine_s": time.perf_counter() - start, "examined": sum(opens.values())}
-    for rank in range(world):  # second pass: what it does with everything that it has received
+    for rank in range(world):  # second pass: each rank processes the data that it has received
         examination = Examination(rank, world, lambda mine: shares)
         examination._findings[path] = {name: finding for share in shares for name, finding in share.items()}
         mesh = None

@@ -45,7 +45,7 @@ from unisono.observe.straggler import StragglerDetector
 RANKS = (8, 64, 512, 4096)
 SAMPLES = 10**9
 PER_RANK = 4  # samples per rank in a global batch
-TENSORS = 300  # of a checkpoint: weights, averages and optimizer state
+TENSORS = 300  # number of tensors in a checkpoint: weights, averages and optimizer state
 HEADERS = 100  # number of tensors per shard in the measurement that writes every shard to a real file
 THREADS = (8, 16, 32, 64)
 FLAGS = 5  # numbers in the exchange of a step

@@ -91,7 +91,7 @@ class Whole:
         self.exact = size(config, exact=True)  # 32-bit weights that every rank holds unsharded
         self.is_trained = not MODELS[model][1]  # False for a LoRA: few trained weights, all others in 16 bit
         self.state, self.gradient = (12, 4) if self.is_trained else (2, 0)  # bytes per weight
-        self.copied = 2 if self.is_trained else 0  # in blocks that are not recomputed; not under fsdp
+        self.copied = 2 if self.is_trained else 0  # more bytes per weight of blocks that are not recomputed
 
     @property
     def weights(self) -> int:

@@ -67,7 +67,7 @@ class Evaluation:
                 # A forward pass without backward leaves gathered weights behind, even if it failed.
                 failure, stopped = self._over_data(loader, step, sums, metrics)
             self._strategy.weights_changed()
-            if stopped or failure:  # also metrics that a failed batch has updated but not returned
+            if stopped or failure:  # this includes metrics that a failed batch has updated but not returned
                 for metric in [*metrics.values(), *_metrics_in(vars(self._recipe))]:
                     metric.reset()
             if stopped:
@@ -199,7 +199,7 @@ class Evaluation:
 
     def _over_ranks(self, sums: dict[str, Tensor]) -> dict[str, float | list[float]]:
         mine = {name: pair.tolist() for name, pair in sums.items()}
-        by_rank = self._agreement.all_gather(mine)  # by name: ranks may have seen different metrics
+        by_rank = self._agreement.all_gather(mine)  # gathered by name, because ranks may have different metrics
         names = sorted({name for sums_of_rank in by_rank for name in sums_of_rank})
         means: dict[str, float | list[float]] = {}
         for name in names:

@@ -60,7 +60,7 @@ class Work:
     """Whether progress() draws a bar on this process's stderr; else it sends plain lines to message()."""
 
     def meet(self) -> bool:
-        """A barrier: waits for all processes. If it returns True, the run is stopping: return from prepare() then."""
+        """A barrier: waits for all processes. Returns True if the run is stopping; then return from prepare()."""
         return any(self.gather(self.stopping))
 
     def gather(self, value: Any) -> list[Any]:

@@ -126,7 +126,7 @@ class Recorder:
             "world": self._placement.world,
             "skipped": skipped,
         }
-        if timing:  # otherwise there was no step since the last record, on any rank
+        if timing:  # empty if no rank has done a step since the last record
             numbers = self._device_numbers(timing)
             record |= numbers
             if self._placement.world > 1:
@@ -158,7 +158,7 @@ class Recorder:
     def _over_ranks(self, numbers: Mapping[str, float], step: int) -> dict[str, Any]:
         """Gathers each rank's numbers on the main rank: their means, their lists, and the slowest rank."""
         mine = {name: round(numbers[name], 3 if name.endswith("_ms") else 4) for name in _BY_RANK if name in numbers}
-        ranks = self._agreement.gather(mine)  # between hosts, without the GPU
+        ranks = self._agreement.gather(mine)  # exchanged between the hosts, without waiting for the GPU
         if ranks is None:
             return {}
         lists = {name: [each.get(name) for each in ranks] for name in _BY_RANK if any(name in each for each in ranks)}
@@ -208,7 +208,7 @@ class Recorder:
                 for tracker in self._trackers:
                     tracker.show(step, path)
         except OSError as error:
-            if error.errno is None:  # not an error of the disk: an image that its file format cannot hold
+            if error.errno is None:  # not a disk error, but an image that the file format cannot store
                 raise
             # A full disk: as with a checkpoint, the next one may succeed.
             self._folder.event("preview_left_out", step=step, rank=0, error=str(error))
@@ -217,7 +217,7 @@ class Recorder:
     def set_total_steps(self, step: int, until: str = "") -> None:
         """Sets the total that the progress line shows, for a caller that drives the run and changes its length.
 
-        `until` names what ends there ("in this epoch"), if it is not the run.
+        `until` says what the total refers to if not to the run, such as "in this epoch".
         """
         self._progress.total, self._progress.until = step, until
 

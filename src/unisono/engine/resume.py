@@ -92,7 +92,7 @@ class FileChecks:
     """How the files of checkpoints are examined: on this process, or on all ranks together."""
 
     damage: Damage
-    contents: Callable[[Path], Contents]  # of a checkpoint whose files are undamaged
+    contents: Callable[[Path], Contents]  # reads the contents of a checkpoint whose files are undamaged
 
     @classmethod
     def local(cls) -> FileChecks:

@@ -326,7 +326,7 @@ class Trainer:
                 self._heartbeat.at("preview", self.state.step)
                 draw_preview(self._run, self.state.step, self._recorder)
         self.state.owes_evaluation = metrics is None
-        if metrics:  # after the average is swapped back, because this may save
+        if metrics:  # done after the average is swapped back, because this may save a checkpoint
             self._keep_best(metrics)
         return metrics is None
 

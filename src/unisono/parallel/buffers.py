@@ -76,7 +76,7 @@ class BufferSlots:
 
 @dataclass(slots=True)
 class _Before:
-    """A buffer before the step."""
+    """The state of a buffer before the step."""
 
     slot: int
     tensor: Tensor
@@ -90,7 +90,7 @@ class BufferBackup:
     def __init__(self, model: nn.Module) -> None:
         self._slots = BufferSlots(model)
         self._changing = set(self._slots.statistics)
-        self._unchanged: Counter[int] = Counter()  # by slot, the observed steps that did not change it
+        self._unchanged: Counter[int] = Counter()  # for each slot, the number of observed steps that did not change it
         self._copies: dict[int, Tensor] = {}  # memory for the copies, by slot
         self._before: list[_Before] = []
 

@@ -112,7 +112,7 @@ class DDP(Strategy):
             raise unused_weights(unused)
         self.check_dense()
         had_final_buckets = self._has_final_buckets
-        if not had_final_buckets:  # in the same step on all ranks
+        if not had_final_buckets:  # this happens in the same step on all ranks
             self._fix_buckets_keeping_gradients()
         self._stop_observing()
         if had_final_buckets and self._views is not None:

@@ -46,7 +46,7 @@ class FromRankZero:
         """`shapes` describes the weights on all ranks; `held` contains them on rank 0 and is empty on the others."""
         self._shapes, self._held, self._device, self.files = shapes, held, device, files
         self._return_freed_memory, self._freed_bytes = return_freed_memory, 0
-        self._memory: Tensor | None = None  # of the piece that is being sent or received
+        self._memory: Tensor | None = None  # memory for the piece that is being sent or received
 
     def __contains__(self, name: str) -> bool:
         return name in self._shapes

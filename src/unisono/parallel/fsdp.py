@@ -35,7 +35,7 @@ class FSDP(Strategy):
     sharded = collective = True
     guardable = False  # every forward pass gathers weights from all ranks
 
-    _replicated_gradients: Sequence[Tensor] = ()  # of the weights that are not sharded
+    _replicated_gradients: Sequence[Tensor] = ()  # gradients of the weights that are not sharded
     _sums_in_backward = True  # the next backward pass sums gradients across ranks
 
     def _set_up(self, wrapper: ForwardWrapper, blocks: Sequence[nn.Module]) -> nn.Module:

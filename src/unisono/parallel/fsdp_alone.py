@@ -40,7 +40,7 @@ def alone(root: FSDPModule) -> Iterator[None]:
     for group in groups:
         group._all_gather_comm, group._reduce_scatter_comm = _RepeatShard(), _KeepOwnPart()
     syncs = [(group.reduce_grads, group.all_reduce_grads) for group in groups]
-    root.set_requires_all_reduce(False)  # between replicas
+    root.set_requires_all_reduce(False)  # disables the all-reduce between replicas
     try:
         yield
     finally:
@@ -89,7 +89,7 @@ def _forget_pass(root: FSDPModule) -> None:
     """Resets FSDP to its state between two steps, even if a pass stopped in the middle."""
     groups = _groups(root)  # type: ignore[arg-type]
     device = groups[0].device
-    if device.type == "cuda":  # other streams may still use what is freed here
+    if device.type == "cuda":  # other streams may still use the tensors that are freed here
         torch.cuda.synchronize(device)
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()

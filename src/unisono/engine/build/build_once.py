@@ -49,14 +49,14 @@ class BuiltModel:
     """A recipe's model before it is distributed."""
 
     module: nn.Module
-    weights: Weights | None  # what Recipe.weights() returned
+    weights: Weights | None  # result of Recipe.weights()
     source: Weights | None  # fills the module if it is on the meta device
     remarks: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class _Announcement:
-    """What rank 0 tells the others about a large model."""
+    """A description of a large model, which rank 0 sends to the other ranks."""
 
     structure: Sequence[str]
     shapes: Shapes
@@ -109,7 +109,7 @@ def _build_for_all(recipe: Recipe, seed: int, placement: Placement, agreement: A
             announced = _Announcement(structure, shapes)
     except NotMovable as error:
         return _everywhere(built, size, str(error))
-    finally:  # also after an error: the other ranks then call model() themselves and report it like this one
+    finally:  # sent even after an error: the other ranks then call model() themselves and report the same error
         agreement.broadcast(announced)
     if announced is None:
         return built

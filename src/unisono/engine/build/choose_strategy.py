@@ -20,10 +20,10 @@ _STATE_PER_WEIGHT = {"adamw8bit": 0.51, "adamw4bit": 0.27, "adafactor": 0.01, "p
 
 @dataclass(frozen=True)
 class ChosenStrategy:
-    """The strategy of a run."""
+    """The strategy of a run, and the reason for choosing it."""
 
     name: str
-    reason: str  # for the banner
+    reason: str  # why it was chosen, shown in the banner
     shard_size: int | None = None  # ranks that hold one copy of the weights; only for fsdp
 
 

@@ -51,7 +51,7 @@ class _InitialModel:
     """The recipe's model before it is distributed."""
 
     module: nn.Module
-    weights: Weights | None  # what Recipe.weights() returned
+    weights: Weights | None  # result of Recipe.weights()
     source: Weights | None  # fills a module that is on the meta device
     full_precision: Sequence[str]  # names of weights that are never cast to 16-bit
     blocks: Sequence[nn.Module]

@@ -25,7 +25,7 @@ class Datasets:
 
     train: Dataset[Any]
     evaluation: Dataset[Any] | None
-    num_samples: int  # of `train`
+    num_samples: int  # size of `train`
     remarks: list[str] = field(default_factory=list)
 
 

@@ -19,7 +19,7 @@ _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
 
 
 def advice(rank: int, message: str, components: Components, *, recomputes: bool) -> str:
-    """The error text: how much memory is missing for one sample, and what would help, in numbers."""
+    """The error text: the memory that is missing for one sample, and the memory that each remedy would free."""
     placement, strategy = components.strategy.placement, components.strategy
     demand = Demand(
         weights=_bytes(strategy.model.parameters()) - components.blocks_on_host.saved_bytes,
@@ -68,7 +68,7 @@ def advice(rank: int, message: str, components: Components, *, recomputes: bool)
 
 
 def _more_blocks_on_host(blocks: BlocksOnHost, requested: int | None, free: int | None) -> str | None:
-    """The fewest blocks on the host that free what is missing, if that is known; all blocks otherwise."""
+    """The fewest blocks on the host that free the missing memory; all blocks if that amount is unknown."""
     missing = blocks.device_bytes if requested is None or free is None else max(requested - free, 1)
     more = blocks.fewest(blocks.device_bytes - missing)
     freed = blocks.device_bytes - more.device_bytes

@@ -39,7 +39,7 @@ def kept_heap(device: torch.device) -> Iterator[None]:
 
 
 def return_freed_memory() -> None:
-    """Returns freed memory inside the heap to the system; the C library itself returns only what is at its end."""
+    """Returns freed memory inside the heap to the system; the C library returns only memory at its end."""
     if (library := _library()) is not None:
         library.malloc_trim(0)
 

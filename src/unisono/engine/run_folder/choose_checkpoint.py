@@ -38,7 +38,7 @@ class ResumePoint:
 
     checkpoint: ChosenCheckpoint
     run_id: str
-    examination: Examination  # of the checkpoint's files
+    examination: Examination  # result of checking the checkpoint's files
 
     @property
     def path(self) -> Path | None:

@@ -91,7 +91,7 @@ def continue_run(
             f"{where}: its run.json cannot be used ({error}); restore it, or choose another folder"
         ) from None
     for name in (*FIXED, *fixed):
-        if name in record["config"]:  # without run.json only a checkpoint is left, which does not store the value
+        if name in record["config"]:  # false for a run without run.json: its checkpoints do not store this value
             _check_fixed(name, resolved, before.values[name], other_run)
     stored_values = {
         name: before.values[name] for name in record["config"] if not resolved.explicit(name) and name not in _PER_START
@@ -183,7 +183,7 @@ def sources_of(resolved: Resolved, record: Mapping[str, Any] | None) -> dict[str
 
 
 def unfinished(resolved: Resolved, recipe: str, classes: Sequence[type]) -> list[str]:
-    """If the user set no output_dir: a hint on how to continue the newest unfinished run with the same settings."""
+    """A hint on how to continue the newest unfinished run with the same settings, unless the user set output_dir."""
     if resolved.explicit("output_dir") or resolved.explicit("resume"):
         return []
     with suppress(OSError, UnisonoError, ValueError, KeyError, TypeError):  # a mere hint must never fail

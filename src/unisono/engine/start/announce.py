@@ -1,4 +1,4 @@
-"""What a run prints and records when it starts: the banner, notes, run.json and events."""
+"""Prints and records the start of a run: the banner, notes, run.json and events."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from unisono.typed_paths import as_typed
 def announce(run: TrainingRun, earlier_remarks: Sequence[str]) -> None:
     """Prints the banner and the notes, and queues this start's entry in run.json and events.jsonl; main rank only.
 
-    The run folder opens after the first step and writes what is queued then.
+    The run folder opens after the first step, and then writes the queued entries.
     """
     world = run.rank.world
     if not world.is_main:

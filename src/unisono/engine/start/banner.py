@@ -52,7 +52,7 @@ def banner_of(run: TrainingRun, folder: str) -> str:
 
 
 def _unit(placement: Placement) -> str:
-    """What computes a share of the batch."""
+    """The name of the unit that computes a share of the batch: a GPU, a rank or a group of ranks."""
     if placement.context > 1:
         return "group"
     return "GPU" if placement.device.type == "cuda" else "rank"

@@ -103,7 +103,7 @@ def _plan_batch(
 @dataclass(frozen=True)
 class _DerivedLength:
     length: Length
-    entered: EnteredRun  # with the settings that follow from the length
+    entered: EnteredRun  # the run, with the settings that follow from its length
     remarks: list[str]
 
 

@@ -177,7 +177,7 @@ def _train_here(
     restarts = resolved.values["max_restarts"] if plain else 0
     num_counted = 0
     with ExitStack() as cleanup:
-        if plain:  # also between two attempts; under a launcher the main rank locks it
+        if plain:  # holds the lock between two attempts too; under a launcher the main rank locks the folder
             resolved, lock = lock_folder(resolved, recipe_class.__qualname__)
             cleanup.callback(lock.release)
         while True:

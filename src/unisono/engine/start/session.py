@@ -61,7 +61,7 @@ def run_session(recipe_class: type[Recipe], resolved: Resolved, start: RankStart
                 result = session.run()
         except BaseException as error:
             note_crash(error, world, heartbeat.last, folder, start.job_folder)
-            if world.size == 1:  # with more ranks, a peer may have died, and leaving could wait for it forever
+            if world.size == 1:  # with several ranks, leaving could wait forever for a peer that has died
                 leave_process_group()
             raise
         leave_process_group(together=world.launcher in ("slurm", "mpi"))
@@ -174,7 +174,7 @@ class Session:
 
 
 def _remarks_on_changes(entered: EnteredRun) -> list[str]:
-    """Notes on what differs from the last start of this run."""
+    """Notes on the differences between this start of the run and its last one."""
     remarks = []
     if entered.changed:
         changes = (f"{name} {old} → {new}" for name, (old, new) in entered.changed.items())

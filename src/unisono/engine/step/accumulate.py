@@ -86,7 +86,7 @@ class GradientAccumulator:
         self.expected_count = torch.ones((), device=self._device, dtype=torch.float64)
         """Totals are divided by this before backward. It is on the device, where recorded kernels can read it."""
         self._expected = 1.0
-        self._names: list[str] = []  # of the sums of a micro-batch
+        self._names: list[str] = []  # names of the sums of a micro-batch
         self.bad: list[BadSample] = []  # samples of this step that any rank could not read
         self.counts = CountCheck()
         """Checks the counts that loss() returns."""
@@ -96,7 +96,7 @@ class GradientAccumulator:
         sharing = self._strategy.placement.context
         self.flops = FlopMeter(self._recipe, peak=peak, can_count=can_count, sharing=sharing)
         """Counts the operations of the steps."""
-        self._waits = WaitTimer(self._device, active=self._world > 1)  # of the current step
+        self._waits = WaitTimer(self._device, active=self._world > 1)  # waits of the current step
 
     def compute(self, micro_batches: Iterator[MicroBatch], requests: Mapping[str, float]) -> StepSums:
         """Consumes one step's micro-batches. Raises OutOfMemoryTogether on all ranks if the step can be repeated."""
@@ -105,7 +105,7 @@ class GradientAccumulator:
                 # Also for a step that is not recorded (a rank without samples): the next replay reads its buffers.
                 with nullcontext() if self._graphed is None else self._strategy.buffers.in_place():
                     return self._compute(micro_batches, requests)
-            except Exception as error:  # for instance during the all-reduce, when this rank cannot notify the others
+            except Exception as error:  # in the all-reduce, for instance, this rank cannot notify the others
                 self._note_failure(error, Attempt(), final=True)
                 raise
         except OutOfMemoryTogether as error:
@@ -144,7 +144,7 @@ class GradientAccumulator:
             if self._agreement.start({"oom": attempt.failure is not None}).read()["oom"]:
                 raise OutOfMemoryTogether(attempt.failure)
         except OutOfMemoryTogether as error:
-            total = error.__traceback__ = error.__context__ = None  # as in `compute`
+            total = error.__traceback__ = error.__context__ = None  # frees the frames that hold activations
             raise
         finally:
             self._names, self._state.expected_count = before
@@ -190,7 +190,7 @@ class GradientAccumulator:
         bad += micro.bad if self._strategy.placement.counts else ()
         self._guard.note_shape(micro.data)
         if is_first:
-            with self._waits.waiting():  # for the buffers of rank 0
+            with self._waits.waiting():  # waits for the buffers of rank 0
                 self._strategy.begin_step(guarded=self._guard.is_needed)
             self._guard.buffers.save()
         return micro
@@ -297,7 +297,7 @@ class GradientAccumulator:
             if is_timed:
                 self._waits.end_backward()
         except Exception as error:
-            if isinstance(error, NotImplementedError) and "Sparse" in str(error):  # from DDP's or FSDP's reduction
+            if isinstance(error, NotImplementedError) and "Sparse" in str(error):  # raised by DDP's or FSDP's reduction
                 raise sparse_gradient() from None
             self._note_failure(error, attempt, final=reduces)
 
@@ -364,7 +364,7 @@ class GradientAccumulator:
     def _seed_dropout(self, micro_batch: int) -> None:
         """Seeds dropout, so that it repeats exactly at the same world size, whatever a loader has drawn before.
 
-        The ranks of a context group draw the same: what each of them computes for a whole sample must agree.
+        The ranks of a context group draw the same numbers, so that their results for a whole sample agree.
         """
         placement = self._strategy.placement
         key = key_of(Purpose.DROPOUT, self._settings.run.seed, self._state.step, placement.data_rank, micro_batch)

@@ -24,7 +24,7 @@ from unisono.data.loader import MicroBatch
 from unisono.engine.recipe import Recipe
 from unisono.engine.step.guard import num_elements, shape_of
 
-_MAX_SHAPES = 64  # of further shapes the operations are estimated from the nearest size
+_MAX_SHAPES = 64  # the operations of further shapes are estimated from the nearest size
 _MAX_NAMED = 1024  # further shapes are distinguished by size only
 _PER_OCTAVE = 8  # different sizes per factor of two
 
@@ -42,10 +42,10 @@ class FlopMeter:
         self._recipe, self._has_formula = recipe, type(recipe).flops is not Recipe.flops
         self._active = peak is not None and (can_count or self._has_formula)
         self._can_count = can_count
-        self._flops: dict[Hashable, float] = {}  # of a micro-batch, by shape
+        self._flops: dict[Hashable, float] = {}  # operations of a micro-batch, by shape
         self._sizes: dict[Hashable, int] = {}  # number of elements, of every shape so far
         self._step: Counter[Hashable] = Counter()  # micro-batches of the current step
-        self._finished: Counter[Hashable] = Counter()  # and of the finished ones, until `per_step` reads them
+        self._finished: Counter[Hashable] = Counter()  # those of finished steps, until `per_step` reads them
         self._num_steps = 0
         self._counter = _Counter()
         self._open: Hashable = None  # the shape that is being counted

@@ -1,4 +1,4 @@
-"""Decides which steps are guarded, and restores what a step has changed before it is repeated.
+"""Decides which steps are guarded, and restores a failed step's changes before the step is repeated.
 
 If one rank runs out of memory, the others must not wait for it forever. In a guarded step the all-reduce of gradients
 starts only after all ranks have agreed that none failed, so it does not overlap with the backward pass. Therefore only
@@ -31,7 +31,7 @@ class Guard:
     def __init__(self, strategy: Strategy, guard_steps: int) -> None:
         self._strategy, self._steps = strategy, guard_steps
         self._passed: Counter[Hashable] = Counter()  # successful guarded steps, by shape
-        self._shapes: list[Hashable] = []  # of this step
+        self._shapes: list[Hashable] = []  # shapes of the micro-batches of this step
         self._peak = 0.0
         self.buffers = BufferBackup(strategy.model)
         """The model's buffers at the beginning of the step."""

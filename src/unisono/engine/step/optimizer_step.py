@@ -65,7 +65,7 @@ class StepReport:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What the host knows once it has launched a step; the step's own numbers arrive one step later."""
+    """The information that the host has after launching a step; the step's own numbers arrive one step later."""
 
     previous: StepReport | None  # the report of the previous step
     requests: Mapping[str, float]  # flags that any rank has set, such as a stop request
@@ -82,7 +82,7 @@ class _Unread:
     names: list[str]
     own: DeviceTimer
     waits: WaitTimer
-    numbers: Tensor  # on the host, valid once `arrived` has happened
+    numbers: Tensor  # in host memory, valid once `arrived` has happened
     arrived: torch.cuda.Event | None
 
     @property

@@ -118,7 +118,7 @@ class OptimizerWrapper:
         return groups
 
     def make_capturable(self) -> bool:
-        """Moves what changes between steps to the device, so that a step can be recorded; False if it cannot."""
+        """Moves values that change between steps to the device, so that steps can be recorded; False if impossible."""
         groups = self.optimizer.param_groups
         if not self._fused or not all("capturable" in group for group in groups):
             return False

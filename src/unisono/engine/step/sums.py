@@ -100,7 +100,7 @@ class CountCheck:
 
     def __init__(self) -> None:
         self._steps: set[int] = set()
-        self._samples = 0  # of the largest micro-batch
+        self._samples = 0  # number of samples in the largest micro-batch
         self._ones = True
         self._has_warned = False
 

@@ -75,7 +75,7 @@ class Variant:
     strategy: str
     micro_batch: int
     micro_batches: int
-    shard_size: int | str = "auto"  # of fsdp and hsdp
+    shard_size: int | str = "auto"  # number of ranks per copy of the weights, for fsdp and hsdp
     context: int = 1
 
     @property
@@ -202,7 +202,7 @@ def verify(
 def _compare_all(runner: _Runner, to_run: Sequence[Variant], precision: str) -> Verdict:
     reference = runner.run(to_run[0])
     results = [VariantResult(to_run[0], "reference", compare(reference, reference, precision))]
-    # Runs in another process, so that what Python randomises at its start (string hashes) differs too.
+    # Runs in another process, so that string hashes, which Python randomises at its start, differ too.
     again = runner.run(to_run[0], first=1, remark=" again")
     ignored = frozenset[str]()
     differences = compare(reference, again, precision)

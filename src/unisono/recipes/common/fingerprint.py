@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _LENGTH = 32  # hexadecimal digits: 128 bits
 _MODEL_SUFFIXES = (".json", ".model", ".safetensors")  # a changed README does not change the model
-_MAX_WHOLE = 2**26  # in bytes; of larger files, only some blocks are hashed
+_MAX_WHOLE = 2**26  # in bytes; only some blocks of a larger file are hashed
 _BLOCK, _NUM_BLOCKS = 2**12, 512
 
 

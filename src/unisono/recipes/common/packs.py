@@ -34,7 +34,7 @@ class PackEntry(NamedTuple):
     """The location of a tensor in a pack, its shape and its dtype."""
 
     pack: str
-    start: int  # in bytes
+    start: int  # offset in the file, in bytes
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -77,7 +77,7 @@ class Packing:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.write()  # even after an exception, because these tensors are complete
+        self.write()  # writes even after an exception, because these tensors are complete
 
     def add(self, key: str, tensor: Tensor) -> None:
         """Adds a tensor."""

@@ -149,7 +149,7 @@ def _copy(file: Path, to: Path) -> None:
         try:
             while os.copy_file_range(source.fileno(), target.fileno(), 2**30):
                 pass
-        except OSError:  # not supported between some file systems
+        except OSError:  # some file systems do not support it
             source.seek(0)
             target.seek(0)
             shutil.copyfileobj(source, target, 2**24)

@@ -37,7 +37,7 @@ def prompts_in(value: str, setting: str) -> list[str]:
 
 
 def decoded_frames(vae: WanVae, latents: Tensor) -> list[Tensor]:
-    """Decodes latents [batch, C, f, h, w] on their device; frames uint8 [F, H, W, 3] of each sample, on the CPU.
+    """Decodes latents [batch, C, f, h, w] on their device to frames uint8 [F, H, W, 3] of each sample, on the CPU.
 
     The VAE moves back to the CPU afterwards, because training needs the memory of the device.
     """

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def write_student(setup: Setup, model: Experts, folder: Path) -> str:
-    """Writes the pipeline to an empty folder; returns a line that says what it is and how to use it."""
+    """Writes the pipeline to an empty folder; returns a line that describes it and how to use it."""
     config, parts, prompt = setup.config, setup.parts, setup.preview_prompts[0]
     others = {name: kind for name, kind in parts.components.items() if name not in (HIGH, LOW, "scheduler")}
     # Not the teacher's scheduler: it may be for two experts, or for more steps than the student takes.

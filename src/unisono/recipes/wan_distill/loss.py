@@ -75,7 +75,7 @@ class DistillationLoss:
         if self.teacher is not None and (self.weights.velocity or self.weights.feature):
             assert self.empty is not None
             if self.empty.device != text.device or self.empty.dtype != text.dtype:
-                self.empty = self.empty.to(text)  # only once: a copy in every step would make the GPU wait
+                self.empty = self.empty.to(text)  # once, because a copy in every step would stall the GPU
             empty = self.empty.expand_as(text)
             teacher_states = self._recording(self.teacher.experts, self.layers) if self.weights.feature else None
             target = self.teacher.velocity(noisy, sigma, text, empty)

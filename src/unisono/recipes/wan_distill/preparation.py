@@ -33,7 +33,7 @@ def prepare(setup: Setup, kernel: Kernel, work: Work) -> None:
     if setup.is_tiny:
         if warning := unknown_to_tiny([*setup.prompts.train, *setup.prompts.held_out]):
             work.message(warning)
-        make(work)  # on every machine: each may have its own cache
+        make(work)  # runs on every machine, because each may have its own cache
     if work.meet():
         return
     check_models(setup)

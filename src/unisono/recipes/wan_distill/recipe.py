@@ -41,7 +41,7 @@ class WanDistill(WanRecipe):
     fixed: ClassVar[Sequence[str]] = (
         # Which prompts are for training and which are held out, and the number of samples of each:
         *("data_path", "eval_data_path", "num_eval", "rollouts", "eval_rollouts", "refresh_every"),
-        # What the teacher generates, and the noise levels at which its velocity is stored:
+        # The teacher's samples, and the noise levels at which its velocity is stored:
         *("teacher_path", "parts_path", "height", "width", "num_frames", "teacher_sampler", "teacher_steps"),
         *("text_dtype", "teacher_dtype", "guidance", "guidance_2", "negative_prompt", "shift", "sigma_sampling"),
         *("rollout_batch", "pairs", "eval_levels", "trajectory_points", "few_steps", "online"),

@@ -42,8 +42,8 @@ class WanFlow(WanRecipe):
         *("dataset_path", "eval_dataset_path", "num_eval", "num_shapes"),
         # What a sample contains:
         *("parts_path", "height", "width", "max_pixels", "num_frames", "fps", "window", "latents", "text_dtype"),
-        # The model, and what its weights mean. model_path may change: a LoRA's base is identified by its content, and a
-        # run that trains all weights has them in its checkpoints.
+        # The model and the meaning of its weights. model_path may change: a LoRA's base is identified by its content,
+        # and a run that trains all weights has them in its checkpoints.
         *("model_config", "expert", "lora_rank", "lora_alpha", "lora_targets", "lora_path"),
     )
     Config = settings.Config
@@ -64,7 +64,7 @@ class WanFlow(WanRecipe):
         super().__init__(config)
         check_config(config)
         self.has_frozen_weights = bool(config.lora_rank or config.lora_path)
-        self._base_to_record: LoraBase | None = None  # until the first step
+        self._base_to_record: LoraBase | None = None  # None once the first step has recorded the base weights
 
     @cached_property
     def setup(self) -> Setup:
@@ -164,7 +164,7 @@ class WanFlow(WanRecipe):
         return None if self.setup.pretrained is None else ExpertWeights(self.setup.weight_files)
 
     def frozen_linears(self, part: str, module: nn.Module) -> Sequence[str] | None:
-        """The layers in the transformers' blocks. The encoders have none: a cache must not change what they compute."""
+        """The layers in the transformers' blocks. The encoders have none: a cache must not change outputs."""
         return None if part == "model" else ()
 
     def frozen(self) -> Mapping[str, nn.Module]:

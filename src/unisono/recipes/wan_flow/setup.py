@@ -101,7 +101,7 @@ class Setup:
         shift = 1.0 if by_size else float(config.shift)
         levels = NoiseLevels(config.sigma_sampling, config.logit_mean, config.logit_std, config.mode_scale, shift)
         parts, boundary = self.trained, self.boundary
-        if boundary is None and config.expert != "both":  # one of two experts in a file of its own
+        if boundary is None and config.expert != "both":  # the file contains only one of two experts
             parts, boundary = parts_to_train((HIGH, LOW), config.expert), BOUNDARY
         low, high = levels_of(parts, boundary)
         factor = self.encoders.geometry.spatial_factor

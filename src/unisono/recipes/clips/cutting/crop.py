@@ -37,7 +37,7 @@ class Crop:
 
     def size(self, height: int, width: int, pixel_aspect: float = 1.0) -> tuple[int, int]:
         """Height and width of the window in an upright frame, in pixels: the largest even numbers that fit."""
-        shape = self.aspect / pixel_aspect  # in pixels
+        shape = self.aspect / pixel_aspect  # aspect ratio of the window in pixels of the video
         if width > height * shape:
             width = round(height * shape)
         else:

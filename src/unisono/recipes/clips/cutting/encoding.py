@@ -104,7 +104,7 @@ class _Prepare:
         self._whole = height, width
         self._window = crop.size(height, width, footage.pixel_aspect) if crop else (height, width)
         self.size, self.pixel_aspect = self._window, Fraction(footage.pixel_aspect).limit_denominator(1000)
-        if target_height:  # with square pixels
+        if target_height:  # the scaled frame has square pixels
             shape = crop.aspect if crop else width * footage.pixel_aspect / height
             self.size, self.pixel_aspect = (_even(target_height), _even(target_height * shape)), Fraction(1)
         with open_media(footage.path) as container:

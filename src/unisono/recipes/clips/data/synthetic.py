@@ -26,7 +26,7 @@ from unisono.errors import ConfigError
 LABELS = "labels.csv"
 CALM, HIGHLIGHT, DECOY = 0, 1, 2
 PATTERNS = ("motion", "sound", "none")
-"""What distinguishes highlights from decoys. "none" is a control experiment: only calm clips can be recognised."""
+"""The difference between highlights and decoys. "none" is a control experiment: only calm clips can be recognised."""
 
 _HIGHLIGHTS = 0.19  # fraction of clips that are highlights; the same fraction are decoys
 _SAMPLE_RATE = 8_000

@@ -113,7 +113,7 @@ class Reading(Iterator[Clip]):
         self.duration = 0.0
         """Seconds read so far; in the end, the length of the video."""
         self.damage: Damage | None = None
-        """What could not be decoded; set after the last clip."""
+        """The parts that could not be decoded; set after the last clip."""
         self._path, self._seconds, self._num_frames = path, clip_seconds, frames_per_clip
         self._period = 1 / self.facts.fps if self.facts.fps else 0.04
         self._shrink = _Shrink(_in_proportion(self.facts, size) if isinstance(size, int) else size)
@@ -138,7 +138,7 @@ class Reading(Iterator[Clip]):
 
     @property
     def remark(self) -> str:
-        """What is damaged in the file; empty for an intact one."""
+        """A description of the damage to the file; empty if it is intact."""
         return f"{self._path} is {self.damage}" if self.damage else ""
 
     def _read(self) -> Generator[Clip]:

@@ -1,4 +1,4 @@
-"""Counts what cannot be decoded of a damaged video, and reports it in one line."""
+"""Counts the packets of a damaged video that cannot be decoded, and reports them in one line."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Past:
 
     def __init__(self, batch: int, num_steps: int, device: torch.device) -> None:
         self.cells = torch.zeros(batch, num_steps, dtype=torch.int64, device=device)
-        self.actions, self.rewards = self.cells.clone(), self.cells.clone()  # of the previous step
+        self.actions, self.rewards = self.cells.clone(), self.cells.clone()  # actions and rewards of the previous step
 
     def tokens(self, begin: int, end: int) -> Tokens:
         """The steps from `begin` to before `end`, as a context whose first token is step `begin`."""

@@ -75,7 +75,8 @@ class ActionExplorer(Source):
         self._one_hot_moves = (
             torch.nn.functional.one_hot(moves, NUM_ACTIONS).float().flatten(1)
         )  # [task, action * move]
-        self._possible = torch.ones(len(tasks), room.num_tasks, dtype=torch.bool, device=device)  # not ruled out
+        # The tasks that the observations have not ruled out yet.
+        self._possible = torch.ones(len(tasks), room.num_tasks, dtype=torch.bool, device=device)
         cells = torch.arange(room.num_cells, device=device)
         self._outcomes = room.neighbours(cells)  # [cell, move] -> cell
         goal = room.num_cells - 1

@@ -82,7 +82,7 @@ class PPO(Source):
         overrides = {name: value for name, value in settings.items() if value is not None}
         self.settings = replace(SHARED if shared else INDEPENDENT, **overrides)
         self._streams = _streams_of(tasks) if shared else 1  # streams per learner
-        self._learner = torch.arange(len(tasks), device=tasks.device) // self._streams  # of each row
+        self._learner = torch.arange(len(tasks), device=tasks.device) // self._streams  # index of each row's learner
         # A shared policy uses the random numbers of its first stream.
         halves = (draws.uniform(2)[:: self._streams] * 2**24).long()
         keys = keys_for(0, (halves[:, 0] << 24) + halves[:, 1])

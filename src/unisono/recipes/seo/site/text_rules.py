@@ -44,7 +44,7 @@ class Check:
     """None if the rule could not be applied; `found` then says why."""
     found: str
     advice: str = ""
-    """What to do; empty if there is nothing to do."""
+    """Advice for the user; empty if there is nothing to do."""
 
     @property
     def failed(self) -> bool:

@@ -148,7 +148,7 @@ class Cache:
     def text(self, caption: str) -> Tensor:
         """The embedding of one of `captions`, [text length, width]."""
         key = self._caption_keys.of_text(caption)
-        if key not in self._extra_entries:  # all at once: reading the index of a large cache takes a while
+        if key not in self._extra_entries:  # loads all entries, because reading the index is slow
             entries = self._texts.find()
             self._extra_entries = {key: entries[key] for key in self._extra if key in entries}
         return pad(PackReader(self._texts.folder, [self._extra_entries[key]])[0], self._settings.text_length)

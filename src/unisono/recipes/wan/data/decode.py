@@ -203,7 +203,7 @@ class Video:
     def _times_by_counting(self) -> list[float]:
         """The frames' times from all packets of the file, without decoding them."""
         times: list[float] = []
-        decodable = False  # until the first key frame
+        decodable = False  # frames before the first key frame cannot be decoded
         with self._open() as (container, stream):
             for packet in container.demux(stream):
                 decodable = decodable or packet.is_keyframe

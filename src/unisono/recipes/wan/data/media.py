@@ -104,7 +104,7 @@ def read(path: Path, fit: Fit, *, fps: float, start: str = "head") -> Tensor:
     frames = torch.empty((fit.frames, fit.height, fit.width, 3), dtype=torch.uint8)
     number, before = 0, None
     for frame in _chosen(media, first, fit.frames, fps if media.facts.fps else 0.0):
-        if frame is before:  # at a higher frame rate than the video's, frames repeat
+        if frame is before:  # frames repeat if `fps` is higher than the video's frame rate
             frames[number] = frames[number - 1]
         else:
             frames[number] = _cover(media.rgb(frame), fit, media.pixel_aspect)

@@ -33,7 +33,7 @@ def read_latent(path: Path, geometry: Geometry, statistics: tuple[Tensor, Tensor
             "model",
         )
     if height % geometry.patch or width % geometry.patch:
-        raise BadMedia(path, f"a latent of {height} × {width}; both must be divisible by {geometry.patch}")
+        raise BadMedia(path, f"has a latent of {height} × {width}; both sides must be divisible by {geometry.patch}")
     return latent if statistics is None else normalised(latent, statistics)
 
 

@@ -188,7 +188,7 @@ def _read_caption(tree: Tree, path: str) -> str:
 
 
 def _add(samples: _Samples, tree: Tree, where: str, stem: str, media: str | None, caption: str | None) -> None:
-    """Adds a sample with its latent and embedding, or records what is wrong with it."""
+    """Adds a sample with its latent and embedding, or records the problem with it."""
     latent, embedding = (tree.path(stem + kind) if stem + kind in tree else None for kind in (LATENT, EMBEDDING))
     if caption is None and embedding is None:
         samples.bad.append(_Bad(where, _NO_CAPTION, f"write one, for instance into {stem}.txt"))

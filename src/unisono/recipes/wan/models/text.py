@@ -75,8 +75,8 @@ class TextEncoder:
         return [self._encode(clean(caption), max_length) for caption in captions]
 
     def _encode(self, text: str, max_length: int) -> Tensor:
-        # One by one and padded to the full length: both affect rounding, and an embedding must neither depend on other
-        # captions nor differ from what the pipeline computes.
+        # Encodes captions one by one, padded to the full length. Both affect rounding: an embedding must not depend on
+        # other captions, and must equal that of the pipeline.
         tokens = self.tokenizer(
             [text],
             padding="max_length",

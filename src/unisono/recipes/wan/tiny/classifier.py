@@ -1,7 +1,7 @@
-"""Recognises what a sample shows: a small classifier, trained only on drawn shapes.
+"""A small classifier that recognises the content of a sample; it is trained only on drawn shapes.
 
-A flow-matching loss proves little: a model that generates mud can have a low one. What counts is whether an independent
-classifier recognises the colour and the shape that the caption names.
+A flow-matching loss proves little: a model that generates useless samples can have a low loss. A better criterion is
+whether an independent classifier recognises the colour and the shape that the caption names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from unisono.recipes.wan.tiny.shapes import COLOURS, SHAPES, Shapes, labels
 _SIZE = 32  # pixels; other sizes are scaled to it
 _NUM_STILLS, _NUM_CLIPS, _CLIP_FRAMES = 1440, 240, 5  # training data
 _STEPS, _BATCH = 300, 64
-_NOISE = 0.1  # on the training images: a sample is never as clean as a drawing
+_NOISE = 0.1  # added to the training images, because a sample is never as clean as a drawing
 
 
 class ShapeClassifier(nn.Module):

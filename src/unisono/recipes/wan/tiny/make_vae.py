@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"make_vae: {error}", file=sys.stderr)
         return error.exit_code
-    saved = tiny_vae(options.output)  # in half precision, as in the file
+    saved = tiny_vae(options.output)  # loaded from the file, which stores half precision
     for num_frames in (1, 5, 9):
         print(f"PSNR on held-out drawings, frames {num_frames}: {psnr(saved, num_frames, _NUM_FOR_PSNR):.1f} dB")
     return 0

@@ -1,7 +1,7 @@
-"""Tiny Wan models that need no download: every class is the one that the published models use, only the sizes differ.
+"""Tiny Wan models that need no download: they use the same classes as the published models, in smaller sizes.
 
-The VAE is trained (`make_vae.py` writes the weights next to this file), the text encoder is random and frozen, and the
-transformer is what a run trains.
+The VAE is trained (`make_vae.py` writes the weights next to this file), and the text encoder is random and frozen. A
+run trains the transformer.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def tiny_vae_config() -> dict[str, Any]:
         "dim_mult": [1, 1, 1],
         "num_res_blocks": 0,
         "temperal_downsample": [True, True],
-        "is_residual": True,  # as in Wan 2.2: trains in half the steps
+        "is_residual": True,  # as in Wan 2.2; this halves the number of training steps
         "scale_factor_temporal": 4,
         "scale_factor_spatial": 4,
         "latents_mean": [0.0] * _LATENT_CHANNELS,

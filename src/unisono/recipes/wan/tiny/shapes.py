@@ -58,9 +58,9 @@ class Plan(NamedTuple):
     caption: str
     rgb: tuple[float, float, float]
     background: float
-    centre: tuple[float, float]  # in the middle of the clip
+    centre: tuple[float, float]  # x and y in the middle of the clip
     radius: float
-    travel: float  # from the first frame to the last
+    travel: float  # distance moved from the first frame to the last
 
 
 class Shapes(Dataset[Drawing]):

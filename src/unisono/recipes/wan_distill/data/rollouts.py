@@ -61,7 +61,7 @@ class Rollouts:
 
     @property
     def _storage(self) -> torch.dtype:
-        """The dtype on disk: bfloat16 when the teacher computes in 16 bit."""
+        """The dtype on disk: bfloat16 if the teacher computes in 16 bit, otherwise float32."""
         return torch.float32 if self.spec.dtype == "float32" else torch.bfloat16
 
     def _fits(self, entry: PackEntry) -> bool:

@@ -31,7 +31,7 @@ class PrunedWeights:
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows `start` to `stop` of a weight; reads no more of the teacher's file than the range they span."""
         weights, plan = self._load()
-        inside = name.partition(".")[2]  # after the name of the student's only transformer
+        inside = name.partition(".")[2]  # the name without that of the student's only transformer
         if plan.random_attention and ".attn" in inside:
             return _random_attention(inside, start, stop, plan)
         layer, units = units_of(inside)

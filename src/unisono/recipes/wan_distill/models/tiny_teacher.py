@@ -93,14 +93,14 @@ def _newest_step(run: Path) -> int:
 
 
 def _run_unisono(folder: Path, arguments: list[str], lock: int, work: Work, show_progress: Callable[[], None]) -> bool:
-    """Runs a unisono command and shows its progress; False when it was stopped and will continue later."""
+    """Runs a unisono command and shows its progress; returns False if it was stopped, to be continued later."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER_VARIABLES)}
     # For `die_with_parent`, in case this process dies before the child calls it.
     environment[LAUNCHER_PID] = str(os.getpid())
     command = [sys.executable, "-c", _PROGRAM, *arguments]
     with (folder / "log.txt").open("ab") as log:
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-        # The child dies with this process and holds the lock too: no one else starts before it has really ended.
+        # The child is killed when this process dies. It holds the lock too, so no other process starts before it ends.
         child = subprocess.Popen(command, env=environment, pass_fds=[lock], **streams)
         while child.poll() is None:
             time.sleep(_POLL_EVERY_S)
