@@ -72,7 +72,7 @@ class Row:
 
 
 class Rehearsal:
-    """Starts runs and keeps the undisturbed reference runs to compare them with."""
+    """Starts runs, and stores the undisturbed reference runs for comparison."""
 
     def __init__(self, root: Path, quick: bool) -> None:
         self.root, self.quick = root, quick
@@ -306,7 +306,7 @@ def not_a_number(rehearsal: Rehearsal, times: int) -> Row:
 
 def hangs(rehearsal: Rehearsal, times: int) -> Row:
     row = Row(f"a rank hangs, {times} times (hang_timeout 3 s)")
-    # Not in consecutive steps: both ranks would hang at once, and only one would be reported.
+    # The steps are not consecutive: otherwise both ranks would hang at once, and only one would be reported.
     chosen = sorted(rehearsal.random.sample(range(2, STEPS, 3), times))
     faults = [f"hang@rank{i % 2}:step{step}:{PHASES[i % 5]}" for i, step in enumerate(chosen)]
     folder = rehearsal.new("hang")

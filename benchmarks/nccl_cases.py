@@ -66,7 +66,7 @@ def all_cases(ranks: Sequence[int]) -> list[Case]:
 
 
 def missing(case: Case, backend: str) -> str:
-    """Why this row cannot run here; empty if it can."""
+    """The reason why this row cannot run here; empty if it can."""
     if case.needs == "gpu":
         return "" if backend == "nccl" else "needs a GPU"
     if case.needs and case.needs not in {field.name for field in fields(ParallelSettings)}:
@@ -170,7 +170,7 @@ def _check_event(folder: Path, kind: str, rank: int, strategy: str) -> None:
     if kind == "kill":
         expect(any("SIGKILL" in cause for cause in causes), lambda: f"no restart after a SIGKILL: {causes}")
     elif kind == "slow" and strategy == "fsdp":
-        # Ranks wait for each other inside of forward and backward: all of them are slow, and none is reported.
+        # Ranks wait for each other in forward and backward passes, so all are equally slow and no rank is reported.
         slowed = statistics.median(line["step_ms"] for line in step_lines(folder)[4:] if "step_ms" in line)
         expect(slowed >= 1e3 * SLOW_S, lambda: f"the rank was not slowed down: {slowed:.0f} ms per step")
     elif kind == "oom":

@@ -24,7 +24,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 PROBE, CONTRAST = (f"{HERE / 'nccl_recipe.py'}:{name}" for name in ("Probe", "Contrast"))
 STEPS = 14
-# In one micro-batch on one rank: others must agree with it although they sum in another order.
+# The reference has one micro-batch on one rank; other runs must agree although they sum in another order.
 RUN = [
     "--global_batch_size",
     "13",
@@ -52,7 +52,7 @@ class OutOfTime(Exception):
 
 
 class Runs:
-    """Starts runs in a folder of their own, and stops them when the time is over."""
+    """Starts runs in a separate folder, and stops all runs when the time is over."""
 
     def __init__(self, root: Path, backend: str, seconds: float) -> None:
         self.root, self.backend = root, backend

@@ -33,7 +33,7 @@ from machine import depends_on, machine, versions, without_folders
 HERE = Path(__file__).resolve().parent
 NEEDS = {"accelerate": ["accelerate"], "fabric": ["lightning", "lightning_fabric"]}
 VARIANTS = ["hand", "unisono", "accelerate", "fabric", "hand again"]
-# unisono guards the first steps against out-of-memory (--guard_steps 3). These variants never or always guard.
+# unisono guards the first steps against out-of-memory (--guard_steps 3). The variants here guard no step, or all steps.
 GUARD = ["hand", "unisono", "never guarded", "always guarded", "hand again"]
 LAUNCHER_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "ACCELERATE_")
 LAUNCHER_VARIABLES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "UNISONO_JOB"}

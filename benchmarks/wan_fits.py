@@ -48,7 +48,7 @@ def config_of(model: str, layers: int, quick: bool) -> Row:
 
 
 def size(config: Row, exact: bool = False) -> tuple[int, int]:
-    """Weights of one block and of the rest, counted on the meta device; `exact`: those that stay in 32 bit."""
+    """Weights of one block and of the rest, counted on the meta device; `exact`: only weights that stay in 32 bit."""
     import torch
     from diffusers import WanTransformer3DModel
 
@@ -165,7 +165,7 @@ class Whole:
         return [self.measured[self.model, shape, recompute, depth] for depth in self.depths]
 
     def _each(self, shape: str, recompute: str) -> float:
-        """GiB that each additional block adds."""
+        """Memory in GiB that each additional block adds."""
         few, more = self._cases(shape, recompute)
         return float(more["gib"] - few["gib"]) / (self.depths[1] - self.depths[0])
 
@@ -174,7 +174,7 @@ class Whole:
         return (self.state + self.gradient) * weights / GIB
 
     def _kept(self, shape: str, recompute: str) -> float:
-        """GiB of activations per block if gradients hide them: its input, or derived from the largest shape."""
+        """GiB of activations per block if gradients hide them, derived from the block's input or the largest shape."""
         if recompute == "all":
             return self.tokens(shape) * self.width * 2 / GIB
         shapes = {shape for model, shape, *_ in self.measured if model == self.model and not self.failed(shape, "none")}

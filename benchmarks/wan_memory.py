@@ -335,7 +335,7 @@ def main() -> int:
         measure(cases, options.room_gib, options.at_once, options.patience_s, so_far)
     import torch
 
-    # Not earlier: it initialises CUDA, which forked processes could not use.
+    # Called only here, because it initialises CUDA, which forked processes could not use.
     result |= {"machine": machine(), "versions": versions(PACKAGES)}
     result["gpu_gib"] = torch.cuda.mem_get_info()[1] / GIB if torch.cuda.is_available() else 0.0
     kept = ("model", "shape", "recompute", "layers", "tokens", "gib", "failed")

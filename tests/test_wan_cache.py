@@ -518,7 +518,7 @@ def test_precomputed_latents_and_embeddings_replace_encoding(tmp_path: Path, dat
 
 BAD_LATENTS = {
     "a latent of 48 channels, but the model takes 16": torch.randn(48, 1, 2, 2),
-    "a latent of 3 × 2; both must be divisible by 2": torch.randn(16, 1, 3, 2),
+    "has a latent of 3 × 2; both sides must be divisible by 2": torch.randn(16, 1, 3, 2),
     "a latent of shape": torch.randn(16, 2),
     "not finite": torch.full((16, 1, 2, 2), torch.nan),
     "torch.int64": torch.ones(16, 1, 2, 2, dtype=torch.int64),

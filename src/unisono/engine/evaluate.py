@@ -247,7 +247,7 @@ def _with_copied_metrics(recipe: Recipe) -> Recipe:
 
 
 def _metrics_in(value: Any) -> Iterator[Any]:
-    """torchmetrics objects among a recipe's attributes, including short lists and mappings; long ones hold data."""
+    """torchmetrics objects in a recipe's attributes and in short lists and mappings; long ones contain data instead."""
     if _is_metric(value):
         yield value
     elif isinstance(value, Mapping | nn.ModuleDict | list | tuple | nn.ModuleList) and len(value) <= _MANY:

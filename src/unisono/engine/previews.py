@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # avoids a circular import
     from unisono.engine.recorder import Recorder
 
 TOO_LARGE = "previews_left_out.json"
-"""The file in a run folder that records that previews do not fit into memory. Delete it to draw them again."""
+"""The file in a run folder that records that previews do not fit into memory. Delete it to draw previews again."""
 
 
 class PreviewSkipped(Exception):
@@ -41,7 +41,7 @@ class PreviewSkipped(Exception):
 
 
 class Drawing:
-    """One preview, which either all ranks draw or none of them."""
+    """Draws a preview on all ranks, or on none of them if it does not fit into memory."""
 
     def __init__(self, placement: Placement, needs_all_ranks: bool, agreement: Agreement, run_folder: Path) -> None:
         """`needs_all_ranks`: a forward pass waits for other ranks, because the model or a sample is divided."""
@@ -96,7 +96,7 @@ class Drawing:
         return None, failure
 
     def _gather(self, failure: str | None, results: Any) -> list[Any]:
-        """Gathers the results of all ranks. A rank that failed joins the next gather that the others reach."""
+        """Gathers the results of all ranks. A rank that failed joins the next gather of the other ranks."""
         answers = self._agreement.all_gather((failure, results))
         for rank, (why, _) in enumerate(answers):
             if why is not None:

@@ -140,7 +140,7 @@ class Recipe:
     """Number of samples per optimizer step across all ranks; set by the engine before it calls model()."""
 
     shards: RowShards | None = None
-    """How the weights are sharded across ranks; set before optimizer(). Pass it to an optimizer of `unisono.optim`."""
+    """The sharding of the weights across ranks, for optimizers of `unisono.optim`; set before optimizer() is called."""
 
     clock: Clock = Clock()
     """The current step, the same on every rank: `self.clock.step`, and `self.clock.progress` from 0 to 1.

@@ -64,7 +64,7 @@ class Recorder:
                     tracker.log(step, numbers)
 
     def measure_flops(self, flops: FlopMeter) -> None:
-        """Makes the recorder log `mfu` from these counts."""
+        """Makes the recorder compute and log `mfu` from the counts of `flops`."""
         self._flops = flops
 
     def step(self) -> AbstractContextManager[Any]:
@@ -210,7 +210,7 @@ class Recorder:
         except OSError as error:
             if error.errno is None:  # not a disk error, but an image that the file format cannot store
                 raise
-            # A full disk: as with a checkpoint, the next one may succeed.
+            # A full disk must not end the run: as with checkpoints, the next preview may succeed.
             self._folder.event("preview_left_out", step=step, rank=0, error=str(error))
             self.message(f"step {step}: preview skipped, because it cannot be written: {error}")
 

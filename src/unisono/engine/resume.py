@@ -89,7 +89,7 @@ def extra_of(components: Components) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class FileChecks:
-    """How the files of checkpoints are examined: on this process, or on all ranks together."""
+    """Functions that examine the files of checkpoints, on this process alone or on all ranks together."""
 
     damage: Damage
     contents: Callable[[Path], Contents]  # reads the contents of a checkpoint whose files are undamaged
@@ -201,7 +201,7 @@ def _state_in(extra: Mapping[str, Any]) -> tuple[TrainState, dict[str, dict[str,
 
 
 def why_incompatible(contents: Contents, components: Components) -> str | None:
-    """Why a checkpoint does not fit the model, by the headers of its files and its state; None if it fits."""
+    """The reason why a checkpoint does not fit the model, by its file headers and its state; None if it fits."""
     try:
         extra = read_state(contents.path)
         if _state_in(extra)[0].global_batch != components.state.global_batch:

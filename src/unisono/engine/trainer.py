@@ -240,7 +240,7 @@ class Trainer:
         searches = self.settings.batch.micro_batch == "auto" and not self.state.micro_batch
         if not strategy.can_try_out:
             if searches:
-                text = f"cannot try sizes here; starting with {size} samples, and halving that if they do not fit"
+                text = f"cannot try sizes here; starting with {size} samples, and with half as many if they do not fit"
                 self._recorder.message(f"micro_batch auto: {text}")
             return
         if searches:

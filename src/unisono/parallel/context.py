@@ -69,7 +69,7 @@ class Context:
         return 0 if self._group is None or self._is_apart else self._group.rank()
 
     def tokens(self, number: int) -> Tokens:
-        """How a sample's tokens are divided between the ranks of the group: in order, in nearly equal parts."""
+        """Divides a sample's tokens between the ranks of the group, in order and in nearly equal parts."""
         if number < self.size:
             raise ConfigError(
                 f"context_parallel {self.size}: a sample has only {number} token{'s' * (number != 1)} to divide; use "
@@ -102,7 +102,7 @@ def make_context(rank: int, world: int, size: int) -> Context:
     if size == 1:
         return Context()
     own: dist.ProcessGroup | None = None
-    for first in range(0, world, size):  # a group is created by all ranks, also by those that are not in it
+    for first in range(0, world, size):  # every rank must create every group, even a group that it is not in
         group = dist.new_group(list(range(first, first + size)), timeout=COLLECTIVE_TIMEOUT)
         if first <= rank < first + size:
             own = group
@@ -111,7 +111,7 @@ def make_context(rank: int, world: int, size: int) -> Context:
 
 @dataclass(frozen=True)
 class Tokens:
-    """How the tokens of a sample are divided between the ranks of a context group."""
+    """The division of a sample's tokens between the ranks of a context group."""
 
     number: int
     """The number of tokens of the whole sample."""

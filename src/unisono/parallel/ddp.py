@@ -179,7 +179,7 @@ class DDP(Strategy):
 
 
 class _Touch(torch.autograd.Function):
-    """Uses all parameters and adds nothing to their gradients, so that DDP reduces the existing ones."""
+    """Uses all parameters and adds nothing to their gradients, so that DDP reduces the existing gradients."""
 
     @staticmethod
     def forward(ctx: Any, *parameters: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
 
 PIECE_BYTES = 8 * 2**20
-"""How much of a weight is in host memory at a time, besides rank 0's copy."""
+"""Largest number of bytes of a weight that are in host memory at a time, besides rank 0's copy."""
 _RETURN_EVERY = 16 * 2**20  # bytes that rank 0 frees before it returns them to the system
 
 

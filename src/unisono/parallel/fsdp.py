@@ -45,7 +45,7 @@ class FSDP(Strategy):
                 raise RecipeError(f"fsdp cannot shard the scalar weight {name}; give it the shape (1,), or use ddp")
             if parameter.numel() == 0:
                 raise RecipeError(f"fsdp cannot shard the weight {name}, which has no elements; remove it, or use ddp")
-        # No cast_forward_inputs: autocast chooses the types, as with the other strategies. Gathered
+        # Without cast_forward_inputs, because autocast chooses the types as in other strategies. Gathered
         # weights are 16-bit, and gradients are summed in float32. On the CPU weights are gathered in float32, because
         # layer norm on the CPU rejects 16-bit weights with 32-bit inputs.
         gathered = placement.compute_type if placement.device.type == "cuda" else None
@@ -63,7 +63,7 @@ class FSDP(Strategy):
                 mesh=self.shard_mesh.devices,
                 mp_policy=precision,
                 offload_policy=offload,
-                # Backward begins with the weights outside of blocks (the head), and would gather them again at once.
+                # Keeps the weights outside of blocks (the head) gathered, because the backward pass begins with them.
                 reshard_after_forward=settings.fsdp_reshard_after_forward and module is not wrapper,
                 ignored_params=replicated,
             )
@@ -231,7 +231,7 @@ class FSDP(Strategy):
         return DTensor.from_local(local, mesh, whole.placements, run_check=False, shape=shape, stride=stride)
 
     def weights_changed(self) -> None:
-        """Frees gathered weights: those outside of blocks stay gathered until a backward pass, and become stale."""
+        """Frees gathered weights, because those outside of blocks stay gathered until a backward pass and become stale."""
         for module in self.wrapped.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

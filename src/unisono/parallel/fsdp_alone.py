@@ -96,7 +96,7 @@ def _forget_pass(root: FSDPModule) -> None:
     else:
         _reset_by_hand(root, groups)
     for group in groups:
-        for weight in group.fsdp_params:  # gradients of a pass that did not sum them
+        for weight in group.fsdp_params:  # frees gradients that the pass has not summed across ranks
             weight.unsharded_accumulated_grad = None
             if hasattr(weight, "_unsharded_param"):
                 weight._unsharded_param.grad = None

@@ -99,7 +99,7 @@ def _pieces(weights: Weights, name: str, first_row: int, target: Tensor) -> Iter
 
 
 def materialize(model: nn.Module, seed: int) -> None:
-    """Initialises modules that are on the meta device with real weights on the CPU; others do not change."""
+    """Initialises modules that are on the meta device with real weights on the CPU; other modules do not change."""
     tied = _tied(model)
     for name, module in model.named_modules():
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]

@@ -30,9 +30,9 @@ class RowShards:
 
     whole_shapes: Mapping[int, torch.Size] = field(default_factory=dict)  # of sharded weights, by id() of the shard
     rank: int = 0  # among the ranks that hold one copy of the weights
-    world: int = 1  # number of these ranks
+    world: int = 1  # number of ranks that hold one copy of the weights
     device: torch.device | None = None  # where collectives run; offloaded shards are on the CPU
-    group: dist.ProcessGroup | None = None  # these ranks; None: all ranks of the run
+    group: dist.ProcessGroup | None = None  # the ranks that hold one copy of the weights; None: all ranks of the run
     has_replicas: bool = False  # other ranks hold further copies, which must stay equal bit by bit
 
     def is_sharded(self, weight: Tensor) -> bool:

@@ -21,7 +21,7 @@ class Single(Strategy):
         return wrapper.to(self.placement.device)
 
     def fix_gradient_addresses(self) -> bool:
-        """Keeps the gradients of weights that the loss uses; others get none, or the optimizer would update them."""
+        """Keeps the gradients of weights that the loss uses. Other weights get none, so the optimizer skips them."""
         self._fixes_gradients = True
         return True
 

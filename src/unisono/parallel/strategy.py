@@ -57,7 +57,7 @@ class Placement:
 
     @property
     def counts(self) -> bool:
-        """Whether this rank's sums count: the ranks of a context group compute the same ones."""
+        """Whether this rank's sums count: all ranks of a context group compute the same sums, so only one rank's do."""
         return self.rank % self.context == 0
 
 
@@ -193,7 +193,7 @@ class Strategy(ABC):
         return [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
 
     def row_shards(self) -> RowShards:
-        """How `parameters` are sharded across ranks, for optimizers whose updates are not elementwise."""
+        """The sharding of `parameters` across ranks, for optimizers whose updates are not elementwise."""
         return RowShards()
 
     def tensors(self) -> dict[str, Tensor]:

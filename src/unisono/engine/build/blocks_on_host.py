@@ -70,7 +70,7 @@ def _fewest_that_fit(model: nn.Module, sizes: BlocksOnHost, settings: Settings, 
     fewest = sizes.fewest(_usable_memory(placement.device) - others)
     if placement.world == 1:
         return fewest
-    # All ranks swap the same blocks, which they broadcast one after the other: the fullest device decides.
+    # All ranks swap the same blocks, because they receive weights in the same order. So the fullest device decides.
     numbers = [0] * placement.world
     dist.all_gather_object(numbers, fewest.num)
     return replace(fewest, num=max(numbers))

@@ -91,7 +91,7 @@ def _build(recipe: Recipe, seed: int, placement: Placement) -> BuiltModel:
 
 
 def _weights_of(recipe: Recipe, model: nn.Module, seed: int, placement: Placement) -> Weights | None:
-    # A model on the meta device has drawn no random numbers. From here on, all ranks draw the same ones again.
+    # A model on the meta device has drawn no random numbers. After this, all ranks draw the same numbers again.
     seed_everything(key_of(Purpose.BUILD, seed, 3), placement.devices)
     return recipe.weights(model)
 
@@ -124,7 +124,7 @@ def _build_for_all(recipe: Recipe, seed: int, placement: Placement, agreement: A
 def _build_on_meta(
     recipe: Recipe, seed: int, placement: Placement, agreement: Agreement, announced: _Announcement
 ) -> BuiltModel:
-    """On the other ranks: builds a model without memory, and checks that it is the one that rank 0 has built."""
+    """On the other ranks: builds a model on the meta device, and checks that it equals rank 0's model."""
     reason, model = None, None
     existing = _meta_tensors()
     seed_everything(seed, placement.devices)
@@ -148,7 +148,7 @@ def _build_on_meta(
 
 
 def _sizes(model: nn.Module) -> tuple[int, int]:
-    """Bytes of the weights in host memory, and of all weights, also those that will be read from files."""
+    """Bytes of the weights in host memory, and of all weights including those that will be read from files."""
     sizes = [(weight.nbytes, weight.is_meta) for weight in model.parameters()]
     return sum(size for size, is_meta in sizes if not is_meta), sum(size for size, _ in sizes)
 
@@ -167,7 +167,7 @@ def _reason_of_any(reason: str | None, agreement: Agreement) -> str | None:
 
 
 def _difference(model: nn.Module, announced: _Announcement, existing: Sequence[Tensor]) -> str | None:
-    """Why a model that was built on the meta device cannot replace rank 0's; None if it can."""
+    """The reason why a model on the meta device cannot replace rank 0's model; None if it can."""
     for here, there in zip_longest(_structure(model), announced.structure):
         if here != there:
             return f"on the meta device it has {here}, otherwise {there}"

@@ -1,4 +1,4 @@
-"""The settings stored in a run folder: a resumed run adopts them, and may change some but not all of them."""
+"""The settings stored in a run folder. A resumed run adopts these settings, and may change only some of them."""
 
 from __future__ import annotations
 

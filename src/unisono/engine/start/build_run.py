@@ -108,7 +108,7 @@ class _DerivedLength:
 
 
 def _derive_length(entered: EnteredRun, components: Components, num_samples: int, world_size: int) -> _DerivedLength:
-    """How many steps the run has, and the settings that follow from it."""
+    """Derives the number of steps of the run, and the settings that follow from it."""
     recipe, state = components.recipe, components.state
     whole_epochs = recipe.whole_epochs
     per_epoch = recipe.samples_per_epoch or num_samples

@@ -1,4 +1,4 @@
-"""How a rank was started: by which launcher, as which rank, and for which devices."""
+"""Describes how a rank was started: by which launcher, as which rank, and for which devices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unisono.cluster.environment import World
 
 @dataclass(frozen=True)
 class RankStart:
-    """How this process was started."""
+    """The description of how this process was started."""
 
     world: World
     requested_devices: int | None = None  # on this machine; gradient accumulation compensates for missing devices

@@ -33,7 +33,7 @@ from unisono.errors import (
 from unisono.settings import Settings, optimizer_presets
 from unisono.typed_paths import absolute, all_typed, as_typed, for_caller, note_start_folder
 
-# Only processes that train import torch: starting ranks and printing help must be fast.
+# Only processes that train import torch, because starting ranks and printing help must be fast.
 
 
 class LaunchFailed(UnisonoError):

@@ -102,7 +102,7 @@ class GradientAccumulator:
         """Consumes one step's micro-batches. Raises OutOfMemoryTogether on all ranks if the step can be repeated."""
         try:
             try:
-                # Also for a step that is not recorded (a rank without samples): the next replay reads its buffers.
+                # Also done for a step that is not recorded (a rank without samples): the next replay reads these buffers.
                 with nullcontext() if self._graphed is None else self._strategy.buffers.in_place():
                     return self._compute(micro_batches, requests)
             except Exception as error:  # in the all-reduce, for instance, this rank cannot notify the others
@@ -362,7 +362,7 @@ class GradientAccumulator:
             raise RecipeError(f"loss(): metrics were {before} and now are {now}; keep their names")
 
     def _seed_dropout(self, micro_batch: int) -> None:
-        """Seeds dropout, so that it repeats exactly at the same world size, whatever a loader has drawn before.
+        """Seeds dropout, so that it repeats exactly at the same world size, even if a loader has drawn random numbers.
 
         The ranks of a context group draw the same numbers, so that their results for a whole sample agree.
         """

@@ -26,5 +26,5 @@ class Components:
     state: TrainState
     remarks: list[str]  # notes for the user, printed once
     captures: bool  # steps are recorded as CUDA graphs
-    recordable: bool  # they are not recorded, but could be
+    recordable: bool  # steps are not recorded, but could be
     blocks_on_host: BlocksOnHost

@@ -50,7 +50,7 @@ class CoupledGradientAccumulator(GradientAccumulator):
         while not micros or not micros[-1].chunk.last:
             micro = self._next_micro_batch(micro_batches, bad, is_first=not micros)
             if micro.chunk.last:
-                self._guard.buffers.rewind()  # earlier passes run again with a graph: only then may they change buffers
+                self._guard.buffers.rewind()  # earlier passes run again, and only then may they change buffers
             embedded.append(self._embed(micro, len(micros), attempt, graph=micro.chunk.last, last=not micros))
             micros.append(micro)
         lap.end()
@@ -104,7 +104,7 @@ class CoupledGradientAccumulator(GradientAccumulator):
         self, micros: Sequence[MicroBatch], embedded: Sequence[Rows | None], attempt: Attempt, inject_nan: bool
     ) -> list[Rows]:
         """Computes the loss of all rows; returns its gradient with respect to the rows of each micro-batch here."""
-        # Not in the `try`: a rank that fails here leaves others waiting in the all-reduce and cannot tell them.
+        # Outside of the `try`: a rank that fails here cannot notify the others, which wait in the all-reduce.
         where = [positions_tensor(micro.positions, self._device) - min(micro.chunk.global_batch) for micro in micros]
         whole = self._gather(micros, embedded, where)
         usable = self._usable(micros[0])
@@ -120,7 +120,7 @@ class CoupledGradientAccumulator(GradientAccumulator):
                 compared = compare_all(self._recipe, rows, gradients, inject_nan=inject_nan)
         except Exception as error:
             self._note_failure(error, attempt, final=not attempt.guarded, where=IN_COUPLE)
-        # A rank that ran out of memory joins these collectives: the others learn about it after their backward passes.
+        # A rank that ran out of memory joins these collectives: others are notified after their backward passes.
         self._take_sums(compared, attempt)
         if self._recipe.couples_by_rows and self._world > 1:
             with self._waits.waiting():
@@ -135,7 +135,7 @@ class CoupledGradientAccumulator(GradientAccumulator):
     def _gather(
         self, micros: Sequence[MicroBatch], embedded: Sequence[Rows | None], where: Sequence[Tensor]
     ) -> dict[str, Tensor]:
-        """The rows of the whole global batch from all ranks, in the order of the sample stream; 0 for missing ones."""
+        """The rows of the whole global batch from all ranks, in the order of the sample stream; missing rows are 0."""
         size = len(micros[0].chunk.global_batch)
         first = embedded[0]
         assert first is not None
@@ -188,14 +188,14 @@ class CoupledGradientAccumulator(GradientAccumulator):
         if self._state.expected_count == 0.0:  # the only host-device sync
             self._state.expected_count = power_of_two_near(float(compared.sums[1].item()))
             self._expect(self._state.expected_count)
-        # The all-reduce adds up the sums of all ranks. If all have the same ones, only one rank contributes.
+        # The all-reduce adds up the sums of all ranks. If each rank has computed the whole loss, only one contributes.
         is_own = by_rows or self._strategy.placement.rank == 0
         attempt.sums = compared.sums if is_own else torch.zeros_like(compared.sums)
 
     def _backward_all(
         self, micros: Sequence[MicroBatch], kept: list[Rows | None], gradients: Sequence[Rows], attempt: Attempt
     ) -> None:
-        """Runs backward for the last micro-batch, whose graph is in `kept`, then embeds the others again for theirs."""
+        """Runs backward for the last micro-batch, whose graph is stored; embeds the others again before theirs."""
         numbers = [len(micros) - 1, *range(len(micros) - 1)]
         for number in numbers:
             last = number == numbers[-1]

@@ -22,7 +22,7 @@ from unisono.parallel.buffers import BufferBackup
 from unisono.parallel.strategy import Strategy
 
 _GROWTH = 1.02  # a peak that grows by a smaller factor counts as unchanged
-_MANY = 64  # shapes; beyond that, new ones are distinguished by size only
+_MANY = 64  # number of shapes; further shapes are distinguished by size only
 
 
 class Guard:
@@ -56,7 +56,7 @@ class Guard:
         """Records the shapes of a micro-batch of this step."""
         if self.is_possible and self._steps > 0:
             shape = shape_of(data)
-            # Texts of many lengths rarely repeat a shape: beyond some number, only the size distinguishes them.
+            # Texts of many lengths rarely repeat a shape, so after many shapes only the size counts.
             if shape not in self._passed and len(self._passed) >= _MANY:
                 shape = ("so large", num_elements(data).bit_length())
             self._shapes.append(shape)

@@ -57,7 +57,7 @@ class StepReport:
 
     @property
     def why_skipped(self) -> str:
-        """Why the step was skipped."""
+        """The reason why the step was skipped, for a message."""
         if not 0 < self.count < math.inf:
             return f"loss() counted {self.count:g} items"
         return "non-finite loss or gradient"
@@ -122,7 +122,7 @@ class OptimizerStep:
         return self._gradient.flops
 
     def counts_remark(self, *, ended: bool = False) -> str | None:
-        """A warning about the counts of loss(), once, if they look wrong."""
+        """A warning if the counts that loss() returns look wrong; returned only once."""
         return self._gradient.counts.remark(ended=ended)
 
     def run(
@@ -147,7 +147,7 @@ class OptimizerStep:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            # Some weights may be updated and others not.
+            # The optimizer may have updated some weights and not others.
             raise OutOfMemoryHere(f"in the optimizer: {in_one_line(error)}") from error
         host, arrived = _to_host(numbers)
         names = [*_FIXED, *self._group_norms, *summed.names[2:]]

@@ -155,7 +155,7 @@ class Differences:
     different_weight: str | None = None
     """The first weight, in the model's order, whose difference exceeds its tolerance."""
     different_buffers: tuple[str, ...] = ()
-    """Tensors that differ although no optimizer updates them; the forward pass has changed them."""
+    """Names of tensors that differ although no optimizer updates them, such as buffers."""
 
     @property
     def same(self) -> bool:
@@ -249,7 +249,7 @@ def _number(value: object) -> float:
 
 
 def _numbers(value: object) -> list[float]:
-    """All numbers in a JSON value: a number, a curve, or a mapping of these."""
+    """All numbers in a JSON value, which is a number, a curve, or a mapping of numbers and curves."""
     if isinstance(value, list):
         return [number for each in value for number in _numbers(each)]
     if isinstance(value, Mapping):

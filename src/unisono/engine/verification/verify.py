@@ -100,7 +100,7 @@ class VariantFailed(TrainingFailed):
 
 @dataclass(frozen=True)
 class VariantResult:
-    """The differences of a variant from the reference, or why it failed."""
+    """The differences between a variant and the reference, or the reason why the variant failed."""
 
     variant: Variant
     role: str
@@ -353,7 +353,7 @@ def _failure(variant: Variant, cause: Outcome | None, folder: Path) -> VariantFa
 
 
 def _gpus(resolved: Resolved, ranks: int) -> str:
-    """One GPU per rank; if there are fewer GPUs, all of them, and ranks share them."""
+    """The setting gpus: one GPU per rank, or all GPUs if there are fewer than ranks, which then share GPUs."""
     if resolved.explicit("gpus") and resolved.values["gpus"] == "0":
         return "0"
     return str(min(ranks, len(visible_gpus())))

@@ -34,7 +34,7 @@ def combined(*parts: Any) -> str:
 
 
 def of_folders(folders: Iterable[Path], *extra: str) -> str:
-    """Returns the fingerprint of a model on disk; `extra` lists whatever else changes its output, such as the dtype."""
+    """Returns the fingerprint of a model on disk; `extra` lists other properties that change its output."""
     parts: list[Any] = list(extra)
     for folder in folders:
         files = sorted(path for path in folder.iterdir() if path.suffix in _MODEL_SUFFIXES and path.is_file())

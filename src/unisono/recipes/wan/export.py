@@ -143,7 +143,7 @@ def _copy_part(source: Path, folder: Path) -> None:
 
 
 def _copy(file: Path, to: Path) -> None:
-    # No hard link: a program that later overwrites the copy in place would change the source too. copy_file_range lets
+    # Makes no hard link: a program that overwrites the copy in place would change the source too. copy_file_range lets
     # file systems share blocks, and network servers copy on their own.
     with file.open("rb") as source, to.open("xb") as target:
         try:

@@ -3,7 +3,7 @@
 from typing import Any, Literal
 
 SigmaSampling = Literal["logit_normal", "uniform", "mode"]
-"""How noise levels are sampled, before the shift."""
+"""Distributions of the noise levels, before the shift."""
 
 Attention = Literal["auto", "cudnn", "flash", "efficient", "math"]
 """Attention kernels."""

@@ -66,7 +66,7 @@ def held_out_metrics(
 
 
 def speed(teacher: SampleTime | None, student: SampleTime | None) -> dict[str, float]:
-    """The seconds per sample of both models and the student's speed-up, where they are known."""
+    """The seconds per sample of both models and the student's speed-up, as far as known."""
     metrics = {} if student is None else {"seconds_per_sample": student.seconds}
     if teacher is not None:
         metrics["teacher_seconds_per_sample"] = teacher.seconds

@@ -19,7 +19,7 @@ def write_student(setup: Setup, model: Experts, folder: Path) -> str:
     """Writes the pipeline to an empty folder; returns a line that describes it and how to use it."""
     config, parts, prompt = setup.config, setup.parts, setup.preview_prompts[0]
     others = {name: kind for name, kind in parts.components.items() if name not in (HIGH, LOW, "scheduler")}
-    # Not the teacher's scheduler: it may be for two experts, or for more steps than the student takes.
+    # Does not export the teacher's scheduler, which may be for two experts, or for more steps than the student takes.
     scheduler, steps = setup.student_scheduler()
     source = replace(parts, transformers={}, components=others, boundary_ratio=None)
     description = write_pipeline(folder, dict(model.named_children())[HIGH], source=source, boundary_ratio=None)

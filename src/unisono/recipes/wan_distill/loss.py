@@ -38,7 +38,7 @@ class DistillationLoss:
 
     weights: Weights
     spec: RolloutSpec
-    """How the teacher generated the samples."""
+    """The specification by which the teacher generated the samples."""
     teacher: Teacher | None = None
     """The teacher, with the setting online; otherwise None."""
     empty: Tensor | None = None

@@ -63,7 +63,7 @@ def prepare(setup: Setup, kernel: Kernel, work: Work) -> None:
 
 
 def load(setup: Setup, work: Work) -> Teacher:
-    """Loads the teacher and reports how much memory it takes, and where."""
+    """Loads the teacher, and reports the size and the place of its weights."""
     config = setup.config
     teacher, description = load_teacher(
         setup.teacher,
@@ -91,7 +91,7 @@ def _check_same_student(setup: Setup, work: Work) -> None:
 
 
 def _store_time(setup: Setup, seconds: list[float], work: Work) -> None:
-    """Stores the median time per sample: a mean would include whatever else the machine was doing."""
+    """Stores the median time per sample, because a mean would include delays by other programs."""
     for file in work.share([setup.times_file]) if seconds else ():
         write_cache_file(file, json.dumps({"seconds_per_sample": median(seconds), "blocks": len(seconds)}).encode())
 

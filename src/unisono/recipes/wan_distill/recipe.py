@@ -56,7 +56,7 @@ class WanDistill(WanRecipe):
         """Defaults for the tiny teacher on a CPU; a loss on hidden states needs uncompiled blocks."""
         defaults: dict[str, Any] = {"compile": False} if values["feature_weight"] else {}
         if str(values["teacher_path"]).lower() == "tiny":
-            by_epochs = values["num_epochs"] is not None  # then the number of steps is the user's choice
+            by_epochs = values["num_epochs"] is not None  # the user has set the length of the run
             tiny = settings.TINY.items()
             defaults |= {name: value for name, value in tiny if not (by_epochs and name == "max_steps")}
         return defaults

@@ -80,7 +80,7 @@ class Setup(ModelPair):
 
     @cached_property
     def rollout_spec(self) -> RolloutSpec:
-        """How the teacher generates training samples."""
+        """The specification of the teacher's training samples."""
         config = self.config
         compute_dtype = str(dtype_of(config.teacher_dtype, self.device)).removeprefix("torch.")
         spec = RolloutSpec(

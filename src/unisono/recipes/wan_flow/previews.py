@@ -72,7 +72,7 @@ def _requests(recipe: WanFlow) -> list[_Request]:
         like = torch.zeros(data.shape(0)) if hasattr(data, "shape") else data[0]["latent"]
         return [_Request(caption, like, recipe.text(caption)) for caption in recipe.preview_prompts]
     number = min(recipe.config.num_previews, len(data))
-    # The built-in shapes alternate, so the first ones show them all; a folder is sorted by name.
+    # The built-in shapes alternate, so the first samples show all of them; a folder is sorted by name.
     stride = len(data) // number if hasattr(data, "sources") and number else 1
     indices = [index * stride for index in range(number)]
     return [_Request(caption_of(data, index), *recipe.encoded_sample(data[index])) for index in indices]

@@ -53,7 +53,7 @@ class WanFlow(WanRecipe):
         """Defaults for the tiny model on a CPU, and for a LoRA."""
         if str(values["model_config"]).lower() == "tiny":
             excluded = set()
-            if values["num_epochs"] is not None:  # then the number of steps is the user's choice
+            if values["num_epochs"] is not None:  # the user has set the length of the run
                 excluded.add("max_steps")
             if values["dataset_path"] not in (cls.Config.dataset_path, settings.TINY["dataset_path"]):
                 excluded.add("num_previews")  # 24 previews are for the small shapes only

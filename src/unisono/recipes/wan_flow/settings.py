@@ -84,7 +84,7 @@ class Config(Recipe.Config):
     logit_std: float = 1.0
     """Standard deviation of the logit, for sigma_sampling logit_normal."""
     mode_scale: float = 1.29
-    """How strongly sigma_sampling mode prefers medium noise levels; 0 is uniform."""
+    """Scale of the preference for medium noise levels, for sigma_sampling mode. 0 is uniform."""
     shift: float | Literal["auto"] = 3.0
     """Shifts the noise levels towards more noise, which larger samples need: 3 is usual at 480p, 5 at 720p and for TI2V-5B; auto follows each sample's size."""
     caption_dropout: float = 0.1

@@ -42,7 +42,7 @@ def shots(frames: NDArray[np.uint8], times: NDArray[np.float64]) -> list[Edge]:
     A frame that differs from both neighbours, while the neighbours are alike, is a flash and not a cut.
     """
     looks = np.stack([_look(frame) for frame in frames]) if len(frames) else np.zeros((0, 1))
-    steps = _differences(looks, 1)  # steps[i]: from frame i to i + 1
+    steps = _differences(looks, 1)  # steps[i] is the difference between frames i and i + 1
     double_steps = _differences(looks, 2)
     cuts = []
     for at in np.flatnonzero(steps > _CHANGE):

@@ -203,7 +203,7 @@ class _Files:
         return _Media(video or features or inside, path(video) if video else None, rows)
 
     def _first(self, name: str, folder: str, suffixes: tuple[str, ...]) -> str | None:
-        # Not Path.suffix: names may contain dots, those of QVHighlights end with .0
+        # Does not use Path.suffix, because names may contain dots: those of QVHighlights end with .0
         suffix_of_name = next((end for end in (*VIDEOS, *FEATURES) if name.lower().endswith(end)), "")
         names = [name] if suffix_of_name and suffix_of_name in suffixes else []
         names += [name[: len(name) - len(suffix_of_name)] + suffix for suffix in suffixes]

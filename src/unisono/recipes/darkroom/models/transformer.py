@@ -81,7 +81,7 @@ class Block(nn.Module):
     def __init__(self, shape: Shape, layer: int) -> None:
         super().__init__()
         self._layer, self._heads, self.attention_dropout = layer, shape.num_heads, shape.attention_dropout
-        # No biases: on a GPU, summing their gradients would take a tenth of the step.
+        # Linear layers have no biases, whose gradients would take a tenth of the step on a GPU.
         self.norm_attention = nn.LayerNorm(shape.width, bias=False)
         self.queries_keys_values = nn.Linear(shape.width, 3 * shape.width, bias=False)
         self.mix = nn.Linear(shape.width, shape.width, bias=False)

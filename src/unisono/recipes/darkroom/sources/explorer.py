@@ -43,7 +43,7 @@ class Explorer(Source):
 
     def learn(self, cells: Tensor, actions: Tensor, rewards: Tensor, next_cells: Tensor, step: int) -> None:
         if self._num_goals == 1:
-            # Also marks cells after the goal is found, which is harmless: the costs are no longer used.
+            # This continues after the goal is found, which is harmless, because the costs are no longer used.
             self._cost.scatter_(1, next_cells[:, None], torch.inf)
             self._goals[:, 0] = torch.where(rewards > 0, next_cells, self._goals[:, 0])
             return

@@ -185,7 +185,7 @@ def _tree(html: str, problems: list[str]) -> Element | None:
     from lxml import etree
     from lxml.html import HTMLParser
 
-    # As bytes, because lxml rejects text that begins with an XML declaration.
+    # Passes bytes, because lxml rejects text that begins with an XML declaration.
     parser = HTMLParser(
         encoding="utf-8", remove_comments=True, remove_pis=True, no_network=True, huge_tree=True, recover=True
     )

@@ -17,7 +17,7 @@ PRECISIONS = {"float16": "fp16", "bfloat16": "bf16", "float32": "no"}
 
 @dataclass
 class SEOConfig(ConfigClass):
-    """How to train a classifier of texts."""
+    """Settings for training a classifier of texts."""
 
     model_name: str = "minilm"
     """A transformers model: a folder, a hub id, `minilm` (part of unisono[seo]) or `tiny` (built from the texts)."""
@@ -82,9 +82,9 @@ class SEOConfig(ConfigClass):
     distributed_init_method: str = "env://"
     """env://, or tcp://host:port instead of distributed_master_addr and distributed_master_port."""
     distributed_world_size: int = 1
-    """Number of processes if you start them by hand. A launcher sets it itself."""
+    """Number of processes if you start the processes by hand. A launcher sets this number itself."""
     distributed_rank: int = 0
-    """Rank of this process if you start them by hand."""
+    """Rank of this process if you start the processes by hand."""
     distributed_master_addr: str = "localhost"
     """Address of rank 0 if you start the processes by hand."""
     distributed_master_port: str = "12355"

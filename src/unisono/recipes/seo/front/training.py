@@ -214,7 +214,7 @@ class Training:
         return folder
 
     def load_checkpoint(self, path: str | Path) -> Path:
-        """Loads a checkpoint of any number of GPUs; training continues from it."""
+        """Loads a checkpoint that was saved with any number of GPUs; training continues from it."""
         folder = Path(path) if Path(path).exists() else self._path(path)
         if self.trainer is None:
             self.classifier.read(folder)

@@ -107,7 +107,7 @@ def encoder_config(tokenizer: PreTrainedTokenizerBase, max_length: int) -> Any:
         num_attention_heads=_HEADS,
         intermediate_size=4 * _WIDTH,
         max_position_embeddings=max(_POSITIONS, -(-max_length // 8) * 8),
-        # No dropout, so that a run gives the same result on any number of ranks.
+        # The model has no dropout, so that a run gives the same result on any number of ranks.
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
         pad_token_id=tokenizer.pad_token_id,

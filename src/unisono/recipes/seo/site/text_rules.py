@@ -123,7 +123,7 @@ def first_words(text: str) -> str:
 
 
 def frequency(keyword: str, text: str) -> tuple[int, float]:
-    """How often the words of a keyword follow each other in a text, and their share of all words."""
+    """The number of times that a keyword occurs in a text as a phrase, and the fraction of the words that it takes."""
     phrase, words = words_of(keyword), words_of(text)
     size = len(phrase)
     count = sum(words[at : at + size] == phrase for at in range(len(words) - size + 1)) if size else 0

@@ -146,7 +146,7 @@ class BiEncoder(RankingTask):
         return contrastive(rows, self.config.scale, both_ways=self.config.both_ways, anchors=slice(start, stop))
 
     def before_evaluation(self, model: nn.Module) -> None:
-        """Embeds the held-out queries; there are few, so every process embeds all of them."""
+        """Embeds the held-out queries. There are few, so every process embeds all queries."""
         queries, device = self.texts("eval_queries"), next(model.parameters()).device
         tokens = [queries[int(number)] for number in self.matching("eval").queries]
         pad_id, parts = int(self.tokenizer.pad_token_id), []

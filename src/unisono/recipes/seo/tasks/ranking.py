@@ -204,7 +204,7 @@ class RankingTask(Task):
     @property
     def _stored_baselines(self) -> dict[str, Any]:
         file = self.folder / _BASELINES_FILE
-        with suppress(OSError, ValueError):  # damaged: measure again
+        with suppress(OSError, ValueError):  # a damaged file counts as missing
             stored = json.loads(file.read_bytes())
             return stored if isinstance(stored, dict) else {}
         return {}

@@ -218,7 +218,7 @@ class Score(Task):
 
     @cached_property
     def uncalibrated(self) -> Calibration:
-        """How to interpret the model's outputs, before calibration: the class names, or mean and std of the labels."""
+        """The meaning of the model's outputs before calibration: the class names, or mean and std of the labels."""
         calibration = Calibration.read(self.folder)
         if calibration is None:
             raise UserError(

@@ -1,4 +1,4 @@
-"""The frozen models that encode the data: VAE and text encoder, from a model's folder or the tiny ones."""
+"""The frozen models that encode the data: VAE and text encoder, from a model's folder, or the built-in tiny models."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class FolderEncoders(Encoders):
                     TensorFile(file)
         self.statistics()
         tokenizer = self._part("tokenizer")
-        # Without them transformers silently creates a tokenizer with an empty vocabulary.
+        # Without these files, transformers silently creates a tokenizer with an empty vocabulary.
         vocabularies = [tokenizer / name for name in ("tokenizer.json", "spiece.model")]
         if not any(file.is_file() for file in vocabularies) or not (tokenizer / "tokenizer_config.json").is_file():
             raise ConfigError(

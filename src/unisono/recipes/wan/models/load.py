@@ -56,7 +56,7 @@ class WanFolder:
     """A model on disk."""
 
     kind: str
-    """pipeline (a folder with model_index.json), transformer (diffusers'), native (the Wan repository's), file."""
+    """pipeline (folder with model_index.json), transformer (diffusers' folder), native (Wan's own folder), or file."""
     path: Path
     transformers: Mapping[str, Path]
     """transformer (for A14B the high-noise expert) and transformer_2 (the low-noise one): a folder or a file each."""

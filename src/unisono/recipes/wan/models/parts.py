@@ -54,7 +54,7 @@ def count_in(config: Mapping[str, Any], name: str, of: str, default: int | None 
 
 @contextmanager
 def loading(folder: Path) -> Iterator[None]:
-    """Turns whatever a library raises while it loads a folder into a one-line ConfigError."""
+    """Turns any exception that a library raises while it loads a folder into a one-line ConfigError."""
     try:
         yield
     except Exception as error:  # both libraries raise many kinds of exceptions for bad files

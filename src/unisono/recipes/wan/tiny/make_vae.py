@@ -102,7 +102,7 @@ def save(vae: AutoencoderKLWan, file: Path) -> None:
         latents = [vae.encode(_frames(_NUM_FOR_STATISTICS, num_frames)).latent_dist.mean for num_frames in (1, 5)]
     by_channel = torch.cat([part.transpose(0, 1).flatten(1) for part in latents], dim=1)
     tensors = {name: tensor.half().contiguous() for name, tensor in vae.state_dict().items()}
-    # Not with save_file, which creates files that only their owner may read.
+    # Does not use save_file, which creates files that only their owner may read.
     file.write_bytes(to_bytes({**tensors, "latents_mean": by_channel.mean(1), "latents_std": by_channel.std(1)}))
 
 

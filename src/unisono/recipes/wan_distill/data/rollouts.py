@@ -84,7 +84,7 @@ class Rollouts:
         ]
 
     def fill(self, work: Work, teacher: Callable[[], Teacher], embed: Embed, purpose: str) -> list[float]:
-        """Generates this rank's share of the missing blocks; returns the seconds per sample of each of them."""
+        """Generates this rank's share of the missing blocks; returns the seconds per sample of each block."""
         if work.stopping:  # before the progress line appears
             return []
         remove_leftovers(self.folder)
@@ -113,7 +113,7 @@ class Rollouts:
                 if work.meet():
                     return
                 number = mine[turn] if turn < len(mine) else missing[0]
-                # No rank stops inside a block: the others would wait for it.
+                # No rank stops inside a block, because the other ranks would wait for it.
                 tensors, _ = self._generate(number, teacher, embed, replace(work, _asked_to_stop=bool))
                 if not all(work.gather(_is_finite(tensors))):
                     self._check(number, tensors)

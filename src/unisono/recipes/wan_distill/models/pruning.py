@@ -43,7 +43,7 @@ _INSIDE: dict[str, _Units] = {
 }
 TABLE = "scale_shift_table"
 MODULATIONS = 6  # per block: shift, scale and gate of attention, then those of the feed-forward layer
-SCALES = (1, 4)  # indices of the scales among them
+SCALES = (1, 4)  # indices of the scales among the modulations
 _MAY_DIFFER = (
     *("num_layers", "num_attention_heads", "attention_head_dim", "ffn_dim", "rope_max_seq_len", "eps", "qk_norm"),
 )
@@ -272,7 +272,7 @@ def _summary(
 
 @torch.no_grad()
 def measured_importance(transformer: nn.Module, latents: Tensor, times: Tensor, text: Tensor) -> list[float]:
-    """How much each block changes its input: 1 - cosine of input and output, mean over tokens and samples."""
+    """Measures how much each block changes its input: 1 - cosine of input and output, mean over tokens and samples."""
     importance: list[float] = []
 
     def measure(block: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:

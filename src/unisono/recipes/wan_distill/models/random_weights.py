@@ -30,7 +30,7 @@ def random_rows(name: str, shape: Sequence[int], start: int, stop: int, seed: in
     if name.endswith(".bias") or name.startswith("proj_out."):
         return torch.zeros(stop - start, *shape[1:])
     if len(shape) == 1:
-        return torch.ones(stop - start)  # a norm
+        return torch.ones(stop - start)  # the weight of a norm
     if name.endswith("scale_shift_table"):
         std = shape[-1] ** -0.5
     elif "time_embedder." in name or "text_embedder." in name:

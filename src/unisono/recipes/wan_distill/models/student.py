@@ -91,7 +91,7 @@ def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _vocabulary(values: Mapping[str, Any], where: str, theirs: list[str]) -> bool:
-    """Whether the keys are those of a student_config (else they are diffusers'); `patch_size` is in both."""
+    """Whether the keys are those of a student_config and not diffusers' arguments; `patch_size` is in both."""
     for name in values:
         if name not in _KEYS and name not in theirs:
             hint = did_you_mean(name, [*_KEYS, *theirs])

@@ -122,7 +122,7 @@ def load_teacher(
     compiled: bool,
     base_precision: str = "auto",
 ) -> tuple[Teacher, str]:
-    """The teacher with its weights, and a line that says how much memory they take, and where."""
+    """Loads the teacher; also returns a line that describes the size and the place of its weights."""
     dtype, offloaded = dtype_of(dtype_name, device), is_offloaded(folder, dtype_name, strategy, device, base_precision)
     teacher = Teacher(build_on_meta(folder, dtype), guidance, dtype)
     number = sum(it.numel() for it in teacher.experts.parameters())

@@ -146,7 +146,7 @@ def _run_apt(own: Path) -> None:
 
 
 def _chosen(lists: Path) -> list[Package]:
-    """The packages with a long enough description that does not begin like another one, sorted by name."""
+    """The packages whose description is long enough and does not begin like another description, sorted by name."""
     sections: dict[str, str] = {}
     described: dict[str, tuple[str, str]] = {}
     for path in sorted(lists.glob("*_Packages")):
