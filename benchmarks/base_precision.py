@@ -41,14 +41,14 @@ PRETRAINING_STEPS, EVALUATIONS, SEEDS = 400, 10, (1, 2, 3)
 TEXTS = {"docs": "docs/*.md", "code": "src/unisono/**/*.py"}
 
 
-@cache  # all runs train on the same bytes, even if somebody edits the files in the meantime
+@cache  # all runs train on the same bytes, even if the files change meanwhile
 def read(text: str) -> bytes:
-    """The beginning of a text."""
+    """Reads the first bytes of a text."""
     return b"".join(file.read_bytes() for file in sorted(HERE.parent.glob(TEXTS[text])))[: 10 * 2**16]
 
 
 class Bytes(Dataset[Tensor]):
-    """Pieces of text files; every tenth is held out."""
+    """A dataset of pieces of text files; every tenth piece is held out."""
 
     def __init__(self, text: str, *, held_out: bool) -> None:
         data = read(text)
@@ -86,7 +86,7 @@ class Pretraining(Recipe):
 
 
 class Lora(nn.Module):
-    """A frozen linear layer, and a trained product of two small matrices, which is 0 at first."""
+    """A frozen linear layer plus the trained product of two small matrices, which is 0 at first."""
 
     def __init__(self, base_layer: nn.Linear, rank: int = 8) -> None:
         super().__init__()

@@ -354,7 +354,7 @@ def extraction_table(result: Row) -> list[str]:
 
 
 class Loop(Variant):
-    """A loop of clips_loops.py, in a process of its own."""
+    """A loop of clips_loops.py, in a separate process."""
 
     def start(self, case: Case, job: dict[str, Any]) -> None:
         """Starts the process, which waits before its first step."""

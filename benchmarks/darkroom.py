@@ -77,7 +77,7 @@ def main() -> int:
     options = arguments()
     if options.part in ("learning", "speed") and not options.quick and not has_gpu():
         raise SystemExit(f"{options.part}: torch finds no GPU; --quick runs on the CPU")
-    sys.path.insert(0, str(ROOT / "src"))  # for the baselines, if unisono is not installed
+    sys.path.insert(0, str(ROOT / "src"))  # the baselines import unisono, which may not be installed
     with tempfile.TemporaryDirectory(prefix="darkroom-") as scratch:
         return PARTS[options.part](options, Path(scratch))
 

@@ -110,7 +110,7 @@ def learning(options: argparse.Namespace, scratch: Path) -> int:
         folder = scratch / re.sub(r"\W+", "_", name)
         return learned(run(darkroom(folder, *every[name]), folder, options.patience_s), every[name])
 
-    for name in seeds:  # run alone on the machine, because their times are reported
+    for name in seeds:  # these run alone on the machine, because their times are reported
         if name in missing:
             report.note(name, train(name))
     with ThreadPoolExecutor(options.at_once) as pool:

@@ -44,7 +44,7 @@ PHASES = ("data", "forward", "backward", "reduce", "optimizer")
 RUN = ["--global_batch_size", "12", "--batch_size", "6", "--max_steps", str(STEPS), "--save_every", "4"]
 RUN += ["--deterministic", "--eval_every", "15", "--max_restarts", "100", "--seed", "5"]
 ROUNDING = 1e-10
-IN_FLOAT64 = ("--disable_dropout", "--dtype", "float64")  # where only rounding may differ, it is small
+IN_FLOAT64 = ("--disable_dropout", "--dtype", "float64")  # for runs that may differ by rounding, which is then small
 EXACT = 0.0
 
 
@@ -228,7 +228,7 @@ def kill_at_instants(rehearsal: Rehearsal, world: int, rank: int, times: int) ->
 
 
 def kill_launcher(rehearsal: Rehearsal, times: int) -> Row:
-    """Kills the launcher: its ranks must end too, and the same command must continue."""
+    """Kills the launcher. Its ranks must end too, and the same command must continue the run."""
     row = Row(f"kill the launcher {times} times (SIGKILL), start again")
     flags = ["--pace", "0.03"]
     reference, folder = rehearsal.reference(2, *flags), rehearsal.new("launcher")

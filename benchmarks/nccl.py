@@ -202,7 +202,7 @@ def main() -> int:
     options.output.mkdir(parents=True, exist_ok=True)
     so_far = SoFar(options.so_far or options.output / "nccl_so_far.json", options.backend)
 
-    def write(rows: Sequence[Row]) -> None:  # after every row: the machine may be lent for a limited time
+    def write(rows: Sequence[Row]) -> None:  # called after every row, because machine time may be limited
         result.update(rows=rows, seconds=round(time.monotonic() - started, 1))
         name = "nccl" if options.backend == "nccl" else "nccl_rehearsal"
         (options.output / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")

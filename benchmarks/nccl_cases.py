@@ -85,7 +85,7 @@ def _verify(number: int, precision: str) -> Iterator[Case]:
             f"`verify --ranks 1,{number} --strategies {strategy} --precision {precision}`",
             partial(_verified, number=number, flags=flags),
             expected_s=25,
-            tolerance=TOLERANCES[precision].loss,  # 16 bit: of losses only
+            tolerance=TOLERANCES[precision].loss,  # in 16 bit, the tolerance of losses only
             quick=precision == "float64" and strategy == "fsdp",
         )
 
@@ -146,8 +146,8 @@ def _faults_together(number: int) -> Iterator[Case]:
 
 
 def _fault(kind: str, number: int, strategy: str) -> str:
-    """The fault on the last rank; no two faults in one step."""
-    # ddp recovers in place only in its first, guarded steps. fsdp restarts: after the first checkpoint.
+    """A fault of this kind on the last rank; each kind has a different step."""
+    # ddp recovers in place only in its first, guarded steps. fsdp restarts, so faults follow a checkpoint.
     step = {"oom": 2 if strategy == "ddp" else 4, "kill": 6, "hang": 8, "nan": 11, "slow": 3}[kind]
     return f"{kind}@rank{number - 1}:step{step}" + f":{SLOW_S}s" * (kind == "slow")
 

@@ -39,7 +39,7 @@ RUN = [
 ]
 IN_FLOAT64 = ["--dtype", "float64"]
 ROUNDING = 1e-10
-"""Largest difference in float64: of losses and metrics relative to their size if that is above 1, of weights."""
+"""Largest difference in float64 of weights, and of losses and metrics (relative to the value if that exceeds 1)."""
 PATIENCE_S = 240.0
 
 
@@ -90,7 +90,7 @@ class Runs:
         return largest_difference_in(printed, num_ranks)
 
     def reference(self, *flags: str, recipe: str = PROBE, steps: int = STEPS) -> Path:
-        """The undisturbed run of one rank, with a checkpoint of every step; made once."""
+        """The undisturbed run of one rank, with a checkpoint of every step; trained on the first call only."""
         key = (recipe, str(steps), *flags)
         with self._making_references:
             if key not in self._references:
@@ -119,7 +119,7 @@ class Runs:
         try:
             code = process.wait(limit)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # its ranks die with it
+            os.killpg(process.pid, signal.SIGKILL)  # the ranks of the process end with it
             process.wait()
             if limit < PATIENCE_S:
                 raise OutOfTime from None
@@ -237,7 +237,7 @@ def expect(condition: bool, otherwise: Callable[[], str]) -> None:
 
 
 def _difference(one: object, other: object) -> float:
-    """Relative to the larger of 1 and the second value; nan equals nan."""
+    """The difference relative to the larger of 1 and the second value; nan equals nan."""
     a, b = (float(value) for value in (one, other))  # type: ignore[arg-type]
     return 0.0 if a == b or (math.isnan(a) and math.isnan(b)) else abs(a - b) / max(1.0, abs(b))
 

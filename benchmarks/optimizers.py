@@ -42,7 +42,7 @@ WITHOUT_SCHEDULE = ("schedule_free_adamw",)
 
 
 class Bytes(Dataset[Tensor]):
-    """Pieces of the documentation; every tenth is held out."""
+    """A dataset of pieces of the documentation; every tenth piece is held out."""
 
     def __init__(self, sequence: int, *, held_out: bool) -> None:
         pages = sorted((HERE.parent / "docs").glob("*.md"))

@@ -65,7 +65,7 @@ class Variant:
     folder: Path
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     pipes: list[Connection] = field(default_factory=list)
-    store: Any = None  # hosted here, as torchrun's agent does, to avoid guessing a port
+    store: Any = None  # the store runs in this process, as in torchrun's agent, to avoid guessing a port
     rounds_ms: list[float] = field(default_factory=list)
     rounds_busy_ms: list[float] = field(default_factory=list)
     peak_mib: float = 0.0
@@ -152,7 +152,7 @@ class Variant:
                 self._fail(f"exit status {process.returncode}")
 
     def _fail(self, why: str) -> None:
-        time.sleep(1)  # the last lines of its output
+        time.sleep(1)  # waits for the last lines of the output
         logs = [f"--- {log.name}\n{log.read_text(errors='replace')[-4000:]}" for log in self.folder.glob("*.log")]
         raise SystemExit("\n".join([f"{self.name}: {why}", *logs]))
 

@@ -41,7 +41,7 @@ from unisono.checkpoint.shards import SHARDING_INFO, shard_name
 HERE = Path(__file__).resolve().parent
 LAYERS, SLOTS = 48, ("model.{}", "optimizer.{}.exp_avg", "optimizer.{}.exp_avg_sq")
 NAMES = [slot.format(f"blocks.{layer}.weight") for layer in range(LAYERS) for slot in SLOTS]
-STEPS = [f"optimizer.blocks.{layer}.weight.step" for layer in range(LAYERS)]  # not sharded: in rank 0's file
+STEPS = [f"optimizer.blocks.{layer}.weight.step" for layer in range(LAYERS)]  # not sharded: stored by rank 0
 
 opens: Counter[str] = Counter()
 
@@ -135,7 +135,7 @@ def measure(folder: Path, world: int, width: int) -> dict[str, Any]:
 
 
 def _nothing(files: Any) -> dict[str, Any]:
-    """Findings of the ranks that have not been simulated: no damage."""
+    """The results of ranks that have not been simulated: they found no damage."""
     from unisono.checkpoint.examination import _Finding
 
     return dict.fromkeys(files, _Finding())

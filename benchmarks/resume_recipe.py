@@ -38,7 +38,7 @@ class Wide(Recipe):
         self.chosen = 0.0
 
     def model(self) -> nn.Module:
-        self.chosen = time.monotonic()  # the checkpoint is chosen before, and restored after the model is built
+        self.chosen = time.monotonic()  # the checkpoint is chosen before the model is built, and restored afterwards
         return nn.Sequential(*(nn.Linear(self.config.width, self.config.width, bias=False) for _ in range(48)))
 
     def dataset(self, split: str) -> Any:

@@ -85,7 +85,7 @@ class Training:
 
 
 class Saves:
-    """Saves one training into one folder and keeps one checkpoint."""
+    """Saves the state of a training loop to one folder, which keeps one checkpoint."""
 
     def __init__(self, training: Training, folder: Path) -> None:
         self.training, self.folder, self.number, self.bytes = training, folder, 0, 0
@@ -144,7 +144,7 @@ def measure(training: Training, folder: Path, rounds: int, alone_s: float) -> di
     saves.finish(saver)
     del saver
     if training.device.type == "cuda":
-        torch._C._host_emptyCache()  # otherwise the pinned memory of that saver would be reused
+        torch._C._host_emptyCache()  # frees the pinned memory of that saver, which would be reused otherwise
     saver = saves.saver(asynchronous=True)
     before = training.alone()
     start = time.perf_counter()

@@ -226,7 +226,7 @@ def logging() -> dict[str, Any]:
 
 
 def extrapolated(values: dict[int, float], world: int) -> tuple[float, bool]:
-    """The value for a number of ranks, linearly beyond the largest measured one; and whether it was measured."""
+    """The value for a number of ranks, extrapolated linearly if it was not measured; and whether it was measured."""
     if world in values:
         return values[world], True
     largest = max(values)

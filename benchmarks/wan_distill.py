@@ -254,7 +254,7 @@ def speed(options: argparse.Namespace, place: Path) -> Row:
     print(time.strftime("%H:%M:%S"), "pipeline:", result["rows"]["pipeline"], flush=True)
     PARTS.write(result, options)
 
-    # A student trains on the cache, and with the teacher online.
+    # A student is trained on cached samples, and with the teacher online.
     student = place / "student.json"
     sizes = {"num_attention_heads": 6, "attention_head_dim": 128, "ffn_dim": 3072, "num_layers": 12}
     student.write_text(json.dumps({"num_layers": 1} if options.quick else sizes))
@@ -280,7 +280,7 @@ def speed(options: argparse.Namespace, place: Path) -> Row:
 
 
 def by_pipeline(folder: Path, setup: Any, side: int, steps: int, device: str) -> list[float]:
-    """Seconds per image of diffusers' own pipeline, called for one prompt at a time, as scripts do."""
+    """Seconds per image of diffusers' own pipeline, which is called for one prompt at a time, as scripts do."""
     import torch
     from diffusers import WanPipeline
 

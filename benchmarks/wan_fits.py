@@ -139,7 +139,7 @@ class Whole:
         fullest, gradients = self._fullest(shape, recompute, shards), self.gradient * self.weights / shards / GIB
         # From the second micro-batch on, gradients exist during the forward pass; ddp holds them twice.
         twice = gradients if gpus > shards else 0.0
-        averages = gradients  # EMA weights, in 32 bit too
+        averages = gradients  # the EMA weights take as much memory: 32 bit too
         return max(fullest.forward + gradients, fullest.backward + twice) + averages
 
     def flags(self, shape: str, gpus: int) -> str:

@@ -117,7 +117,7 @@ def _forget_first_peak() -> None:
 
     stepped = iter(range(1, 1000))
 
-    # Called once more than there are steps, when a skipped step creates the optimizer's state.
+    # Called once more than the number of steps, because a skipped step creates the optimizer's state.
     def count(*_: Any) -> None:
         if next(stepped) == 1 + FIRST and torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
@@ -207,7 +207,7 @@ def cases_in(scratch: Path, shapes: dict[str, tuple[int, int, int, int]], models
                     settings |= {"num_frames": frames, "height": height, "width": width, "gpus": "1"}
                     settings |= (
                         {} if quick else {"attention": "cudnn"}
-                    )  # fixed, because timing kernels next to other cases would be random
+                    )  # a fixed choice, because timings of kernels next to other cases would be random
                     tokens = batch * latent[1] * latent[2] * latent[3] // 4
                     case = {"model": model, "shape": shape, "recompute": recompute, "layers": layers, "tokens": tokens}
                     case["turn"] = turn

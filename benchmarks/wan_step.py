@@ -125,7 +125,7 @@ def run(
 
 
 def measure(variant: str, shape: Shape, data: Path, scratch: Path, model: str, patience: float) -> Row:
-    # One step more than is counted, because unisono logs one step late.
+    # Runs one more step than it counts, because unisono logs one step late.
     common = ["--batch_size", str(shape.batch), "--max_steps", str(shape.steps + 1), "--model_config", model]
     common += ["--learning_rate", "1e-5", "--shift", "3"]
     folder = Path(tempfile.mkdtemp(dir=scratch)) / "run"

@@ -46,8 +46,8 @@ def plan_batch(
 ) -> BatchPlan:
     """Plans the batch of an optimizer step.
 
-    `requested_devices` is the number that the user asked for, if fewer are available; `stored` is the effective batch
-    of a resumed run. In both cases accumulation adapts and the effective batch stays the same.
+    `requested_devices` is the number of devices that the user requested, if fewer are available; `stored` is the
+    effective batch of a resumed run. In both cases accumulation adapts and the effective batch stays the same.
     """
     plan = _plan(settings, explicit, devices, max(devices, requested_devices or devices), stored)
     if plan.global_batch > LARGEST_BATCH:

@@ -95,7 +95,7 @@ class Evaluation:
                 failure = self._over_batch(micro, step, sums, metrics)
             else:
                 self._heartbeat.at("evaluate", step)
-        self._heartbeat.at("evaluate", step)  # shows hang detection that this rank has finished its data and waits
+        self._heartbeat.at("evaluate", step)  # tells hang detection that this rank has finished its data and waits
         if exchange is not None and exchange.read()["stop"]:
             return False, True
         agreed = self._agreement.start({"oom": failure is not None, "bad": len(bad)}).read()
@@ -180,7 +180,7 @@ class Evaluation:
             )
         for name, value in returned.items():
             if _is_metric(value):
-                if weight:  # other metrics are copies
+                if weight:  # with weight 0, metrics are discarded copies
                     metrics[name] = value
                 continue
             if not isinstance(value, tuple) or len(value) != 2:
@@ -219,7 +219,7 @@ class Evaluation:
         whole: dict[str, Any] = {}
         for part in self._agreement.all_gather(mine):
             for name, metric in part.items():
-                metric.sync_on_compute = metric._to_sync = False  # compute() reads the second, a copy of the first
+                metric.sync_on_compute = metric._to_sync = False  # compute() reads only _to_sync
                 if name in whole:
                     whole[name].merge_state(metric)
                 else:

@@ -227,7 +227,7 @@ def _load_state(model: nn.Module, state: dict[str, Tensor], not_saved: set[str])
     saved = {name: tensor.to(own[name].dtype) if name in own else tensor for name, tensor in state.items()}
     try:
         missing, unexpected = model.load_state_dict(saved, strict=False)
-    except RuntimeError as error:  # other shapes
+    except RuntimeError as error:  # weights have other shapes
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"the checkpoint does not match the recipe's model: {reason}") from None
     filled = {own[name].data_ptr() for name in saved if name in own}

@@ -87,7 +87,7 @@ class Drawing:
             if not is_out_of_memory(error):
                 raise
             failure = in_one_line(error)
-        # After the except block, so that the frames that held the tensors are freed.
+        # Done after the except block, which has freed the frames that held the tensors.
         if self._placement.device.type == "cuda":
             torch.cuda.empty_cache()
         if self._needs_all_ranks:
@@ -147,7 +147,7 @@ def _write(path: Path, name: str, value: Any) -> None:
 def draw_preview(run: TrainingRun, step: int, recorder: Recorder) -> None:
     """Draws the preview of step `step` on all ranks; skips one that does not fit into memory."""
     recipe, strategy, settings, folder = run.components.recipe, run.components.strategy, run.settings, run.folder
-    # The same seed on every rank: with a sharded model, all ranks must make the same number of forward passes.
+    # Seeds all ranks alike: with a sharded model, all ranks must make the same number of forward passes.
     seed_everything(key_of(Purpose.PREVIEW, settings.run.seed, step), strategy.placement.devices)
     needs_all_ranks = strategy.sharded or strategy.placement.context > 1
     drawing = Drawing(strategy.placement, needs_all_ranks, run.rank.agreement, folder.path)

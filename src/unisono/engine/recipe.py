@@ -64,7 +64,7 @@ class Work:
         return any(self.gather(self.stopping))
 
     def gather(self, value: Any) -> list[Any]:
-        """All-gathers a plain object: returns the values of all processes, the main one first. All must call it."""
+        """All-gathers a plain object: returns the values of all processes, which must all call this, in rank order."""
         return self._gather(value)
 
     def message(self, text: str) -> None:
@@ -278,7 +278,7 @@ class Recipe:
         return ()
 
     def frozen_linears(self, part: str, module: nn.Module) -> Sequence[str] | None:
-        """Names of the frozen linear layers that base_precision converts; None: all that are in repeated blocks.
+        """Names of the frozen linear layers that base_precision converts; None: all in repeated blocks.
 
         `part` is "model" for the module of model(), otherwise a name in frozen().
         """
@@ -305,7 +305,7 @@ class Recipe:
 
     @property
     def coupled(self) -> bool:
-        """Whether the loss compares samples with each other: the recipe then has embed() and couple(), no loss()."""
+        """Whether the loss compares samples with each other: embed() and couple() then replace loss()."""
         return type(self).couple is not Recipe.couple or self.couples_by_rows
 
     @property

@@ -24,7 +24,7 @@ from unisono.observe.trackers import Tracker, curve_summaries, open_trackers
 from unisono.observe.training_line import TrainingLine
 
 MAX_RANKS_LISTED = 64
-"""Up to this many ranks, metrics.jsonl lists the numbers of each; beyond it a line would grow to kilobytes."""
+"""Up to this many ranks, metrics.jsonl lists the numbers of each rank; with more, a line would take kilobytes."""
 _BY_RANK = ("step_ms", "own_ms", "data_wait_ms", "comm_ms", "compute_ms", "mfu", "gpu_util", "gpu_power_w")
 _MEANS = ("comm_ms", "compute_ms", "mfu", "gpu_util", "gpu_power_w")
 _SLOW_S = 10.0

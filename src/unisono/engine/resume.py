@@ -254,7 +254,7 @@ class _Targets:
 
 def _check_optimizer_class(path: Path, extra: Mapping[str, Any], class_name: str) -> None:
     """Rejects the state of another optimizer. A recipe's optimizer() may return another class than before."""
-    saved = extra.get("optimizer_class", class_name)  # older checkpoints do not store it
+    saved = extra.get("optimizer_class", class_name)  # older checkpoints do not store the class
     if not isinstance(saved, str):
         raise CheckpointError(f"{path} cannot be loaded: state.json names no class of optimizers")
     if saved != class_name:

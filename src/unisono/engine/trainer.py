@@ -145,7 +145,7 @@ class Trainer:
                 requests = self._step_once()
             except OutOfMemoryTogether as error:
                 self._shrink(error)
-                continue  # the same samples again, in smaller micro-batches
+                continue  # computes the same samples again, in smaller micro-batches
             evaluates = self._due(settings.eval.eval_every) or self._due(settings.eval.preview_every)
             if self._due(settings.save.save_every):
                 self.state.owes_evaluation = evaluates  # evaluation is the recipe's code and may fail
@@ -297,7 +297,7 @@ class Trainer:
         self._recorder.add_step(report)
         self.on_report(report)
         check_measured(self.components.recipe, self.settings, self._step.measured)
-        self._recorder.first_step_done()  # the first step succeeded: creates the run folder
+        self._recorder.first_step_done()  # creates the run folder, because the first step has succeeded
         last = report.samples == self.length.samples
         if remark := self._step.counts_remark(ended=last):
             self._recorder.message(f"note: {remark}")

@@ -231,7 +231,7 @@ class FSDP(Strategy):
         return DTensor.from_local(local, mesh, whole.placements, run_check=False, shape=shape, stride=stride)
 
     def weights_changed(self) -> None:
-        """Frees gathered weights, because those outside of blocks stay gathered until a backward pass and become stale."""
+        """Frees gathered weights; those outside blocks would stay gathered until a backward pass and become stale."""
         for module in self.wrapped.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

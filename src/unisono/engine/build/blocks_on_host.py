@@ -22,7 +22,7 @@ from unisono.settings import Settings
 
 @dataclass(frozen=True)
 class SwapPlan:
-    """The blocks to swap."""
+    """The blocks to keep in host memory and copy to the device in turn."""
 
     sizes: BlocksOnHost
     blocks: Sequence[nn.Module]
@@ -88,7 +88,7 @@ def _check_host_memory(chosen: Sequence[nn.Module], sizes: BlocksOnHost, placeme
     is_on_meta = any(parameter.is_meta for block in chosen for parameter in block.parameters())
     need = sizes.host_bytes * placement.local_world if is_on_meta else 0
     machines: list[tuple[int, int]] = [(need, free_host_memory())]
-    if placement.world > 1:  # before any rank loads weights; all ranks refuse together
+    if placement.world > 1:  # checked before any rank loads weights, so that all ranks raise the error together
         machines = [(0, 0)] * placement.world
         dist.all_gather_object(machines, (need, free_host_memory()))
     for need, free in machines:

@@ -38,9 +38,9 @@ from unisono.parallel.strategy import Placement
 SMALL = 64 * 2**20
 """Models of up to this many bytes are built on every rank."""
 WORTH_A_REMARK = 2**30
-"""From this many bytes on, the user learns why each rank builds the model."""
+"""From this size in bytes on, a note tells the user why each rank builds the model."""
 
-_SMALL_PART = 50  # a LoRA of a fiftieth of the whole model is built on every rank, too
+_SMALL_PART = 50  # every rank builds a model of which only this fraction is not read from files, such as a LoRA
 _PLAIN = (bool, int, float, str, torch.device, torch.dtype, type(None))
 
 
@@ -50,7 +50,7 @@ class BuiltModel:
 
     module: nn.Module
     weights: Weights | None  # result of Recipe.weights()
-    source: Weights | None  # fills the module if it is on the meta device
+    source: Weights | None  # source to fill the module from if it is on the meta device
     remarks: list[str] = field(default_factory=list)
 
 
@@ -81,7 +81,7 @@ def build_once(
 
 def _build(recipe: Recipe, seed: int, placement: Placement) -> BuiltModel:
     """The model with its initial weights, except those that come from files."""
-    # The raw seed, not a derived key: initial weights equal those of a script that calls torch.manual_seed(seed).
+    # Uses the raw seed: initial weights then equal those of a script that calls torch.manual_seed(seed).
     seed_everything(seed, placement.devices)
     model = build_model(recipe)
     weights = _weights_of(recipe, model, seed, placement)
@@ -97,7 +97,7 @@ def _weights_of(recipe: Recipe, model: nn.Module, seed: int, placement: Placemen
 
 
 def _build_for_all(recipe: Recipe, seed: int, placement: Placement, agreement: Agreement) -> BuiltModel:
-    """On rank 0: builds the model; if it is large, announces it and takes its weights out of it."""
+    """On rank 0: builds the model; if it is large, announces it and detaches its weights from it."""
     announced, taken = None, dict[str, Tensor]()
     try:
         built = _build(recipe, seed, placement)

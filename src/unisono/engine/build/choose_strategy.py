@@ -1,4 +1,4 @@
-"""Chooses the strategy of a run: the one in the settings, or by memory with `--strategy auto`."""
+"""Chooses the strategy of a run: the strategy in the settings or, with `--strategy auto`, one that fits in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builds the components that train: from a recipe and settings to a distributed model, an optimizer and a state."""
+"""Builds the components of training from a recipe and settings: a distributed model, an optimizer and a state."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ import torch
 
 _TRIM, _MMAP = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of malloc.h
 _NEVER = -1
-_LARGE = 2**25  # bytes; larger tensors have their own pages. The largest threshold that the C library itself would use.
+_LARGE = 2**25  # bytes; larger tensors get their own pages. The C library itself uses no larger threshold.
 _TUNED_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "GLIBC_TUNABLES")
 
 

@@ -31,7 +31,7 @@ class MicroBatchSizer:
         self._may_rise, self._largest = may_rise, min(largest, plan.share)
         self._first = plan.micro_batch
         if may_rise and plan.micro_batch < min(state.micro_batch, plan.share):
-            # The previous attempt ran out of memory after the checkpoint: do not start with that size again.
+            # The previous attempt ran out of memory after the checkpoint, so this one starts with a smaller size.
             state.memory_failures += 1
             self._take(plan.micro_batch)
 
@@ -118,7 +118,7 @@ def stored_size(run_folder: Path) -> int | None:
     """The size that the previous attempt stored; None if there is none."""
     try:
         size = read_json(run_folder / _FILE)["micro_batch"]
-    except NotRegular as error:  # writing our file would replace it
+    except NotRegular as error:  # not a regular file, which writing would replace
         raise UserError(f"{run_folder / _FILE} cannot be read ({error.strerror}); remove it") from None
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -68,7 +68,7 @@ def _find_checkpoint(run: EnteredRun, checks: FileChecks, *, was_started_before:
     """The checkpoint to continue from.
 
     `--resume PATH` names the checkpoint that a run begins with. Once the run has its own checkpoints, the same command
-    continues from the newest of those.
+    continues from the newest of these checkpoints.
     """
     resume, folder, name = run.settings.run.resume, run.folder.path, run.recipe_name
     stored_id = (run.record or {}).get("id")

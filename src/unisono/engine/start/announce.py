@@ -96,7 +96,7 @@ def _versions() -> dict[str, str]:
     """Versions of the software and the GPU that a run's numbers depend on."""
     versions_by_name = {"python": platform.python_version(), "torch": torch.__version__}
     for package in ("unisono", "safetensors", "numpy", "diffusers", "transformers", "peft", "accelerate"):
-        with suppress(PackageNotFoundError):  # reads the metadata: importing the package would take seconds
+        with suppress(PackageNotFoundError):  # reads metadata, because an import would take seconds
             versions_by_name[package] = version(package)
     if torch.cuda.is_available():
         versions_by_name["cuda"] = str(torch.version.cuda)

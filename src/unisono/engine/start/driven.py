@@ -114,7 +114,7 @@ class DrivenTrainer(Trainer):
     def save_to(self, folder: Path) -> Path:
         """Saves a checkpoint in another folder and waits for it; the folder keeps only the newest one of this run."""
         self._settle()
-        self._report_saves(wait=True)  # one save at a time: all saves use the same process group
+        self._report_saves(wait=True)  # waits for a save in progress, because all saves use the same process group
         step = self.state.step
         if self._main:
             moved = set_aside_after(folder, step, self._run.identity, {})

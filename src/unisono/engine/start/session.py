@@ -1,4 +1,4 @@
-"""One rank from start to finish: join the other ranks, enter the run folder, build the run, train."""
+"""Runs one rank from start to finish: joins the other ranks, enters the run folder, builds the run, trains."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class GradientAccumulator:
         self._guard = Guard(self._strategy, -1 if captures else settings.batch.guard_steps)
         self._graphed = GraphedFunction(self._forward_and_backward) if captures else None
         self.expected_count = torch.ones((), device=self._device, dtype=torch.float64)
-        """Totals are divided by this before backward. It is on the device, where recorded kernels can read it."""
+        """The divisor of totals before backward; a tensor on the device, because recorded kernels read it there."""
         self._expected = 1.0
         self._names: list[str] = []  # names of the sums of a micro-batch
         self.bad: list[BadSample] = []  # samples of this step that any rank could not read
@@ -102,14 +102,14 @@ class GradientAccumulator:
         """Consumes one step's micro-batches. Raises OutOfMemoryTogether on all ranks if the step can be repeated."""
         try:
             try:
-                # Also done for a step that is not recorded (a rank without samples): the next replay reads these buffers.
+                # Done even if this step is not recorded (a rank without samples): the next replay reads these buffers.
                 with nullcontext() if self._graphed is None else self._strategy.buffers.in_place():
                     return self._compute(micro_batches, requests)
             except Exception as error:  # in the all-reduce, for instance, this rank cannot notify the others
                 self._note_failure(error, Attempt(), final=True)
                 raise
         except OutOfMemoryTogether as error:
-            # Their frames may hold activations, whose memory the next attempt needs.
+            # The frames of the exceptions may hold activations, whose memory the next attempt needs.
             error.__traceback__ = error.__context__ = None
             if self._graphed is not None:
                 self._graphed.forget()  # the next attempt has a different shape
@@ -133,7 +133,7 @@ class GradientAccumulator:
         self._guard.buffers.save()
         try:
             with self._strategy.trying_out():
-                # The second one needs more memory: the gradients of the first exist.
+                # Runs two, because the second needs more memory: the gradients of the first exist.
                 for number, micro in enumerate(itertools.islice(micro_batches, 2)):
                     total = self._forward(micro, number, attempt, inject_nan=False)
                     if total is not None:

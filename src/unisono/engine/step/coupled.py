@@ -55,7 +55,7 @@ class CoupledGradientAccumulator(GradientAccumulator):
             micros.append(micro)
         lap.end()
         self._heartbeat.at("reduce", step)
-        # After the last forward pass, not before it: the next operation is a collective.
+        # Checked after the last forward pass, because the next operation is a collective.
         with self._waits.waiting():
             agreed = self._start_exchange(requests, bad, attempt).read()
         self._act_on(agreed, bad, attempt)
@@ -65,7 +65,7 @@ class CoupledGradientAccumulator(GradientAccumulator):
         return self._summed(attempt, agreed, lap)
 
     def _forward(self, micro: MicroBatch, number: int, attempt: Attempt, inject_nan: bool) -> Tensor | None:
-        """For a memory trial: a scaled number that depends on all rows."""
+        """Returns a scaled number that depends on all rows, for a memory trial."""
         rows = self._embed(micro, number, attempt, graph=True, last=False)
         return (
             None if rows is None else self._scaled(torch.stack([each.sum() for each in floating(rows).values()]).sum())

@@ -61,7 +61,7 @@ def from_settings(
         "betas": (settings.beta1, settings.beta2),
         "momentum": settings.beta1,
         "eps": settings.epsilon,
-        # One kernel for all weights, which also skips a non-finite step on the device without a host sync.
+        # The fused optimizer updates all weights in one kernel, and skips a non-finite step without a host sync.
         "fused": True,
     }
     if "fused" not in accepted:

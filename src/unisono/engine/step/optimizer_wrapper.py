@@ -88,7 +88,7 @@ class OptimizerWrapper:
     def set_own_learning_rate(self, rate: Any) -> float:
         """Sets the rate that a recipe's learning_rate() returned; returns the first group's rate.
 
-        One number is the first group's rate, and the other groups keep their ratio to it; a sequence has one per group.
+        One number is the first group's rate, and the other groups keep their ratio to it; a sequence has one each.
         """
         several = isinstance(rate, Sequence) and not isinstance(rate, str)
         rates = list(rate) if several else [rate]
@@ -98,7 +98,7 @@ class OptimizerWrapper:
             raise RecipeError(f"learning_rate() returned {len(rates)} rates; the optimizer has {groups} groups")
         if not several:
             base = self._peaks[0]
-            rates = [rates[0] * (peak / base) if base else rates[0] for peak in self._peaks]  # x 1 is exact
+            rates = [rates[0] * (peak / base) if base else rates[0] for peak in self._peaks]  # a factor of 1 is exact
         return self._set_rates([float(each) for each in rates], own=True)
 
     def _set_rates(self, rates: Sequence[float], *, own: bool = False) -> float:
@@ -139,7 +139,7 @@ class OptimizerWrapper:
         in_kernel = self._fused and bool(gradients) and gradients[0].dtype == torch.float32
         if in_kernel:  # the kernel divides by grad_scale itself, which saves a pass over the gradients
             self.optimizer.grad_scale = (1 / factor).to(device, torch.float32)  # type: ignore[attr-defined]
-        elif gradients:  # also for float64: the kernel reads grad_scale as float32, which is not exact enough
+        elif gradients:  # with float64 too, for which the kernel's float32 grad_scale is not exact enough
             torch._foreach_mul_(gradients, factor.to(device, gradients[0].dtype))
         self.optimizer.step()
 
@@ -171,7 +171,7 @@ class OptimizerWrapper:
     def without_state_missing_in(self, saved: Collection[str]) -> Iterator[None]:
         """Drops state that the checkpoint does not contain, because it was saved before that state existed.
 
-        Puts it back if the checkpoint turns out not to fit.
+        Restores that state if the checkpoint turns out not to fit.
         """
         dropped: list[tuple[dict[str, Any], str, Tensor]] = []
         for parameter, slots in self.optimizer.state.items():

@@ -159,7 +159,7 @@ class Differences:
 
     @property
     def same(self) -> bool:
-        """Whether this is the same run."""
+        """Whether the run is the same as the reference."""
         return self.trained_the_same and self.different_metric is None
 
     @property
@@ -226,7 +226,7 @@ def _weights(reference: RunRecord, other: RunRecord, limit: Tolerance) -> Iterat
         same_non_finite = ~a.isfinite() & ((a == b) | (a.isnan() & b.isnan()))
         gaps = torch.where(same_non_finite, 0.0, gaps).nan_to_num(nan=math.inf)
         is_same = bool((gaps <= limit.weight_floor * scale).all())
-        if not is_same:  # reads the optimizer's state only in this case
+        if not is_same:  # only then reads the optimizer's state
             is_same = bool((gaps <= limit.weight_floor * scale + reference.drift_of(name, limit.epsilon)).all())
         yield name, float((gaps / scale).max()), is_same
 

@@ -69,7 +69,7 @@ class VerifyPlan:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to execute the same steps."""
+    """A number of ranks, a strategy and a micro-batch size with which to execute the steps."""
 
     ranks: int
     strategy: str
@@ -145,7 +145,7 @@ def variants(plan: VerifyPlan, global_batch: int, shard_size: int | str = "auto"
 
 
 def _shard_size(strategy: str, ranks: int, requested: int | str) -> int | str:
-    """The shard_size of a variant: the user's; for hsdp without one, two copies of the weights if possible."""
+    """The shard_size of a variant: the user's value; for hsdp without one, two copies of the weights if possible."""
     if strategy not in ("fsdp", "hsdp"):
         return "auto"
     return divisors(ranks)[-2] if strategy == "hsdp" and requested == "auto" else requested

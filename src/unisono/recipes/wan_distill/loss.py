@@ -80,7 +80,7 @@ class DistillationLoss:
             teacher_states = self._recording(self.teacher.experts, self.layers) if self.weights.feature else None
             target = self.teacher.velocity(noisy, sigma, text, empty)
         student_states = self._recording(model, range(len(self.layers))) if self.weights.feature else None
-        predicted = model(noisy, sigma, text).to(data.dtype)  # float32 from here on
+        predicted = model(noisy, sigma, text).to(data.dtype)  # the loss is computed in float32
         terms = {}
         if self.weights.velocity:
             assert target is not None

@@ -65,7 +65,7 @@ class FlowLoss:
         if self.first_frame and latent.shape[2] > 1:
             conditioned = torch.zeros_like(sigma, dtype=torch.bool) if conditioned is None else conditioned
             noisy, times = with_first_frame(noisy, latent, sigma, conditioned, model.config.patch_size)
-        predicted = model(noisy, sigma, text, times).to(target.dtype)  # float32 from here on
+        predicted = model(noisy, sigma, text, times).to(target.dtype)  # the loss is computed in float32
         if conditioned is None:
             errors = (predicted - target).square().flatten(1).mean(1)
         else:  # the first frame of a conditioned sample does not count in the loss
