@@ -48,7 +48,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 _TOKENS, _HEADS = 1, 2  # dimensions of queries, keys and values
 
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 
 
 class Context:
@@ -135,7 +135,7 @@ class Tokens:
             return tensor
         if tensor.shape[dim] != self.number:
             raise ValueError(f"expected {self.number} tokens along dimension {dim}, got {tuple(tensor.shape)}")
-        # A copy: a view would keep all tokens in memory for as long as the model stores this part for its backward.
+        # Returns a copy, because a view would keep all tokens in memory until the model's backward pass.
         return tensor.narrow(dim, self.start, self.sizes[self.rank]).clone(memory_format=torch.contiguous_format)
 
     def gather(self, tensor: Tensor, dim: int) -> Tensor:
@@ -166,7 +166,7 @@ class Tokens:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _by_heads(self, query: Tensor, key: Tensor, value: Tensor, attend: Attend) -> Tensor:
         """Exchanges tokens for heads: this rank attends with all tokens of its heads."""
-        if query.shape == key.shape:  # one message instead of three
+        if query.shape == key.shape:  # exchanges all three in one message
             attended = attend(*self._to_heads(torch.stack([query, key, value])).unbind())
         else:
             attended = attend(*(self._to_heads(part[None])[0] for part in (query, key, value)))
@@ -174,7 +174,7 @@ class Tokens:
         return _exchange(attended, _TOKENS, self.sizes, _HEADS, heads, self._group)
 
     def _to_heads(self, stacked: Tensor) -> Tensor:
-        """[parts, batch, all tokens, some heads, width] from [parts, batch, some tokens, all heads, width]."""
+        """Turns [parts, batch, some tokens, all heads, width] into [parts, batch, all tokens, some heads, width]."""
         heads = [stacked.shape[1 + _HEADS] // self.size] * self.size
         return _exchange(stacked, 1 + _HEADS, heads, 1 + _TOKENS, self.sizes, self._group)
 
@@ -241,7 +241,7 @@ class _Gathered(torch.autograd.Function):
         ctx.dim, ctx.sizes, ctx.group = dim, sizes, group
         longest = max(sizes)
         part = tensor.movedim(dim, 0)
-        if len(part) < longest:  # ranks send equal amounts
+        if len(part) < longest:  # pads the part, because all ranks must send equal amounts
             part = torch.cat([part, part.new_zeros(longest - len(part), *part.shape[1:])])
         gathered = part.new_empty(len(sizes) * longest, *part.shape[1:])
         _all_gather(gathered, part.contiguous(), group=group)

@@ -1,6 +1,6 @@
-"""Several GPUs in one process (`torch.nn.DataParallel`).
+"""Trains on several GPUs from one process (`torch.nn.DataParallel`).
 
-It is meant for users who already use it; ddp is faster. Each micro-batch is split along its first dimension across the
+It is meant for users of DataParallel; ddp is faster. Each micro-batch is split along its first dimension across the
 GPUs, and the sums of the GPUs are added.
 """
 

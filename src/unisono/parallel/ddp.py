@@ -23,7 +23,7 @@ _BROADCAST_BYTES = 250 * 2**20
 
 
 class DDP(Strategy):
-    """The same weights on every rank."""
+    """Replicates the model on every rank."""
 
     name = "ddp"
     collective = True
@@ -89,7 +89,7 @@ class DDP(Strategy):
         if guarded and not self._has_observed:
             self._observe_order()
         if guarded and self._views is not None:
-            torch._foreach_zero_(self._views)  # otherwise they would need memory in addition to the buckets
+            torch._foreach_zero_(self._views)  # new gradients would need memory besides the buckets
             for parameter, view in zip(self._trained, self._views, strict=True):
                 parameter.grad = view
 
@@ -104,7 +104,7 @@ class DDP(Strategy):
     def reduce_in_backward(self) -> None:
         """Makes the next backward pass reduce gradients across ranks."""
         if self.guardable:
-            self._wrapped(_nothing)  # DDP prepares for backward in its forward pass, whatever that computes
+            self._wrapped(_nothing)  # DDP prepares for backward in its forward pass, even if that computes nothing
 
     def reduce(self) -> None:
         """Averages the gradients of a guarded step across ranks, in the same buckets as fast steps."""
@@ -123,7 +123,7 @@ class DDP(Strategy):
         self._wrapped(_touch).backward()
 
     def _observe_order(self) -> None:
-        """Records the order in which gradients become ready in the first backward pass: the best one for buckets."""
+        """Records the order in which gradients become ready in the first backward pass, the best order for buckets."""
         self._has_observed = True
         for parameter in self._trained:
             hook = parameter.register_post_accumulate_grad_hook(self._arrivals.append)  # type: ignore[no-untyped-call]
@@ -170,7 +170,7 @@ class DDP(Strategy):
             return total
 
         self._has_final_buckets = True
-        for _ in range(2):  # DDP rebuilds them in the second forward pass
+        for _ in range(2):  # DDP rebuilds its buckets in the second forward pass
             self._wrapped(chain).backward()
         if self.settings.gradient_as_bucket_view:
             self._views = [parameter.grad for parameter in self._trained]  # type: ignore[misc]
@@ -201,6 +201,6 @@ def _touch(model: nn.Module) -> Tensor:
 
 
 def _buffer_option(broadcast: bool) -> dict[str, Any]:
-    """The option by its name in this version of torch (2.13 renamed it)."""
+    """The option to broadcast buffers, by its name in this version of torch (2.13 renamed it)."""
     renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
     return {"forward_sync_buffers" if renamed else "broadcast_buffers": broadcast}

@@ -61,7 +61,7 @@ class FromRankZero:
         return rows
 
     def _memory_for(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        # The same memory for every piece: gloo's threads release the tensors of a collective some time after it.
+        # Uses the same memory for every piece, because gloo's threads release tensors late, after a collective.
         num_bytes = math.prod(shape) * dtype.itemsize
         if self._memory is None or len(self._memory) < num_bytes:
             self._memory = torch.empty(max(num_bytes, PIECE_BYTES), dtype=torch.uint8, device=self._device)
@@ -87,7 +87,7 @@ class FromRankZero:
         self._freed_bytes += weight.nbytes
         del weight
         if self._freed_bytes > _RETURN_EVERY or not self._held:
-            self._return_freed_memory()  # weights of up to 32 MiB may be on the heap, which only grows by itself
+            self._return_freed_memory()  # weights of up to 32 MiB may be on the heap, which does not shrink by itself
             self._freed_bytes = 0
 
 

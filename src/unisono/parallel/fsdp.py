@@ -78,9 +78,9 @@ class FSDP(Strategy):
             self._make_shards(wrapper, home)
         if settings.fsdp_cpu_offload:
             _move_buffers(wrapper, placement.device)
-            # named_parameters() again: weights that were on meta have been replaced.
+            # Calls named_parameters() again, because weights that were on meta have been replaced.
             for parameter in wrapper.model.parameters():
-                if not isinstance(parameter, DTensor):  # replicated
+                if not isinstance(parameter, DTensor):  # a replicated weight
                     parameter.data = parameter.data.to(placement.device)
             return wrapper
         return wrapper.to(placement.device)

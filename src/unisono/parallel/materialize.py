@@ -79,9 +79,9 @@ def read_into(target: Tensor, name: str, weights: Weights, first_row: int = 0) -
     target = target if target.dim() else target.view(1)
     for row, rows in _pieces(weights, name, first_row, target):
         start = row - first_row
-        # First to the device, then to the dtype: files often have fewer bits than the model, and GPUs cast faster.
+        # Moves to the device before it casts: files often have fewer bits than the model, and GPUs cast faster.
         target[start : start + len(rows)].copy_(rows.to(target.device))
-        del rows  # before memory for the next piece is allocated
+        del rows  # frees the piece before memory for the next one is allocated
 
 
 def _pieces(weights: Weights, name: str, first_row: int, target: Tensor) -> Iterator[tuple[int, Tensor]]:

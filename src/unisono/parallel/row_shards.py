@@ -29,7 +29,7 @@ class RowShards:
     """Knows which weights are sharded, and sums or gathers them. All ranks must call its methods in the same order."""
 
     whole_shapes: Mapping[int, torch.Size] = field(default_factory=dict)  # of sharded weights, by id() of the shard
-    rank: int = 0  # among the ranks that hold one copy of the weights
+    rank: int = 0  # index among the ranks that hold one copy of the weights
     world: int = 1  # number of ranks that hold one copy of the weights
     device: torch.device | None = None  # where collectives run; offloaded shards are on the CPU
     group: dist.ProcessGroup | None = None  # the ranks that hold one copy of the weights; None: all ranks of the run
@@ -89,12 +89,12 @@ class RowShards:
         self, tensors: Sequence[Tensor], shapes: Sequence[torch.Size], *, gather: bool, like: Tensor | None = None
     ) -> list[Tensor]:
         """One all-to-all: sends rows to the ranks that compute (gather), or results back to the owners of the rows."""
-        mine = [self._num_elements(shape, self.rank) for shape in shapes]  # my rows of every matrix
+        mine = [self._num_elements(shape, self.rank) for shape in shapes]  # this rank's rows of every matrix
         own = (
             [self._num_elements(shapes[self.rank], rank) for rank in range(self.world)]
             if self.rank < len(shapes)
             else [0] * self.world
-        )  # every rank's rows of my matrix
+        )  # every rank's rows of this rank's matrix
         per_matrix = mine + [0] * (self.world - len(mine))
         send, receive = (per_matrix, own) if gather else (own, per_matrix)
         template = tensors[0] if tensors else like

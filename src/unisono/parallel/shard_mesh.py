@@ -49,7 +49,7 @@ class ShardMesh:
             assert everyone is not None
             return DeviceMesh.from_group(everyone, self.device_type)
         mesh = init_device_mesh(self.device_type, (self.num_replicas, self.size), mesh_dim_names=_NAMES)
-        for group in mesh.get_all_groups():  # new groups have torch's short default
+        for group in mesh.get_all_groups():  # new groups have torch's short default timeout
             _set_pg_timeout(COLLECTIVE_TIMEOUT, group)
         return mesh
 

@@ -1,4 +1,4 @@
-"""One device, one process."""
+"""Trains on one device in one process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unisono.parallel.strategy import ForwardWrapper, Strategy
 
 
 class Single(Strategy):
-    """The model as it is, on one device."""
+    """Uses the unwrapped model on one device."""
 
     name = "single"
 

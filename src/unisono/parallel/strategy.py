@@ -28,12 +28,12 @@ from unisono.settings import ParallelSettings
 
 @dataclass(frozen=True)
 class Placement:
-    """Where this process computes."""
+    """The devices and the rank of this process."""
 
     device: torch.device
     rank: int
     world: int
-    devices: Sequence[torch.device]  # more than one only for dp
+    devices: Sequence[torch.device]  # several only for dp
     compute_type: torch.dtype | None  # 16-bit type of mixed precision
     deterministic: bool = False
     nodes: Sequence[int] = ()  # machine of each rank; empty for a single machine

@@ -22,10 +22,7 @@ from unisono.settings import LARGEST_BATCH, LaunchSettings, ParallelSettings
 
 # How and where a run executes may change whenever it is resumed.
 _PER_START = {f.name for group in (LaunchSettings, ParallelSettings) for f in fields(group)}
-_PER_START -= {
-    "sync_batch_norm",
-    "find_unused_parameters",
-}  # these settings cannot change, because they affect the model
+_PER_START -= {"sync_batch_norm", "find_unused_parameters"}  # these settings affect the model
 _PER_START |= {"output_dir", "resume", "inject", "num_workers", "prefetch_factor", "pin_memory"}
 _PER_START |= {"batch_size", "gradient_accumulation_steps", "global_batch_size", "micro_batch", "guard_steps"}
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from unisono.recipes.common.cache_files import remove_leftovers, write_cache_file
 
-_MAX_TENSORS = 256  # per pack; limits the size of the header
+_MAX_TENSORS = 256  # number of tensors per pack, which limits the size of the header
 _MAX_BYTES = 2**26
 _MAX_SECONDS = 15.0  # longest time between writes in seconds; limits the work lost if the process is killed
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64, "I64": torch.int64}

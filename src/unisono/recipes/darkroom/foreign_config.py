@@ -1,7 +1,7 @@
 """Translates config files of other implementations.
 
-They describe the environment, the source learner and the model in three YAML files, merged into one flat mapping. Every
-key either has the same effect here, or is an error that gives the reason.
+They describe the environment, the source learner and the model in three YAML files, merged into one flat mapping. A
+key either has the same effect here, or raises an error with the reason.
 """
 
 from __future__ import annotations

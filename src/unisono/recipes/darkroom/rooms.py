@@ -82,7 +82,7 @@ class Room(ABC):
         return self._neighbours.on(cells.device).view(-1, NUM_ACTIONS)[cells]
 
     def move(self, tasks: Tensor, cells: Tensor, actions: Tensor) -> Tensor:
-        """Returns the cells that the actions lead to; a move into a wall stays in place."""
+        """Returns the cells that the actions lead to. A move into a wall leads to the same cell."""
         return self._neighbours.on(cells.device)[cells * NUM_ACTIONS + actions]
 
     def step(self, episode: Episode, actions: Tensor) -> tuple[Episode, Tensor]:

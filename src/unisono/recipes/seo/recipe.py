@@ -67,7 +67,7 @@ class Seo(Recipe):
         presets: dict[str, Any] = {"best_metric": metric, "best_mode": mode}
         if values["model_name"] == "tiny":
             presets["learning_rate"] = 1e-3
-        if values["num_epochs"] is None and values["max_steps"] is None:  # only if the user sets neither
+        if values["num_epochs"] is None and values["max_steps"] is None:  # the user has set neither
             presets["num_epochs"] = _EPOCHS
         if values["model_name"] != "tiny" and on_cpu(values):
             if "num_epochs" in presets:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _SHARD = "5GB"
 _LIBRARIES = ("diffusers", "transformers")
-_KINDS = {".json", ".safetensors", ".model", ".txt"}  # no pickles, no code
+_KINDS = {".json", ".safetensors", ".model", ".txt"}  # file types to copy: neither pickles nor code
 
 
 def other_parts(pipeline: WanFolder, trained: Sequence[str], expert: str) -> WanFolder:
@@ -81,7 +81,7 @@ def _with_copied_parts(folder: Path, models: Mapping[str, Any], source: WanFolde
     if source.kind != "pipeline":
         models = dict(models)
         for name, path in source.transformers.items():
-            if name not in models:  # the names of its weights may not be diffusers': convert them
+            if name not in models:  # converted, because its weights may have other names than in diffusers
                 models[name] = build_meta(transformer_config(source, part=name))
                 fill(models[name], path)
         why = f"{source.path} has no VAE, text encoder and tokenizer in diffusers' layout"

@@ -16,7 +16,7 @@ def forward_flops(config: Mapping[str, Any], latent: Sequence[int], text_length:
     batch, _, *sizes = latent
     tokens = prod(size // patch for size, patch in zip(sizes, config["patch_size"], strict=True))
     width = config["num_attention_heads"] * config["attention_head_dim"]
-    # Projections of self-attention and of cross-attention's queries; its keys and values; the feed-forward layers.
+    # Projections of self-attention and cross-attention queries; cross-attention keys and values; feed-forward layers.
     projections = 12 * width**2 * tokens + 4 * width**2 * text_length + 4 * width * config["ffn_dim"] * tokens
     attention = 4 * tokens**2 * width + 4 * tokens * text_length * width
     return float(batch * config["num_layers"] * (projections + attention))

@@ -33,7 +33,7 @@ class NoiseLevels:
     """Mean of the logit, for logit_normal. Larger means more noise."""
     std: float = 1.0
     mode_scale: float = 1.29
-    """For mode (Esser et al. 2024, eq. 20): how strongly medium levels are preferred; 0 is uniform."""
+    """For mode (Esser et al. 2024, eq. 20): scale of the preference for medium levels; 0 is uniform."""
     shift: float = 1.0
     """σ becomes shift·σ / (1 + (shift − 1)·σ): larger images need more noise to be hidden as well."""
 
@@ -85,7 +85,7 @@ def noised(data: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
 
 
 def velocity(data: Tensor, noise: Tensor) -> Tensor:
-    """The model's target."""
+    """The velocity from data to noise, which the model is trained to predict."""
     return noise - data
 
 

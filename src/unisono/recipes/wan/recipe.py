@@ -30,7 +30,7 @@ class WanRecipe(Recipe):
 
     @cached_property
     def kernel(self) -> Kernel:
-        """The attention kernel."""
+        """The attention kernel that the run uses."""
         from unisono.recipes.wan.models.kernels.attention import Kernel
 
         return Kernel(self.config.attention)

@@ -38,7 +38,7 @@ def write_student(setup: Setup, model: Experts, folder: Path) -> str:
         # The pipeline pads every prompt to this length, and the transformer attends to the padding.
         "max_sequence_length": setup.encoders.text_length,
     }
-    # For users who have nothing but this folder; diffusers ignores the file.
+    # This file is for users who have nothing but this folder; diffusers ignores it.
     (folder / HOW_TO_DRAW).write_text(json.dumps(call, indent=2) + "\n", encoding="utf-8")
     flags = ", ".join(f"{name}={value}" for name, value in call.items())
     return f"{description}; use it with WanPipeline.from_pretrained({str(folder)!r})({prompt!r}, {flags})"

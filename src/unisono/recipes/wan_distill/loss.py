@@ -89,7 +89,7 @@ class DistillationLoss:
         if self.weights.flow:
             terms["flow"] = losses.flow_matching(predicted, data, draws)
         if student_states is not None and teacher_states is not None:
-            # The guided teacher computes both halves at once; the first has the prompt.
+            # The guided teacher computes both halves of a batch at once; the first half has the prompt.
             with_prompt = [layer[: len(data)] for layer in teacher_states.stop()]
             terms["feature"] = losses.feature_matching(student_states.stop(), with_prompt, self.over_ranks)
         return terms

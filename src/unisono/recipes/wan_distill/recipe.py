@@ -39,7 +39,7 @@ class WanDistill(WanRecipe):
     defaults: ClassVar[Mapping[str, Any]] = DEFAULTS | {"batch_size": 2, "learning_rate": 1e-4, "ema_decay": 0.999}
     aliases: ClassVar[Mapping[str, str]] = settings.ALIASES
     fixed: ClassVar[Sequence[str]] = (
-        # Which prompts are for training and which are held out, and the number of samples of each:
+        # The split of the prompts, and the number of samples per prompt:
         *("data_path", "eval_data_path", "num_eval", "rollouts", "eval_rollouts", "refresh_every"),
         # The teacher's samples, and the noise levels at which its velocity is stored:
         *("teacher_path", "parts_path", "height", "width", "num_frames", "teacher_sampler", "teacher_steps"),
@@ -49,7 +49,7 @@ class WanDistill(WanRecipe):
         *("student_config", "init", "layers"),
     )
     Config = settings.Config
-    has_frozen_weights = True  # the teacher's
+    has_frozen_weights = True  # those of the teacher
 
     @classmethod
     def presets(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -235,7 +235,7 @@ class WanDistill(WanRecipe):
         return self._distillation_loss.loss(model, batch, data, noise, self.compute_dtype(model, data))  # type: ignore[arg-type]
 
     def before_evaluation(self, model: nn.Module) -> None:
-        """Measures how long the student takes per sample: once, since training does not change it."""
+        """Measures the student's time per sample, only once because training does not change it."""
         from unisono.recipes.wan_distill.evaluation import time_student
 
         if not self._is_timed:

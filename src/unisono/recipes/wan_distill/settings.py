@@ -35,7 +35,7 @@ class Config(Recipe.Config):
     init: Literal["teacher", "fresh"] = "teacher"
     """The student's initial weights: a subset of the teacher's, or random (fresh)."""
     layers: str = "even"
-    """Which of the teacher's layers the student starts with: even (evenly spaced), importance (those that change their input most, measured), or their numbers, as in 0,3,6,9."""
+    """Which of the teacher's layers the student starts with: even (evenly spaced), importance (measured: the layers that change their input most), or their numbers, as in 0,3,6,9."""
 
     data_path: str | None = None
     """Text file with one prompt per line; `shapes` are the built-in prompts of the tiny teacher."""
@@ -59,7 +59,7 @@ class Config(Recipe.Config):
     eval_rollouts: int = 1
     """Number of samples that the teacher generates per held-out prompt."""
     rollout_batch: int = 8
-    """Number of samples that the teacher generates at once, the same on any number of devices. Changing it changes the rounding of the samples."""
+    """Number of samples that the teacher generates at once, the same on any number of devices. Another number changes the rounding of the samples."""
     teacher_sampler: Literal["unipc", "euler"] = "unipc"
     """Sampler of the teacher."""
     teacher_steps: int = 32
@@ -80,7 +80,7 @@ class Config(Recipe.Config):
     teacher_dtype: Literal["auto", "float32", "float16", "bfloat16", "float8"] = "auto"
     """Dtype of the teacher; auto is bfloat16 on a GPU. float8 stores the weights in 8 bit and computes in bfloat16. base_precision also stores scales, and supports 4 bit."""
     teacher_device_strategy: Literal["auto", "gpu", "cpu", "balanced", "gpu0"] = "auto"
-    """Where the teacher's weights are: on each GPU (gpu, gpu0), in host memory and copied to the GPU block by block (cpu), or, with online, sharded over the GPUs (balanced). auto chooses gpu if they fit."""
+    """Place of the teacher's weights: on each GPU (gpu, gpu0), in host memory and copied to the GPU block by block (cpu), or, with online, sharded over the GPUs (balanced). auto chooses gpu if they fit."""
     compile_teacher: bool = True
     """Compile the teacher with torch.compile; only on a GPU."""
     online: bool = False

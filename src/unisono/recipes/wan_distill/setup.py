@@ -45,7 +45,7 @@ class Setup(ModelPair):
 
     @cached_property
     def prompts(self) -> Prompts:
-        """The training prompts and the held-out ones."""
+        """The training prompts and the held-out prompts."""
         return prompts_of(self.config.data_path, self.config.eval_data_path, self.config.num_eval)
 
     @cached_property
@@ -76,7 +76,7 @@ class Setup(ModelPair):
         """The text embedding of a prompt, [text length, width]."""
         return pad(self.text_cache.text(prompt), self.encoders.text_length)
 
-    # Roll-outs: what the teacher generates ---------------------------------------------------------------------------
+    # Roll-outs: the teacher's samples -------------------------------------------------------------------------------
 
     @cached_property
     def rollout_spec(self) -> RolloutSpec:
@@ -119,7 +119,7 @@ class Setup(ModelPair):
         return f"{kind}, compiled" if compiled else kind
 
     def _points(self, sigmas: Sequence[float]) -> tuple[int, ...]:
-        """The sampler steps to store: evenly spaced ones, or the few that the student takes."""
+        """The sampler steps to store: evenly spaced steps, or the few steps that the student takes."""
         config = self.config
         if config.few_step_weight:  # checks.py guarantees that teacher_steps is a multiple of few_steps
             return tuple(range(0, config.teacher_steps, config.teacher_steps // config.few_steps))

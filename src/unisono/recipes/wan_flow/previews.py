@@ -59,7 +59,7 @@ def previews(recipe: WanFlow, model: Experts) -> Mapping[str, Any] | None:
     }
     for number, frames in enumerate(samples):
         if len(frames) > 1:
-            # fps 0 keeps each video's own frame rate: there is no single one.
+            # With fps 0 each video has its own frame rate, so previews use a default.
             files[f"sample_{number:02d}.mp4"] = mp4(enlarged(frames), recipe.config.fps or FPS)
     return files
 

@@ -38,7 +38,7 @@ class WanFlow(WanRecipe):
     defaults: ClassVar[Mapping[str, Any]] = DEFAULTS | {"batch_size": 1, "learning_rate": 1e-5, "ema_decay": 0.9999}
     aliases: ClassVar[Mapping[str, str]] = settings.ALIASES
     fixed: ClassVar[Sequence[str]] = (
-        # Which samples are for training and which are held out:
+        # The split into training and held-out samples:
         *("dataset_path", "eval_dataset_path", "num_eval", "num_shapes"),
         # What a sample contains:
         *("parts_path", "height", "width", "max_pixels", "num_frames", "fps", "window", "latents", "text_dtype"),
@@ -111,7 +111,7 @@ class WanFlow(WanRecipe):
         from unisono.recipes.wan_flow.data.folder import check_paths_exist
         from unisono.recipes.wan_flow.model_checks import check_model
 
-        self.prepared = work.folder  # for callers that run prepare() without the engine
+        self.prepared = work.folder  # set here for callers that run prepare() without the engine
         check_paths_exist(self.config)
         check_model(self.setup)
         self._base_to_record = self._lora_base and self._lora_base.for_one_process(work)

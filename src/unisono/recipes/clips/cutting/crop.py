@@ -119,7 +119,7 @@ def _motion_inside(frames: NDArray[np.uint8], positions: NDArray[np.float64], sh
     columns = change.mean(axis=1)
     width = columns.shape[1]
     distance = np.abs((np.arange(width)[:, None] + 0.5) / width - positions) / (share / 2)
-    # A parabola, so that motion in the centre of the window counts most.
+    # The weights form a parabola, so that motion in the centre of the window counts most.
     weights = np.maximum(1 - distance**2, 0)
     inside = columns @ weights / (columns.sum(axis=1, keepdims=True) + _NOISE * width)
     return np.asarray(inside + _CENTRE_BONUS * (1 - np.abs(positions - 0.5) * 2))
@@ -133,7 +133,7 @@ def _best_path(
     squared = (positions[:, None] - positions[None]) ** 2  # [from, to]
     best, previous = rewards[0] * steps[0], []
     for number in range(1, len(rewards)):
-        # Squared speed times duration: a slow pan costs less than a fast one over the same distance.
+        # The cost is squared speed times duration: a slow pan costs less than a fast pan over the same distance.
         options = best[:, None] - _SPEED_COST * squared / steps[number]
         previous.append(options.argmax(axis=0))
         best = options.max(axis=0) + rewards[number] * steps[number]

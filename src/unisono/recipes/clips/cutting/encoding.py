@@ -28,7 +28,7 @@ _AAC_RATES = (48_000, 44_100, 32_000, 24_000, 22_050, 16_000, 12_000, 11_025, 8_
 _AAC_SAMPLES = 1024
 _QUALITY = {"crf": "19", "preset": "fast"}
 _HALF_FRAME = 0.02  # in seconds; at a variable frame rate, half of the mean duration would be meaningless
-_LIMITED_RANGE = 1  # FFmpeg's number
+_LIMITED_RANGE = 1  # FFmpeg's number for limited range
 
 
 def encode(

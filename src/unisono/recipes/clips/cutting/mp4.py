@@ -35,6 +35,6 @@ def writing(path: Path) -> Iterator[OutputContainer]:
     """Opens a new MP4 file for writing."""
     import av
 
-    # Absolute, because FFmpeg takes `http:clip` for a URL. faststart lets a browser play it before it is fully loaded.
+    # Absolute path: FFmpeg takes `http:clip` for a URL. faststart lets a browser play it before it is fully loaded.
     with av.open(str(path.absolute()), mode="w", format="mp4", options={"movflags": "+faststart"}) as container:
         yield container

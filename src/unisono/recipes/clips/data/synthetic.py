@@ -33,7 +33,7 @@ _SAMPLE_RATE = 8_000
 _AUDIO_NOISE = 0.01  # background noise, as in any recording; the encoder is slow on pure silence next to a tone
 _MOST_NOISE = 30.0  # largest standard deviation of the noise in frames, on a scale of 0 to 255
 _CONTRAST = 140.0  # mean difference between dot and background, on a scale of 0 to 255
-_BT709, _LIMITED_RANGE = 1, 1  # FFmpeg's numbers
+_BT709, _LIMITED_RANGE = 1, 1  # FFmpeg's numbers for BT.709 and limited range
 
 
 @dataclass(frozen=True)

@@ -163,11 +163,11 @@ class Reading(Iterator[Clip]):
     def _small(self, frame: VideoFrame) -> NDArray[np.uint8]:
         try:
             return self._shrink(frame)
-        except Exception as error:  # the scaler does not accept everything that decoders produce
+        except Exception as error:  # the scaler rejects some frames that decoders produce
             raise BadMedia(self._path, f"has a frame that cannot be converted ({error})") from error
 
     def _frames_on_screen(self) -> Iterator[tuple[VideoFrame, float]]:
-        """The frames, each with the time until which it is on screen; the last frame stays to the end of its clip."""
+        """Yields each frame with the time until which it is on screen; the last frame stays to the end of its clip."""
         last: tuple[VideoFrame, float] | None = None
         for frame, time in self._timed_frames():
             if last is not None:

@@ -1,4 +1,4 @@
-"""Random access to a video: the frames and the sound of any time range, in seconds after the first frame."""
+"""Reads the frames and the sound of any time range of a video; times are in seconds after the first frame."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collects learning histories in blocks of tasks, one file per block: an interruption costs at most one block."""
+"""Collects learning histories in blocks of tasks, one file per block. An interruption costs at most one block."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ class _Game:
 
 
 def sample(logits: Tensor, uniform: Tensor) -> Tensor:
-    """Samples [batch] actions from [batch, actions] logits, each by one uniform number."""
+    """Samples actions [batch] from logits [batch, actions], each with one uniform random number."""
     below = logits.float().softmax(-1).cumsum(-1) <= uniform[:, None]
     return below.sum(-1).clamp(max=NUM_ACTIONS - 1)
 

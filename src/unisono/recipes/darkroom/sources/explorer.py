@@ -55,7 +55,7 @@ class Explorer(Source):
         reached = searching & (rewards > 0)
         self._goals.scatter_(1, stage, torch.where(reached, next_cells, goal)[:, None])
         rows = reached.nonzero()[:, 0]
-        self._cost[rows] = self._tie_break[rows]  # the next goal may be in any cell
+        self._cost[rows] = self._tie_break[rows]  # resets the costs, because the next goal may be in any cell
 
 
 class ActionExplorer(Source):
@@ -82,7 +82,8 @@ class ActionExplorer(Source):
         goal = room.num_cells - 1
         distance = 2 * (room.size - 1) - cells // room.size - cells % room.size
         closer = distance[self._outcomes] < distance[:, None]
-        self._forward = (closer | (self._outcomes == goal)).float()  # [cell, move]: gets closer, or stays at the goal
+        # [cell, move]: whether the move gets closer to the goal, or stays there.
+        self._forward = (closer | (self._outcomes == goal)).float()
 
     def act(self, cells: Tensor, step: int) -> Tensor:
         # The number of possible tasks in which each action leads towards the goal. Random numbers below 1 break ties.

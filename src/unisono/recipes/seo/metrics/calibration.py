@@ -102,7 +102,7 @@ def fit(outputs: Numbers, labels: NDArray[Any], uncalibrated: Calibration) -> Ca
     number = len(labels)
     if number // 2 < MIN_PAGES or not np.isfinite(outputs).all():
         return uncalibrated
-    # Random halves, because labels may follow a pattern in the file.
+    # The halves are random, because labels may follow a pattern in the file.
     drawn = Order(number, seed=0).indices(np.arange(number))
     first, second = np.sort(drawn[: number // 2]), np.sort(drawn[number // 2 :])
     targets = labels[second]

@@ -43,7 +43,7 @@ class TopPages:
         self._keep = keep
         self._judged = torch.tensor([triple[:2] for triple in triples], dtype=torch.int64).reshape(-1, 2)
         self._grades = torch.tensor([triple[2] for triple in triples], dtype=torch.float64)
-        # Score in the high bits, tie-breaker in the low bits: all keys differ, so the result of topk is unique.
+        # The score is in the high bits and a tie-breaker in the low bits, so all keys differ and topk is deterministic.
         self._best = torch.full((num_queries, keep), _EMPTY, dtype=torch.int64)
 
     def update(self, scores: Tensor, page_numbers: Tensor, queries: Tensor | None = None) -> None:

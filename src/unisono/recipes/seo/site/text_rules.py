@@ -41,7 +41,7 @@ class Check:
 
     name: str
     passed: bool | None
-    """None if the rule could not be applied; `found` then says why."""
+    """Whether the page passed; None if the rule could not be applied, with the reason in `found`."""
     found: str
     advice: str = ""
     """Advice for the user; empty if there is nothing to do."""

@@ -212,7 +212,7 @@ def _same(rows: Mapping[str, Tensor], queries: slice, pages: slice) -> Tensor:
 def _among(relevant: Tensor, numbers: Tensor) -> Tensor:
     """Returns a [queries, pages] mask of the page numbers that are in each query's list of relevant pages."""
     is_among = torch.zeros(len(relevant), len(numbers), dtype=torch.bool, device=relevant.device)
-    for column in relevant.T:  # column by column, to save memory
+    for column in relevant.T:  # one column at a time, to save memory
         is_among |= column[:, None] == numbers[None]
     return is_among
 

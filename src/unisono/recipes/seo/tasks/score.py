@@ -157,7 +157,7 @@ class Score(Task):
                 f"num_eval {number}: data_path {self.config.data_path} has {len(first)} different pages; some must "
                 "remain for training"
             )
-        # Independent of the run's seed, so that runs with different seeds can be compared.
+        # The split does not depend on the run's seed, so that runs with different seeds can be compared.
         drawn = Order(len(first), seed=0).indices(np.arange(number))
         out = np.isin(same, drawn)
         return np.flatnonzero(~out), np.flatnonzero(out)

@@ -33,13 +33,13 @@ from unisono.recipes.wan.data.sources import Source
 from unisono.recipes.wan.models.text import TextEncoder, pad
 from unisono.recipes.wan.models.vae import Geometry, WanVae
 
-_FORMAT = 1  # part of every key: entries of another format are ignored
-_HALF = False  # part of every latent's key: latents are stored in float32, not in 16 bit
+_FORMAT = 1  # part of every key, so that entries of another format are ignored
+_HALF = False  # part of every latent's key; latents are stored in float32, not in 16 bit
 
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """Everything that decides the content of a cache, besides the files."""
+    """The settings that the content of a cache depends on, besides the files."""
 
     vae: str
     """Fingerprint of the VAE."""

@@ -1,4 +1,4 @@
-"""Computes the missing entries of a cache: threads read ahead, the device computes, results are packed into files."""
+"""Computes the missing entries of a cache. Threads read ahead, the device computes, and results are packed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def fill(
     All items are divided between the ranks, not only the missing ones: a rank that looked later would see fewer missing
     items and divide them differently.
     """
-    if work.stopping:  # before the progress line appears
+    if work.stopping:  # returns before the progress line appears
         return
     present = packs.find()
     missing = [key for key in work.share(list(items)) if key not in present]

@@ -32,7 +32,7 @@ class Crop:
     fps: float = 0.0
     """Frames per second to resample videos to; 0 keeps each video's own frame rate."""
     start: str = "head"
-    """Where the window starts in a longer video: head, middle, random."""
+    """Position of the window in a longer video: head, middle or random."""
 
     def of(self, path: Path) -> Crop:
         """The settings that affect a file: for a still image, those of the window are set to a single frame."""

@@ -33,7 +33,7 @@ _MOST_TO_DECODE = 2**32  # pixels of an animation, which is always decoded from 
 _IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")  # Pillow also reads formats that start other programs
 _WORTH_SEEKING = 1.0  # seconds; seeking to an earlier time than this would not be faster than decoding from the start
 _ANIMATED = 2  # the flag in an extended WebP's header
-_ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # the EXIF tag, and its values that swap height and width
+_ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # an EXIF tag, and its values that swap height and width
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class ImageOrAnimation:
     @staticmethod
     def _delay(image: Image, number: int) -> float:
         image.seek(number)
-        image.load()  # WebP knows the delay of a frame only after decoding it
+        image.load()  # for WebP, the delay of a frame is available only after decoding the frame
         milliseconds = float(image.info.get("duration") or 0)
         return milliseconds / 1000 if milliseconds > 10 else 0.1  # browsers show shorter delays as 100 ms too
 
@@ -110,7 +110,7 @@ class ImageOrAnimation:
         from PIL import Image
 
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # we check our own limit
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # unisono checks its own limit
             opened_image = Image.open(self._path, formats=_IMAGE_FORMATS)
         with opened_image as image:
             if image.height * image.width > MAX_PIXELS:
@@ -248,5 +248,5 @@ class Video:
 
 
 def _seconds(tick: Any) -> float:
-    # A fraction or None; from PyAV 19 on a type of PyAV's own.
+    # `tick` is a fraction or None; from PyAV 19 on, it has a type of PyAV.
     return float(tick) if tick else 0.0

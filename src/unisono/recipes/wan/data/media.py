@@ -24,7 +24,7 @@ from unisono.recipes.common.bad_files import BadMedia
 from unisono.recipes.wan.checks import check_size
 from unisono.recipes.wan.data.decode import ImageOrAnimation, MediaFacts, TimedFrame, Video, opened
 
-STARTS = ("head", "middle", "random")  # where the window starts in a longer video
+STARTS = ("head", "middle", "random")  # positions of the window in a longer video
 
 
 def probe(path: Path) -> MediaFacts:

@@ -67,7 +67,7 @@ def rows_of_lists(tree: Tree, media_list: str, caption_list: str) -> Iterator[Ro
 
 def _csv(tree: Tree, table: str) -> Iterator[Row]:
     where = tree.path(table)
-    # strict: an unclosed quote would otherwise turn the rest of the file into one caption
+    # strict, because otherwise an unclosed quote would turn the rest of the file into one caption
     reader = csv.reader((f"{line}\n" for _, line in tree.lines(table, _MOST_BYTES)), strict=True)
     try:
         header = [name.strip().lower() for name in next(reader, [])]
@@ -113,7 +113,7 @@ def _parsed(text: str, where: str) -> Any:
     except json.JSONDecodeError as error:
         place = f" (line {error.lineno}, column {error.colno})" if error.lineno > 1 else f" (column {error.colno})"
         raise ConfigError(f"{where}: invalid JSON: {error.msg}{place}") from None
-    except (ValueError, RecursionError) as error:  # a number of a million digits, a million brackets
+    except (ValueError, RecursionError) as error:  # raised for a number of a million digits, or a million brackets
         raise ConfigError(f"{where}: invalid JSON: {type(error).__name__}") from None
 
 

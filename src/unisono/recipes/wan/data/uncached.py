@@ -1,4 +1,4 @@
-"""Training without a cache: frames and captions are read in every step and encoded on the training device.
+"""Datasets without a cache: frames and captions are read in every step and encoded on the training device.
 
 Only the size of each sample is computed in advance, because the engine needs to know the shapes.
 """

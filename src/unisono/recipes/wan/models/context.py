@@ -24,7 +24,7 @@ from unisono.recipes.wan.models.kernels.attention import attend
 
 
 class LocalAngles(NamedTuple):
-    """The rotary embedding of this rank's tokens, and how all tokens are divided."""
+    """The rotary embedding of this rank's tokens, and the division of all tokens."""
 
     cosine: Tensor
     sine: Tensor

@@ -198,7 +198,7 @@ class NoEncoders(Encoders):
         )
 
     def fingerprints(self) -> tuple[str, str]:
-        """Placeholders."""
+        """Returns placeholders, because there are no models."""
         return "none", "none"
 
 

@@ -33,7 +33,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "1.3b": _size(12, 30, 8960, 16),
     "14b": _size(40, 40, 13824, 16),
     "ti2v-5b": _size(24, 30, 14336, 48),
-    "a14b": _size(40, 40, 13824, 16),  # one of its two experts
+    "a14b": _size(40, 40, 13824, 16),  # the size of one of its two experts
 }
 BOUNDARY = 0.875  # the σ at which A14B's high-noise expert hands over to the low-noise one; 0.9 for image-to-video
 TEXT_LENGTH = 512  # tokens of text that every published model was trained with
@@ -45,7 +45,7 @@ _NUMBERS_OR_NONE = ("image_dim", "added_kv_proj_dim", "pos_embed_seq_len")
 _EXPERTS = {
     "transformer": "high_noise_model",
     "transformer_2": "low_noise_model",
-}  # diffusers' folders, and the Wan repository's
+}  # folder names of diffusers, and of the Wan repository
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_PARTS = ("transformer", "transformer_2", "vae", "text_encoder", "tokenizer", "scheduler", *_EXPERTS.values())
 _HUB_KINDS = ("*.json", "*.safetensors", "*.model", "*.txt")

@@ -17,7 +17,7 @@ def load_part(kind: Any, folder: Path, **options: Any) -> Any:
     """Loads a part of a model from its folder by its class of diffusers or transformers, with all its weights."""
     _refuse_code(folder)
     with loading(folder), _quietly():
-        # A .bin is a pickle, which may hold any program.
+        # Never loads .bin files: these are pickles, which can execute arbitrary code.
         model, loading_info = kind.from_pretrained(folder, use_safetensors=True, output_loading_info=True, **options)
     if missing := sorted(loading_info["missing_keys"]):  # both libraries would continue with random weights
         raise ConfigError(

@@ -23,13 +23,13 @@ from unisono.recipes.wan.models.parts import count_in, load_part, loading
 
 
 def clean(caption: str) -> str:
-    """The caption as the encoder gets it: mojibake repaired, HTML entities decoded, whitespace collapsed."""
+    """Prepares a caption for the encoder: repairs mojibake, decodes HTML entities, collapses whitespace."""
     try:
         import ftfy
     except ImportError:
         # Without ftfy, diffusers silently skips this step and computes other embeddings.
         raise ConfigError("cleaning captions needs ftfy, which is not installed; run: pip install ftfy") from None
-    # Twice, because text from the web is often escaped twice.
+    # Unescapes twice, because text from the web is often escaped twice.
     repaired = html.unescape(html.unescape(ftfy.fix_text(caption)))
     return re.sub(r"\s+", " ", repaired.strip()).strip()
 

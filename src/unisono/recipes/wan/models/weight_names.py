@@ -135,7 +135,8 @@ def config_of(shapes: Shapes, label: str = "the file") -> dict[str, Any]:
     positions = shapes.get(f"{_EMBEDDER}.image_embedder.pos_embed")
     return {
         "patch_size": tuple(patch),
-        # All published models have heads of 128. The shapes do not show it: queries are normalised over all heads.
+        # All published models have heads of width 128. The shapes of weights do not show it, because queries are
+        # normalised over all heads.
         "num_attention_heads": width // 128,
         "attention_head_dim": 128,
         "in_channels": in_channels,

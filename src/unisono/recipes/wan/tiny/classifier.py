@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from unisono.recipes.wan.tiny.shapes import COLOURS, SHAPES, Shapes, labels
 
 _SIZE = 32  # pixels; other sizes are scaled to it
-_NUM_STILLS, _NUM_CLIPS, _CLIP_FRAMES = 1440, 240, 5  # training data
+_NUM_STILLS, _NUM_CLIPS, _CLIP_FRAMES = 1440, 240, 5  # numbers of training samples, and of frames per clip
 _STEPS, _BATCH = 300, 64
 _NOISE = 0.1  # added to the training images, because a sample is never as clean as a drawing
 
@@ -40,13 +40,13 @@ class ShapeClassifier(nn.Module):
         self.shape = nn.Linear(64, len(SHAPES))
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """[images, 3, size, size] in [-1, 1] -> logits of colours and of shapes."""
+        """Maps images [images, 3, size, size] in [-1, 1] to logits of the colours and of the shapes."""
         features = self.features(images)
         return self.colour(features), self.shape(features)
 
     @torch.no_grad()
     def classify(self, frames: Tensor) -> tuple[Tensor, Tensor]:
-        """[samples, 3, frames, height, width] in [-1, 1] -> indices of the colours and of the shapes, [samples].
+        """Returns the indices of the colours and shapes [samples] of [samples, 3, frames, height, width] in [-1, 1].
 
         Averages the log-probabilities over the frames of a clip.
         """

@@ -35,7 +35,7 @@ class BatchKind(NamedTuple):
     at_once: int
 
 
-# Nine frames because the third latent frame takes another path through the VAE than the second.
+# Uses nine frames, because the third latent frame takes another path through the VAE than the second.
 _BATCHES = (BatchKind(1, 2400, 32), BatchKind(5, 1440, 8), BatchKind(1, 2400, 32), BatchKind(9, 720, 6))
 """Used in turn, one per optimizer step."""
 
@@ -115,7 +115,7 @@ def psnr(vae: AutoencoderKLWan, num_frames: int, num_samples: int) -> float:
 
 
 def _decode_without_clamp(vae: AutoencoderKLWan, latents: Tensor) -> Tensor:
-    """`vae.decode` without its clamp to [-1, 1], beyond which there is no gradient and training stalls."""
+    """Decodes like `vae.decode`, but without the clamp to [-1, 1], whose zero gradient would stall training."""
     vae.clear_cache()
     latents = vae.post_quant_conv(latents)
     parts = []

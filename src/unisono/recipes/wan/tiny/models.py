@@ -19,7 +19,7 @@ from unisono.data.bits import key_of, random_bits, to_unit
 from unisono.errors import ConfigError
 from unisono.recipes.wan.tiny.shapes import COLOURS, DIRECTIONS, SHAPES, WORDINGS
 
-# For a type checker these classes have no methods, or do not exist.
+# A type checker sees no methods of these classes, or not even the classes.
 AutoencoderKLWan: TypeAlias = Any
 FlowMatchEulerDiscreteScheduler: TypeAlias = Any
 T5TokenizerFast: TypeAlias = Any

@@ -140,7 +140,7 @@ def _outside(shape: str, x: Tensor, y: Tensor, radius: float) -> Tensor:
     if shape == "square":
         return torch.maximum(x.abs(), y.abs()) - radius * 0.9
     if shape == "triangle":
-        # Standing on its base: three lines at the same distance from the centre.
+        # A triangle that stands on its base: three lines at the same distance from the centre.
         inner, slope = radius * 0.75, math.sqrt(0.75)
         y = y - radius * 0.3
         return torch.maximum(slope * x.abs() - 0.5 * y, y.expand_as(x + y)) - inner

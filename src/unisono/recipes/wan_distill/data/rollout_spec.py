@@ -21,7 +21,7 @@ _BEGIN, _LEVELS = -1, -2  # streams of a sample besides those of its noise level
 
 @dataclass(frozen=True)
 class RolloutSpec:
-    """Everything besides the prompts that the teacher's samples depend on. Roll-out file names are a hash of it."""
+    """Everything besides the prompts that the teacher's samples depend on. Roll-out file names contain its hash."""
 
     teacher: str
     """Fingerprint of the teacher and its text encoder."""

@@ -33,7 +33,7 @@ from unisono.recipes.wan.sample import sample
 from unisono.recipes.wan_distill.data.rollout_spec import RolloutSpec, position_of, positions_of
 from unisono.recipes.wan_distill.models.teacher import Teacher
 
-_FORMAT = 2  # part of the key: files of another format are ignored
+_FORMAT = 2  # part of the key, so that files of another format are ignored
 _VISIBLE_WITHIN_S = 10.0  # network file systems may show a new file late
 
 Embed = Callable[[str], Tensor]
@@ -85,7 +85,7 @@ class Rollouts:
 
     def fill(self, work: Work, teacher: Callable[[], Teacher], embed: Embed, purpose: str) -> list[float]:
         """Generates this rank's share of the missing blocks; returns the seconds per sample of each block."""
-        if work.stopping:  # before the progress line appears
+        if work.stopping:  # returns before the progress line appears
             return []
         remove_leftovers(self.folder)
         # All blocks are divided between the ranks, not only the missing ones: a rank that looked later would see fewer
@@ -106,7 +106,7 @@ class Rollouts:
     def fill_together(self, work: Work, teacher: Teacher, embed: Embed, purpose: str) -> None:
         """Like `fill`, with a sharded teacher: all ranks compute equally many blocks, some only to join collectives."""
         missing_here = [number for number in range(len(self._blocks)) if not self._has(number)]
-        missing: list[int] = work.gather(missing_here)[0]  # rank 0's: ranks may see the folder at different times
+        missing: list[int] = work.gather(missing_here)[0]  # rank 0's, because ranks may see different files
         mine = list(work.share(missing))
         with self._progress(work, purpose, mine) as advance:
             for turn in range(work.largest_share(missing)):
@@ -164,7 +164,7 @@ class Rollouts:
             observe=observe,
             stopping=lambda: work.stopping,
         )
-        data = tensors["data"] = data.to(self._storage)  # rounded first: the velocities belong to the stored sample
+        data = tensors["data"] = data.to(self._storage)  # rounded, because the velocities must fit the stored sample
         data.sum().item()  # waits for the device
         seconds = time.perf_counter() - start
         for level in range(spec.pairs):

@@ -33,7 +33,7 @@ class ModelPair:
 
     @property
     def is_tiny(self) -> bool:
-        """Whether the teacher is the built-in tiny one."""
+        """Whether the teacher is the built-in tiny model."""
         return str(self.config.teacher_path).lower() == "tiny"
 
     @cached_property

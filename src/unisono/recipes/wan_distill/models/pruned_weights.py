@@ -59,12 +59,12 @@ def _selected(weights: Weights, name: str, indices: Sequence[list[int] | None], 
 
 
 def _adjusted(name: str, rows: Tensor, start: int, plan: PruningPlan) -> Tensor:
-    """Applies the gains: to a norm's own weight, or to the scale after it, which is stored minus 1."""
+    """Applies the gains to a norm's own weight, or to the scale that follows the norm and is stored minus 1."""
     gain, factor = plan.gain, plan.gains.get(name, 1.0) * plan.factor
     if gain != 1.0 and name.endswith(".norm2.weight"):
         factor *= gain
     elif gain != 1.0 and name.endswith(TABLE):
-        # The time embedding is added to the last norm's scale and shift: that part cannot be compensated.
+        # The time embedding is added to the last norm's scale and shift. Its part cannot be compensated.
         scales = list(SCALES if name.startswith("blocks.") else SCALES[:1])
         rows = rows.float()
         rows[:, scales] = (1 + rows[:, scales]) * gain - 1
@@ -76,7 +76,7 @@ def _adjusted(name: str, rows: Tensor, start: int, plan: PruningPlan) -> Tensor:
 
 
 def _random_attention(name: str, start: int, stop: int, plan: PruningPlan) -> Tensor:
-    # Its output layer starts at zero, so that it does not disturb the pruned layers around it.
+    # The output layer of attention starts at zero, so that attention does not disturb the pruned layers around it.
     shape = (plan.random_attention,) * (2 if ".to_" in name and name.endswith(".weight") else 1)
     if ".to_out." in name:
         return torch.zeros(stop - start, *shape[1:])

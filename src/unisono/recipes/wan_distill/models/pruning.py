@@ -27,7 +27,7 @@ _Units = tuple[str | None, ...]
 _OUTSIDE: dict[str, _Units] = {
     "patch_embedding": ("channels", None),
     f"{EMBEDDER}.time_embedder.linear_1": ("time", None),
-    f"{EMBEDDER}.time_embedder.linear_2": ("channels", "time"),  # its output is added to the scale of the last norm
+    f"{EMBEDDER}.time_embedder.linear_2": ("channels", "time"),  # the output is added to the scale of the last norm
     f"{EMBEDDER}.time_proj": ("modulation", "channels"),
     f"{EMBEDDER}.text_embedder.linear_1": ("words", None),
     f"{EMBEDDER}.text_embedder.linear_2": ("text", "words"),
@@ -154,7 +154,7 @@ def _energies(
             continue
         squares = weights.tensor(name, torch.float32).flatten(1).square()
         for side, unit, sums in zip((1, 0), units, (into, out), strict=True):
-            # The time embedding's output is not part of the residual stream, it only has the same width.
+            # The time embedding's output is not part of the residual stream, although it has the same width.
             if unit not in narrower or (unit == "channels" and name.startswith(EMBEDDER)):
                 continue
             energy, key = squares.sum(side, dtype=torch.float64), unit_key(layer, unit)

@@ -27,7 +27,7 @@ class Guidance(NamedTuple):
 
     high: float
     low: float
-    """Equal to high unless there are two experts."""
+    """Scale of the low-noise expert; equal to `high` unless there are two experts."""
 
     def at(self, sigma: Tensor, boundary: float | None) -> Tensor:
         """The scale at each noise level, [batch]."""

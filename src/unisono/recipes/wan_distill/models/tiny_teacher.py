@@ -95,7 +95,7 @@ def _newest_step(run: Path) -> int:
 def _run_unisono(folder: Path, arguments: list[str], lock: int, work: Work, show_progress: Callable[[], None]) -> bool:
     """Runs a unisono command and shows its progress; returns False if it was stopped, to be continued later."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER_VARIABLES)}
-    # For `die_with_parent`, in case this process dies before the child calls it.
+    # Read by `die_with_parent`, in case this process dies before the child calls it.
     environment[LAUNCHER_PID] = str(os.getpid())
     command = [sys.executable, "-c", _PROGRAM, *arguments]
     with (folder / "log.txt").open("ab") as log:
