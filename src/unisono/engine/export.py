@@ -199,7 +199,7 @@ def _module_paths(name: str) -> Iterator[Path]:
 
 
 def _find(run: Path, step: str | None, identity: dict[str, Any]) -> Path:
-    """The valid checkpoint of a step: a number, "best", or the newest one."""
+    """The checkpoint to export, which must be valid; `step` is a number, "best" or "newest" (as is None)."""
     checkpoints = run / "checkpoints"
     if step in (None, "newest"):
         path, skipped = newest_valid(checkpoints, identity)

@@ -220,7 +220,7 @@ class Strategy(ABC):
         return local
 
     def weights_changed(self) -> None:  # noqa: B027 (most strategies have nothing to do)
-        """Must be called after weights changed other than by the optimizer (loaded, swapped with the average)."""
+        """Must be called after weights were loaded or swapped with the average, but not after an optimizer step."""
 
     def share_buffers(self) -> None:
         """Broadcasts rank 0's buffers (batch norm statistics), so that all ranks evaluate and save the same model."""

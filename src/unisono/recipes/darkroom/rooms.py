@@ -219,7 +219,7 @@ class Split:
 
     @property
     def all(self) -> list[int]:
-        """All tasks."""
+        """The tasks of all three groups."""
         return [*self.train, *self.validation, *self.unseen]
 
 

@@ -6,7 +6,7 @@ SigmaSampling = Literal["logit_normal", "uniform", "mode"]
 """Distributions of the noise levels, before the shift."""
 
 Attention = Literal["auto", "cudnn", "flash", "efficient", "math"]
-"""Attention kernels."""
+"""Attention kernels to choose from; auto measures them."""
 
 TextDtype = Literal["bfloat16", "float32"]
 """Dtypes of the text encoder."""

@@ -86,7 +86,7 @@ class Config(Recipe.Config):
     mode_scale: float = 1.29
     """Scale of the preference for medium noise levels, for sigma_sampling mode. 0 is uniform."""
     shift: float | Literal["auto"] = 3.0
-    """Shifts the noise levels towards more noise, which larger samples need: 3 is usual at 480p, 5 at 720p and for TI2V-5B; auto follows each sample's size."""
+    """Shift of the noise levels towards more noise, which larger samples need: 3 is usual at 480p, 5 at 720p and for TI2V-5B; auto follows each sample's size."""
     caption_dropout: float = 0.1
     """Probability of training a sample without its caption, which classifier-free guidance needs."""
     first_frame: float = 0.0
@@ -95,11 +95,11 @@ class Config(Recipe.Config):
     lora_rank: int = 0
     """Rank of the LoRA to train. 0 trains all weights."""
     lora_alpha: float | None = None
-    """Scale of the LoRA is lora_alpha / rank. Default: the rank."""
+    """LoRA alpha; the output of the LoRA is scaled by lora_alpha / rank. Default: the rank."""
     lora_targets: str = ""
     """Name endings of the layers that get a LoRA, separated by commas. Default: attention and feed-forward layers."""
     lora_path: str | None = None
-    """LoRA to continue training; its file decides rank and layers."""
+    """LoRA file to continue training. The file determines rank and layers."""
     attention: Attention = "auto"
     """Attention kernel on a GPU; auto measures which one is fastest."""
 

@@ -42,7 +42,7 @@ class Setup:
             return None
         folder = describe(self.config.model_path)
         if self.config.expert == "low" and list(folder.transformers) == [HIGH] and not _is_whole_model(folder):
-            # A single expert's file does not say which expert it is: the user's setting does.
+            # The file of a single expert does not say which expert it is, so the user's setting decides.
             return replace(folder, transformers={LOW: folder.transformers[HIGH]})
         return folder
 
@@ -68,7 +68,7 @@ class Setup:
 
     @cached_property
     def transformer(self) -> dict[str, Any]:
-        """The configuration of the transformer; two experts share one."""
+        """The configuration of the transformer, which two experts share."""
         config = transformer_config(self.pretrained, self.config.model_config, part=self.trained[0])
         refuse_channels(config, f"model_path {self.config.model_path}" if self.pretrained else "model_config")
         return config

@@ -60,7 +60,7 @@ class Cache:
         self._slots = torch.arange(shape.context, device=device)
 
     def clear(self) -> None:
-        """Removes all tokens."""
+        """Removes all tokens from the cache."""
         self.next.zero_()
 
     def fill(self, layer: int, keys: Tensor, values: Tensor) -> None:

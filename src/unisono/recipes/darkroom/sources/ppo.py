@@ -70,9 +70,9 @@ class PPO(Source):
     """PPO learners: one per row of the batch, or, with `shared`, one per task.
 
     `settings` are fields of `Settings`; a field that is missing or None has its value in SHARED or INDEPENDENT. On a 9
-    x 9 grid an independent learner takes 0.25 MB, 7,300 of them 1.8 GB. Histories do not depend on which other
-    histories are collected with them, unless a different batch size changes rounding, and thereby an action. That was
-    not observed on the CPU; histories from CPU and GPU diverge sooner or later.
+    x 9 grid an independent learner takes 0.25 MB, 7,300 of them 1.8 GB. A history does not depend on the other
+    histories that are collected with it, except that another batch size may change rounding, and thereby an action.
+    This was not observed on the CPU. Histories from CPU and GPU diverge sooner or later.
     """
 
     def __init__(

@@ -177,21 +177,21 @@ class NoEncoders(Encoders):
     text_length: int
 
     def vae(self) -> WanVae:
-        """Raises ConfigError."""
+        """Raises ConfigError, because there is no VAE."""
         raise ConfigError(
             "no VAE to encode images and videos with; pass --parts_path FOLDER, a Wan model in diffusers' layout, or a "
             "latent (name.latent.safetensors) for every sample"
         )
 
     def text_encoder(self) -> TextEncoder:
-        """Raises ConfigError."""
+        """Raises ConfigError, because there is no text encoder."""
         raise ConfigError(
             "no text encoder for captions; pass --parts_path FOLDER, a Wan model in diffusers' layout, or an embedding "
             "(name.safetensors) for every sample, --caption_dropout 0 and --guidance 1"
         )
 
     def statistics(self) -> tuple[Tensor, Tensor]:
-        """Raises ConfigError."""
+        """Raises ConfigError, because there is no VAE that has statistics."""
         raise ConfigError(
             "latents raw: normalising them needs the VAE's statistics, but there is no VAE; pass --parts_path FOLDER, "
             "a Wan model in diffusers' layout"

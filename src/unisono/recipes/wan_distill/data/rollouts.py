@@ -255,9 +255,10 @@ def points_of_all_levels(samples: Samples, embed: Embed, most: int = 8) -> tuple
 
 
 def _in_blocks(prompts: Sequence[str], numbers: Sequence[int], size: int) -> list[list[SampleId]]:
-    """Divides the samples into as few blocks as possible: full blocks of each number, then the rest of all numbers.
+    """Divides the samples into as few blocks as possible.
 
-    A full block contains samples of one number, so that it does not change if prompts or numbers are added later.
+    Full blocks contain samples with the same number, so that they do not change if prompts or numbers are added later.
+    The last blocks contain the remaining samples of all numbers.
     """
     whole = len(prompts) // size * size
     full = [

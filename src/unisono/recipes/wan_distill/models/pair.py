@@ -43,7 +43,7 @@ class ModelPair:
 
     @cached_property
     def teacher_config(self) -> Mapping[str, Any]:
-        """The configuration of the teacher's transformer; two experts share one."""
+        """The configuration of the teacher's transformer, which two experts share."""
         config = transformer_config(self.teacher, part=next(iter(self.teacher.transformers)))
         refuse_channels(config, f"teacher_path {self.config.teacher_path}")
         return config
