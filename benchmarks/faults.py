@@ -44,7 +44,7 @@ PHASES = ("data", "forward", "backward", "reduce", "optimizer")
 RUN = ["--global_batch_size", "12", "--batch_size", "6", "--max_steps", str(STEPS), "--save_every", "4"]
 RUN += ["--deterministic", "--eval_every", "15", "--max_restarts", "100", "--seed", "5"]
 ROUNDING = 1e-10
-IN_FLOAT64 = ("--disable_dropout", "--dtype", "float64")  # for runs that may differ by rounding, which is then small
+IN_FLOAT64 = ("--disable_dropout", "--dtype", "float64")  # keeps differences by rounding small
 EXACT = 0.0
 
 

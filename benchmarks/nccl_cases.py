@@ -85,7 +85,7 @@ def _verify(number: int, precision: str) -> Iterator[Case]:
             f"`verify --ranks 1,{number} --strategies {strategy} --precision {precision}`",
             partial(_verified, number=number, flags=flags),
             expected_s=25,
-            tolerance=TOLERANCES[precision].loss,  # in 16 bit, the tolerance of losses only
+            tolerance=TOLERANCES[precision].loss,  # verify compares only losses in 16 bit
             quick=precision == "float64" and strategy == "fsdp",
         )
 

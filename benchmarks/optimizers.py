@@ -29,7 +29,7 @@ from unisono import Loss, Recipe
 from unisono.checkpoint.load import load_whole
 
 HERE = Path(__file__).resolve().parent
-RATES = {  # from a small sweep; the three kinds of AdamW share one rate
+RATES = {  # learning rates from a small sweep; the three kinds of AdamW share one rate
     "adamw": 1e-3,
     "adamw8bit": 1e-3,
     "adamw4bit": 1e-3,

@@ -4,10 +4,10 @@
     python benchmarks/wan_step.py --shapes 512x512x1     # one of them
     python benchmarks/wan_step.py --quick                # smoke test on any machine; the numbers mean nothing
 
-Random weights, a folder of random latents and embeddings, full fine-tuning: AdamW, bf16, clipping. Every variant runs
-in its own process, and variants take turns. unisono's variants are plain `unisono train` runs that share a compiler
-cache; their numbers come from metrics.jsonl. The loss curves of all variants of a shape are compared. MFU counts the
-model's own operations (without recomputation) against a measured 8192 × 8192 × 8192 bf16 product.
+Every variant trains all weights with AdamW, bf16 and clipping. It starts from random weights, and the data is a folder
+of random latents and embeddings. Variants run in separate processes and take turns. unisono's variants are plain
+`unisono train` runs that share a compiler cache; their numbers come from metrics.jsonl. The loss curves of all variants
+of a shape are compared. MFU counts the model's own operations (without recomputation) against a measured 8192 × 8192 × 8192 bf16 product.
 """
 
 from __future__ import annotations

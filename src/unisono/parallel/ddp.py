@@ -116,8 +116,9 @@ class DDP(Strategy):
             self._fix_buckets_keeping_gradients()
         self._stop_observing()
         if had_final_buckets and self._views is not None:
-            # DDP divides gradients that are in its buckets, and multiplies those that it copies there by 1 / world,
-            # which rounds differently. Fast steps copy. The activations are freed by now, so a copy fits into memory.
+            # DDP divides gradients that are in its buckets, but multiplies gradients that it copies there by 1 / world,
+            # which rounds differently. Fast steps copy, so this step copies too. The activations are freed by now, so
+            # the copies fit into memory.
             for parameter in self._trained:
                 parameter.grad = parameter.grad.clone()  # type: ignore[union-attr]
         self._wrapped(_touch).backward()

@@ -1,9 +1,9 @@
 """Lets a rank run forward and backward passes under FSDP without the other ranks, to see whether they fit into memory.
 
 If a rank runs out of memory in the middle of a pass, the others wait in a collective that it never joins. So a trial
-communicates nothing: instead of gathering a weight, each rank repeats its own shard (which takes the same memory and
-gives numbers of the same size), and instead of summing gradients it keeps a part of its own. Afterwards FSDP forgets
-the pass.
+communicates nothing. Instead of gathering a weight, each rank repeats its own shard, which takes the same memory and
+has values of the same size. Instead of summing gradients, it keeps a part of its own gradients. Afterwards, FSDP is
+reset to its state before the pass.
 
 This module uses internals of FSDP2. In a version of torch without them, `is_possible` returns False and the run makes
 no trials.

@@ -28,7 +28,8 @@ def one_device(tensors: Sequence[Tensor]) -> torch.device:
 class RowShards:
     """Knows which weights are sharded, and sums or gathers them. All ranks must call its methods in the same order."""
 
-    whole_shapes: Mapping[int, torch.Size] = field(default_factory=dict)  # of sharded weights, by id() of the shard
+    whole_shapes: Mapping[int, torch.Size] = field(default_factory=dict)
+    """The shapes of the sharded weights before sharding, by id() of the shard."""
     rank: int = 0  # index among the ranks that hold one copy of the weights
     world: int = 1  # number of ranks that hold one copy of the weights
     device: torch.device | None = None  # where collectives run; offloaded shards are on the CPU

@@ -97,7 +97,7 @@ def _weights_of(recipe: Recipe, model: nn.Module, seed: int, placement: Placemen
 
 
 def _build_for_all(recipe: Recipe, seed: int, placement: Placement, agreement: Agreement) -> BuiltModel:
-    """On rank 0: builds the model; if it is large, announces it and detaches its weights from it."""
+    """Builds the model on rank 0. If the model is large, announces it to the others and detaches its weights."""
     announced, taken = None, dict[str, Tensor]()
     try:
         built = _build(recipe, seed, placement)
@@ -124,7 +124,7 @@ def _build_for_all(recipe: Recipe, seed: int, placement: Placement, agreement: A
 def _build_on_meta(
     recipe: Recipe, seed: int, placement: Placement, agreement: Agreement, announced: _Announcement
 ) -> BuiltModel:
-    """On the other ranks: builds a model on the meta device, and checks that it equals rank 0's model."""
+    """Builds a model on the meta device on the other ranks, and checks that it equals rank 0's model."""
     reason, model = None, None
     existing = _meta_tensors()
     seed_everything(seed, placement.devices)

@@ -27,9 +27,9 @@ _PER_START |= {"output_dir", "resume", "inject", "num_workers", "prefetch_factor
 _PER_START |= {"batch_size", "gradient_accumulation_steps", "global_batch_size", "micro_batch", "guard_steps"}
 
 FIXED = ("shuffle", "optimizer", "base_precision")
-"""Engine settings that cannot change within a run: they decide which samples it reads, and when, what the optimizer's
-saved state means, or which frozen weights a LoRA is trained with. The seed and the effective batch cannot change
-either, but have their own checks. A recipe lists its own settings in `Recipe.fixed`."""
+"""Engine settings that cannot change within a run, because the order of samples, the meaning of the optimizer's saved
+state or the frozen weights of a LoRA depend on them. The seed and the effective batch cannot change either, but have
+their own checks. A recipe lists its own settings in `Recipe.fixed`."""
 
 _MOST_RUNS = 20  # number of recent runs to compare with
 

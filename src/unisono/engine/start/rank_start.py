@@ -14,7 +14,8 @@ class RankStart:
     """The description of how this process was started."""
 
     world: World
-    requested_devices: int | None = None  # on this machine; gradient accumulation compensates for missing devices
+    requested_devices: int | None = None
+    """Number of devices requested on this machine; gradient accumulation compensates for missing ones."""
     job_folder: Path | None = None  # folder of the job, if unisono's launcher started this rank
     remarks: list[str] = field(default_factory=list)  # notes from the launcher, for the main rank to print
     trained: Event = field(default_factory=Event)  # set after the first successful step

@@ -65,7 +65,7 @@ def train(recipe: type[Recipe] | str, config: Any = None, **settings: Any) -> An
             configure(recipe_class, file=[Path(file) for file in files], overrides={**from_config, **settings}),
         )
     except Exception as error:
-        tracebacks.prune(error)  # for a bug in the recipe: drops dozens of our frames from the traceback
+        tracebacks.prune(error)  # for a bug in the recipe, drops dozens of the engine's frames from the traceback
         raise
 
 

@@ -105,7 +105,7 @@ class GradientAccumulator:
                 # Done even if this step is not recorded (a rank without samples): the next replay reads these buffers.
                 with nullcontext() if self._graphed is None else self._strategy.buffers.in_place():
                     return self._compute(micro_batches, requests)
-            except Exception as error:  # in the all-reduce, for instance, this rank cannot notify the others
+            except Exception as error:  # during the all-reduce, for instance, this rank cannot notify others
                 self._note_failure(error, Attempt(), final=True)
                 raise
         except OutOfMemoryTogether as error:
@@ -201,7 +201,7 @@ class GradientAccumulator:
         return self._agreement.start({**requests, **flags})
 
     def _summed(self, attempt: Attempt, agreed: dict[str, float], lap: DeviceTimer) -> StepSums:
-        """After the last backward pass: reduces gradients and sums across ranks, unless that has happened already."""
+        """Reduces gradients and sums across ranks after the last backward pass, unless that has happened already."""
         if attempt.guarded:
             self._heartbeat.at("reduce", self._state.step + 1)
             with self._waits.waiting():

@@ -9,8 +9,8 @@ only through one row per sample, so the chain rule can be split there:
 
 It needs the memory of one micro-batch, and any number of ranks and micro-batches gives the result of one large batch.
 With one micro-batch per rank nothing is computed twice. If the recipe can compute the loss of a range of rows
-(`couple_rows`), each rank computes the loss of its share of the rows, a micro-batch of them at a time, and the ranks
-sum their gradients; otherwise every rank computes the whole loss.
+(`couple_rows`), each rank computes the loss of its share of the rows, a micro-batch of rows at a time, and the ranks
+sum their gradients. Otherwise every rank computes the whole loss.
 """
 
 from __future__ import annotations
@@ -195,7 +195,10 @@ class CoupledGradientAccumulator(GradientAccumulator):
     def _backward_all(
         self, micros: Sequence[MicroBatch], kept: list[Rows | None], gradients: Sequence[Rows], attempt: Attempt
     ) -> None:
-        """Runs backward for the last micro-batch, whose graph is stored; embeds the others again before theirs."""
+        """Runs backward for the last micro-batch, whose graph is in `kept`.
+
+        Then embeds each of the other micro-batches again, and runs backward for it.
+        """
         numbers = [len(micros) - 1, *range(len(micros) - 1)]
         for number in numbers:
             last = number == numbers[-1]

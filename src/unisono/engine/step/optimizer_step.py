@@ -1,8 +1,9 @@
 """One optimizer step: computes the gradient of a global batch, normalises and clips it, and updates the weights.
 
 The gradient of a step is  sum over all micro-batches and ranks of grad(total)  /  sum of their counts.  The counts are
-known only after the last forward pass, so backward runs on  total / expected count  (a power of two, so the division
-is exact; without it fp16 sums would overflow) and one factor corrects it after the ranks have summed:
+known only after the last forward pass. So backward runs on  total / expected count,  and one factor corrects the
+gradients after the ranks have summed them. Without this division, fp16 sums would overflow. The expected count is a
+power of two, so the division is exact.
 
     factor = expected count x the strategy's divisor / true count / loss scale x clipping
 

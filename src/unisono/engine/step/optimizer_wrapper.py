@@ -139,7 +139,7 @@ class OptimizerWrapper:
         in_kernel = self._fused and bool(gradients) and gradients[0].dtype == torch.float32
         if in_kernel:  # the kernel divides by grad_scale itself, which saves a pass over the gradients
             self.optimizer.grad_scale = (1 / factor).to(device, torch.float32)  # type: ignore[attr-defined]
-        elif gradients:  # with float64 too, for which the kernel's float32 grad_scale is not exact enough
+        elif gradients:  # without a fused kernel, or with float64, for which float32 grad_scale is not exact enough
             torch._foreach_mul_(gradients, factor.to(device, gradients[0].dtype))
         self.optimizer.step()
 

@@ -2,8 +2,8 @@
 
 Losses and metrics are compared relative to max(1, |value|), with a fixed tolerance per precision (`TOLERANCES`).
 
-Weights need another tolerance. Adam divides a gradient by its own size, so a weight whose true gradient is zero (the
-usual example: key biases of attention) follows the sign of the gradient's rounding error: in each run it moves by up to
+Weights need another tolerance. Adam divides a gradient by its own size. A weight whose true gradient is zero, such as
+the key biases of attention, therefore follows the sign of the gradient's rounding error: in each run it moves by up to
 the learning rate per step, in either direction. The losses do not change, because they do not depend on such a weight.
 The tolerance of each element of a weight w is therefore
 

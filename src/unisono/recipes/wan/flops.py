@@ -23,5 +23,5 @@ def forward_flops(config: Mapping[str, Any], latent: Sequence[int], text_length:
 
 
 def training_flops(forward: float, *, lora: bool) -> float:
-    """Operations of forward and backward. A LoRA needs no gradients of the base weights, a third of the total."""
+    """Operations of forward and backward. A LoRA needs no gradients of the base weights, which are a third."""
     return (2.0 if lora else 3.0) * forward

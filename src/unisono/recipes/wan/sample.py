@@ -12,7 +12,7 @@ from unisono.recipes.wan.models.experts import Experts
 from unisono.recipes.wan.objective import TIMESTEPS, data_from, noised
 
 Text = tuple[Tensor, Tensor]
-"""[batch, length, width] embeddings of the captions, and of the empty caption."""
+"""Embeddings of the captions, and of the empty caption, [batch, length, width] each."""
 
 
 def euler(shift: float) -> Any:

@@ -110,7 +110,7 @@ def generate(setup: Setup, model: Experts, initial_noise: Tensor, text: Tensor) 
 
 
 def _shape_metrics(setup: Setup, latents: Tensor, labels: Tensor, prefix: str) -> dict[str, Any]:
-    """For the built-in shapes: the number of samples that show the colour and the shape of their prompt."""
+    """The number of samples that show the colour and the shape of their prompt, for the built-in shapes."""
     from unisono.recipes.wan.tiny.classifier import recognised
 
     frames = setup.encoders.vae().decode(latents.float().cpu())

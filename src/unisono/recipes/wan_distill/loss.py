@@ -44,7 +44,7 @@ class DistillationLoss:
     empty: Tensor | None = None
     """The embedding of the negative prompt, [text length, width], with the setting online."""
     layers: Sequence[int] = ()
-    """For the feature loss: the teacher's layer that is compared with each of the student's layers."""
+    """The teacher's layer that the feature loss compares with each of the student's layers."""
     over_ranks: Callable[[Tensor], Tensor] = lambda sums: sums
     """Adds up sums over the tokens of each rank, if several ranks share a sample."""
     _recorders: dict[int, OutputRecorder] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class DistillationLoss:
         if self.teacher is not None and (self.weights.velocity or self.weights.feature):
             assert self.empty is not None
             if self.empty.device != text.device or self.empty.dtype != text.dtype:
-                self.empty = self.empty.to(text)  # once, because a copy in every step would stall the GPU
+                self.empty = self.empty.to(text)  # copied once: a copy in every step would stall the GPU
             empty = self.empty.expand_as(text)
             teacher_states = self._recording(self.teacher.experts, self.layers) if self.weights.feature else None
             target = self.teacher.velocity(noisy, sigma, text, empty)

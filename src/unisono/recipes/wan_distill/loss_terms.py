@@ -1,8 +1,8 @@
 """The losses that a student can learn from a teacher, one function each.
 
-T is the guided teacher, Tʷ = u + w (c − u) of its velocities without (u) and with (c) the prompt; S is the student,
-which computes one velocity and later samples without guidance. x̂₀ is a sample of the teacher, and
-x_σ = (1 − σ) x̂₀ + σ ε adds new noise ε to it. Each function returns [batch] means over the elements of a sample.
+T is the guided teacher: Tʷ = u + w (c − u), where u is its velocity without the prompt and c its velocity with it. S is
+the student, which computes one velocity and later samples without guidance. x̂₀ is a sample of the teacher, and
+x_σ = (1 − σ) x̂₀ + σ ε adds new noise ε to it. Each function returns the mean over the elements of each sample, [batch].
 """
 
 from __future__ import annotations

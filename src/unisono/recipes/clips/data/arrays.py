@@ -102,7 +102,7 @@ class NewArrays:
             file.flush()
             os.fsync(file.fileno())
         sync_folder(self._partial)
-        if ArrayFolder(self._final).facts() is not None:  # another process was faster
+        if ArrayFolder(self._final).facts() is not None:  # another process has written the folder meanwhile
             return
         if self._final.exists():  # written by an earlier run, and damaged since
             damaged = self._partial.with_suffix(".damaged.part")

@@ -172,6 +172,7 @@ def read_blocks(
         mel = np.stack([log_mel(power, rate, settings.mel_steps, settings.mel_bands) for power in powers])
         yield {
             **({"features": _compute(settings.features, model, frames, sound, rate)} if model else {"frames": frames}),
-            "mel": mel if reading.facts.has_sound else np.zeros_like(mel),  # recorded silence is -1
+            # Missing sound is 0, to distinguish it from recorded silence, which is -1.
+            "mel": mel if reading.facts.has_sound else np.zeros_like(mel),
             "stats": np.stack([stats(*clip, power, rate) for clip, power in zip(clips, powers, strict=True)]),
         }

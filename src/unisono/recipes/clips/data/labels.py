@@ -36,7 +36,7 @@ class Labelled:
     """In seconds; None if the label file does not contain it."""
     clip_seconds: float
     segments: NDArray[np.float64]
-    """[n, 3] start, end and score (0 to 1), sorted and without overlaps; a score of NaN means not labelled."""
+    """Start, end and score (0 to 1) of each part [n, 3], sorted and without overlaps; NaN means not labelled."""
     rest: float = 0.0
     """The score of everything outside the segments; NaN means not labelled."""
     where: str = ""

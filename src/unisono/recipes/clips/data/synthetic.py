@@ -53,7 +53,7 @@ class Plan:
 
     @property
     def scores(self) -> NDArray[np.float32]:
-        """[T] 1 for highlights, 0 for the rest."""
+        """The score of each clip [T]: 1 for highlights, 0 for all others."""
         return np.asarray(self.kinds == HIGHLIGHT, dtype=np.float32)
 
 

@@ -28,7 +28,7 @@ class Tokens(NamedTuple):
     cells: Tensor
     actions: Tensor  # the previous action, or NO_ACTION
     rewards: Tensor  # the previous reward
-    separators: Tensor | None = None  # in a two-region context: 0 for a step, 1 and 2 for the separators
+    separators: Tensor | None = None  # two-region contexts: 0 is a step, 1 and 2 are separators
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class Settings:
     gamma: float = 0.99
     """Discount factor."""
     gae_lambda: float = 0.95
-    """Advantage estimates between one-step (0) and whole-episode (1)."""
+    """Lambda of the generalised advantage estimates: 0 looks one step ahead, 1 to the end of the episode."""
     clip: float = 0.2
     """Largest relative change of an action's probability per update."""
     entropy: float = 0.0

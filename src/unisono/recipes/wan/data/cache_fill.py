@@ -27,10 +27,11 @@ Finish = Callable[[], Tensor]
 def fill(
     work: Work, packs: Packs, bad: BadFiles, what: str, items: Mapping[str, Item], read: Callable[[Item], Finish]
 ) -> None:
-    """Computes this rank's share of the missing entries. `read` runs in a thread, the function it returns runs here.
+    """Computes this rank's share of the missing entries.
 
-    All items are divided between the ranks, not only the missing ones: a rank that looked later would see fewer missing
-    items and divide them differently.
+    `read` runs in a thread and returns a function, which runs in the calling thread and computes the entry. All items
+    are divided between the ranks, not only the missing ones: a rank that looked later would see fewer missing items and
+    divide them differently.
     """
     if work.stopping:  # returns before the progress line appears
         return

@@ -55,7 +55,7 @@ class TimedFrame:
 
 
 def opened(path: Path) -> ImageOrAnimation | Video:
-    """Opens a file and reads its facts."""
+    """Opens a file and reads its number of frames, size and frame rate."""
     check_file(path)
     if path.suffix.lower() in IMAGES:
         return ImageOrAnimation(path)

@@ -2,7 +2,7 @@
 
 Either a file lists the samples (see `metadata`), or each video and image has a text file of the same name, also in
 subfolders: `cats/a.mp4` and `cats/a.txt`. `a.latent.safetensors` holds the latent of `a`, and `a.safetensors` the
-embedding of its caption; a sample with a latent needs no video, and one with an embedding no caption.
+embedding of its caption. A sample with a latent needs no video, and a sample with an embedding needs no caption.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class WanFolder:
     """Whether each token has its own timestep (TI2V)."""
     text_length: int = TEXT_LENGTH
     components: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """For a pipeline: its parts as model_index.json lists them, each with its library and class."""
+    """The parts of a pipeline as model_index.json lists them, each with its library and class."""
 
     def part(self, name: str) -> Path | None:
         """The folder of another part of the pipeline (vae, text_encoder, tokenizer, scheduler), or None."""

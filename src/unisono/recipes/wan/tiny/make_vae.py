@@ -24,7 +24,7 @@ _LEARNING_RATE, _WARMUP = 4e-3, 50
 _KL_WEIGHT = 1e-4
 _NUM_FOR_STATISTICS = 480  # number of drawings to compute the mean and standard deviation of the latents from
 _NUM_FOR_PSNR = 96
-_FIRST_LOG_VARIANCE = -5.0  # of the posterior; with the default, noise would hide the latents at first
+_FIRST_LOG_VARIANCE = -5.0  # initial value for the posterior; with the default, noise would hide the latents
 
 
 class BatchKind(NamedTuple):

@@ -56,9 +56,11 @@ class PruningPlan:
     layers: list[int]
     """For each of the student's layers, the index of the teacher's."""
     kept: dict[str, list[int]]
-    """Indices of the units that the student takes, where it does not take all: channels, text, words and time (the
-    hidden layers of both embeddings), and per layer of the teacher `5.ffn` (neurons), `5.attn1` and `5.attn2`
-    (positions in heads).
+    """Indices of the units that the student takes, for each kind of which it does not take all.
+
+    The kinds are channels, text, words and time (the last two are the hidden layers of the embeddings). Each layer of
+    the teacher has kinds of its own: those of layer 5 are `5.ffn` (neurons), `5.attn1` and `5.attn2` (positions in
+    heads).
     """
     gain: float = 1.0
     """Factor on the output of each norm of the residual stream, to compensate for averaging over fewer channels."""

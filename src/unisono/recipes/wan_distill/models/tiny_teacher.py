@@ -38,7 +38,7 @@ die_with_parent()
 from unisono.cli.main import program
 program()
 """
-_STEPS_VARIABLE = "UNISONO_TINY_TEACHER_STEPS"  # for tests: a run too short to learn anything
+_STEPS_VARIABLE = "UNISONO_TINY_TEACHER_STEPS"  # tests set it for a run that is too short to learn
 
 
 def folder_of(cache: Path | None = None) -> Path:
