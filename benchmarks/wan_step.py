@@ -7,7 +7,8 @@
 Every variant trains all weights with AdamW, bf16 and clipping. It starts from random weights, and the data is a folder
 of random latents and embeddings. Variants run in separate processes and take turns. unisono's variants are plain
 `unisono train` runs that share a compiler cache; their numbers come from metrics.jsonl. The loss curves of all variants
-of a shape are compared. MFU counts the model's own operations (without recomputation) against a measured 8192 × 8192 × 8192 bf16 product.
+of a shape are compared. MFU counts the model's own operations (without recomputation) against a measured
+8192 × 8192 × 8192 bf16 product.
 """
 
 from __future__ import annotations
