@@ -77,7 +77,7 @@ class GPT(nn.Module):
 
 
 class RandomTokens(Dataset[tuple[Tensor, Tensor]]):
-    """`num_samples` sequences from one table of random tokens in memory."""
+    """A dataset of `num_samples` sequences from one table of random tokens in memory."""
 
     def __init__(self, size: Size, num_samples: int) -> None:
         draw = torch.Generator().manual_seed(1)

@@ -65,7 +65,7 @@ class Runs:
         return self._end - time.monotonic()
 
     def new(self, name: str) -> Path:
-        """A new run folder."""
+        """Returns the path of a new run folder."""
         return self.root / f"{name}-{uuid.uuid4().hex[:6]}"
 
     # --- start ---

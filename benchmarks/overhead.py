@@ -49,7 +49,7 @@ class Case:
 
     @classmethod
     def parse(cls, words: str) -> Case:
-        """`1`: one process without DDP; `1ddp`: one process in DDP; `2` and more: that many processes in DDP."""
+        """Parses a case: `1` is one process without DDP, `1ddp` one process in DDP, `2` and more processes in DDP."""
         ranks = int(words.removesuffix("ddp"))
         return cls(ranks, ddp=ranks > 1 or words.endswith("ddp"))
 

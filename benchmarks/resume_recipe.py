@@ -24,7 +24,7 @@ def _record(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 class Wide(Recipe):
-    """48 square layers."""
+    """A recipe whose model has 48 square layers."""
 
     defaults = {"batch_size": 1, "num_workers": 0, "tensorboard": False, "save_every": 0, "log_every": 1}
 

@@ -44,7 +44,7 @@ class Drawing:
     """Draws a preview on all ranks, or on none of them if it does not fit into memory."""
 
     def __init__(self, placement: Placement, needs_all_ranks: bool, agreement: Agreement, run_folder: Path) -> None:
-        """`needs_all_ranks`: a forward pass waits for other ranks, because the model or a sample is divided."""
+        """`needs_all_ranks`: whether forward passes wait for other ranks, because the model or a sample is divided."""
         self._placement, self._needs_all_ranks = placement, needs_all_ranks
         self._agreement, self._run_folder = agreement, run_folder
 

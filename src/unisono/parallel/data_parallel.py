@@ -25,12 +25,12 @@ class DataParallel(Strategy):
         return wrapper
 
     def train(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """call(model, *arguments) on each GPU with its part of the batch; returns a mapping of sums across the GPUs."""
+        """Runs call(model, *arguments) on each GPU with its part of the batch; returns sums over the GPUs by name."""
         gathered = self._replicated(_rows, call, *arguments)
         return {name: rows.sum(0) for name, rows in gathered.items()}
 
     def rows(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """call(model, *arguments) on each GPU with its part of the batch; returns the concatenated rows."""
+        """Runs call(model, *arguments) on each GPU with its part of the batch; returns the concatenated rows."""
         return self._replicated(call, *arguments)
 
 

@@ -56,7 +56,7 @@ class DDP(Strategy):
 
     @property
     def gradient_divisor(self) -> float:
-        """DDP averages across ranks."""
+        """The number of ranks, because DDP averages gradients across ranks."""
         return float(self.placement.world)
 
     def _is_guardable(self, wrapper: ForwardWrapper) -> bool:
@@ -65,7 +65,7 @@ class DDP(Strategy):
         return not (self.settings.static_graph or self.settings.find_unused_parameters or syncs_in_forward)
 
     def train(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """call(model, *arguments); backward averages its gradients across ranks."""
+        """Returns call(model, *arguments); the backward pass averages the gradients across ranks."""
         return self._wrapped(call, *arguments)
 
     def fix_gradient_addresses(self) -> bool:

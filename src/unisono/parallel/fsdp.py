@@ -114,12 +114,12 @@ class FSDP(Strategy):
             return [(name, nn.Parameter(local_part(parameter.detach()))) for name, parameter in self._whole.items()]
 
     def train(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """call(model, *arguments); backward sums its gradients across ranks."""
+        """Returns call(model, *arguments); the backward pass sums the gradients across ranks."""
         self._prefetch.enable(torch.is_grad_enabled())
         return super().train(call, *arguments)
 
     def infer(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """call(model, *arguments) without gradients."""
+        """Returns call(model, *arguments), computed without gradients."""
         self._prefetch.enable(False)
         return super().infer(call, *arguments)
 

@@ -123,7 +123,7 @@ class Strategy(ABC):
         return 1.0
 
     def train(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """call(model, *arguments); backward sums its gradients across ranks."""
+        """Returns call(model, *arguments); the backward pass sums the gradients across ranks."""
         return self.wrapped(call, *arguments)
 
     def rows(self, call: Callable[..., Any], *arguments: Any) -> Any:
@@ -131,7 +131,7 @@ class Strategy(ABC):
         return self.train(call, *arguments)
 
     def infer(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """call(model, *arguments) without gradients."""
+        """Returns call(model, *arguments), computed without gradients."""
         with torch.no_grad():
             return self.wrapped(call, *arguments)
 

@@ -40,7 +40,7 @@ class GraphedFunction:
         self._output: Tensor | None = None
 
     def __call__(self, *inputs: Any) -> Tensor:
-        """function(*inputs); the next call overwrites the result, so copy it if you need it longer."""
+        """Returns function(*inputs). The next call overwrites the result, so copy it if you need it longer."""
         kind = _kind_of(inputs)
         if self._graph is None or kind != self._kind:  # another kind of input, such as the last batch of a run
             if len(self._num_calls) >= _MOST_KINDS:

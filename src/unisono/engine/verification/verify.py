@@ -91,7 +91,7 @@ class Variant:
 
 
 class VariantFailed(TrainingFailed):
-    """A run did not finish."""
+    """Raised for a run that did not finish."""
 
     def __init__(self, message: str, trace: str = "") -> None:
         super().__init__(message)
@@ -104,7 +104,7 @@ class VariantResult:
 
     variant: Variant
     role: str
-    """"reference", "repeat" (the second run of the reference) or "variant"."""
+    """The role of the run: "reference", "repeat" (the second run of the reference) or "variant"."""
     differences: Differences | None = None
     failure: VariantFailed | None = None
 

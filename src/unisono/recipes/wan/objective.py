@@ -79,7 +79,7 @@ def shift_for(pixels: int) -> float:
 
 
 def noised(data: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
-    """x_σ of [batch, ...] tensors; `sigma` has one entry per sample."""
+    """Returns x_σ of [batch, ...] tensors; `sigma` has one entry per sample."""
     sigma = _as_column(sigma, data)
     return (1 - sigma) * data + sigma * noise
 

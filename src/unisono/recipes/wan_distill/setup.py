@@ -35,7 +35,7 @@ class Setup(ModelPair):
     """The models, prompts and roll-outs of a run; each property is computed on first use."""
 
     def __init__(self, config: Any, base_precision: str = "auto") -> None:
-        """`base_precision`: the setting, for the teacher's weights."""
+        """`base_precision` is the value of that setting, which applies to the teacher's weights."""
         super().__init__(config)
         self.base_precision = base_precision
         # prepare() sets these: the teacher's device, the run's seed, the folder of the roll-outs, the number of ranks.

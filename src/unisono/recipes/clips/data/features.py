@@ -41,7 +41,7 @@ class ExtractSettings:
     mel_steps: int = 20
     mel_bands: int = 32
     features: str = BUILTIN
-    """builtin (frames, mel, stats), files (features), transformers:FOLDER or module:function (features, mel, stats)."""
+    """Kind: builtin (frames, mel, stats), files (features), transformers:FOLDER or module:function (mel, stats too)."""
     feature_size: int = 224
     """Size of the shorter side of the frames that are passed to a feature model, in pixels."""
 

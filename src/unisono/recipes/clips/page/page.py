@@ -1,4 +1,4 @@
-"""page.html of a video: the scores over time, thumbnails, and the clips in players.
+"""Writes page.html of a video: the scores over time, thumbnails, and players for the clips.
 
 The page is a single HTML file next to the clips, built with unisono's page kit. It makes no network request: images are
 embedded, and relative links refer only to the clips and the video.

@@ -46,9 +46,9 @@ class VideoFacts:
     duration: float
     """Seconds from the first frame to the end of the last one, according to the header; a truncated file is shorter."""
     fps: float
-    """0 if unknown."""
+    """Frames per second; 0 if unknown."""
     height: int
-    """As displayed, after rotation."""
+    """Height and width are as displayed, after rotation."""
     width: int
     has_sound: bool
     has_video: bool = True

@@ -17,7 +17,7 @@ class Explorer(Source):
     """Walks to the nearest unvisited cell until it has found the reward, then goes straight there.
 
     In an environment with a key and a door, it searches for the key first and then for the door, which may be in any
-    cell, also in one that it has visited before.
+    cell, including those that it has visited before.
     """
 
     def __init__(self, room: Room, tasks: Tensor, draws: Draws, num_steps: int, noise: float = 0.02) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lxml.etree import _Element as Element
 
 MAX_BYTES = 2**25
-"""Longer pages are truncated."""
+"""Maximum size of a page; longer pages are truncated."""
 
 _MAGIC = {
     b"%PDF": "a PDF",

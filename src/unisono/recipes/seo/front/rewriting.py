@@ -80,7 +80,7 @@ def proposals(text: str, keywords: Sequence[str]) -> Iterator[Change]:
 
 
 def adds_nothing(text: str, changed: str) -> bool:
-    """Whether every word and number of the changed text occurs in the text at least as often."""
+    """Whether every word and number of the changed text occurs at least as often in the original text."""
     return not Counter(words_of(changed)) - Counter(words_of(text))
 
 

@@ -43,7 +43,7 @@ class ShapedSamples(Dataset[dict[str, Any]]):
 
     @property
     def distinct_shapes(self) -> list[Shape]:
-        """Each shape once."""
+        """The distinct shapes of all samples."""
         return self._shapes
 
     def cost(self, index: int) -> float:

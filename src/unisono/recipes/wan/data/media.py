@@ -124,7 +124,7 @@ def _chosen(media: Video | ImageOrAnimation, first: int, count: int, fps: float)
 
 
 def _in_order(media: Video | ImageOrAnimation, first: int, count: int) -> Iterator[TimedFrame]:
-    """`count` consecutive frames, starting at the time of frame `first` at a constant frame rate."""
+    """Yields `count` consecutive frames, starting at the time that frame `first` has at a constant frame rate."""
     begin = (first - 0.5) / media.facts.fps
     frames = list(islice((frame for frame in media.frames(begin) if frame.time >= begin), count))
     if len(frames) == count:

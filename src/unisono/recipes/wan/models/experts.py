@@ -19,7 +19,7 @@ class Experts(nn.Module):
     def __init__(
         self, transformers: Mapping[str, nn.Module], boundary: float | None, *, shared_by_ranks: bool = True
     ) -> None:
-        """`shared_by_ranks`: other ranks may wait for a forward pass of each transformer."""
+        """`shared_by_ranks`: whether other ranks may wait for a forward pass of each transformer."""
         super().__init__()
         self._shared_by_ranks = shared_by_ranks
         for name, transformer in transformers.items():

@@ -56,10 +56,10 @@ class WanFolder:
     """A model on disk."""
 
     kind: str
-    """pipeline (folder with model_index.json), transformer (diffusers' folder), native (Wan's own folder), or file."""
+    """Kind: pipeline (with model_index.json), transformer (diffusers' folder), native (Wan's own folder), or file."""
     path: Path
     transformers: Mapping[str, Path]
-    """transformer (for A14B the high-noise expert) and transformer_2 (the low-noise one): a folder or a file each."""
+    """The paths of transformer (for A14B the high-noise expert) and transformer_2 (the low-noise expert)."""
     boundary_ratio: float | None = None
     """The σ at which the high-noise expert hands over to the low-noise one; None for a single transformer."""
     expand_timesteps: bool = False

@@ -53,7 +53,7 @@ class EvalDataset(Dataset[Item]):
     """Held-out samples, each with its starting noise and the teacher's velocities at all noise levels."""
 
     def __init__(self, samples: Samples, embed: Embed, *, has_labels: bool) -> None:
-        """`has_labels`: the prompts name built-in shapes, so generated samples can be classified."""
+        """`has_labels`: whether the prompts name built-in shapes, so that generated samples can be classified."""
         self.samples, self._embed = samples, embed
         self._labels = labels([prompt for prompt, _ in samples.items]) if has_labels else [None] * len(samples)
 

@@ -56,7 +56,7 @@ class Rollouts:
 
     @property
     def key(self) -> str:
-        """A hash of all blocks."""
+        """A hash of the keys of all blocks."""
         return combined(*self._keys)
 
     @property

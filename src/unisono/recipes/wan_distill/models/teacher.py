@@ -39,7 +39,7 @@ class Teacher:
     """A Wan model that computes the guided velocity Tʷ = u + w (c − u)."""
 
     def __init__(self, experts: Experts, guidance: Guidance, dtype: torch.dtype, *, is_sharded: bool = False) -> None:
-        """`is_sharded`: each rank holds a shard of the weights, so all ranks must compute together."""
+        """`is_sharded`: whether each rank holds only a shard of the weights, so that all must compute together."""
         self.experts, self.guidance, self.dtype, self.is_sharded = experts, guidance, dtype, is_sharded
         self.places_itself = False  # True when offloaded: blocks move to the device when they are needed
 
