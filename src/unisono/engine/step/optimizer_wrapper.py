@@ -197,7 +197,7 @@ class OptimizerWrapper:
             if isinstance(current, Tensor):
                 current.copy_(value)
             else:
-                # Slots that the optimizer creates in its first step go to the weight's device; a step counter stays.
+                # State that the optimizer creates in its first step moves to the weight's device, except step counters.
                 home = value.device if value.dim() == 0 else parameters[name].device
                 self.optimizer.state[parameters[name]][slot] = value.to(home)
         for name, slots in plain.items():

@@ -170,7 +170,7 @@ class _SoundTrack:
         self._written = 0
 
     def write(self, until: float | None) -> None:
-        """Writes the sound up to a time, or to its end."""
+        """Writes the sound up to the time `until`, or all remaining sound if it is None."""
         import av
 
         while until is None or self._written < until * self._rate:

@@ -60,7 +60,7 @@ class Labelled:
         if len(behind) and not cut_off:
             raise ConfigError(
                 f"{self.where}: {self.name} is {edges[-1]:g} s long, but a label covers {behind[0, 0]:g} to "
-                f"{behind[0, 1]:g} s; correct or remove it (are these seconds?)"
+                f"{behind[0, 1]:g} s; correct or remove it (times must be in seconds)"
             )
         heights, lengths = self.segments[:, 2], np.diff(edges)
         unlabelled = np.isnan(heights)

@@ -205,8 +205,8 @@ class Reading(Iterator[Clip]):
         truncated = missing > max(_MISSING_END, 0.02 * self.facts.duration) and self._sound.ended
         is_short = truncated or (bool(self._broken) and missing > _ROUNDING)
         frames_missing = self._faults.number
-        # After an error, decoders silently drop frames. Without errors, a smaller number than in the header is not
-        # damage.
+        # After an error, decoders silently drop frames. Without errors, it is no damage if the header promises more
+        # frames.
         if frames_missing and not is_short:
             frames_missing = max(frames_missing, self._num_frames_in_header - self._num_decoded)
         damage = Damage(

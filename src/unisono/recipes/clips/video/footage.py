@@ -34,7 +34,7 @@ class Footage:
             raise BadMedia(path, NO_VIDEO)
         self.path, self.duration, self.has_sound = path, header.duration, header.has_sound
         self.height, self.width = header.height, header.width
-        """As displayed, after rotation."""
+        """Height and width in pixels as displayed, after rotation."""
         with open_media(path) as container:
             stream = video_stream(path, container)
             assert stream is not None
