@@ -230,7 +230,7 @@ WRONG_STATES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a list of metrics": (state_with(last_metrics=[1]), "'last_metrics' cannot be this list"),
     "nested metrics": (state_with(last_metrics={"a": {}}), "'last_metrics' cannot be this dict"),
     "half a loss scale": (state_with(loss_scale={"value": 2.0}), "'loss_scale' cannot be"),
-    "a best of nothing": (state_with(best={}), "'best' is not the record"),
+    "a best of nothing": (state_with(best={}), "'best' cannot be"),
     "no state": (lambda extra: {"optimizer": {}}, "the state is not an object"),
     "no optimizer": (lambda extra: {"state": extra["state"]}, "lacks the optimizer's state"),
     "odd optimizer": (lambda extra: {**extra, "optimizer": {"a": 1}}, "lacks the optimizer's state"),

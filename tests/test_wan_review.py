@@ -93,7 +93,7 @@ def test_single_frames_and_loras_on_random_weights_are_reported(root: Path, tmp_
     made = recipe(root, root / "2.1", lora_rank=2)
     made.prepare(Work(tmp_path / "other"))
     made.dataset("train")
-    assert not any("frame" in remark or "LoRA" in remark for remark in made.remarks)
+    assert not any("single frame" in remark or "LoRA" in remark for remark in made.remarks)
 
 
 def test_a_dataset_is_opened_once_for_all_previews(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

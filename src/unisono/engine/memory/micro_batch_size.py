@@ -1,8 +1,8 @@
-"""The micro-batch size: as large as memory allows, without any effect on the result.
+"""Chooses the micro-batch size: as large as memory allows. The size has no effect on the result.
 
-All ranks halve it together when one runs out of memory. It grows only with `--micro_batch auto`: before the first step
-by trying sizes, and later by doubling, which is retried less often after each failure. If only a restart helps, the run
-folder's `memory.json` tells the next attempt the smaller size.
+All ranks halve the size together when one of them runs out of memory. It grows only with `--micro_batch auto`: before
+the first step by trying sizes, and later by doubling, which is retried less often after each failure. If only a restart
+helps, the next attempt reads a smaller size from the run folder's `memory.json`.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class MicroBatchSizer:
         return size
 
     def is_new_to_next_attempt(self, size: int) -> bool:
-        """Whether the next attempt will begin with `size`, and whether that is smaller than this attempt began with.
+        """Whether the next attempt will begin with `size`, and this attempt began with a larger size.
 
-        False if `size` could not be stored. False, too, if this attempt began with a size that fits and failed after it
-        had raised the size: the next attempt would do the same.
+        False if `size` could not be stored. Also false if this attempt began with a size that fits, raised it, and then
+        failed: the next attempt would do the same.
         """
         return size < self._first and stored_size(self._folder) == size
 

@@ -1,9 +1,9 @@
 """The loss of embedding rows that are compared with each other, and its gradient with respect to the rows.
 
 A recipe with `couple` computes the loss of all rows at once: a contrastive loss of B rows then needs a matrix of B x B
-numbers. A recipe with `couple_rows` computes it for a range of anchors, rows that are compared with all others. Ranges
-of anchors can be divided between ranks, and computed one after the other within a rank. The largest matrix is then as
-high as one range.
+numbers. A recipe with `couple_rows` computes the loss for a range of anchors, which are rows that are compared with all
+rows. Ranges of anchors can be divided between ranks, and computed one after the other within a rank. The largest matrix
+then has only as many rows as one range.
 """
 
 from __future__ import annotations
