@@ -180,7 +180,7 @@ def _check_event(folder: Path, kind: str, rank: int, strategy: str) -> None:
     else:
         name = {"hang": "hang", "nan": "nan", "slow": "straggler"}[kind]
         seen = events(folder, name)
-        # All ranks skip a step together, so a nan has no rank.
+        # All ranks skip a step together, so the event of a nan names no rank.
         expect(
             bool(seen) and (kind == "nan" or all(event["rank"] == rank for event in seen)),
             lambda: f"expected {name} events of rank {rank}, got {seen}",

@@ -45,7 +45,7 @@ class FSDP(Strategy):
                 raise RecipeError(f"fsdp cannot shard the scalar weight {name}; give it the shape (1,), or use ddp")
             if parameter.numel() == 0:
                 raise RecipeError(f"fsdp cannot shard the weight {name}, which has no elements; remove it, or use ddp")
-        # Without cast_forward_inputs, because autocast chooses the types as in other strategies. Gathered
+        # Does not use cast_forward_inputs, because autocast chooses the types, as in other strategies. Gathered
         # weights are 16-bit, and gradients are summed in float32. On the CPU weights are gathered in float32, because
         # layer norm on the CPU rejects 16-bit weights with 32-bit inputs.
         gathered = placement.compute_type if placement.device.type == "cuda" else None

@@ -5,8 +5,8 @@ environments have few cells, so after every update both networks are evaluated o
 look-up in that table. The gradients are written by hand: autograd takes a fifth longer.
 
 Learners are independent, or share a policy. An independent learner sees one episode per update and learns next to
-nothing in 50 episodes with the usual hyperparameters, so independent learners have their own hyperparameters. Other
-implementations share: the streams of a task are copies of one policy that learns from all of them.
+nothing in 50 episodes with the usual hyperparameters, so independent learners have their own hyperparameters. In other
+implementations, learners share a policy: the streams of a task are copies of one policy that learns from all of them.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def join(folder: Path, num_blocks: int) -> None:
     if facts_of(folder) is None:
         try:
             _join(folder, num_blocks)
-        except FileNotFoundError:  # another run that uses this folder has removed them
+        except FileNotFoundError:  # another run that uses this folder has removed the blocks
             if facts_of(folder) is None:
                 raise UserError(f"{folder}: blocks are missing; start again to create them") from None
         except OSError as error:
