@@ -189,7 +189,7 @@ def events(folder: Path, kind: str) -> list[dict]:
 
 
 def kill_at_points(rehearsal: Rehearsal, world: int, rank: int, times: int) -> Row:
-    """Kills a rank at random steps and phases, also during saves, repeatedly in one run."""
+    """Kills a rank repeatedly in one run, at random steps and phases, including saves."""
     row = Row(f"kill rank {rank} of {world} at {times} random points of steps and saves")
     faults = []
     for step in sorted(rehearsal.random.sample(range(2, STEPS), times)):

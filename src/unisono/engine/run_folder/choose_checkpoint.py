@@ -90,7 +90,7 @@ def resume_from(
 ) -> ChosenCheckpoint:
     """Restores the checkpoint, or the newest older one that matches the model; returns it, with new notes.
 
-    `num_samples` is the size of the dataset. Every rank calls it, also for a run that begins at step 0.
+    `num_samples` is the size of the dataset. Every rank calls it, even if the run begins at step 0.
     """
     if point.path is None:
         return point.checkpoint

@@ -114,7 +114,7 @@ class OptimizerStep:
 
     @property
     def measured(self) -> list[str]:
-        """The names of the metrics of loss(), also of those that a step omits because their count is 0."""
+        """The names of the metrics of loss(), including those that a step omits because their count is 0."""
         return metrics_in(self._gradient.names)
 
     @property

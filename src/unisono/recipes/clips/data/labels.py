@@ -33,7 +33,7 @@ class Labelled:
     video: Path | None
     features: FeatureFile | None
     duration: float | None
-    """In seconds; None if the label file does not contain it."""
+    """Duration in seconds; None if the label file does not contain it."""
     clip_seconds: float
     segments: NDArray[np.float64]
     """Start, end and score (0 to 1) of each part [n, 3], sorted and without overlaps; NaN means not labelled."""

@@ -4,7 +4,7 @@
       states       (steps, streams, 2)    x and y before the action
       actions      (steps, streams)
       rewards      (steps, streams)
-      next_states  (steps, streams, 2)    the true next cell, also at the end of an episode
+      next_states  (steps, streams, 2)    the true next cell, even at the end of an episode
       dones        (steps, streams)       the last step of an episode
 
 Files of other implementations work too. They have wider integers and more columns, and at the end of an episode their

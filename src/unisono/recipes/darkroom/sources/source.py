@@ -65,7 +65,7 @@ class Source(ABC):
 
     @abstractmethod
     def learn(self, cells: Tensor, actions: Tensor, rewards: Tensor, next_cells: Tensor, step: int) -> None:
-        """Learns from the outcome; `next_cells` are the true next cells, also at the end of an episode."""
+        """Learns from the outcome; `next_cells` are the true next cells, even at the end of an episode."""
 
 
 def run_learners(

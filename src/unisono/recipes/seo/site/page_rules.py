@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from unisono.recipes.seo.data.pages import Page
 
 MAX_TITLE, MAX_DESCRIPTION = 60, 155
-"""In characters; search engines truncate longer texts."""
+"""Maximum lengths in characters; search engines truncate longer texts."""
 
 _LANGUAGE = re.compile(r"[A-Za-z]{2,3}([-_][A-Za-z0-9]{1,8})*")
 

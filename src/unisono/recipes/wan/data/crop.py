@@ -26,7 +26,7 @@ class Crop:
     """Frames per window, of the form 4k + 1; a shorter video uses the longest window that it contains."""
     height: int = 0
     width: int = 0
-    """In pixels. If both are 0, every sample keeps its aspect ratio."""
+    """Height and width in pixels. If both are 0, every sample keeps its aspect ratio."""
     max_pixels: int = 0
     """Largest number of pixels of a frame that keeps its aspect ratio; 0: no limit."""
     fps: float = 0.0
@@ -58,7 +58,7 @@ class Crop:
 def media_of(source: Source) -> Path:
     """The image or video of a sample."""
     if source.media is None:
-        raise ConfigError(f"{source.name}: has no image, video or latent")
+        raise ConfigError(f"{source.name} has no image, video or latent")
     return source.media
 
 

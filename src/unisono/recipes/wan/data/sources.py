@@ -1,7 +1,7 @@
 """The samples of a dataset folder: videos and images, their captions, and precomputed latents and embeddings.
 
-Either a file lists the samples (see `metadata`), or each video and image has a text file of the same name, also in
-subfolders: `cats/a.mp4` and `cats/a.txt`. `a.latent.safetensors` holds the latent of `a`, and `a.safetensors` the
+Either a file lists the samples (see `metadata`), or each video and image has a text file of the same name, in
+subfolders too: `cats/a.mp4` and `cats/a.txt`. `a.latent.safetensors` holds the latent of `a`, and `a.safetensors` the
 embedding of its caption. A sample with a latent needs no video, and a sample with an embedding needs no caption.
 """
 

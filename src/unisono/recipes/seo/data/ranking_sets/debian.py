@@ -32,7 +32,7 @@ from unisono.recipes.seo.data.ranking_sets.ranking import Ranking
 PACKAGES_FILE = "debian-packages.jsonl.gz"
 
 MIN_LENGTH = 300
-"""In characters; shorter descriptions add little to the synopsis."""
+"""Minimum length of a description in characters; shorter ones add little to the synopsis."""
 
 _SAME = 200  # in characters; packages whose descriptions begin alike (libfoo1, libfoo-dev) count as one
 _TIMEOUT_S = 600
