@@ -15,11 +15,11 @@ from unisono.formatting import format_count
 from unisono.recipes.seo.site.language import is_english
 
 MIN_WORDS = 100
-"""Shorter texts fail the check, because searches rarely find them."""
+"""Minimum number of words; shorter texts fail the check, because searches rarely find them."""
 FIRST_WORDS = 100
 """Number of words that count as the beginning of a text."""
 MIN_READING_EASE = 50.0
-"""On Flesch's scale 60 to 70 is plain English; below 50 is difficult."""
+"""Lowest Flesch reading ease that passes. 60 to 70 is plain English; below 50 is difficult."""
 MAX_SHARE = 0.05
 """Largest fraction of the words of a text that a keyword may have before it counts as repetition."""
 

@@ -56,7 +56,7 @@ class PruningPlan:
     layers: list[int]
     """For each of the student's layers, the index of the teacher's."""
     kept: dict[str, list[int]]
-    """Indices of the units that the student takes, for each kind of which it does not take all.
+    """Indices of the units that the student takes, by kind. Kinds of which it takes all units are missing.
 
     The kinds are channels, text, words and time (the last two are the hidden layers of the embeddings). Each layer of
     the teacher has kinds of its own: those of layer 5 are `5.ffn` (neurons), `5.attn1` and `5.attn2` (positions in
